@@ -1,0 +1,1 @@
+"""Sharding of any pytree inside `jax.pmap`: jax, flax and optax only."""

@@ -1,0 +1,161 @@
+"""One array, inside pmap: its slice, its gather and its reduce-scatter, over an axis that may be cut into groups.
+
+`full_x` and `shard_x` say which side of a gather a value is on. Scaling is never hidden: a scatter sums, and whoever wants
+a mean divides where it is named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from zero.partition.layout import LeafLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """A pmap axis and everything about its groups.
+
+    The devices of the axis form a grid of shape `(replicas, phase, phase, ...)`. State is split over the phases and
+    replicated across the first dimension (hybrid sharding). A reduce-scatter takes the phases in order, one collective
+    each, and a gather takes them in reverse, so the row-major position inside the phases is the shard that a device
+    holds. Slices, collectives and the mesh that labels whole arrays all take that position from here.
+
+    Attributes:
+      name: the `axis_name` of the pmap.
+      shape: `(replicas, *phases)`; its product is the size of the axis.
+      devices: positions on the pmap axis in row-major order of the grid; by default 0, 1, 2, ...
+
+    Raises:
+      ValueError: `devices` is not a permutation of the positions on the axis.
+
+    >>> Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7)).shard_of_device()
+    (0, 4, 1, 5, 2, 6, 3, 7)
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    devices: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        size = math.prod(self.shape)
+        if len(self.shape) < 2 or size < 1:
+            raise ValueError(f"axis {self.name!r}: shape is (replicas, phase, ...), got {self.shape}")
+        object.__setattr__(self, "devices", self.devices or tuple(range(size)))
+        if sorted(self.devices) != list(range(size)):
+            raise ValueError(f"axis {self.name!r}: devices must be a permutation of 0..{size - 1}, got {self.devices}")
+
+    @property
+    def size(self) -> int:
+        """Devices on the pmap axis."""
+        return math.prod(self.shape)
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the whole state."""
+        return self.shape[0]
+
+    @property
+    def shards(self) -> int:
+        """Devices that one copy is spread over."""
+        return math.prod(self.shape[1:])
+
+    def groups(self, dim: int) -> list[list[int]] | None:
+        """`axis_index_groups` along one dimension of the grid; None where one group holds all devices in order."""
+        grid = np.asarray(self.devices).reshape(self.shape)
+        rows = np.moveaxis(grid, dim, -1).reshape(-1, self.shape[dim]).tolist()
+        return None if rows == [list(range(self.size))] else rows
+
+    def shard_of_device(self) -> tuple[int, ...]:
+        """For each position on the pmap axis the shard that this device holds."""
+        shards = np.empty(self.size, int)
+        shards[list(self.devices)] = np.arange(self.size) % self.shards
+        return tuple(shards.tolist())
+
+    def shard_index(self) -> jax.Array:
+        """This device's shard. Call inside pmap."""
+        return jnp.asarray(self.shard_of_device())[lax.axis_index(self.name)]
+
+
+AxisLike = str | Axis
+
+
+def as_axis(axis: AxisLike) -> Axis:
+    """A pmap axis name stands for one group of all its devices. Call inside pmap."""
+    return axis if isinstance(axis, Axis) else Axis(axis, (1, lax.axis_size(axis)))
+
+
+
+
+def slice_array(full_x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:
+    """This device's shard of a whole array; no communication.
+
+    Per device: `leaf.shape` in, `leaf.shard_shape` out. Call inside pmap.
+    """
+    for split in leaf.splits:
+        full_x = _pad(full_x, split.dim, split.padding)
+        full_x = lax.dynamic_slice_in_dim(full_x, axis.shard_index() * split.shard_size, split.shard_size, split.dim)
+    return full_x
+
+
+def gather_array(shard_x: jax.Array, leaf: LeafLayout, axis: Axis, dtype: DTypeLike | None = None) -> jax.Array:
+    """The whole array from its shards: `all_gather`, in `dtype` on the wire and after (default: as it is).
+
+    Per device: `leaf.shard_shape` in, `leaf.shape` out. Call inside pmap.
+    """
+    full_x = shard_x if dtype is None else shard_x.astype(dtype)
+    for split in leaf.splits:
+        for phase in reversed(range(1, len(axis.shape))):
+            full_x = lax.all_gather(
+                full_x, axis.name, axis=split.dim, tiled=True, axis_index_groups=axis.groups(phase)
+            )
+        full_x = lax.slice_in_dim(full_x, 0, split.size, axis=split.dim)
+    return full_x
+
+
+def scatter_sum_array(
+    full_x: jax.Array,
+    leaf: LeafLayout,
+    axis: Axis,
+    *,
+    wire_dtype: DTypeLike | None = jnp.float32,
+    reduce_dtype: DTypeLike | None = jnp.float32,
+) -> jax.Array:
+    """This device's shard of the sum over all devices: `psum_scatter`; a leaf that is whole is all-reduced.
+
+    Where the dtype on the wire is narrower than the dtype of the sum, an `all_to_all` moves the parts and each device
+    sums what it received: the same bytes as a reduce-scatter, rounded once and not at every hop.
+
+    Per device: `leaf.shape` in, `leaf.shard_shape` out, in `reduce_dtype`. None keeps the dtype of `full_x`. Call
+    inside pmap.
+    """
+    wire = np.dtype(wire_dtype or full_x.dtype)
+    reduce = np.dtype(reduce_dtype or full_x.dtype)
+    x = full_x.astype(wire)
+    for split in leaf.splits:
+        x = _pad(x, split.dim, split.padding)
+        for phase in range(1, len(axis.shape)):
+            x = _scatter_sum_phase(x.astype(wire), split.dim, axis, phase, reduce)
+        if axis.replicas > 1:
+            x = lax.psum(x, axis.name, axis_index_groups=axis.groups(0))
+    return x if leaf.splits else lax.psum(x.astype(reduce), axis.name)
+
+
+def _scatter_sum_phase(x: jax.Array, dim: int, axis: Axis, phase: int, reduce: np.dtype) -> jax.Array:
+    groups, parts = axis.groups(phase), axis.shape[phase]
+    if x.dtype == reduce:
+        return lax.psum_scatter(x, axis.name, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
+    received = lax.all_to_all(x, axis.name, dim, dim, tiled=True, axis_index_groups=groups)
+    shape = (*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
+    return received.reshape(shape).astype(reduce).sum(dim)
+
+
+def _pad(x: jax.Array, dim: int, amount: int) -> jax.Array:
+    widths = [(0, amount if i == dim else 0, 0) for i in range(x.ndim)]
+    return lax.pad(x, jnp.zeros((), x.dtype), widths) if amount else x

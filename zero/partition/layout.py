@@ -1,0 +1,219 @@
+"""Which leaf is split along which dimension: host arithmetic on shapes, frozen data.
+
+A layout is made once, from the shapes of the plain model, and everything else obeys it: collectives, checkpoints, memory
+tables. It never looks at a device. "axis" is the pmap axis; an array has dimensions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """One dimension of a leaf, cut into equal parts after zeros were appended to it."""
+
+    dim: int
+    size: int
+    shards: int
+
+    @property
+    def shard_size(self) -> int:
+        return -(-self.size // self.shards)
+
+    @property
+    def padding(self) -> int:
+        """Zeros appended so that the dimension divides; they are zero in weights and state and stay so."""
+        return self.shard_size * self.shards - self.size
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafLayout:
+    """The entry of one leaf: its whole logical shape and how it is split. No splits: every device holds it whole.
+
+    A stacked leaf carries one layer a row of its leading dimension (`nn.scan`), which is never split.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    splits: tuple[Split, ...]
+    stacked: bool = False
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.path)
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        return self._with_sizes(lambda split: split.size + split.padding)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        return self._with_sizes(lambda split: split.shard_size)
+
+    def _with_sizes(self, size: Callable[[Split], int]) -> tuple[int, ...]:
+        shape = list(self.shape)
+        for split in self.splits:
+            shape[split.dim] = size(split)
+        return tuple(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """One `LeafLayout` a leaf, in the structure of the tree that it describes. Hashable; `print` shows it as a table."""
+
+    treedef: Any
+    leaves: tuple[LeafLayout, ...]
+    shards: int
+
+    def map(self, fn: Callable[..., Any], *trees: PyTree) -> PyTree:
+        """`fn(leaf_layout, *leaves)` over trees of this structure.
+
+        Raises:
+          ValueError: a tree has another structure than the one that the layout was made for.
+        """
+        columns = [self.treedef.flatten_up_to(tree) for tree in trees]
+        return self.treedef.unflatten([fn(leaf, *column) for leaf, *column in zip(self.leaves, *columns, strict=True)])
+
+    def shapes(self) -> PyTree:
+        """Whole logical shapes, as `jax.ShapeDtypeStruct`."""
+        return self.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+
+    def shard_shapes(self) -> PyTree:
+        """What one device holds, as `jax.ShapeDtypeStruct`."""
+        return self.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shard_shape, leaf.dtype))
+
+    def at(self, name: str) -> Layout:
+        """The layout of one layer of the top-level subtree `name`, as a lift inside `nn.scan` sees it.
+
+        The leading layer dimension of a stacked subtree is gone.
+
+        Raises:
+          KeyError: the tree has no such subtree.
+        """
+        tree = self.map(lambda leaf: leaf)
+        if not isinstance(tree, Mapping) or name not in tree:
+            raise KeyError(f"the layout has no subtree {name!r}; it has {sorted(tree) if isinstance(tree, Mapping) else '?'}")
+        leaves, treedef = jax.tree.flatten(tree[name])
+        return Layout(treedef, tuple(_one_layer(leaf) for leaf in leaves), self.shards)
+
+    def whole(self) -> Layout:
+        """The same tree with every leaf on every device: stage 0."""
+        return dataclasses.replace(self, leaves=tuple(dataclasses.replace(leaf, splits=()) for leaf in self.leaves))
+
+    def bytes_per_device(self) -> int:
+        return sum(math.prod(leaf.shard_shape) * leaf.dtype.itemsize for leaf in self.leaves)
+
+    def __str__(self) -> str:
+        whole = [leaf for leaf in self.leaves if not leaf.splits]
+        elements = sum(math.prod(leaf.shape) for leaf in self.leaves)
+        padding = sum(math.prod(leaf.padded_shape) for leaf in self.leaves) - elements
+        lines = [
+            f"{elements:,} elements in {len(self.leaves)} leaves over {self.shards} shards: "
+            f"{self.bytes_per_device():,} bytes a device, {padding:,} elements of padding, "
+            f"{sum(math.prod(leaf.shape) for leaf in whole):,} elements in {len(whole)} leaves whole on every device"
+        ]
+        rows = [("leaf", "dtype", "whole", "split", "shard", "padding")]
+        for leaf in self.leaves:
+            split = leaf.splits[0] if leaf.splits else None
+            rows.append(
+                (
+                    leaf.name or "(root)",
+                    leaf.dtype.name,
+                    _times(leaf.shape),
+                    f"dim {split.dim}" if split else "-",
+                    _times(leaf.shard_shape),
+                    str(split.padding) if split else "-",
+                )
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join(lines)
+
+
+def make_layout(tree: PyTree, shards: int, *, stacked: Iterable[str] = ()) -> Layout:
+    """Decides, from shapes alone, along which dimension each leaf is split over `shards` devices.
+
+    The dimension with the least padding is taken, of those the largest, of those the last. A leaf with fewer elements
+    than there are shards stays whole on every device; `print(layout)` names it. Splitting a leaf along one of its own
+    dimensions, instead of flattening it, keeps `ndim` masks and factored optimizers meaningful and spares the TPU a
+    change of tiling.
+
+    Args:
+      tree: arrays or `jax.ShapeDtypeStruct`s with whole shapes, for instance `jax.eval_shape(model.init, ...)`.
+      shards: the number of devices that one copy is spread over.
+      stacked: top-level subtrees whose leaves carry a leading layer dimension (`nn.scan`), which is never split.
+
+    Raises:
+      ValueError: `shards` is not positive, or a stacked name fits no leaf.
+
+    >>> import jax, jax.numpy as jnp
+    >>> layout = make_layout({"w": jax.ShapeDtypeStruct((5, 12), jnp.float32), "b": jnp.zeros(3)}, shards=4)
+    >>> layout.shard_shapes()["w"].shape, layout.shard_shapes()["b"].shape
+    ((5, 3), (3,))
+    """
+    if shards < 1:
+        raise ValueError(f"shards must be at least 1, got {shards}")
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    names = tuple(stacked)
+    paths = [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path, _ in flat]
+    for name in names:
+        if not any(path[:1] == (name,) for path in paths):
+            raise ValueError(f"stacked names {name!r}, but no leaf lies under it")
+    leaves = []
+    for path, (_, leaf) in zip(paths, flat, strict=True):
+        shape, dtype = np.shape(leaf), np.dtype(jax.numpy.result_type(leaf))
+        is_stacked = path[:1] in [(name,) for name in names]
+        split = _choose_split(shape, int(is_stacked), shards)
+        leaves.append(LeafLayout(path, shape, dtype, (split,) if split else (), is_stacked))
+    return Layout(treedef, tuple(leaves), shards)
+
+
+def derive_layout(fn: Callable[[PyTree], PyTree], layout: Layout) -> Layout:
+    """The layout of `fn(tree)` from the layout of `tree`, by comparing its shapes on whole leaves and on shards.
+
+    With `fn = tx.init` this is the layout of the optimizer state. Nothing is computed.
+
+    Raises:
+      ValueError: the result on shards is not a split of the result on whole leaves: `fn` does not work leaf by leaf.
+    """
+    whole, treedef = jax.tree_util.tree_flatten_with_path(jax.eval_shape(fn, layout.shapes()))
+    part, part_treedef = jax.tree.flatten(jax.eval_shape(fn, layout.shard_shapes()))
+    if treedef != part_treedef:
+        raise ValueError(f"the result has another structure on shards ({part_treedef}) than on whole leaves ({treedef})")
+    leaves = []
+    for (path, full), shard in zip(whole, part, strict=True):
+        name = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+        dims = [dim for dim in range(full.ndim) if full.shape[dim] != shard.shape[dim]]
+        splits = tuple(Split(dim, full.shape[dim], layout.shards) for dim in dims)
+        if len(splits) > 1 or any(split.shard_size != shard.shape[split.dim] for split in splits):
+            raise ValueError(f"leaf {'/'.join(name)}: {shard.shape} on shards is not a split of {full.shape} on whole leaves")
+        leaves.append(LeafLayout(name, full.shape, np.dtype(full.dtype), splits))
+    return Layout(treedef, tuple(leaves), layout.shards)
+
+
+def _choose_split(shape: tuple[int, ...], first: int, shards: int) -> Split | None:
+    candidates = [Split(dim, size, shards) for dim, size in enumerate(shape) if dim >= first]
+    if shards == 1 or math.prod(shape[first:]) < shards:
+        return None
+    return min(candidates, key=lambda split: (split.padding / split.size, -split.size, -split.dim))
+
+
+def _one_layer(leaf: LeafLayout) -> LeafLayout:
+    if not leaf.stacked:
+        return leaf
+    splits = tuple(dataclasses.replace(split, dim=split.dim - 1) for split in leaf.splits)
+    return dataclasses.replace(leaf, shape=leaf.shape[1:], splits=splits, stacked=False)
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"

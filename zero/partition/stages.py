@@ -1,0 +1,165 @@
+"""The four stages of ZeRO as placements of two operations: gather parameters, reduce-scatter gradients.
+
+| stage | parameters are gathered                    | gradients are reduce-scattered        |
+|-------|--------------------------------------------|---------------------------------------|
+| 0     | never: plain data parallel                 | all-reduced                           |
+| 1     | once, at the start of a step: `gather`     | once, at its end: `scatter_sum`       |
+| 2     | once, at the start of a step: `gather`     | each layer, backward: `fully_shard`   |
+| 3     | each layer, forward and again backward: `fully_shard`                              |
+
+Stages 2 and 3 rest on one trick, `borrow`: a layer computes with a whole weight that came from somewhere, and the gradient
+of that weight flows to the shard. Source: ZeRO (Rajbhandari et al., arXiv 1910.02054), sections 5 and 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from zero.partition import collectives
+from zero.partition.collectives import Axis, AxisLike, as_axis
+from zero.partition.layout import Layout, LeafLayout, PyTree
+
+Target = TypeVar("Target", bound=Callable[..., Any])
+
+
+def shard(tree: PyTree, layout: Layout, axis: AxisLike) -> PyTree:
+    """This device's shards of a whole tree; no communication.
+
+    Per device: whole leaves in, shards out. Call inside pmap.
+    """
+    axis = _checked(layout, axis)
+    with jax.named_scope("zero_shard"):
+        return layout.map(lambda leaf, x: collectives.slice_array(x, leaf, axis), tree)
+
+
+def gather(tree: PyTree, layout: Layout, axis: AxisLike, dtype: DTypeLike | None = None) -> PyTree:
+    """The whole tree from its shards: one `all_gather` a split leaf, in `dtype` on the wire and after.
+
+    Per device: shards in, whole leaves out. `dtype=None` keeps each leaf's own. Call inside pmap.
+    """
+    axis = _checked(layout, axis)
+    with jax.named_scope("zero_gather"):
+        return layout.map(lambda leaf, x: collectives.gather_array(x, leaf, axis, dtype), tree)
+
+
+def scatter_sum(
+    tree: PyTree,
+    layout: Layout,
+    axis: AxisLike,
+    *,
+    wire_dtype: DTypeLike | None = jnp.float32,
+    reduce_dtype: DTypeLike | None = jnp.float32,
+) -> PyTree:
+    """This device's shards of the sum over devices: one `psum_scatter` a split leaf, one `psum` a whole one.
+
+    Per device: whole leaves in, shards out, in `reduce_dtype`. Call inside pmap.
+    """
+    axis = _checked(layout, axis)
+    one = partial(collectives.scatter_sum_array, axis=axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
+    with jax.named_scope("zero_scatter"):
+        return layout.map(lambda leaf, x: one(x, leaf), tree)
+
+
+def scatter_mean(tree: PyTree, layout: Layout, axis: AxisLike, **dtypes: DTypeLike | None) -> PyTree:
+    """`scatter_sum` divided by the number of devices on the axis; same shapes and arguments."""
+    axis = _checked(layout, axis)
+    return jax.tree.map(lambda x: x / axis.size, scatter_sum(tree, layout, axis, **dtypes))
+
+
+def fully_shard(
+    target: Target,
+    layout: Layout,
+    axis: AxisLike,
+    *,
+    dtype: DTypeLike | None = None,
+    wire_dtype: DTypeLike | None = jnp.float32,
+    reduce_dtype: DTypeLike | None = jnp.float32,
+    methods: Sequence[str] | None = None,
+) -> Target:
+    """Makes a Flax module class, or a function of a parameter tree, live on shards: stages 2 and 3.
+
+    The target sees whole parameters in `dtype`; what is stored, differentiated and initialised are shards. In the
+    backward pass each gradient is reduce-scattered (summed over the axis) as soon as it exists. Apply it to one layer
+    and put `nn.remat` and `nn.scan` around it, and whole weights live for one layer at a time: stage 3. Hand in the
+    weights that were gathered before, as the variable collection "gathered" (a function: as the keyword `gathered`),
+    and they are used instead: stage 2.
+
+    Args:
+      target: a `flax.linen.Module` class, or a function `f(params, ...)`.
+      layout: the layout of the target's own parameters; for a layer under `nn.scan` that is `layout.at(name)`.
+      axis: the pmap axis. Call the result inside pmap.
+      dtype: of whole parameters, on the wire and in the target; None keeps each leaf's own.
+      wire_dtype: of gradients on the wire.
+      reduce_dtype: in which gradients are summed.
+      methods: the methods of a module class to lift, by default `__call__`.
+
+    >>> import flax.linen as nn, jax, jax.numpy as jnp
+    >>> x = jnp.ones((jax.local_device_count(), 2, 5))
+    >>> layout = make_layout(jax.eval_shape(nn.Dense(3).init, jax.random.key(0), x[0])["params"], len(x))
+    >>> dense = fully_shard(nn.Dense, layout, "batch")(3)
+    >>> shards = jax.pmap(lambda x: dense.init(jax.random.key(0), x), axis_name="batch")(x)
+    >>> y = jax.pmap(dense.apply, axis_name="batch")(shards, x)
+    >>> bool((y[0] == nn.Dense(3).init_with_output(jax.random.key(0), x[0])[0]).all())
+    True
+    """
+
+    def whole(shards: PyTree, gathered: PyTree | None) -> PyTree:
+        on = _checked(layout, axis)
+        full = gather(shards, layout, on, dtype) if gathered is None else gathered
+        with jax.named_scope("zero_borrow"):
+            return layout.map(partial(_borrow, axis=on, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype), shards, full)
+
+    if not (isinstance(target, type) and issubclass(target, nn.Module)):
+        return lambda shards, *args, gathered=None, **kwargs: target(whole(shards, gathered), *args, **kwargs)
+
+    return nn.map_variables(
+        target,
+        ["params", "gathered"],
+        trans_in_fn=lambda variables: {"params": whole(variables["params"], variables.get("gathered"))},
+        # Only at init does the module hand parameters out; an apply leaves them as they are.
+        trans_out_fn=lambda variables: {name: shard(params, layout, axis) for name, params in variables.items()},
+        init=True,
+        mutable=True,
+        methods=methods,
+    )
+
+
+def _borrow(
+    leaf: LeafLayout,
+    shard_x: jax.Array,
+    full_x: jax.Array,
+    *,
+    axis: Axis,
+    wire_dtype: DTypeLike | None,
+    reduce_dtype: DTypeLike | None,
+) -> jax.Array:
+    """`full_x`, whose gradient is reduce-scattered to `shard_x` instead of flowing to where `full_x` came from."""
+
+    @jax.custom_vjp
+    def borrow(shard_x: jax.Array, full_x: jax.Array) -> jax.Array:
+        return full_x
+
+    def backward(_: None, full_grad: jax.Array) -> tuple[jax.Array, None]:
+        shard_grad = collectives.scatter_sum_array(
+            full_grad, leaf, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype
+        )
+        return shard_grad.astype(shard_x.dtype), None
+
+    borrow.defvjp(lambda shard_x, full_x: (full_x, None), backward)
+    return borrow(shard_x, full_x)
+
+
+def _checked(layout: Layout, axis: AxisLike) -> Axis:
+    axis = as_axis(axis)
+    if layout.shards != axis.shards:
+        raise ValueError(
+            f"the layout was made for {layout.shards} shards, but axis {axis.name!r} spreads one copy over {axis.shards}"
+        )
+    return axis
