@@ -119,15 +119,18 @@ def fully_shard(
     if not (isinstance(target, type) and issubclass(target, nn.Module)):
         return lambda shards, *args, gathered=None, **kwargs: target(whole(shards, gathered), *args, **kwargs)
 
+    def enter(variables: PyTree) -> PyTree:
+        if "params" not in variables:
+            return variables  # The first call at init: the module makes its parameters, whole.
+        return {"params": whole(variables["params"], variables.get("gathered")), "shards": variables["params"]}
+
+    def leave(variables: PyTree) -> PyTree:
+        if "shards" in variables:
+            return {"params": variables["shards"]}  # A further call at init: as they were, not rounded to dtype.
+        return {name: shard(params, layout, axis) for name, params in variables.items()}
+
     return nn.map_variables(
-        target,
-        ["params", "gathered"],
-        trans_in_fn=lambda variables: {"params": whole(variables["params"], variables.get("gathered"))},
-        # Only at init does the module hand parameters out; an apply leaves them as they are.
-        trans_out_fn=lambda variables: {name: shard(params, layout, axis) for name, params in variables.items()},
-        init=True,
-        mutable=True,
-        methods=methods,
+        target, ["params", "gathered", "shards"], trans_in_fn=enter, trans_out_fn=leave, mutable=True, methods=methods
     )
 
 

@@ -1,0 +1,280 @@
+"""A decoder-only transformer that knows nothing of sharding.
+
+Pre-LayerNorm blocks, stacked by `nn.scan` and rematerialised. The tied vocabulary is a stack as well, of chunks of rows,
+so that float32 logits never exist for more than one chunk. `lift` is applied to the class of every part that owns
+parameters, before it is rematerialised and stacked: this is where a caller may change how parameters are stored.
+
+Shapes are named by suffix:
+  B rows, T positions of a row, S positions that are attended to, D embedding, H heads, K head dimension, L layers,
+  C vocabulary rows of a chunk
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+Lift = Callable[[type[nn.Module], str], type[nn.Module]]
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig:
+    """One size of the family; the keys of an entry in `conf/model_config.yaml`.
+
+    Attributes:
+      embedding_dim: D.
+      vocab_size: tokens; need not divide by anything.
+      num_head: H; divides `embedding_dim`.
+      block_size: the longest context, T.
+      dropout: of attention probabilities and of both residual outputs.
+      N: layers, L.
+      alibi_attn: ALiBi (arXiv 2108.12409); False for learned positions.
+      vocab_chunks: parts that the vocabulary is looked up and scored in; more parts need less memory.
+    """
+
+    embedding_dim: int
+    vocab_size: int
+    num_head: int
+    block_size: int
+    dropout: float
+    N: int
+    alibi_attn: bool = True
+    vocab_chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.embedding_dim % self.num_head:
+            raise ValueError(f"embedding_dim {self.embedding_dim} does not divide into num_head {self.num_head} heads")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
+
+    @property
+    def chunk_rows(self) -> int:
+        return -(-self.vocab_size // self.vocab_chunks)
+
+
+class Cache(NamedTuple):
+    """Keys and values of the positions so far, one entry a layer: float `(L, B, S, H, K)`."""
+
+    k_LBSHK: jax.Array
+    v_LBSHK: jax.Array
+
+
+def init_cache(config: GPTConfig, rows: int, positions: int, dtype: DTypeLike) -> Cache:
+    """An empty cache for `rows` rows of up to `positions` positions."""
+    head_dim = config.embedding_dim // config.num_head
+    k = jnp.zeros((config.N, rows, positions, config.num_head, head_dim), dtype)
+    return Cache(k, k)
+
+
+def alibi_slopes(num_head: int) -> np.ndarray:
+    """One slope a head: `2^(-8 h / H)` for powers of two, the paper's interleaving for other counts.
+
+    Source: Press et al., arXiv 2108.12409, section 3 and the reference implementation.
+
+    >>> alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    power = 2 ** math.floor(math.log2(num_head))
+    slopes = 2.0 ** (-8.0 * np.arange(1, power + 1) / power)
+    between = 2.0 ** (-4.0 * np.arange(1, 2 * (num_head - power), 2) / power)
+    return np.concatenate([slopes, between]).astype(np.float32)
+
+
+def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
+    """Dropout with one key a row, so that a mask depends on its sequence and on nothing else; no keys, no dropout."""
+    if keys_B is None or rate == 0:
+        return x
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys_B)
+    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a LayerNorm and added to the residual stream."""
+
+    config: GPTConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        layer: jax.Array,
+        cache: Cache | None,
+        keys_B: jax.Array | None,
+        position: jax.Array | int,
+    ) -> tuple[jax.Array, Cache | None]:
+        config = self.config
+        if keys_B is not None:
+            keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, layer)
+        site_keys = [None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, i) for i in range(3)]
+
+        def dense(features: int, name: str, stddev: float = 0.02) -> nn.Dense:
+            return nn.Dense(features, dtype=self.dtype, kernel_init=nn.initializers.normal(stddev), name=name)
+
+        # GPT-2: each of the 2 N residual outputs adds variance, so each starts smaller.
+        residual_stddev = 0.02 / math.sqrt(2 * config.N)
+
+        h_BTD = nn.LayerNorm(dtype=self.dtype, name="norm_attention")(x_BTD)
+        heads = (*x_BTD.shape[:2], config.num_head, config.embedding_dim // config.num_head)
+        q_BTHK, k_BSHK, v_BSHK = (
+            dense(config.embedding_dim, name)(h_BTD).reshape(heads) for name in ("query", "key", "value")
+        )
+        if cache is not None:
+            k_BSHK = lax.dynamic_update_slice_in_dim(cache.k_LBSHK, k_BSHK, position, axis=1)
+            v_BSHK = lax.dynamic_update_slice_in_dim(cache.v_LBSHK, v_BSHK, position, axis=1)
+            cache = Cache(k_BSHK, v_BSHK)
+        attended_BTHK = attention(q_BTHK, k_BSHK, v_BSHK, position, config, site_keys[0])
+        attended_BTD = dense(config.embedding_dim, "attention_out", residual_stddev)(attended_BTHK.reshape(x_BTD.shape))
+        x_BTD = x_BTD + dropout(attended_BTD, config.dropout, site_keys[1])
+
+        h_BTD = nn.LayerNorm(dtype=self.dtype, name="norm_mlp")(x_BTD)
+        h_BTF = nn.gelu(dense(4 * config.embedding_dim, "mlp_in")(h_BTD), approximate=True)
+        h_BTD = dense(config.embedding_dim, "mlp_out", residual_stddev)(h_BTF)
+        return x_BTD + dropout(h_BTD, config.dropout, site_keys[2]), cache
+
+
+def attention(
+    q_BTHK: jax.Array,
+    k_BSHK: jax.Array,
+    v_BSHK: jax.Array,
+    position: jax.Array | int,
+    config: GPTConfig,
+    keys_B: jax.Array | None,
+) -> jax.Array:
+    """Causal attention, softmax in float32; query t stands at `position + t`, keys at 0, 1, 2, ..."""
+    scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
+    scores_BHTS = scores_BHTS / math.sqrt(q_BTHK.shape[-1])
+    t_T1 = position + jnp.arange(q_BTHK.shape[1])[:, None]
+    s_1S = jnp.arange(k_BSHK.shape[1])[None, :]
+    if config.alibi_attn:
+        slopes_1H11 = alibi_slopes(config.num_head)[None, :, None, None]
+        scores_BHTS = scores_BHTS + slopes_1H11 * (s_1S - t_T1)[None, None].astype(jnp.float32)
+    scores_BHTS = jnp.where((s_1S <= t_T1)[None, None], scores_BHTS, jnp.finfo(jnp.float32).min)
+    probabilities_BHTS = dropout(jax.nn.softmax(scores_BHTS), config.dropout, keys_B).astype(q_BTHK.dtype)
+    return jnp.einsum("BHTS,BSHK->BTHK", probabilities_BHTS, v_BSHK)
+
+
+class VocabularyChunk(nn.Module):
+    """`chunk_rows` rows of the tied table, from token `first` on; one turn of a scan over the vocabulary."""
+
+    config: GPTConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(
+        self, embedded_BTD: jax.Array | None, first: jax.Array, tokens_BT: jax.Array | None, x_BTD: jax.Array | None
+    ) -> tuple[jax.Array | None, jax.Array | tuple[jax.Array, jax.Array] | None]:
+        """Without `x_BTD` embeds the tokens, without tokens scores `x_BTD`, with both scores it against the tokens.
+
+        Embedding adds the rows of those tokens that lie in this chunk to the carry. Scoring returns float32 logits
+        `(B, T, C)`, minus infinity past the vocabulary; against tokens only the chunk's part of a cross-entropy:
+        the log-sum-exp of its logits and the token's own logit where it is here, each `(B, T)`.
+        """
+        rows = self.config.chunk_rows
+        table_CD = self.param("table", nn.initializers.normal(0.02), (rows, self.config.embedding_dim))
+        if x_BTD is None:
+            row_BT = tokens_BT - first
+            inside_BT1 = ((row_BT >= 0) & (row_BT < rows))[..., None]
+            # In float32, because the gradient of a row is a sum over every place that the token has in the batch.
+            found_BTD = jnp.take(table_CD.astype(jnp.float32), row_BT, axis=0, mode="clip")
+            return embedded_BTD + jnp.where(inside_BT1, found_BTD, 0), None
+
+        x_BTD, table_CD = x_BTD.astype(self.dtype), table_CD.astype(self.dtype)
+        logits_BTC = jnp.einsum("BTD,CD->BTC", x_BTD, table_CD, preferred_element_type=jnp.float32)
+        is_token_C = first + jnp.arange(rows) < self.config.vocab_size
+        logits_BTC = jnp.where(is_token_C[None, None], logits_BTC, -jnp.inf)
+        if tokens_BT is None:
+            return embedded_BTD, logits_BTC
+        is_target_BTC = jnp.arange(rows)[None, None] == (tokens_BT - first)[..., None]
+        target_BT = jnp.sum(jnp.where(is_target_BTC, logits_BTC, 0), axis=-1)
+        return embedded_BTD, (jax.nn.logsumexp(logits_BTC, axis=-1), target_BT)
+
+
+class Positions(nn.Module):
+    """Learned positions."""
+
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, position: jax.Array | int) -> jax.Array:
+        table_TD = self.param(
+            "table", nn.initializers.normal(0.02), (self.config.block_size, self.config.embedding_dim)
+        )
+        return x_BTD + lax.dynamic_slice_in_dim(table_TD, position, x_BTD.shape[1])[None]
+
+
+class GPT(nn.Module):
+    """Tokens in, negative log-likelihoods out.
+
+    Attributes:
+      config: the size.
+      dtype: of activations and matrix products; parameters are made in float32.
+      lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
+    """
+
+    config: GPTConfig
+    dtype: DTypeLike = jnp.float32
+    lift: Lift = lambda module_class, name: module_class
+
+    def setup(self) -> None:
+        config = self.config
+        self.vocabulary = nn.scan(
+            nn.remat(self.lift(VocabularyChunk, "vocabulary"), prevent_cse=False),
+            variable_axes={True: 0},
+            split_rngs={"params": True},
+            in_axes=(0, nn.broadcast, nn.broadcast),
+        )(config, self.dtype)
+        if not config.alibi_attn:
+            self.positions = self.lift(Positions, "positions")(config)
+        self.blocks = nn.scan(
+            nn.remat(self.lift(Block, "blocks"), prevent_cse=False),
+            variable_axes={True: 0},
+            split_rngs={"params": True},
+            in_axes=(0, 0, nn.broadcast, nn.broadcast),
+            length=config.N,
+        )(config, self.dtype)
+        self.norm = self.lift(nn.LayerNorm, "norm")(dtype=self.dtype)
+
+    def __call__(self, tokens_BT: jax.Array, targets_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
+        """Negative log-likelihood of each target in nats, float32 `(B, T)`; one dropout key a row, or none."""
+        x_BTD, _ = self.hidden(tokens_BT, keys_B)
+        # Every chunk adds to the gradient of x, so that sum is kept in float32.
+        x_BTD = x_BTD.astype(jnp.float32)
+        _, (lse_CBT, target_CBT) = self.vocabulary(None, self._first_rows(), targets_BT, x_BTD)
+        return jax.nn.logsumexp(lse_CBT, axis=0) - target_CBT.sum(0)
+
+    def logits(
+        self, tokens_BT: jax.Array, cache: Cache | None = None, position: jax.Array | int = 0
+    ) -> tuple[jax.Array, Cache | None]:
+        """Logits after the last position, float32 `(B, V)`, and the cache with the positions of `tokens_BT` added."""
+        x_BTD, cache = self.hidden(tokens_BT, None, cache, position)
+        _, logits_CB1C = self.vocabulary(None, self._first_rows(), None, x_BTD[:, -1:])
+        logits_BV = jnp.moveaxis(logits_CB1C[:, :, 0], 0, 1).reshape(len(tokens_BT), -1)
+        return logits_BV[:, : self.config.vocab_size], cache
+
+    def hidden(
+        self,
+        tokens_BT: jax.Array,
+        keys_B: jax.Array | None,
+        cache: Cache | None = None,
+        position: jax.Array | int = 0,
+    ) -> tuple[jax.Array, Cache | None]:
+        """The normalised residual stream after the last block, `(B, T, D)`, and the cache with these positions added."""
+        x_BTD = jnp.zeros((*tokens_BT.shape, self.config.embedding_dim), jnp.float32)
+        x_BTD, _ = self.vocabulary(x_BTD, self._first_rows(), tokens_BT, None)
+        if not self.config.alibi_attn:
+            x_BTD = self.positions(x_BTD, position)
+        x_BTD, cache = self.blocks(x_BTD.astype(self.dtype), jnp.arange(self.config.N), cache, keys_B, position)
+        return self.norm(x_BTD), cache
+
+    def _first_rows(self) -> jax.Array:
+        return jnp.arange(self.config.vocab_chunks) * self.config.chunk_rows
