@@ -1,0 +1,139 @@
+#!/usr/bin/env bash
+# Sets up a fresh TPU VM, NVIDIA host or laptop: ./prepareTPUVM.sh [--test]
+#
+# Makes .venv beside this file with the jax that suits the machine and the tested versions of constraints.txt.
+# --test adds what the tests need. A second call takes a blink unless something has changed.
+set -euo pipefail
+
+fail() {
+    printf 'prepareTPUVM.sh: %s\n  remedy: %s\n' "$1" "$2" >&2
+    exit 1
+}
+
+test_too=false
+for argument in "$@"; do
+    case $argument in
+        --test) test_too=true ;;
+        *) fail "unknown option $argument" "the only one is --test" ;;
+    esac
+done
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+cd "$repository"
+
+# -- 1: the machine ---------------------------------------------------------------------------------------------------
+
+tpu_is_here() { # chips are Google's PCI devices with a node in /dev: no metadata server is asked, so nothing hangs
+    compgen -G '/dev/accel[0-9]*' >/dev/null || compgen -G '/dev/vfio/[0-9]*' >/dev/null || return 1
+    grep -qsx 0x1ae0 /sys/bus/pci/devices/*/vendor
+}
+
+gpu_is_here() {
+    [[ -e /dev/nvidia0 ]] || { command -v nvidia-smi && nvidia-smi --list-gpus | grep GPU; } >/dev/null 2>&1
+}
+
+extras=()
+if tpu_is_here; then
+    machine="a TPU VM"
+    extras+=(tpu)
+elif gpu_is_here; then
+    machine="an NVIDIA host"
+    extras+=(cuda)
+else
+    machine="a machine without accelerator: zero will use virtual CPU devices"
+fi
+# Once the tests' packages are here they are kept up to date.
+if $test_too || [[ -e .venv/bin/pytest ]]; then extras+=(test); fi
+printf '[1/4] This is %s.\n' "$machine"
+
+stamp=$(
+    {
+        cat pyproject.toml constraints.txt prepareTPUVM.sh
+        echo "$repository ${extras[*]-}" # an editable install knows its place
+    } | cksum
+)
+if [[ $(cat .venv/zero-stamp 2>/dev/null) == "$stamp" ]] && .venv/bin/python -c '' 2>/dev/null; then
+    echo "[4/4] .venv is up to date."
+    exit 0
+fi
+
+# -- 2 and 3: .venv with a Python of 3.11 or newer ---------------------------------------------------------------------
+
+is_new_enough() { # runs it: a pyenv shim is on the path and yet no Python
+    command -v "$1" >/dev/null && "$1" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+find_python() { # the version that constraints.txt was tested with comes first
+    local candidate
+    for candidate in python3.11 python3.12 python3.13 python3.14 python3; do
+        if is_new_enough "$candidate"; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+python_from_apt() { # release candidates (Ubuntu 22.04's 3.11) are left alone
+    local package root=()
+    command -v apt-get >/dev/null || return 1
+    if ((EUID != 0)); then
+        sudo -n true 2>/dev/null || return 1
+        root=(sudo -n)
+    fi
+    for package in python3.11 python3.12 python3.13; do
+        if apt-cache policy "$package" | grep 'Candidate: [0-9]' | grep -qv '~rc'; then
+            "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y "$package" "$package-venv" >&2
+            command -v "$package"
+            return
+        fi
+    done
+    return 1
+}
+
+python_from_uv() { # stays under ~/.local/share/uv; only uv itself is thrown away
+    local tools
+    tools=$(mktemp -d)
+    python3 -m pip install -qq --target "$tools" uv >&2 &&
+        "$tools/bin/uv" python install --quiet 3.12 >&2 &&
+        "$tools/bin/uv" python find --managed-python 3.12
+    local status=$?
+    rm -rf "$tools"
+    return $status
+}
+
+make_venv() {
+    local python=$1
+    if "$python" -c 'import ensurepip' 2>/dev/null; then
+        "$python" -m venv --clear .venv
+    else # Debian's python3 without python3-venv
+        "$python" -m venv --clear --without-pip .venv &&
+            "$python" -m pip --python .venv/bin/python install -qq pip
+    fi
+}
+
+rm -f .venv/zero-stamp
+if is_new_enough .venv/bin/python && .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    echo "[2/4] Python is there: $(.venv/bin/python --version)."
+    echo "[3/4] .venv is there."
+else
+    if ! python=$(find_python); then
+        echo "[2/4] No Python of 3.11 or newer is here (python3: $(python3 --version 2>&1 || echo none)); bringing one."
+        python=$(python_from_apt || python_from_uv) ||
+            fail "could not bring a Python of 3.11 or newer, neither with apt nor with uv" \
+                "install one (with its venv module) so that python3.11, python3.12 or python3.13 is on the PATH"
+    fi
+    echo "[2/4] Python is $python ($("$python" --version))."
+    echo "[3/4] Making .venv."
+    make_venv "$python" ||
+        fail "$python could not make .venv" "install its venv module (Debian, Ubuntu: apt install python3-venv)"
+fi
+
+# -- 4: the packages --------------------------------------------------------------------------------------------------
+
+project=".${extras[*]:+[$(IFS=,; echo "${extras[*]}")]}"
+echo "[4/4] Installing $project with the versions of constraints.txt; this takes a minute or two."
+# -I: what PYTHONPATH shows now is not there later.
+.venv/bin/python -I -m pip install -qq --disable-pip-version-check -c constraints.txt -e "$project" ||
+    fail "pip could not install $project (its error is above)" "see that the network and the disk have room, then call again"
+echo "$stamp" >.venv/zero-stamp
+echo "Ready: .venv/bin/python main_zero.py"
