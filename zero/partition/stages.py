@@ -34,7 +34,7 @@ def shard(tree: PyTree, layout: Layout, axis: AxisLike) -> PyTree:
 
     Per device: whole leaves in, shards out. Call inside pmap.
     """
-    axis = _checked(layout, axis)
+    axis = checked_axis(layout, axis)
     with jax.named_scope("zero_shard"):
         return layout.map(lambda leaf, x: collectives.slice_array(x, leaf, axis), tree)
 
@@ -44,7 +44,7 @@ def gather(tree: PyTree, layout: Layout, axis: AxisLike, dtype: DTypeLike | None
 
     Per device: shards in, whole leaves out. `dtype=None` keeps each leaf's own. Call inside pmap.
     """
-    axis = _checked(layout, axis)
+    axis = checked_axis(layout, axis)
     with jax.named_scope("zero_gather"):
         return layout.map(lambda leaf, x: collectives.gather_array(x, leaf, axis, dtype), tree)
 
@@ -61,7 +61,7 @@ def scatter_sum(
 
     Per device: whole leaves in, shards out, in `reduce_dtype`. Call inside pmap.
     """
-    axis = _checked(layout, axis)
+    axis = checked_axis(layout, axis)
     one = partial(collectives.scatter_sum_array, axis=axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
     with jax.named_scope("zero_scatter"):
         return layout.map(lambda leaf, x: one(x, leaf), tree)
@@ -69,8 +69,22 @@ def scatter_sum(
 
 def scatter_mean(tree: PyTree, layout: Layout, axis: AxisLike, **dtypes: DTypeLike | None) -> PyTree:
     """`scatter_sum` divided by the number of devices on the axis; same shapes and arguments."""
-    axis = _checked(layout, axis)
+    axis = checked_axis(layout, axis)
     return jax.tree.map(lambda x: x / axis.size, scatter_sum(tree, layout, axis, **dtypes))
+
+
+def checked_axis(layout: Layout, axis: AxisLike) -> Axis:
+    """The axis, known to fit the layout. Call inside pmap.
+
+    Raises:
+      ValueError: the layout was made for another number of shards.
+    """
+    axis = as_axis(axis)
+    if layout.shards != axis.shards:
+        raise ValueError(
+            f"the layout was made for {layout.shards} shards, but axis {axis.name!r} spreads one copy over {axis.shards}"
+        )
+    return axis
 
 
 def fully_shard(
@@ -111,7 +125,7 @@ def fully_shard(
     """
 
     def whole(shards: PyTree, gathered: PyTree | None) -> PyTree:
-        on = _checked(layout, axis)
+        on = checked_axis(layout, axis)
         full = gather(shards, layout, on, dtype) if gathered is None else gathered
         with jax.named_scope("zero_borrow"):
             return layout.map(partial(_borrow, axis=on, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype), shards, full)
@@ -157,12 +171,3 @@ def _borrow(
 
     borrow.defvjp(lambda shard_x, full_x: (full_x, None), backward)
     return borrow(shard_x, full_x)
-
-
-def _checked(layout: Layout, axis: AxisLike) -> Axis:
-    axis = as_axis(axis)
-    if layout.shards != axis.shards:
-        raise ValueError(
-            f"the layout was made for {layout.shards} shards, but axis {axis.name!r} spreads one copy over {axis.shards}"
-        )
-    return axis

@@ -1,0 +1,235 @@
+"""One training step at any stage of ZeRO, for one pmap: the table of `zero.partition.stages` around a GPT.
+
+State is always sharded; at stage 0 it is sharded by a layout that splits nothing. Everything here is called inside pmap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.typing import DTypeLike
+
+from zero.models.gpt import GPT, GPTConfig
+from zero.partition.collectives import Axis
+from zero.partition.layout import Layout, PyTree, make_layout
+from zero.partition.optimizer import global_norm
+from zero.partition.stages import fully_shard, gather, scatter_sum, shard
+
+
+class TrainState(NamedTuple):
+    """What one device holds between steps.
+
+    Attributes:
+      step: updates attempted, int32.
+      params: float32 shards.
+      opt_state: shards.
+      skipped: updates skipped so far, int32.
+      skipped_in_a_row: updates skipped since the last one that was made, int32.
+    """
+
+    step: jax.Array
+    params: PyTree
+    opt_state: PyTree
+    skipped: jax.Array
+    skipped_in_a_row: jax.Array
+
+
+class Batch(NamedTuple):
+    """What one device computes on.
+
+    Attributes:
+      tokens: int32 `(rows, context)`; -1 is padding.
+      first_row: int32, where these rows lie in the global batch.
+    """
+
+    tokens: jax.Array
+    first_row: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedGPT:
+    """A GPT whose parameters are held, gathered and differentiated as one stage says.
+
+    Attributes:
+      config: the model.
+      axis: the pmap axis.
+      stage: 0 to 3.
+      compute_dtype: of whole parameters, on the wire and in matrix products; master weights are float32.
+      wire_dtype: of gradients on the wire.
+      reduce_dtype: in which gradients are summed.
+    """
+
+    config: GPTConfig
+    axis: Axis
+    stage: int
+    compute_dtype: DTypeLike = jnp.float32
+    wire_dtype: DTypeLike = jnp.float32
+    reduce_dtype: DTypeLike = jnp.float32
+
+    @cached_property
+    def sharded_layout(self) -> Layout:
+        """How stages 1 to 3 split the parameters."""
+        tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+        params = jax.eval_shape(partial(self._plain.init, method="hidden"), jax.random.key(0), tokens, None)["params"]
+        return make_layout(params, self.axis.shards, stacked=("blocks", "vocabulary"))
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How this stage splits them."""
+        return self.sharded_layout if self.stage else self.sharded_layout.whole()
+
+    @cached_property
+    def _plain(self) -> GPT:
+        return GPT(self.config, self.compute_dtype)
+
+    @cached_property
+    def _lifted(self) -> GPT:
+        dtypes = {"dtype": self.compute_dtype, "wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
+
+        def lift(module_class: type[nn.Module], name: str) -> type[nn.Module]:
+            return fully_shard(module_class, self.layout.at(name), self.axis, **dtypes)
+
+        return GPT(self.config, self.compute_dtype, lift)
+
+    def init(self, key: jax.Array) -> PyTree:
+        """Shards of new parameters, made layer by layer; their values do not depend on the number of devices."""
+        return self._lifted.init(key, jnp.zeros((1, 2), jnp.int32), None, method="hidden")["params"]
+
+    def enter(self, params: PyTree) -> dict[str, PyTree]:
+        """Flax variables for a step, from shards. Gradients are taken of "params"."""
+        if self.stage == 3:
+            return {"params": params}
+        full = gather(params, self.layout, self.axis, self.compute_dtype)
+        return {"params": params, "gathered": full} if self.stage == 2 else {"params": full}
+
+    def leave(self, grads: PyTree) -> PyTree:
+        """Shards of the gradient summed over devices, from the gradients of "params"."""
+        if self.stage >= 2:
+            return grads
+        return scatter_sum(grads, self.layout, self.axis, wire_dtype=self.wire_dtype, reduce_dtype=self.reduce_dtype)
+
+    def apply(self, variables: dict[str, PyTree], *args: Any, **kwargs: Any) -> Any:
+        model = self._lifted if self.stage >= 2 else self._plain
+        return model.apply(variables, *args, **kwargs)
+
+    def losses(
+        self, variables: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """The sum of negative log-likelihoods in nats and the number of tokens scored, over `(rows, context)` tokens."""
+        targets = next_tokens(tokens)
+        losses = self.apply(variables, jnp.maximum(tokens, 0), targets, keys)
+        return jnp.sum(jnp.where(targets >= 0, losses, 0)), jnp.sum(targets >= 0)
+
+
+def next_tokens(tokens: jax.Array) -> jax.Array:
+    """What each position has to predict; -1 at the last position and before padding, where nothing is scored."""
+    return jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+
+
+def decayed(params: PyTree) -> PyTree:
+    """Which leaves weight decay applies to: matrices and the vocabulary, not norms, biases or positions."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key == "kernel" or path[0].key == "vocabulary", params
+    )
+
+
+def adamw(weight_decay: float, b1: float = 0.9, b2: float = 0.95) -> optax.GradientTransformation:
+    """AdamW without a learning rate, element-wise and so right on shards.
+
+    Source: Loshchilov and Hutter, arXiv 1711.05101; b2 as in GPT-3, arXiv 2005.14165, appendix B.
+    """
+    return optax.chain(optax.scale_by_adam(b1, b2), optax.add_decayed_weights(weight_decay, decayed))
+
+
+def init_state(model: ShardedGPT, tx: optax.GradientTransformation, seed: int) -> TrainState:
+    """This device's shards of a new state."""
+    params = model.init(jax.random.key(seed))
+    return TrainState(jnp.int32(0), params, tx.init(params), jnp.int32(0), jnp.int32(0))
+
+
+def train_step(
+    state: TrainState,
+    batch: Batch,
+    *,
+    model: ShardedGPT,
+    tx: optax.GradientTransformation,
+    learning_rate: Callable[[jax.Array], jax.Array],
+    seed: int,
+    micro_batches: int,
+    max_gradient_norm: float | None,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One attempted update from this device's rows, and its metrics, which are the same on every device.
+
+    The loss is the mean over all tokens scored in the global batch. A gradient that is not finite leaves parameters and
+    optimizer state as they were, on all devices alike.
+    """
+    keys = _row_keys(seed, state.step, batch) if model.config.dropout else None
+    scored = lax.psum(jnp.sum(next_tokens(batch.tokens) >= 0), model.axis.name).astype(jnp.float32)
+    variables = model.enter(state.params)
+
+    def loss_of(params: PyTree, tokens: jax.Array, keys: jax.Array | None) -> jax.Array:
+        return model.losses({**variables, "params": params}, tokens, keys)[0] / jnp.maximum(scored, 1)
+
+    loss, grads = _accumulate(jax.value_and_grad(loss_of), variables["params"], batch.tokens, keys, micro_batches)
+    grads = model.leave(grads)
+
+    # Stage 0 takes the norm of slices as well: the same sums in the same order at every stage.
+    layout, axis = model.sharded_layout, model.axis
+    norm = global_norm(grads if model.stage else shard(grads, layout, axis), layout, axis)
+    is_finite = jnp.isfinite(norm)
+    if max_gradient_norm is not None:
+        shrink = jnp.minimum(1.0, max_gradient_norm / norm)
+        grads = jax.tree.map(lambda g: g * shrink, grads)
+
+    rate = learning_rate(state.step)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+    params, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(is_finite, new, old), (params, opt_state), (state.params, state.opt_state)
+    )
+    skipped = 1 - is_finite.astype(jnp.int32)
+    state = TrainState(
+        state.step + 1, params, opt_state, state.skipped + skipped, skipped * (state.skipped_in_a_row + 1)
+    )
+    metrics = {
+        "loss": lax.psum(loss, axis.name),
+        "gradient_norm": norm,
+        "learning_rate": rate,
+        "skipped_steps": state.skipped,
+        "skipped_in_a_row": state.skipped_in_a_row,
+    }
+    return state, metrics
+
+
+def _row_keys(seed: int, step: jax.Array, batch: Batch) -> jax.Array:
+    """One dropout key a row, from its place in the global batch: never from a device, a host or a micro-batch."""
+    step_key = jax.random.fold_in(jax.random.key(seed), step)
+    rows = batch.first_row + jnp.arange(batch.tokens.shape[0])
+    return jax.vmap(jax.random.fold_in, (None, 0))(step_key, rows)
+
+
+def _accumulate(
+    value_and_grad: Callable[..., tuple[jax.Array, PyTree]],
+    params: PyTree,
+    tokens: jax.Array,
+    keys: jax.Array | None,
+    micro_batches: int,
+) -> tuple[jax.Array, PyTree]:
+    """Sums losses and gradients over micro-batches, one after the other; gradients add up in float32."""
+    if micro_batches == 1:
+        return value_and_grad(params, tokens, keys)
+
+    def add(sums: tuple[jax.Array, PyTree], micro_batch: tuple[jax.Array, jax.Array | None]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, value_and_grad(params, *micro_batch)), None
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    split = jax.tree.map(lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), (tokens, keys))
+    return lax.scan(add, (jnp.float32(0), zeros), split)[0]
