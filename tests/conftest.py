@@ -5,7 +5,9 @@ import os
 # Before jax is imported for the first time.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "32"  # more devices than cores hang in a collective unless XLA's thread pool holds them all
-os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # libtpu, which only compiles here, would ask a metadata server that is not there
+os.environ["TPU_SKIP_MDS_QUERY"] = (
+    "1"  # libtpu, which only compiles here, would ask a metadata server that is not there
+)
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # else a second process that compiles for TPU aborts
 os.environ["WANDB_MODE"] = "offline"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"

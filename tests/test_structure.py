@@ -1,0 +1,155 @@
+"""The house of DESIGN.md: who imports whom, what a plain `import zero` loads, and what is never used at all."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+FLOORS = {"zero.partition": 1, "zero.models": 1, "zero.training": 2, "zero.runtime": 3, "zero": 1}  # longest match
+MAIN_FLOOR = 4  # main_zero.py and data/prepare.py
+ARRAYS = {"jax", "flax", "optax", "numpy"}
+# What a file below runtime/ may take from the standard library: nothing that touches files, networks or processes.
+PURE = {"__future__", "abc", "collections", "contextlib", "dataclasses", "enum", "functools", "itertools", "math"}
+PURE |= {"operator", "types", "typing"}
+FAMILY = {"omegaconf": "hydra"}  # two names of one outside library
+UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+
+SOURCES = {
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in [*REPOSITORY.glob("zero/**/*.py"), *REPOSITORY.glob("data/*.py"), *REPOSITORY.glob("*.py")]
+}
+
+
+def floor(module: str) -> int:
+    """The floor a module of this repository stands on."""
+    while module not in FLOORS:
+        module, _, _ = module.rpartition(".")
+        if not module:
+            return MAIN_FLOOR
+    return FLOORS[module]
+
+
+def imports(module: str, source: str) -> Iterator[str]:
+    """Every module that the source imports, inside functions too: `zero.runtime.text`, `jax.numpy`, `os`."""
+    package = module if SOURCES.get(module, Path()).name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            for alias in node.names:
+                whole = f"{base}.{alias.name}"
+                yield whole if whole in SOURCES else base
+
+
+def import_violations(module: str, source: str) -> list[str]:
+    """What a file imports and must not: from a floor above, from the neighbour on floor 1, or from outside."""
+    found, here = [], floor(module)
+    outside = set()
+    for name in imports(module, source):
+        top = name.partition(".")[0]
+        if name in SOURCES:
+            there = floor(name)
+            neighbours = {tuple(n.split(".")[:2]) for n in (module, name)} == {
+                ("zero", "partition"),
+                ("zero", "models"),
+            }
+            if there > here or neighbours:
+                found.append(f"{module} (floor {here}) imports {name} (floor {there})")
+        elif top in sys.stdlib_module_names:
+            if here < 3 and top not in PURE:
+                found.append(f"{module} (floor {here}) imports {top}, which is not in its part of the standard library")
+        elif top not in ARRAYS:
+            outside.add(FAMILY.get(top, top))
+    if len(outside) > (1 if here == 3 else 0) and here < MAIN_FLOOR:
+        found.append(f"{module} (floor {here}) imports outside libraries {sorted(outside)}")
+    return found
+
+
+def forbidden_names(source: str) -> list[str]:
+    """Uses of shard_map, of jit with shardings, and of anything that unpickles."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            found += [n for n in names if n.partition(".")[0] in UNPICKLERS or n.rpartition(".")[2] == "shard_map"]
+        elif isinstance(node, ast.Attribute) and node.attr == "shard_map":
+            found.append("shard_map")
+        elif isinstance(node, ast.keyword):
+            allows_pickle = node.arg == "allow_pickle" and not (
+                isinstance(node.value, ast.Constant) and node.value.value is False
+            )
+            if node.arg in ("in_shardings", "out_shardings") or allows_pickle:
+                found.append(node.arg or "")
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_file_keeps_to_its_floor(module: str) -> None:
+    assert import_violations(module, SOURCES[module].read_text()) == []
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_file_uses_nothing_forbidden(module: str) -> None:
+    assert forbidden_names(SOURCES[module].read_text()) == []
+
+
+def test_imports_have_no_circles() -> None:
+    graph = {module: set(imports(module, path.read_text())) & set(SOURCES) for module, path in SOURCES.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("zero.partition.layout", "import os"),
+        ("zero.partition.layout", "import scipy"),
+        ("zero.partition.layout", "def f():\n    from zero.models import gpt"),
+        ("zero.models.gpt", "from ..partition.layout import Layout"),
+        ("zero.training.step", "from zero.runtime import UserError"),
+        ("zero.training.step", "import pathlib"),
+        ("zero.runtime.tracking", "import main_zero"),
+        ("zero.runtime.tracking", "import wandb\nimport matplotlib"),
+        ("zero", "from zero.runtime import tracking"),
+    ],
+)
+def test_checker_sees_a_wrong_import(module: str, source: str) -> None:
+    assert len(import_violations(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from jax import shard_map",
+        "from jax.experimental.shard_map import shard_map",
+        "jax.shard_map(f)",
+        "jax.jit(f, in_shardings=s)",
+        "np.load(f, allow_pickle=True)",
+    ],
+)
+def test_checker_sees_a_forbidden_name(source: str) -> None:
+    assert forbidden_names(source)
+
+
+def test_import_zero_loads_no_heavy_library() -> None:
+    heavy = [
+        "hydra",
+        "omegaconf",
+        "wandb",
+        "webdataset",
+        "google.cloud",
+        "google.auth",
+        "orbax",
+        "matplotlib",
+        "tokenizers",
+    ]
+    code = f"import sys, zero; print(*[name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
