@@ -1,7 +1,7 @@
 """One array, inside pmap: its slice, its gather and its reduce-scatter, over an axis that may be cut into groups.
 
-`full_x` and `shard_x` say which side of a gather a value is on. Scaling is never hidden: a scatter sums, and whoever wants
-a mean divides where it is named.
+`full_x` and `shard_x` say which side of a gather a value is on. Scaling is never hidden: a scatter sums, and whoever
+wants a mean divides where it is named.
 """
 
 from __future__ import annotations
@@ -91,8 +91,6 @@ def as_axis(axis: AxisLike) -> Axis:
     return axis if isinstance(axis, Axis) else Axis(axis, (1, lax.axis_size(axis)))
 
 
-
-
 def slice_array(full_x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:
     """This device's shard of a whole array; no communication.
 
@@ -112,9 +110,7 @@ def gather_array(shard_x: jax.Array, leaf: LeafLayout, axis: Axis, dtype: DTypeL
     full_x = shard_x if dtype is None else shard_x.astype(dtype)
     for split in leaf.splits:
         for phase in reversed(range(1, len(axis.shape))):
-            full_x = lax.all_gather(
-                full_x, axis.name, axis=split.dim, tiled=True, axis_index_groups=axis.groups(phase)
-            )
+            full_x = lax.all_gather(full_x, axis.name, axis=split.dim, tiled=True, axis_index_groups=axis.groups(phase))
         full_x = lax.slice_in_dim(full_x, 0, split.size, axis=split.dim)
     return full_x
 

@@ -1,7 +1,7 @@
 """Which leaf is split along which dimension: host arithmetic on shapes, frozen data.
 
-A layout is made once, from the shapes of the plain model, and everything else obeys it: collectives, checkpoints, memory
-tables. It never looks at a device. "axis" is the pmap axis; an array has dimensions.
+A layout is made once, from the shapes of the plain model, and everything else obeys it: collectives, checkpoints,
+memory tables. It never looks at a device. "axis" is the pmap axis; an array has dimensions.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LeafLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One `LeafLayout` a leaf, in the structure of the tree that it describes. Hashable; `print` shows it as a table."""
+    """One `LeafLayout` a leaf, in the structure of the tree that it describes. Hashable; `print` shows a table."""
 
     treedef: Any
     leaves: tuple[LeafLayout, ...]
@@ -102,7 +102,8 @@ class Layout:
         """
         tree = self.map(lambda leaf: leaf)
         if not isinstance(tree, Mapping) or name not in tree:
-            raise KeyError(f"the layout has no subtree {name!r}; it has {sorted(tree) if isinstance(tree, Mapping) else '?'}")
+            names = sorted(tree) if isinstance(tree, Mapping) else f"a {type(tree).__name__}"
+            raise KeyError(f"the layout has no subtree {name!r}; it has {names}")
         leaves, treedef = jax.tree.flatten(tree[name])
         return Layout(treedef, tuple(_one_layer(leaf) for leaf in leaves), self.shards)
 
@@ -136,7 +137,8 @@ class Layout:
                 )
             )
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        for row in rows:
+            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         return "\n".join(lines)
 
 
@@ -187,16 +189,16 @@ def derive_layout(fn: Callable[[PyTree], PyTree], layout: Layout) -> Layout:
       ValueError: the result on shards is not a split of the result on whole leaves: `fn` does not work leaf by leaf.
     """
     whole, treedef = jax.tree_util.tree_flatten_with_path(jax.eval_shape(fn, layout.shapes()))
-    part, part_treedef = jax.tree.flatten(jax.eval_shape(fn, layout.shard_shapes()))
-    if treedef != part_treedef:
-        raise ValueError(f"the result has another structure on shards ({part_treedef}) than on whole leaves ({treedef})")
+    shards = jax.eval_shape(fn, layout.shard_shapes())
+    if (shards_treedef := jax.tree.structure(shards)) != treedef:
+        raise ValueError(f"on shards the result is a {shards_treedef}, on whole leaves a {treedef}")
     leaves = []
-    for (path, full), shard in zip(whole, part, strict=True):
+    for (path, full), shard in zip(whole, jax.tree.leaves(shards), strict=True):
         name = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
         dims = [dim for dim in range(full.ndim) if full.shape[dim] != shard.shape[dim]]
         splits = tuple(Split(dim, full.shape[dim], layout.shards) for dim in dims)
         if len(splits) > 1 or any(split.shard_size != shard.shape[split.dim] for split in splits):
-            raise ValueError(f"leaf {'/'.join(name)}: {shard.shape} on shards is not a split of {full.shape} on whole leaves")
+            raise ValueError(f"leaf {'/'.join(name)}: {shard.shape} on shards is no split of the whole {full.shape}")
         leaves.append(LeafLayout(name, full.shape, np.dtype(full.dtype), splits))
     return Layout(treedef, tuple(leaves), layout.shards)
 

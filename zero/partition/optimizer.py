@@ -12,9 +12,9 @@ from zero.partition.stages import checked_axis
 
 
 def global_norm(shards: PyTree, layout: Layout, axis: AxisLike) -> jax.Array:
-    """The Euclidean norm of a whole tree from its shards, float32 and the same on every device: one `psum` of a scalar.
+    """The Euclidean norm of a whole tree from its shards, float32, the same on every device: one `psum` of a scalar.
 
-    A leaf that is whole on every device counts once. Not finite exactly when an element is not, or its square overflows.
+    A leaf that is whole on every device counts once. Not finite when an element is not, or when a square overflows.
 
     Per device: shards in, a scalar out. Call inside pmap.
     """

@@ -7,15 +7,15 @@
 | 2     | once, at the start of a step: `gather`     | each layer, backward: `fully_shard`   |
 | 3     | each layer, forward and again backward: `fully_shard`                              |
 
-Stages 2 and 3 rest on one trick, `borrow`: a layer computes with a whole weight that came from somewhere, and the gradient
-of that weight flows to the shard. Source: ZeRO (Rajbhandari et al., arXiv 1910.02054), sections 5 and 7.
+Stages 2 and 3 rest on one trick, `borrow`: a layer computes with a whole weight that came from somewhere, and the
+gradient of that weight flows to the shard. Source: ZeRO (Rajbhandari et al., arXiv 1910.02054), sections 5 and 7.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import flax.linen as nn
 import jax
@@ -82,7 +82,7 @@ def checked_axis(layout: Layout, axis: AxisLike) -> Axis:
     axis = as_axis(axis)
     if layout.shards != axis.shards:
         raise ValueError(
-            f"the layout was made for {layout.shards} shards, but axis {axis.name!r} spreads one copy over {axis.shards}"
+            f"the layout has {layout.shards} shards, but axis {axis.name!r} spreads one copy over {axis.shards}"
         )
     return axis
 
@@ -114,7 +114,7 @@ def fully_shard(
       reduce_dtype: in which gradients are summed.
       methods: the methods of a module class to lift, by default `__call__`.
 
-    >>> import flax.linen as nn, jax, jax.numpy as jnp
+    >>> from zero import make_layout
     >>> x = jnp.ones((jax.local_device_count(), 2, 5))
     >>> layout = make_layout(jax.eval_shape(nn.Dense(3).init, jax.random.key(0), x[0])["params"], len(x))
     >>> dense = fully_shard(nn.Dense, layout, "batch")(3)
@@ -130,8 +130,11 @@ def fully_shard(
         with jax.named_scope("zero_borrow"):
             return layout.map(partial(_borrow, axis=on, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype), shards, full)
 
+    def on_shards(shards: PyTree, *args: Any, gathered: PyTree | None = None, **kwargs: Any) -> Any:
+        return target(whole(shards, gathered), *args, **kwargs)
+
     if not (isinstance(target, type) and issubclass(target, nn.Module)):
-        return lambda shards, *args, gathered=None, **kwargs: target(whole(shards, gathered), *args, **kwargs)
+        return cast(Target, on_shards)
 
     def enter(variables: PyTree) -> PyTree:
         if "params" not in variables:

@@ -1,0 +1,52 @@
+"""ZeRO for any `jax.pmap` program: training state is held as one slice a device, and three lines change.
+
+    import zero
+
+    tx = zero.shard_optimizer(optax.adamw(3e-4), axis_name="batch")     # an optax.GradientTransformation
+
+    @partial(jax.pmap, axis_name="batch")
+    def init(params):                                    # params replicated, as in any data-parallel program
+        return tx.init(params)                           # this device's 1/N of the state
+
+    @partial(jax.pmap, axis_name="batch", donate_argnums=(0, 1))
+    def train_step(params, opt_state, batch):
+        grads = jax.grad(loss_fn)(params, batch)         # local gradients: no pmean
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+Under it are two operations, `gather` and `scatter_mean`, on a `Layout` that says which leaf is split along which
+dimension. The stages of ZeRO are placements of these two:
+
+    layout = zero.make_layout(jax.eval_shape(model.init, key, x), shards=8)
+    params = zero.gather(shards, layout, "batch")        # whole, for this step
+    grads = zero.scatter_mean(grads, layout, "batch")    # this device's slice of the mean
+    sharded_layer = zero.fully_shard(Layer, layout, "batch")     # gathers in, scatters in the backward pass
+
+Nothing here reads a configuration or a file; `print(layout)` and `print(zero.memory(...))` show what is held where.
+"""
+
+from zero.partition.collectives import Axis
+from zero.partition.layout import Layout, LeafLayout, Split, derive_layout, make_layout
+from zero.partition.optimizer import global_norm
+from zero.partition.stages import fully_shard, gather, scatter_mean, scatter_sum, shard
+from zero.partition.state import check_replicated, from_global, global_shapes, memory, to_global
+
+__all__ = [
+    "Axis",
+    "Layout",
+    "LeafLayout",
+    "Split",
+    "check_replicated",
+    "derive_layout",
+    "from_global",
+    "fully_shard",
+    "gather",
+    "global_norm",
+    "global_shapes",
+    "make_layout",
+    "memory",
+    "scatter_mean",
+    "scatter_sum",
+    "shard",
+    "to_global",
+]

@@ -1,0 +1,289 @@
+"""Sharded state seen from the host: whole logical arrays and back, bytes a device, and whether copies still agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from zero.partition.collectives import Axis, AxisLike
+from zero.partition.layout import Layout, LeafLayout, PyTree, make_layout
+
+
+def pmap_devices() -> tuple[jax.Device, ...]:
+    """All devices in the order in which `pmap` numbers them when it is given none: process by process."""
+    return tuple(device for process in range(jax.process_count()) for device in jax.local_devices(process))
+
+
+def global_shapes(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None = None) -> PyTree:
+    """What `to_global` returns, as `jax.ShapeDtypeStruct`: padded shapes and shardings, for a restore to aim at.
+
+    Raises:
+      ValueError: axis, layout and devices do not fit each other.
+    """
+    mesh = _mesh(layout, axis, devices)
+    return layout.map(lambda leaf: jax.ShapeDtypeStruct(leaf.padded_shape, leaf.dtype, sharding=_sharding(leaf, mesh)))
+
+
+def to_global(
+    tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None = None, *, donate: bool = False
+) -> PyTree:
+    """Labels the shards that a pmap returned as whole `jax.Array`s, which Orbax or anything else can store.
+
+    Nothing moves between devices and nothing is gathered; with several processes each labels what it holds. A leaf
+    keeps its padding: `leaf.padded_shape` out. Its sharding spans the replicas, then the shards, in the order that the
+    axis gives. Each shard is copied on its own device, leaf by leaf, unless it may be donated.
+
+    Args:
+      tree: per leaf `(local devices, *leaf.shard_shape)`, as it came out of pmap.
+      layout: of the tree.
+      axis: the pmap axis; a name stands for one group of `layout.shards` devices.
+      devices: those that pmap was given, if any.
+      donate: reuse the buffers of `tree`, which is deleted. No byte is copied; `from_global` is the way back.
+
+    Raises:
+      ValueError: a leaf has another shape or lies on other devices than the layout and the axis say.
+
+    >>> n = jax.local_device_count()
+    >>> layout = make_layout({"w": jax.ShapeDtypeStruct((3, 5 * n), jnp.float32)}, n)
+    >>> shards = {"w": jax.pmap(lambda i: jnp.full((3, 5), i, jnp.float32), axis_name="batch")(jnp.arange(n))}
+    >>> whole = to_global(shards, layout, "batch")
+    >>> whole["w"].shape == (3, 5 * n)
+    True
+    >>> bool((from_global(whole, layout, "batch")["w"] == shards["w"]).all())
+    True
+    """
+    mesh = _mesh(layout, axis, devices)
+    on_mesh = set(mesh.devices.flat)
+
+    def one(leaf: LeafLayout, x: jax.Array) -> jax.Array:
+        parts = x.addressable_shards if isinstance(x, jax.Array) else []
+        if any(part.data.shape != (1, *leaf.shard_shape) for part in parts) or {p.device for p in parts} != {
+            device for device in on_mesh if device.process_index == jax.process_index()
+        }:
+            raise ValueError(
+                f"leaf {leaf.name}: expected what pmap returns, one shard of {leaf.shard_shape} on each local device, "
+                f"got shape {np.shape(x)}{f' on {len(parts)} devices' if parts else ' on the host'}"
+            )
+        squeeze = _squeeze_donated if donate else _squeeze
+        shards = [squeeze(part.data) for part in parts]
+        if donate:
+            x.delete()
+        sharding = _sharding(leaf, mesh)
+        return jax.make_array_from_single_device_arrays(leaf.padded_shape, sharding, shards)
+
+    return layout.map(one, tree)
+
+
+def from_global(
+    tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None = None, *, donate: bool = False
+) -> PyTree:
+    """What `to_global` took: shards for a pmap, from whole arrays of any sharding, from any N.
+
+    Args:
+      tree: per leaf a `jax.Array` or numpy array of `leaf.padded_shape`; arrays that lie as `to_global` would lay them
+        do not move, others do.
+      layout, axis, devices: as for `to_global`.
+      donate: reuse the buffers of arrays that need not move; they are deleted.
+
+    Raises:
+      ValueError: a leaf has another shape or dtype than the layout says.
+    """
+    mesh = _mesh(layout, axis, devices)
+    local = [d for d in (devices or pmap_devices()[: mesh.size]) if d.process_index == jax.process_index()]
+    stacked = NamedSharding(Mesh(np.asarray(local), ("axis",)), PartitionSpec("axis"))
+
+    def one(leaf: LeafLayout, x: jax.Array | np.ndarray) -> jax.Array:
+        if x.shape != leaf.padded_shape or x.dtype != leaf.dtype:
+            raise ValueError(
+                f"leaf {leaf.name}: the layout says {leaf.dtype.name}{list(leaf.padded_shape)}, padding included, "
+                f"got {x.dtype.name}{list(x.shape)}"
+            )
+        whole = jax.device_put(x, _sharding(leaf, mesh))
+        unsqueeze = _unsqueeze_donated if donate else _unsqueeze
+        shards = [unsqueeze(part.data) for part in whole.addressable_shards]
+        if donate:
+            whole.delete()
+        return jax.make_array_from_single_device_arrays((len(local), *leaf.shard_shape), stacked, shards)
+
+    return layout.map(one, tree)
+
+
+def _mesh(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None) -> Mesh:
+    on = axis if isinstance(axis, Axis) else Axis(axis, (1, layout.shards))
+    if on.shards != layout.shards:
+        raise ValueError(f"the layout has {layout.shards} shards, but axis {on.name!r} spreads a copy over {on.shards}")
+    ordered = np.asarray(pmap_devices()[: on.size] if devices is None else devices)
+    if ordered.size != on.size:
+        raise ValueError(f"axis {on.name!r} has {on.size} devices, but there are {ordered.size}")
+    return Mesh(ordered[list(on.devices)].reshape(on.replicas, on.shards), ("replica", "shard"))
+
+
+def _sharding(leaf: LeafLayout, mesh: Mesh) -> NamedSharding:
+    split_dims = {split.dim for split in leaf.splits}
+    dims = ("shard" if dim in split_dims else None for dim in range(len(leaf.shape)))
+    return NamedSharding(mesh, PartitionSpec(*dims))
+
+
+# A donated reshape only renames a buffer; without donation XLA copies it.
+def _drop_first(x: jax.Array) -> jax.Array:
+    return x.reshape(x.shape[1:])
+
+
+def _add_first(x: jax.Array) -> jax.Array:
+    return x[None]
+
+
+_squeeze, _squeeze_donated = jax.jit(_drop_first), jax.jit(_drop_first, donate_argnums=0)
+_unsqueeze, _unsqueeze_donated = jax.jit(_add_first), jax.jit(_add_first, donate_argnums=0)
+
+
+class MemoryRow(NamedTuple):
+    """Bytes a device at one stage.
+
+    Attributes:
+      stage: 0 to 3.
+      compute_dtype: of whole parameters and of matrix products.
+      parameters: master weights held between steps.
+      state: optimizer state held between steps.
+      gathered: whole parameters alive during a step; at stage 3 two layers of the largest subtree.
+      gradients: alive at the end of the backward pass.
+    """
+
+    stage: int
+    compute_dtype: str
+    parameters: int
+    state: int
+    gathered: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.state + self.gathered + self.gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """A `MemoryRow` for each stage and precision; `print` shows a table."""
+
+    rows: tuple[MemoryRow, ...]
+
+    def __str__(self) -> str:
+        names = ("stage", "compute", "parameters", "state", "gathered", "gradients", "total")
+        cells = [names] + [(str(r[0]), r[1], *(f"{n:,}" for n in (*r[2:], r.total))) for r in self.rows]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+
+def memory(
+    tree: PyTree,
+    tx: optax.GradientTransformation,
+    shards: int,
+    *,
+    stacked: Iterable[str] = (),
+    compute_dtypes: Sequence[DTypeLike] = (jnp.float32, jnp.bfloat16),
+) -> Memory:
+    """Bytes a device of parameters, optimizer state and gradients at stages 0 to 3, without building anything.
+
+    Activations are not counted. Where the compute dtype is the parameters' own, stage 0 computes with what it holds.
+
+    Args:
+      tree: master weights: arrays or `jax.ShapeDtypeStruct`s with whole shapes.
+      tx: the optimizer, not wrapped.
+      shards: the number of devices that one copy is spread over.
+      stacked: as for `make_layout`.
+      compute_dtypes: one block of four rows each.
+
+    >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
+    >>> print(memory(params, optax.adam(1e-3), shards=8, compute_dtypes=[jnp.float32]))
+    stage  compute  parameters      state   gathered  gradients       total
+        0  float32   4,194,304  8,388,612          0  4,194,304  16,777,220
+        1  float32     524,288  1,048,580  4,194,304  4,194,304   9,961,476
+        2  float32     524,288  1,048,580  4,194,304    524,288   6,291,460
+        3  float32     524,288  1,048,580  4,194,304    524,288   6,291,460
+    """
+    sharded = make_layout(tree, shards, stacked=stacked)
+    rows = []
+    for dtype in [np.dtype(dtype) for dtype in compute_dtypes]:
+        whole = sum(math.prod(leaf.shape) * _compute_itemsize(leaf, dtype) for leaf in sharded.leaves)
+        for stage in range(4):
+            layout = sharded if stage else sharded.whole()
+            is_cast = any(leaf.dtype != dtype for leaf in layout.leaves)
+            gathered = (whole if is_cast else 0, whole, whole, min(whole, _two_layers(layout, dtype)))[stage]
+            held = layout.bytes_per_device()
+            state = jax.tree.leaves(jax.eval_shape(tx.init, layout.shard_shapes()))
+            state_bytes = sum(x.size * x.dtype.itemsize for x in state)
+            rows.append(MemoryRow(stage, dtype.name, held, state_bytes, gathered, whole if stage < 2 else held))
+    return Memory(tuple(rows))
+
+
+def _compute_itemsize(leaf: LeafLayout, dtype: np.dtype) -> int:
+    return dtype.itemsize if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype.itemsize
+
+
+def _two_layers(layout: Layout, dtype: np.dtype) -> int:
+    sizes: dict[Any, int] = {}
+    for leaf in layout.leaves:
+        layer = leaf.shape[1:] if leaf.stacked else leaf.shape
+        count = min(2, leaf.shape[0]) if leaf.stacked else 1
+        sizes[leaf.path[:1]] = sizes.get(leaf.path[:1], 0) + count * math.prod(layer) * _compute_itemsize(leaf, dtype)
+    return max(sizes.values(), default=0)
+
+
+def check_replicated(tree: PyTree, axis_name: str, devices: Sequence[jax.Device] | None = None) -> None:
+    """Raises if a leaf is not the same on every device, bit for bit; a NaN equals itself.
+
+    pmap with `out_axes=None` on such a value raises nothing. Call outside pmap, on all processes.
+
+    Args:
+      tree: per leaf `(local devices, ...)`, as it came out of pmap.
+      axis_name: the pmap axis.
+      devices: those that pmap was given, if any.
+
+    Raises:
+      ValueError: leaves differ; all of them are named.
+
+    >>> n = jax.local_device_count()
+    >>> check_replicated({"w": jnp.ones((n, 3))}, "batch")
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    differ = jax.pmap(partial(_differ, axis_name=axis_name), axis_name, devices=devices)([x for _, x in flat])
+    bad = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for (path, _), is_bad in zip(flat, differ, strict=True)
+        if np.asarray(is_bad.addressable_shards[0].data).any()
+    ]
+    if bad:
+        raise ValueError(f"leaves differ between the devices of axis {axis_name!r}: {', '.join(bad)}")
+
+
+def _differ(leaves: list[jax.Array], axis_name: str) -> list[jax.Array]:
+    """Whether each leaf differs from its neighbour's anywhere on the ring."""
+    size = lax.axis_size(axis_name)
+    ring = [(i, (i + 1) % size) for i in range(size)]
+
+    def one(x: jax.Array) -> jax.Array:
+        bits = _bits(x)
+        return lax.pmax(jnp.any(bits != lax.ppermute(bits, axis_name, ring)).astype(jnp.int32), axis_name)
+
+    return [one(x) for x in leaves]
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.stack([_bits(x.real), _bits(x.imag)])
+    if x.dtype == jnp.bool_:
+        return x
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
