@@ -1,0 +1,438 @@
+"""The loader: one order for any number of hosts, exact after any cursor, and a name for whatever is wrong."""
+
+import io
+import itertools
+import json
+import tarfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero.runtime import UserError
+from zero.runtime.shards import Loader, count_rows, prefetch, read_index
+
+CONTEXT = 4
+VOCAB = 60_000
+
+
+def npy(array: np.ndarray, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array, **options)
+    return buffer.getvalue()
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return path
+
+
+def write_corpus(directory: Path, counts: list[int], rows_per_member: int = 3, counted: bool = True) -> Path:
+    """Shards of rows that all begin with their number: row i reads i, i + 1, i + 2, ..."""
+    first, lines = 0, []
+    for number, count in enumerate(counts):
+        rows = (np.arange(first, first + count)[:, None] + np.arange(CONTEXT + 1)).astype(np.uint16)
+        starts = range(0, count, rows_per_member)
+        members = {f"{first + i:06}.input_id.npy": npy(rows[i : i + rows_per_member]) for i in starts}
+        write_tar(directory / f"shard-{number}.tar", members)
+        lines.append(f"shard-{number}.tar" + (f" # {count} rows" if counted else ""))
+        first += count
+    (directory / "it.index").write_text("\n".join(["# a corpus", "", *lines]) + "\n")
+    return directory / "it.index"
+
+
+def loader(index: Any, **options: Any) -> Loader:
+    return Loader(index, **({"global_rows": 4, "context": CONTEXT, "vocab_size": VOCAB} | options))
+
+
+def first_tokens(batches: Iterator, count: int | None = None) -> list[list[int]]:
+    return [batch.tokens[:, 0].tolist() for batch in itertools.islice(batches, count)]
+
+
+def flat(lists: Iterable[list]) -> list:
+    return list(itertools.chain.from_iterable(lists))
+
+
+COUNTS = st.lists(st.integers(1, 12), min_size=1, max_size=9)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[int]], Path]:
+    """Index file of a corpus with these rows a shard; made once."""
+    made: dict[tuple[int, ...], Path] = {}
+    root = tmp_path_factory.mktemp("corpora")
+
+    def get(counts: list[int]) -> Path:
+        key = tuple(counts)
+        if key not in made:
+            made[key] = write_corpus(root / "-".join(map(str, key)), counts)
+        return made[key]
+
+    return get
+
+
+# ---- the order -------------------------------------------------------------------------------------------------------
+
+
+def watch_reads(data: Loader, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The pieces that a loader reads from now on."""
+    read, pieces = data._read, []
+
+    def watch(piece):
+        pieces.append(piece)
+        return read(piece)
+
+    monkeypatch.setattr(data, "_read", watch)
+    return pieces
+
+
+@settings(deadline=None, max_examples=60)
+@given(counts=COUNTS, rows=st.sampled_from([1, 2, 3, 4, 6, 8]), epochs=st.integers(1, 4), window=st.integers(1, 20))
+def test_every_sample_once_an_epoch(corpus, counts: list[int], rows: int, epochs: int, window: int):
+    total = sum(counts)
+    if epochs * total < rows:
+        return
+    data = loader(corpus(counts), global_rows=rows, max_epochs=epochs, window=window)
+    batches = list(data.batches())
+    assert len(batches) == data.total_batches == epochs * total // rows
+    seen = Counter(np.concatenate([batch.tokens[:, 0] for batch in batches]).tolist())
+    assert sum(seen.values()) == epochs * total - epochs * total % rows  # only what fills no batch is dropped
+    assert set(seen) <= set(range(total)) and max(seen.values()) <= epochs
+    for batch in batches:  # and rows are whole
+        assert (np.diff(batch.tokens) == 1).all()
+    # Each stream finishes an epoch within a row of the others: no sample comes again before its epoch is over.
+    early = flat(first_tokens(iter(batches), total // rows))
+    assert len(early) == len(set(early))
+
+
+@settings(deadline=None, max_examples=60)
+@given(counts=COUNTS, seed=st.integers(0, 3), window=st.integers(1, 20), position=st.integers(0, 40), data=st.data())
+def test_resume_is_exact_at_any_position(corpus, counts, seed: int, window: int, position: int, data):
+    options = {"seed": seed, "window": window, "global_rows": 4}
+    batches = loader(corpus(counts), **options).batches()
+    cursor = None
+    for _ in range(position):
+        cursor = json.loads(json.dumps(next(batches).cursor))
+    expected = first_tokens(batches, 12)
+    hosts = data.draw(st.sampled_from([1, 2, 4]))
+    resumed = [
+        first_tokens(loader(corpus(counts), **options, host=host, hosts=hosts).batches(cursor), 12)
+        for host in range(hosts)
+    ]
+    assert [flat(parts) for parts in zip(*resumed, strict=True)] == expected
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("hosts", [2, 3, 4, 12])
+def test_hosts_share_one_order(corpus, hosts: int, shuffle: bool):
+    options = {"global_rows": 12, "max_epochs": 3, "shuffle": shuffle}
+    index = corpus([7, 3, 12, 5, 9])
+    whole = list(loader(index, **options).batches())
+    parts = [list(loader(index, **options, host=host, hosts=hosts).batches()) for host in range(hosts)]
+    for batch, *shares in zip(whole, *parts, strict=True):
+        np.testing.assert_array_equal(np.concatenate([share.tokens for share in shares]), batch.tokens)
+        assert {json.dumps(share.cursor) for share in shares} == {json.dumps(batch.cursor)}
+        assert all(share.tokens.dtype == np.int32 for share in shares)
+
+
+def test_a_host_opens_its_own_shards_only(corpus, monkeypatch):
+    counts = [6] * 8
+    index = corpus(counts)
+    opened: list[list[Path]] = []
+    for host in range(4):
+        data = loader(index, global_rows=8, host=host, hosts=4, max_epochs=1)
+        pieces = watch_reads(data, monkeypatch)
+        assert len(list(data.batches())) == 6
+        opened.append([data.shards[piece.shard][0].path for piece in pieces])
+    assert sorted(flat(opened)) == sorted(shard.path for shard in read_index(index))  # each by one host, once
+    assert all(len(mine) == 2 for mine in opened)
+
+
+def test_epochs_and_seeds_have_their_own_order(corpus):
+    index = corpus([12] * 6)
+    epochs = first_tokens(loader(index, max_epochs=2).batches())
+    rows = flat(epochs)
+    assert sorted(rows[:72]) == sorted(rows[72:]) == list(range(72))
+    assert rows[:72] != rows[72:]
+    assert epochs != first_tokens(loader(index, max_epochs=2, seed=1).batches())
+    assert epochs == first_tokens(loader(index, max_epochs=2).batches())
+    alone = flat(first_tokens(loader(index, max_epochs=2, window=1, global_rows=1).batches()))
+    shards = [list(dict.fromkeys(row // 12 for row in part)) for part in (alone[:72], alone[72:])]
+    assert sorted(shards[0]) == sorted(shards[1]) == list(range(6)) and shards[0] != shards[1]
+
+
+def test_the_order_is_the_same_next_year(corpus):
+    """Written down, because a resumed run must find the same order under any version of numpy."""
+    rows = first_tokens(loader(corpus([7, 3, 12, 5]), seed=7).batches(), 3)
+    assert rows == [[24, 6, 11, 21], [0, 2, 13, 9], [25, 3, 17, 8]]
+
+
+def test_a_window_mixes_its_shards(corpus):
+    order = np.array(flat(first_tokens(loader(corpus([12] * 8), global_rows=1, window=8, max_epochs=1).batches())))
+    assert abs(np.corrcoef(order, np.arange(96))[0, 1]) < 0.3
+    assert len(set((order[:24] // 12).tolist())) == 8  # a quarter of the epoch has met every shard
+
+
+def test_resuming_reads_no_more_far_into_a_run(corpus, monkeypatch):
+    index = corpus([12] * 8)
+    reads = []
+    for position in (0, 5, 10**9):
+        data = loader(index, global_rows=8, window=8)
+        cursor = None if position == 0 else {**next(data.batches()).cursor, "batches": position}
+        pieces = watch_reads(data, monkeypatch)
+        begin = time.monotonic()
+        next(data.batches(cursor))
+        assert time.monotonic() - begin < 2
+        reads.append(len(pieces))
+    assert max(reads) <= 16  # a window, and the next one ahead
+
+
+def test_validation_is_in_order_and_filled_up(corpus):
+    index = corpus([5, 4, 2])
+    data = loader(index, shuffle=False, max_epochs=1, global_rows=4)
+    assert data.total_batches == 3
+    assert first_tokens(data.batches()) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, -1]]
+    *_, last = data.batches()
+    assert (last.tokens[3] == -1).all()
+    share = loader(index, shuffle=False, max_epochs=1, global_rows=4, host=1, hosts=2)
+    assert first_tokens(share.batches()) == [[2, 3], [6, 7], [10, -1]]
+
+
+def test_train_samples_caps_an_epoch(corpus):
+    index = corpus([5, 4, 2])
+    batches = loader(index, train_samples=7, max_epochs=4, global_rows=7).batches()
+    assert [sorted(rows) for rows in first_tokens(batches)] == [list(range(7))] * 4
+    assert loader(index, train_samples=100).rows == 11
+
+
+def test_what_is_not_used_is_not_read(tmp_path: Path):
+    index = write_corpus(tmp_path, [9])
+    data = bytearray((tmp_path / "shard-0.tar").read_bytes())
+    data[2048:4096] = b"?" * 2048  # the third member
+    (tmp_path / "shard-0.tar").write_bytes(data)
+    (rows,) = first_tokens(loader(index, train_samples=4, max_epochs=1).batches())
+    assert sorted(rows) == [0, 1, 2, 3]
+
+
+def test_several_indices_count_as_one(corpus):
+    indices = [corpus([5, 4]), corpus([3])]
+    (rows,) = first_tokens(loader(indices, global_rows=12, max_epochs=1).batches())
+    assert sorted(rows) == sorted([*range(9), *range(3)])
+
+
+def test_what_is_dropped_is_said(corpus, caplog):
+    with caplog.at_level("INFO"):
+        list(loader(corpus([5, 4, 2]), max_epochs=1).batches())
+    assert "the last 3 rows do not fill a batch" in caplog.text
+
+
+def test_the_last_window_reads_nothing_beyond_the_end(corpus, monkeypatch):
+    data = loader(corpus([5, 4, 2]), shuffle=False, max_epochs=1)
+    pieces = watch_reads(data, monkeypatch)
+    list(data.batches())
+    assert len(pieces) == 3
+
+
+# ---- shards of any make ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_rows_are_counted_where_the_index_does_not_say(tmp_path: Path, counted: bool):
+    index = write_corpus(tmp_path, [7, 3, 12], counted=counted)
+    assert [shard.rows for shard in read_index(index)] == [7, 3, 12]
+    (rows,) = first_tokens(loader(index, global_rows=22, max_epochs=1).batches())
+    assert sorted(rows) == list(range(22))
+
+
+def test_members_of_one_row_lengths_and_other_members(tmp_path: Path):
+    members = {
+        "a.txt": b"not for us",
+        "a.input_id.npy": npy(np.arange(6)),
+        "b.input_id.npy": npy(np.arange(10, 22, dtype=np.uint64).reshape(2, 6)),
+        "b.length.npy": npy(np.array([2, 6])),
+        "c.length.npy": npy(np.array(3)),
+        "c.input_id.npy": npy(
+            np.array([20, 21, 22, -9, 99_999], np.int32)
+        ),  # what lies behind the end is not looked at
+    }
+    write_tar(tmp_path / "s.tar", members)
+    (tmp_path / "it.index").write_text("  s.tar  \n")
+    (batch,) = loader(tmp_path / "it.index", shuffle=False, max_epochs=1).batches()
+    assert batch.tokens.tolist() == [[0, 1, 2, 3], [10, 11, -1, -1], [16, 17, 18, 19], [20, 21, 22, -1]]
+
+
+def test_names_with_spaces_and_sharps(tmp_path: Path):
+    write_tar(tmp_path / "a #1.tar", {"a.input_id.npy": npy(np.arange(4))})
+    write_tar(tmp_path / "a#1 b.tar", {"a.input_id.npy": npy(np.arange(4))})
+    (tmp_path / "it.index").write_text("# 3 rows\na#1 b.tar\t# 1 rows, all of them\n")
+    assert [(shard.name, shard.rows) for shard in read_index(tmp_path / "it.index")] == [
+        (f"{tmp_path.name}/a#1 b.tar", 1)
+    ]
+
+
+# ---- what can be wrong -----------------------------------------------------------------------------------------------
+
+
+def test_bad_index_files(tmp_path: Path, corpus):
+    with pytest.raises(UserError, match=r"index file .*none\.index: no such file"):
+        loader(tmp_path / "none.index")
+    (tmp_path / "it.index").write_text("# nothing\n\n")
+    with pytest.raises(UserError, match=r"it\.index lists no shards"):
+        loader(tmp_path / "it.index")
+    (tmp_path / "it.index").write_text("a/b.tar # 4 rows\n")
+    with pytest.raises(UserError, match=r"it\.index: shard .*a/b\.tar is missing"):
+        loader(tmp_path / "it.index")
+    with pytest.raises(UserError, match="7 rows does not divide over 2 hosts"):
+        loader(corpus([4]), global_rows=7, hosts=2)
+    with pytest.raises(UserError, match="2 epochs of 4 rows do not fill one batch of 9"):
+        loader(corpus([4]), global_rows=9, max_epochs=2)
+    with pytest.raises(UserError, match="hold no samples"):
+        loader(corpus([4]), train_samples=0)
+
+
+def npz() -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, a=np.arange(4))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"x.txt": b"text"}, r"sample x has no member input_id\.npy, only txt"),
+        ({"x.input_id.npy": npy(np.ones(4))}, r"sample x: member input_id\.npy must hold integers, not float64"),
+        ({"x.input_id.npy": npy(np.ones((1, 1, 4), int))}, r"sample x: input_id\.npy must have 1 or 2 dimensions"),
+        ({"x.input_id.npy": npy(np.array(7))}, r"sample x: input_id\.npy must have 1 or 2 dimensions, not 0"),
+        ({"x.input_id.npy": npy(np.arange(3))}, r"sample x holds rows of 3 tokens, and the model reads 4: prepare"),
+        ({"x.input_id.npy": npy(np.array([0, 1, 60_000, 2]))}, r"sample x holds token 60000, outside the vocabulary"),
+        ({"x.input_id.npy": npy(np.array([0, 1, -1, 2]))}, r"sample x holds token -1, outside the vocabulary of 60000"),
+        ({"x.input_id.npy": npy(np.array([{}]), allow_pickle=True)}, r"sample x: member input_id\.npy is not a \.npy"),
+        ({"x.input_id.npy": npy(np.arange(4))[:-1]}, r"sample x: member input_id\.npy is not a \.npy array"),
+        ({"x.input_id.npy": b"PK\x03\x04 zip"}, r"sample x: member input_id\.npy is not a \.npy array"),
+        ({"x.input_id.npy": npz()}, r"sample x: member input_id\.npy is not a \.npy array"),
+        ({"x.input_id.npy": b""}, r"sample x: member input_id\.npy is not a \.npy array"),
+        (
+            {"x.input_id.npy": npy(np.ones((2, 4), int)), "x.length.npy": npy(np.ones(3, int))},
+            r"sample x: length\.npy must hold one length for each of 2 rows",
+        ),
+        ({"x.input_id.npy": npy(np.ones(4, int)), "x.length.npy": npy(np.array(-1))}, r"sample x: length\.npy must"),
+    ],
+)
+def test_bad_samples_are_named(tmp_path: Path, members: dict[str, bytes], message: str):
+    good = {f"{i}.input_id.npy": npy(np.arange(4)) for i in range(3)}
+    write_tar(tmp_path / "s.tar", good | members)
+    (tmp_path / "it.index").write_text("s.tar # 4 rows\n")
+    with pytest.raises(UserError, match=r"^shard .*s\.tar, " + message) as caught:
+        list(loader(tmp_path / "it.index", max_epochs=1).batches())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_truncated_and_damaged_shards_are_named(tmp_path: Path, counted: bool):
+    index = write_corpus(tmp_path, [9], counted=counted)
+    path = tmp_path / "shard-0.tar"
+    data = path.read_bytes()
+    damaged = bytearray(data)
+    damaged[1024:1060] = b"?" * 36
+    cuts = [data[:size] for size in (0, 1, 512, 600, 1024, 1500, 2048, 2100)]
+    for wrong in [*cuts, bytes(damaged), b"plain text " * 200]:
+        path.write_bytes(wrong)
+        with pytest.raises(
+            UserError, match=r"^shard .*shard-0\.tar (is truncated or damaged|holds \d+ rows)"
+        ) as caught:
+            list(loader(index, max_epochs=1).batches())
+        assert "\n" not in str(caught.value)
+        with pytest.raises(UserError, match="truncated or damaged"):
+            count_rows(path)
+
+
+def test_a_shard_that_is_not_what_the_index_says(tmp_path: Path):
+    index = write_corpus(tmp_path, [9])
+    for said in (8, 10):
+        index.write_text(f"shard-0.tar # {said} rows\n")
+        with pytest.raises(UserError, match=rf"shard-0\.tar holds 9 rows where the index file says {said}"):
+            list(loader(index, max_epochs=1).batches())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, "seed=0, not to seed=1"),
+        ({"global_rows": 2}, "global_rows=4, not to global_rows=2"),
+        ({"window": 3}, "window=16, not to window=3"),
+        ({"shuffle": False}, "shuffle=1, not to shuffle=0"),
+        ({"train_samples": 5}, "other shards"),
+    ],
+)
+def test_a_cursor_of_another_order_is_refused(corpus, change: dict[str, Any], message: str):
+    cursor = next(loader(corpus([5, 4, 2])).batches()).cursor
+    with pytest.raises(UserError, match=f"cursor belongs to {message}"):
+        next(loader(corpus([5, 4, 2]), **change).batches(cursor))
+
+
+def test_a_cursor_of_other_data_is_refused_and_of_moved_data_is_not(corpus, tmp_path: Path):
+    cursor = next(loader(write_corpus(tmp_path / "here" / "mine", [5, 4, 2])).batches()).cursor
+    next(loader(write_corpus(tmp_path / "there" / "mine", [5, 4, 2])).batches(cursor))
+    for other in (tmp_path / "there" / "other", [5, 4, 2]), (tmp_path / "elsewhere" / "mine", [5, 4, 3]):
+        with pytest.raises(UserError, match="cursor belongs to other shards"):
+            next(loader(write_corpus(*other)).batches(cursor))
+
+
+# ---- prefetch --------------------------------------------------------------------------------------------------------
+
+
+def test_prefetch_works_ahead_and_stops():
+    made: list[int] = []
+    closed = threading.Event()
+
+    def numbers():
+        try:
+            for i in itertools.count():
+                made.append(i)
+                yield i
+        finally:
+            closed.set()
+
+    source = numbers()
+    ahead = prefetch(source, depth=3)
+    assert next(ahead) == 0
+    deadline = time.monotonic() + 5
+    while len(made) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [next(ahead), next(ahead)] == [1, 2]
+    ahead.close()
+    assert closed.is_set()
+    assert len(made) <= 6
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+def test_prefetch_hands_errors_on():
+    def numbers():
+        yield 1
+        raise UserError("shard x is bad")
+
+    ahead = prefetch(numbers())
+    assert next(ahead) == 1
+    with pytest.raises(UserError, match="shard x is bad"):
+        next(ahead)
+
+
+def test_loader_threads_end_with_the_consumer(corpus):
+    before = set(threading.enumerate())
+    ahead = prefetch(loader(corpus([5, 4, 2])).batches())
+    next(ahead)
+    assert len(threading.enumerate()) > len(before)
+    ahead.close()
+    assert set(threading.enumerate()) <= before

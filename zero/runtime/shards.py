@@ -1,0 +1,441 @@
+"""Token shards to batches: in one order for any number of hosts, and exactly from where a cursor says.
+
+The order is arithmetic on the number of rows in each shard, so a position is a single number and finding it reads
+nothing (docs/decisions/data-order.md says why):
+
+- An epoch lays all rows in a line, shard after shard in an order drawn from (seed, epoch).
+- The line is cut into S *streams* of equal length, S a divisor of the global batch. Row r of every batch comes from
+  stream r * S // global_rows, so a host opens the shards of its own streams only.
+- A stream takes its part of the line in *windows* of a few shards, and permutes each window whole. To resume is to read
+  one window a stream again.
+- Streams run on from epoch to epoch. A row that does not divide goes to another stream in each epoch, so all streams
+  have given the same number of rows whenever a batch is full, and no row is ever twice or missing.
+
+Shapes: B rows of the global batch, T tokens (the context), N rows of an epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import logging
+import math
+import os
+import re
+import tarfile
+import zlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Self, TypeVar
+
+import numpy as np
+from webdataset.tariterators import group_by_keys, tar_file_expander
+
+from zero.runtime import UserError
+
+_log = logging.getLogger(__name__)
+_Item = TypeVar("_Item")
+_Rows = tuple[np.ndarray, np.ndarray]  # tokens (n, T), and how many of them each row has (n,)
+
+
+class Batch(NamedTuple):
+    """One host's rows of a global batch, and where the data is after it."""
+
+    tokens: np.ndarray  # int32 (B / hosts, T); -1 where there is no token
+    cursor: dict[str, int]  # for `Loader.batches`; plain ints, so that JSON holds it
+
+
+# ---- shards and the index files that list them -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar file and the rows it holds."""
+
+    path: Path
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """Corpus and file: what stays the same when a corpus moves to another disk or a bucket."""
+        return "/".join(Path(os.path.abspath(self.path)).parts[-2:])
+
+
+def read_index(index: str | Path) -> list[Shard]:
+    """The shards of an .index file: one path a line, relative to the file; `#` begins a comment.
+
+    A comment of `<n> rows` after a path, as data/prepare.py writes it, saves counting the rows of that shard.
+    Raises UserError for a missing or empty index and for shards that are missing or cannot be counted.
+    """
+    index = Path(index)
+    try:
+        lines = index.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise UserError(f"index file {index}: no such file; python data/prepare.py writes one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"index file {index} cannot be read: {error}") from error
+    shards = []
+    for line in lines:
+        name, *comment = re.split(r"(?:^|\s+)#", line.strip(), maxsplit=1)
+        if not name:
+            continue
+        if "://" in name:
+            raise UserError(f"index file {index}: shard {name} is not a path; only local shards can be read")
+        path = index.parent / name
+        if not path.is_file():
+            raise UserError(f"index file {index}: shard {path} is missing")
+        counted = re.match(r"\s*(\d+) rows\b", "".join(comment))
+        shards.append(Shard(path, int(counted[1]) if counted else count_rows(path)))
+    if not shards:
+        raise UserError(f"index file {index} lists no shards; expected one path a line")
+    return shards
+
+
+class _StrictTarInfo(tarfile.TarInfo):
+    """tarfile takes a damaged or missing header for the end of an archive; here the end must be written."""
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
+        try:
+            return super().fromtarfile(tar)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # typeshed lacks it
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(str(error)) from error
+
+
+def count_rows(path: Path) -> int:
+    """Rows of a shard, from the headers of its members alone; raises UserError for a shard that is not whole."""
+    rows = 0
+    try:
+        with tarfile.open(path, "r:", tarinfo=_StrictTarInfo) as archive:
+            for member in archive:
+                if member.name.lower().endswith(".input_id.npy") and (file := archive.extractfile(member)):
+                    rows += _rows_in_header(file)
+    except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error) as error:
+        raise UserError(f"shard {path} is truncated or damaged: {error}") from error
+    return rows
+
+
+def _rows_in_header(file: Any) -> int:
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape = read(file)[0]
+    return shape[0] if len(shape) == 2 else 1
+
+
+def _members(shard: Shard, stream: BinaryIO) -> Iterator[dict[str, Any]]:
+    """The samples of a shard in webdataset's convention: `__key__` and the bytes of each member."""
+    try:
+        yield from group_by_keys(tar_file_expander([{"url": str(shard.path), "stream": stream}]))
+    except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error) as error:
+        message = str(error.args[0]).partition("\n")[0]  # webdataset adds its stream and its address to the arguments
+        raise UserError(f"shard {shard.path} is truncated or damaged: {message}") from error
+
+
+def _array(sample: dict[str, Any], member: str, where: str) -> np.ndarray:
+    try:
+        array = np.lib.format.read_array(io.BytesIO(sample[member]), allow_pickle=False)  # .npy only, no .npz
+    except KeyError:
+        others = ", ".join(name for name in sample if not name.startswith("__"))
+        raise UserError(f"{where} has no member {member}, only {others}") from None
+    except ValueError as error:
+        raise UserError(f"{where}: member {member} is not a .npy array: {error}") from error
+    if array.dtype.kind not in "ui":
+        raise UserError(f"{where}: member {member} must hold integers, not {array.dtype}")
+    return array
+
+
+def _decode(sample: dict[str, Any], where: str, context: int, vocab_size: int) -> _Rows:
+    """Checked rows (n, T) and the number of tokens in each (n,), both as the sample holds them."""
+    rows = _array(sample, "input_id.npy", where)
+    if rows.ndim not in (1, 2):
+        raise UserError(f"{where}: input_id.npy must have 1 or 2 dimensions, not {rows.ndim}")
+    rows = rows.reshape(-1, rows.shape[-1])
+    if rows.shape[1] < context:
+        raise UserError(
+            f"{where} holds rows of {rows.shape[1]} tokens, and the model reads {context}: "
+            f"prepare the corpus again: python data/prepare.py <source> --row-tokens {context} --overwrite"
+        )
+    rows = rows[:, :context]
+    lengths = np.full(len(rows), context)
+    if "length.npy" in sample:
+        given = _array(sample, "length.npy", where).reshape(-1)
+        if given.shape != lengths.shape or (given.size and given.min() < 0):
+            raise UserError(f"{where}: length.npy must hold one length for each of {len(rows)} rows")
+        lengths = np.minimum(given, context)
+        rows = np.where(np.arange(context) < lengths[:, None], rows, np.zeros((), rows.dtype))
+    info = np.iinfo(rows.dtype)
+    if rows.size and (info.min < 0 or info.max >= vocab_size):  # a byte needs no look
+        low, high = int(rows.min()), int(rows.max())
+        if low < 0 or high >= vocab_size:
+            token = low if low < 0 else high
+            raise UserError(f"{where} holds token {token}, outside the vocabulary of {vocab_size}")
+    return rows, lengths
+
+
+# ---- the order: arithmetic, no files ---------------------------------------------------------------------------------
+
+
+class _Piece(NamedTuple):
+    """Rows start to stop of a shard."""
+
+    shard: int
+    start: int
+    stop: int
+
+
+class _Window(NamedTuple):
+    """Pieces that are permuted as one; `skip` rows of the result were already used."""
+
+    pieces: tuple[_Piece, ...]
+    key: tuple[int, ...]
+    skip: int
+
+
+def _permutation(n: int, *key: int) -> np.ndarray:
+    # numpy promises the raw bits of a generator for ever, and the results of its shuffle for one version only.
+    return np.argsort(np.random.PCG64(key).random_raw(n), kind="stable")
+
+
+@dataclass(frozen=True)
+class _Order:
+    rows: tuple[int, ...]  # of each shard
+    streams: int
+    window: int  # shards in a window of one stream
+    seed: int | None  # None: as the shards stand
+    epochs: int | None  # None: without end
+
+    def windows(self, stream: int, row: int) -> Iterator[_Window]:
+        """The windows of a stream from its `row` on (rows are counted over all epochs)."""
+        total, streams = sum(self.rows), self.streams
+        # Stream s has given (e * N + s) // S rows before epoch e; over all streams that makes e * N.
+        begin = row * streams // total  # or the epoch after it
+        skip = row - (begin * total + stream) // streams
+        for epoch in itertools.count(begin) if self.epochs is None else range(begin, self.epochs):
+            before, after = (np.arange(streams) + e * total for e in (epoch, epoch + 1))
+            ends = np.cumsum(after // streams - before // streams)
+            first, last = (int(ends[stream - 1]) if stream else 0), int(ends[stream])
+            for number, pieces in enumerate(self._cut(epoch, first, last)):
+                rows = sum(piece.stop - piece.start for piece in pieces)
+                if skip < rows:
+                    yield _Window(pieces, (self.seed or 0, epoch, stream, number), skip)
+                skip = max(0, skip - rows)
+
+    def _cut(self, epoch: int, first: int, last: int) -> Iterator[tuple[_Piece, ...]]:
+        """The windows that make up rows `first` to `last` of an epoch's line."""
+        count = len(self.rows)
+        order = np.arange(count) if self.seed is None else _permutation(count, self.seed, epoch)
+        ends = np.cumsum(np.asarray(self.rows)[order])
+        pieces = []
+        for place in range(int(np.searchsorted(ends, first, "right")), int(np.searchsorted(ends, last, "left")) + 1):
+            shard = int(order[place])
+            begin = int(ends[place]) - self.rows[shard]
+            pieces.append(_Piece(shard, max(first - begin, 0), min(last - begin, self.rows[shard])))
+        for i in range(0, len(pieces), self.window):
+            yield tuple(pieces[i : i + self.window])
+
+
+# ---- the loader ------------------------------------------------------------------------------------------------------
+
+
+class Loader:
+    """Batches of token rows from the shards of one or several index files.
+
+    The sequence of global batches depends on the index files, `global_rows`, `seed`, `window`, `shuffle` and
+    `train_samples` alone. Each of `hosts` loaders gives its own contiguous part of every batch.
+
+    Args:
+        index: the .index file, or several that count as one.
+        global_rows: rows of a batch over all hosts.
+        context: tokens read of each row; longer rows are cut.
+        vocab_size: tokens must lie below it.
+        seed: of the order.
+        shuffle: False reads the rows as the shards stand.
+        max_epochs: where to stop; None never does. Rows at the very end that fill no batch are dropped where the order
+            is shuffled; else the last batch is filled up with rows of -1.
+        train_samples: rows of an epoch, the first ones of the index; None is all.
+        host: this loader's place among `hosts`.
+        hosts: how many loaders share each batch.
+        window: shards that are mixed at any time. Twice as many are held in memory while the next ones are read.
+
+    Raises:
+        UserError: what is wrong with the data, by file and sample; a batch that does not divide over the hosts.
+    """
+
+    def __init__(
+        self,
+        index: str | Path | Sequence[str | Path],
+        *,
+        global_rows: int,
+        context: int,
+        vocab_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        max_epochs: int | None = None,
+        train_samples: int | None = None,
+        host: int = 0,
+        hosts: int = 1,
+        window: int = 16,
+    ):
+        if global_rows % hosts:
+            raise UserError(f"a global batch of {global_rows} rows does not divide over {hosts} hosts")
+        indices = [index] if isinstance(index, str | Path) else list(index)
+        self.shards = _first_rows([shard for one in indices for shard in read_index(one)], train_samples)
+        self.rows = sum(rows for _, rows in self.shards)
+        if not self.rows:
+            raise UserError(f"index file {', '.join(map(str, indices))}: the shards hold no samples")
+        limit = None if max_epochs is None else max_epochs * self.rows
+        self.total_batches = None if limit is None else limit // global_rows if shuffle else -(-limit // global_rows)
+        if self.total_batches == 0:
+            raise UserError(f"{max_epochs} epochs of {self.rows} rows do not fill one batch of {global_rows}")
+        self._dropped = limit % global_rows if limit is not None and shuffle else 0
+        # As many streams as there are shards to mix, so that hosts share as few shards as can be.
+        most = min(window, len(self.shards)) if shuffle else 1
+        streams = max(s for s in range(1, most + 1) if global_rows % s == 0)
+        self._order = _Order(
+            tuple(rows for _, rows in self.shards), streams, max(1, window // streams) if shuffle else 1,
+            seed if shuffle else None, max_epochs,
+        )  # fmt: skip
+        self._global_rows, self._host, self._hosts = global_rows, host, hosts
+        self._context, self._vocab_size = context, vocab_size
+        listing = "\n".join(f"{shard.name} {shard.rows} {rows}" for shard, rows in self.shards)
+        self._identity = {
+            "shards": int.from_bytes(hashlib.sha256(listing.encode()).digest()[:6]),
+            "global_rows": global_rows,
+            "seed": seed,
+            "shuffle": int(shuffle),
+            "window": window,
+        }
+
+    def batches(self, cursor: dict[str, int] | None = None) -> Generator[Batch, None, None]:
+        """Batches from the beginning, or from just after the one that `cursor` came with.
+
+        Raises UserError for a cursor of other data or another order, by name.
+        """
+        done = self._position(cursor)
+        rows_a_stream = self._global_rows // self._order.streams
+        first = self._host * self._global_rows // self._hosts
+        last = (self._host + 1) * self._global_rows // self._hosts
+        mine = range(first // rows_a_stream, -(-last // rows_a_stream))
+        first, last = first - mine.start * rows_a_stream, last - mine.start * rows_a_stream
+        pool = ThreadPoolExecutor(len(mine), thread_name_prefix="shards")
+        try:
+            plans = [self._order.windows(stream, done * rows_a_stream) for stream in mine]
+            streams = [_Stream(plan, self._load, pool) for plan in plans]
+            numbers = itertools.count(done) if self.total_batches is None else range(done, self.total_batches)
+            for number in numbers:
+                tokens = np.empty((len(mine) * rows_a_stream, self._context), np.int32)
+                for i, stream in enumerate(streams):
+                    stream.take(tokens[i * rows_a_stream : (i + 1) * rows_a_stream])
+                yield Batch(tokens[first:last], {**self._identity, "batches": number + 1})
+        finally:
+            pool.shutdown(cancel_futures=True)
+        if self._dropped:
+            _log.info("end of the data: the last %d rows do not fill a batch and were not used", self._dropped)
+
+    def _position(self, cursor: dict[str, int] | None) -> int:
+        if cursor is None:
+            return 0
+        for name, now in self._identity.items():
+            if cursor.get(name) != now:
+                if name == "shards":
+                    raise UserError("the saved data cursor belongs to other shards than the index file lists now")
+                raise UserError(f"the saved data cursor belongs to {name}={cursor.get(name)}, not to {name}={now}")
+        return cursor["batches"]
+
+    def _load(self, window: _Window) -> _Rows:
+        """Rows (n, T) of a window, permuted, in the smallest type that holds the vocabulary; tokens in each (n,)."""
+        count = sum(piece.stop - piece.start for piece in window.pieces)
+        slots = np.arange(count) if self._order.seed is None else _permutation(count, *window.key)
+        tokens = np.empty((count, self._context), np.min_scalar_type(self._vocab_size - 1))
+        lengths = np.empty(count, np.int32)
+        filled = 0
+        for piece in window.pieces:
+            for rows, row_lengths in self._read(piece):
+                into = slots[filled : filled + len(rows)]
+                tokens[into], lengths[into] = rows, row_lengths
+                filled += len(rows)
+        return tokens[window.skip :], lengths[window.skip :]
+
+    def _read(self, piece: _Piece) -> Iterator[_Rows]:
+        """The rows of a piece and their lengths, a member at a time."""
+        shard, _ = self.shards[piece.shard]
+        seen = 0  # rows of the shard so far
+        with open(shard.path, "rb") as stream:
+            for sample in _members(shard, stream):
+                where = f"shard {shard.path}, sample {sample['__key__']}"
+                rows, lengths = _decode(sample, where, self._context, self._vocab_size)
+                inside = slice(max(0, piece.start - seen), max(0, piece.stop - seen))
+                seen += len(rows)
+                if len(rows[inside]):
+                    yield rows[inside], lengths[inside]
+                if piece.stop <= seen and piece.stop < shard.rows:
+                    return  # the rest belongs to another stream
+        if seen != shard.rows:
+            raise UserError(f"shard {shard.path} holds {seen} rows where the index file says {shard.rows}")
+
+
+def _first_rows(shards: list[Shard], train_samples: int | None) -> list[tuple[Shard, int]]:
+    """Shards with the rows to use of each: all, or the first `train_samples` of the index."""
+    left = math.inf if train_samples is None else train_samples
+    used = []
+    for shard in shards:
+        rows = int(min(shard.rows, left))
+        left -= rows
+        if rows:
+            used.append((shard, rows))
+    return used
+
+
+class _Stream:
+    """The rows of one stream in order. The next window is read while one is in use."""
+
+    def __init__(self, plan: Iterator[_Window], load: Callable[[_Window], _Rows], pool: ThreadPoolExecutor):
+        self._plan, self._load, self._pool = plan, load, pool
+        self._tokens, self._lengths = np.empty((0, 0)), np.empty(0)
+        self._next = self._read_ahead()
+
+    def _read_ahead(self) -> Future[_Rows] | None:
+        window = next(self._plan, None)
+        return None if window is None else self._pool.submit(self._load, window)
+
+    def take(self, out: np.ndarray) -> None:
+        """Fill `out` (n, T) with the next rows; -1 behind the last token of a row, and where the data has ended."""
+        while len(out):
+            if not len(self._tokens):
+                if self._next is None:
+                    out[:] = -1
+                    return
+                self._tokens, self._lengths = self._next.result()
+                self._next = self._read_ahead()
+            n = min(len(out), len(self._tokens))
+            out[:n] = self._tokens[:n]
+            if self._lengths[:n].min() < out.shape[1]:
+                out[:n][np.arange(out.shape[1]) >= self._lengths[:n, None]] = -1
+            out, self._tokens, self._lengths = out[n:], self._tokens[n:], self._lengths[n:]
+
+
+def prefetch(iterator: Iterator[_Item], depth: int = 2) -> Generator[_Item, None, None]:
+    """The same items, up to `depth` of them made ahead in a background thread.
+
+    What the iterator raises is raised here, in its place. When the consumer stops, so do the thread and the iterator.
+
+    >>> list(prefetch(iter("abc")))
+    ['a', 'b', 'c']
+    """
+    end: Any = object()
+    pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+    try:
+        ahead = deque(pool.submit(next, iterator, end) for _ in range(depth))
+        while (item := ahead.popleft().result()) is not end:
+            ahead.append(pool.submit(next, iterator, end))
+            yield item
+    finally:
+        pool.shutdown(cancel_futures=True)
+        if isinstance(iterator, Generator):
+            iterator.close()
