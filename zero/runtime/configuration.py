@@ -1,0 +1,224 @@
+"""The configuration: every key declared once, checked once, at the door (hydra, omegaconf).
+
+Below `main_zero.py` and the training loop nobody sees it: functions take plain values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from zero.models.gpt import GPTConfig
+from zero.runtime import UserError
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass
+class Training:
+    max_epochs: int | None = MISSING
+    batch_size: int = MISSING
+    peak_learning_rate: float = MISSING
+    end_learning_rate: float = MISSING
+    warmup_steps: int = MISSING
+    total_steps: int = MISSING
+    weight_decay: float = MISSING
+    gradient_accumulation_steps: int = MISSING
+    evaluation_frequency: int = MISSING
+    maximum_evaluation_steps: int = MISSING
+    staged_warmup_steps: int = MISSING
+    warmup_train_context: int = MISSING
+    max_gradient_norm: float | None = MISSING
+    max_skipped_in_a_row: int = MISSING
+    log_frequency: int = MISSING
+    sample_tokens: int = MISSING
+
+
+@dataclass
+class Model:
+    size: str = MISSING
+    warm_start: bool = MISSING
+    model_path: str | None = MISSING
+
+
+@dataclass
+class Data:
+    corpus: str | None = MISSING
+    tokenizer: str = MISSING
+    max_context: int = MISSING
+    train_samples: int | None = MISSING
+    checkpoint_directory: str = MISSING
+    bucket_path: str | None = MISSING
+    index_path_train: Any = MISSING
+    index_path_validation: Any = MISSING
+    wandb_project: str | None = MISSING
+    resume_step: int | None = MISSING
+    keep_checkpoints: int = MISSING
+
+
+@dataclass
+class Zero:
+    stage: int = MISSING
+    compute_dtype: str = MISSING
+    wire_dtype: str = MISSING
+    reduce_dtype: str = MISSING
+
+
+@dataclass
+class Distributed:
+    cpu_devices: int = MISSING
+    coordinator_address: str | None = MISSING
+    num_processes: int | None = MISSING
+    process_id: int | None = MISSING
+
+
+@dataclass
+class Config:
+    """All of `conf/config.yaml`; its comments say what each key means."""
+
+    mode: str = MISSING
+    resume: str | None = MISSING
+    seed: int = MISSING
+    training: Training = field(default_factory=Training)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    zero: Zero = field(default_factory=Zero)
+    distributed: Distributed = field(default_factory=Distributed)
+
+
+# What a resume may not change: the model, the seed and the order of the data.
+FIXED_KEYS = (
+    "seed",
+    "model.size",
+    "data.max_context",
+    "data.tokenizer",
+    "data.train_samples",
+    "data.index_path_train",
+)
+
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
+    """The configuration as plain typed values, if it can be run at all.
+
+    Raises:
+      UserError: a key has a value that cannot be right, alone or beside another; the line names it.
+    """
+    try:
+        checked: Config = OmegaConf.to_object(config)  # type: ignore[assignment]  # what a structured config becomes
+    except OmegaConfBaseException as error:
+        raise UserError(f"configuration: {str(error).splitlines()[0]} (key {error.full_key})") from error
+    training, data, zero = checked.training, checked.data, checked.zero
+
+    def require(holds: bool, key: str, expected: str) -> None:
+        if not holds:
+            raise UserError(f"{key}={OmegaConf.select(config, key)}: expected {expected}")
+
+    require(checked.mode in ("train",), "mode", "train")
+    require(checked.resume in (None, "true", "auto"), "resume", "--resume or --resume=auto")
+    require(checked.model.size in sizes, "model.size", f"one of {', '.join(sizes)} (conf/model_config.yaml)")
+    for key in ("batch_size", "total_steps", "gradient_accumulation_steps", "evaluation_frequency", "log_frequency"):
+        require(getattr(training, key) >= 1, f"training.{key}", "at least 1")
+    for key in ("maximum_evaluation_steps", "max_skipped_in_a_row"):
+        require(getattr(training, key) >= 1, f"training.{key}", "at least 1")
+    for key in ("peak_learning_rate", "end_learning_rate", "weight_decay", "staged_warmup_steps", "sample_tokens"):
+        require(getattr(training, key) >= 0, f"training.{key}", "zero or more")
+    require(training.max_epochs is None or training.max_epochs >= 1, "training.max_epochs", "at least 1, or null")
+    require(
+        training.max_gradient_norm is None or training.max_gradient_norm > 0,
+        "training.max_gradient_norm",
+        "more than 0, or null for no clipping",
+    )
+    require(
+        0 <= training.warmup_steps < training.total_steps,
+        "training.warmup_steps",
+        f"fewer than training.total_steps={training.total_steps}",
+    )
+    block_size = sizes[checked.model.size].block_size
+    require(
+        2 <= data.max_context <= block_size,
+        "data.max_context",
+        f"2 to block_size={block_size} of model.size={checked.model.size}",
+    )
+    require(data.keep_checkpoints >= 1, "data.keep_checkpoints", "at least 1")
+    if training.staged_warmup_steps:
+        require(
+            training.warmup_train_context >= 2 and data.max_context % training.warmup_train_context == 0,
+            "training.warmup_train_context",
+            f"a divisor of data.max_context={data.max_context}",
+        )
+    require(zero.stage in (0, 1, 2, 3), "zero.stage", "0, 1, 2 or 3")
+    for key in ("compute_dtype", "wire_dtype", "reduce_dtype"):
+        require(getattr(zero, key) in DTYPES, f"zero.{key}", f"one of {', '.join(DTYPES)}")
+    require(checked.distributed.cpu_devices >= 1, "distributed.cpu_devices", "at least 1")
+    require(
+        not checked.model.warm_start or bool(checked.model.model_path),
+        "model.model_path",
+        "the run directory to start from, as model.warm_start=true",
+    )
+    return checked
+
+
+def check_division(config: Config, *, hosts: int, local_devices: int) -> None:
+    """What divides among devices, once they are known.
+
+    Raises:
+      UserError: `batch_size` does not divide into local devices and micro-batches, at any context that will be used.
+    """
+    training = config.training
+    parts = local_devices * training.gradient_accumulation_steps
+    if training.batch_size % parts:
+        raise UserError(
+            f"training.batch_size={training.batch_size}: expected a multiple of {parts} "
+            f"({local_devices} devices x training.gradient_accumulation_steps={training.gradient_accumulation_steps})"
+        )
+
+
+def load_sizes(path: Path) -> dict[str, GPTConfig]:
+    """The model sizes of `conf/model_config.yaml`.
+
+    Raises:
+      UserError: the file or a key of a size is missing, unknown, or of another type.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: not found; expected the model sizes")
+    sizes = {}
+    names = {f.name for f in dataclasses.fields(GPTConfig)}
+    required = {f.name for f in dataclasses.fields(GPTConfig) if f.default is dataclasses.MISSING}
+    for size, entry in OmegaConf.to_container(OmegaConf.load(path)).items():  # type: ignore[union-attr]  # a mapping
+        keys = set(entry)
+        if keys - names or required - keys:
+            raise UserError(
+                f"{path}: size {size!r} has unknown keys {sorted(keys - names)}, misses {sorted(required - keys)}; "
+                f"expected {', '.join(sorted(names))}"
+            )
+        try:
+            sizes[str(size)] = GPTConfig(**entry)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{path}: size {size!r}: {error}") from error
+    return sizes
+
+
+def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictConfig:
+    """The saved configuration with the overrides that were given now.
+
+    Raises:
+      UserError: an override would change the model, the seed or the order of the data.
+    """
+    merged = OmegaConf.merge(OmegaConf.structured(Config), saved)
+    keys = [override.lstrip("+~").split("=", 1)[0] for override in overrides]
+    for key in keys:
+        value = OmegaConf.select(config, key)
+        if key in FIXED_KEYS and value != OmegaConf.select(saved, key):
+            raise UserError(f"{key}={value}: a resume keeps {key}={OmegaConf.select(saved, key)} of the run")
+        OmegaConf.update(merged, key, value)
+    merged.resume = config.resume
+    assert isinstance(merged, DictConfig)
+    return merged
