@@ -1,17 +1,23 @@
 """Every test runs on eight virtual CPU devices, without a network, and any warning is an error (pyproject.toml)."""
 
 import os
+from pathlib import Path
 
 # Before jax is imported for the first time.
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["NPROC"] = "32"  # more devices than cores hang in a collective unless XLA's thread pool holds them all
 os.environ["TPU_SKIP_MDS_QUERY"] = (
     "1"  # libtpu, which only compiles here, would ask a metadata server that is not there
 )
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # else a second process that compiles for TPU aborts
 os.environ["WANDB_MODE"] = "offline"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import jax
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leaves out programs that tests start: --doctest-modules would import them."""
+    return True if collection_path.suffix == ".py" and not collection_path.name.startswith("test_") else None
