@@ -1,0 +1,58 @@
+"""The primitives across two processes of four devices each, over gloo."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import zero
+
+WORKER = Path(__file__).with_name("two_processes.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the two processes left behind."""
+    folder = tmp_path_factory.mktemp("two")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(i), port, str(folder)],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+        assert output.endswith("done\n"), output
+    return folder
+
+
+@pytest.mark.parametrize("name", ["flat", "hybrid", "phases"])
+def test_what_two_processes_stored_one_process_reads(folder: Path, name: str) -> None:
+    shapes = {"w": (5, 24), "odd": (13, 3), "b": (9,), "scalar": ()}
+    rng = np.random.default_rng(0)
+    whole = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    layout = zero.make_layout(whole, 4 if name == "hybrid" else 8)
+    axis = zero.Axis("batch", (1, layout.shards))
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(folder / name, zero.global_shapes(layout, axis))
+    shards = zero.from_global(restored, layout, axis)
+    gathered = jax.pmap(lambda shards: zero.gather(shards, layout, axis), "batch")(shards)
+    for leaf, x in gathered.items():
+        np.testing.assert_array_equal(x[0], whole[leaf])
