@@ -1,7 +1,7 @@
 """A decoder-only transformer that knows nothing of sharding.
 
-Pre-LayerNorm blocks, stacked by `nn.scan` and rematerialised. The tied vocabulary is a stack as well, of chunks of rows,
-so that float32 logits never exist for more than one chunk. `lift` is applied to the class of every part that owns
+Pre-LayerNorm blocks, stacked by `nn.scan` and rematerialised. The tied vocabulary is a stack as well, of chunks of
+rows, so that float32 logits never exist for more than one chunk. `lift` is applied to the class of every part that owns
 parameters, before it is rematerialised and stacked: this is where a caller may change how parameters are stored.
 
 Shapes are named by suffix:
@@ -268,7 +268,7 @@ class GPT(nn.Module):
         cache: Cache | None = None,
         position: jax.Array | int = 0,
     ) -> tuple[jax.Array, Cache | None]:
-        """The normalised residual stream after the last block, `(B, T, D)`, and the cache with these positions added."""
+        """The normalised residual stream after the last block, `(B, T, D)`, and the cache with these positions."""
         x_BTD = jnp.zeros((*tokens_BT.shape, self.config.embedding_dim), jnp.float32)
         x_BTD, _ = self.vocabulary(x_BTD, self._first_rows(), tokens_BT, None)
         if not self.config.alibi_attn:

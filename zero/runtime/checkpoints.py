@@ -19,7 +19,7 @@ from zero.partition.layout import Layout, PyTree
 from zero.partition.state import global_shapes
 from zero.runtime import UserError
 
-log = logging.getLogger(__name__)
+logging.getLogger("absl").setLevel(logging.WARNING)  # orbax tells every step of a save
 
 
 class Checkpoints:

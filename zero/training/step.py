@@ -1,6 +1,6 @@
 """One training step at any stage of ZeRO, for one pmap: the table of `zero.partition.stages` around a GPT.
 
-State is always sharded; at stage 0 it is sharded by a layout that splits nothing. Everything here is called inside pmap.
+State is always sharded; at stage 0 it is sharded by a layout that splits nothing. All of this is called inside pmap.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from zero.models.gpt import GPT, GPTConfig
 from zero.partition.collectives import Axis
-from zero.partition.layout import Layout, PyTree, make_layout
+from zero.partition.layout import Layout, PyTree, derive_layout, make_layout
 from zero.partition.optimizer import global_norm
 from zero.partition.stages import fully_shard, gather, scatter_sum, shard
 
@@ -123,7 +123,7 @@ class ShardedGPT:
     def losses(
         self, variables: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """The sum of negative log-likelihoods in nats and the number of tokens scored, over `(rows, context)` tokens."""
+        """Summed negative log-likelihoods in nats, and how many tokens of `(rows, context)` were scored."""
         targets = next_tokens(tokens)
         losses = self.apply(variables, jnp.maximum(tokens, 0), targets, keys)
         return jnp.sum(jnp.where(targets >= 0, losses, 0)), jnp.sum(targets >= 0)
@@ -149,10 +149,14 @@ def adamw(weight_decay: float, b1: float = 0.9, b2: float = 0.95) -> optax.Gradi
     return optax.chain(optax.scale_by_adam(b1, b2), optax.add_decayed_weights(weight_decay, decayed))
 
 
-def init_state(model: ShardedGPT, tx: optax.GradientTransformation, seed: int) -> TrainState:
-    """This device's shards of a new state."""
-    params = model.init(jax.random.key(seed))
+def new_state(params: PyTree, tx: optax.GradientTransformation) -> TrainState:
+    """The state of a run that starts with these parameters, shards or whole."""
     return TrainState(jnp.int32(0), params, tx.init(params), jnp.int32(0), jnp.int32(0))
+
+
+def state_layout(model: ShardedGPT, tx: optax.GradientTransformation) -> Layout:
+    """How the whole state is split; the same logical arrays at every stage."""
+    return derive_layout(partial(new_state, tx=tx), model.layout)
 
 
 def train_step(

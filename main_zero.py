@@ -1,0 +1,46 @@
+"""Trains a GPT with ZeRO on `jax.pmap`: `python main_zero.py [key=value ...] [--resume]`.
+
+Checks the configuration and hands over. Exit status: 0 when finished, 75 when preempted after a saved checkpoint,
+others on error.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from zero.runtime import UserError, runs
+from zero.runtime.configuration import check, load_sizes, merge_resumed
+
+CONF = Path(__file__).parent / "conf"
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def run(config: DictConfig) -> None:
+    from zero.runtime.loop import train  # jax starts here, after --help and a misspelt key were answered
+
+    hydra_config = HydraConfig.get()
+    with one_line_errors():
+        if config.resume is not None:
+            config = merge_resumed(runs.saved_config(Path(config.resume)), config, list(hydra_config.overrides.task))
+        sizes = load_sizes(CONF / "model_config.yaml")
+        checked = check(config, sizes)
+        sys.exit(train(checked, sizes[checked.model.size], Path(hydra_config.runtime.output_dir)))
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        sys.argv[1:] = runs.resume_overrides(sys.argv[1:])
+    run()

@@ -1,0 +1,51 @@
+"""Processes, devices and signals (jax.distributed)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import jax
+
+PREEMPTED = 75  # exit status of a run that was told to stop and saved; EX_TEMPFAIL of sysexits.h
+
+
+def start(
+    cpu_devices: int, coordinator_address: str | None, num_processes: int | None, process_id: int | None
+) -> tuple[int, int]:
+    """Joins the other hosts, if there are any, and brings up the devices.
+
+    Without an accelerator there are `cpu_devices` virtual CPU devices a host. They outnumber the cores, and XLA's
+    collectives hang when a later step holds the thread that an earlier one waits for; a larger thread pool and at most
+    one step in flight keep them apart. The pool is sized by the environment variable NPROC when jax starts.
+
+    Returns:
+      This process and the number of processes.
+    """
+    os.environ.setdefault("NPROC", str(4 * cpu_devices))
+    jax.config.update("jax_num_cpu_devices", cpu_devices)
+    if coordinator_address is not None:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(coordinator_address, num_processes, process_id)
+    return jax.process_index(), jax.process_count()
+
+
+@contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """Collects SIGTERM and SIGINT in a list, for a loop to look at between steps; a second one stops at once."""
+    received: list[int] = []
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        if received:
+            raise SystemExit(128 + number)
+        received.append(number)
+
+    before = {number: signal.signal(number, receive) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,351 @@
+"""The training run, from top to bottom."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import jax
+import numpy as np
+from omegaconf import OmegaConf
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from zero.models.gpt import GPTConfig
+from zero.partition.collectives import Axis
+from zero.partition.layout import Layout
+from zero.partition.state import from_global, to_global
+from zero.runtime import UserError, distributed, runs
+from zero.runtime.checkpoints import Checkpoints
+from zero.runtime.configuration import Config
+from zero.runtime.corpus import prepare
+from zero.runtime.report import draw_run
+from zero.runtime.shards import Loader, prefetch
+from zero.runtime.text import Tokenizer, load_tokenizer
+from zero.runtime.tracking import METRICS_FILE, Tracker, read_metrics
+from zero.training.programs import Programs, make_programs
+from zero.training.schedules import Context, LearningRate
+from zero.training.step import Batch, ShardedGPT, TrainState, adamw, state_layout
+
+log = logging.getLogger(__name__)
+
+SAMPLES_FILE = "samples.txt"
+
+
+def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
+    """Trains until the schedule or the data ends, or until told to stop.
+
+    Returns:
+      The exit status: 0 when finished, 75 when stopped after a saved checkpoint.
+
+    Raises:
+      UserError: what the configuration, the data or a checkpoint has wrong.
+    """
+    started: float | None = time.monotonic()
+    training, data = config.training, config.data
+    host, hosts = distributed.start(**asdict(config.distributed))
+    devices, local_devices = jax.device_count(), jax.local_device_count()
+    log.info(
+        "%d %s devices, %d of this host; run directory %s", devices, jax.default_backend(), local_devices, run_directory
+    )
+    tokenizer = load_tokenizer(data.tokenizer)
+    if tokenizer.vocab_size > size.vocab_size:
+        raise UserError(
+            f"model.size={config.model.size}: its vocab_size {size.vocab_size} does not hold the "
+            f"{tokenizer.vocab_size} tokens of data.tokenizer={data.tokenizer}"
+        )
+    if data.corpus and not all(Path(path).exists() for path in _index_paths(config)):
+        _prepare_corpus(config, tokenizer)
+
+    axis = Axis("zero", (1, devices))
+    dtypes = config.zero.compute_dtype, config.zero.wire_dtype, config.zero.reduce_dtype
+    model = ShardedGPT(size, axis, config.zero.stage, *dtypes)
+    tx = adamw(training.weight_decay)
+    layout = state_layout(model, tx)
+    programs = make_programs(
+        model,
+        tx,
+        learning_rate=LearningRate(
+            training.peak_learning_rate, training.end_learning_rate, training.warmup_steps, training.total_steps
+        ),
+        seed=config.seed,
+        micro_batches=training.gradient_accumulation_steps,
+        max_gradient_norm=training.max_gradient_norm,
+        sample_tokens=training.sample_tokens,
+    )
+    context = Context(data.max_context, training.warmup_train_context, training.staged_warmup_steps)
+
+    with ExitStack() as stack:
+        # Where to start: at the beginning, or at a checkpoint of this run or of the one that it forks from.
+        checkpoints = stack.enter_context(_open_checkpoints(run_directory, config))
+        first, cursor, global_rows = 0, None, training.batch_size * hosts
+        source = checkpoints
+        if config.resume is not None:
+            if Path(config.resume) != run_directory:
+                source = stack.enter_context(_open_checkpoints(Path(config.resume), config))
+            first = _choose_step(source, data.resume_step)
+            meta = source.meta(first)
+            cursor, global_rows = meta["cursor"], meta["global_rows"]
+        elif checkpoints.steps():
+            raise UserError(
+                f"{checkpoints.directory} holds checkpoints; --resume continues, another hydra.run.dir starts afresh"
+            )
+        _check_division(global_rows, hosts, local_devices, training.gradient_accumulation_steps)
+        if first >= training.total_steps:
+            log.info("nothing left to do: the run stands at step %d of %d", first, training.total_steps)
+            return 0
+
+        loader = Loader(
+            data.index_path_train,
+            global_rows=global_rows,
+            context=data.max_context,
+            vocab_size=size.vocab_size,
+            seed=config.seed,
+            max_epochs=training.max_epochs,
+            train_samples=data.train_samples,
+            host=host,
+            hosts=hosts,
+        )
+        validation = Loader(
+            data.index_path_validation,
+            global_rows=global_rows,
+            context=data.max_context,
+            vocab_size=size.vocab_size,
+            shuffle=False,
+            max_epochs=1,
+            host=host,
+            hosts=hosts,
+        )
+        if config.resume is not None:
+            state = from_global(source.restore(first, layout, axis), layout, axis, donate=True)
+            log.info("resumed from step %d of %s", first, source.directory)
+        else:
+            state = _new_state(programs, config, model)
+        if host == 0:
+            _write_down(run_directory, config, model.layout, forked_at=first if source is not checkpoints else None)
+            resumed_from = None if config.resume is None else first
+            tracker = stack.enter_context(
+                Tracker(run_directory, project=data.wandb_project, config=asdict(config), resumed_from=resumed_from)
+            )
+        last_step = training.total_steps
+        if loader.total_batches is not None and loader.total_batches < last_step:
+            last_step = loader.total_batches
+            log.warning(
+                "training.max_epochs=%s ends the data at step %d, before training.total_steps=%d",
+                training.max_epochs,
+                last_step,
+                training.total_steps,
+            )
+
+        stop_requests = stack.enter_context(distributed.stop_requests())
+        batches = stack.enter_context(closing(prefetch(loader.batches(cursor))))
+        stack.enter_context(logging_redirect_tqdm())
+        bar = stack.enter_context(
+            tqdm(total=last_step, initial=first, unit="step", disable=host != 0, dynamic_ncols=True)
+        )
+        # Virtual CPU devices hang in a collective when a step is dispatched while another runs (distributed.start).
+        in_flight = 0 if jax.default_backend() == "cpu" else 1
+        window = _Window()
+        for step, batch in zip(range(first + 1, last_step + 1), window.timed(batches), strict=False):
+            tokens = context.cut(batch.tokens, step - 1)
+            state, metrics = programs.step(state, _for_devices(tokens, host))
+            window.add(metrics, leave=in_flight)
+            if started is not None:
+                log.info("first step after %.1f s", time.monotonic() - started)
+                started = None
+            bar.update()
+
+            is_evaluation = step % training.evaluation_frequency == 0 or step == last_step
+            if not (is_evaluation or stop_requests or step % training.log_frequency == 0):
+                continue
+            line = {
+                "step": step,
+                **window.read_all(tokens_a_step=global_rows * data.max_context),
+                "sequence_length": context.at(step - 1),
+                "tokens_seen": step * global_rows * data.max_context,
+            }
+            if window.skipped_in_a_row > training.max_skipped_in_a_row:
+                raise UserError(
+                    f"step {step}: {window.skipped_in_a_row} steps in a row had no finite gradient; lower "
+                    "training.peak_learning_rate and --resume from a step before that (data.resume_step)"
+                )
+            if is_evaluation:
+                line["validation/loss"] = _evaluate(programs, state, validation, training.maximum_evaluation_steps)
+            if is_evaluation or stop_requests:
+                meta = {"cursor": batch.cursor, "global_rows": global_rows, "config": asdict(config)}
+                whole = to_global(state, layout, axis, donate=True)
+                checkpoints.save(step, whole, layout, meta)
+                state = from_global(whole, layout, axis, donate=True)
+            text = _sample(programs, state, tokenizer, step) if is_evaluation and training.sample_tokens else ""
+            if host == 0:
+                tracker.log(line)
+                bar.set_postfix_str(_summary(line))
+            if host == 0 and is_evaluation:
+                log.info("step %d: %s", step, _summary(line))
+                draw_run(run_directory)
+                with (run_directory / SAMPLES_FILE).open("a") as file:
+                    file.write(f"--- step {step}\n{text}\n")
+            if stop_requests:
+                checkpoints.wait()
+                log.info("stopped by signal %d; step %d is saved, --resume continues", stop_requests[0], step)
+                return distributed.PREEMPTED
+            window.restart()
+        checkpoints.wait()
+        log.info("finished at step %d; the model writes:\n%s", step, text)
+        log.info("run directory: %s", run_directory)
+        return 0
+
+
+class _Window:
+    """The steps since the last line of metrics: their losses, and how long they and their data took."""
+
+    def __init__(self) -> None:
+        self.unread: list[dict[str, jax.Array]] = []
+        self.skipped_in_a_row = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self.losses: list[float] = []
+        self.waited = 0.0
+        self.started = time.monotonic()
+
+    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches; the time spent waiting for them is kept."""
+        while True:
+            asked = time.monotonic()
+            batch = next(batches, None)
+            self.waited += time.monotonic() - asked
+            if batch is None:
+                return
+            yield batch
+
+    def add(self, metrics: dict[str, jax.Array], leave: int) -> None:
+        """Takes the metrics of a step that was dispatched; all but the newest `leave` are waited for."""
+        self.unread.append(metrics)
+        while len(self.unread) > leave:
+            self.newest = {name: x.item() for name, x in self.unread.pop(0).items()}
+            self.losses.append(self.newest["loss"])
+
+    def read_all(self, tokens_a_step: int) -> dict[str, float | int]:
+        """One line of metrics: the mean loss, the newest of everything else."""
+        while self.unread:
+            self.add(self.unread.pop(0), leave=0)
+        step_time = (time.monotonic() - self.started) / len(self.losses)
+        self.skipped_in_a_row = self.newest["skipped_in_a_row"]
+        return {
+            "train/loss": fmean(self.losses),
+            "learning_rate": self.newest["learning_rate"],
+            "gradient_norm": self.newest["gradient_norm"],
+            "skipped_steps": self.newest["skipped_steps"],
+            "step_time": step_time,
+            "tokens_per_second": tokens_a_step / step_time,
+            "data_wait": self.waited / (step_time * len(self.losses)),
+        }
+
+
+def _index_paths(config: Config) -> list[str]:
+    paths = (config.data.index_path_train, config.data.index_path_validation)
+    return [one for path in paths for one in ([path] if isinstance(path, str) else path)]
+
+
+def _prepare_corpus(config: Config, tokenizer: Tokenizer) -> None:
+    """Makes the corpus where its index files are missing: the default job needs nothing but this machine."""
+    name = str(config.data.corpus)
+    corpus = prepare(
+        name,
+        name,
+        directory=Path("data/corpus"),
+        index_directory=Path("data/index"),
+        tokenizer=tokenizer,
+        row_tokens=config.data.max_context,
+    )
+    log.info("prepared corpus %s: %s", name, corpus)
+
+
+def _open_checkpoints(run_directory: Path, config: Config) -> Checkpoints:
+    data = config.data
+    place = runs.checkpoint_directory(run_directory, data.bucket_path, data.checkpoint_directory)
+    return Checkpoints(place, data.keep_checkpoints)
+
+
+def _choose_step(checkpoints: Checkpoints, asked: int | None) -> int:
+    steps = checkpoints.steps()
+    if not steps:
+        raise UserError(f"{checkpoints.directory} holds no checkpoint to resume from")
+    if asked is not None and asked not in steps:
+        raise UserError(f"data.resume_step={asked}: {checkpoints.directory} holds steps {', '.join(map(str, steps))}")
+    return steps[-1] if asked is None else asked
+
+
+def _check_division(global_rows: int, hosts: int, local_devices: int, micro_batches: int) -> None:
+    parts = hosts * local_devices * micro_batches
+    if global_rows % parts:
+        raise UserError(
+            f"training.batch_size: a global batch of {global_rows} sequences does not divide into {hosts} hosts x "
+            f"{local_devices} devices x training.gradient_accumulation_steps={micro_batches} = {parts} parts"
+        )
+
+
+def _new_state(programs: Programs, config: Config, model: ShardedGPT) -> TrainState:
+    """Made on the devices, in shards; with `model.warm_start` the weights are those of another run."""
+    key = np.asarray(jax.random.key_data(jax.random.key(config.seed)))
+    if not config.model.warm_start:
+        return programs.start(programs.init(np.stack([key] * jax.local_device_count())))
+    place = Path(str(config.model.model_path))
+    saved = runs.saved_config(place)
+    directory = runs.checkpoint_directory(place, saved.data.bucket_path, saved.data.checkpoint_directory)
+    with Checkpoints(directory, keep=1) as checkpoints:
+        step = _choose_step(checkpoints, None)
+        params = checkpoints.restore(step, model.layout, model.axis, within="params")
+    log.info("weights from step %d of %s", step, directory)
+    return programs.start(from_global(params, model.layout, model.axis, donate=True))
+
+
+def _write_down(run_directory: Path, config: Config, layout: Layout, forked_at: int | None) -> None:
+    """What a person or a resume looks for in a run directory, before the first step."""
+    if forked_at is not None:
+        lines = read_metrics(Path(str(config.resume)) / METRICS_FILE)
+        kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= forked_at]
+        (run_directory / METRICS_FILE).write_text("".join(kept))
+    OmegaConf.save(OmegaConf.structured(config), run_directory / runs.CONFIG_FILE)
+    (run_directory / "layout.txt").write_text(f"{layout}\n")
+
+
+def _for_devices(tokens: np.ndarray, host: int) -> Batch:
+    """This host's rows `(rows, context)`, split over its devices."""
+    devices = jax.local_device_count()
+    rows = len(tokens) // devices
+    first_rows = host * len(tokens) + rows * np.arange(devices, dtype=np.int32)
+    return Batch(tokens.reshape(devices, rows, -1), first_rows.astype(np.int32))
+
+
+def _evaluate(programs: Programs, state: TrainState, validation: Loader, steps: int) -> float:
+    """The mean loss of held-out tokens in nats."""
+    losses, scored = 0.0, 0
+    with closing(prefetch(validation.batches())) as batches:
+        for batch in islice(batches, steps):
+            loss, tokens = programs.evaluate(state.params, _for_devices(batch.tokens, 0).tokens)
+            losses, scored = losses + loss.item(), scored + tokens.item()
+    return losses / scored
+
+
+def _sample(programs: Programs, state: TrainState, tokenizer: Tokenizer, step: int) -> str:
+    """Text that the model writes when it is given the end of a text."""
+    prompt = np.asarray([tokenizer.end_of_text], np.int32)
+    tokens = programs.sample(state.params, prompt, np.int32(step))
+    return tokenizer.decode(np.asarray(tokens.addressable_shards[0].data)[0])
+
+
+def _summary(line: dict[str, float | int]) -> str:
+    parts = [f"loss {line['train/loss']:.3f}", f"{line['tokens_per_second']:,.0f} tokens/s"]
+    if "validation/loss" in line:
+        parts.insert(1, f"validation {line['validation/loss']:.3f}")
+    return ", ".join(parts)

@@ -1,0 +1,66 @@
+"""The pmapped programs of a run, and the only place where pmap is called: a plan compiles these very ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from zero.partition.layout import PyTree
+from zero.training.inference import evaluate_step, generate
+from zero.training.step import Batch, ShardedGPT, TrainState, new_state, train_step
+
+
+class Programs(NamedTuple):
+    """Every argument and result has a leading dimension of local devices, unless it is said to be shared.
+
+    Attributes:
+      init: `(key data)`, one row a device, all alike, to parameter shards.
+      start: parameter shards, donated, to a new `TrainState`.
+      step: `(TrainState, Batch)`, the state donated, to the next state and shared metrics.
+      evaluate: `(params, tokens)` to the shared sum of losses and number of tokens scored.
+      sample: `(params, prompt, seed)`, the last two shared, to each device's own text.
+    """
+
+    init: Callable[..., PyTree]
+    start: Callable[[PyTree], TrainState]
+    step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+    evaluate: Callable[[PyTree, Any], tuple[jax.Array, jax.Array]]
+    sample: Callable[..., jax.Array]
+
+
+def make_programs(
+    model: ShardedGPT,
+    tx: optax.GradientTransformation,
+    *,
+    learning_rate: Callable[[jax.Array], jax.Array],
+    seed: int,
+    micro_batches: int,
+    max_gradient_norm: float | None,
+    sample_tokens: int,
+    temperature: float = 0.8,
+    devices: Sequence[Any] | None = None,
+) -> Programs:
+    """Binds the model, the optimizer and what else does not change during a run. Nothing is compiled yet."""
+    pmap = partial(jax.pmap, axis_name=model.axis.name, devices=devices)
+    step = partial(
+        train_step,
+        model=model,
+        tx=tx,
+        learning_rate=learning_rate,
+        seed=seed,
+        micro_batches=micro_batches,
+        max_gradient_norm=max_gradient_norm,
+    )
+    return Programs(
+        init=pmap(lambda key_data: model.init(jax.random.wrap_key_data(key_data))),
+        start=pmap(partial(new_state, tx=tx), donate_argnums=0),
+        step=pmap(step, donate_argnums=0, out_axes=(0, None)),
+        evaluate=pmap(partial(evaluate_step, model=model), out_axes=None),
+        sample=pmap(
+            partial(generate, model=model, length=sample_tokens, temperature=temperature), in_axes=(0, None, None)
+        ),
+    )
