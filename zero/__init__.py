@@ -27,7 +27,17 @@ Nothing here reads a configuration or a file; `print(layout)` and `print(zero.me
 
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout, LeafLayout, Split, derive_layout, make_layout
-from zero.partition.optimizer import global_norm
+from zero.partition.optimizer import (
+    adafactor,
+    clip_by_global_norm,
+    global_norm,
+    lamb,
+    lars,
+    muon,
+    on_shards,
+    shard_optimizer,
+)
+from zero.partition.rewrite import NotElementwiseError, across_shards
 from zero.partition.stages import fully_shard, gather, scatter_mean, scatter_sum, shard
 from zero.partition.state import check_replicated, from_global, global_shapes, memory, to_global
 
@@ -35,18 +45,27 @@ __all__ = [
     "Axis",
     "Layout",
     "LeafLayout",
+    "NotElementwiseError",
     "Split",
+    "across_shards",
+    "adafactor",
     "check_replicated",
+    "clip_by_global_norm",
     "derive_layout",
     "from_global",
     "fully_shard",
     "gather",
     "global_norm",
     "global_shapes",
+    "lamb",
+    "lars",
     "make_layout",
     "memory",
+    "muon",
+    "on_shards",
     "scatter_mean",
     "scatter_sum",
     "shard",
+    "shard_optimizer",
     "to_global",
 ]

@@ -97,7 +97,7 @@ def slice_array(full_x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:
     Per device: `leaf.shape` in, `leaf.shard_shape` out. Call inside pmap.
     """
     for split in leaf.splits:
-        full_x = _pad(full_x, split.dim, split.padding)
+        full_x = pad_array(full_x, split.dim, split.padding)
         full_x = lax.dynamic_slice_in_dim(full_x, axis.shard_index() * split.shard_size, split.shard_size, split.dim)
     return full_x
 
@@ -120,27 +120,38 @@ def scatter_sum_array(
     leaf: LeafLayout,
     axis: Axis,
     *,
-    wire_dtype: DTypeLike | None = jnp.float32,
-    reduce_dtype: DTypeLike | None = jnp.float32,
+    wire_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """This device's shard of the sum over all devices: `psum_scatter`; a leaf that is whole is all-reduced.
 
     Where the dtype on the wire is narrower than the dtype of the sum, an `all_to_all` moves the parts and each device
     sums what it received: the same bytes as a reduce-scatter, rounded once and not at every hop.
 
-    Per device: `leaf.shape` in, `leaf.shard_shape` out, in `reduce_dtype`. None keeps the dtype of `full_x`. Call
-    inside pmap.
+    Per device: `leaf.shape` in, `leaf.shard_shape` out, in `reduce_dtype`. Call inside pmap.
+
+    Args:
+      full_x: this device's summand.
+      leaf: its layout.
+      axis: the pmap axis.
+      wire_dtype: None keeps the dtype of `full_x`.
+      reduce_dtype: None keeps the dtype of `full_x`, but sums 16-bit floats in float32.
     """
     wire = np.dtype(wire_dtype or full_x.dtype)
-    reduce = np.dtype(reduce_dtype or full_x.dtype)
+    reduce = np.dtype(reduce_dtype or sum_dtype(full_x.dtype))
     x = full_x.astype(wire)
     for split in leaf.splits:
-        x = _pad(x, split.dim, split.padding)
+        x = pad_array(x, split.dim, split.padding)
         for phase in range(1, len(axis.shape)):
             x = _scatter_sum_phase(x.astype(wire), split.dim, axis, phase, reduce)
         if axis.replicas > 1:
             x = lax.psum(x, axis.name, axis_index_groups=axis.groups(0))
     return x if leaf.splits else lax.psum(x.astype(reduce), axis.name)
+
+
+def sum_dtype(dtype: DTypeLike) -> np.dtype:
+    """Where sums over devices are made: in the dtype itself, but never in a float of less than 32 bits."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else np.dtype(dtype)
 
 
 def _scatter_sum_phase(x: jax.Array, dim: int, axis: Axis, phase: int, reduce: np.dtype) -> jax.Array:
@@ -152,6 +163,7 @@ def _scatter_sum_phase(x: jax.Array, dim: int, axis: Axis, phase: int, reduce: n
     return received.reshape(shape).astype(reduce).sum(dim)
 
 
-def _pad(x: jax.Array, dim: int, amount: int) -> jax.Array:
+def pad_array(x: jax.Array, dim: int, amount: int) -> jax.Array:
+    """Appends zeros along one dimension."""
     widths = [(0, amount if i == dim else 0, 0) for i in range(x.ndim)]
     return lax.pad(x, jnp.zeros((), x.dtype), widths) if amount else x

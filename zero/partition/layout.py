@@ -181,25 +181,27 @@ def make_layout(tree: PyTree, shards: int, *, stacked: Iterable[str] = ()) -> La
 
 
 def derive_layout(fn: Callable[[PyTree], PyTree], layout: Layout) -> Layout:
-    """The layout of `fn(tree)` from the layout of `tree`, by comparing its shapes on whole leaves and on shards.
+    """The layout of `fn(tree)` from the layout of `tree`; with `fn = tx.init` that of the optimizer state.
 
-    With `fn = tx.init` this is the layout of the optimizer state. Nothing is computed.
+    A leaf of the result whose path contains the path of a leaf of the tree (`mu/dense/kernel`), and which has its
+    shape, is split as that one. Every other leaf is whole. Nothing is computed.
 
-    Raises:
-      ValueError: the result on shards is not a split of the result on whole leaves: `fn` does not work leaf by leaf.
+    >>> layout = make_layout({"w": jax.ShapeDtypeStruct((5, 12), np.float32)}, shards=4)
+    >>> state = derive_layout(lambda tree: {"count": np.int32(0), "mu": tree}, layout)
+    >>> [(leaf.name, leaf.shard_shape) for leaf in state.leaves]
+    [('count', ()), ('mu/w', (5, 3))]
     """
-    whole, treedef = jax.tree_util.tree_flatten_with_path(jax.eval_shape(fn, layout.shapes()))
-    shards = jax.eval_shape(fn, layout.shard_shapes())
-    if (shards_treedef := jax.tree.structure(shards)) != treedef:
-        raise ValueError(f"on shards the result is a {shards_treedef}, on whole leaves a {treedef}")
+    by_path = {leaf.path: leaf for leaf in layout.leaves}
+    flat, treedef = jax.tree_util.tree_flatten_with_path(jax.eval_shape(fn, layout.shapes()))
     leaves = []
-    for (path, full), shard in zip(whole, jax.tree.leaves(shards), strict=True):
-        name = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-        dims = [dim for dim in range(full.ndim) if full.shape[dim] != shard.shape[dim]]
-        splits = tuple(Split(dim, full.shape[dim], layout.shards) for dim in dims)
-        if len(splits) > 1 or any(split.shard_size != shard.shape[split.dim] for split in splits):
-            raise ValueError(f"leaf {'/'.join(name)}: {shard.shape} on shards is no split of the whole {full.shape}")
-        leaves.append(LeafLayout(name, full.shape, np.dtype(full.dtype), splits))
+    for keys, x in flat:
+        path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+        parts = [path[i:j] for i in range(len(path) + 1) for j in range(i, len(path) + 1)]
+        same = [by_path[part] for part in parts if part in by_path and by_path[part].shape == x.shape]
+        # The longest path is the leaf itself, a shorter one a namesake.
+        model = max(same, key=lambda leaf: len(leaf.path), default=None)
+        splits, stacked = (model.splits, model.stacked) if model else ((), False)
+        leaves.append(LeafLayout(path, x.shape, x.dtype, splits, stacked))
     return Layout(treedef, tuple(leaves), layout.shards)
 
 

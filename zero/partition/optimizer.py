@@ -1,14 +1,24 @@
-"""Optax on shards."""
+"""Optax on shards: any transform, the drop-in wrapper, and those that need more than their own slice."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Literal, ParamSpec
+
 import jax
 import jax.numpy as jnp
+import optax
+import optax.contrib
 from jax import lax
+from jax.typing import DTypeLike
 
-from zero.partition.collectives import AxisLike
-from zero.partition.layout import Layout, PyTree
-from zero.partition.stages import checked_axis
+from zero.partition.collectives import Axis, AxisLike, as_axis
+from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout
+from zero.partition.rewrite import NotElementwiseError, across_shards, run_on_shards
+from zero.partition.stages import checked_axis, gather, scatter_mean, scatter_sum, shard
+
+P = ParamSpec("P")
 
 
 def global_norm(shards: PyTree, layout: Layout, axis: AxisLike) -> jax.Array:
@@ -25,3 +35,145 @@ def global_norm(shards: PyTree, layout: Layout, axis: AxisLike) -> jax.Array:
         split, whole = (split + square, whole) if leaf.splits else (split, whole + square)
     with jax.named_scope("zero_global_norm"):
         return jnp.sqrt(lax.psum(split, axis.name) / axis.replicas + whole)
+
+
+_LINE_SEARCH = "line searches and Hessian estimates do not work on shards"
+
+
+def on_shards(
+    tx: optax.GradientTransformation, layout: Layout, axis: AxisLike, *, trust: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """An optax transform whose parameters, gradients, state and updates are shards.
+
+    It gives what `tx` gives on whole arrays, or refuses. `derive_layout(tx.init, layout)` is the layout of its state.
+
+    Args:
+      tx: any transform; what is not element-wise belongs into `across_shards`.
+      layout: of the parameters.
+      axis: the pmap axis. Call `init` and `update` inside pmap.
+      trust: run `tx` on shards as it is, for a transform that is known to be right there.
+
+    `update` raises:
+      NotElementwiseError: `tx` needs other devices, draws random numbers, or calls a function of the parameters (line
+        searches).
+      ValueError: a leaf has another shape than the layout says.
+    """
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
+    inner = optax.with_extra_args_support(tx)
+    if trust:
+        return inner
+
+    def init(params: PyTree) -> PyTree:
+        on = checked_axis(layout, axis)
+        return run_on_shards(inner.init, on, [(params, layout)], derive_layout(inner.init, layout))
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        for name, value in extra.items():
+            if callable(value):
+                raise NotElementwiseError(f"{name} is a function of whole parameters, which no device has: {_LINE_SEARCH}")
+        on = checked_axis(layout, axis)
+        state_layout = derive_layout(inner.init, layout)
+        inputs = [(updates, layout), (state, state_layout)] + ([] if params is None else [(params, layout)])
+        return run_on_shards(lambda *trees: inner.update(*trees, **extra), on, inputs, [layout, state_layout])
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def shard_optimizer(
+    tx: optax.GradientTransformation,
+    axis_name: AxisLike,
+    *,
+    reduction: Literal["mean", "sum"] | None = "mean",
+    wire_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike | None = None,
+    trust: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Holds the state of an optax transform as one slice a device: the drop-in for data-parallel pmap code (stage 1).
+
+    `init` takes whole parameters, alike on all devices. `update` takes each device's own gradients, not reduced, and
+    returns whole updates: a reduce-scatter, the update of a slice, and a gather. Extra arguments of `update` reach
+    `tx`; arrays in them are whole and alike on all devices.
+
+    Args:
+      tx: any transform; what is not element-wise belongs into `across_shards`, or has a version in `zero`.
+      axis_name: the pmap axis, or an `Axis` that says how it is cut into groups.
+      reduction: of gradients over devices; None where they have been reduced already.
+      wire_dtype: of gradients on the wire; None is their own.
+      reduce_dtype: in which they are summed; None is their own, but float32 at least. They reach `tx` in their own.
+      trust: run `tx` on shards as it is, for a transform that is known to be right there.
+
+    Raises:
+      ValueError: `reduction` is none of these.
+
+    Both functions raise:
+      RuntimeError: called outside pmap.
+      NotElementwiseError: as for `on_shards`.
+
+    >>> n = jax.local_device_count()
+    >>> tx = shard_optimizer(optax.adam(0.1), "batch")
+    >>> params = {"w": jnp.ones((n, 4 * n))}
+    >>> state = jax.pmap(tx.init, axis_name="batch")(params)
+    >>> state[0].mu["w"].shape == (n, 4)
+    True
+    """
+    if reduction not in ("mean", "sum", None):
+        raise ValueError(f"reduction must be 'mean', 'sum' or None, got {reduction!r}")
+
+    def init(params: PyTree) -> PyTree:
+        axis = _bound(axis_name)
+        layout = make_layout(params, axis.shards)
+        return on_shards(tx, layout, axis, trust=trust).init(shard(params, layout, axis))
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        axis = _bound(axis_name)
+        layout = make_layout(updates if params is None else params, axis.shards)
+        layout.map(_check_whole, updates)
+        if reduction is None:
+            grads = shard(updates, layout, axis)
+        else:
+            scatter = scatter_mean if reduction == "mean" else scatter_sum
+            grads = scatter(updates, layout, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
+            grads = jax.tree.map(lambda reduced, own: reduced.astype(own.dtype), grads, updates)
+        param_shards = None if params is None else shard(params, layout, axis)
+        new, state = on_shards(tx, layout, axis, trust=trust).update(grads, state, param_shards, **extra)
+        return gather(new, layout, axis), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_whole(leaf: LeafLayout, x: jax.Array) -> None:
+    if x.shape != leaf.shape:
+        raise ValueError(f"leaf {leaf.name}: the parameter has shape {leaf.shape}, its gradient {x.shape}")
+
+
+def _bound(axis: AxisLike) -> Axis:
+    name = axis.name if isinstance(axis, Axis) else axis
+    try:
+        size = lax.axis_size(name)
+    except NameError as error:
+        raise RuntimeError(
+            f"init and update of a sharded optimizer run inside pmap over {name!r}, where each device keeps its own "
+            f"slice: jax.pmap(tx.init, axis_name={name!r})(replicated_params)"
+        ) from error
+    on = as_axis(axis)
+    if on.size != size:
+        raise ValueError(f"axis {name!r} has {size} devices, but its Axis describes {on.size}")
+    return on
+
+
+def _across(make: Callable[P, optax.GradientTransformation]) -> Callable[P, optax.GradientTransformationExtraArgs]:
+    @wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
+        return across_shards(make(*args, **kwargs))
+
+    return made
+
+
+# Optax's own, with leave to communicate: norms and factored moments end in an all-reduce each, Muon's matrices are
+# gathered.
+clip_by_global_norm = _across(optax.clip_by_global_norm)
+adafactor = _across(optax.adafactor)
+lamb = _across(optax.lamb)
+lars = _across(optax.lars)
+muon = _across(optax.contrib.muon)
