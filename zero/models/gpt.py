@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -171,7 +171,7 @@ class VocabularyChunk(nn.Module):
 
     @nn.compact
     def __call__(
-        self, embedded_BTD: jax.Array | None, first: jax.Array, tokens_BT: jax.Array | None, x_BTD: jax.Array | None
+        self, embedded_BTD: Any, first: jax.Array, tokens_BT: Any, x_BTD: Any
     ) -> tuple[jax.Array | None, jax.Array | tuple[jax.Array, jax.Array] | None]:
         """Without `x_BTD` embeds the tokens, without tokens scores `x_BTD`, with both scores it against the tokens.
 

@@ -14,17 +14,15 @@ gradient of that weight flows to the shard. Source: ZeRO (Rajbhandari et al., ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from zero.partition import collectives
+from zero.partition import buckets, collectives
 from zero.partition.collectives import Axis, AxisLike, as_axis
-from zero.partition.layout import Layout, LeafLayout, PyTree
+from zero.partition.layout import Layout, PyTree
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -40,13 +38,14 @@ def shard(tree: PyTree, layout: Layout, axis: AxisLike) -> PyTree:
 
 
 def gather(tree: PyTree, layout: Layout, axis: AxisLike, dtype: DTypeLike | None = None) -> PyTree:
-    """The whole tree from its shards: one `all_gather` a split leaf, in `dtype` on the wire and after.
+    """The whole tree from its shards: an `all_gather` a split leaf, small ones together, in `dtype` on the wire.
 
     Per device: shards in, whole leaves out. `dtype=None` keeps each leaf's own. Call inside pmap.
     """
     axis = checked_axis(layout, axis)
     with jax.named_scope("zero_gather"):
-        return layout.map(lambda leaf, x: collectives.gather_array(x, leaf, axis, dtype), tree)
+        shards = layout.treedef.flatten_up_to(tree)
+        return layout.treedef.unflatten(buckets.gather_arrays(shards, layout.leaves, axis, dtype))
 
 
 def scatter_sum(
@@ -54,17 +53,18 @@ def scatter_sum(
     layout: Layout,
     axis: AxisLike,
     *,
-    wire_dtype: DTypeLike | None = jnp.float32,
-    reduce_dtype: DTypeLike | None = jnp.float32,
+    wire_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike | None = None,
 ) -> PyTree:
-    """This device's shards of the sum over devices: one `psum_scatter` a split leaf, one `psum` a whole one.
+    """This device's shards of the sum over devices: `psum_scatter`, of small leaves together; of a whole leaf `psum`.
 
     Per device: whole leaves in, shards out, in `reduce_dtype`. Call inside pmap.
     """
     axis = checked_axis(layout, axis)
-    one = partial(collectives.scatter_sum_array, axis=axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
     with jax.named_scope("zero_scatter"):
-        return layout.map(lambda leaf, x: one(x, leaf), tree)
+        full = layout.treedef.flatten_up_to(tree)
+        dtypes: Any = {"wire_dtype": wire_dtype, "reduce_dtype": reduce_dtype}
+        return layout.treedef.unflatten(buckets.scatter_sum_arrays(full, layout.leaves, axis, **dtypes))
 
 
 def scatter_mean(tree: PyTree, layout: Layout, axis: AxisLike, **dtypes: DTypeLike | None) -> PyTree:
@@ -93,8 +93,8 @@ def fully_shard(
     axis: AxisLike,
     *,
     dtype: DTypeLike | None = None,
-    wire_dtype: DTypeLike | None = jnp.float32,
-    reduce_dtype: DTypeLike | None = jnp.float32,
+    wire_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike | None = None,
     methods: Sequence[str] | None = None,
 ) -> Target:
     """Makes a Flax module class, or a function of a parameter tree, live on shards: stages 2 and 3.
@@ -114,7 +114,7 @@ def fully_shard(
       reduce_dtype: in which gradients are summed.
       methods: the methods of a module class to lift, by default `__call__`.
 
-    >>> from zero import make_layout
+    >>> import jax.numpy as jnp; from zero import make_layout
     >>> x = jnp.ones((jax.local_device_count(), 2, 5))
     >>> layout = make_layout(jax.eval_shape(nn.Dense(3).init, jax.random.key(0), x[0])["params"], len(x))
     >>> dense = fully_shard(nn.Dense, layout, "batch")(3)
@@ -128,7 +128,7 @@ def fully_shard(
         on = checked_axis(layout, axis)
         full = gather(shards, layout, on, dtype) if gathered is None else gathered
         with jax.named_scope("zero_borrow"):
-            return layout.map(partial(_borrow, axis=on, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype), shards, full)
+            return _borrow(shards, full, layout, on, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
 
     def on_shards(shards: PyTree, *args: Any, gathered: PyTree | None = None, **kwargs: Any) -> Any:
         return target(whole(shards, gathered), *args, **kwargs)
@@ -152,25 +152,25 @@ def fully_shard(
 
 
 def _borrow(
-    leaf: LeafLayout,
-    shard_x: jax.Array,
-    full_x: jax.Array,
-    *,
+    shards: PyTree,
+    full: PyTree,
+    layout: Layout,
     axis: Axis,
+    *,
     wire_dtype: DTypeLike | None,
     reduce_dtype: DTypeLike | None,
-) -> jax.Array:
-    """`full_x`, whose gradient is reduce-scattered to `shard_x` instead of flowing to where `full_x` came from."""
+) -> PyTree:
+    """`full`, whose gradient is reduce-scattered to `shards` instead of flowing to where `full` came from."""
+
+    dtypes = jax.tree.map(lambda x: x.dtype, shards)
 
     @jax.custom_vjp
-    def borrow(shard_x: jax.Array, full_x: jax.Array) -> jax.Array:
-        return full_x
+    def borrow(shards: PyTree, full: PyTree) -> PyTree:
+        return full
 
-    def backward(_: None, full_grad: jax.Array) -> tuple[jax.Array, None]:
-        shard_grad = collectives.scatter_sum_array(
-            full_grad, leaf, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype
-        )
-        return shard_grad.astype(shard_x.dtype), None
+    def backward(_: None, full_grads: PyTree) -> tuple[PyTree, None]:
+        grads = scatter_sum(full_grads, layout, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
+        return jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes), None
 
-    borrow.defvjp(lambda shard_x, full_x: (full_x, None), backward)
-    return borrow(shard_x, full_x)
+    borrow.defvjp(lambda shards, full: (full, None), backward)
+    return borrow(shards, full)

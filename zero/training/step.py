@@ -92,7 +92,7 @@ class ShardedGPT:
 
     @cached_property
     def _lifted(self) -> GPT:
-        dtypes = {"dtype": self.compute_dtype, "wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
+        dtypes: Any = {"dtype": self.compute_dtype, "wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
 
         def lift(module_class: type[nn.Module], name: str) -> type[nn.Module]:
             return fully_shard(module_class, self.layout.at(name), self.axis, **dtypes)

@@ -1,0 +1,103 @@
+"""Many arrays, inside pmap: small leaves share a collective, since there latency outweighs bytes.
+
+A bucket is one array with a row for each shard; a leaf's part of a row is its shard, split dimension first. The sums
+are those of leaf by leaf, in the same order, and barriers keep XLA from computing the leaves themselves another way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from zero.partition.collectives import Axis, gather_array, pad_array, scatter_sum_array
+from zero.partition.layout import LeafLayout, Split
+
+SMALL = 16_384  # elements of a leaf that shares
+FULL = 64 * SMALL  # elements of a bucket, which is copied twice
+
+
+def gather_arrays(
+    shards: Sequence[jax.Array], leaves: Sequence[LeafLayout], axis: Axis, dtype: DTypeLike | None
+) -> list[jax.Array]:
+    """`gather_array` of each leaf, small ones together. Call inside pmap."""
+    cast = [x if dtype is None else x.astype(dtype) for x in shards]
+    full: dict[int, jax.Array] = {}
+    for members in _buckets(cast, leaves):
+        if len(members) == 1:
+            full[members[0]] = gather_array(cast[members[0]], leaves[members[0]], axis)
+            continue
+        row = jnp.concatenate([_rows(cast[i], leaves[i].splits[0], 1) for i in members], axis=1)
+        rows = gather_array(row, _bucket_layout(row, axis), axis)
+        for i, part in _parts(rows, members, leaves):
+            split = leaves[i].splits[0]
+            full_x = lax.slice_in_dim(_from_rows(part, leaves[i], split.shards), 0, split.size, axis=split.dim)
+            full[i] = lax.optimization_barrier(full_x)
+    return [full[i] for i in range(len(leaves))]
+
+
+def scatter_sum_arrays(
+    full: Sequence[jax.Array],
+    leaves: Sequence[LeafLayout],
+    axis: Axis,
+    *,
+    wire_dtype: DTypeLike | None,
+    reduce_dtype: DTypeLike | None,
+) -> list[jax.Array]:
+    """`scatter_sum_array` of each leaf, small ones together. Call inside pmap."""
+    shards: dict[int, jax.Array] = {}
+    for members in _buckets(full, leaves):
+        if len(members) == 1:
+            i = members[0]
+            shards[i] = scatter_sum_array(full[i], leaves[i], axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
+            continue
+        rows = []
+        for i in members:
+            split = leaves[i].splits[0]
+            padded = pad_array(lax.optimization_barrier(full[i]), split.dim, split.padding)
+            rows.append(_rows(padded, split, axis.shards))
+        joined = jnp.concatenate(rows, axis=1)
+        row = scatter_sum_array(
+            joined, _bucket_layout(joined, axis), axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype
+        )
+        shards |= {i: _from_rows(part, leaves[i], 1) for i, part in _parts(row, members, leaves)}
+    return [shards[i] for i in range(len(leaves))]
+
+
+def _buckets(arrays: Sequence[jax.Array], leaves: Sequence[LeafLayout]) -> Iterator[list[int]]:
+    """Which leaves travel together: neighbours among the small split ones of a dtype; all others alone."""
+    filling: dict[np.dtype, list[int]] = {}
+    for i, (x, leaf) in enumerate(zip(arrays, leaves, strict=True)):
+        if not leaf.splits or math.prod(leaf.shape) > SMALL:
+            yield [i]
+            continue
+        members = filling.setdefault(x.dtype, [])
+        members.append(i)
+        if sum(math.prod(leaves[j].shape) for j in members) > FULL:
+            yield filling.pop(x.dtype)
+    yield from filling.values()
+
+
+def _rows(x: jax.Array, split: Split, shards: int) -> jax.Array:
+    return jnp.moveaxis(x, split.dim, 0).reshape(shards, -1)
+
+
+def _from_rows(rows: jax.Array, leaf: LeafLayout, shards: int) -> jax.Array:
+    split = leaf.splits[0]
+    rest = leaf.shape[: split.dim] + leaf.shape[split.dim + 1 :]
+    return jnp.moveaxis(rows.reshape(shards * split.shard_size, *rest), 0, split.dim)
+
+
+def _parts(rows: jax.Array, members: Sequence[int], leaves: Sequence[LeafLayout]) -> Iterator[tuple[int, jax.Array]]:
+    widths = [math.prod(leaves[i].shard_shape) for i in members]
+    yield from zip(members, jnp.split(rows, np.cumsum(widths)[:-1].tolist(), axis=1), strict=True)
+
+
+def _bucket_layout(x: jax.Array, axis: Axis) -> LeafLayout:
+    shape = (axis.shards, x.shape[1])
+    return LeafLayout(("bucket",), shape, np.dtype(x.dtype), (Split(0, axis.shards, axis.shards),))
