@@ -1,0 +1,119 @@
+"""Tokens per second of the loader against webdataset's own pipeline and against reading without any order.
+
+    python benchmarks/loader.py
+
+One process, two CPU cores are enough, about a minute. Each contestant reads the same tokens from a warm page cache and
+hands out shuffled int32 batches (the raw ones only touch every byte); rounds take turns, so that a slow moment of the
+machine hits all alike, and the best round of each counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import io
+import tarfile
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import webdataset
+
+from zero.runtime.shards import Loader
+
+CONTEXT, VOCAB, BATCH = 1024, 50304, 32
+
+
+def write_shards(directory: Path, shards: int, rows: int, rows_per_member: int) -> Path:
+    """Shards of random uint16 tokens; the index file."""
+    generator = np.random.default_rng(0)
+    directory.mkdir()
+    for number in range(shards):
+        with tarfile.open(directory / f"{number:05d}.tar", "w", format=tarfile.USTAR_FORMAT) as archive:
+            for first in range(0, rows, rows_per_member):
+                tokens = generator.integers(0, VOCAB, (rows_per_member, CONTEXT), np.uint16)
+                buffer = io.BytesIO()
+                np.save(buffer, tokens if rows_per_member > 1 else tokens[0], allow_pickle=False)
+                member = tarfile.TarInfo(f"{first:09d}.input_id.npy")
+                member.size = buffer.tell()
+                buffer.seek(0)
+                archive.addfile(member, buffer)
+    index = directory / "it.index"
+    index.write_text("".join(f"{number:05d}.tar # {rows} rows\n" for number in range(shards)))
+    return index
+
+
+def ours(index: Path) -> Iterator[int]:
+    for batch in Loader(index, global_rows=BATCH, context=CONTEXT, vocab_size=VOCAB, max_epochs=1).batches():
+        yield batch.tokens.size
+
+
+def theirs(index: Path, many_rows: bool) -> Iterator[int]:
+    """The pipeline of webdataset's documentation, with a shuffle buffer of 2,000 samples."""
+    urls = [str(path) for path in sorted(index.parent.glob("*.tar"))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        data = webdataset.WebDataset(urls, shardshuffle=len(urls)).decode().to_tuple("input_id.npy")
+        if many_rows:
+            data = data.unbatched()
+        for (tokens,) in data.shuffle(2000).batched(BATCH):
+            yield np.asarray(tokens, np.int32).size
+
+
+def raw(index: Path) -> Iterator[int]:
+    for path in sorted(index.parent.glob("*.tar")):
+        yield np.frombuffer(path.read_bytes(), np.uint16).size
+
+
+def tar(index: Path) -> Iterator[int]:
+    """Python's tarfile and numpy, in order, nothing checked."""
+    for path in sorted(index.parent.glob("*.tar")):
+        with tarfile.open(path, "r|") as archive:
+            for member in archive:
+                file = archive.extractfile(member)
+                assert file
+                yield np.load(io.BytesIO(file.read()), allow_pickle=False).size
+
+
+def memory_map(index: Path) -> Iterator[int]:
+    """Random rows of one flat file, which is what a corpus that fits one disk can be."""
+    flat = np.memmap(index.parent / "flat.bin", np.uint16, "r").reshape(-1, CONTEXT)
+    order = np.random.default_rng(0).permutation(len(flat))
+    for first in range(0, len(order), BATCH):
+        yield flat[order[first : first + BATCH]].astype(np.int32).size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shards", type=int, default=48)
+    parser.add_argument("--rows", type=int, default=1024, help="in each shard")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        for rows_per_member in (256, 1):
+            index = write_shards(Path(directory, str(rows_per_member)), options.shards, options.rows, rows_per_member)
+            flat = np.zeros((options.shards * options.rows, CONTEXT), np.uint16)
+            flat.tofile(index.parent / "flat.bin")
+            contestants: dict[str, Callable[[Path], Iterator[int]]] = {
+                "this loader": ours,
+                "webdataset": functools.partial(theirs, many_rows=rows_per_member > 1),
+                "tarfile, in order": tar,
+                "bytes of the files": raw,
+                "memory map": memory_map,
+            }
+            speeds = dict.fromkeys(contestants, 0.0)
+            for _ in range(options.rounds):
+                for name, contestant in contestants.items():
+                    begin = time.perf_counter()
+                    tokens = sum(contestant(index))
+                    speeds[name] = max(speeds[name], tokens / (time.perf_counter() - begin))
+            print(f"\n{rows_per_member} rows of {CONTEXT} tokens a member, {flat.size:,} tokens")
+            for name, speed in speeds.items():
+                print(f"{name:20} {speed / 1e6:8.1f} M tokens/s   {speed / speeds['webdataset']:6.2f} x webdataset")
+
+
+if __name__ == "__main__":
+    main()
