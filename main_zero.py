@@ -4,6 +4,7 @@ Checks the configuration and hands over. Exit status: 0 when finished, 75 when p
 others on error.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from zero.runtime import UserError, runs
-from zero.runtime.configuration import check, load_sizes, merge_resumed
+from zero.runtime.configuration import check, describe, load_sizes, merge_resumed
 
 CONF = Path(__file__).parent / "conf"
 
@@ -29,7 +31,9 @@ def run(config: DictConfig) -> None:
             config = merge_resumed(runs.saved_config(Path(config.resume)), config, list(hydra_config.overrides.task))
         sizes = load_sizes(CONF / "model_config.yaml")
         checked = check(config, sizes)
-        sys.exit(train(checked, sizes[checked.model.size], Path(hydra_config.runtime.output_dir)))
+        status = train(checked, sizes[checked.model.size], Path(hydra_config.runtime.output_dir))
+    if status:
+        sys.exit(status)  # a status of 0 returns, so that --multirun goes on
 
 
 @contextmanager
@@ -38,9 +42,12 @@ def one_line_errors() -> Iterator[None]:
         yield
     except UserError as error:
         sys.exit(f"error: {error}")
+    except HydraException as error:
+        sys.exit(f"error: {describe(error)}")
 
 
 if __name__ == "__main__":
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints what it caught itself, over many lines
     with one_line_errors():
         sys.argv[1:] = runs.resume_overrides(sys.argv[1:])
-    run()
+        run()

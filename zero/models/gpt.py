@@ -51,6 +51,11 @@ class GPTConfig:
     vocab_chunks: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("embedding_dim", "vocab_size", "num_head", "block_size", "N", "vocab_chunks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if (self.vocab_chunks - 1) * self.chunk_rows >= self.vocab_size:
+            raise ValueError(f"vocab_chunks {self.vocab_chunks} leave one without any of vocab_size {self.vocab_size}")
         if self.embedding_dim % self.num_head:
             raise ValueError(f"embedding_dim {self.embedding_dim} does not divide into num_head {self.num_head} heads")
         if not 0 <= self.dropout < 1:

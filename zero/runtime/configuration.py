@@ -6,13 +6,14 @@ Below `main_zero.py` and the training loop nobody sees it: functions take plain 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from zero.models.gpt import GPTConfig
 from zero.runtime import UserError
@@ -111,10 +112,11 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
     Raises:
       UserError: a key has a value that cannot be right, alone or beside another; the line names it.
     """
-    try:
+    try:  # once more: what was added with +key=value or came out of a saved file was not compared with the schema
+        config = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(config))  # type: ignore[assignment]
         checked: Config = OmegaConf.to_object(config)  # type: ignore[assignment]  # what a structured config becomes
     except OmegaConfBaseException as error:
-        raise UserError(f"configuration: {str(error).splitlines()[0]} (key {error.full_key})") from error
+        raise UserError(f"configuration: {describe(error)}") from error
     training, data, zero = checked.training, checked.data, checked.zero
 
     def require(holds: bool, key: str, expected: str) -> None:
@@ -122,14 +124,15 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
             raise UserError(f"{key}={OmegaConf.select(config, key)}: expected {expected}")
 
     require(checked.mode in ("train",), "mode", "train")
-    require(checked.resume in (None, "true", "auto"), "resume", "--resume or --resume=auto")
+    require(data.resume_step is None or checked.resume is not None, "data.resume_step", "--resume beside it")
     require(checked.model.size in sizes, "model.size", f"one of {', '.join(sizes)} (conf/model_config.yaml)")
     for key in ("batch_size", "total_steps", "gradient_accumulation_steps", "evaluation_frequency", "log_frequency"):
         require(getattr(training, key) >= 1, f"training.{key}", "at least 1")
     for key in ("maximum_evaluation_steps", "max_skipped_in_a_row"):
         require(getattr(training, key) >= 1, f"training.{key}", "at least 1")
     for key in ("peak_learning_rate", "end_learning_rate", "weight_decay", "staged_warmup_steps", "sample_tokens"):
-        require(getattr(training, key) >= 0, f"training.{key}", "zero or more")
+        require(0 <= getattr(training, key) < math.inf, f"training.{key}", "zero or more")
+    require(0 <= checked.seed < 2**32, "seed", "0 to 4294967295")
     require(training.max_epochs is None or training.max_epochs >= 1, "training.max_epochs", "at least 1, or null")
     require(
         training.max_gradient_norm is None or training.max_gradient_norm > 0,
@@ -142,12 +145,19 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
         f"fewer than training.total_steps={training.total_steps}",
     )
     block_size = sizes[checked.model.size].block_size
+    if not sizes[checked.model.size].alibi_attn:
+        require(
+            training.sample_tokens < block_size,
+            "training.sample_tokens",
+            f"at most {block_size - 1}, the learned positions of model.size={checked.model.size} less one",
+        )
     require(
         2 <= data.max_context <= block_size,
         "data.max_context",
         f"2 to block_size={block_size} of model.size={checked.model.size}",
     )
     require(data.keep_checkpoints >= 1, "data.keep_checkpoints", "at least 1")
+    require(data.train_samples is None or data.train_samples >= 1, "data.train_samples", "at least 1, or null")
     if training.staged_warmup_steps:
         require(
             training.warmup_train_context >= 2 and data.max_context % training.warmup_train_context == 0,
@@ -166,42 +176,36 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
     return checked
 
 
-def check_division(config: Config, *, hosts: int, local_devices: int) -> None:
-    """What divides among devices, once they are known.
-
-    Raises:
-      UserError: `batch_size` does not divide into local devices and micro-batches, at any context that will be used.
-    """
-    training = config.training
-    parts = local_devices * training.gradient_accumulation_steps
-    if training.batch_size % parts:
-        raise UserError(
-            f"training.batch_size={training.batch_size}: expected a multiple of {parts} "
-            f"({local_devices} devices x training.gradient_accumulation_steps={training.gradient_accumulation_steps})"
-        )
+def describe(error: Exception) -> str:
+    """One line for what Hydra or OmegaConf found wrong: the key, why, and which keys there are."""
+    parts = str(error).splitlines()[:2]
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, OmegaConfBaseException):
+        before = parts[0] if cause is not error else cause.full_key
+        parts = [str(part) for part in (before, str(cause).splitlines()[0]) if part]
+        if isinstance(cause, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(cause.object_type):
+            parts.append("expected one of " + ", ".join(f.name for f in dataclasses.fields(cause.object_type)))
+    return ": ".join(part.rstrip(".") for part in parts)
 
 
 def load_sizes(path: Path) -> dict[str, GPTConfig]:
     """The model sizes of `conf/model_config.yaml`.
 
     Raises:
-      UserError: the file or a key of a size is missing, unknown, or of another type.
+      UserError: the file or a key of a size is missing, unknown, of another type, or impossible.
     """
     if not path.is_file():
         raise UserError(f"{path}: not found; expected the model sizes")
+    schema = OmegaConf.structured(GPTConfig)
+    OmegaConf.set_readonly(schema, False)  # it is frozen, and what is merged into it is not
     sizes = {}
-    names = {f.name for f in dataclasses.fields(GPTConfig)}
-    required = {f.name for f in dataclasses.fields(GPTConfig) if f.default is dataclasses.MISSING}
-    for size, entry in OmegaConf.to_container(OmegaConf.load(path)).items():  # type: ignore[union-attr]  # a mapping
-        keys = set(entry)
-        if keys - names or required - keys:
-            raise UserError(
-                f"{path}: size {size!r} has unknown keys {sorted(keys - names)}, misses {sorted(required - keys)}; "
-                f"expected {', '.join(sorted(names))}"
-            )
+    for size, entry in OmegaConf.load(path).items():
         try:
-            sizes[str(size)] = GPTConfig(**entry)
-        except (TypeError, ValueError) as error:
+            checked = OmegaConf.to_container(OmegaConf.merge(schema, entry or {}), throw_on_missing=True)
+            sizes[str(size)] = GPTConfig(**checked)  # type: ignore[arg-type]  # the mapping that was merged
+        except OmegaConfBaseException as error:
+            raise UserError(f"{path}: size {size!r}: {describe(error)}") from error
+        except ValueError as error:
             raise UserError(f"{path}: size {size!r}: {error}") from error
     return sizes
 
@@ -212,13 +216,17 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
     Raises:
       UserError: an override would change the model, the seed or the order of the data.
     """
-    merged = OmegaConf.merge(OmegaConf.structured(Config), saved)
-    keys = [override.lstrip("+~").split("=", 1)[0] for override in overrides]
-    for key in keys:
-        value = OmegaConf.select(config, key)
-        if key in FIXED_KEYS and value != OmegaConf.select(saved, key):
-            raise UserError(f"{key}={value}: a resume keeps {key}={OmegaConf.select(saved, key)} of the run")
-        OmegaConf.update(merged, key, value)
+    try:
+        merged = OmegaConf.merge(config, saved)
+        merged.data.resume_step = None  # asked of that start, not of this one
+        for key in [override.lstrip("+~").split("=", 1)[0] for override in overrides]:
+            OmegaConf.update(merged, key, OmegaConf.select(config, key))
+    except OmegaConfBaseException as error:
+        raise UserError(f"configuration of the run to resume: {describe(error)}") from error
+    for key in FIXED_KEYS:
+        before, now = OmegaConf.select(saved, key), OmegaConf.select(merged, key)
+        if now != before:
+            raise UserError(f"{key}={now}: a resume keeps {key}={before} of the run")
     merged.resume = config.resume
     assert isinstance(merged, DictConfig)
     return merged

@@ -316,7 +316,7 @@ def _write_down(run_directory: Path, config: Config, layout: Layout, forked_at: 
         kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= forked_at]
         (run_directory / METRICS_FILE).write_text("".join(kept))
     OmegaConf.save(OmegaConf.structured(config), run_directory / runs.CONFIG_FILE)
-    (run_directory / "layout.txt").write_text(f"{layout}\n")
+    (run_directory / runs.LAYOUT_FILE).write_text(f"{layout}\n")
 
 
 def _for_devices(tokens: np.ndarray, host: int) -> Batch:

@@ -1,15 +1,20 @@
-"""Where runs lie: finding the one to resume, and what stands in its directory."""
+"""Where runs lie: finding the one to resume, and what stands in its directory (hydra, omegaconf)."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from zero.runtime import UserError
 
 CONFIG_FILE = "config.yaml"
+LAYOUT_FILE = "layout.txt"
 DEFAULT_ROOT = Path("runs")
 
 
@@ -42,17 +47,17 @@ def saved_steps(run_directory: Path) -> list[int]:
 
 
 def newest_run(root: Path) -> Path | None:
-    """The run under `root` with the newest checkpoint, if any has one."""
-    runs = [config.parent for config in root.rglob(CONFIG_FILE) if config.parent.name != ".hydra"]
+    """The run under `root` that was started or resumed last, of those that have a checkpoint."""
+    runs = [layout.parent for layout in root.rglob(LAYOUT_FILE)]  # W&B keeps files called config.yaml as well
     runs = [run for run in runs if saved_steps(run)]
-    return max(runs, key=lambda run: (run / CONFIG_FILE).stat().st_mtime, default=None)
+    return max(runs, key=lambda run: (run / CONFIG_FILE).stat().st_mtime_ns, default=None)
 
 
 def resume_overrides(arguments: Sequence[str]) -> list[str]:
     """Command-line arguments with `--resume` and `--resume=auto` turned into overrides that Hydra understands.
 
     The run is the one in `hydra.run.dir`, or the newest; it goes on in its own directory, except from a step that is
-    not its newest (`data.resume_step`), which forks into a new directory.
+    not its newest (`data.resume_step`): this forks into the directory that a new run would get.
 
     Raises:
       UserError: `--resume`, and no checkpoint stands; or an argument that looks like a flag for resuming and is none.
@@ -63,9 +68,9 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
         return rest
     if flags[-1] not in ("--resume", "--resume=auto"):
         raise UserError(f"{flags[-1]}: expected --resume or --resume=auto")
-    given = dict(argument.split("=", 1) for argument in rest if "=" in argument)
+    given = _values(rest)
     if "hydra.run.dir" in given:
-        place = Path(given["hydra.run.dir"])
+        place = Path(str(given["hydra.run.dir"]))
         run = place if (place / CONFIG_FILE).is_file() and saved_steps(place) else None
     else:
         place = DEFAULT_ROOT
@@ -73,12 +78,15 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
     if run is None:
         if flags[-1] == "--resume=auto":
             return rest
-        raise UserError(
-            f"--resume: no checkpoint stands in {place}; start without it, or name a run in hydra.run.dir"
-        )
-    overrides = [*rest, f"resume='{run}'"]
-    step = given.get("data.resume_step", "null")
-    is_fork = step != "null" and int(step) != saved_steps(run)[-1]
-    if not is_fork and "hydra.run.dir" not in given:
-        overrides.append(f"hydra.run.dir='{run}'")
-    return overrides
+        raise UserError(f"--resume: no checkpoint stands in {place}; start without it, or name a run in hydra.run.dir")
+    run_path = QuotedString(os.path.abspath(run), Quote.single).with_quotes()
+    rest = [argument for argument in rest if not argument.startswith("hydra.run.dir=")]
+    step = given.get("data.resume_step")
+    is_fork = step is not None and step != saved_steps(run)[-1]
+    return [*rest, f"resume={run_path}", *([] if is_fork else [f"hydra.run.dir={run_path}"])]
+
+
+def _values(arguments: Sequence[str]) -> dict[str, Any]:
+    """The values of overrides, quotes and all, as Hydra will read them."""
+    plain = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    return {override.key_or_group: override.value() for override in OverridesParser.create().parse_overrides(plain)}
