@@ -27,16 +27,20 @@ class Checkpoints:
 
     Args:
       directory: a local path or `gs://bucket/path`; made at the first save.
-      keep: how many to keep.
+      keep: how many to keep; None only reads, and leaves alone what another process may be writing there.
     """
 
-    def __init__(self, directory: Path | str, keep: int) -> None:
+    def __init__(self, directory: Path | str, keep: int | None) -> None:
         self.directory = str(directory) if str(directory).startswith("gs://") else Path(directory).absolute()
         self._manager = ocp.CheckpointManager(
             self.directory,
             item_names=("state", "meta"),
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, create=False, cleanup_tmp_directories=True, enable_async_checkpointing=True
+                max_to_keep=keep,
+                read_only=keep is None,
+                create=False,
+                cleanup_tmp_directories=keep is not None,
+                enable_async_checkpointing=True,
             ),
         )
 

@@ -85,12 +85,14 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
 
     with ExitStack() as stack:
         # Where to start: at the beginning, or at a checkpoint of this run or of the one that it forks from.
+        if host == 0:
+            stack.enter_context(runs.locked(run_directory))
         checkpoints = stack.enter_context(_open_checkpoints(run_directory, config))
         first, cursor, global_rows = 0, None, training.batch_size * hosts
         source = checkpoints
         if config.resume is not None:
             if Path(config.resume) != run_directory:
-                source = stack.enter_context(_open_checkpoints(Path(config.resume), config))
+                source = stack.enter_context(_open_checkpoints(Path(config.resume), config, is_mine=False))
             first = _choose_step(source, data.resume_step)
             meta = source.meta(first)
             cursor, global_rows = meta["cursor"], meta["global_rows"]
@@ -99,9 +101,6 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
                 f"{checkpoints.directory} holds checkpoints; --resume continues, another hydra.run.dir starts afresh"
             )
         _check_division(global_rows, hosts, local_devices, training.gradient_accumulation_steps)
-        if first >= training.total_steps:
-            log.info("nothing left to do: the run stands at step %d of %d", first, training.total_steps)
-            return 0
 
         loader = Loader(
             data.index_path_train,
@@ -114,6 +113,18 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
             host=host,
             hosts=hosts,
         )
+        last_step = training.total_steps
+        if loader.total_batches is not None and loader.total_batches < last_step:
+            last_step = loader.total_batches
+            log.warning(
+                "training.max_epochs=%s ends the data at step %d, before training.total_steps=%d",
+                training.max_epochs,
+                last_step,
+                training.total_steps,
+            )
+        if first >= last_step:
+            log.info("nothing left to do: the run stands at step %d of %d", first, last_step)
+            return 0
         validation = Loader(
             data.index_path_validation,
             global_rows=global_rows,
@@ -135,16 +146,6 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
             tracker = stack.enter_context(
                 Tracker(run_directory, project=data.wandb_project, config=asdict(config), resumed_from=resumed_from)
             )
-        last_step = training.total_steps
-        if loader.total_batches is not None and loader.total_batches < last_step:
-            last_step = loader.total_batches
-            log.warning(
-                "training.max_epochs=%s ends the data at step %d, before training.total_steps=%d",
-                training.max_epochs,
-                last_step,
-                training.total_steps,
-            )
-
         stop_requests = stack.enter_context(distributed.stop_requests())
         batches = stack.enter_context(closing(prefetch(loader.batches(cursor))))
         stack.enter_context(logging_redirect_tqdm())
@@ -164,7 +165,8 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
             bar.update()
 
             is_evaluation = step % training.evaluation_frequency == 0 or step == last_step
-            if not (is_evaluation or stop_requests or step % training.log_frequency == 0):
+            is_stop = bool(stop_requests)  # asked once: a signal that comes while this step is saved is the next one's
+            if not (is_evaluation or is_stop or step % training.log_frequency == 0):
                 continue
             line = {
                 "step": step,
@@ -179,21 +181,21 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
                 )
             if is_evaluation:
                 line["validation/loss"] = _evaluate(programs, state, validation, training.maximum_evaluation_steps)
-            if is_evaluation or stop_requests:
+            if host == 0:  # before the checkpoint: a resume at this step finds its line, one before it takes it back
+                tracker.log(line)
+                bar.set_postfix_str(_summary(line))
+            if is_evaluation or is_stop:
                 meta = {"cursor": batch.cursor, "global_rows": global_rows, "config": asdict(config)}
                 whole = to_global(state, layout, axis, donate=True)
                 checkpoints.save(step, whole, layout, meta)
                 state = from_global(whole, layout, axis, donate=True)
             text = _sample(programs, state, tokenizer, step) if is_evaluation and training.sample_tokens else ""
-            if host == 0:
-                tracker.log(line)
-                bar.set_postfix_str(_summary(line))
             if host == 0 and is_evaluation:
                 log.info("step %d: %s", step, _summary(line))
                 draw_run(run_directory)
                 with (run_directory / SAMPLES_FILE).open("a") as file:
                     file.write(f"--- step {step}\n{text}\n")
-            if stop_requests:
+            if is_stop:
                 checkpoints.wait()
                 log.info("stopped by signal %d; step %d is saved, --resume continues", stop_requests[0], step)
                 return distributed.PREEMPTED
@@ -270,10 +272,10 @@ def _prepare_corpus(config: Config, tokenizer: Tokenizer) -> None:
     log.info("prepared corpus %s: %s", name, corpus)
 
 
-def _open_checkpoints(run_directory: Path, config: Config) -> Checkpoints:
+def _open_checkpoints(run_directory: Path, config: Config, *, is_mine: bool = True) -> Checkpoints:
     data = config.data
     place = runs.checkpoint_directory(run_directory, data.bucket_path, data.checkpoint_directory)
-    return Checkpoints(place, data.keep_checkpoints)
+    return Checkpoints(place, data.keep_checkpoints if is_mine else None)
 
 
 def _choose_step(checkpoints: Checkpoints, asked: int | None) -> int:
@@ -302,7 +304,7 @@ def _new_state(programs: Programs, config: Config, model: ShardedGPT) -> TrainSt
     place = Path(str(config.model.model_path))
     saved = runs.saved_config(place)
     directory = runs.checkpoint_directory(place, saved.data.bucket_path, saved.data.checkpoint_directory)
-    with Checkpoints(directory, keep=1) as checkpoints:
+    with Checkpoints(directory, keep=None) as checkpoints:
         step = _choose_step(checkpoints, None)
         params = checkpoints.restore(step, model.layout, model.axis, within="params")
     log.info("weights from step %d of %s", step, directory)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +41,29 @@ def checkpoint_directory(run_directory: Path, bucket_path: str | None, directory
     return run_directory / directory
 
 
+@contextmanager
+def locked(run_directory: Path) -> Iterator[None]:
+    """Keeps other processes out of a run: two that were started in one second, or two that resume the same one.
+
+    Raises:
+      UserError: one is in it. However a process ends, its lock ends with it.
+    """
+    directory = os.open(run_directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run_directory}: another process trains here; name another hydra.run.dir") from None
+        yield
+    finally:
+        os.close(directory)
+
+
 def saved_steps(run_directory: Path) -> list[int]:
     """The steps whose checkpoints stand in a local run, oldest first; a directory is renamed into place whole."""
     config = saved_config(run_directory)
     directory = checkpoint_directory(run_directory, None, config.data.checkpoint_directory)
-    return sorted(int(path.name) for path in Path(directory).glob("*") if path.name.isdigit())
+    return sorted(int(path.name) for path in Path(directory).glob("*") if path.name.isdigit() and path.is_dir())
 
 
 def newest_run(root: Path) -> Path | None:
