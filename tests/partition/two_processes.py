@@ -1,4 +1,4 @@
-"""One of two processes of four CPU devices each; started by `test_two_processes.py` with its number, a port, a folder."""
+"""One of two processes of four CPU devices each; `test_two_processes.py` gives its number, a port and a folder."""
 
 import os
 import sys
@@ -7,15 +7,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "32"
 
 import jax
-
-process, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.config.update("jax_num_cpu_devices", 4)
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
-
-import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 
 import zero
@@ -23,7 +15,7 @@ import zero
 shapes = {"w": (5, 24), "odd": (13, 3), "b": (9,), "scalar": ()}
 rng = np.random.default_rng(0)
 whole = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-ones = jnp.ones(4)
+ones = np.ones(4)
 
 
 def check_state(axis: zero.Axis, path: str) -> None:
@@ -43,7 +35,7 @@ def check_state(axis: zero.Axis, path: str) -> None:
         np.testing.assert_array_equal(x, np.broadcast_to(whole[name], x.shape))
 
 
-def check_divergence() -> None:
+def check_divergence(process: int) -> None:
     """One device of one process differs: every process says so."""
     x = np.ones((4, 3), np.float32)
     zero.check_replicated({"x": x}, "batch")
@@ -56,8 +48,12 @@ def check_divergence() -> None:
         raise AssertionError("a difference between processes was not seen")
 
 
+process, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
 check_state(zero.Axis("batch", (1, 8)), f"{folder}/flat")
 check_state(zero.Axis("batch", (2, 4)), f"{folder}/hybrid")
 check_state(zero.Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7)), f"{folder}/phases")
-check_divergence()
+check_divergence(process)
 print("done")

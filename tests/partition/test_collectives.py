@@ -1,0 +1,108 @@
+"""Slice, gather and reduce-scatter of one array against numpy, over every kind of axis and awkward sizes."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zero
+from zero.partition.collectives import gather_array, scatter_sum_array, slice_array
+
+AXES = {
+    "one": zero.Axis("batch", (1, 1)),
+    "three": zero.Axis("batch", (1, 3)),
+    "eight": zero.Axis("batch", (1, 8)),
+    "two phases": zero.Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7)),
+    "three phases": zero.Axis("batch", (1, 2, 2, 2)),
+    "hybrid": zero.Axis("batch", (2, 4)),
+    "hybrid, shuffled": zero.Axis("batch", (4, 2), (5, 2, 0, 7, 1, 3, 6, 4)),
+    "hybrid, two phases": zero.Axis("batch", (2, 2, 2), (0, 4, 1, 5, 2, 6, 3, 7)),
+}
+# Around 8 and around 3; smaller than 8; a scalar.
+SHAPES = [(7,), (8,), (9,), (13, 3), (3, 25), (2, 5, 4), (), (1,), (2,)]
+
+
+@pytest.mark.parametrize("axis", AXES.values(), ids=AXES)
+def test_against_numpy(axis: zero.Axis) -> None:
+    rng = np.random.default_rng(0)
+    full = [rng.integers(-8, 9, (axis.size, *shape)).astype(np.float32) for shape in SHAPES]
+    layout = zero.make_layout([x[0] for x in full], axis.shards)
+
+    @partial(jax.pmap, axis_name="batch")
+    def run(full: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+        sums = [scatter_sum_array(x, leaf, axis) for x, leaf in zip(full, layout.leaves, strict=True)]
+        back = [gather_array(x, leaf, axis) for x, leaf in zip(sums, layout.leaves, strict=True)]
+        return sums, back, [slice_array(x, leaf, axis) for x, leaf in zip(back, layout.leaves, strict=True)]
+
+    for leaf, x, sums, back, slices in zip(layout.leaves, full, *run(full), strict=True):
+        assert sums.shape == (axis.size, *leaf.shard_shape)
+        np.testing.assert_array_equal(back, np.broadcast_to(x.sum(0), x.shape))  # the sum, on every device
+        np.testing.assert_array_equal(slices, sums)  # padding included: it is zero
+    assert sorted(set(axis.shard_of_device())) == list(range(axis.shards))
+
+
+@pytest.mark.parametrize("axis", AXES.values(), ids=AXES)
+def test_trees_agree_with_arrays_and_a_mean_is_a_sum_divided(axis: zero.Axis) -> None:
+    rng = np.random.default_rng(1)
+    full = {str(i): rng.integers(-8, 9, (axis.size, *shape)).astype(np.float32) for i, shape in enumerate(SHAPES)}
+    layout = zero.make_layout({name: x[0] for name, x in full.items()}, axis.shards)
+
+    @partial(jax.pmap, axis_name="batch")
+    def run(full: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        mean = zero.scatter_mean(full, layout, axis)
+        return mean, zero.gather(mean, layout, axis)
+
+    mean, whole = run(full)
+    for name, x in full.items():
+        np.testing.assert_allclose(whole[name], np.broadcast_to(x.mean(0), x.shape), rtol=1e-6)
+        assert mean[name].shape[1:] == layout.shard_shapes()[name].shape
+
+
+@pytest.mark.parametrize("axis", [AXES["three"], AXES["eight"], AXES["two phases"], AXES["hybrid"]], ids=str)
+def test_narrow_wire_rounds_once_a_phase(axis: zero.Axis) -> None:
+    """256 + 1 is not a bfloat16: sums in bfloat16 would lose the ones."""
+    x = np.ones((axis.size, 48), np.float32)
+    x[0] = 256
+    (leaf,) = zero.make_layout(x[0], axis.shards).leaves
+    scatter = partial(scatter_sum_array, leaf=leaf, axis=axis, wire_dtype=jnp.bfloat16)
+    sums = jax.pmap(scatter, "batch")(x)
+    assert sums.dtype == jnp.float32
+    rounding = 0 if len(axis.shape) == 2 else 2.0**-8
+    np.testing.assert_allclose(sums, 255 + axis.size, rtol=rounding)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32, jnp.complex64])
+def test_other_dtypes_keep_their_own_or_are_summed_in_float32(dtype: jnp.dtype) -> None:
+    x = jnp.ones((8, 16), dtype)
+    (leaf,) = zero.make_layout(x[0], 8).leaves
+    axis = AXES["eight"]
+    sums = jax.pmap(partial(scatter_sum_array, leaf=leaf, axis=axis), "batch")(x)
+    assert sums.dtype == (jnp.float32 if dtype in (jnp.bfloat16, jnp.float16) else dtype)
+    np.testing.assert_array_equal(sums, jnp.full((8, 2), 8, sums.dtype))
+    half = jax.pmap(partial(gather_array, leaf=leaf, axis=axis, dtype=jnp.float16), "batch")(jnp.ones((8, 2)))
+    assert half.dtype == jnp.float16 and half.shape == (8, 16)
+
+
+def test_a_gradient_through_gather_is_the_sum_of_gradients() -> None:
+    (leaf,) = zero.make_layout(jnp.zeros(13), 8).leaves
+    axis = AXES["eight"]
+    weights = np.arange(8.0 * 13).reshape(8, 13).astype(np.float32)
+
+    def loss(shard_x: jax.Array, weights: jax.Array) -> jax.Array:
+        return jnp.sum(gather_array(shard_x, leaf, axis) * weights)
+
+    grads = jax.pmap(jax.grad(loss), "batch")(jnp.ones((8, 2)), weights)
+    np.testing.assert_array_equal(grads.reshape(-1)[:13], weights.sum(0))
+    np.testing.assert_array_equal(grads.reshape(-1)[13:], 0)
+
+
+def test_an_axis_says_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"axis 'batch': shape is \(replicas, phase"):
+        zero.Axis("batch", (8,))
+    with pytest.raises(ValueError, match=r"devices must be a permutation of 0\.\.3"):
+        zero.Axis("batch", (1, 4), (0, 1, 2, 2))
+    layout = zero.make_layout(jnp.zeros(16), 8)
+    with pytest.raises(ValueError, match="the layout has 8 shards, but axis 'batch' spreads one copy over 4"):
+        jax.pmap(lambda x: zero.shard(x, layout, "batch"), "batch")(jnp.zeros((4, 16)))

@@ -1,0 +1,117 @@
+"""Which leaf is split where: properties that hold for any shapes, and the choices that were made."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import zero
+
+SHAPES = st.lists(st.integers(1, 40), max_size=4).map(tuple)
+
+
+def of(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+@given(st.lists(SHAPES, max_size=4), st.integers(1, 33))
+@settings(max_examples=200, deadline=None)
+def test_any_tree_is_split_evenly(shapes: list[tuple[int, ...]], shards: int) -> None:
+    layout = zero.make_layout([of(shape) for shape in shapes], shards)
+    assert hash(layout) == hash(zero.make_layout([of(shape) for shape in shapes], shards))
+    for leaf, shape in zip(layout.leaves, shapes, strict=True):
+        assert leaf.shape == shape
+        if not leaf.splits:
+            assert leaf.shard_shape == leaf.padded_shape == shape
+            assert shards == 1 or math.prod(shape) < shards
+            continue
+        (split,) = leaf.splits
+        assert 0 <= split.padding < shards
+        assert split.shard_size * shards == split.size + split.padding == leaf.padded_shape[split.dim]
+        assert leaf.shard_shape[split.dim] == split.shard_size
+        waste = [(-size % shards) / size for size in shape]
+        assert waste[split.dim] == min(waste)
+    assert layout.bytes_per_device() == 4 * sum(math.prod(leaf.shard_shape) for leaf in layout.leaves)
+    assert str(len(shapes)) in str(layout)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4).map(tuple), st.integers(1, 33))
+@settings(max_examples=100, deadline=None)
+def test_a_stacked_leaf_is_split_as_one_of_its_layers(shape: tuple[int, ...], shards: int) -> None:
+    stacked = zero.make_layout({"blocks": [of(shape)]}, shards, stacked=["blocks"])
+    layer = zero.make_layout([of(shape[1:])], shards)
+    assert [leaf.shard_shape for leaf in stacked.at("blocks").leaves] == [leaf.shard_shape for leaf in layer.leaves]
+    assert stacked.leaves[0].shard_shape == (shape[0], *layer.leaves[0].shard_shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "shards", "shard_shape"),
+    [
+        ((16, 24), 8, (16, 3)),  # both divide: the largest
+        ((24, 24), 8, (24, 3)),  # alike: the last
+        ((16, 25), 8, (2, 25)),  # no padding before size
+        ((7, 9), 8, (1, 9)),  # 1 of 7 wasted, not 7 of 9
+        ((5,), 8, (5,)),  # fewer elements than shards: whole
+        ((), 8, ()),
+        ((0, 3), 8, (0, 3)),
+        ((16, 24), 1, (16, 24)),
+    ],
+)
+def test_choice_of_the_dimension(shape: tuple[int, ...], shards: int, shard_shape: tuple[int, ...]) -> None:
+    assert zero.make_layout(of(shape), shards).leaves[0].shard_shape == shard_shape
+
+
+def test_table_says_what_is_split_padded_and_whole() -> None:
+    layout = zero.make_layout({"w": of((13, 3)), "b": of((3,))}, 8)
+    assert str(layout).splitlines() == [
+        "42 elements in 2 leaves over 8 shards: 36 bytes a device, 9 elements of padding, "
+        "3 elements in 1 leaves whole on every device",
+        "leaf  dtype    whole  split  shard  padding",
+        "b     float32  3      -      3      -",
+        "w     float32  13x3   dim 0  2x3    3",
+    ]
+
+
+def test_whole_splits_nothing() -> None:
+    layout = zero.make_layout({"w": of((16, 24))}, 8).whole()
+    assert layout.shards == 8
+    assert layout.shard_shapes()["w"].shape == (16, 24)
+
+
+def test_mistakes_are_named() -> None:
+    layout = zero.make_layout({"w": of((16, 24))}, 8)
+    with pytest.raises(ValueError, match="shards must be at least 1, got 0"):
+        zero.make_layout({}, 0)
+    with pytest.raises(ValueError, match="stacked names 'blocks', but no leaf lies under it"):
+        zero.make_layout({"w": of((3,))}, 8, stacked=["blocks"])
+    with pytest.raises(KeyError, match=r"no subtree 'blocks'; it has \['w'\]"):
+        layout.at("blocks")
+    with pytest.raises(ValueError):
+        layout.map(lambda leaf, x: x, {"v": 1})
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [optax.adamw(0.1), optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2), optax.inject_hyperparams(optax.lion)(0.1)],
+)
+@pytest.mark.parametrize("shards", [1, 3, 8])
+def test_state_of_an_elementwise_optimizer_is_split_like_its_parameters(tx: Any, shards: int) -> None:
+    tree = {"blocks": {"w": of((4, 13, 24)), "b": of((4, 24))}, "mu": of((9,)), "w": of((9, 3)), "s": of(())}
+    layout = zero.make_layout(tree, shards, stacked=["blocks"])
+    derived = zero.derive_layout(tx.init, layout)
+    on_shards = jax.eval_shape(tx.init, layout.shard_shapes())
+    assert jax.tree.map(np.shape, derived.shard_shapes()) == jax.tree.map(np.shape, on_shards)
+
+
+def test_factored_state_is_whole_where_it_has_another_shape() -> None:
+    layout = zero.make_layout({"w": of((256, 128)), "b": of((256,))}, 8)
+    state = zero.derive_layout(optax.adafactor(0.1).init, layout)
+    shapes = {leaf.name.partition("/")[2]: leaf.shard_shape for leaf in state.leaves}
+    assert shapes["v_row/w"] == (128,) and shapes["v_col/w"] == (256,)
+    assert shapes["v/b"] == (32,)
