@@ -6,10 +6,12 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 import jax
 
+ACCELERATORS = ("accel*", "vfio/*", "nvidia0", "kfd")  # device files of TPUs, NVIDIA and AMD GPUs
 PREEMPTED = 75  # exit status of a run that was told to stop and saved; EX_TEMPFAIL of sysexits.h
 
 
@@ -26,6 +28,8 @@ def start(
       This process and the number of processes.
     """
     os.environ.setdefault("NPROC", str(4 * cpu_devices))
+    if not any(next(Path("/dev").glob(pattern), None) for pattern in ACCELERATORS):
+        jax.config.update("jax_platforms", "cpu")  # else an installed libtpu looks for a TPU, at length and aloud
     jax.config.update("jax_num_cpu_devices", cpu_devices)
     if coordinator_address is not None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")

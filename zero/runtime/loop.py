@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from omegaconf import OmegaConf
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -317,7 +316,7 @@ def _write_down(run_directory: Path, config: Config, layout: Layout, forked_at: 
         lines = read_metrics(Path(str(config.resume)) / METRICS_FILE)
         kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= forked_at]
         (run_directory / METRICS_FILE).write_text("".join(kept))
-    OmegaConf.save(OmegaConf.structured(config), run_directory / runs.CONFIG_FILE)
+    runs.save_config(run_directory, config)
     (run_directory / runs.LAYOUT_FILE).write_text(f"{layout}\n")
 
 

@@ -20,6 +20,11 @@ LAYOUT_FILE = "layout.txt"
 DEFAULT_ROOT = Path("runs")
 
 
+def save_config(run_directory: Path, config: Any) -> None:
+    """Writes the configuration, a dataclass, where `saved_config` finds it."""
+    OmegaConf.save(OmegaConf.structured(config), run_directory / CONFIG_FILE)
+
+
 def saved_config(run_directory: Path) -> DictConfig:
     """The configuration that a run was last started with.
 

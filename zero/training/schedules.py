@@ -49,9 +49,7 @@ class Context:
 
     def __post_init__(self) -> None:
         if self.warmup_steps and self.full % self.warmup:
-            raise ValueError(
-                f"max_context {self.full} does not divide into warmup_train_context {self.warmup}"
-            )
+            raise ValueError(f"max_context {self.full} does not divide into warmup_train_context {self.warmup}")
 
     def at(self, step: int) -> int:
         """Tokens of a sequence at this step."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.typing import DTypeLike
@@ -50,8 +51,8 @@ class Batch(NamedTuple):
       first_row: int32, where these rows lie in the global batch.
     """
 
-    tokens: jax.Array
-    first_row: jax.Array
+    tokens: jax.Array | np.ndarray
+    first_row: jax.Array | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +130,7 @@ class ShardedGPT:
         return jnp.sum(jnp.where(targets >= 0, losses, 0)), jnp.sum(targets >= 0)
 
 
-def next_tokens(tokens: jax.Array) -> jax.Array:
+def next_tokens(tokens: jax.Array | np.ndarray) -> jax.Array:
     """What each position has to predict; -1 at the last position and before padding, where nothing is scored."""
     return jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
 
@@ -223,7 +224,7 @@ def _row_keys(seed: int, step: jax.Array, batch: Batch) -> jax.Array:
 def _accumulate(
     value_and_grad: Callable[..., tuple[jax.Array, PyTree]],
     params: PyTree,
-    tokens: jax.Array,
+    tokens: jax.Array | np.ndarray,
     keys: jax.Array | None,
     micro_batches: int,
 ) -> tuple[jax.Array, PyTree]:
