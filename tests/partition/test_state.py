@@ -47,7 +47,7 @@ def test_to_global_is_the_whole_array_and_from_global_the_way_back(axis: zero.Ax
     back = zero.from_global(result, layout, axis, donate=donate)
     for name, x in back.items():
         np.testing.assert_array_equal(x, before[name])
-        assert x.sharding.is_equivalent_to(jax.pmap(lambda x: x, "batch")(x).sharding, x.ndim)
+        assert x.sharding == shards[name].sharding  # else the program that takes it is compiled again
         assert shards[name].is_deleted() == donate
 
 

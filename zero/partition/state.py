@@ -101,7 +101,9 @@ def from_global(
     """
     mesh = _mesh(layout, axis, devices)
     local = [d for d in (devices or pmap_devices()[: mesh.size]) if d.process_index == jax.process_index()]
-    stacked = NamedSharding(Mesh(np.asarray(local), ("axis",)), PartitionSpec("axis"))
+    # To the letter what pmap gives to its results: any other name, and the program that takes them is compiled again.
+    name = axis.name if isinstance(axis, Axis) else axis
+    stacked = NamedSharding(Mesh(np.asarray(local), (name,)), PartitionSpec(name))
 
     def one(leaf: LeafLayout, x: jax.Array | np.ndarray) -> jax.Array:
         if x.shape != leaf.padded_shape or x.dtype != leaf.dtype:
