@@ -2,16 +2,30 @@
 
 import os
 import sys
+from functools import partial
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "32"
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 
 import zero
 
+process, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
+
+AXES = {
+    "flat": zero.Axis("batch", (1, 8)),
+    "hybrid": zero.Axis("batch", (2, 4)),
+    "phases": zero.Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7)),
+}
 shapes = {"w": (5, 24), "odd": (13, 3), "b": (9,), "scalar": ()}
 rng = np.random.default_rng(0)
 whole = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -35,7 +49,44 @@ def check_state(axis: zero.Axis, path: str) -> None:
         np.testing.assert_array_equal(x, np.broadcast_to(whole[name], x.shape))
 
 
-def check_divergence(process: int) -> None:
+def check_optimizer(axis: zero.Axis) -> None:
+    """A clipped Adam on local gradients of both processes equals Adam on their mean."""
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
+    sharded = zero.shard_optimizer(optax.chain(zero.clip_by_global_norm(0.5), optax.adam(0.1)), axis)
+    grads = {name: rng.integers(-8, 9, (8, *shape)).astype(np.float32) for name, shape in shapes.items()}
+    mine = {name: x[4 * process : 4 * process + 4] for name, x in grads.items()}
+    params = jax.pmap(lambda _: whole, "batch")(ones)
+
+    @partial(jax.pmap, axis_name="batch")
+    def step(params: Any, grads: Any) -> Any:
+        updates, _ = sharded.update(grads, sharded.init(params), params)
+        return updates
+
+    updates = step(params, mine)
+    zero.check_replicated(updates, "batch")
+    expected, _ = tx.update({name: x.mean(0) for name, x in grads.items()}, tx.init(whole), whole)
+    for name, x in updates.items():
+        np.testing.assert_allclose(x[0], expected[name], rtol=1e-5)
+
+
+def check_lift(axis: zero.Axis) -> None:
+    """The gradient of a lifted function is the reduce-scattered plain one."""
+    layout = zero.make_layout(whole, axis.shards)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.stack([jnp.sum(jnp.sin(p * x)) for p in params.values()]))
+
+    def run(x: jax.Array) -> Any:
+        shards = zero.shard(whole, layout, axis)
+        lifted = jax.grad(zero.fully_shard(loss, layout, axis))(shards, x)
+        return lifted, zero.scatter_sum(jax.grad(loss)(whole, x), layout, axis)
+
+    lifted, plain = jax.pmap(run, "batch")(np.arange(4.0, dtype=np.float32) + 4 * process)
+    for name, x in lifted.items():
+        np.testing.assert_array_equal(x, plain[name])
+
+
+def check_divergence() -> None:
     """One device of one process differs: every process says so."""
     x = np.ones((4, 3), np.float32)
     zero.check_replicated({"x": x}, "batch")
@@ -48,12 +99,10 @@ def check_divergence(process: int) -> None:
         raise AssertionError("a difference between processes was not seen")
 
 
-process, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.config.update("jax_num_cpu_devices", 4)
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
-check_state(zero.Axis("batch", (1, 8)), f"{folder}/flat")
-check_state(zero.Axis("batch", (2, 4)), f"{folder}/hybrid")
-check_state(zero.Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7)), f"{folder}/phases")
-check_divergence(process)
+for name, axis in AXES.items():
+    check_state(axis, f"{folder}/{name}")
+check_divergence()
+for axis in AXES.values():
+    check_optimizer(axis)
+    check_lift(axis)
 print("done")
