@@ -1,11 +1,14 @@
 """Slice, gather and reduce-scatter of one array against numpy, over every kind of axis and awkward sizes."""
 
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.topologies import get_topology_desc
 
 import zero
 from zero.partition.collectives import gather_array, scatter_sum_array, slice_array
@@ -96,6 +99,37 @@ def test_a_gradient_through_gather_is_the_sum_of_gradients() -> None:
     grads = jax.pmap(jax.grad(loss), "batch")(jnp.ones((8, 2)), weights)
     np.testing.assert_array_equal(grads.reshape(-1)[:13], weights.sum(0))
     np.testing.assert_array_equal(grads.reshape(-1)[13:], 0)
+
+
+def test_phases_follow_the_torus_and_compile_to_true_reduce_scatters() -> None:
+    devices: Any = get_topology_desc(topology_name="v3:4x4", platform="tpu").devices
+    torus = zero.Axis.from_devices("batch", devices)
+    assert torus.shape == (1, 4, 4, 2)  # two dimensions of chips, two cores a chip
+    for phase, size in enumerate((4, 4, 2)):
+        for group in torus.groups(phase + 1) or []:
+            places = [(*devices[i].coords, devices[i].core_on_chip) for i in group]
+            assert sum(len(set(column)) > 1 for column in zip(*places, strict=True)) == 1
+            assert len(set(places)) == size
+
+    def count(axis: zero.Axis, name: str) -> int:
+        layout = zero.make_layout({"w": jax.ShapeDtypeStruct((512, 1024), jnp.float32)}, 32)
+        scatter = jax.pmap(lambda tree: zero.scatter_sum(tree, layout, axis), "batch", devices=devices)
+        compiled = scatter.lower({"w": jax.ShapeDtypeStruct((32, 512, 1024), jnp.float32)}).compile()
+        return compiled.as_text().count(f" {name}(")
+
+    flat = zero.Axis("batch", (1, 32))
+    assert (count(torus, "reduce-scatter"), count(torus, "all-reduce")) == (3, 0)
+    assert count(flat, "reduce-scatter") == 0
+
+
+def test_phases_go_inside_hosts_first() -> None:
+    hosts: Any = [SimpleNamespace(process_index=i // 4) for i in range(8)]
+    axis = zero.Axis.from_devices("batch", hosts)
+    assert axis.shape == (1, 4, 2)
+    assert axis.groups(1) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert axis.groups(2) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    with pytest.raises(ValueError, match="7 devices do not fill a grid of"):
+        zero.Axis.from_devices("batch", hosts[:7])
 
 
 def test_an_axis_says_what_does_not_fit() -> None:

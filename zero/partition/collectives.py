@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,30 @@ class Axis:
         object.__setattr__(self, "devices", self.devices or tuple(range(size)))
         if sorted(self.devices) != list(range(size)):
             raise ValueError(f"axis {self.name!r}: devices must be a permutation of 0..{size - 1}, got {self.devices}")
+
+    @classmethod
+    def from_devices(cls, name: str, devices: Sequence[jax.Device]) -> Axis:
+        """One phase along each dimension of a TPU slice's torus, or inside hosts and then across them.
+
+        Over groups along one dimension a TPU runs true reduce-scatters; over a whole slice it runs an all-reduce.
+
+        Args:
+          name: the `axis_name` of the pmap.
+          devices: those of the pmap, in its order.
+
+        Raises:
+          ValueError: the devices do not fill a grid.
+        """
+        if all(hasattr(device, "coords") for device in devices):
+            places = [(*device.coords, device.core_on_chip) for device in devices]
+        else:
+            hosts = [device.process_index for device in devices]
+            places = [(hosts[:i].count(host), host) for i, host in enumerate(hosts)]
+        sizes = tuple(len(set(column)) for column in zip(*places, strict=True))
+        if math.prod(sizes) != len(devices) or len(set(places)) != len(devices):
+            raise ValueError(f"axis {name!r}: {len(devices)} devices do not fill a grid of {sizes}")
+        phases = tuple(size for size in sizes if size > 1) or (1,)
+        return cls(name, (1, *phases), tuple(sorted(range(len(devices)), key=places.__getitem__)))
 
     @property
     def size(self) -> int:
