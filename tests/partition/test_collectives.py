@@ -76,6 +76,32 @@ def test_narrow_wire_rounds_once_a_phase(axis: zero.Axis) -> None:
     np.testing.assert_allclose(sums, 255 + axis.size, rtol=rounding)
 
 
+@pytest.mark.parametrize("axis", AXES.values(), ids=AXES)
+def test_int8_on_the_wire_keeps_to_its_bound(axis: zero.Axis) -> None:
+    rng = np.random.default_rng(2)
+    shapes = [(13, 100), (700,), (2, 5, 64), (3,), ()]
+    # Blocks of very different size: a common scale would lose the small ones.
+    full = [rng.normal(size=(axis.size, *shape)).astype(np.float32) * 10.0 ** (4 * i) for i, shape in enumerate(shapes)]
+    layout = zero.make_layout([x[0] for x in full], axis.shards)
+
+    @partial(jax.pmap, axis_name="batch")
+    def run(full: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+        sums = zero.scatter_sum(full, layout, axis, wire_dtype=jnp.int8)
+        first = zero.shard(full, layout, axis)
+        return (
+            zero.gather(sums, layout, axis),
+            zero.gather(first, layout, axis),
+            zero.gather(first, layout, axis, wire_dtype=jnp.int8),
+        )
+
+    for leaf, x, sums, exact, gathered in zip(layout.leaves, full, *run(full), strict=True):
+        error = np.abs(sums[0] - x.sum(0))
+        assert np.max(error) <= np.abs(x).max(axis=tuple(range(1, x.ndim))).sum() / 254 * (1 + 1e-5)
+        assert (np.max(error) > 0) == bool(leaf.splits)  # what is whole is all-reduced as it is
+        assert np.max(np.abs(gathered - exact)) <= np.max(np.abs(exact)) / 254 * (1 + 1e-5)
+        assert gathered.dtype == sums.dtype == jnp.float32
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32, jnp.complex64])
 def test_other_dtypes_keep_their_own_or_are_summed_in_float32(dtype: jnp.dtype) -> None:
     x = jnp.ones((8, 16), dtype)

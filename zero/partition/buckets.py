@@ -23,17 +23,21 @@ FULL = 1 << 20  # elements of a bucket, which is copied twice
 
 
 def gather_arrays(
-    shards: Sequence[jax.Array], leaves: Sequence[LeafLayout], axis: Axis, dtype: DTypeLike | None
+    shards: Sequence[jax.Array],
+    leaves: Sequence[LeafLayout],
+    axis: Axis,
+    dtype: DTypeLike | None,
+    wire_dtype: DTypeLike | None = None,
 ) -> list[jax.Array]:
     """`gather_array` of each leaf, small ones together. Call inside pmap."""
     cast = [x if dtype is None else x.astype(dtype) for x in shards]
     full: dict[int, jax.Array] = {}
-    for members in _buckets(cast, leaves):
+    for members in _buckets(cast, leaves, wire_dtype):
         if len(members) == 1:
-            full[members[0]] = gather_array(cast[members[0]], leaves[members[0]], axis)
+            full[members[0]] = gather_array(cast[members[0]], leaves[members[0]], axis, wire_dtype=wire_dtype)
             continue
         row = jnp.concatenate([_rows(cast[i], leaves[i].splits[0], 1) for i in members], axis=1)
-        rows = gather_array(row, _bucket_layout(row, axis), axis)
+        rows = gather_array(row, _bucket_layout(row, axis), axis, wire_dtype=wire_dtype)
         for i, part in _parts(rows, members, leaves):
             split = leaves[i].splits[0]
             full_x = lax.slice_in_dim(_from_rows(part, leaves[i], split.shards), 0, split.size, axis=split.dim)
@@ -51,7 +55,7 @@ def scatter_sum_arrays(
 ) -> list[jax.Array]:
     """`scatter_sum_array` of each leaf, small ones together. Call inside pmap."""
     shards: dict[int, jax.Array] = {}
-    for members in _buckets(full, leaves):
+    for members in _buckets(full, leaves, wire_dtype):
         if len(members) == 1:
             i = members[0]
             shards[i] = scatter_sum_array(full[i], leaves[i], axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
@@ -69,11 +73,16 @@ def scatter_sum_arrays(
     return [shards[i] for i in range(len(leaves))]
 
 
-def _buckets(arrays: Sequence[jax.Array], leaves: Sequence[LeafLayout]) -> Iterator[list[int]]:
-    """Which leaves travel together: neighbours among the small split ones of a dtype; all others alone."""
+def _buckets(
+    arrays: Sequence[jax.Array], leaves: Sequence[LeafLayout], wire_dtype: DTypeLike | None
+) -> Iterator[list[int]]:
+    """Which leaves travel together: neighbours among the small split ones of a dtype; all others alone.
+
+    Leaves that are quantised travel alone, because no two of them may share a scale.
+    """
     filling: dict[np.dtype, list[int]] = {}
     for i, (x, leaf) in enumerate(zip(arrays, leaves, strict=True)):
-        if not leaf.splits or math.prod(leaf.shape) > SMALL:
+        if not leaf.splits or math.prod(leaf.shape) > SMALL or (wire_dtype and np.dtype(wire_dtype) == np.int8):
             yield [i]
             continue
         members = filling.setdefault(x.dtype, [])

@@ -71,7 +71,9 @@ def on_shards(
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         for name, value in extra.items():
             if callable(value):
-                raise NotElementwiseError(f"{name} is a function of whole parameters, which no device has: {_LINE_SEARCH}")
+                raise NotElementwiseError(
+                    f"{name} is a function of whole parameters, which no device has: {_LINE_SEARCH}"
+                )
         on = checked_axis(layout, axis)
         state_layout = derive_layout(inner.init, layout)
         inputs = [(updates, layout), (state, state_layout)] + ([] if params is None else [(params, layout)])

@@ -37,15 +37,23 @@ def shard(tree: PyTree, layout: Layout, axis: AxisLike) -> PyTree:
         return layout.map(lambda leaf, x: collectives.slice_array(x, leaf, axis), tree)
 
 
-def gather(tree: PyTree, layout: Layout, axis: AxisLike, dtype: DTypeLike | None = None) -> PyTree:
+def gather(
+    tree: PyTree,
+    layout: Layout,
+    axis: AxisLike,
+    dtype: DTypeLike | None = None,
+    *,
+    wire_dtype: DTypeLike | None = None,
+) -> PyTree:
     """The whole tree from its shards: an `all_gather` a split leaf, small ones together, in `dtype` on the wire.
 
-    Per device: shards in, whole leaves out. `dtype=None` keeps each leaf's own. Call inside pmap.
+    Per device: shards in, whole leaves out. `dtype=None` keeps each leaf's own. With `wire_dtype=jnp.int8` blocks
+    of 256 floats travel as int8 with a scale, each element off by at most its block's largest / 254. Call inside pmap.
     """
     axis = checked_axis(layout, axis)
     with jax.named_scope("zero_gather"):
         shards = layout.treedef.flatten_up_to(tree)
-        return layout.treedef.unflatten(buckets.gather_arrays(shards, layout.leaves, axis, dtype))
+        return layout.treedef.unflatten(buckets.gather_arrays(shards, layout.leaves, axis, dtype, wire_dtype))
 
 
 def scatter_sum(
@@ -58,7 +66,8 @@ def scatter_sum(
 ) -> PyTree:
     """This device's shards of the sum over devices: `psum_scatter`, of small leaves together; of a whole leaf `psum`.
 
-    Per device: whole leaves in, shards out, in `reduce_dtype`. Call inside pmap.
+    Per device: whole leaves in, shards out, in `reduce_dtype`. With `wire_dtype=jnp.int8` blocks of 256 floats of split
+    leaves travel as int8 with a scale, each summand off by at most its block's largest / 254. Call inside pmap.
     """
     axis = checked_axis(layout, axis)
     with jax.named_scope("zero_scatter"):

@@ -1,0 +1,111 @@
+"""The wrapper against plain data parallelism: step time and bytes on the wire, for few large leaves to many small ones.
+
+    python benchmarks/collectives.py
+
+Adam on a million parameters in 1 to 1000 leaves, on eight virtual CPU devices of one process, then of two over gloo.
+The peer reduces gradients with `lax.pmean` and updates the whole tree on every device. Both run side by side in one
+process, one step each in turn; medians. Two cores: some five minutes. Bytes are those that a device sends, from the
+compiled program: a ring all-reduce of n bytes over N devices sends 2 n (N - 1) / N, a reduce-scatter or a gather
+half of that.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["NPROC"] = "32"  # more devices than cores hang unless XLA's thread pool holds them all
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+import zero
+
+DEVICES = 8
+ELEMENTS = 1_000_000
+LEAVES = {1: (1, 10, 100, 1000), 2: (1, 10, 100)}  # 1000 leaves compile for many minutes in two processes at once
+STEPS = 11
+SENT = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1}  # times n (N - 1) / N
+
+
+def bytes_sent(compiled: str) -> float:
+    """Megabytes that one device sends in a step."""
+    total = 0.0
+    pattern = r"= (.*?) (all-reduce|reduce-scatter|all-gather|all-to-all)(?:-start)?\("
+    for result, name in re.findall(pattern, compiled):
+        shapes = re.findall(r"f32\[([\d,]*)\]", result)
+        elements = sum(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)
+        whole = elements * (DEVICES if name == "reduce-scatter" else 1)
+        total += SENT[name] * 4 * whole * (DEVICES - 1) / DEVICES
+    return total / 1e6
+
+
+def compare(leaves: int) -> tuple[float, float, float, float]:
+    """Milliseconds a step and megabytes sent: plain, then wrapped."""
+    rows = ELEMENTS // leaves // 100
+    params = {f"{i:04}": jnp.ones((rows, 100)) for i in range(leaves)}
+    local = jax.local_device_count()
+    plain, wrapped = optax.adam(1e-3), zero.shard_optimizer(optax.adam(1e-3), "batch")
+
+    def step(tx: Any, mean: bool, params: Any, state: Any, key: jax.Array) -> Any:
+        grads = jax.tree.map(lambda p: p * key, params)
+        grads = lax.pmean(grads, "batch") if mean else grads
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    steps: list[Any] = []
+    carries: list[Any] = []
+    times: tuple[list[float], list[float]] = ([], [])
+    sent: list[float] = []
+    for tx in (plain, wrapped):
+        stacked = jax.pmap(lambda _: params, "batch")(jnp.ones(local))
+        carries.append((stacked, jax.pmap(tx.init, "batch")(stacked)))
+        one = partial(step, tx, tx is plain)
+        steps.append(jax.pmap(one, "batch", donate_argnums=(0, 1)))
+        sent.append(bytes_sent(steps[-1].lower(*carries[-1], jnp.ones(local)).compile().as_text()))
+    for _ in range(STEPS + 2):
+        for i, run in enumerate(steps):
+            start = perf_counter()
+            carries[i] = run(*carries[i], jnp.ones(local))
+            jax.block_until_ready(carries[i])
+            times[i].append(perf_counter() - start)
+    return 1e3 * median(times[0][2:]), 1e3 * median(times[1][2:]), sent[0], sent[1]
+
+
+def main() -> None:
+    if len(sys.argv) == 1:
+        print("processes  leaves  plain ms  wrapped ms  ratio  plain MB  wrapped MB", flush=True)
+        subprocess.run([sys.executable, __file__, "1", "0", "0"], check=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        workers = [subprocess.Popen([sys.executable, __file__, "2", str(i), port]) for i in range(2)]
+        sys.exit(max(worker.wait() for worker in workers))
+    processes, process, at = (int(arg) for arg in sys.argv[1:])
+    jax.config.update("jax_num_cpu_devices", DEVICES // processes)
+    if processes > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"127.0.0.1:{at}", processes, process)
+    for leaves in LEAVES[processes]:
+        plain_ms, wrapped_ms, plain_mb, wrapped_mb = compare(leaves)
+        if process == 0:
+            print(
+                f"{processes:9}  {leaves:6}  {plain_ms:8.1f}  {wrapped_ms:10.1f}  {wrapped_ms / plain_ms:5.2f}  "
+                f"{plain_mb:8.1f}  {wrapped_mb:10.1f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
