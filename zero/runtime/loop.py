@@ -48,7 +48,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
     Raises:
       UserError: what the configuration, the data or a checkpoint has wrong.
     """
-    started: float | None = time.monotonic()
+    started = time.monotonic()
     training, data = config.training, config.data
     host, hosts = distributed.start(**asdict(config.distributed))
     devices, local_devices = jax.device_count(), jax.local_device_count()
@@ -154,13 +154,24 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         # Virtual CPU devices hang in a collective when a step is dispatched while another runs (distributed.start).
         in_flight = 0 if jax.default_backend() == "cpu" else 1
         window = _Window()
+        compiled: set[int] = set()
         for step, batch in zip(range(first + 1, last_step + 1), window.timed(batches), strict=False):
             tokens = context.cut(batch.tokens, step - 1)
+            sequence_length = tokens.shape[1]
+            dispatched = time.monotonic()
             state, metrics = programs.step(state, _for_devices(tokens, host))
-            window.add(metrics, leave=in_flight)
-            if started is not None:
-                log.info("first step after %.1f s", time.monotonic() - started)
-                started = None
+            if sequence_length in compiled:
+                window.add(metrics, leave=in_flight)
+            else:
+                compiled.add(sequence_length)
+                window.add(metrics, leave=0)
+                window.leave_out(time.monotonic() - dispatched)
+                log.info(
+                    "first step of %d tokens a sequence: %.1f s after the start, %.1f s of them its own",
+                    sequence_length,
+                    time.monotonic() - started,
+                    time.monotonic() - dispatched,
+                )
             bar.update()
 
             is_evaluation = step % training.evaluation_frequency == 0 or step == last_step
@@ -170,7 +181,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
             line = {
                 "step": step,
                 **window.read_all(tokens_a_step=global_rows * data.max_context),
-                "sequence_length": context.at(step - 1),
+                "sequence_length": sequence_length,
                 "tokens_seen": step * global_rows * data.max_context,
             }
             if window.skipped_in_a_row > training.max_skipped_in_a_row:
@@ -215,8 +226,14 @@ class _Window:
 
     def restart(self) -> None:
         self.losses: list[float] = []
+        self.untimed = 0
         self.waited = 0.0
         self.started = time.monotonic()
+
+    def leave_out(self, seconds: float) -> None:
+        """The newest step took so long because it was compiled: it does not count for the throughput."""
+        self.untimed += 1
+        self.started += seconds
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches; the time spent waiting for them is kept."""
@@ -239,17 +256,21 @@ class _Window:
         """One line of metrics: the mean loss, the newest of everything else."""
         while self.unread:
             self.add(self.unread.pop(0), leave=0)
-        step_time = (time.monotonic() - self.started) / len(self.losses)
         self.skipped_in_a_row = self.newest["skipped_in_a_row"]
-        return {
+        line = {
             "train/loss": fmean(self.losses),
             "learning_rate": self.newest["learning_rate"],
             "gradient_norm": self.newest["gradient_norm"],
             "skipped_steps": self.newest["skipped_steps"],
-            "step_time": step_time,
-            "tokens_per_second": tokens_a_step / step_time,
-            "data_wait": self.waited / (step_time * len(self.losses)),
         }
+        if steps := len(self.losses) - self.untimed:
+            step_time = (time.monotonic() - self.started) / steps
+            line |= {
+                "step_time": step_time,
+                "tokens_per_second": tokens_a_step / step_time,
+                "data_wait": self.waited / (step_time * steps),
+            }
+        return line
 
 
 def _index_paths(config: Config) -> list[str]:
@@ -346,7 +367,9 @@ def _sample(programs: Programs, state: TrainState, tokenizer: Tokenizer, step: i
 
 
 def _summary(line: dict[str, float | int]) -> str:
-    parts = [f"loss {line['train/loss']:.3f}", f"{line['tokens_per_second']:,.0f} tokens/s"]
-    if "validation/loss" in line:
-        parts.insert(1, f"validation {line['validation/loss']:.3f}")
-    return ", ".join(parts)
+    names = {
+        "train/loss": "loss {:.3f}",
+        "validation/loss": "validation {:.3f}",
+        "tokens_per_second": "{:,.0f} tokens/s",
+    }
+    return ", ".join(text.format(line[name]) for name, text in names.items() if name in line)
