@@ -1,0 +1,45 @@
+"""The learning rate and the context of a step."""
+
+import math
+
+import numpy as np
+import pytest
+
+from zero.training.schedules import Context, LearningRate
+
+
+def test_rate_warms_up_in_a_line_and_falls_in_a_cosine() -> None:
+    rate = LearningRate(3.0, 0.3, warmup_steps=10, total_steps=110)
+    got = [float(rate(step)) for step in range(112)]
+    np.testing.assert_allclose(got[:10], 0.3 * np.arange(1, 11), rtol=1e-6)
+    assert np.argmax(got) == 9 and np.argmin(got[9:]) == 100
+    cosine = [0.3 + 2.7 * (1 + math.cos(math.pi * i / 100)) / 2 for i in range(101)]
+    np.testing.assert_allclose(got[9:110], cosine, rtol=1e-5)
+    np.testing.assert_allclose(got[109:], 0.3, rtol=1e-6)  # the last update, and whatever comes after it
+
+
+@pytest.mark.parametrize(("warmup", "total"), [(0, 1), (0, 5), (4, 5)])
+def test_rate_of_short_runs(warmup: int, total: int) -> None:
+    rate = LearningRate(1.0, 0.25, warmup, total)
+    assert float(rate(total - 1)) == 0.25
+    if warmup:
+        assert float(rate(0)) == 1 / warmup and float(rate(warmup - 1)) == 1.0
+
+
+def test_rate_without_a_peak_is_nought() -> None:
+    assert float(LearningRate(0.0, 0.0, 2, 5)(3)) == 0.0
+
+
+def test_short_contexts_come_first_with_as_many_tokens() -> None:
+    context = Context(full=12, warmup=4, warmup_steps=3)
+    assert [context.at(step) for step in range(5)] == [4, 4, 4, 12, 12]
+    rows = np.arange(24).reshape(2, 12)
+    cut = context.cut(rows, 2)
+    np.testing.assert_array_equal(cut, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], *(cut[:3] + 12)])
+    np.testing.assert_array_equal(context.cut(rows, 3), rows)
+
+
+def test_context_that_does_not_divide_is_refused_where_it_is_used() -> None:
+    with pytest.raises(ValueError, match=r"max_context 12 .* warmup_train_context 5"):
+        Context(full=12, warmup=5, warmup_steps=1)
+    assert Context(full=12, warmup=5, warmup_steps=0).at(0) == 12

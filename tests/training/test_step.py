@@ -1,0 +1,350 @@
+"""The sharded step against one unsharded device: any stage, number of devices and micro-batches, dropout included."""
+
+import dataclasses
+from collections.abc import Iterator
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.typing import ArrayLike
+
+import zero
+from zero.models.gpt import GPT, GPTConfig
+from zero.training.programs import Programs, make_programs
+from zero.training.schedules import LearningRate
+from zero.training.step import Batch, ShardedGPT, TrainState, adamw, decayed, state_layout
+
+# Nothing divides by 8 but the batch: 3 heads of 14, 101 tokens in 3 chunks of 34.
+CONFIG = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=12, dropout=0.1, N=2, vocab_chunks=3)
+ROWS, STEPS, SEED, MAX_NORM = 24, 4, 7, 0.95
+RATE = LearningRate(peak=1e-2, end=1e-3, warmup_steps=2, total_steps=6)
+KEY = np.asarray(jax.random.key_data(jax.random.key(SEED)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
+    # The table of all cases is compared as it is shipped, the few of every day as they compile in half the time.
+    jax.config.update("jax_disable_most_optimizations", request.config.getoption("-m") != "slow")
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+class CountedRate:
+    """The learning rate, and how often a step was traced with it."""
+
+    def __init__(self) -> None:
+        self.traces = 0
+
+    def __call__(self, step: ArrayLike) -> jax.Array:
+        self.traces += 1
+        return RATE(step)
+
+
+class Setup(NamedTuple):
+    model: ShardedGPT
+    programs: Programs
+    devices: tuple[jax.Device, ...]
+    layout: zero.Layout
+    rate: CountedRate
+
+    def start(self) -> TrainState:
+        return self.programs.start(self.programs.init(np.stack([KEY] * len(self.devices))))
+
+    def whole(self, tree: Any, layout: zero.Layout) -> dict[str, np.ndarray]:
+        """Logical arrays by name, put together on the host; their padding is zero."""
+        found = {}
+        for leaf, x in zip(layout.leaves, layout.treedef.flatten_up_to(tree), strict=True):
+            shards = list(np.asarray(x))
+            padded = np.concatenate(shards, leaf.splits[0].dim) if leaf.splits else shards[0]
+            found[leaf.name] = padded[tuple(slice(size) for size in leaf.shape)]
+            assert np.count_nonzero(padded) == np.count_nonzero(found[leaf.name]), f"padding of {leaf.name} is not zero"
+        return found
+
+
+def setup(devices: int, stage: int, micro_batches: int = 1) -> Setup:
+    return _setup(devices, stage, micro_batches, MAX_NORM, jnp.float32)
+
+
+@cache
+def _setup(devices: int, stage: int, micro_batches: int, max_norm: float | None, dtype: Any) -> Setup:
+    model = ShardedGPT(CONFIG, zero.Axis("zero", (1, devices)), stage, compute_dtype=dtype, wire_dtype=dtype)
+    tx, rate, used = adamw(0.1), CountedRate(), tuple(jax.devices()[:devices])
+    programs = make_programs(
+        model,
+        tx,
+        learning_rate=rate,
+        seed=SEED,
+        micro_batches=micro_batches,
+        max_gradient_norm=max_norm,
+        sample_tokens=4,
+        devices=used,
+    )
+    return Setup(model, programs, used, state_layout(model, tx), rate)
+
+
+def tokens(step: int, context: int = 12) -> np.ndarray:
+    """Rows of the global batch; those of the first devices are padded, so that a mean of means would be wrong."""
+    rows = np.random.default_rng(step).integers(0, CONFIG.vocab_size, (ROWS, context), np.int32)
+    rows[np.arange(context) >= np.linspace(2, 2 * context, ROWS).astype(int)[:, None]] = -1
+    return rows
+
+
+def batch(setup: Setup, step: int, context: int = 12) -> Batch:
+    devices = len(setup.devices)
+    rows = tokens(step, context).reshape(devices, -1, context)
+    first: Any = (np.arange(devices) * rows.shape[1]).astype(np.int32)
+    return Batch(rows, first)
+
+
+class Run(NamedTuple):
+    metrics: dict[str, list[float]]
+    params: dict[str, np.ndarray]
+    state: TrainState | None
+
+
+def advance(setup: Setup, state: TrainState, steps: range) -> tuple[TrainState, list[dict[str, float]]]:
+    metrics = []
+    for step in steps:
+        state, now = setup.programs.step(state, batch(setup, step))
+        metrics.append({name: x.item() for name, x in now.items()})  # one step in flight at most
+    return state, metrics
+
+
+def run(devices: int, stage: int, micro_batches: int = 1) -> Run:
+    return _run(devices, stage, micro_batches)
+
+
+@cache
+def _run(devices: int, stage: int, micro_batches: int) -> Run:
+    on = setup(devices, stage, micro_batches)
+    state, metrics = advance(on, on.start(), range(STEPS))
+    whole = on.whole(state, on.layout)  # of the optimizer too: its padding has to stay zero
+    params = {name.removeprefix("params/"): x for name, x in whole.items() if name.startswith("params/")}
+    return Run({name: [m[name] for m in metrics] for name in metrics[0]}, params, state)
+
+
+def named(tree: Any) -> dict[str, np.ndarray]:
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in flat}
+
+
+@cache
+def first_params() -> Any:
+    init = jax.jit(partial(GPT(CONFIG).init, method="hidden"))
+    variables: Any = init(jax.random.key(SEED), jnp.zeros((1, 2), int), None)
+    return variables["params"]
+
+
+@cache
+def reference() -> Run:
+    """One device, nothing of `zero` but the model: what DESIGN.md says a step is."""
+    model = GPT(CONFIG)
+    params = first_params()
+    no_decay = {"bias", "scale"}
+    mask = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in no_decay, params)
+    tx = optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(RATE, b2=0.95, weight_decay=0.1, mask=mask))
+
+    @jax.jit
+    def step(params: Any, state: Any, rows: jax.Array, number: jax.Array) -> Any:
+        step_key = jax.random.fold_in(jax.random.key(SEED), number)
+        keys = jnp.stack([jax.random.fold_in(step_key, row) for row in range(ROWS)])
+
+        def loss(params: Any) -> jax.Array:
+            targets = jnp.concatenate([rows[:, 1:], jnp.full((ROWS, 1), -1)], axis=1)
+            losses: Any = model.apply({"params": params}, jnp.maximum(rows, 0), targets, keys)
+            return jnp.sum(losses * (targets >= 0)) / jnp.sum(targets >= 0)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value, optax.tree.norm(grads)
+
+    state, losses, norms = tx.init(params), [], []
+    for number in range(STEPS):
+        params, state, loss, norm = step(params, state, tokens(number), jnp.int32(number))
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return Run({"loss": losses, "gradient_norm": norms}, named(params), None)
+
+
+def assert_equal(got: Run, expected: Run) -> None:
+    assert got.metrics == expected.metrics
+    for name, x in expected.params.items():
+        np.testing.assert_array_equal(got.params[name], x, err_msg=name)
+
+
+def assert_close(got: Run, expected: Run, rtol: float) -> None:
+    for name in ("loss", "gradient_norm"):
+        np.testing.assert_allclose(got.metrics[name], expected.metrics[name], rtol=rtol, err_msg=name)
+    start = named(first_params())
+    for name, x in expected.params.items():
+        # Adam blows the rounding of small gradients up, and the gradient of the keys' bias, which softmax does not see,
+        # is nothing else: so the whole of a leaf is compared, beside how far it has moved.
+        if name != "blocks/key/bias":
+            assert np.linalg.norm(got.params[name] - x) < 100 * rtol * np.linalg.norm(x - start[name]), name
+
+
+def test_the_reference_clips_some_steps_and_not_others() -> None:
+    norms = np.asarray(reference().metrics["gradient_norm"])
+    assert (norms > MAX_NORM).any() and (norms < MAX_NORM).any()
+
+
+def test_stages_agree() -> None:
+    runs = [run(8, stage) for stage in range(4)]
+    assert_equal(runs[1], runs[0])
+    assert_equal(runs[3], runs[2])
+    # Stages 2 and 3 reduce the gradient of the tied table in two parts, of the lookup and of the loss.
+    assert_close(runs[2], runs[1], rtol=1e-6)
+
+
+SOME = [(8, 0, 1), (8, 3, 1), (3, 1, 2), (3, 2, 4), (1, 3, 3)]
+ALL = [(n, stage, m) for n in (1, 2, 3, 8) for stage in range(4) for m in (1, 3)] + [(3, 3, 8), (6, 2, 2), (1, 1, 24)]
+
+
+@pytest.mark.parametrize(
+    ("devices", "stage", "micro_batches"),
+    [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in SOME)],
+)
+def test_many_devices_and_micro_batches_equal_one_device(devices: int, stage: int, micro_batches: int) -> None:
+    assert_close(run(devices, stage, micro_batches), reference(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("devices", "stage"), [(8, 0), (8, 3), (3, 1), (1, 3)])
+def test_first_parameters_do_not_depend_on_the_number_of_devices(devices: int, stage: int) -> None:
+    on = setup(devices, stage)
+    start = on.whole(on.programs.init(np.stack([KEY] * devices)), on.model.layout)
+    expected = named(first_params())
+    assert start.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_array_equal(start[name], x, err_msg=name)
+
+
+def held(tree: Any) -> list[int]:
+    """Bytes that lie on each device."""
+    total: dict[jax.Device, int] = {}
+    for x in jax.tree.leaves(tree):
+        for part in x.addressable_shards:
+            total[part.device] = total.get(part.device, 0) + part.data.nbytes
+    return list(total.values())
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_devices_hold_what_the_table_says(stage: int) -> None:
+    on, state = setup(8, stage), run(8, stage).state
+    assert held(state) == [on.layout.bytes_per_device()] * 8
+    whole = setup(8, 0).layout.bytes_per_device()
+    padding = sum(np.prod(leaf.padded_shape) - np.prod(leaf.shape) for leaf in on.layout.leaves) * 4
+    left_whole = sum(np.prod(leaf.shape) for leaf in on.layout.leaves if not leaf.splits) * 4
+    assert held(state)[0] == (whole if stage == 0 else (whole - left_whole + padding) / 8 + left_whole)
+    if stage:
+        assert held(state)[0] < 0.15 * whole
+        assert left_whole == 4 * 4  # of counters alone
+
+
+def test_a_step_leaves_nothing_of_the_state_before_it() -> None:
+    on = setup(8, 3)
+    state = on.start()
+    before = jax.tree.leaves(state)
+    state, _ = advance(on, state, range(1))
+    assert all(x.is_deleted() for x in before)
+
+
+def test_state_is_the_same_logical_arrays_everywhere() -> None:
+    layouts = [setup(devices, stage).layout for devices in (1, 3, 8) for stage in range(4)]
+    logical = {tuple((leaf.name, leaf.shape, leaf.dtype) for leaf in layout.leaves) for layout in layouts}
+    assert len(logical) == 1
+    names = [name for name, _, _ in logical.pop()]
+    assert len(names) == len(set(names))
+
+
+def test_a_step_is_traced_once_a_context_and_not_again_after_a_checkpoint() -> None:
+    on = setup(8, 3)
+    state, _ = advance(on, on.start(), range(2))
+    assert on.rate.traces == 1
+    arrays = zero.to_global(state, on.layout, on.model.axis, on.devices, donate=True)
+    state = zero.from_global(arrays, on.layout, on.model.axis, on.devices, donate=True)
+    state, _ = advance(on, state, range(2, 4))
+    assert on.rate.traces == 1
+    for step in range(2):
+        state, metrics = on.programs.step(state, batch(on, step, context=6))
+        assert np.isfinite(metrics["loss"].item())
+    assert on.rate.traces == 2
+
+
+def bits(tree: Any) -> list[np.ndarray]:
+    return [np.asarray(x).view(np.uint32) for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize(("stage", "devices"), [(3, 8), (0, 8), (1, 3)])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
+def test_a_gradient_that_is_not_finite_is_skipped_on_all_devices_alike(stage: int, devices: int, poison: float) -> None:
+    on = setup(devices, stage, 2 if devices == 3 else 1)
+    state, _ = advance(on, on.start(), range(1))
+    healthy = np.asarray(state.params["blocks"]["mlp_in"]["kernel"])
+    sick = healthy.copy()
+    sick[slice(None) if stage == 0 else -1] *= poison  # on the last device alone, where it has its own shard
+
+    def with_kernel(state: TrainState, kernel: np.ndarray) -> TrainState:
+        leaf = state.params["blocks"]["mlp_in"]["kernel"]
+        blocks = dict(
+            state.params["blocks"],
+            mlp_in=dict(state.params["blocks"]["mlp_in"], kernel=jax.device_put(kernel, leaf.sharding)),
+        )
+        return state._replace(params=dict(state.params, blocks=blocks))
+
+    state = with_kernel(state, sick)
+    before = bits((state.params, state.opt_state))
+    state, metrics = advance(on, state, range(1, 3))
+    for got, expected in zip(bits((state.params, state.opt_state)), before, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    assert [m["skipped_steps"] for m in metrics] == [m["skipped_in_a_row"] for m in metrics] == [1, 2]
+    assert not any(np.isfinite(m["gradient_norm"]) for m in metrics)
+    # The schedule goes on, Adam's count does not.
+    assert [m["learning_rate"] for m in metrics] == [np.float32(RATE(1)), np.float32(RATE(2))]
+    assert np.asarray(state.step).tolist() == [3] * devices
+    assert np.asarray(state.opt_state[0].count).tolist() == [1] * devices
+    zero.check_replicated(
+        (state.step, state.skipped, state.skipped_in_a_row, state.opt_state[0].count), "zero", on.devices
+    )
+
+    state, metrics = advance(on, with_kernel(state, healthy), range(3, 4))
+    assert (metrics[0]["skipped_steps"], metrics[0]["skipped_in_a_row"]) == (2, 0)
+    # As if the two steps had not been, but for the place in the schedule.
+    other, _ = advance(on, on.start(), range(1))
+    other, _ = advance(on, other._replace(step=other.step + 2), range(3, 4))
+    for got, expected in zip(bits((state.params, state.opt_state)), bits((other.params, other.opt_state)), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_a_batch_without_any_token_changes_nothing_but_moments() -> None:
+    on = setup(8, 3)
+    nothing = batch(on, 0)._replace(tokens=np.full((8, 3, 12), -1, np.int32))
+    state, metrics = on.programs.step(on.start(), nothing)
+    assert (metrics["loss"].item(), metrics["gradient_norm"].item(), metrics["skipped_steps"].item()) == (0, 0, 0)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+
+
+def test_decay_is_for_matrices_and_the_vocabulary() -> None:
+    model = ShardedGPT(dataclasses.replace(CONFIG, alibi_attn=False), zero.Axis("zero", (1, 8)), 3)
+    names = [leaf.name for leaf in model.layout.leaves]
+    chosen = jax.tree.leaves(decayed(model.layout.shapes()))
+    kernels = ("query", "key", "value", "attention_out", "mlp_in", "mlp_out")
+    assert {name for name, is_decayed in zip(names, chosen, strict=True) if is_decayed} == {
+        "vocabulary/table",
+        *(f"blocks/{kernel}/kernel" for kernel in kernels),
+    }
+
+
+def test_bfloat16_on_the_wire_learns_like_float32_and_keeps_float32_master_weights() -> None:
+    on = _setup(8, 3, 1, None, jnp.bfloat16)
+    state, metrics = advance(on, on.start(), range(STEPS))
+    assert {x.dtype for x in jax.tree.leaves((state.params, state.opt_state[0].mu, state.opt_state[0].nu))} == {
+        jnp.dtype("float32")
+    }
+    losses = np.asarray([m["loss"] for m in metrics])
+    expected = np.asarray(reference().metrics["loss"])
+    assert 0 < abs(losses[0] - expected[0]) < 0.01 * expected[0]
+    np.testing.assert_allclose(losses, expected, rtol=0.03)  # without clipping, so not more than near
