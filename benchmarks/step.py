@@ -158,7 +158,8 @@ def compiled_bytes(compiled: Any) -> int:
     )
 
 
-def measure(shape: Shape, dtype: str, rounds: int) -> None:
+def measure(shape: Shape, dtype: str, rounds: int) -> dict[str, float]:
+    """Prints the table of one shape; returns the tokens a second of each program."""
     tokens = np.random.default_rng(0).integers(0, shape.config.vocab_size, (shape.sequences, shape.context), np.int32)
     programs = {
         "plain pmap": plain_pmap(shape, dtype, tokens),
@@ -184,16 +185,29 @@ def measure(shape: Shape, dtype: str, rounds: int) -> None:
     print(
         f"{'program':<14} {'tokens/s':>9} {'vs pmap':>8} {'vs GSPMD':>9} {'MB/device':>10} {'vs GSPMD':>9} {'loss':>8}"
     )
+    speeds = {name: tokens.size / statistics.median(seconds[name]) for name in programs}
     for name, program in programs.items():
-        speed = tokens.size / statistics.median(seconds[name])
         ratio = {
             peer: statistics.median(b / a for a, b in zip(seconds[name], seconds[peer], strict=True))
             for peer in ("plain pmap", "GSPMD (jit)")
         }
         print(
-            f"{name:<14} {speed:>9,.0f} {ratio['plain pmap']:>8.3f} {ratio['GSPMD (jit)']:>9.3f} "
+            f"{name:<14} {speeds[name]:>9,.0f} {ratio['plain pmap']:>8.3f} {ratio['GSPMD (jit)']:>9.3f} "
             f"{program.bytes / 1e6:>10.1f} {program.bytes / programs['GSPMD (jit)'].bytes:>9.3f} {losses[name]:>8.4f}"
         )
+    return speeds
+
+
+def compare_with_fsdp2(shape: Shape, rounds: int, speeds: dict[str, float]) -> None:
+    """Adds PyTorch's FSDP2 to the table, and our speeds as ratios to it."""
+    config = shape.config
+    sizes = [config.embedding_dim, config.vocab_size, config.num_head, config.N, shape.context, shape.sequences]
+    command = [sys.executable, str(Path(__file__).parent / "fsdp2.py"), *map(str, sizes), str(rounds)]
+    rows = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    print(rows, end="")
+    fsdp2 = float(rows.split()[2].replace(",", ""))
+    ours = (f"stage {stage} {speeds[f'zero stage {stage}'] / fsdp2:.3f}" for stage in range(4))
+    print("vs FSDP2:", *ours, sep="  ")
 
 
 def main() -> None:
@@ -205,15 +219,11 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     assert len(pmap_devices()) == DEVICES
     for name in [arguments.shape] if arguments.shape else SHAPES:
-        measure(SHAPES[name], arguments.dtype, arguments.rounds)
-        if find_spec("torch"):
-            shape = SHAPES[name]
-            config = shape.config
-            sizes = [config.embedding_dim, config.vocab_size, config.num_head, config.N, shape.context, shape.sequences]
-            subprocess.run(
-                [sys.executable, str(Path(__file__).parent / "fsdp2.py"), *map(str, sizes), str(arguments.rounds)],
-                check=True,
-            )
+        speeds = measure(SHAPES[name], arguments.dtype, arguments.rounds)
+        if arguments.dtype != "float32":
+            print("FSDP2: measured in float32 only")
+        elif find_spec("torch"):
+            compare_with_fsdp2(SHAPES[name], arguments.rounds, speeds)
         else:
             print("FSDP2: torch is not installed")
 
