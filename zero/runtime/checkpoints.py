@@ -7,6 +7,8 @@ A checkpoint is one directory a step: `state`, whole logical arrays stored with 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,7 +21,7 @@ from zero.partition.layout import Layout, PyTree
 from zero.partition.state import global_shapes
 from zero.runtime import UserError
 
-logging.getLogger("absl").setLevel(logging.WARNING)  # orbax tells every step of a save
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells every step of a save, and what it raises anyway
 
 
 class Checkpoints:
@@ -49,15 +51,20 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: PyTree, layout: Layout, meta: dict[str, Any]) -> None:
-        """Copies whole arrays, as `zero.to_global` labels them, to the host; writing goes on in the background."""
+        """Copies whole arrays, as `zero.to_global` labels them, to the host; writing goes on in the background.
+
+        Raises:
+          UserError: storage did not take this checkpoint or the one before; what stood before still stands.
+        """
         arrays = {leaf.name: x for leaf, x in zip(layout.leaves, layout.treedef.flatten_up_to(state), strict=True)}
         shapes = {leaf.name: list(leaf.shape) for leaf in layout.leaves}
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave({"shapes": shapes, **meta})
-            ),
-        )
+        with self._write_errors():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave({"shapes": shapes, **meta})
+                ),
+            )
 
     def meta(self, step: int) -> dict[str, Any]:
         """What the caller kept beside the arrays, and `shapes`, the logical shape of each leaf."""
@@ -78,7 +85,7 @@ class Checkpoints:
         prefix = f"{within}/" if within else ""
         saved = {name: tuple(shape) for name, shape in self.meta(step)["shapes"].items()}
         wanted = {prefix + leaf.name: leaf.shape for leaf in layout.leaves}
-        for name in wanted.keys() | {name for name in saved if name.startswith(prefix)}:
+        for name in dict.fromkeys([*wanted, *(name for name in saved if name.startswith(prefix))]):
             if saved.get(name) != wanted.get(name):
                 raise UserError(
                     f"checkpoint {self.directory}, step {step}, leaf {name}: "
@@ -99,8 +106,17 @@ class Checkpoints:
         return jax.tree.unflatten(layout.treedef, [arrays[prefix + leaf.name] for leaf in layout.leaves])
 
     def wait(self) -> None:
-        """Returns when everything saved so far is on storage."""
-        self._manager.wait_until_finished()
+        """Returns when everything saved so far is on storage; raises as `save`."""
+        with self._write_errors():
+            self._manager.wait_until_finished()
+
+    @contextmanager
+    def _write_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # a full disk reaches us as either, from a background thread
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{self.directory}: the checkpoint could not be written: {reason}") from error
 
     def __enter__(self) -> Self:
         return self
