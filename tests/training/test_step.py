@@ -201,7 +201,8 @@ def test_stages_agree() -> None:
 
 
 SOME = [(8, 0, 1), (8, 3, 1), (3, 1, 2), (3, 2, 4), (1, 3, 3)]
-ALL = [(n, stage, m) for n in (1, 2, 3, 8) for stage in range(4) for m in (1, 3)] + [(3, 3, 8), (6, 2, 2), (1, 1, 24)]
+PARTS = {1: (1, 24), 2: (1, 3), 3: (1, 4), 6: (2,), 8: (1, 3)}
+ALL = [(n, stage, m) for n, micro_batches in PARTS.items() for stage in range(4) for m in micro_batches]
 
 
 @pytest.mark.parametrize(
