@@ -1,0 +1,120 @@
+"""The numbers and the picture of docs/stages.md: memory a core and bytes sent, stage by stage.
+
+    python -m benchmarks.stages
+
+Memory is arithmetic on the shapes of the 1.1B model on 32 cores (`zero.memory`), beside the peaks of the TPU compiler.
+Bytes sent are counted in the compiled CPU program of the default job's model. Nothing is run. A minute on two cores.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+
+from benchmarks.collectives import DEVICES, bytes_sent
+from zero.partition.collectives import Axis
+from zero.partition.state import memory
+from zero.runtime.configuration import load_sizes
+from zero.training.programs import make_programs
+from zero.training.schedules import LearningRate
+from zero.training.step import Batch, ShardedGPT, adamw, state_layout
+
+ROOT = Path(__file__).parent.parent
+SIZES = load_sizes(ROOT / "conf/model_config.yaml")
+GIB = 2**30
+CORES = 32
+HBM = 15.48  # GiB that the compiler has of a v3 core's 16
+PEAK = (17.09, 5.19, 3.30, 1.45)  # GiB, printed by `python benchmarks/tpu_memory.py --size 1_1b`
+
+
+def memory_by_stage() -> dict[str, list[float]]:
+    """GiB a core of the 1.1B model computing in bfloat16, four stages a part; the rest is what remains of the peak."""
+    shapes = ShardedGPT(SIZES["1_1b"], Axis("zero", (1, CORES)), 3).sharded_layout.shapes()
+    rows = memory(shapes, adamw(0.1), CORES, stacked=("blocks", "vocabulary"), compute_dtypes=[jnp.bfloat16]).rows
+    return {
+        "state: float32 weights, moments": [(row.parameters + row.state) / GIB for row in rows],
+        "whole weights, bfloat16": [row.gathered / GIB for row in rows],
+        "gradients": [row.gradients / GIB for row in rows],
+        "activations and the rest": [peak - row.total / GIB for row, peak in zip(rows, PEAK, strict=True)],
+    }
+
+
+def draw(parts: dict[str, list[float]], path: Path) -> None:
+    """Four stacked bars and the limit."""
+    plt.rcParams["svg.hashsalt"] = "stages"
+    figure, axes = plt.subplots(figsize=(7.2, 2.9), layout="constrained")
+    left = [0.0] * 4
+    for (name, gib), color in zip(parts.items(), ("#4477aa", "#66ccee", "#ee6677", "#bbbbbb"), strict=True):
+        axes.barh(range(4), gib, left=left, label=name, color=color)
+        left = [a + b for a, b in zip(left, gib, strict=True)]
+    for stage, total in enumerate(left):
+        axes.text(total + 0.1, stage, f"{total:.2f}", va="center")
+    axes.axvline(HBM, color="black", linestyle="--", linewidth=1)
+    axes.text(HBM - 0.1, 3, f"a v3 core: {HBM} GiB", ha="right", va="center")
+    axes.set(
+        xticks=range(0, 19, 2),
+        yticks=range(4),
+        yticklabels=[f"stage {stage}" for stage in range(4)],
+        xlim=(0, 18.5),
+        xlabel="GiB a core",
+    )
+    axes.invert_yaxis()
+    axes.legend(loc="center", bbox_to_anchor=(0.6, 0.47), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def megabytes_sent(stage: int, micro_batches: int) -> float:
+    """What one device sends in a step of the default job's model in float32."""
+    model, tx = ShardedGPT(SIZES["bytes"], Axis("zero", (1, DEVICES)), stage), adamw(0.1)
+    rate = LearningRate(3e-3, 3e-4, 50, 500)
+    programs = make_programs(
+        model, tx, learning_rate=rate, seed=0, micro_batches=micro_batches, max_gradient_norm=1.0, sample_tokens=1
+    )
+    batch = jax.eval_shape(lambda: Batch(jnp.zeros((micro_batches, model.config.block_size), jnp.int32), jnp.int32(0)))
+    stacked = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((DEVICES, *x.shape), x.dtype), (state_layout(model, tx).shard_shapes(), batch)
+    )
+    return sent_with_loops(programs.step.lower(*stacked).compile().as_text())
+
+
+def sent_with_loops(compiled: str) -> float:
+    """`bytes_sent` of a compiled program whose loops are counted as often as they run, not once as in its text."""
+    computations = re.findall(r"^(ENTRY )?%(\S+) \([^\n]*\{\n(.*?)^\}", compiled, re.MULTILINE | re.DOTALL)
+    bodies = {name: body for _, name, body in computations}
+
+    def of(name: str) -> float:
+        loops = re.findall(r'body=%([^\s,]+).*?"known_trip_count":\{"n":"(\d+)"\}', bodies[name])
+        if len(loops) != bodies[name].count("body=%"):
+            raise ValueError(f"{name} has a loop that does not say how often it runs")
+        return bytes_sent(bodies[name]) + sum(int(times) * of(body) for body, times in loops)
+
+    return next(of(name) for entry, name, _ in computations if entry)
+
+
+def main() -> None:
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    parts = memory_by_stage()
+    print(f"GiB a core, 1_1b on {CORES} cores\n{'stage':<40}" + "".join(f"{stage:>8}" for stage in range(4)))
+    for name, gib in parts.items():
+        print(f"{name:<40}" + "".join(f"{x:>8.3f}" for x in gib))
+    draw(parts, ROOT / "docs/stages.svg")
+
+    layout = ShardedGPT(SIZES["bytes"], Axis("zero", (1, DEVICES)), 3).sharded_layout
+    psi = layout.whole().bytes_per_device() / 1e6 * (DEVICES - 1) / DEVICES
+    print(f"\nMB sent a step by each of {DEVICES} devices, and as multiples of Psi (N - 1) / N = {psi:.2f} MB")
+    print("stage  1 micro-batch    4 micro-batches")
+    for stage in range(4):
+        one, four = megabytes_sent(stage, 1), megabytes_sent(stage, 4)
+        print(f"{stage:>5}  {one:>6.2f} ({one / psi:>5.2f})  {four:>7.2f} ({four / psi:>5.2f})", flush=True)
+
+
+if __name__ == "__main__":
+    main()
