@@ -4,6 +4,7 @@ Checks the configuration and hands over. Exit status: 0 when finished, 75 when p
 others on error.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -19,18 +20,21 @@ from zero.runtime import UserError, runs
 from zero.runtime.configuration import check, describe, load_sizes, merge_resumed
 
 CONF = Path(__file__).parent / "conf"
+# A run directory that cannot be written, or a disk that is full.
+BAD_PLACE = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS}
+BAD_PLACE |= {errno.EDQUOT, errno.ENOSPC}
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def run(config: DictConfig) -> None:
-    from zero.runtime.loop import train  # jax starts here, after --help and a misspelt key were answered
-
     hydra_config = HydraConfig.get()
     with one_line_errors():
         if config.resume is not None:
             config = merge_resumed(runs.saved_config(Path(config.resume)), config, list(hydra_config.overrides.task))
         sizes = load_sizes(CONF / "model_config.yaml")
         checked = check(config, sizes)
+        from zero.runtime.loop import train  # which takes seconds, and what was misspelt is answered by now
+
         status = train(checked, sizes[checked.model.size], Path(hydra_config.runtime.output_dir))
     if status:
         sys.exit(status)  # a status of 0 returns, so that --multirun goes on
@@ -44,6 +48,10 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(f"error: {error}")
     except HydraException as error:
         sys.exit(f"error: {describe(error)}")
+    except OSError as error:
+        if error.errno not in BAD_PLACE:
+            raise
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,243 @@
+"""main_zero.py from the outside: every mistake is one clear line and a status, and nothing is overwritten."""
+
+import io
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import cli
+from zero.runtime.runs import locked
+from zero.runtime.tracking import read_metrics
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = cli.make_workplace(tmp_path_factory.mktemp("main"))
+    bad = place / "bad"
+    bad.mkdir()
+    (bad / "empty.index").write_text("# nothing\n\n")
+    (bad / "lost.index").write_text("lost.tar # 32 rows\n")
+    shard = next((place / "corpus" / "tiny").glob("train-*.tar")).read_bytes()
+    (bad / "cut.tar").write_bytes(shard[: len(shard) // 2])
+    (bad / "cut.index").write_text("cut.tar # 900 rows\n")
+    rows = np.full((32, cli.CONTEXT), 7, np.uint16)
+    rows[5, 9] = 300
+    array = io.BytesIO()
+    np.save(array, rows)
+    with tarfile.open(bad / "big.tar", "w") as tar:
+        member = tarfile.TarInfo("007.input_id.npy")
+        member.size = len(array.getvalue())
+        tar.addfile(member, io.BytesIO(array.getvalue()))
+    (bad / "big.index").write_text("big.tar\n")
+    return place
+
+
+@pytest.fixture(scope="module")
+def forks(workplace: Path) -> Iterator[cli.Forks]:
+    forks = cli.Forks(workplace)
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="module")
+def finished(workplace: Path) -> Path:
+    """A run that ended, in a directory whose name a careless program would take apart."""
+    place = "runs/it's a run, a=b"
+    quoted = place.replace("'", "\\'")
+    short = ("training.total_steps=10", "training.evaluation_frequency=5")
+    done = cli.run(workplace, *cli.TINY, *short, f"hydra.run.dir='{quoted}'", "data.wandb_project=zero")
+    assert done.returncode == 0, done.stderr
+    assert f"run directory: {workplace / place}" in done.stdout
+    return workplace / place
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Everything but the log, which every start writes to."""
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name != "main_zero.log")
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+def check_refusal(done: subprocess.CompletedProcess[str], *named: str) -> None:
+    """Status 1, one line at the end of stderr that names what is wrong, no traceback anywhere."""
+    assert done.returncode == 1, done.stderr
+    *before, last = done.stderr.strip().splitlines()
+    assert last.startswith("error: ") and [name for name in named if name not in last] == [], done.stderr
+    assert not any("error" in line.lower() for line in before), done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["model.sizee=test"], ["model.sizee", "size, warm_start, model_path"]),
+        (["--resume"], ["--resume", "no checkpoint stands in runs"]),
+        ([*cli.TINY, "data.index_path_train=none.index"], ["none.index"]),
+    ],
+    ids=["misspelt key", "nothing to resume", "no index"],
+)
+def test_mistake_in_a_real_process(arguments: list[str], named: list[str], tmp_path: Path) -> None:
+    check_refusal(cli.run(tmp_path, *arguments), *named)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["training.total_steps=many"], ["training.total_steps=many", "Integer"]),
+        (["training.batch_size"], ["training.batch_size"]),
+        (["+trainig.total_steps=5"], ["trainig", "expected one of mode"]),
+        (["~seed"], ["seed"]),
+        (["model.size=9b"], ["model.size=9b", "test, bytes, 124m"]),
+        (["training.batch_size=12"], ["training.batch_size", "12", "8 devices", "gradient_accumulation_steps=2", "16"]),
+        (["training.gradient_accumulation_steps=3"], ["gradient_accumulation_steps=3", "24"]),
+        (["training.warmup_train_context=7"], ["training.warmup_train_context=7", "data.max_context=32"]),
+        (["training.total_steps=3"], ["training.warmup_steps=3", "training.total_steps=3"]),
+        (["data.resume_step=5"], ["data.resume_step=5", "--resume"]),
+        (["--resume=maybe"], ["--resume=maybe", "--resume=auto"]),
+        (["data.tokenizer=none.json"], ["none.json"]),
+        (["data.index_path_validation=none.index"], ["none.index"]),
+        (["data.index_path_train=bad/empty.index"], ["bad/empty.index", "no shards"]),
+        (["data.index_path_train=bad/lost.index"], ["bad/lost.index", "lost.tar", "missing"]),
+        (["data.index_path_train=bad/cut.index"], ["cut.tar", "truncated"]),
+        (["data.index_path_train=bad/big.index"], ["big.tar", "sample 007", "token 300", "vocabulary of 257"]),
+        (["data.max_context=64"], [".tar", "rows of 32 tokens", "reads 64"]),
+        (["training.max_epochs=1", "data.train_samples=15"], ["15 rows", "16"]),
+        (["data.corpus=nowhere", "data.index_path_train=bad/not_yet.index"], ["nowhere", "no such file or folder"]),
+        (["model.warm_start=true", "model.model_path=nowhere"], ["nowhere", "config.yaml"]),
+        (["hydra.run.dir=text/0.txt"], ["text/0.txt"]),
+        (["hydra.run.dir=/dev/null/run"], ["/dev/null"]),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else None,
+)
+def test_mistake_is_one_line(forks: cli.Forks, overrides: list[str], named: list[str]) -> None:
+    check_refusal(forks.run(*cli.TINY, *overrides), *named)
+
+
+def hydra_quoted(run: Path) -> str:
+    return "hydra.run.dir='" + str(run).replace("'", "\\'") + "'"
+
+
+def test_fresh_start_where_checkpoints_stand_overwrites_nothing(forks: cli.Forks, finished: Path) -> None:
+    before = contents(finished)
+    done = forks.run(*cli.TINY, hydra_quoted(finished), "seed=5")
+    check_refusal(done, f"{finished}/checkpoints holds checkpoints", "--resume", "hydra.run.dir")
+    done = forks.run(
+        *cli.TINY, hydra_quoted(finished / "checkpoints").replace("hydra.run.dir", "data.checkpoint_directory")
+    )
+    check_refusal(done, f"{finished}/checkpoints holds checkpoints", "--resume")
+    assert contents(finished) == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["model.size=bytes"], ["model.size=bytes", "model.size=test"]),
+        (["seed=1"], ["seed=1", "seed=0"]),
+        (["data.max_context=16"], ["data.max_context=16", "data.max_context=32"]),
+        (["data.resume_step=7"], ["data.resume_step=7", "holds steps 5, 10"]),
+        (["training.gradient_accumulation_steps=3"], ["global batch of 16", "gradient_accumulation_steps=3"]),
+        (["distributed.cpu_devices=3"], ["global batch of 16", "3 devices"]),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else None,
+)
+def test_resume_that_cannot_be_right_is_refused(
+    forks: cli.Forks, finished: Path, overrides: list[str], named: list[str]
+) -> None:
+    before = contents(finished)
+    check_refusal(forks.run("--resume", hydra_quoted(finished), *overrides), *named)
+    assert contents(finished) == before
+
+
+def test_checkpoint_of_another_model_is_refused_by_leaf(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+    other = workplace / "other"
+    shutil.copytree(finished, other)
+    config = (other / "config.yaml").read_text()
+    assert "  size: test\n" in config
+    (other / "config.yaml").write_text(config.replace("  size: test\n", "  size: bytes\n"))
+    before = contents(other)
+    done = forks.run("--resume", "hydra.run.dir=other", "training.total_steps=20")
+    check_refusal(done, "other/checkpoints, step 10, leaf params/", "holds (2,", "expects (4,")
+    assert contents(other) == before
+
+
+def test_data_that_changed_is_refused(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+    other = workplace / "moved"
+    shutil.copytree(finished, other)
+    config = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(config.replace(cli.INDICES[0], cli.INDICES[1]))
+    check_refusal(forks.run("--resume", "hydra.run.dir=moved", "training.total_steps=20"), "cursor", "shards")
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--resume=auto"])
+def test_finished_run_that_is_resumed_changes_nothing(forks: cli.Forks, finished: Path, flag: str) -> None:
+    before = contents(finished)
+    done = forks.run(flag, hydra_quoted(finished))
+    assert done.returncode == 0 and "nothing left to do" in done.stdout, done.stderr
+    done = forks.run(flag)  # the newest, and here the only one
+    assert done.returncode == 0 and "nothing left to do" in done.stdout, done.stderr
+    assert contents(finished) == before
+
+
+def test_second_process_in_one_run_is_refused(forks: cli.Forks, finished: Path) -> None:
+    before = contents(finished)
+    with locked(finished):
+        check_refusal(forks.run("--resume", hydra_quoted(finished)), "another process", "hydra.run.dir")
+    assert contents(finished) == before
+
+
+def test_run_directory_tells_what_was_done(finished: Path, workplace: Path) -> None:
+    names = {path.name for path in finished.iterdir()}
+    assert {"metrics.jsonl", "config.yaml", "layout.txt", "run.png", "samples.txt", "main_zero.log"} <= names
+    lines = read_metrics(finished / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    for line in lines:
+        assert {"train/loss", "learning_rate", "sequence_length", "tokens_seen"} <= set(line)
+        assert {"gradient_norm", "skipped_steps"} <= set(line)
+        assert ("tokens_per_second" in line) == (line["step"] not in (1, 7))  # the steps that were compiled
+        assert line["tokens_seen"] == line["step"] * 16 * 32
+        assert line["sequence_length"] == (8 if line["step"] <= 6 else 32)
+        assert ("validation/loss" in line) == (line["step"] in (5, 10))
+    assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 0.5
+    text = (finished / "samples.txt").read_text()
+    assert "--- step 5\n" in text and "--- step 10\n" in text
+    (offline,) = (finished / "wandb").glob("offline-run-*")
+    assert offline.name.endswith((finished / "wandb_run_id").read_text())
+    assert {path.name for path in workplace.iterdir()} >= {"runs", "corpus"}
+
+
+def test_help_and_the_composed_configuration_need_no_device(forks: cli.Forks) -> None:
+    for arguments, text in ((["--help"], "training:"), (["--cfg", "job", "seed=3"], "seed: 3")):
+        done = forks.run(*arguments)
+        assert done.returncode == 0 and text in done.stdout, done.stderr
+        assert "cpu devices" not in done.stdout
+
+
+def test_warm_start_takes_the_weights_of_another_run(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+    before = contents(finished)
+    path = str(finished).replace("'", "\\'")
+    warm = (
+        "model.warm_start=true",
+        f"model.model_path='{path}'",
+        "training.total_steps=4",
+        "training.evaluation_frequency=4",
+    )
+    done = forks.run(
+        *cli.TINY, *warm, "hydra.run.dir=warm", "training.staged_warmup_steps=0", "training.sample_tokens=0"
+    )
+    assert done.returncode == 0, done.stderr
+    line = read_metrics(workplace / "warm" / "metrics.jsonl")[0]
+    assert line["train/loss"] < read_metrics(finished / "metrics.jsonl")[-1]["train/loss"] + 0.1
+    assert line["learning_rate"] == pytest.approx(1e-3)  # a third of the way up: the schedule begins anew
+    assert contents(finished) == before
+
+
+def test_multirun_runs_every_job(forks: cli.Forks, workplace: Path) -> None:
+    quick = ("training.total_steps=4", "training.sample_tokens=0", "training.staged_warmup_steps=0")
+    done = forks.run("--multirun", *cli.TINY, *quick, "seed=1,2", "hydra.sweep.dir=sweep")
+    assert done.returncode == 0, done.stderr
+    losses = [read_metrics(workplace / "sweep" / job / "metrics.jsonl")[-1]["train/loss"] for job in "01"]
+    assert losses[0] != losses[1]
