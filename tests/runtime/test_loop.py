@@ -1,0 +1,164 @@
+"""The run as a whole: killed, stopped, resumed, forked, and long. Real processes and real signals."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import zero
+from tests import cli
+from zero.runtime.checkpoints import Checkpoints
+from zero.runtime.configuration import load_sizes
+from zero.runtime.distributed import stop_requests
+from zero.runtime.runs import saved_steps
+from zero.runtime.tracking import read_metrics, read_resumes
+from zero.training.step import ShardedGPT, adamw, state_layout
+
+SIZE = load_sizes(cli.MAIN.parent / "conf" / "model_config.yaml")["test"]
+TIMING = ("step_time", "tokens_per_second", "data_wait")
+LAST = 40
+pytestmark = pytest.mark.timeout(400)  # of which most is for machines that do much else
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cli.make_workplace(tmp_path_factory.mktemp("loop"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workplace: Path) -> Path:
+    """The run that the others are compared with; dropout, two contexts, two micro-batches, stage 3."""
+    done = cli.run(workplace, *cli.TINY, "hydra.run.dir=undisturbed")
+    assert done.returncode == 0, done.stderr
+    assert SIZE.dropout > 0
+    return workplace / "undisturbed"
+
+
+def state(run: Path, step: int) -> Any:
+    axis = zero.Axis("zero", (1, 8))
+    with Checkpoints(run / "checkpoints", None) as checkpoints:
+        return checkpoints.restore(step, state_layout(ShardedGPT(SIZE, axis, 3), adamw(0.1)), axis)
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """What counts of metrics.jsonl, without what a clock measured."""
+    lines = read_metrics(run / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key not in TIMING} for line in lines]
+
+
+def assert_same_run(run: Path, expected: Path) -> None:
+    """Weights, optimizer, counters and metrics, bit for bit."""
+    assert saved_steps(run)[-1] == saved_steps(expected)[-1] == LAST
+    assert metrics(run) == metrics(expected)
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(state(run, LAST)), jax.tree.leaves(state(expected, LAST)), strict=True
+    ):
+        np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
+
+
+def interrupt(process: subprocess.Popen[str], run: Path, step: int, number: int) -> subprocess.CompletedProcess[str]:
+    """Sends a signal as soon as the run has logged a step."""
+    while process.poll() is None:
+        if (run / "metrics.jsonl").exists() and any(
+            line["step"] >= step for line in read_metrics(run / "metrics.jsonl")
+        ):
+            process.send_signal(number)
+            break
+        time.sleep(0.005)
+    return cli.finish(process, timeout=300)
+
+
+def test_run_killed_in_the_middle_ends_as_if_nothing_had_been(workplace: Path, undisturbed: Path) -> None:
+    again = ("--resume=auto", *cli.TINY, "hydra.run.dir=killed", "data.wandb_project=zero")  # what a launcher loops on
+    run = workplace / "killed"
+    killed = interrupt(cli.start(workplace, *again), run, 13, signal.SIGKILL)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert saved_steps(run)[-1] < LAST
+    wandb_id = (run / "wandb_run_id").read_text()
+
+    done = cli.run(workplace, *again)
+    assert done.returncode == 0, done.stderr
+    assert read_resumes(run / "metrics.jsonl") in ([10], [20], [30])
+    assert_same_run(run, undisturbed)
+    assert (run / "wandb_run_id").read_text() == wandb_id
+    offline = [path.name for path in (run / "wandb").glob("offline-run-*")]
+    assert len(offline) == 2 and all(name.endswith(wandb_id) for name in offline)
+
+
+def test_run_that_is_told_to_stop_saves_and_ends_as_if_nothing_had_been(workplace: Path, undisturbed: Path) -> None:
+    run = workplace / "stopped"
+    stopped = interrupt(cli.start(workplace, *cli.TINY, "hydra.run.dir=stopped"), run, 13, signal.SIGTERM)
+    assert stopped.returncode == 75, stopped.stderr
+    said = re.search(r"stopped by signal 15; step (\d+) is saved, --resume continues", stopped.stdout)
+    assert said is not None and 13 <= int(said[1]) < LAST
+    assert saved_steps(run)[-1] == int(said[1]) == metrics(run)[-1]["step"]
+
+    done = cli.run(workplace, "--resume", "hydra.run.dir=stopped")  # its configuration is remembered
+    assert done.returncode == 0, done.stderr
+    assert read_resumes(run / "metrics.jsonl") == [int(said[1])]
+    assert_same_run(run, undisturbed)
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_fork_on_other_devices_and_another_stage_sees_the_same_samples(workplace: Path, undisturbed: Path) -> None:
+    before = contents(undisturbed)
+    elsewhere = ("distributed.cpu_devices=2", "zero.stage=1", "training.gradient_accumulation_steps=4")
+    done = cli.run(workplace, "--resume", "hydra.run.dir=undisturbed", "data.resume_step=20", *elsewhere)
+    assert done.returncode == 0, done.stderr
+    (fork,) = (workplace / "runs").rglob("metrics.jsonl")
+    assert contents(undisturbed) == before
+    assert read_resumes(fork) == [20] and saved_steps(fork.parent) == [30, 40]
+    expected = metrics(undisturbed)
+    assert metrics(fork.parent)[:20] == expected[:20]
+    for got, line in zip(metrics(fork.parent)[20:], expected[20:], strict=True):
+        assert got.keys() == line.keys()
+        for key, value in line.items():
+            np.testing.assert_allclose(got[key], value, rtol=1e-3 if key == "gradient_norm" else 1e-5, err_msg=key)
+
+    # The fork is the newest run now, and is resumed at its own newest step.
+    done = cli.run(workplace, "--resume")
+    assert done.returncode == 0 and "nothing left to do: the run stands at step 40 of 40" in done.stdout, done.stderr
+
+
+def test_two_thousand_steps_on_more_devices_than_cores(workplace: Path) -> None:
+    many = ("training.total_steps=2000", "training.evaluation_frequency=2000", "training.log_frequency=100")
+    small = ("data.max_context=8", "training.staged_warmup_steps=0", "training.sample_tokens=0")
+    flat = ("training.batch_size=8", "training.gradient_accumulation_steps=1")
+    done = cli.finish(cli.start(workplace, *cli.TINY, *many, *small, *flat, "hydra.run.dir=long"), timeout=300)
+    assert done.returncode == 0, done.stderr
+    losses = [line["train/loss"] for line in metrics(workplace / "long")]
+    assert len(losses) == 20 and losses[-1] < losses[0] - 1
+
+
+def test_run_that_runs_out_of_data_is_finished(workplace: Path) -> None:
+    place = ("hydra.run.dir=epochs",)
+    short = ("training.max_epochs=2", "data.train_samples=40", "training.evaluation_frequency=3")
+    quick = ("training.sample_tokens=0", "training.staged_warmup_steps=0")
+    done = cli.run(workplace, *cli.TINY, *short, *quick, *place)
+    assert done.returncode == 0, done.stderr
+    assert "ends the data at step 5, before training.total_steps=40" in done.stdout
+    assert saved_steps(workplace / "epochs") == [3, 5]
+    done = cli.run(workplace, "--resume", *place)
+    assert done.returncode == 0 and "nothing left to do: the run stands at step 5 of 5" in done.stdout, done.stderr
+
+
+def test_first_signal_is_noted_and_a_second_one_stops_at_once() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped:
+        with stop_requests() as received:
+            assert not received
+            os.kill(os.getpid(), signal.SIGINT)
+            assert received == [signal.SIGINT]
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
