@@ -53,8 +53,8 @@ class Shape(NamedTuple):
 SHAPES = {
     # conf/config.yaml
     "default": Shape(GPTConfig(192, 256, 6, 256, 0.0, 4), 256, 8, "the default job"),
-    # 12.7M parameters for 512 tokens: the update costs more than the gradient, and plain pmap makes it 8 times
-    "optimizer": Shape(GPTConfig(512, 256, 8, 64, 0.0, 4), 64, 8, "optimizer-bound"),
+    # 12.7M parameters for 128 tokens: the update costs more than the gradient, and plain pmap makes it 8 times
+    "optimizer": Shape(GPTConfig(512, 256, 8, 16, 0.0, 4), 16, 8, "optimizer-bound"),
 }
 
 

@@ -53,9 +53,8 @@ def test_a_stacked_leaf_is_split_as_one_of_its_layers(shape: tuple[int, ...], sh
 @pytest.mark.parametrize(
     ("shape", "shards", "shard_shape"),
     [
-        ((16, 24), 8, (16, 3)),  # both divide: the largest
-        ((24, 24), 8, (24, 3)),  # alike: the last
-        ((16, 25), 8, (2, 25)),  # no padding before size
+        ((16, 24), 8, (2, 24)),  # both divide: the first
+        ((25, 16), 8, (25, 2)),  # no padding before the place
         ((7, 9), 8, (1, 9)),  # 1 of 7 wasted, not 7 of 9
         ((5,), 8, (5,)),  # fewer elements than shards: whole
         ((), 8, ()),

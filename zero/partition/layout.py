@@ -145,10 +145,10 @@ class Layout:
 def make_layout(tree: PyTree, shards: int, *, stacked: Iterable[str] = ()) -> Layout:
     """Decides, from shapes alone, along which dimension each leaf is split over `shards` devices.
 
-    The dimension with the least padding is taken, of those the largest, of those the last. A leaf with fewer elements
-    than there are shards stays whole on every device; `print(layout)` names it. Splitting a leaf along one of its own
-    dimensions, instead of flattening it, keeps `ndim` masks and factored optimizers meaningful and spares the TPU a
-    change of tiling.
+    The dimension with the least padding is taken, of those the first, where a shard is one piece of memory
+    (docs/decisions/split-dimension.md). A leaf with fewer elements than there are shards stays whole on every device;
+    `print(layout)` names it. Splitting a leaf along one of its own dimensions, instead of flattening it, keeps `ndim`
+    masks and factored optimizers meaningful and spares the TPU a change of tiling.
 
     Args:
       tree: arrays or `jax.ShapeDtypeStruct`s with whole shapes, for instance `jax.eval_shape(model.init, ...)`.
@@ -209,7 +209,7 @@ def _choose_split(shape: tuple[int, ...], first: int, shards: int) -> Split | No
     candidates = [Split(dim, size, shards) for dim, size in enumerate(shape) if dim >= first]
     if shards == 1 or math.prod(shape[first:]) < shards:
         return None
-    return min(candidates, key=lambda split: (split.padding / split.size, -split.size, -split.dim))
+    return min(candidates, key=lambda split: (split.padding / split.size, split.dim))
 
 
 def _one_layer(leaf: LeafLayout) -> LeafLayout:

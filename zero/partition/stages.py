@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 import flax.linen as nn
 import jax
+from jax import lax
 from jax.typing import DTypeLike
 
 from zero.partition import buckets, collectives
@@ -135,7 +136,8 @@ def fully_shard(
 
     def whole(shards: PyTree, gathered: PyTree | None) -> PyTree:
         on = checked_axis(layout, axis)
-        full = gather(shards, layout, on, dtype) if gathered is None else gathered
+        # No gradient flows into a gathered weight; left unsaid, zeros would be reduce-scattered to its shards.
+        full = lax.stop_gradient(gather(shards, layout, on, dtype) if gathered is None else gathered)
         with jax.named_scope("zero_borrow"):
             return _borrow(shards, full, layout, on, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
 
