@@ -26,11 +26,11 @@ TINY = (
     "training.warmup_steps=3",
     "training.staged_warmup_steps=6",
     "training.warmup_train_context=8",
-    "training.evaluation_frequency=10",
+    "training.evaluation_frequency=20",
     "training.maximum_evaluation_steps=2",
     "training.log_frequency=1",
     "training.total_steps=40",
-    "training.sample_tokens=5",
+    "training.sample_tokens=0",
 )
 
 

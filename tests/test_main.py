@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from tests import cli
-from zero.runtime.runs import locked
+from zero.runtime.runs import locked, saved_steps
 from zero.runtime.tracking import read_metrics
+
+TEN = ("training.total_steps=10",)  # one learning rate, one program: it is compiled once
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +51,8 @@ def finished(workplace: Path) -> Path:
     """A run that ended, in a directory whose name a careless program would take apart."""
     place = "runs/it's a run, a=b"
     quoted = place.replace("'", "\\'")
-    short = ("training.total_steps=10", "training.evaluation_frequency=5")
-    done = cli.run(workplace, *cli.TINY, *short, f"hydra.run.dir='{quoted}'", "data.wandb_project=zero")
+    often = ("training.evaluation_frequency=5", "training.sample_tokens=5")
+    done = cli.run(workplace, *cli.TINY, *TEN, *often, f"hydra.run.dir='{quoted}'", "data.wandb_project=zero")
     assert done.returncode == 0, done.stderr
     assert f"run directory: {workplace / place}" in done.stdout
     return workplace / place
@@ -87,17 +89,9 @@ def test_mistake_in_a_real_process(arguments: list[str], named: list[str], tmp_p
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["training.total_steps=many"], ["training.total_steps=many", "Integer"]),
-        (["training.batch_size"], ["training.batch_size"]),
         (["+trainig.total_steps=5"], ["trainig", "expected one of mode"]),
-        (["~seed"], ["seed"]),
-        (["model.size=9b"], ["model.size=9b", "test, bytes, 124m"]),
         (["training.batch_size=12"], ["training.batch_size", "12", "8 devices", "gradient_accumulation_steps=2", "16"]),
-        (["training.gradient_accumulation_steps=3"], ["gradient_accumulation_steps=3", "24"]),
-        (["training.warmup_train_context=7"], ["training.warmup_train_context=7", "data.max_context=32"]),
-        (["training.total_steps=3"], ["training.warmup_steps=3", "training.total_steps=3"]),
         (["data.resume_step=5"], ["data.resume_step=5", "--resume"]),
-        (["--resume=maybe"], ["--resume=maybe", "--resume=auto"]),
         (["data.tokenizer=none.json"], ["none.json"]),
         (["data.index_path_validation=none.index"], ["none.index"]),
         (["data.index_path_train=bad/empty.index"], ["bad/empty.index", "no shards"]),
@@ -219,15 +213,8 @@ def test_help_and_the_composed_configuration_need_no_device(forks: cli.Forks) ->
 def test_warm_start_takes_the_weights_of_another_run(forks: cli.Forks, finished: Path, workplace: Path) -> None:
     before = contents(finished)
     path = str(finished).replace("'", "\\'")
-    warm = (
-        "model.warm_start=true",
-        f"model.model_path='{path}'",
-        "training.total_steps=4",
-        "training.evaluation_frequency=4",
-    )
-    done = forks.run(
-        *cli.TINY, *warm, "hydra.run.dir=warm", "training.staged_warmup_steps=0", "training.sample_tokens=0"
-    )
+    warm = ("model.warm_start=true", f"model.model_path='{path}'", "training.staged_warmup_steps=0")
+    done = forks.run(*cli.TINY, *TEN, *warm, "hydra.run.dir=warm")
     assert done.returncode == 0, done.stderr
     line = read_metrics(workplace / "warm" / "metrics.jsonl")[0]
     assert line["train/loss"] < read_metrics(finished / "metrics.jsonl")[-1]["train/loss"] + 0.1
@@ -235,9 +222,18 @@ def test_warm_start_takes_the_weights_of_another_run(forks: cli.Forks, finished:
     assert contents(finished) == before
 
 
+def test_run_that_runs_out_of_data_is_finished(forks: cli.Forks, workplace: Path) -> None:
+    epochs = ("training.max_epochs=2", "data.train_samples=40", "training.evaluation_frequency=3")
+    done = forks.run(*cli.TINY, *epochs, *TEN, "hydra.run.dir=epochs")
+    assert done.returncode == 0, done.stderr
+    assert "ends the data at step 5, before training.total_steps=10" in done.stdout
+    assert saved_steps(workplace / "epochs") == [3, 5]
+    done = forks.run("--resume", "hydra.run.dir=epochs")
+    assert done.returncode == 0 and "nothing left to do: the run stands at step 5 of 5" in done.stdout, done.stderr
+
+
 def test_multirun_runs_every_job(forks: cli.Forks, workplace: Path) -> None:
-    quick = ("training.total_steps=4", "training.sample_tokens=0", "training.staged_warmup_steps=0")
-    done = forks.run("--multirun", *cli.TINY, *quick, "seed=1,2", "hydra.sweep.dir=sweep")
+    done = forks.run("--multirun", *cli.TINY, *TEN, "data.train_samples=100,200", "hydra.sweep.dir=sweep")
     assert done.returncode == 0, done.stderr
     losses = [read_metrics(workplace / "sweep" / job / "metrics.jsonl")[-1]["train/loss"] for job in "01"]
     assert losses[0] != losses[1]
