@@ -4,11 +4,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import zero
 
@@ -198,7 +200,10 @@ class Point(NamedTuple):
         lambda w: {"mu": w, "nu": {"mu": w[0], "w": w}},
         lambda w: {"half": w.astype(jnp.bfloat16), "whole": w, "complex": w + 1j * w},
         lambda w: {"none": jnp.zeros((0, 3)), "w": w},
+        lambda w: eqx.filter(eqx.nn.MLP(13, 24, 7, 2, key=jax.random.key(0)), eqx.is_array),
+        lambda w: nnx.state(nnx.Linear(13, 24, rngs=nnx.Rngs(0))),
     ],
+    ids=["empty", "array", "nested", "names of the state", "dtypes", "no elements", "Equinox", "NNX"],
 )
 def test_any_tree(make: Callable[[Any], Any]) -> None:
     params = make(jnp.arange(13.0 * 24).reshape(13, 24) / 64)
@@ -218,7 +223,7 @@ def test_any_tree(make: Callable[[Any], Any]) -> None:
     got = jax.pmap(run(sharded), "batch", axis_size=8)(replicate(params)) if jax.tree.leaves(params) else params
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(run(tx))(params)), strict=True):
         assert x.dtype == y.dtype
-        np.testing.assert_allclose(np.asarray(x[0], np.complex64), np.asarray(y, np.complex64), rtol=2e-6)
+        np.testing.assert_allclose(np.asarray(x[0], np.complex64), np.asarray(y, np.complex64), rtol=2e-6, atol=1e-7)
 
 
 def test_empty_tree() -> None:

@@ -52,6 +52,10 @@ ACROSS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "reversed": lambda x: x[::-1],
     "two splits": lambda x: x + jnp.resize(x.T, (13, 6)),
     "loop": lambda x: lax.fori_loop(0, 3, lambda _, y: y * jnp.tanh(jnp.sum(y)), x),
+    "loop with a condition": lambda x: jnp.where(
+        lax.while_loop(lambda c: ~c[1], lambda c: (c[0] + 1, jnp.sum(c[0]) > 9), (x, jnp.array(False)))[1], x, -x
+    ),
+    "factorisation": lambda x: jnp.linalg.qr(x)[0],
     "branch on a norm": lambda x: lax.cond(jnp.sum(jnp.exp(x)) > 5, lambda y: y - jnp.mean(jnp.exp(y)), jnp.exp, x),
     "random numbers": lambda x: x * jax.random.normal(jax.random.key(0), x.shape),
 }
@@ -94,6 +98,28 @@ def test_refused_elsewhere(name: str) -> None:
     run = on_shards(ACROSS[name], zero.Axis("batch", (1, 8)), across=False)
     with pytest.raises(zero.NotElementwiseError, match=r"use zero\.across_shards"):
         jax.make_jaxpr(run, axis_env=[("batch", 8)])(make_x())
+
+
+def test_loops_are_dealt_to_devices_that_own_them() -> None:
+    """Sixteen matrices on eight devices: each device runs the loops of two of them, and no other."""
+    ran: list[int] = []
+
+    def body(y: jax.Array, _: None) -> tuple[jax.Array, None]:
+        jax.debug.callback(lambda device: ran.append(int(device)), lax.axis_index("batch"))
+        return y @ (y.T @ y), None
+
+    params = {f"{i:02}": np.full((4, 4), i, np.float32) for i in range(16)}
+    layout = zero.make_layout(params, 8)
+    tx = optax.stateless(lambda updates, _: jax.tree.map(lambda x: lax.scan(body, x, length=1)[0], updates))
+    sharded = zero.on_shards(zero.across_shards(tx), layout, "batch")
+
+    def run(_: jax.Array) -> Any:
+        shards = zero.shard(params, layout, "batch")
+        return sharded.update(shards, sharded.init(shards))[0]
+
+    jax.block_until_ready(jax.pmap(run, "batch")(np.arange(8)))
+    jax.effects_barrier()
+    assert sorted(ran) == sorted([*range(8)] * 2)
 
 
 def test_a_region_ends_where_it_ends() -> None:

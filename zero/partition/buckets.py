@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from zero.partition.collectives import Axis, gather_array, pad_array, scatter_sum_array
 from zero.partition.layout import LeafLayout, Split
 
-SMALL = 1 << 16  # elements of a leaf that shares; larger ones are not worth the copies
+SMALL = 1 << 18  # elements of a leaf that shares; larger ones are not worth the copies
 FULL = 1 << 20  # elements of a bucket, which is copied twice
 
 

@@ -8,7 +8,8 @@ along a dimension:
 - an element-wise operation works on slices; a whole operand that meets a split one is sliced first;
 - a broadcast, transpose, reduction or product along other dimensions moves the split dimension along;
 - everything else needs the other devices. Inside `across_shards` a reduction over the split dimension is completed by
-  a collective, and what has no rule of its own is gathered. Elsewhere it is refused, by name.
+  a collective, a loop or a factorisation runs on one device, which owns it, and what has no rule is gathered. Elsewhere
+  it is refused, by name.
 
 Whatever passes is right by construction: sizes, masks and factorings that depend on a shape see the whole one.
 """
@@ -27,7 +28,7 @@ import optax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from zero.partition.collectives import Axis, gather_array, slice_array
+from zero.partition.collectives import Axis, gather_array, scatter_sum_array, slice_array
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split
 
 _ELEMENTWISE = """
@@ -45,6 +46,7 @@ INLINED = {
     "custom_vjp_call": "call_jaxpr",
 }
 RANDOM = frozenset(["random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"])
+OWNED = frozenset(["scan", "while", "cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "triangular_solve"])
 ACROSS_SHARDS = "zero_across_shards"  # the name of the jitted function that marks a region
 REMEDIES = {
     "adafactor": "adafactor",
@@ -140,6 +142,7 @@ class _Runner:
     axis: Axis
     may_communicate: bool
     callers: tuple[JaxprEqn, ...] = ()
+    owned: dict[int, int] = dataclasses.field(default_factory=dict)  # elements of the work that each device owns
 
     def closed(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
         return self.run(closed.jaxpr, closed.consts, args)
@@ -162,7 +165,7 @@ class _Runner:
         if name in INLINED:
             inner = eqn.params[INLINED[name]]
             may_communicate = self.may_communicate or eqn.params.get("name") == ACROSS_SHARDS
-            runner = _Runner(self.axis, may_communicate, (eqn, *self.callers))
+            runner = _Runner(self.axis, may_communicate, (eqn, *self.callers), self.owned)
             return runner.closed(inner, args) if isinstance(inner, ClosedJaxpr) else runner.run(inner, (), args)
         if name == "cond" and args[0].split is None:
             return self.cond(eqn, args)
@@ -174,6 +177,8 @@ class _Runner:
             split = next(arg.split for arg in args if arg.split)
             aligned = [arg if _is_broadcast(arg, split) else self.place(arg, split, eqn) for arg in args]
             return [Value(x, split) for x in _bind(eqn, [arg.x for arg in aligned])]
+        if name in OWNED:
+            return _own(self, eqn, *args)
         rule = _RULES.get(name)
         result = rule(self, eqn, *args) if rule else None
         if result is not None:
@@ -361,6 +366,28 @@ def _least(dtype: Any) -> Any:
 
 def _greatest(dtype: Any) -> Any:
     return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
+
+
+def _own(runner: _Runner, eqn: JaxprEqn, *args: Value) -> list[Value]:
+    """One device computes, the others wait: results like an operand are split like it, the rest are sent to all."""
+    full = [runner.place(arg, None, eqn).x for arg in args]
+    owner = min(range(runner.axis.size), key=lambda device: runner.owned.get(device, 0))
+    runner.owned[owner] = runner.owned.get(owner, 0) + sum(np.size(x) for x in full)
+    avals: list[Any] = [var.aval for var in eqn.outvars]
+
+    def idle(*_: Any) -> list[Any]:
+        return [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
+
+    is_owner = lax.axis_index(runner.axis.name) == owner
+    splits = {np.shape(x): arg.split for arg, x in zip(args, full, strict=True) if arg.split}
+    results = []
+    for x in lax.cond(is_owner, lambda *xs: _bind(eqn, xs), idle, *full):
+        split = splits.get(x.shape)
+        leaf = LeafLayout((), x.shape, x.dtype, (split,) if split else ())
+        number = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+        received = scatter_sum_array(number, leaf, runner.axis, reduce_dtype=number.dtype)
+        results.append(Value(received.astype(x.dtype), split))
+    return results
 
 
 def _dot_general(runner: _Runner, eqn: JaxprEqn, lhs: Value, rhs: Value) -> Value | None:
