@@ -1,6 +1,8 @@
 """The house of DESIGN.md: who imports whom, what a plain `import zero` loads, and what is never used at all."""
 
 import ast
+import doctest
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
+import zero
+
 REPOSITORY = Path(__file__).parent.parent
 FLOORS = {"zero.partition": 1, "zero.models": 1, "zero.training": 2, "zero.runtime": 3, "zero": 1}  # longest match
 MAIN_FLOOR = 4  # main_zero.py and data/prepare.py
 ARRAYS = {"jax", "flax", "optax", "numpy"}
 # What a file below runtime/ may take from the standard library: nothing that touches files, networks or processes.
-PURE = {"__future__", "abc", "collections", "contextlib", "dataclasses", "enum", "functools", "itertools", "math"}
-PURE |= {"operator", "types", "typing"}
+PURE = {"__future__", "abc", "collections", "contextlib", "dataclasses", "enum", "functools", "inspect", "itertools"}
+PURE |= {"math", "operator", "types", "typing"}
 FAMILY = {"omegaconf": "hydra"}  # two names of one outside library
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
@@ -153,3 +157,10 @@ def test_import_zero_loads_no_heavy_library() -> None:
     code = f"import sys, zero; print(*[name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("name", [name for name in zero.__all__ if inspect.isfunction(getattr(zero, name))])
+def test_public_function_has_an_example_that_runs(name: str) -> None:
+    function = getattr(zero, name)
+    found = doctest.DocTestFinder(recurse=False).find(function, module=sys.modules[function.__module__])
+    assert any(test.examples for test in found)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from functools import wraps
 from typing import Any, Literal, ParamSpec
 
 import jax
@@ -27,6 +27,12 @@ def global_norm(shards: PyTree, layout: Layout, axis: AxisLike) -> jax.Array:
     A leaf that is whole on every device counts once. Not finite when an element is not, or when a square overflows.
 
     Per device: shards in, a scalar out. Call inside pmap.
+
+    >>> n = jax.local_device_count()
+    >>> layout = make_layout({"w": jax.ShapeDtypeStruct((n * n,), jnp.float32)}, n)
+    >>> norm = jax.pmap(lambda shards: global_norm(shards, layout, "batch"), "batch")({"w": jnp.ones((n, n))})
+    >>> float(norm[0]) == n
+    True
     """
     axis = checked_axis(layout, axis)
     split, whole = jnp.float32(0), jnp.float32(0)
@@ -57,6 +63,14 @@ def on_shards(
       NotElementwiseError: `tx` needs other devices, draws random numbers, or calls a function of the parameters (line
         searches).
       ValueError: a leaf has another shape than the layout says.
+
+    >>> n = jax.local_device_count()
+    >>> layout = make_layout({"w": jax.ShapeDtypeStruct((4 * n,), jnp.float32)}, n)
+    >>> tx = on_shards(optax.sgd(0.5), layout, "batch")
+    >>> shards = {"w": jnp.ones((n, 4))}
+    >>> updates, _ = jax.pmap(lambda g: tx.update(g, tx.init(g)), "batch")(shards)
+    >>> updates["w"].shape == (n, 4)
+    True
     """
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
@@ -164,18 +178,38 @@ def _bound(axis: AxisLike) -> Axis:
     return on
 
 
-def _across(make: Callable[P, optax.GradientTransformation]) -> Callable[P, optax.GradientTransformationExtraArgs]:
-    @wraps(make)
+def _across(
+    make: Callable[P, optax.GradientTransformation], how: str, example: str
+) -> Callable[P, optax.GradientTransformationExtraArgs]:
+    name = make.__name__
+
     def made(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
         return across_shards(make(*args, **kwargs))
 
+    # Not functools.wraps: its `__wrapped__` would hide the example from doctest.
+    made.__name__ = made.__qualname__ = name
+    made.__signature__ = inspect.signature(make)  # type: ignore[attr-defined]
+    made.__doc__ = (
+        f"Optax's `{name}` with leave to communicate, and so right on shards: {how}.\n\n"
+        f"    The arguments are optax's. Use it inside `shard_optimizer` or `on_shards`.\n\n    >>> {example}\n    "
+    )
     return made
 
 
-# Optax's own, with leave to communicate: norms and factored moments end in an all-reduce each, Muon's matrices are
-# gathered.
-clip_by_global_norm = _across(optax.clip_by_global_norm)
-adafactor = _across(optax.adafactor)
-lamb = _across(optax.lamb)
-lars = _across(optax.lars)
-muon = _across(optax.contrib.muon)
+clip_by_global_norm = _across(
+    optax.clip_by_global_norm,
+    "the norm ends in an all-reduce",
+    "tx = shard_optimizer(optax.chain(clip_by_global_norm(1.0), optax.adamw(1e-3)), 'batch')",
+)
+adafactor = _across(
+    optax.adafactor,
+    "factored moments are reduced across the split dimension",
+    "tx = shard_optimizer(adafactor(1e-3), 'batch')",
+)
+lamb = _across(optax.lamb, "the norms of leaves end in an all-reduce", "tx = shard_optimizer(lamb(1e-3), 'batch')")
+lars = _across(optax.lars, "the norms of leaves end in an all-reduce", "tx = shard_optimizer(lars(0.1), 'batch')")
+muon = _across(
+    optax.contrib.muon,
+    "each matrix is gathered and iterated on by one device, which owns it",
+    "tx = shard_optimizer(muon(1e-3), 'batch')",
+)

@@ -30,6 +30,11 @@ def global_shapes(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] 
 
     Raises:
       ValueError: axis, layout and devices do not fit each other.
+
+    >>> n = jax.local_device_count()
+    >>> layout = make_layout({"w": jax.ShapeDtypeStruct((n + 1,), jnp.float32)}, n)
+    >>> global_shapes(layout, "batch")["w"].shape == (2 * n,)
+    True
     """
     mesh = _mesh(layout, axis, devices)
     return layout.map(lambda leaf: jax.ShapeDtypeStruct(leaf.padded_shape, leaf.dtype, sharding=_sharding(leaf, mesh)))
@@ -98,6 +103,11 @@ def from_global(
 
     Raises:
       ValueError: a leaf has another shape or dtype than the layout says.
+
+    >>> n = jax.local_device_count()
+    >>> layout = make_layout({"w": jax.ShapeDtypeStruct((2 * n,), jnp.float32)}, n)
+    >>> from_global({"w": np.arange(2 * n, dtype=np.float32)}, layout, "batch")["w"][0].tolist()
+    [0.0, 1.0]
     """
     mesh = _mesh(layout, axis, devices)
     local = [d for d in (devices or pmap_devices()[: mesh.size]) if d.process_index == jax.process_index()]
