@@ -20,7 +20,7 @@ ARRAYS = {"jax", "flax", "optax", "numpy"}
 # What a file below runtime/ may take from the standard library: nothing that touches files, networks or processes.
 PURE = {"__future__", "abc", "collections", "contextlib", "dataclasses", "enum", "functools", "inspect", "itertools"}
 PURE |= {"math", "operator", "types", "typing"}
-FAMILY = {"omegaconf": "hydra"}  # two names of one outside library
+FAMILY = {"omegaconf": "hydra", "google_crc32c": "google"}  # names of one outside library
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 SOURCES = {

@@ -1,0 +1,109 @@
+"""A storage server on loopback, and a proxy in front of it that hurts what passes. A helper of tests."""
+
+import http.client
+import random
+import socket
+import struct
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from gcp_storage_emulator.server import create_server
+
+BUCKET = "bucket"
+REFUSALS = ("429", "500", "503")  # of any request
+BODY_FAULTS = ("reset", "truncated", "short", "stall", "wrong bytes")  # of a read
+
+
+@contextmanager
+def serving() -> Iterator[str]:
+    """A storage server with one empty bucket, `BUCKET`; its address is for STORAGE_EMULATOR_HOST."""
+    server = create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET)
+    with server:
+        yield "http://{}:{}".format(*server._api._httpd.server_address)
+
+
+class Proxy:
+    """Passes requests on to `target`, all but `budget` of them, a part `rate`, which it refuses or answers badly."""
+
+    def __init__(self, target: str, budget: int, rate: float = 1.0, faults: tuple[str, ...] = REFUSALS + BODY_FAULTS):
+        self.target = target.removeprefix("http://")
+        self.budget, self.rate, self.faults = budget, rate, faults
+        self.injected: Counter[str] = Counter()
+        self.lock, self.random, self.closed = threading.Lock(), random.Random(0), threading.Event()
+
+    def draw(self, is_read: bool) -> str | None:
+        """The fault of this request, if it gets one."""
+        faults = [fault for fault in self.faults if is_read or fault in REFUSALS]
+        with self.lock:
+            if not faults or self.injected.total() >= self.budget or self.random.random() >= self.rate:
+                return None
+            fault = self.random.choice(faults)
+            self.injected[fault] += 1
+            return fault
+
+
+@contextmanager
+def disturbed(proxy: Proxy) -> Iterator[str]:
+    """The proxy at work; its address is for STORAGE_EMULATOR_HOST."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            fault = proxy.draw(is_read=self.command == "GET" and "alt=media" in self.path)
+            if fault in REFUSALS:
+                self.send_response(int(str(fault)))
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            onward = http.client.HTTPConnection(proxy.target, timeout=20)
+            # With its Host, which the server puts into the links it gives.
+            onward.request(self.command, self.path, body or None, dict(self.headers))
+            answer = onward.getresponse()
+            data = answer.read()
+            onward.close()
+            if fault == "short":
+                data = data[: -(-len(data) // 2)]
+            elif fault == "wrong bytes":
+                data = bytes([data[0] ^ 1]) + data[1:]
+            self.send_response(answer.status)
+            for name, value in answer.getheaders():
+                if name.lower() not in ("server", "date", "content-length"):
+                    self.send_header(name, value)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            if fault in ("reset", "truncated", "stall"):
+                self.wfile.write(data[: len(data) // 2])
+                self.wfile.flush()
+                self.close_connection = True
+            if fault == "reset":  # closing with nothing to linger for sends RST in place of FIN
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.close()
+            elif fault == "stall":
+                proxy.closed.wait(20)
+            elif fault != "truncated":
+                self.wfile.write(data)
+
+        do_POST = do_PUT = do_DELETE = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            pass  # a client that has given up on an answer, as it should
+
+    server = Server(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield "http://{}:{}".format(*server.server_address)
+    finally:
+        proxy.closed.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()

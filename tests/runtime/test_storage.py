@@ -1,0 +1,185 @@
+"""Files in a bucket: a real storage server over HTTP, and everything that can go wrong on the way to it."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import bucket
+from zero.runtime import UserError, storage
+
+DATA = bytes(range(256)) * 400
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with bucket.serving() as address:
+        yield address
+
+
+def use(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Goes through this address, and loses little time over what fails."""
+    from google.cloud.storage.retry import DEFAULT_RETRY
+
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
+    storage._client.cache_clear()
+    monkeypatch.setattr(storage, "TIMEOUT", (1, 0.3))
+    monkeypatch.setattr(storage, "_retry", lambda: DEFAULT_RETRY.with_delay(0.01, 0.1, 2).with_timeout(2))
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A directory of its own, here or in the bucket."""
+    use(monkeypatch, server)
+    return f"gs://{bucket.BUCKET}{tmp_path}" if request.param == "gs" else str(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["local", "gs"], indirect=True)
+def test_a_bucket_is_like_a_directory(place: str):
+    assert storage.list_files(place) == []
+    url = storage.join(place, "a/b c.tar")
+    assert not storage.exists(url)
+    with pytest.raises(FileNotFoundError, match="b c"):
+        storage.read_bytes(url)
+    storage.write(url, b"before")
+    first = storage.stat(url)
+    storage.write(url, DATA)
+    assert storage.exists(url) and storage.stat(url).size == len(DATA)
+    assert storage.stat(url).generation != first.generation
+    assert storage.read_bytes(url) == DATA
+    with storage.reading(url) as stream:
+        assert stream.read(3) == DATA[:3]
+        stream.seek(90_000, os.SEEK_CUR)
+        assert stream.read(5) == DATA[90_003:90_008]
+    with storage.reading(url) as stream:
+        storage.write(storage.join(place, "copy"), stream)
+    storage.write(storage.join(place, "empty"), b"")
+    assert storage.read_bytes(storage.join(place, "empty")) == b""
+    assert storage.read_bytes(storage.join(place, "copy")) == DATA
+    assert storage.list_files(place) == [storage.join(place, name) for name in ("a/b c.tar", "copy", "empty")]
+    assert storage.list_files(storage.join(place, "a")) == [url] and storage.parent(url) == storage.join(place, "a")
+    for _ in range(2):
+        storage.remove(url)
+    assert not storage.exists(url)
+
+
+def test_a_write_that_fails_leaves_what_stood(tmp_path: Path):
+    storage.write(tmp_path / "a", b"before")
+    with pytest.raises(AttributeError):
+        storage.write(tmp_path / "a", 7)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert storage.read_bytes(tmp_path / "a") == b"before"
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a", "gs://bucket", "gs://", "gs:///a", "https://host/a"])
+def test_other_addresses_are_refused(url: str):
+    with pytest.raises(UserError, match=r"expected a local path or gs://bucket/name"):
+        storage.read_bytes(url)
+
+
+@pytest.mark.parametrize("fault", bucket.REFUSALS + bucket.BODY_FAULTS)
+def test_every_fault_is_overcome(server: str, monkeypatch: pytest.MonkeyPatch, fault: str):
+    use(monkeypatch, server)
+    storage.write(f"gs://{bucket.BUCKET}/faults", DATA)
+    monkeypatch.setattr(storage, "CHUNK", 40_000)
+    proxy = bucket.Proxy(server, budget=3, faults=(fault,))
+    with bucket.disturbed(proxy) as address:
+        use(monkeypatch, address)
+        assert storage.read_bytes(f"gs://{bucket.BUCKET}/faults") == DATA
+    assert proxy.injected == {fault: 3}
+
+
+def test_a_broken_read_goes_on_at_its_byte(server: str, monkeypatch: pytest.MonkeyPatch):
+    use(monkeypatch, server)
+    storage.write(f"gs://{bucket.BUCKET}/long", DATA)
+    seen: list[str] = []
+    proxy = bucket.Proxy(server, budget=1, faults=("truncated",))
+    with bucket.disturbed(proxy) as address:
+        use(monkeypatch, address)
+        http = storage._client(os.getpid())._http
+        request = http.request
+
+        def watch(method, url, **options):
+            seen.append((options.get("headers") or {}).get("range", ""))
+            return request(method, url, **options)
+
+        monkeypatch.setattr(http, "request", watch)
+        assert storage.read_bytes(f"gs://{bucket.BUCKET}/long") == DATA
+    last = len(DATA) - 1
+    assert [line for line in seen if line] == [f"bytes=0-{last}", f"bytes={len(DATA) // 2}-{last}"]
+
+
+def test_bytes_that_stay_wrong_are_told(server: str, monkeypatch: pytest.MonkeyPatch):
+    use(monkeypatch, server)
+    storage.write(f"gs://{bucket.BUCKET}/wrong", DATA)
+    with bucket.disturbed(bucket.Proxy(server, budget=99, faults=("wrong bytes",))) as address:
+        use(monkeypatch, address)
+        with pytest.raises(UserError, match=r"gs://bucket/wrong: crc32c .* came where .* is stored, 5 times in a row"):
+            storage.read_bytes(f"gs://{bucket.BUCKET}/wrong")
+        with pytest.raises(storage.Garbled):  # although nobody asked for the end
+            with storage.reading(f"gs://{bucket.BUCKET}/wrong") as stream:
+                stream.read(1)
+
+
+def test_a_reader_that_fails_over_wrong_bytes_is_called_again(server: str, monkeypatch: pytest.MonkeyPatch):
+    use(monkeypatch, server)
+    storage.write(f"gs://{bucket.BUCKET}/wrong", DATA)
+
+    def parse(stream):
+        data = stream.read(10)
+        if data != DATA[:10]:
+            raise ValueError("this is no header")
+        return data
+
+    with bucket.disturbed(bucket.Proxy(server, budget=2, faults=("wrong bytes",))) as address:
+        use(monkeypatch, address)
+        assert storage.read(f"gs://{bucket.BUCKET}/wrong", parse) == DATA[:10]
+
+
+def test_a_bucket_that_does_not_answer_is_told(server: str, monkeypatch: pytest.MonkeyPatch):
+    with bucket.disturbed(bucket.Proxy(server, budget=10**6, faults=("503",))) as address:
+        use(monkeypatch, address)
+        with pytest.raises(UserError, match=r"^gs://bucket/a: no answer within 300 s: 503") as caught:
+            storage.read_bytes(f"gs://{bucket.BUCKET}/a")
+    assert "\n" not in str(caught.value)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        use(monkeypatch, f"http://127.0.0.1:{free.getsockname()[1]}")
+        with pytest.raises(UserError, match=r"^gs://bucket/a: no answer within 300 s: .*refused"):
+            storage.read_bytes(f"gs://{bucket.BUCKET}/a")
+
+
+def test_uploads_survive_faults(server: str, monkeypatch: pytest.MonkeyPatch):
+    proxy = bucket.Proxy(server, budget=6, faults=bucket.REFUSALS)
+    with bucket.disturbed(proxy) as address:
+        use(monkeypatch, address)
+        for number in range(3):
+            storage.write(f"gs://{bucket.BUCKET}/up/{number}", DATA)
+        assert [storage.read_bytes(url) for url in storage.list_files(f"gs://{bucket.BUCKET}/up")] == [DATA] * 3
+    assert proxy.injected.total() == 6
+
+
+def test_threads_share_a_client(server: str, monkeypatch: pytest.MonkeyPatch):
+    use(monkeypatch, server)
+    storage.write(f"gs://{bucket.BUCKET}/shared", DATA)
+    came: list[bytes] = []
+    threads = [
+        threading.Thread(target=lambda: came.append(storage.read_bytes(f"gs://{bucket.BUCKET}/shared")))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert came == [DATA] * 8
+
+
+def test_nothing_is_imported_before_a_bucket_is_named():
+    code = "import sys; from zero.runtime import storage; storage.exists('x'); print('google.cloud' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())
+    assert done.stdout == "False\n"
