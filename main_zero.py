@@ -7,7 +7,7 @@ others on error.
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+from zero.models.gpt import GPTConfig
 from zero.runtime import UserError, runs
-from zero.runtime.configuration import check, describe, load_sizes, merge_resumed
+from zero.runtime.configuration import Config, check, describe, load_sizes, merge_resumed
 
 CONF = Path(__file__).parent / "conf"
 # A run directory that cannot be written, or a disk that is full.
@@ -29,15 +30,25 @@ BAD_PLACE |= {errno.EDQUOT, errno.ENOSPC}
 def run(config: DictConfig) -> None:
     hydra_config = HydraConfig.get()
     with one_line_errors():
+        overrides = list(hydra_config.overrides.task)
         if config.resume is not None:
-            config = merge_resumed(runs.saved_config(Path(config.resume)), config, list(hydra_config.overrides.task))
+            config = merge_resumed(runs.saved_config(Path(config.resume)), config, overrides)
+        elif config.mode in ("evaluate", "sample"):
+            config.model.model_path = str(runs.trained_run(config.model.model_path))
+            saved = runs.saved_config(Path(config.model.model_path))
+            config = merge_resumed(saved, config, [*overrides, "model.model_path"])
         sizes = load_sizes(CONF / "model_config.yaml")
         checked = check(config, sizes)
-        from zero.runtime.loop import train  # which takes seconds, and what was misspelt is answered by now
-
-        status = train(checked, sizes[checked.model.size], Path(hydra_config.runtime.output_dir))
+        status = program(checked.mode)(checked, sizes[checked.model.size], Path(hydra_config.runtime.output_dir))
     if status:
         sys.exit(status)  # a status of 0 returns, so that --multirun goes on
+
+
+def program(mode: str) -> Callable[[Config, GPTConfig, Path], int]:
+    """What a mode runs. Imported here: that takes seconds, and what was misspelt is answered by now."""
+    from zero.runtime import inference, loop
+
+    return {"train": loop.train, "evaluate": inference.evaluate, "sample": inference.sample}[mode]
 
 
 @contextmanager

@@ -69,9 +69,7 @@ class Program(NamedTuple):
 def sharded(shape: Shape, stage: int, dtype: str, tokens: np.ndarray) -> Program:
     """This project's step."""
     model = ShardedGPT(shape.config, Axis("zero", (1, DEVICES)), stage, dtype)
-    programs = make_programs(
-        model, adamw(0.1), learning_rate=RATE, seed=0, micro_batches=1, max_gradient_norm=1.0, sample_tokens=1
-    )
+    programs = make_programs(model, adamw(0.1), learning_rate=RATE, seed=0, micro_batches=1, max_gradient_norm=1.0)
     key = np.asarray(jax.random.key_data(jax.random.key(0)))
     state = programs.start(programs.init(np.stack([key] * DEVICES)))
     rows = len(tokens) // DEVICES

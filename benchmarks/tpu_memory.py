@@ -39,7 +39,6 @@ def compile_step(model: ShardedGPT, devices: list[Any], micro_batch: int, contex
         seed=0,
         micro_batches=1,
         max_gradient_norm=1.0,
-        sample_tokens=1,
         devices=devices,
     )
     state = state_layout(model, tx).shard_shapes()

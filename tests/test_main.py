@@ -54,7 +54,7 @@ def finished(workplace: Path) -> Path:
     often = ("training.evaluation_frequency=5", "training.sample_tokens=5")
     done = cli.run(workplace, *cli.TINY, *TEN, *often, f"hydra.run.dir='{quoted}'", "data.wandb_project=zero")
     assert done.returncode == 0, done.stderr
-    assert f"run directory: {workplace / place}" in done.stdout
+    assert f"run directory: {workplace / place}" in done.stderr
     return workplace / place
 
 
@@ -170,9 +170,9 @@ def test_data_that_changed_is_refused(forks: cli.Forks, finished: Path, workplac
 def test_finished_run_that_is_resumed_changes_nothing(forks: cli.Forks, finished: Path, flag: str) -> None:
     before = contents(finished)
     done = forks.run(flag, hydra_quoted(finished))
-    assert done.returncode == 0 and "nothing left to do" in done.stdout, done.stderr
+    assert done.returncode == 0 and "nothing left to do" in done.stderr, done.stderr
     done = forks.run(flag)  # the newest, and here the only one
-    assert done.returncode == 0 and "nothing left to do" in done.stdout, done.stderr
+    assert done.returncode == 0 and "nothing left to do" in done.stderr, done.stderr
     assert contents(finished) == before
 
 
@@ -207,7 +207,7 @@ def test_help_and_the_composed_configuration_need_no_device(forks: cli.Forks) ->
     for arguments, text in ((["--help"], "training:"), (["--cfg", "job", "seed=3"], "seed: 3")):
         done = forks.run(*arguments)
         assert done.returncode == 0 and text in done.stdout, done.stderr
-        assert "cpu devices" not in done.stdout
+        assert "cpu devices" not in done.stderr
 
 
 def test_warm_start_takes_the_weights_of_another_run(forks: cli.Forks, finished: Path, workplace: Path) -> None:
@@ -226,10 +226,10 @@ def test_run_that_runs_out_of_data_is_finished(forks: cli.Forks, workplace: Path
     epochs = ("training.max_epochs=2", "data.train_samples=40", "training.evaluation_frequency=3")
     done = forks.run(*cli.TINY, *epochs, *TEN, "hydra.run.dir=epochs")
     assert done.returncode == 0, done.stderr
-    assert "ends the data at step 5, before training.total_steps=10" in done.stdout
+    assert "ends the data at step 5, before training.total_steps=10" in done.stderr
     assert saved_steps(workplace / "epochs") == [3, 5]
     done = forks.run("--resume", "hydra.run.dir=epochs")
-    assert done.returncode == 0 and "nothing left to do: the run stands at step 5 of 5" in done.stdout, done.stderr
+    assert done.returncode == 0 and "nothing left to do: the run stands at step 5 of 5" in done.stderr, done.stderr
 
 
 def test_multirun_runs_every_job(forks: cli.Forks, workplace: Path) -> None:

@@ -5,7 +5,7 @@ not known here fails until they are.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
 from types import FunctionType
@@ -145,6 +145,13 @@ def is_transform(make: Callable[[], Any]) -> bool:
 
 
 TRANSFORMS = transforms()
+
+
+@pytest.fixture(autouse=True)
+def few_programs() -> Iterator[None]:
+    """Forgets what was compiled: hundreds of programs at once are more memory maps than a process may have."""
+    yield
+    jax.clear_caches()
 
 
 def make_tree(rng: np.random.Generator, scale: float = 1 / 8) -> Any:

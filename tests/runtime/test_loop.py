@@ -97,7 +97,7 @@ def test_run_that_is_told_to_stop_saves_and_ends_as_if_nothing_had_been(workplac
     run = workplace / "stopped"
     stopped = interrupt(cli.start(workplace, *cli.TINY, "hydra.run.dir=stopped"), run, 23, signal.SIGTERM)
     assert stopped.returncode == 75, stopped.stderr
-    said = re.search(r"stopped by signal 15; step (\d+) is saved, --resume continues", stopped.stdout)
+    said = re.search(r"stopped by signal 15; step (\d+) is saved, --resume continues", stopped.stderr)
     assert said is not None and 23 <= int(said[1]) < LAST
     assert saved_steps(run)[-1] == int(said[1]) == metrics(run)[-1]["step"]
 
@@ -128,7 +128,7 @@ def test_fork_on_other_devices_and_another_stage_sees_the_same_samples(workplace
 
     # The fork is the newest run now, and is resumed at its own newest step.
     done = cli.run(workplace, "--resume")
-    assert done.returncode == 0 and "nothing left to do: the run stands at step 40 of 40" in done.stdout, done.stderr
+    assert done.returncode == 0 and "nothing left to do: the run stands at step 40 of 40" in done.stderr, done.stderr
 
 
 LONG = f"""

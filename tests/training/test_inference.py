@@ -11,7 +11,9 @@ import pytest
 
 import zero
 from zero.models.gpt import GPT, GPTConfig
-from zero.training.programs import make_programs
+from zero.runtime.inference import generate
+from zero.training.inference import Sampling, filtered, penalised
+from zero.training.programs import Inference, make_inference, make_programs
 from zero.training.step import ShardedGPT, adamw
 
 CONFIG = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=12, dropout=0.5, N=2, vocab_chunks=3)
@@ -30,6 +32,7 @@ class Setup(NamedTuple):
     whole: Any
     shards: Any
     programs: Any
+    inference: Inference
 
 
 @cache
@@ -43,42 +46,77 @@ def setup() -> Setup:
         seed=0,
         micro_batches=1,
         max_gradient_norm=None,
-        sample_tokens=LENGTH,
-        temperature=TEMPERATURE,
     )
     rng = np.random.default_rng(0)
     shapes = model.layout.shapes()
     whole = jax.tree.map(lambda x: rng.normal(size=x.shape, scale=0.2).astype(np.float32), shapes)
     shards = jax.pmap(lambda _: zero.shard(whole, model.layout, model.axis), "zero")(jnp.zeros(8))
-    return Setup(whole, shards, programs)
+    return Setup(whole, shards, programs, make_inference(model, Sampling(temperature=TEMPERATURE)))
 
 
-def draw(seed: int) -> np.ndarray:
-    return np.asarray(setup().programs.sample(setup().shards, PROMPT, np.int32(seed)))
+def draw(seed: int, prompts: list[np.ndarray] = [PROMPT] * 8, chunk: int = LENGTH) -> np.ndarray:
+    return list(generate(setup().inference, setup().shards, prompts, LENGTH, seed=seed, chunk=chunk))[-1]
 
 
-def test_text_is_drawn_from_the_seed_alone_and_differs_between_devices() -> None:
+def logits_of(sequences: np.ndarray) -> np.ndarray:
+    """Logits `(rows, positions, vocabulary)` from one whole forward pass on one device."""
+    hidden, _ = jax.jit(partial(GPT(CONFIG).apply, method="hidden"))({"params": setup().whole}, sequences, None)
+    table = setup().whole["vocabulary"]["table"].reshape(-1, CONFIG.embedding_dim)[: CONFIG.vocab_size]
+    return np.asarray(hidden) @ table.T
+
+
+def test_text_is_drawn_from_the_seed_alone_and_differs_between_rows() -> None:
     texts = draw(3)
-    assert texts.shape == (8, LENGTH) and texts.dtype == np.int32
+    assert texts.shape == (8, len(PROMPT) + LENGTH) and texts.dtype == np.int32
     assert texts.min() >= 0 and texts.max() < CONFIG.vocab_size
-    np.testing.assert_array_equal(draw(3), texts)
+    np.testing.assert_array_equal(draw(3, chunk=3)[:, : texts.shape[1]], texts)
+    np.testing.assert_array_equal(draw(3, [PROMPT] * 11)[:8], texts)
     assert len({*map(bytes, texts), *map(bytes, draw(4))}) == 16
 
 
 def test_text_drawn_with_a_cache_is_the_text_drawn_without() -> None:
     """Token for token: what is drawn at a position follows from a whole forward pass over everything before it."""
-    texts = draw(3)
-    sequences = np.concatenate([np.tile(PROMPT, (8, 1)), texts], axis=1)
-    hidden, _ = jax.jit(partial(GPT(CONFIG).apply, method="hidden"))({"params": setup().whole}, sequences, None)
-    table = setup().whole["vocabulary"]["table"].reshape(-1, CONFIG.embedding_dim)[: CONFIG.vocab_size]
-    logits = np.asarray(hidden) @ table.T
-    for device in range(8):
-        key = jax.random.fold_in(jax.random.key(3), device)
-        for position in range(len(PROMPT), len(PROMPT) + LENGTH):
-            drawn = jax.random.categorical(
-                jax.random.fold_in(key, position), logits[device, position - 1] / TEMPERATURE
-            )
-            assert drawn == sequences[device, position]
+    prompts = [np.arange(1, 2 + row % 4, dtype=np.int32) for row in range(8)]  # of one to four tokens
+    sequences = draw(3, prompts)
+    logits = logits_of(sequences)
+    for row, prompt in enumerate(prompts):
+        np.testing.assert_array_equal(sequences[row, : len(prompt)], prompt)
+        key = jax.random.fold_in(jax.random.key(3), row)
+        for position in range(len(prompt), len(prompt) + LENGTH):
+            drawn = jax.random.categorical(jax.random.fold_in(key, position), logits[row, position - 1] / TEMPERATURE)
+            assert drawn == sequences[row, position]
+
+
+def test_scores_are_those_of_the_whole_model() -> None:
+    rows = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (16, 12), np.int32)
+    rows[:, 1] = logits_of(rows[:, :1])[:, 0].argmax(-1)  # each row's second token is the likeliest
+    losses, is_greedy = setup().inference.score(setup().shards, rows.reshape(8, 2, 12))
+    logits = logits_of(rows[:, :-1])
+    expected = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), rows[:, 1:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(losses, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(is_greedy, logits.argmax(-1) == rows[:, 1:])
+    assert is_greedy[:, 0].all() and not is_greedy.all()
+
+
+def test_filters_keep_what_their_papers_say() -> None:
+    probability = np.asarray([[0.5, 0.25, 0.15, 0.07, 0.03]], np.float32)
+    logits = jnp.log(probability)
+
+    def kept(**filters: Any) -> list[int]:
+        return np.flatnonzero(np.isfinite(filtered(logits, Sampling(temperature=1, **filters))[0])).tolist()
+
+    assert kept() == [0, 1, 2, 3, 4]
+    assert kept(top_k=2) == [0, 1]
+    assert kept(top_p=0.5) == [0]
+    assert kept(top_p=0.76) == [0, 1, 2]
+    assert kept(top_k=3, top_p=0.99) == [0, 1, 2]
+    # Information is 0.69, 1.39, 1.90, 2.66, 3.51 nats and expected to be 1.27: the second token is the typical one.
+    assert kept(typical_p=0.2) == [1]
+    assert kept(typical_p=0.6) == [0, 1]
+    np.testing.assert_allclose(filtered(logits, Sampling(temperature=0.5)), logits * 2, rtol=1e-6)
+    tokens = jnp.asarray([[3, -1, 3]])
+    np.testing.assert_allclose(penalised(logits, tokens, 2.0)[0] / logits[0], [1, 1, 1, 2, 1], rtol=1e-6)
+    np.testing.assert_allclose(penalised(-logits, tokens, 2.0)[0] / -logits[0], [1, 1, 1, 0.5, 1], rtol=1e-6)
 
 
 def test_evaluation_is_without_dropout_and_counts_what_is_scored() -> None:

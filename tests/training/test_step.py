@@ -80,7 +80,6 @@ def _setup(devices: int, stage: int, micro_batches: int, max_norm: float | None,
         seed=SEED,
         micro_batches=micro_batches,
         max_gradient_norm=max_norm,
-        sample_tokens=4,
         devices=used,
     )
     return Setup(model, programs, used, state_layout(model, tx), rate)

@@ -177,12 +177,12 @@ class VocabularyChunk(nn.Module):
     @nn.compact
     def __call__(
         self, embedded_BTD: Any, first: jax.Array, tokens_BT: Any, x_BTD: Any
-    ) -> tuple[jax.Array | None, jax.Array | tuple[jax.Array, jax.Array] | None]:
+    ) -> tuple[jax.Array | None, jax.Array | tuple[jax.Array, jax.Array, jax.Array] | None]:
         """Without `x_BTD` embeds the tokens, without tokens scores `x_BTD`, with both scores it against the tokens.
 
         Embedding adds the rows of those tokens that lie in this chunk to the carry. Scoring returns float32 logits
         `(B, T, C)`, minus infinity past the vocabulary; against tokens only the chunk's part of a cross-entropy:
-        the log-sum-exp of its logits and the token's own logit where it is here, each `(B, T)`.
+        the log-sum-exp of its logits, the token's own logit where it is here, and the largest, each `(B, T)`.
         """
         rows = self.config.chunk_rows
         table_CD = self.param("table", nn.initializers.normal(0.02), (rows, self.config.embedding_dim))
@@ -201,7 +201,8 @@ class VocabularyChunk(nn.Module):
             return embedded_BTD, logits_BTC
         is_target_BTC = jnp.arange(rows)[None, None] == (tokens_BT - first)[..., None]
         target_BT = jnp.sum(jnp.where(is_target_BTC, logits_BTC, 0), axis=-1)
-        return embedded_BTD, (jax.nn.logsumexp(logits_BTC, axis=-1), target_BT)
+        most_BT = lax.stop_gradient(jnp.max(logits_BTC, axis=-1))
+        return embedded_BTD, (jax.nn.logsumexp(logits_BTC, axis=-1), target_BT, most_BT)
 
 
 class Positions(nn.Module):
@@ -251,11 +252,18 @@ class GPT(nn.Module):
 
     def __call__(self, tokens_BT: jax.Array, targets_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
         """Negative log-likelihood of each target in nats, float32 `(B, T)`; one dropout key a row, or none."""
+        return self.scores(tokens_BT, targets_BT, keys_B)[0]
+
+    def scores(
+        self, tokens_BT: jax.Array, targets_BT: jax.Array, keys_B: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Negative log-likelihood of each target in nats, float32 `(B, T)`, and whether no token is likelier."""
         x_BTD, _ = self.hidden(tokens_BT, keys_B)
         # Every chunk adds to the gradient of x, so that sum is kept in float32.
         x_BTD = x_BTD.astype(jnp.float32)
-        _, (lse_CBT, target_CBT) = self.vocabulary(None, self._first_rows(), targets_BT, x_BTD)
-        return jax.nn.logsumexp(lse_CBT, axis=0) - target_CBT.sum(0)
+        _, (lse_CBT, target_CBT, most_CBT) = self.vocabulary(None, self._first_rows(), targets_BT, x_BTD)
+        target_BT = target_CBT.sum(0)
+        return jax.nn.logsumexp(lse_CBT, axis=0) - target_BT, target_BT >= most_CBT.max(0)
 
     def logits(
         self, tokens_BT: jax.Array, cache: Cache | None = None, position: jax.Array | int = 0

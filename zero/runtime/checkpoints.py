@@ -50,6 +50,19 @@ class Checkpoints:
         """The steps that were saved, oldest first."""
         return sorted(self._manager.all_steps())
 
+    def choose(self, asked: int | None) -> int:
+        """The step that was asked for, or the newest.
+
+        Raises:
+          UserError: it is not here.
+        """
+        steps = self.steps()
+        if not steps:
+            raise UserError(f"{self.directory} holds no checkpoint")
+        if asked is not None and asked not in steps:
+            raise UserError(f"data.resume_step={asked}: {self.directory} holds steps {', '.join(map(str, steps))}")
+        return steps[-1] if asked is None else asked
+
     def save(self, step: int, state: PyTree, layout: Layout, meta: dict[str, Any]) -> None:
         """Copies whole arrays, as `zero.to_global` labels them, to the host; writing goes on in the background.
 

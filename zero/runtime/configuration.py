@@ -19,6 +19,7 @@ from zero.models.gpt import GPTConfig
 from zero.runtime import UserError
 
 DTYPES = ("float32", "bfloat16")
+MODES = ("train", "evaluate", "sample")
 
 
 @dataclass
@@ -69,6 +70,29 @@ class Zero:
     compute_dtype: str = MISSING
     wire_dtype: str = MISSING
     reduce_dtype: str = MISSING
+    replicate: bool | None = MISSING
+
+
+@dataclass
+class Evaluate:
+    validation: bool = MISSING
+    tasks: list[str] = field(default_factory=list)
+    context: int | None = MISSING
+    stride: int | None = MISSING
+
+
+@dataclass
+class Sample:
+    prompt: Any = MISSING
+    prompt_file: str | None = MISSING
+    copies: int = MISSING
+    tokens: int = MISSING
+    seed: int = MISSING
+    temperature: float = MISSING
+    top_k: int | None = MISSING
+    top_p: float | None = MISSING
+    typical_p: float | None = MISSING
+    repetition_penalty: float = MISSING
 
 
 @dataclass
@@ -90,6 +114,8 @@ class Config:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     zero: Zero = field(default_factory=Zero)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    sample: Sample = field(default_factory=Sample)
     distributed: Distributed = field(default_factory=Distributed)
 
 
@@ -123,8 +149,13 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
         if not holds:
             raise UserError(f"{key}={OmegaConf.select(config, key)}: expected {expected}")
 
-    require(checked.mode in ("train",), "mode", "train")
-    require(data.resume_step is None or checked.resume is not None, "data.resume_step", "--resume beside it")
+    require(checked.mode in MODES, "mode", f"one of {', '.join(MODES)}")
+    is_training = checked.mode == "train"
+    require(
+        data.resume_step is None or checked.resume is not None or not is_training,
+        "data.resume_step",
+        "--resume beside it",
+    )
     require(checked.model.size in sizes, "model.size", f"one of {', '.join(sizes)} (conf/model_config.yaml)")
     for key in ("batch_size", "total_steps", "gradient_accumulation_steps", "evaluation_frequency", "log_frequency"):
         require(getattr(training, key) >= 1, f"training.{key}", "at least 1")
@@ -168,8 +199,22 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
     for key in ("compute_dtype", "wire_dtype", "reduce_dtype"):
         require(getattr(zero, key) in DTYPES, f"zero.{key}", f"one of {', '.join(DTYPES)}")
     require(checked.distributed.cpu_devices >= 1, "distributed.cpu_devices", "at least 1")
+    evaluate, sample = checked.evaluate, checked.sample
+    require(evaluate.context is None or evaluate.context >= 2, "evaluate.context", "at least 2, or null")
+    longest = evaluate.context or data.max_context
     require(
-        not checked.model.warm_start or bool(checked.model.model_path),
+        evaluate.stride is None or 1 <= evaluate.stride < longest, "evaluate.stride", f"1 to {longest - 1}, or null"
+    )
+    for key in ("copies", "tokens"):
+        require(getattr(sample, key) >= 1, f"sample.{key}", "at least 1")
+    require(0 <= sample.seed < 2**32, "sample.seed", "0 to 4294967295")
+    require(0 <= sample.temperature < math.inf, "sample.temperature", "zero (the likeliest token) or more")
+    require(sample.top_k is None or sample.top_k >= 1, "sample.top_k", "at least 1, or null")
+    for key in ("top_p", "typical_p"):
+        require(getattr(sample, key) is None or 0 < getattr(sample, key) <= 1, f"sample.{key}", "0 to 1, or null")
+    require(0 < sample.repetition_penalty < math.inf, "sample.repetition_penalty", "more than 0; 1 is none")
+    require(
+        not is_training or not checked.model.warm_start or bool(checked.model.model_path),
         "model.model_path",
         "the run directory to start from, as model.warm_start=true",
     )

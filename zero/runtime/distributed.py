@@ -37,6 +37,14 @@ def start(
     return jax.process_index(), jax.process_count()
 
 
+def device_memory() -> int:
+    """Bytes of one local device; virtual CPU devices share the machine's."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    return int(device.memory_stats()["bytes_limit"])
+
+
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
     """Collects SIGTERM and SIGINT in a list, for a loop to look at between steps; a second one stops at once."""

@@ -26,11 +26,12 @@ from zero.runtime import UserError, distributed, runs
 from zero.runtime.checkpoints import Checkpoints
 from zero.runtime.configuration import Config
 from zero.runtime.corpus import prepare
+from zero.runtime.inference import generate, load_weights
 from zero.runtime.report import draw_run
 from zero.runtime.shards import Loader, prefetch
 from zero.runtime.text import Tokenizer, load_tokenizer
 from zero.runtime.tracking import METRICS_FILE, Tracker, read_metrics
-from zero.training.programs import Programs, make_programs
+from zero.training.programs import Inference, Programs, make_inference, make_programs
 from zero.training.schedules import Context, LearningRate
 from zero.training.step import Batch, ShardedGPT, TrainState, adamw, state_layout
 
@@ -78,8 +79,8 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         seed=config.seed,
         micro_batches=training.gradient_accumulation_steps,
         max_gradient_norm=training.max_gradient_norm,
-        sample_tokens=training.sample_tokens,
     )
+    inference = make_inference(model)
     context = Context(data.max_context, training.warmup_train_context, training.staged_warmup_steps)
 
     with ExitStack() as stack:
@@ -92,7 +93,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         if config.resume is not None:
             if Path(config.resume) != run_directory:
                 source = stack.enter_context(_open_checkpoints(Path(config.resume), config, is_mine=False))
-            first = _choose_step(source, data.resume_step)
+            first = source.choose(data.resume_step)
             meta = source.meta(first)
             cursor, global_rows = meta["cursor"], meta["global_rows"]
         elif checkpoints.steps():
@@ -199,7 +200,9 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
                 whole = to_global(state, layout, axis, donate=True)
                 checkpoints.save(step, whole, layout, meta)
                 state = from_global(whole, layout, axis, donate=True)
-            text = _sample(programs, state, tokenizer, step) if is_evaluation and training.sample_tokens else ""
+            text = ""
+            if is_evaluation and training.sample_tokens:
+                text = _sample(inference, state, tokenizer, training.sample_tokens, step)
             if host == 0 and is_evaluation:
                 log.info("step %d: %s", step, _summary(line))
                 draw_run(run_directory)
@@ -298,15 +301,6 @@ def _open_checkpoints(run_directory: Path, config: Config, *, is_mine: bool = Tr
     return Checkpoints(place, data.keep_checkpoints if is_mine else None)
 
 
-def _choose_step(checkpoints: Checkpoints, asked: int | None) -> int:
-    steps = checkpoints.steps()
-    if not steps:
-        raise UserError(f"{checkpoints.directory} holds no checkpoint to resume from")
-    if asked is not None and asked not in steps:
-        raise UserError(f"data.resume_step={asked}: {checkpoints.directory} holds steps {', '.join(map(str, steps))}")
-    return steps[-1] if asked is None else asked
-
-
 def _check_division(global_rows: int, hosts: int, local_devices: int, micro_batches: int) -> None:
     parts = hosts * local_devices * micro_batches
     if global_rows % parts:
@@ -321,14 +315,8 @@ def _new_state(programs: Programs, config: Config, model: ShardedGPT) -> TrainSt
     key = np.asarray(jax.random.key_data(jax.random.key(config.seed)))
     if not config.model.warm_start:
         return programs.start(programs.init(np.stack([key] * jax.local_device_count())))
-    place = Path(str(config.model.model_path))
-    saved = runs.saved_config(place)
-    directory = runs.checkpoint_directory(place, saved.data.bucket_path, saved.data.checkpoint_directory)
-    with Checkpoints(directory, keep=None) as checkpoints:
-        step = _choose_step(checkpoints, None)
-        params = checkpoints.restore(step, model.layout, model.axis, within="params")
-    log.info("weights from step %d of %s", step, directory)
-    return programs.start(from_global(params, model.layout, model.axis, donate=True))
+    params, _ = load_weights(Path(str(config.model.model_path)), model, None)
+    return programs.start(params)
 
 
 def _write_down(run_directory: Path, config: Config, layout: Layout, forked_at: int | None) -> None:
@@ -359,11 +347,11 @@ def _evaluate(programs: Programs, state: TrainState, validation: Loader, steps: 
     return losses / scored
 
 
-def _sample(programs: Programs, state: TrainState, tokenizer: Tokenizer, step: int) -> str:
+def _sample(inference: Inference, state: TrainState, tokenizer: Tokenizer, count: int, step: int) -> str:
     """Text that the model writes when it is given the end of a text."""
     prompt = np.asarray([tokenizer.end_of_text], np.int32)
-    tokens = programs.sample(state.params, prompt, np.int32(step))
-    return tokenizer.decode(np.asarray(tokens.addressable_shards[0].data)[0])
+    tokens = next(generate(inference, state.params, [prompt], count, seed=step, chunk=count))
+    return tokenizer.decode(tokens[0, 1:])
 
 
 def _summary(line: dict[str, float | int]) -> str:

@@ -78,6 +78,18 @@ def newest_run(root: Path) -> Path | None:
     return max(runs, key=lambda run: (run / CONFIG_FILE).stat().st_mtime_ns, default=None)
 
 
+def trained_run(place: str | None) -> Path:
+    """The run at `place`, or the newest, to be used and not continued.
+
+    Raises:
+      UserError: there is none.
+    """
+    run = newest_run(DEFAULT_ROOT) if place is None else Path(place)
+    if run is None:
+        raise UserError(f"no run with a checkpoint stands in {DEFAULT_ROOT}; name one in model.model_path")
+    return run
+
+
 def resume_overrides(arguments: Sequence[str]) -> list[str]:
     """Command-line arguments with `--resume` and `--resume=auto` turned into overrides that Hydra understands.
 

@@ -111,6 +111,14 @@ def count_rows(path: Path) -> int:
     return rows
 
 
+def row_tokens(index: str | Path | Sequence[str | Path]) -> int:
+    """Tokens of a row as the shards hold them, of the first one in the index."""
+    shard = read_index(index if isinstance(index, str | Path) else index[0])[0]
+    with open(shard.path, "rb") as stream:
+        sample = next(_samples(shard, stream))
+    return _array(sample, "input_id.npy", f"shard {shard.path}, sample {sample['__key__']}").shape[-1]
+
+
 def _samples(shard: Shard, stream: BinaryIO) -> Iterator[dict[str, Any]]:
     """The samples of a shard in webdataset's convention: `__key__` and the bytes of each member."""
     files = ({"fname": name, "data": data, "__url__": shard.path} for name, data in _tar_files(stream))

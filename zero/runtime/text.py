@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -33,6 +34,10 @@ class Tokenizer(Protocol):
         """Text for any ids: broken UTF-8 becomes U+FFFD, `end_of_text` and ids that mean nothing are left out."""
         ...
 
+    def byte_lengths(self) -> np.ndarray:
+        """How many bytes of text each id stands for, int64 `(vocab_size,)`; 0 for `end_of_text`."""
+        ...
+
 
 class ByteTokenizer:
     """One token a byte of UTF-8. The NUL byte is the end of text; NULs inside a text are dropped.
@@ -54,6 +59,9 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in map(int, ids) if 0 < i < 256).decode("utf-8", "replace")
+
+    def byte_lengths(self) -> np.ndarray:
+        return np.where(np.arange(256) == self.end_of_text, 0, 1)
 
 
 class FileTokenizer:
@@ -87,6 +95,18 @@ class FileTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         known = [i for i in map(int, ids) if 0 <= i < self.vocab_size and i != self.end_of_text]
         return self._tokenizer.decode(known, skip_special_tokens=False)
+
+    def byte_lengths(self) -> np.ndarray:
+        """By the vocabulary's spelling: a character a byte (byte-level), `▁` for a blank, `<0x0A>` for a byte."""
+        is_byte_level = "ByteLevel" in str(self._tokenizer.decoder)
+        special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        lengths = np.zeros(self.vocab_size, np.int64)
+        for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if i in special:
+                continue
+            spelled = re.sub(r"^<0x[0-9A-F]{2}>$", "?", token).replace("▁", " ")
+            lengths[i] = len(token) if is_byte_level else len(spelled.encode())
+        return lengths
 
 
 def load_tokenizer(name: str) -> Tokenizer:

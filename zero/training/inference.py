@@ -1,12 +1,18 @@
-"""The model in use: losses of held-out rows and text drawn from it, on state sharded as in training."""
+"""The model in use: losses of held-out rows and text drawn from it, on state sharded as in training.
+
+Shapes: R rows of one device, T tokens, V vocabulary.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero.models.gpt import init_cache
+from zero.models.gpt import Cache, init_cache
 from zero.partition.layout import PyTree
 from zero.training.step import ShardedGPT
 
@@ -14,29 +20,133 @@ from zero.training.step import ShardedGPT
 def evaluate_step(params: PyTree, tokens: jax.Array, *, model: ShardedGPT) -> tuple[jax.Array, jax.Array]:
     """Summed losses in nats and tokens scored, over all devices' rows; both the same on every device.
 
-    Per device: shards of parameters and int32 tokens `(rows, context)`, -1 where there is none. Call inside pmap.
+    Per device: shards of parameters and int32 tokens `(R, T)`, -1 where there is none. Call inside pmap.
     """
     losses, scored = model.losses(model.enter(params), tokens, None)
     return lax.psum(losses, model.axis.name), lax.psum(scored, model.axis.name)
 
 
-def generate(
-    params: PyTree, prompt: jax.Array, seed: jax.Array, *, model: ShardedGPT, length: int, temperature: float
-) -> jax.Array:
-    """Draws `length` tokens after a prompt, one at a time, with a key-value cache; every device draws its own text.
+def score(params: PyTree, tokens: jax.Array, *, model: ShardedGPT) -> tuple[jax.Array, jax.Array]:
+    """For every token after the first of a row: its loss in nats, and whether it was the likeliest.
 
-    Per device: shards of parameters, int32 prompt `(tokens,)`, an int32 seed; int32 `(length,)` out. Call inside pmap.
+    Per device: shards of parameters and int32 tokens `(R, T)`, -1 where there is none. Out: float32 and bool
+    `(N R, T - 1)`, the rows of all devices in order, the same on every device. Call inside pmap.
     """
-    key = jax.random.fold_in(jax.random.key(seed), lax.axis_index(model.axis.name))
+    full = model.enter(params)
+    tokens = jnp.maximum(tokens, 0)
+    losses, is_greedy = model.apply(full, tokens[:, :-1], tokens[:, 1:], method="scores")
+    return tuple(lax.all_gather(x, model.axis.name, tiled=True) for x in (losses, is_greedy))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. Filters are applied in the order of the attributes.
+
+    Attributes:
+      repetition_penalty: logits of tokens in the text so far are divided by it, negative ones multiplied; 1 is none
+        (CTRL, arXiv 1909.05858, section 4.1).
+      temperature: logits are divided by it; 0 takes the likeliest token.
+      top_k: only so many of the likeliest tokens.
+      top_p: only the likeliest tokens that together reach this probability (arXiv 1904.09751, section 3.1).
+      typical_p: only those nearest to the expected information that together reach it (arXiv 2202.00666, section 4).
+    """
+
+    repetition_penalty: float = 1.0
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    typical_p: float | None = None
+
+
+class Draft(NamedTuple):
+    """Texts of one device in the making.
+
+    Attributes:
+      tokens: int32 `(R, S)`: prompts and what was drawn; -1 where nothing is yet.
+      position: int32, how many positions the cache holds.
+      cache: keys and values of these positions.
+      logits: float32 `(R, V)`, after the last of them.
+    """
+
+    tokens: jax.Array
+    position: jax.Array
+    cache: Cache
+    logits: jax.Array
+
+
+def prefill(params: PyTree, tokens: jax.Array, *, model: ShardedGPT, length: int) -> Draft:
+    """Reads the first `length` tokens of each row at once: the part of the prompts that all rows have.
+
+    Per device: shards of parameters and int32 tokens `(R, S)`, prompts and -1 behind them. Call inside pmap.
+    """
+    cache = init_cache(model.config, tokens.shape[0], tokens.shape[1], model.compute_dtype)
+    logits, cache = model.apply(model.enter(params), tokens[:, :length], cache, 0, method="logits")
+    return Draft(tokens, jnp.int32(length), cache, logits)
+
+
+def extend(
+    params: PyTree, draft: Draft, keys: jax.Array, *, model: ShardedGPT, sampling: Sampling, count: int
+) -> tuple[Draft, jax.Array]:
+    """Goes on by `count` tokens, with a key-value cache; where a prompt is longer, its own tokens are taken.
+
+    Per device: shards of parameters, a draft, the data of one random key a row. Out: the draft, and the tokens
+    `(N R, S)` of all devices, the same on every device. Call inside pmap.
+    """
     variables = model.enter(params)
-    cache = init_cache(model.config, 1, len(prompt) + length, model.compute_dtype)
-    logits_BV, cache = model.apply(variables, prompt[None], cache, 0, method="logits")
+    keys = jax.random.wrap_key_data(keys)
+    rows = jnp.arange(draft.tokens.shape[0])
 
-    def draw(carry: tuple, position: jax.Array) -> tuple[tuple, jax.Array]:
-        logits_BV, cache = carry
-        token_B = jax.random.categorical(jax.random.fold_in(key, position), logits_BV / temperature)
-        return model.apply(variables, token_B[:, None], cache, position, method="logits"), token_B[0]
+    def one(draft: Draft, _: None) -> tuple[Draft, None]:
+        logits = penalised(draft.logits, draft.tokens, sampling.repetition_penalty)
+        drawn = draw(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, draft.position), sampling)
+        given = draft.tokens[rows, draft.position]
+        token = jnp.where(given >= 0, given, drawn)
+        logits, cache = model.apply(variables, token[:, None], draft.cache, draft.position, method="logits")
+        return Draft(draft.tokens.at[rows, draft.position].set(token), draft.position + 1, cache, logits), None
 
-    positions = jnp.arange(len(prompt), len(prompt) + length)
-    _, tokens = lax.scan(draw, (logits_BV, cache), positions)
-    return tokens
+    draft, _ = lax.scan(one, draft, None, length=count)
+    return draft, lax.all_gather(draft.tokens, model.axis.name, tiled=True)
+
+
+def penalised(logits: jax.Array, tokens: jax.Array, penalty: float) -> jax.Array:
+    """Logits `(R, V)` with those of tokens that are in `tokens` `(R, S)` made less likely; -1 is no token."""
+    if penalty == 1:
+        return logits
+    rows = jnp.arange(len(tokens))[:, None]
+    seen = (
+        jnp.zeros(logits.shape, bool).at[rows, jnp.where(tokens >= 0, tokens, logits.shape[1])].set(True, mode="drop")
+    )
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def draw(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
+    """One token a row from logits `(R, V)`, with one key a row."""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1)
+    return jax.vmap(jax.random.categorical)(keys, filtered(logits, sampling))
+
+
+def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """Logits `(R, V)` divided by the temperature, minus infinity where a token may not be drawn."""
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        least = lax.top_k(logits, sampling.top_k)[0][:, -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if sampling.top_p is not None:
+        logits = _nucleus(logits, -logits, sampling.top_p)
+    if sampling.typical_p is not None:
+        information = -jax.nn.log_softmax(logits)
+        expected = jnp.sum(
+            jnp.where(jnp.isfinite(information), jnp.exp(-information) * information, 0), -1, keepdims=True
+        )
+        logits = _nucleus(logits, jnp.abs(information - expected), sampling.typical_p)
+    return logits
+
+
+def _nucleus(logits: jax.Array, cost: jax.Array, mass: float) -> jax.Array:
+    """Keeps the cheapest tokens up to the one with which their probability reaches `mass`."""
+    order = jnp.argsort(cost, axis=-1)
+    probability = jnp.take_along_axis(jax.nn.softmax(logits), order, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    kept = jnp.take_along_axis(before < mass, jnp.argsort(order, axis=-1), axis=-1)
+    return jnp.where(kept, logits, -jnp.inf)

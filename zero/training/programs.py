@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from zero.training.inference import evaluate_step, generate
+from zero.training.inference import Sampling, evaluate_step, extend, prefill, score
 from zero.training.step import ShardedGPT, new_state, train_step
 
 
@@ -23,14 +23,12 @@ class Programs(NamedTuple):
       start: parameter shards, donated, to a new `TrainState`.
       step: `(TrainState, Batch)`, the state donated, to the next state and shared metrics.
       evaluate: `(params, tokens)` to the shared sum of losses and number of tokens scored.
-      sample: `(params, prompt, seed)`, the last two shared, to each device's own text.
     """
 
     init: Any
     start: Any
     step: Any
     evaluate: Any
-    sample: Any
 
 
 def make_programs(
@@ -41,8 +39,6 @@ def make_programs(
     seed: int,
     micro_batches: int,
     max_gradient_norm: float | None,
-    sample_tokens: int,
-    temperature: float = 0.8,
     devices: Sequence[Any] | None = None,
 ) -> Programs:
     """Binds the model, the optimizer and what else does not change during a run. Nothing is compiled yet."""
@@ -61,7 +57,40 @@ def make_programs(
         start=pmap(partial(new_state, tx=tx), donate_argnums=0),
         step=pmap(step, donate_argnums=0, out_axes=(0, None)),
         evaluate=pmap(partial(evaluate_step, model=model), out_axes=None),
-        sample=pmap(
-            partial(generate, model=model, length=sample_tokens, temperature=temperature), in_axes=(0, None, None)
+    )
+
+
+class Inference(NamedTuple):
+    """What `jax.pmap` returns, for a model in use; arguments and results as in `Programs`.
+
+    Attributes:
+      score: `(params, tokens)` to the shared losses and hits of all rows.
+      prefill: `(params, tokens, length)`, the length static, to a `Draft`.
+      extend: `(params, Draft, keys, count)`, the draft donated, the count static, to the next `Draft` and the shared
+        tokens of all rows.
+    """
+
+    score: Any
+    prefill: Any
+    extend: Any
+
+
+def make_inference(
+    model: ShardedGPT, sampling: Sampling | None = None, *, devices: Sequence[Any] | None = None
+) -> Inference:
+    """Binds the model and how text is drawn from it. Nothing is compiled yet."""
+    pmap = partial(jax.pmap, axis_name=model.axis.name, devices=devices)
+    bound = partial(extend, model=model, sampling=sampling or Sampling())
+    return Inference(
+        score=pmap(partial(score, model=model), out_axes=None),
+        prefill=pmap(
+            lambda params, tokens, length: prefill(params, tokens, model=model, length=length),
+            static_broadcasted_argnums=2,
+        ),
+        extend=pmap(
+            lambda params, draft, keys, count: bound(params, draft, keys, count=count),
+            static_broadcasted_argnums=3,
+            donate_argnums=1,
+            out_axes=(0, None),
         ),
     )
