@@ -1,33 +1,47 @@
-"""Text to token shards and the index files that list them. The same input and arguments give the same bytes."""
+"""Text to token shards, their index files and a manifest. The same input and arguments give the same bytes.
+
+Documents are read and tokenized by processes, in units that depend on the source alone, and joined in their order by
+one. A shard is written whole, then noted in the manifest together with where in the source it ends: what begins there
+is all that a second call has to do. docs/decisions/preparing.md says why, and what it costs.
+
+Shapes: n rows or tokens, T tokens of a row.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
+import multiprocessing
 import os
-import shutil
-import sysconfig
+import re
+import signal
 import tarfile
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from zero.runtime import UserError
-from zero.runtime.text import Tokenizer
+from zero.runtime import UserError, storage
+from zero.runtime.documents import Source, Unit
+from zero.runtime.text import ByteTokenizer, FileTokenizer, Tokenizer, train_tokenizer
 
-# What counts as text in a folder. A file outside this list can still be named as the source itself.
-_SUFFIXES = """
-    .txt .md .rst .tex .org .jsonl .py .pyi .ipynb .c .h .cc .cpp .hpp .cu .cuh .m .rs .go .java .kt .scala .swift .cs
-    .js .mjs .jsx .ts .tsx .html .css .rb .php .pl .lua .r .jl .hs .ml .ex .exs .erl .clj .lisp .sh .bash .sql .proto
-    .cmake .toml .yaml .yml .ini .cfg
-"""
-# Of the standard library: tests are repetitive, encodings and pydoc_data are tables, the rest is not its own.
-_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+SPLITS = ("train", "validation")
+_PIECE = 1 << 20  # characters that are tokenized at once: tokenizers takes some fifty bytes for each
+_TRAINING_BYTES = 1 << 30  # of text that a tokenizer is trained on: more hardly changes it
+_NO_HASH = 2**64  # higher than any
+_WORTH_A_WORKER = 4 << 20  # bytes of text: starting a process takes a second
 
 
 @dataclass(frozen=True)
@@ -36,17 +50,18 @@ class Split:
 
     documents: int
     tokens: int  # ends of text included
+    bytes: int | None  # of the text in UTF-8; None where the source held token ids
     rows: int
     shards: int
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus: `directory` holds its shards and this summary as manifest.json."""
+    """A prepared corpus: `directory` holds its shards and manifest.json, which says all this and more."""
 
-    directory: Path
-    train_index: Path
-    validation_index: Path
+    directory: str
+    train_index: str
+    validation_index: str
     train: Split
     validation: Split
     skipped: int  # files that are not UTF-8
@@ -56,41 +71,47 @@ def prepare(
     source: str | Path,
     name: str,
     *,
-    directory: Path,
-    index_directory: Path,
-    tokenizer: Tokenizer,
+    directory: str | Path,
+    index_directory: str | Path,
+    tokenizer: Tokenizer | int,
     row_tokens: int,
+    one_document_a_row: bool = False,
     validation_fraction: float = 0.05,
     rows_per_member: int = 256,
     rows_per_shard: int = 8192,
+    key: str = "text",
+    workers: int | None = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> Corpus:
     """Write `directory/name/*.tar`, and `name_train.index` and `name_validation.index` into `index_directory`.
 
-    Documents are joined with the tokenizer's end of text and cut into rows without loss: the last row of a split is
-    padded, and a length.npy says so. A document is in the validation split where the hash of its text says so, or the
-    one with the lowest hash where no other is; of a single document it is the last part.
+    A document is in the validation split where the hash of its text says so, or the one with the lowest hash where no
+    other is; of a lone text it is the last part. Documents are joined with the tokenizer's end of text and cut into
+    rows without loss: the last row of a split is padded, and a length.npy says so.
 
-    Shards are written aside and then renamed, and index files come last: whenever this is killed, no index lists a
-    shard that is missing. What stands already is kept, if it was made with these arguments.
+    Whenever this is killed, no index lists a shard that is missing, and the next call with these arguments goes on
+    behind the shards that are finished. What stands whole is kept.
 
     Args:
-        source: a folder (of text and source files, told by their suffix), a text file, a .jsonl file of objects with a
-            "text", or `"stdlib"`: the standard library of the running Python.
+        source: as `zero.runtime.documents.Source` takes it.
         name: of the corpus.
-        directory: where corpora lie.
-        index_directory: where index files lie; they name the shards relative to it.
-        tokenizer: as `zero.runtime.text.load_tokenizer` gives it.
+        directory: where corpora lie, a path or a gs:// URL.
+        index_directory: where index files lie, a path or a gs:// URL; they name the shards relative to it if they can.
+        tokenizer: as `zero.runtime.text.load_tokenizer` gives it, or the number of tokens of one that is trained on
+            the source and saved as `directory/name/tokenizer.json`.
         row_tokens: length of a row, a training sample; the longest context that a model can be trained with.
+        one_document_a_row: instead of joining documents, give each its own row, or rows, and pad the last of them.
         validation_fraction: of the documents, above 0 and below 1.
         rows_per_member: rows in one array. Reading pays per array, hardly per row.
-        rows_per_shard: a multiple of `rows_per_member`.
+        rows_per_shard: a multiple of `rows_per_member`. Two shards are held in memory.
+        key: of the text in a JSON object or a row of a dataset, of the token ids in a TFRecord.
+        workers: processes that read and tokenize; None is one a core where that pays. Changes no byte.
         overwrite: replace what was made with other arguments.
         progress: draw a bar on a terminal.
 
     Raises:
-        UserError: there is no text, or a corpus of this name that was made otherwise.
+        UserError: there is no text, it cannot be read, or a corpus of this name that was made otherwise.
     """
     if not 0 < validation_fraction < 1:
         raise UserError(f"validation_fraction must lie between 0 and 1, not {validation_fraction}")
@@ -99,248 +120,571 @@ def prepare(
             f"row_tokens {row_tokens} must be at least 2 and rows_per_shard {rows_per_shard} a multiple of "
             f"rows_per_member {rows_per_member}"
         )
-    arguments: dict[str, str | int | float] = {
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise UserError(f"name {name}: expected letters, digits, and . - _ between them")
+    if workers is not None and workers < 1:
+        raise UserError(f"workers must be at least 1, not {workers}")
+    opened = Source(str(source), key, validation_fraction)
+    if opened.is_one_text and one_document_a_row:
+        raise UserError(f"{source} is one document, and one_document_a_row expects several: a folder or JSON lines")
+    arguments: dict[str, Any] = {
         "source": str(source),
-        "tokenizer": tokenizer.name,
-        "vocab_size": tokenizer.vocab_size,
+        "source_files": opened.fingerprint,
+        "key": key,
+        "train_tokenizer": tokenizer if isinstance(tokenizer, int) else None,
         "row_tokens": row_tokens,
+        "one_document_a_row": one_document_a_row,
         "validation_fraction": validation_fraction,
         "rows_per_member": rows_per_member,
         "rows_per_shard": rows_per_shard,
     }
-    place = Path(directory, name)
-    if not overwrite and (standing := _standing(place, Path(index_directory), arguments)):
-        return standing
-    files = _files(source)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=place.parent) as aside:
-        new = Path(aside, "new")
-
-        def write(texts: Iterable[str], is_validation: Callable[[str], bool]) -> tuple[Split, Split]:
-            shutil.rmtree(new, ignore_errors=True)
-            new.mkdir()
-            train = _Writer(new, "train", tokenizer, row_tokens, rows_per_member, rows_per_shard)
-            validation = _Writer(new, "validation", tokenizer, row_tokens, rows_per_member, rows_per_shard)
-            for text in texts:
-                (validation if is_validation(text) else train).add(text)
-            return train.close(), validation.close()
-
-        size = sum(file.stat().st_size for file in files)
-        hidden = None if progress else True  # None: hidden where there is no terminal
-        with tqdm(total=size, unit="B", unit_scale=True, desc=f"preparing {name}", disable=hidden, leave=False) as bar:
-            reader = _Reader(files, bar.update)
-            train, validation = write(reader, lambda text: _hash(text) < validation_fraction * 2**64)
-        if not train.documents or not validation.documents:  # a few documents
-            texts = list(_Reader(files))
-            if not texts:
-                raise UserError(f"{source} holds no text")
-            if len(texts) == 1:
-                texts = _halves(texts[0], validation_fraction)
-                train, validation = write(texts, lambda text: text is texts[1])
-            else:
-                lowest = min(map(_hash, texts))
-                train, validation = write(texts, lambda text: _hash(text) == lowest)
-            if not train.documents or not validation.documents:
-                raise UserError(f"{source} holds too little text to set documents aside for validation")
-        corpus = Corpus(place, *_indices(place, Path(index_directory)), train, validation, reader.skipped)
-        counts = {"train": asdict(train), "validation": asdict(validation), "skipped": reader.skipped}
-        Path(new, "manifest.json").write_text(json.dumps(arguments | counts, indent=1) + "\n", encoding="utf-8")
-        _publish(corpus, new, Path(aside, "old"), rows_per_shard)
-    return corpus
-
-
-def _indices(place: Path, index_directory: Path) -> tuple[Path, Path]:
-    return index_directory / f"{place.name}_train.index", index_directory / f"{place.name}_validation.index"
+    place = storage.join(directory, name)
+    indices = {split: storage.join(index_directory, f"{name}_{split}.index") for split in SPLITS}
+    if storage.is_remote(indices["train"]) and not storage.is_remote(place):
+        raise UserError(f"index_directory {index_directory}: an index in a bucket cannot list shards in {place}")
+    hidden = None if progress else True  # None: hidden where there is no terminal
+    with _locked(place), tqdm(desc=name, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
+        manifest = _standing(place, arguments, opened.state, overwrite)
+        if isinstance(tokenizer, int):
+            tokenizer = _own_tokenizer(place, manifest is not None, opened, tokenizer, bar)
+        arguments |= {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
+        manifest = manifest and _standing(place, arguments, opened.state, overwrite)
+        threshold = int(validation_fraction * 2**64)
+        if manifest is None:
+            manifest = _begin(place, indices, arguments, opened.state, threshold, tokenizer)
+        _sweep(place, "*")
+        for index in indices.values():
+            _sweep(storage.parent(index), _name(index))
+        while "unfinished" in manifest:
+            train, validation = _write(opened, place, manifest, tokenizer, workers, bar)
+            if train.documents and validation.documents:
+                _finish(place, manifest, (train, validation), opened.has_ids)
+                break
+            # A few documents: the one with the lowest hash is for validation.
+            threshold = min(train.lowest, validation.lowest) + 1
+            if opened.is_one_text or threshold in (_NO_HASH + 1, manifest["unfinished"]["threshold"]):
+                _clear(place, indices)
+                some = "too little text to set documents aside for validation"
+                raise UserError(f"{source} holds {some if train.documents + validation.documents else 'no text'}")
+            manifest = _begin(place, indices, arguments, opened.state, threshold, tokenizer)
+        for split, index in indices.items():
+            if not storage.exists(index):
+                _save(index, _index(index, place, split, manifest[split]))
+    train_split, validation_split = (
+        Split(**(manifest[split] | {"shards": len(manifest[split]["shards"])})) for split in SPLITS
+    )
+    return Corpus(
+        place, indices["train"], indices["validation"], train_split, validation_split, skipped=manifest["skipped"]
+    )
 
 
-def _shard(split: str, number: int) -> str:
-    return f"{split}-{number:05d}.tar"
+def verify(place: str, tokenizer: Tokenizer | None = None, progress: bool = True) -> list[str]:
+    """What is not as the manifest says, one line each: shards that are missing, damaged or nobody's, the tokenizer.
 
+    Args:
+        place: the directory of a corpus, or one of its index files, which is then compared as well.
+        tokenizer: the one that the corpus should have been made with; None is any.
+        progress: draw a bar on a terminal.
 
-def _standing(place: Path, index_directory: Path, arguments: dict[str, str | int | float]) -> Corpus | None:
-    """What an earlier call left, None where it left nothing whole; UserError where the arguments were others."""
-    indices = _indices(place, index_directory)
+    Raises:
+        UserError: no prepared corpus is there.
+    """
+    found = []
+    index = place if place.endswith(".index") else None
+    if index:
+        lines = [line for line in _read(index).decode("utf-8").splitlines() if line and not line.startswith("#")]
+        if not lines:
+            raise UserError(f"{index} lists no shards")
+        place = storage.parent(storage.join(storage.parent(index), lines[0].partition(" ")[0]))
     try:
-        manifest = json.loads(Path(place, "manifest.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        manifest = json.loads(_read(storage.join(place, MANIFEST)))
+    except ValueError as error:
+        raise UserError(f"{storage.join(place, MANIFEST)} is no manifest: {error}") from error
+    if "unfinished" in manifest:
+        raise UserError(f"{place} is not finished; the call of data/prepare.py that began it goes on")
+    if index:
+        split = index.removesuffix(".index").rpartition("_")[2]
+        if split not in SPLITS or _read(index) != _index(index, place, split, manifest[split]):
+            found.append(f"{index} does not list the shards of {place} as its manifest does")
+    standing = _names(place)
+    listed = {shard["name"]: shard for split in SPLITS for shard in manifest[split]["shards"]}
+    found += [f"{storage.join(place, name)} is not in the manifest" for name in sorted(_ours(standing) - set(listed))]
+    hidden = None if progress else True
+    for name, shard in tqdm(listed.items(), desc="verifying", unit="shard", disable=hidden, leave=False):
+        path = storage.join(place, name)
+        if name not in standing:
+            found.append(f"{path} is missing")
+        elif len(data := storage.read_bytes(path)) != shard["size"]:
+            found.append(f"{path} has {len(data)} bytes; expected {shard['size']}")
+        elif hashlib.sha256(data).hexdigest() != shard["sha256"]:
+            found.append(f"{path} does not match its checksum")
+    if manifest["tokenizer"] != "bytes":
+        path = storage.join(place, TOKENIZER)
+        if TOKENIZER not in standing:
+            found.append(f"{path} is missing")
+        elif hashlib.sha256(storage.read_bytes(path)).hexdigest()[:16] != manifest["tokenizer"].rpartition(":")[2]:
+            found.append(f"{path} is not the tokenizer of this corpus, {manifest['tokenizer']}")
+    if tokenizer and tokenizer.name.rpartition(":")[2] != manifest["tokenizer"].rpartition(":")[2]:
+        found.append(f"{place} was prepared with tokenizer {manifest['tokenizer']}, not {tokenizer.name}")
+    return found
+
+
+# ---- what stands, and what is missing --------------------------------------------------------------------------------
+
+
+class _Counts(NamedTuple):
+    """What some units held for one split."""
+
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    skipped: int = 0  # of both splits
+    lowest: int = _NO_HASH
+
+    def plus(self, other: _Counts) -> _Counts:
+        return _Counts(
+            self.documents + other.documents,
+            self.tokens + other.tokens,
+            self.bytes + other.bytes,
+            self.skipped + other.skipped,
+            min(self.lowest, other.lowest),
+        )
+
+
+class _Position(NamedTuple):
+    """Where a split's next shard begins."""
+
+    unit: int = 0
+    skip: int = 0  # tokens of that unit, or rows if each document has its own, which are in the shard before
+    counts: _Counts = _Counts()  # of the units before
+
+
+def _standing(place: str, arguments: dict[str, Any], source_state: str, overwrite: bool) -> dict[str, Any] | None:
+    """The manifest of what an earlier call has left, if it is any use; UserError where it was made otherwise."""
+    path = storage.join(place, MANIFEST)
+    if not storage.exists(path):
         return None
+    manifest = json.loads(storage.read_bytes(path))
+    shards = [shard["name"] for split in SPLITS for shard in manifest[split]["shards"]]
     for key, now in arguments.items():
         if manifest.get(key) != now:
+            if overwrite or not shards:
+                return None
             raise UserError(
                 f"corpus {place} was prepared with {key}={manifest.get(key)}, not {key}={now}: "
                 "give another name, or --overwrite to replace it"
             )
-    corpus = Corpus(place, *indices, Split(**manifest["train"]), Split(**manifest["validation"]), manifest["skipped"])
-    shards = [_shard("train", i) for i in range(corpus.train.shards)]
-    shards += [_shard("validation", i) for i in range(corpus.validation.shards)]
-    whole = all(path.is_file() for path in (*indices, *(place / shard for shard in shards)))
-    return corpus if whole else None
+    if "unfinished" in manifest and manifest["unfinished"]["source_state"] != source_state:
+        if overwrite or not shards:
+            return None
+        raise UserError(f"corpus {place} is half done, and its source has changed since: --overwrite begins it anew")
+    return manifest if set(shards) <= _names(place) else None
 
 
-def _publish(corpus: Corpus, new: Path, old: Path, rows_per_shard: int) -> None:
-    """Put finished shards in their place. At no moment does an index list a shard that is not there."""
-    halves = ((corpus.train_index, "train", corpus.train), (corpus.validation_index, "validation", corpus.validation))
-    for index, _, _ in halves:
-        index.parent.mkdir(parents=True, exist_ok=True)
-        index.unlink(missing_ok=True)
-    if corpus.directory.exists():
-        corpus.directory.rename(old)
-    new.rename(corpus.directory)
-    for index, name, split in halves:
-        relative = Path(os.path.relpath(corpus.directory, index.parent)).as_posix()
-        lines = [f"# {corpus.directory.name}, {name}: {split.tokens} tokens of {split.documents} documents"]
-        for i in range(split.shards):
-            rows = min(rows_per_shard, split.rows - i * rows_per_shard)
-            lines.append(f"{relative}/{_shard(name, i)} # {rows} rows")
-        aside = index.with_name(f".{index.name}.{os.getpid()}")
-        aside.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        aside.replace(index)
+def _begin(
+    place: str,
+    indices: dict[str, str],
+    arguments: dict[str, Any],
+    source_state: str,
+    threshold: int,
+    tokenizer: Tokenizer,
+) -> dict[str, Any]:
+    """Removes what another call has left and writes a manifest without shards; hashes below threshold: validation."""
+    _clear(place, indices)
+    if isinstance(tokenizer, FileTokenizer):
+        _save(storage.join(place, TOKENIZER), tokenizer.data)
+    manifest: dict[str, Any] = arguments | {split: {"shards": []} for split in SPLITS}
+    manifest["unfinished"] = {"source_state": source_state, "threshold": threshold}
+    manifest["unfinished"] |= {split: _Position() for split in SPLITS}
+    _note(place, manifest)
+    return manifest
 
 
-# ---- documents -------------------------------------------------------------------------------------------------------
+def _finish(place: str, manifest: dict[str, Any], counts: tuple[_Counts, _Counts], has_ids: bool) -> None:
+    del manifest["unfinished"]
+    for split, count in zip(SPLITS, counts, strict=True):
+        manifest[split] = {
+            "documents": count.documents,
+            "tokens": count.tokens,
+            "bytes": None if has_ids else count.bytes,
+            "rows": sum(shard["rows"] for shard in manifest[split]["shards"]),
+            "shards": manifest[split]["shards"],
+        }
+    manifest["skipped"] = counts[0].skipped
+    _note(place, manifest)
 
 
-def _files(source: str | Path) -> list[Path]:
-    """The files that hold the text of a source, in an order that does not depend on the file system."""
-    if source == "stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        skip, suffixes = _NOT_STDLIB, {".py"}
-    else:
-        root = Path(source)
-        skip, suffixes = {"__pycache__", "node_modules"}, set(_SUFFIXES.split())
-    if root.is_file():
-        return [root]
-    if not root.is_dir():
-        raise UserError(f'{source}: no such file or folder; expected one that holds text, or "stdlib"')
-    files = []
-    for parent, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
-        files += [Path(parent, name) for name in names if Path(name).suffix.lower() in suffixes]
-    if not files:
-        raise UserError(f"{source} holds no text files; expected some of {' '.join(sorted(suffixes))}")
-    return sorted((file for file in files if file.is_file()), key=lambda file: file.relative_to(root).parts)
+def _clear(place: str, indices: dict[str, str]) -> None:
+    """Removes a corpus; no index ever lists a shard that is not there."""
+    for index in indices.values():
+        storage.remove(index)
+    for name in [MANIFEST, TOKENIZER, *_ours(_names(place))]:
+        storage.remove(storage.join(place, name))
 
 
-class _Reader:
-    """The documents of some files: each its whole text, or each line of a .jsonl. Empty ones are left out."""
-
-    def __init__(self, files: list[Path], report: Callable[[int], object] = lambda size: None):
-        self._files, self._report = files, report
-        self.skipped = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for file in self._files:
-            for text in self._lines(file) if file.suffix.lower() == ".jsonl" else self._whole(file):
-                if text:
-                    yield text
-
-    def _whole(self, file: Path) -> Iterator[str]:
-        try:
-            data = file.read_bytes()
-            self._report(len(data))
-            yield data.decode("utf-8-sig")
-        except OSError as error:
-            raise UserError(f"{file} cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError:
-            self.skipped += 1
-
-    def _lines(self, file: Path) -> Iterator[str]:
-        with open(file, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                self._report(len(line))
-                if not line.strip():
-                    continue
-                try:
-                    text = json.loads(line)["text"]
-                except (ValueError, KeyError, TypeError):
-                    text = None
-                if not isinstance(text, str):
-                    raise UserError(f'{file}, line {number}: expected a JSON object with a string under "text"')
-                yield text
+def _ours(names: Iterable[str]) -> set[str]:
+    return {name for name in names if re.fullmatch(r"(train|validation)-\d{5,}\.tar", name)}
 
 
-def _hash(text: str) -> int:
-    """64 bits. Of the text, not the name: copies of a document stay on one side of the split."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+def _sweep(directory: str, name: str) -> None:
+    """Removes what a process has left that was killed while it wrote a file; buckets keep no such thing."""
+    if not storage.is_remote(directory):
+        for path in Path(directory).glob(f".{name}.????????"):
+            path.unlink(missing_ok=True)
 
 
-def _halves(text: str, validation_fraction: float) -> list[str]:
-    """A text cut at the last line break before its last part, or within a line where there is none."""
-    cut = int(len(text) * (1 - validation_fraction))
-    cut = text.rfind("\n", 0, cut) + 1 or cut
-    return [text[:cut], text[cut:]]
+def _note(place: str, manifest: dict[str, Any]) -> None:
+    _save(storage.join(place, MANIFEST), json.dumps(manifest, indent=1).encode("utf-8") + b"\n")
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
+def _index(index: str, place: str, split: str, summary: dict[str, Any]) -> bytes:
+    """An index file's contents; shards are named relative to it where both lie on this machine or in one bucket."""
+    lines = [f"# {_name(place)}, {split}: {summary['tokens']} tokens of {summary['documents']} documents"]
+    bucket, near = _bucket(place), place
+    if bucket == _bucket(index):
+        start = storage.parent(index).removeprefix(bucket) or "/"
+        near = Path(os.path.relpath(place.removeprefix(bucket), start)).as_posix()
+    lines += [f"{near}/{shard['name']} # {shard['rows']} rows" for shard in summary["shards"]]
+    return ("\n".join(lines) + "\n").encode("utf-8")
+
+
+def _bucket(path: str) -> str:
+    """gs://bucket, or nothing for a local path."""
+    return "/".join(path.split("/")[:3]) if storage.is_remote(path) else ""
+
+
+def _read(path: str) -> bytes:
+    try:
+        return storage.read_bytes(path)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read: {error.strerror or error}; "
+            "expected the directory or an index file of a corpus that data/prepare.py has made"
+        ) from error
+
+
+def _save(path: str, data: bytes) -> None:
+    try:
+        storage.write(path, data)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _names(place: str) -> set[str]:
+    """The files of a corpus, temporary ones of a call that was killed included."""
+    return {_name(path) for path in storage.list_files(place)}
+
+
+@contextmanager
+def _locked(place: str) -> Iterator[None]:
+    """Waits while another process of this machine prepares the same corpus: several hosts may begin at once."""
+    if storage.is_remote(place):
+        yield  # there the same call writes the same bytes, whole objects each
+        return
+    Path(place).mkdir(parents=True, exist_ok=True)
+    directory = os.open(place, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
+
+
+# ---- documents to tokens, by many processes --------------------------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """What a unit gives to one split."""
+
+    rows: np.ndarray  # tokens (n,), or rows (n, T) where each document has its own
+    lengths: np.ndarray | None  # of those rows, int32 (n,)
+    counts: _Counts
+
+
+@dataclass(frozen=True)
+class _Tokenize:
+    """A unit to what it gives to each split; None for a split that is not wanted."""
+
+    tokenizer: Tokenizer
+    row_tokens: int
+    one_document_a_row: bool
+    threshold: int
+
+    def __call__(self, unit: Unit, wanted: tuple[bool, ...]) -> list[_Part | None]:
+        counts = [_Counts(), _Counts()]
+        documents: list[list[np.ndarray]] = [[], []]
+        for document in unit.documents():
+            if document is None:
+                counts = [count.plus(_Counts(skipped=1)) for count in counts]
+                continue
+            text, split, ends, where = document
+            if not len(text):
+                continue
+            # JSON can hold lone surrogates, which strict UTF-8 refuses; nothing of a document should be lost.
+            data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text.tobytes()
+            value = _NO_HASH
+            if split is None:
+                # Of the text, not the name: copies of a document stay on one side.
+                value = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
+                split = value < self.threshold
+            if wanted[split]:
+                documents[split].append(self._ids(text, ends, where))
+                tokens = len(documents[split][-1])
+                counts[split] = counts[split].plus(_Counts(int(ends), tokens, len(data), lowest=value))
+        return [self._part(documents[i], counts[i]) if wanted[i] else None for i in range(len(SPLITS))]
+
+    def _ids(self, text: str | np.ndarray, ends: bool, where: str) -> np.ndarray:
+        end_of_text, size = self.tokenizer.end_of_text, self.tokenizer.vocab_size
+        dtype = np.min_scalar_type(size - 1)
+        if isinstance(text, str):
+            ids = [self.tokenizer.encode(piece).astype(dtype, copy=False) for piece in _pieces(text)]
+        elif text.min() < 0 or text.max() >= size:
+            bad = text.min() if text.min() < 0 else text.max()
+            raise UserError(f"{where} holds token {bad}, outside the vocabulary of {size} of {self.tokenizer.name}")
+        else:
+            ids = [text.astype(dtype)]
+            ends = ends and text[-1] != end_of_text
+        return np.concatenate([*ids, np.full(int(ends), end_of_text, dtype)])
+
+    def _part(self, documents: list[np.ndarray], counts: _Counts) -> _Part:
+        dtype = np.min_scalar_type(self.tokenizer.vocab_size - 1)
+        if not self.one_document_a_row:
+            return _Part(np.concatenate([*documents, np.zeros(0, dtype)]), None, counts)
+        padded = [_padded(ids, self.row_tokens, self.tokenizer.end_of_text) for ids in documents]
+        rows, lengths = zip(*padded, strict=True) if padded else ((), ())
+        return _Part(
+            np.concatenate([np.zeros((0, self.row_tokens), dtype), *rows]),
+            np.concatenate([np.zeros(0, np.int32), *lengths]),
+            counts,
+        )
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A long text in parts that end at a line break where there is one."""
+    start = 0
+    while len(text) - start > _PIECE:
+        cut = text.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def _padded(tokens: np.ndarray, row_tokens: int, filler: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens (n,) as rows (m, T), and how many tokens there are in each (m,)."""
+    padding = -len(tokens) % row_tokens
+    rows = np.append(tokens, np.full(padding, filler, tokens.dtype)).reshape(-1, row_tokens)
+    lengths = np.full(len(rows), row_tokens, np.int32)
+    lengths[-1] -= padding
+    return rows, lengths
+
+
+_in_worker: _Tokenize
+
+
+def _start_worker(tokenize: _Tokenize) -> None:
+    global _in_worker
+    _in_worker = tokenize
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches them too, and is the parent's to answer
+    parent = multiprocessing.parent_process()
+    assert parent
+
+    def follow() -> None:  # a parent that is killed says nothing, and its workers would wait for ever
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _work(unit: Unit, wanted: tuple[bool, ...]) -> list[_Part | None]:
+    return _in_worker(unit, wanted)
+
+
+def _in_order(
+    tasks: Iterable[tuple[Unit, tuple[bool, ...]]], tokenize: _Tokenize, workers: int
+) -> Iterator[tuple[Unit, list[_Part | None]]]:
+    """What becomes of each unit, in the order of the units."""
+    if workers == 1:
+        for unit, wanted in tasks:
+            yield unit, tokenize(unit, wanted)
+        return
+    # Not forked: the caller may have threads, jax's among them.
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (tokenize,))
+    ahead: deque[tuple[Unit, Future[list[_Part | None]]]] = deque()
+    try:
+        for unit, wanted in tasks:
+            ahead.append((unit, pool.submit(_work, unit, wanted)))
+            if len(ahead) > 4 * workers:
+                done, future = ahead.popleft()
+                yield done, future.result()
+        for done, future in ahead:
+            yield done, future.result()
+    except BrokenProcessPool as error:
+        raise UserError("a worker process was ended from outside, for lack of memory perhaps: use fewer") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _own_tokenizer(place: str, stands: bool, source: Source, vocab_size: int, bar: tqdm) -> FileTokenizer:
+    """A tokenizer that is trained on the beginning of the source, or the one that an earlier call has left."""
+    path = storage.join(place, TOKENIZER)
+    if stands and storage.exists(path):
+        return FileTokenizer(path, storage.read_bytes(path))
+    if source.has_ids:
+        raise UserError("train_tokenizer expects text, and the source holds tokens")
+
+    def texts() -> Iterator[str]:
+        read = 0
+        for unit in source.units():
+            yield from (document.content for document in unit.documents() if document)  # type: ignore[misc]
+            bar.update(unit.size)
+            read += unit.size
+            if read >= _TRAINING_BYTES:
+                return
+
+    bar.set_description("tokenizer")
+    bar.reset(source.size and min(source.size, _TRAINING_BYTES))
+    return FileTokenizer(path, train_tokenizer(texts(), vocab_size))
+
+
+# ---- tokens to shards, in order --------------------------------------------------------------------------------------
+
+
+def _write(
+    source: Source, place: str, manifest: dict[str, Any], tokenizer: Tokenizer, workers: int | None, bar: tqdm
+) -> list[_Counts]:
+    """Write the shards that are missing; what the splits hold in all."""
+    tokenize = _Tokenize(
+        tokenizer, manifest["row_tokens"], manifest["one_document_a_row"], manifest["unfinished"]["threshold"]
+    )
+    if workers is None:
+        # Bytes and ids are ready before they could be handed to another process.
+        cheap = source.has_ids or isinstance(tokenizer, ByteTokenizer)
+        worth = 1 if cheap else (source.size or 1 << 62) // _WORTH_A_WORKER
+        workers = max(1, min(os.cpu_count() or 1, worth))
+    bar.set_description(_name(place))
+    bar.reset(source.size)
+    with _Publisher(place, manifest) as publisher:
+        writers = [_Writer(split, manifest, tokenizer, publisher) for split in SPLITS]
+
+        def tasks() -> Iterator[tuple[Unit, tuple[bool, ...]]]:
+            for number, unit in enumerate(source.units()):
+                wanted = tuple(number >= writer.start.unit for writer in writers)
+                if any(wanted):
+                    yield unit, wanted
+                else:
+                    bar.update(unit.size)
+
+        number = min(writer.start.unit for writer in writers)
+        for unit, parts in _in_order(tasks(), tokenize, workers):
+            for writer, part in zip(writers, parts, strict=True):
+                if part:
+                    writer.add(number, part)
+            number += 1
+            bar.update(unit.size)
+        for writer in writers:
+            writer.close(number)
+    return [writer.counts for writer in writers]
+
+
+class _Publisher:
+    """Writes shards and notes them in the manifest, beside the tokenizing."""
+
+    def __init__(self, place: str, manifest: dict[str, Any]):
+        self._place, self._manifest = place, manifest
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: deque[Future[None]] = deque()
+        self._noted = 0
+
+    def __enter__(self) -> _Publisher:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._thread.shutdown()
+        if kind is None:
+            for future in self._pending:
+                future.result()
+
+    def add(self, split: str, data: bytes, rows: int, position: _Position) -> None:
+        if len(self._pending) > 1:
+            self._pending.popleft().result()
+        self._pending.append(self._thread.submit(self._publish, split, data, rows, position))
+
+    def _publish(self, split: str, data: bytes, rows: int, position: _Position) -> None:
+        shards = self._manifest[split]["shards"]
+        name = f"{split}-{len(shards):05d}.tar"
+        _save(storage.join(self._place, name), data)
+        shards.append({"name": name, "rows": rows, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+        self._manifest["unfinished"][split] = position
+        # Each hundredth at the latest: to note every shard of very many takes a time that grows with their square.
+        count = sum(len(self._manifest[split]["shards"]) for split in SPLITS)
+        if count >= 1.01 * self._noted:
+            _note(self._place, self._manifest)
+            self._noted = count
 
 
 class _Writer:
-    """Cuts a stream of documents into rows, rows into members, members into shards."""
+    """Cuts what the units give to a split into rows, rows into members, members into shards."""
 
-    def __init__(
-        self,
-        directory: Path,
-        split: str,
-        tokenizer: Tokenizer,
-        row_tokens: int,
-        rows_per_member: int,
-        rows_per_shard: int,
-    ):
-        self._directory, self._split, self._tokenizer = directory, split, tokenizer
-        self._row_tokens, self._rows_per_member, self._rows_per_shard = row_tokens, rows_per_member, rows_per_shard
-        self._dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-        self._waiting: list[np.ndarray] = []  # less than a member
-        self._waiting_tokens = 0
-        self._tar: tarfile.TarFile | None = None
-        self._documents = self._tokens = self._rows = self._shards = 0
+    def __init__(self, split: str, manifest: dict[str, Any], tokenizer: Tokenizer, publisher: _Publisher):
+        unit, skip, counts = manifest["unfinished"][split]
+        self.start = _Position(unit, skip, _Counts(*counts))
+        self.counts = self.start.counts
+        self._split, self._publisher, self._filler = split, publisher, tokenizer.end_of_text
+        self._row_tokens, self._rows_per_member = manifest["row_tokens"], manifest["rows_per_member"]
+        self._size = manifest["rows_per_shard"] * (1 if manifest["one_document_a_row"] else self._row_tokens)
+        self._waiting: list[tuple[np.ndarray, np.ndarray | None]] = []  # less than a shard
+        self._held = 0
+        self._row = sum(shard["rows"] for shard in manifest[split]["shards"])
 
-    def add(self, text: str) -> None:
-        tokens = np.append(
-            self._tokenizer.encode(text).astype(self._dtype), self._dtype.type(self._tokenizer.end_of_text)
-        )
-        self._documents += 1
-        self._tokens += len(tokens)
-        self._waiting.append(tokens)
-        self._waiting_tokens += len(tokens)
-        size = self._rows_per_member * self._row_tokens
-        if self._waiting_tokens >= size:
-            tokens = np.concatenate(self._waiting)
-            whole = len(tokens) // size * size
-            for start in range(0, whole, size):
-                self._write(tokens[start : start + size])
-            self._waiting, self._waiting_tokens = [tokens[whole:]], len(tokens) - whole
+    def add(self, number: int, part: _Part) -> None:
+        """The part of a unit, which the next one follows."""
+        at = self.start.skip if number == self.start.unit else 0
+        while at < len(part.rows):
+            stop = at + self._size - self._held
+            rows, lengths = part.rows[at:stop], None if part.lengths is None else part.lengths[at:stop]
+            self._waiting.append((rows, lengths))
+            self._held += len(rows)
+            at += len(rows)
+            if self._held == self._size:
+                self._publish(_Position(number, at, self.counts))
+        self.counts = self.counts.plus(part.counts)
 
-    def close(self) -> Split:
-        """Write what waits, its last row padded, and end the last shard."""
-        if self._waiting_tokens:
-            self._write(np.concatenate(self._waiting))
-        if self._tar:
-            self._tar.close()
-        return Split(self._documents, self._tokens, self._rows, self._shards)
+    def close(self, units: int) -> None:
+        """Ends the last shard."""
+        if self._held:
+            self._publish(_Position(units, 0, self.counts))
 
-    def _write(self, tokens: np.ndarray) -> None:
-        if self._rows % self._rows_per_shard == 0:
-            if self._tar:
-                self._tar.close()
-            path = self._directory / _shard(self._split, self._shards)
-            self._tar = tarfile.open(path, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115  closed by the next one
-            self._shards += 1
-        key = f"{self._rows:09d}"  # the first row's number in the split
-        rows = -(-len(tokens) // self._row_tokens)
-        padding = rows * self._row_tokens - len(tokens)
-        padded = np.append(tokens, np.full(padding, self._tokenizer.end_of_text, self._dtype))
-        self._member(f"{key}.input_id.npy", padded.reshape(rows, self._row_tokens))
-        if padding:
-            lengths = np.full(rows, self._row_tokens, np.int32)
-            lengths[-1] -= padding
-            self._member(f"{key}.length.npy", lengths)
-        self._rows += rows
+    def _publish(self, position: _Position) -> None:
+        rows = np.concatenate([rows for rows, _ in self._waiting])
+        if rows.ndim == 1:
+            rows, lengths = _padded(rows, self._row_tokens, self._filler)
+        else:
+            lengths = np.concatenate([lengths for _, lengths in self._waiting if lengths is not None])
+        self._waiting, self._held = [], 0
+        self._publisher.add(self._split, _tar(rows, lengths, self._row, self._rows_per_member), len(rows), position)
+        self._row += len(rows)
 
-    def _member(self, name: str, array: np.ndarray) -> None:
-        assert self._tar is not None
-        buffer = io.BytesIO()
-        np.save(buffer, array, allow_pickle=False)
-        member = tarfile.TarInfo(name)  # time, owner and mode stay at their defaults, so that bytes repeat
-        member.size = buffer.tell()
-        buffer.seek(0)
-        self._tar.addfile(member, buffer)
+
+def _tar(rows: np.ndarray, lengths: np.ndarray, first: int, rows_per_member: int) -> bytes:
+    """Rows (n, T) as a shard; keys are the number that a member's first row has in its split."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for start in range(0, len(rows), rows_per_member):
+            some = slice(start, start + rows_per_member)
+            arrays = {"input_id": rows[some]}
+            if (lengths[some] < rows.shape[1]).any():
+                arrays["length"] = lengths[some]
+            for name, array in arrays.items():
+                data = io.BytesIO()
+                np.save(data, array, allow_pickle=False)
+                # Time, owner and mode stay at their defaults, so that bytes repeat.
+                member = tarfile.TarInfo(f"{first + start:09d}.{name}.npy")
+                member.size = data.tell()
+                data.seek(0)
+                archive.addfile(member, data)
+    return buffer.getvalue()

@@ -1,0 +1,58 @@
+"""Prepares corpora as the tests want them, and reads them back. A helper of tests."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero.runtime.corpus import Corpus, prepare
+from zero.runtime.shards import Loader
+from zero.runtime.text import ByteTokenizer
+
+REPOSITORY = Path(__file__).parents[1]
+COMMAND = [sys.executable, "data/prepare.py"]
+
+
+def make(source: str | Path, tmp_path: Path, name: str = "c", **options: Any) -> Corpus:
+    defaults: dict[str, Any] = {"tokenizer": ByteTokenizer(), "row_tokens": 16, "rows_per_member": 4}
+    options = defaults | {"rows_per_shard": 8} | options
+    return prepare(source, name, directory=tmp_path / "corpus", index_directory=tmp_path / "index", **options)
+
+
+def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`python data/prepare.py arguments`, as a person calls it."""
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        **options,
+    )
+
+
+def tokens_of(index: str, row_tokens: int) -> np.ndarray:
+    """The rows of a split, read back through the loader; -1 is padding."""
+    loader = Loader(index, global_rows=1, context=row_tokens, vocab_size=1 << 16, shuffle=False, max_epochs=1)
+    return np.concatenate([batch.tokens for batch in loader.batches()])
+
+
+def documents_of(index: str, row_tokens: int) -> list[str]:
+    """The documents of a split of bytes."""
+    tokens = tokens_of(index, row_tokens).ravel()
+    *texts, rest = bytes(tokens[tokens >= 0].astype(np.uint8)).split(b"\0")
+    assert rest == b""  # each document is ended, the last one too
+    return [text.decode() for text in texts]
+
+
+def both(corpus: Corpus, row_tokens: int = 16) -> list[str]:
+    return sorted(documents_of(corpus.train_index, row_tokens) + documents_of(corpus.validation_index, row_tokens))
+
+
+def digest(directory: Path) -> str:
+    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    return hashlib.sha256(b"".join(str(f.relative_to(directory)).encode() + f.read_bytes() for f in files)).hexdigest()
