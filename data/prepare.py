@@ -61,7 +61,7 @@ def main() -> None:
     options = vars(parser.parse_args())
     try:
         (check if options.pop("verify") else make)(**options)
-    except UserError as error:
+    except (UserError, OSError) as error:  # an OSError is of a directory here, and names it
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("stopped; the same call goes on")

@@ -206,7 +206,7 @@ def test_what_stands_is_kept_and_other_arguments_are_refused(folder: Path, tmp_p
     with pytest.raises(UserError, match=r"prepared with row_tokens=16, not row_tokens=32.*--overwrite"):
         make(folder, tmp_path, row_tokens=32)
     (folder / "part0" / "00.txt").write_text("something longer")
-    with pytest.raises(UserError, match=r"prepared with source_files="):
+    with pytest.raises(UserError, match=r"prepared when .*text held other files"):
         make(folder, tmp_path)
     assert documents_of(make(folder, tmp_path, row_tokens=32, overwrite=True).train_index, 32)
     assert {path.name for path in Path(corpus.directory).iterdir() if path.suffix != ".tar"} == {"manifest.json"}
@@ -467,13 +467,17 @@ def test_verify_names_what_differs(folder: Path, tmp_path: Path, bpe: Path):
         assert re.search(pattern, line)
 
 
-def test_verify_of_what_is_no_corpus(tmp_path: Path):
-    for place in ("nowhere", "nowhere_train.index"):
-        with pytest.raises(UserError, match=rf"{place}.* cannot be read: .*expected the directory or an index file"):
-            verify(str(tmp_path / place))
-    (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match=r"manifest\.json is no manifest"):
-        verify(str(tmp_path))
+def test_verify_of_what_is_no_corpus(folder: Path, tmp_path: Path):
+    for name in ("nowhere", "nowhere_train.index"):
+        with pytest.raises(UserError, match=rf"{name}.*: no such file; expected a corpus, or its index file"):
+            verify(str(tmp_path / name))
+    place = tmp_path / "corpus" / "c"
+    place.mkdir(parents=True)
+    for foreign in ("{", "[]", "{}", '{"train": {"shards": 3}, "validation": {"shards": 1}}'):
+        (place / "manifest.json").write_text(foreign)
+        for use in (lambda: verify(str(place)), lambda: make(folder, tmp_path, overwrite=True)):
+            with pytest.raises(UserError, match=r"manifest\.json is no manifest that this version reads"):
+                use()
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
@@ -539,6 +543,7 @@ def test_the_command(folder: Path, tmp_path: Path):
         (1, [folder, *options, "--name", "a/b"]),
         (1, [folder, *options, "--tokenizer", "nowhere.json"]),
         (1, [folder, *options, "--index-directory", "gs://bucket/index"]),
+        (1, [folder, *options, "--directory", "/proc/nowhere"]),
         (1, [tmp_path / "nowhere", "--verify"]),
         (2, [folder, *options, "--row-tokens", "many"]),
         (2, [folder, *options, "--unknown"]),

@@ -104,7 +104,7 @@ def prepare(
         one_document_a_row: instead of joining documents, give each its own row, or rows, and pad the last of them.
         validation_fraction: of the documents, above 0 and below 1.
         rows_per_member: rows in one array. Reading pays per array, hardly per row.
-        rows_per_shard: a multiple of `rows_per_member`. Two shards are held in memory.
+        rows_per_shard: a multiple of `rows_per_member`. A few shards are held in memory.
         key: of the text in a JSON object or a row of a dataset, of the token ids in a TFRecord.
         workers: processes that read and tokenize; None is one a core where that pays. Changes no byte.
         overwrite: replace what was made with other arguments.
@@ -192,14 +192,12 @@ def verify(place: str, tokenizer: Tokenizer | None = None, progress: bool = True
     found = []
     index = place if place.endswith(".index") else None
     if index:
-        lines = [line for line in _read(index).decode("utf-8").splitlines() if line and not line.startswith("#")]
+        text = _read(index).decode("utf-8", "replace")
+        lines = [line for line in text.splitlines() if line and not line.startswith("#")]
         if not lines:
             raise UserError(f"{index} lists no shards")
         place = storage.parent(storage.join(storage.parent(index), lines[0].partition(" ")[0]))
-    try:
-        manifest = json.loads(_read(storage.join(place, MANIFEST)))
-    except ValueError as error:
-        raise UserError(f"{storage.join(place, MANIFEST)} is no manifest: {error}") from error
+    manifest = _manifest(place)
     if "unfinished" in manifest:
         raise UserError(f"{place} is not finished; the call of data/prepare.py that began it goes on")
     if index:
@@ -214,7 +212,7 @@ def verify(place: str, tokenizer: Tokenizer | None = None, progress: bool = True
         path = storage.join(place, name)
         if name not in standing:
             found.append(f"{path} is missing")
-        elif len(data := storage.read_bytes(path)) != shard["size"]:
+        elif len(data := _read(path)) != shard["size"]:
             found.append(f"{path} has {len(data)} bytes; expected {shard['size']}")
         elif hashlib.sha256(data).hexdigest() != shard["sha256"]:
             found.append(f"{path} does not match its checksum")
@@ -222,7 +220,7 @@ def verify(place: str, tokenizer: Tokenizer | None = None, progress: bool = True
         path = storage.join(place, TOKENIZER)
         if TOKENIZER not in standing:
             found.append(f"{path} is missing")
-        elif hashlib.sha256(storage.read_bytes(path)).hexdigest()[:16] != manifest["tokenizer"].rpartition(":")[2]:
+        elif hashlib.sha256(_read(path)).hexdigest()[:16] != manifest["tokenizer"].rpartition(":")[2]:
             found.append(f"{path} is not the tokenizer of this corpus, {manifest['tokenizer']}")
     if tokenizer and tokenizer.name.rpartition(":")[2] != manifest["tokenizer"].rpartition(":")[2]:
         found.append(f"{place} was prepared with tokenizer {manifest['tokenizer']}, not {tokenizer.name}")
@@ -261,24 +259,36 @@ class _Position(NamedTuple):
 
 def _standing(place: str, arguments: dict[str, Any], source_state: str, overwrite: bool) -> dict[str, Any] | None:
     """The manifest of what an earlier call has left, if it is any use; UserError where it was made otherwise."""
-    path = storage.join(place, MANIFEST)
-    if not storage.exists(path):
+    if not storage.exists(storage.join(place, MANIFEST)):
         return None
-    manifest = json.loads(storage.read_bytes(path))
+    manifest = _manifest(place)
     shards = [shard["name"] for split in SPLITS for shard in manifest[split]["shards"]]
     for key, now in arguments.items():
         if manifest.get(key) != now:
             if overwrite or not shards:
                 return None
+            difference = f"with {key}={manifest.get(key)}, not {key}={now}"
+            if key == "source_files":
+                difference = f"when {arguments['source']} held other files, or files of other sizes"
             raise UserError(
-                f"corpus {place} was prepared with {key}={manifest.get(key)}, not {key}={now}: "
-                "give another name, or --overwrite to replace it"
+                f"corpus {place} was prepared {difference}: give another name, or --overwrite to replace it"
             )
     if "unfinished" in manifest and manifest["unfinished"]["source_state"] != source_state:
         if overwrite or not shards:
             return None
         raise UserError(f"corpus {place} is half done, and its source has changed since: --overwrite begins it anew")
     return manifest if set(shards) <= _names(place) else None
+
+
+def _manifest(place: str) -> dict[str, Any]:
+    path = storage.join(place, MANIFEST)
+    try:
+        manifest = json.loads(_read(path))
+        if not all(isinstance(manifest[split]["shards"], list) for split in SPLITS):
+            raise TypeError("shards are not a list")
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is no manifest that this version reads: give another name, or remove it") from error
+    return manifest
 
 
 def _begin(
@@ -356,11 +366,10 @@ def _bucket(path: str) -> str:
 def _read(path: str) -> bytes:
     try:
         return storage.read_bytes(path)
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; expected a corpus, or its index file, of data/prepare.py") from error
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be read: {error.strerror or error}; "
-            "expected the directory or an index file of a corpus that data/prepare.py has made"
-        ) from error
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _save(path: str, data: bytes) -> None:
