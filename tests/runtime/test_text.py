@@ -1,5 +1,8 @@
 """Tokenizers: what goes in comes out, and nothing that a model says makes them raise."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from zero.runtime import UserError
-from zero.runtime.text import load_tokenizer
+from zero.runtime.text import FileTokenizer, load_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +86,24 @@ def test_bad_files_are_refused(bpe_file: Path, tmp_path: Path):
     (tmp_path / "endless.json").write_text(bpe_file.read_text().replace("<|endoftext|>", "<other>"))
     with pytest.raises(UserError, match=r"endless\.json has no token that ends a text"):
         load_tokenizer(str(tmp_path / "endless.json"))
+
+
+def test_training_depends_on_the_texts_alone():
+    texts = [f"{i} gathers and {i * i} shards, zéro\n" for i in range(3000)]
+    data = train_tokenizer(texts, 600)
+    program = "import sys; from zero.runtime.text import train_tokenizer; " + (
+        "texts = [f'{i} gathers and {i * i} shards, zéro\\n' for i in range(3000)]; "
+        "sys.stdout.buffer.write(train_tokenizer(texts, 600))"
+    )
+    for threads in ("1", "3"):
+        other = os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+        again = subprocess.run([sys.executable, "-c", program], env=other, stdout=subprocess.PIPE, check=True)
+        assert again.stdout == data
+    tokenizer = FileTokenizer("bpe.json", data)
+    assert tokenizer.vocab_size == 600 and len(tokenizer.encode(texts[7])) < len(texts[7]) / 2
+
+
+@given(st.text())
+def test_a_trained_tokenizer_writes_any_text(text: str):
+    tokenizer = FileTokenizer("bpe.json", train_tokenizer(["some words"], 257))
+    assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from zero.runtime import UserError
+from zero.runtime import UserError, storage
 
 if TYPE_CHECKING:
     import tokenizers
@@ -141,13 +141,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`"bytes"`, or the path of a Hugging Face `tokenizers` .json file.
+    """`"bytes"`, or the path or gs:// URL of a Hugging Face `tokenizers` .json file.
 
     Raises UserError where no such file stands or it cannot be used.
     """
     if name == "bytes":
         return ByteTokenizer()
-    path = Path(name)
-    if not path.is_file():
-        raise UserError(f'tokenizer {name}: no such file; expected "bytes" or the path of a tokenizers .json file')
-    return FileTokenizer(name, path.read_bytes())
+    try:
+        return FileTokenizer(name, storage.read_bytes(name))
+    except (FileNotFoundError, IsADirectoryError):
+        raise UserError(
+            f'tokenizer {name}: no such file; expected "bytes" or the path of a tokenizers .json file'
+        ) from None
