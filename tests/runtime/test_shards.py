@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zero.runtime import UserError
-from zero.runtime.shards import Loader, _samples, count_rows, prefetch, read_index
+from zero.runtime.shards import Loader, _Corpus, _samples, count_rows, prefetch, read_index
 
 CONTEXT = 4
 VOCAB = 60_000
@@ -87,15 +87,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[int]], Pa
 # ---- the order -------------------------------------------------------------------------------------------------------
 
 
-def watch_reads(data: Loader, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The pieces that a loader reads from now on."""
-    read, pieces = data._read, []
+def watch_reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The pieces that loaders read from now on."""
+    read, pieces = _Corpus._read, []
 
-    def watch(piece):
+    def watch(corpus, piece, *rest):
         pieces.append(piece)
-        return read(piece)
+        return read(corpus, piece, *rest)
 
-    monkeypatch.setattr(data, "_read", watch)
+    monkeypatch.setattr(_Corpus, "_read", watch)
     return pieces
 
 
@@ -151,12 +151,12 @@ def test_hosts_share_one_order(corpus, hosts: int, shuffle: bool):
 def test_a_host_opens_its_own_shards_only(corpus, monkeypatch):
     counts = [6] * 8
     index = corpus(counts)
-    opened: list[list[Path]] = []
+    opened: list[list[str]] = []
     for host in range(4):
         data = loader(index, global_rows=8, host=host, hosts=4, max_epochs=1)
-        pieces = watch_reads(data, monkeypatch)
+        pieces = watch_reads(monkeypatch)
         assert len(list(data.batches())) == 6
-        opened.append([data.shards[piece.shard][0].path for piece in pieces])
+        opened.append([data.corpora[0].shards[piece.shard][0].path for piece in pieces])
     assert sorted(flat(opened)) == sorted(shard.path for shard in read_index(index))  # each by one host, once
     assert all(len(mine) == 2 for mine in opened)
 
@@ -192,7 +192,7 @@ def test_resuming_reads_no_more_far_into_a_run(corpus, monkeypatch):
     for position in (0, 5, 10**9):
         data = loader(index, global_rows=8, window=8)
         cursor = None if position == 0 else {**next(data.batches()).cursor, "batches": position}
-        pieces = watch_reads(data, monkeypatch)
+        pieces = watch_reads(monkeypatch)
         begin = time.monotonic()
         next(data.batches(cursor))
         assert time.monotonic() - begin < 2
@@ -241,7 +241,7 @@ def test_what_is_dropped_is_said(corpus, caplog):
 
 def test_the_last_window_reads_nothing_beyond_the_end(corpus, monkeypatch):
     data = loader(corpus([5, 4, 2]), shuffle=False, max_epochs=1)
-    pieces = watch_reads(data, monkeypatch)
+    pieces = watch_reads(monkeypatch)
     list(data.batches())
     assert len(pieces) == 3
 
@@ -293,7 +293,7 @@ def test_tars_of_any_form(tmp_path: Path, form: int):
     assert shards.rows == len(names)
     assert first_tokens(shards.batches()) == [[number + 1] for number in range(len(names))]
     with open(tmp_path / "s.tar", "rb") as stream:
-        keys = [sample["__key__"] for sample in _samples(shards.shards[0][0], stream)]
+        keys = [sample["__key__"] for sample in _samples(shards.corpora[0].shards[0][0], stream)]
     assert keys == names
 
 
@@ -414,6 +414,178 @@ def test_a_cursor_of_other_data_is_refused_and_of_moved_data_is_not(corpus, tmp_
     for other in (tmp_path / "there" / "other", [5, 4, 2]), (tmp_path / "elsewhere" / "mine", [5, 4, 3]):
         with pytest.raises(UserError, match="cursor belongs to other shards"):
             next(loader(write_corpus(*other)).batches(cursor))
+
+
+# ---- what is bad may be skipped --------------------------------------------------------------------------------------
+
+
+def bad_corpus(directory: Path) -> Path:
+    """Six shards of 9 rows in members of 3: one is missing, one cut in its third member, one has a bad second one."""
+    index = write_corpus(directory, [9] * 6)
+    (directory / "shard-1.tar").unlink()
+    data = (directory / "shard-3.tar").read_bytes()
+    (directory / "shard-3.tar").write_bytes(data[:2200])
+    data = bytearray((directory / "shard-4.tar").read_bytes())
+    data[1536:1544] = b"no array"
+    (directory / "shard-4.tar").write_bytes(data)
+    return index
+
+
+LOST = {*range(9, 18), *range(30, 36), *range(39, 42)}  # a sample before a cut may miss a member: it is lost as well
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+@pytest.mark.parametrize("position", [0, 3, 7])
+def test_what_is_bad_is_skipped_alike_everywhere(tmp_path: Path, caplog, hosts: int, position: int):
+    index = bad_corpus(tmp_path)
+    options = {"skip_bad": True, "max_epochs": 2, "global_rows": 4}
+    whole = list(loader(index, **options).batches())
+    rows = np.concatenate([batch.tokens for batch in whole])
+    seen = rows[rows[:, 0] >= 0]
+    assert Counter(seen[:, 0].tolist()) == dict.fromkeys(set(range(54)) - LOST, 2) and (np.diff(seen) == 1).all()
+    assert (rows == -1).all(axis=1).sum() == 2 * len(LOST)  # each keeps its place and holds nothing
+    assert sum(batch.skipped for batch in whole) == 2 * len(LOST)
+    for name in ("shard-1.tar is missing", "shard-3.tar is truncated", "shard-4.tar, sample 000039: member input_id"):
+        assert f"skipped: shard {tmp_path}/{name}" in caplog.text
+    cursor = whole[position - 1].cursor if position else None
+    shares = [loader(index, **options, host=host, hosts=hosts).batches(cursor) for host in range(hosts)]
+    for batch, *parts in zip(whole[position:], *shares, strict=True):
+        np.testing.assert_array_equal(np.concatenate([part.tokens for part in parts]), batch.tokens)
+        assert sum(part.skipped for part in parts) == batch.skipped
+
+
+def test_nothing_is_skipped_unasked(tmp_path: Path):
+    index = bad_corpus(tmp_path)
+    with pytest.raises(UserError, match=r"it\.index: shard .*shard-1\.tar is missing"):
+        loader(index)
+    index.write_text(index.read_text().replace("shard-1.tar # 9 rows\n", ""))
+    with pytest.raises(UserError, match=r"shard-3\.tar is truncated or damaged|sample 000039: member input_id\.npy"):
+        list(loader(index, max_epochs=1).batches())
+
+
+def test_a_shard_that_goes_missing_is_named(tmp_path: Path):
+    data = loader(write_corpus(tmp_path, [9] * 2), max_epochs=1)
+    (tmp_path / "shard-1.tar").unlink()
+    with pytest.raises(UserError, match=r"^shard .*shard-1\.tar is missing$"):
+        list(data.batches())
+
+
+def test_what_is_skipped_must_be_counted_and_an_index_must_not_lie(tmp_path: Path):
+    index = bad_corpus(tmp_path)
+    index.write_text(index.read_text().replace("shard-1.tar # 9 rows", "shard-1.tar"))
+    with pytest.raises(UserError, match=r"shard-1\.tar is missing, and the index file does not say how many rows"):
+        loader(index, skip_bad=True)
+    index.write_text("shard-0.tar # 8 rows\nshard-4.tar # 5 rows\n")
+    for shard, rows in (("shard-0.tar", 9), ("shard-4.tar", 6)):
+        index.write_text(f"{shard} # {rows - 1} rows\n")
+        with pytest.raises(UserError, match=rf"{shard} holds {rows} rows where the index file says {rows - 1}"):
+            list(loader(index, skip_bad=True, max_epochs=1).batches())
+
+
+# ---- mixtures --------------------------------------------------------------------------------------------------------
+
+
+def mixed(batches: Iterable[Any], bounds: list[int]) -> np.ndarray:
+    """Rows of each corpus in each batch, where rows of corpus c read from bounds[c] on."""
+    first = np.concatenate([batch.tokens[:, :1].T for batch in batches])
+    return np.stack([np.bincount(np.searchsorted(bounds, row, "right") - 1, minlength=len(bounds)) for row in first])
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Index files of three corpora, whose rows begin with 0, 20,000 and 40,000."""
+    indices = []
+    for number, counts in enumerate([[30] * 8, [25] * 3, [70]]):
+        place = tmp_path_factory.mktemp("mixture") / f"corpus{number}"
+        write_corpus(place, counts)
+        for path in place.glob("*.tar"):
+            with tarfile.open(path) as archive:
+                members = {
+                    member.name: npy(
+                        np.load(io.BytesIO(archive.extractfile(member).read())) + np.uint16(20_000 * number)
+                    )  # type: ignore[union-attr]
+                    for member in archive
+                }
+            write_tar(path, members)
+        (place / "it.index").rename(place / f"c{number}.index")
+        indices.append(str(place / f"c{number}.index"))
+    return indices
+
+
+BOUNDS = [0, 20_000, 40_000]
+
+
+def test_a_mixture_keeps_its_weights_in_every_batch_and_in_the_long_run(three: list[str]):
+    weights = dict(zip(three, (0.6, 0.3, 0.1), strict=True))
+    data = loader(weights, global_rows=16)
+    batches = list(itertools.islice(data.batches(), 50))
+    counts = mixed(batches, BOUNDS)
+    expected = 16 * np.array([0.6, 0.3, 0.1])
+    assert (np.abs(counts - expected) <= 3).all()  # of one batch
+    assert (np.abs(counts.sum(0) - 50 * expected) <= 9).all()  # of all, whatever their number: a row a stream at most
+    assert data.rows_seen(50) == dict(zip(("c0", "c1", "c2"), counts.sum(0).tolist(), strict=True))
+    assert data.rows_seen(0) == {"c0": 0, "c1": 0, "c2": 0}
+    rows = np.concatenate([batch.tokens for batch in batches])
+    assert (np.diff(rows) == 1).all()
+    own = [rows[(rows[:, 0] >= low) & (rows[:, 0] < low + 20_000), 0] for low in BOUNDS]
+    for first, total in zip(own, (240, 75, 70), strict=True):  # each corpus an epoch at a time
+        early = first[: total - 8]
+        assert len(set(early.tolist())) == len(early)
+
+
+@PATIENT
+@given(position=st.integers(0, 60), weights=st.lists(st.integers(1, 99), min_size=3, max_size=3), data=st.data())
+def test_a_mixture_resumes_exactly_on_any_number_of_hosts(three: list[str], position: int, weights: list[int], data):
+    mixture = {index: weight / 10 for index, weight in zip(three, weights, strict=True)}
+    global_rows = data.draw(st.sampled_from([4, 8, 12]))
+    batches = loader(mixture, global_rows=global_rows).batches()
+    cursor = None
+    for _ in range(position):
+        cursor = next(batches).cursor
+    expected = first_tokens(batches, 8)
+    hosts = data.draw(st.sampled_from([1, 2, 4]))
+    resumed = [
+        first_tokens(loader(mixture, global_rows=global_rows, host=host, hosts=hosts).batches(cursor), 8)
+        for host in range(hosts)
+    ]
+    assert [flat(parts) for parts in zip(*resumed, strict=True)] == expected
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_a_mixture_ends_before_a_corpus_is_read_too_often(three: list[str], epochs: int):
+    data = loader(dict(zip(three, (0.2, 0.7, 0.1), strict=True)), max_epochs=epochs)
+    rows = np.concatenate([batch.tokens[:, 0] for batch in data.batches()])
+    most = Counter(rows.tolist())
+    assert max(most.values()) == epochs
+    second = sum(1 for row in rows if 20_000 <= row < 40_000)
+    assert epochs * 75 - 16 <= second <= epochs * 75  # the one that ends first ends whole, but for part of a batch
+    assert data.total_batches == len(rows) / 4
+
+
+def test_one_corpus_of_any_weight_is_that_corpus(three: list[str]):
+    alone = first_tokens(loader(three[0], max_epochs=2).batches())
+    assert first_tokens(loader({three[0]: 7}, max_epochs=2).batches()) == alone
+
+
+def test_a_mixture_far_into_a_run(three: list[str]):
+    """Positions are exact where floating point is not: 10^13 rows."""
+    data = loader(dict(zip(three, (0.7, 0.2, 0.1), strict=True)), global_rows=8)
+    cursor = {**next(data.batches()).cursor, "batches": 10**12}
+    batches = list(itertools.islice(data.batches(cursor), 10))
+    before, after = data.rows_seen(10**12), data.rows_seen(10**12 + 10)
+    assert mixed(batches, BOUNDS).sum(0).tolist() == [after[name] - before[name] for name in after]
+    assert before["c0"] + before["c1"] + before["c2"] == 8 * 10**12 and abs(before["c0"] - 5.6e12) <= 8
+
+
+def test_bad_mixtures(three: list[str]):
+    cursor = next(loader({three[0]: 0.5, three[1]: 0.5}).batches()).cursor
+    with pytest.raises(UserError, match="cursor belongs to other shards"):
+        next(loader({three[0]: 0.6, three[1]: 0.4}).batches(cursor))
+    next(loader({three[0]: 5, three[1]: 5}).batches(cursor))
+    with pytest.raises(UserError, match="weights of a mixture must be positive, not 0"):
+        loader({three[0]: 0, three[1]: 1})
+    with pytest.raises(UserError, match="takes no train_samples"):
+        loader({three[0]: 1}, train_samples=3)
 
 
 # ---- prefetch --------------------------------------------------------------------------------------------------------

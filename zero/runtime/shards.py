@@ -10,12 +10,15 @@ nothing (docs/decisions/data-order.md says why):
   one window a stream again.
 - Streams run on from epoch to epoch. A row that does not divide goes to another stream in each epoch, so all streams
   have given the same number of rows whenever a batch is full, and no row is ever twice or missing.
+- In a mixture every corpus has streams of its own, and row n of stream s is of the corpus that (weights, s, n) say.
+- A row that cannot be had (a missing shard, a corrupt sample) keeps its place in this order and holds no tokens.
 
 Shapes: B rows of the global batch, T tokens (the context), N rows of an epoch.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import io
@@ -25,18 +28,22 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from webdataset.tariterators import group_by_keys
 
-from zero.runtime import UserError
+from zero.runtime import UserError, storage
+from zero.runtime.cache import Cache
 
-_BROKEN = (EOFError, OSError, ValueError)  # what reading raises for a shard that is not whole or cannot be read
+_BROKEN = (EOFError, ValueError)  # what parsing raises for a shard that is not whole
+_SKIPPED = -1  # the length of a row that could not be had
+_REMOTE_THREADS = 16  # at most; they wait for the network, not for Python
 _CUT = 1 << 19  # tokens that are made int32 at once: 2 MiB
 _NPY_HEADER = 1024  # bytes to read for it; numpy writes 128
 _log = logging.getLogger(__name__)
@@ -49,6 +56,11 @@ class Batch(NamedTuple):
 
     tokens: np.ndarray  # int32 (B / hosts, T); -1 where there is no token
     cursor: dict[str, int]  # for `Loader.batches`; plain ints, so that JSON holds it
+    skipped: int  # rows of these that could not be had
+
+
+class BadData(UserError):
+    """A shard that is missing or damaged, or a sample that is none: what a loader may be told to skip."""
 
 
 # ---- shards and the index files that list them -----------------------------------------------------------------------
@@ -58,57 +70,79 @@ class Batch(NamedTuple):
 class Shard:
     """One tar file and the rows it holds."""
 
-    path: Path
+    path: str  # or gs://bucket/name
     rows: int
 
     @property
     def name(self) -> str:
         """Corpus and file: what stays the same when a corpus moves to another disk or a bucket."""
-        return "/".join(Path(os.path.abspath(self.path)).parts[-2:])
+        path = self.path if storage.is_remote(self.path) else os.path.abspath(self.path)
+        return "/".join(path.split("/")[-2:])
 
 
-def read_index(index: str | Path) -> list[Shard]:
-    """The shards of an .index file: one path a line, relative to the file; `#` begins a comment.
+def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
+    """The shards of an .index file: one path or address a line, relative to the file; `#` begins a comment.
 
     A comment of `<n> rows` after a path, as data/prepare.py writes it, saves counting the rows of that shard.
-    Raises UserError for a missing or empty index and for shards that are missing or cannot be counted.
+    Raises UserError for a missing or empty index and for shards that cannot be counted, and BadData for shards that are
+    missing, unless `skip_bad`.
     """
-    index = Path(index)
     try:
-        lines = index.read_text(encoding="utf-8").splitlines()
+        lines = storage.read_bytes(index).decode().splitlines()
     except FileNotFoundError:
         raise UserError(f"index file {index}: no such file; python data/prepare.py writes one") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"index file {index} cannot be read: {error}") from error
-    shards = []
+    found: list[tuple[str, int | None]] = []
     for line in lines:
         name, *comment = re.split(r"(?:^|\s+)#", line.strip(), maxsplit=1)
-        if not name:
-            continue
-        if "://" in name:
-            raise UserError(f"index file {index}: shard {name} is not a path; only local shards can be read")
-        path = index.parent / name
-        if not path.is_file():
-            raise UserError(f"index file {index}: shard {path} is missing")
-        counted = re.match(r"\s*(\d+) rows\b", "".join(comment))
-        shards.append(Shard(path, int(counted[1]) if counted else count_rows(path)))
-    if not shards:
+        if name:
+            counted = re.match(r"\s*(\d+) rows\b", "".join(comment))
+            found.append((storage.join(storage.parent(index), name), int(counted[1]) if counted else None))
+    if not found:
         raise UserError(f"index file {index} lists no shards; expected one path a line")
-    return shards
-
-
-def count_rows(path: Path) -> int:
-    """Rows of a shard, from the headers of its members alone; raises UserError for a shard that is not whole."""
-    rows = 0
     try:
-        with open(path, "rb") as stream:
-            for name, data in _tar_files(stream, most=_NPY_HEADER):
-                if name.lower().endswith(".input_id.npy"):
-                    shape = _npy_header(data).shape
-                    rows += shape[0] if len(shape) == 2 else 1
+        missing = _missing([path for path, _ in found])
+    except UserError as error:
+        raise UserError(f"index file {index}: shard {error}") from error
+    if missing and not skip_bad:
+        raise BadData(f"index file {index}: shard {missing[0]} is missing")
+    return [Shard(path, count_rows(path) if rows is None else rows) for path, rows in found]
+
+
+def _missing(paths: list[str]) -> list[str]:
+    """Those that are not there. A bucket that may be read and not listed shows it later, when they are read."""
+    missing = [path for path in paths if not storage.is_remote(path) and not os.path.isfile(path)]
+    remote = [path for path in paths if storage.is_remote(path)]
+    for directory in dict.fromkeys(map(storage.parent, remote)):
+        try:
+            there = set(storage.list_files(directory))
+        except storage.AccessDenied as error:
+            _log.warning("shards that are missing will show when they are read: %s", error)
+            continue
+        missing += [path for path in remote if storage.parent(path) == directory and path not in there]
+    return missing
+
+
+def count_rows(path: str | Path) -> int:
+    """Rows of a shard, from the headers of its members alone; raises BadData for a shard that is not whole."""
+
+    def count(stream: BinaryIO) -> int:
+        rows = 0
+        for name, data in _tar_files(stream, most=_NPY_HEADER):
+            if name.lower().endswith(".input_id.npy"):
+                shape = _npy_header(data).shape
+                rows += shape[0] if len(shape) == 2 else 1
+        return rows
+
+    try:
+        return storage.read(path, count)
+    except FileNotFoundError:
+        raise BadData(f"shard {path} is missing, and the index file does not say how many rows it has") from None
     except _BROKEN as error:
-        raise UserError(f"shard {path} is truncated or damaged: {error}") from error
-    return rows
+        raise BadData(f"shard {path} is truncated or damaged: {error}") from error
+    except OSError as error:
+        raise UserError(f"shard {path} cannot be read: {error}") from error
 
 
 def row_tokens(index: str | Path | Sequence[str | Path]) -> int:
@@ -124,9 +158,11 @@ def _samples(shard: Shard, stream: BinaryIO) -> Iterator[dict[str, Any]]:
     files = ({"fname": name, "data": data, "__url__": shard.path} for name, data in _tar_files(stream))
     try:
         yield from group_by_keys(files)
+    # webdataset adds its stream and its address to the arguments; the first one is the message
     except _BROKEN as error:
-        # webdataset adds its stream and its address to the arguments; the first one is the message
-        raise UserError(f"shard {shard.path} is truncated or damaged: {error.args[0]}") from error
+        raise BadData(f"shard {shard.path} is truncated or damaged: {error.args[0]}") from error
+    except UserError as error:
+        raise UserError(error.args[0]) from error
 
 
 def _tar_files(stream: BinaryIO, most: int | None = None) -> Iterator[tuple[str, bytes]]:
@@ -199,15 +235,15 @@ def _array(sample: dict[str, Any], member: str, where: str) -> np.ndarray:
     """An integer array. Nothing is unpickled: objects are refused by their type."""
     if member not in sample:
         others = ", ".join(name for name in sample if not name.startswith("__"))
-        raise UserError(f"{where} has no member {member}, only {others}")
+        raise BadData(f"{where} has no member {member}, only {others}")
     try:
         header = _npy_header(sample[member])
         if header.dtype.kind not in "ui":
-            raise UserError(f"{where}: member {member} must hold integers, not {header.dtype}")
+            raise BadData(f"{where}: member {member} must hold integers, not {header.dtype}")
         count = math.prod(header.shape)
         array = np.frombuffer(sample[member], header.dtype, count, header.offset)
     except ValueError as error:
-        raise UserError(f"{where}: member {member} is not a whole .npy array: {error}") from error
+        raise BadData(f"{where}: member {member} is not a whole .npy array: {error}") from error
     return array.reshape(header.shape, order="F" if header.fortran else "C")
 
 
@@ -215,10 +251,10 @@ def _decode(sample: dict[str, Any], where: str, context: int, vocab_size: int) -
     """Checked rows (n, T) and the number of tokens in each (n,), both as the sample holds them."""
     rows = _array(sample, "input_id.npy", where)
     if rows.ndim not in (1, 2):
-        raise UserError(f"{where}: input_id.npy must have 1 or 2 dimensions, not {rows.ndim}")
+        raise BadData(f"{where}: input_id.npy must have 1 or 2 dimensions, not {rows.ndim}")
     rows = rows.reshape(-1, rows.shape[-1])
     if rows.shape[1] < context:
-        raise UserError(
+        raise BadData(
             f"{where} holds rows of {rows.shape[1]} tokens, and the model reads {context}: "
             f"prepare the corpus again: python data/prepare.py <source> --row-tokens {context} --overwrite"
         )
@@ -227,7 +263,7 @@ def _decode(sample: dict[str, Any], where: str, context: int, vocab_size: int) -
     if "length.npy" in sample:
         given = _array(sample, "length.npy", where).reshape(-1)
         if given.shape != lengths.shape or (given.size and given.min() < 0):
-            raise UserError(f"{where}: length.npy must hold one length for each of {len(rows)} rows")
+            raise BadData(f"{where}: length.npy must hold one length for each of {len(rows)} rows")
         lengths = np.minimum(given, context)
         rows = np.where(np.arange(context) < lengths[:, None], rows, np.zeros((), rows.dtype))
     info = np.iinfo(rows.dtype)
@@ -235,7 +271,7 @@ def _decode(sample: dict[str, Any], where: str, context: int, vocab_size: int) -
         low, high = int(rows.min()), int(rows.max())
         if low < 0 or high >= vocab_size:
             token = low if low < 0 else high
-            raise UserError(f"{where} holds token {token}, outside the vocabulary of {vocab_size}")
+            raise BadData(f"{where} holds token {token}, outside the vocabulary of {vocab_size}")
     return rows, lengths
 
 
@@ -301,6 +337,31 @@ class _Order:
             yield tuple(pieces[i : i + self.window])
 
 
+@dataclass(frozen=True)
+class _Mixture:
+    """Which corpus each row of a stream is from."""
+
+    weights: tuple[Fraction, ...]  # of each corpus; they sum to 1
+    streams: int
+
+    def counts(self, stream: int, row: int, count: int = 0) -> np.ndarray:
+        """(corpora, 1 + count): how many rows of each corpus are among the first row, row + 1, ... of a stream.
+
+        The first corpus takes its share of the rows, rounded down, the second its share of what that leaves, and so on:
+        no count ever falls, and none drifts. Streams round at different rows, so that batches mix alike.
+        """
+        left, weight = row + np.arange(1 + count), Fraction(1)
+        counts = []
+        for own in self.weights[:-1]:
+            share = own / weight
+            step, whole = share.numerator * self.streams, share.denominator * self.streams
+            first = int(left[0])  # exact, however large: Python's integers
+            taken, rest = divmod(first * step + stream * share.denominator, whole)
+            counts.append(taken + (rest + (left - first) * step) // whole)
+            left, weight = left - counts[-1], weight - own
+        return np.stack([*counts, left])
+
+
 # ---- the loader ------------------------------------------------------------------------------------------------------
 
 
@@ -311,18 +372,23 @@ class Loader:
     `train_samples` alone. Each of `hosts` loaders gives its own contiguous part of every batch.
 
     Args:
-        index: the .index file, or several that count as one.
+        index: the .index file, here or in a bucket; several that count as one; or a mixture, index files with weights.
         global_rows: rows of a batch over all hosts.
         context: tokens read of each row; longer rows are cut.
         vocab_size: tokens must lie below it.
         seed: of the order.
         shuffle: False reads the rows as the shards stand.
         max_epochs: where to stop; None never does. Rows at the very end that fill no batch are dropped where the order
-            is shuffled; else the last batch is filled up with rows of -1.
+            is shuffled; else the last batch is filled up with rows of -1. A mixture stops before any of its corpora
+            has been read more often.
         train_samples: rows of an epoch, the first ones of the index; None is all.
         host: this loader's place among `hosts`.
         hosts: how many loaders share each batch.
-        window: shards that are mixed at any time. Twice as many are held in memory while the next ones are read.
+        window: shards of a corpus that are mixed at any time. Twice as many are held in memory while the next ones are
+            read.
+        skip_bad: goes on without what is missing, damaged or no sample: its rows are -1, logged and counted in each
+            batch. The index files must say how many rows each shard has.
+        cache: where shards of a bucket are kept on this machine.
 
     Raises:
         UserError: what is wrong with the data, by file and sample; a batch that does not divide over the hosts.
@@ -330,7 +396,7 @@ class Loader:
 
     def __init__(
         self,
-        index: str | Path | Sequence[str | Path],
+        index: str | Path | Sequence[str | Path] | Mapping[str, float],
         *,
         global_rows: int,
         context: int,
@@ -342,29 +408,49 @@ class Loader:
         host: int = 0,
         hosts: int = 1,
         window: int = 16,
+        skip_bad: bool = False,
+        cache: Cache | None = None,
     ):
         if global_rows % hosts:
             raise UserError(f"a global batch of {global_rows} rows does not divide over {hosts} hosts")
-        indices = [index] if isinstance(index, str | Path) else list(index)
-        self.shards = _first_rows([shard for one in indices for shard in read_index(one)], train_samples)
-        self.rows = sum(rows for _, rows in self.shards)
-        if not self.rows:
-            raise UserError(f"index file {', '.join(map(str, indices))}: the shards hold no samples")
-        limit = None if max_epochs is None else max_epochs * self.rows
-        self.total_batches = None if limit is None else limit // global_rows if shuffle else -(-limit // global_rows)
+        mixture = index if isinstance(index, Mapping) else None
+        if mixture is not None and not (shuffle and train_samples is None):
+            raise UserError("a mixture of index files is shuffled, and takes no train_samples")
+        indices = list(mixture) if mixture is not None else [index] if isinstance(index, str | Path) else list(index)
+        groups = [[one] for one in indices] if mixture is not None else [indices]
+        used = [_first_rows([s for one in group for s in read_index(one, skip_bad)], train_samples) for group in groups]
+        for group, shards in zip(groups, used, strict=True):
+            if not shards:
+                raise UserError(f"index file {', '.join(map(str, group))}: the shards hold no samples")
+        # As many streams as there are shards to mix, so that hosts share as few shards as can be.
+        most = min(window, max(map(len, used))) if shuffle else 1
+        streams = max(s for s in range(1, most + 1) if global_rows % s == 0)
+        self.corpora = [
+            _Corpus(
+                shards,
+                _Order(
+                    tuple(rows for _, rows in shards), streams, max(1, window // streams) if shuffle else 1,
+                    seed if shuffle else None, max_epochs,
+                ),
+                context, vocab_size, skip_bad, cache,
+            )
+            for shards in used
+        ]  # fmt: skip
+        self.rows = sum(corpus.rows for corpus in self.corpora)
+        self._names = [Path(str(one)).stem for one in mixture or ()]
+        self._mixture = _Mixture(_normalised(list(mixture.values()) if mixture is not None else [1]), streams)
+        self._global_rows, self._host, self._hosts, self._context = global_rows, host, hosts, context
+        self._streams, self._rows_a_stream = streams, global_rows // streams
+        self.total_batches = None if max_epochs is None else self._batches_of(max_epochs, fill_up=not shuffle)
         if self.total_batches == 0:
             raise UserError(f"{max_epochs} epochs of {self.rows} rows do not fill one batch of {global_rows}")
-        self._dropped = limit % global_rows if limit is not None and shuffle else 0
-        # As many streams as there are shards to mix, so that hosts share as few shards as can be.
-        most = min(window, len(self.shards)) if shuffle else 1
-        streams = max(s for s in range(1, most + 1) if global_rows % s == 0)
-        self._order = _Order(
-            tuple(rows for _, rows in self.shards), streams, max(1, window // streams) if shuffle else 1,
-            seed if shuffle else None, max_epochs,
-        )  # fmt: skip
-        self._global_rows, self._host, self._hosts = global_rows, host, hosts
-        self._context, self._vocab_size = context, vocab_size
-        listing = "\n".join(f"{shard.name} {shard.rows} {rows}" for shard, rows in self.shards)
+        self._dropped = 0
+        if max_epochs is not None and shuffle and mixture is None:
+            self._dropped = max_epochs * self.rows % global_rows
+        listing = "\n".join(
+            [f"{shard.name} {shard.rows} {rows}" for shards in used for shard, rows in shards]
+            + [f"{len(shards)} {weight}" for shards, weight in zip(used, self._mixture.weights, strict=True) if mixture]
+        )
         self._identity = {
             "shards": int.from_bytes(hashlib.sha256(listing.encode()).digest()[:6]),
             "global_rows": global_rows,
@@ -373,40 +459,90 @@ class Loader:
             "window": window,
         }
 
+    def _batches_of(self, epochs: int, fill_up: bool) -> int:
+        """Batches until a stream has given `epochs` times its part of a corpus, or all of it in a batch filled up."""
+        if fill_up:
+            return -(-epochs * self.rows // self._global_rows)
+
+        def fits(batches: int) -> bool:
+            for stream in range(self._streams):
+                counts = self._mixture.counts(stream, batches * self._rows_a_stream)[:, 0]
+                for corpus, count in zip(self.corpora, counts.tolist(), strict=True):
+                    if count > (epochs * corpus.rows + stream) // self._streams:
+                        return False
+            return True
+
+        return bisect.bisect_left(
+            range(1, epochs * self.rows // self._global_rows + 1), True, key=lambda k: not fits(k)
+        )
+
+    def rows_seen(self, batches: int) -> dict[str, int]:
+        """Rows of each corpus of a mixture, by the name of its index file, that so many batches hold."""
+        rows = batches * self._rows_a_stream
+        counts = sum(self._mixture.counts(stream, rows)[:, 0] for stream in range(self._streams))
+        return dict(zip(self._names, np.asarray(counts).tolist(), strict=bool(self._names)))
+
     def batches(self, cursor: dict[str, int] | None = None) -> Generator[Batch, None, None]:
         """Batches from the beginning, or from just after the one that `cursor` came with.
 
         Raises UserError for a cursor of other data or another order, by name.
         """
         done = self._position(cursor)
-        rows_a_stream = self._global_rows // self._order.streams
+        part = self._rows_a_stream
         first = self._host * self._global_rows // self._hosts
         last = (self._host + 1) * self._global_rows // self._hosts
-        mine = range(first // rows_a_stream, -(-last // rows_a_stream))
-        first, last = first - mine.start * rows_a_stream, last - mine.start * rows_a_stream
-        # More threads than cores only fight over Python's lock.
-        pool = ThreadPoolExecutor(min(len(mine), os.cpu_count() or 1), thread_name_prefix="shards")
+        mine = range(first // part, -(-last // part))
+        first, last = first - mine.start * part, last - mine.start * part
+        # More threads than cores only fight over Python's lock, unless they wait for a network.
+        readers = len(mine) * len(self.corpora)
+        is_remote = any(corpus.is_remote for corpus in self.corpora)
+        pool = ThreadPoolExecutor(
+            min(readers, _REMOTE_THREADS if is_remote else os.cpu_count() or 1), thread_name_prefix="shards"
+        )
         try:
-            plans = [self._order.windows(stream, done * rows_a_stream) for stream in mine]
-            streams = [_Stream(plan, self._load, pool) for plan in plans]
+            streams = [
+                [
+                    _Stream(corpus.order.windows(stream, int(row)), corpus.load, pool)
+                    for corpus, (row,) in zip(self.corpora, self._mixture.counts(stream, done * part), strict=True)
+                ]
+                for stream in mine
+            ]
             while self.total_batches is None or done < self.total_batches:
                 # Several batches are cut at once, where the rows are at hand: copying many costs little more than one.
-                several = min(stream.at_hand for stream in streams) // rows_a_stream
-                several = max(1, min(several, _CUT // (len(mine) * rows_a_stream * self._context)))
-                tokens = np.empty((several, len(mine), rows_a_stream, self._context), np.int32)
-                for i, stream in enumerate(streams):
-                    rows, lengths = stream.take(several * rows_a_stream)
-                    tokens[:, i] = rows.reshape(several, rows_a_stream, self._context)
-                    if lengths.min() < self._context:
-                        padding = np.arange(self._context) >= lengths.reshape(several, rows_a_stream, 1)
-                        tokens[:, i][padding] = -1
-                for batch in tokens.reshape(several, -1, self._context):
+                several = min(
+                    int(reader.at_hand / (weight * part))
+                    for readers_of_stream in streams
+                    for reader, weight in zip(readers_of_stream, self._mixture.weights, strict=True)
+                )
+                several = max(1, min(several, _CUT // (len(mine) * part * self._context)))
+                if self.total_batches is not None:
+                    several = min(several, self.total_batches - done)
+                tokens = np.empty((several, len(mine), part, self._context), np.int32)
+                lengths = np.empty((several, len(mine), part), np.int32)
+                for i, stream in enumerate(mine):
+                    self._take(stream, done * part, streams[i], tokens[:, i], lengths[:, i])
+                if lengths.min() < self._context:
+                    tokens[np.arange(self._context) >= lengths[..., None]] = -1
+                skipped = (lengths.reshape(several, -1)[:, first:last] == _SKIPPED).sum(axis=1).tolist()
+                for batch, without in zip(tokens.reshape(several, -1, self._context), skipped, strict=True):
                     done += 1
-                    yield Batch(batch[first:last], {**self._identity, "batches": done})
+                    yield Batch(batch[first:last], {**self._identity, "batches": done}, without)
         finally:
             pool.shutdown(cancel_futures=True)
         if self._dropped:
             _log.info("end of the data: the last %d rows do not fill a batch and were not used", self._dropped)
+
+    def _take(self, stream: int, row: int, readers: list[_Stream], tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Fills (batches, rows, T) and (batches, rows) with the rows of a stream from its `row` on."""
+        count = lengths.size
+        if len(readers) == 1:
+            rows, row_lengths = readers[0].take(count)
+            tokens[:], lengths[:] = rows.reshape(tokens.shape), row_lengths.reshape(lengths.shape)
+            return
+        is_own = np.diff(self._mixture.counts(stream, row, count)).astype(bool)
+        for reader, own in zip(readers, is_own.reshape(-1, *lengths.shape), strict=True):
+            if own.any():
+                tokens[own], lengths[own] = reader.take(int(own.sum()))
 
     def _position(self, cursor: dict[str, int] | None) -> int:
         if cursor is None:
@@ -418,35 +554,97 @@ class Loader:
                 raise UserError(f"the saved data cursor belongs to {name}={cursor.get(name)}, not to {name}={now}")
         return cursor["batches"]
 
-    def _load(self, window: _Window) -> _Rows:
+
+def _normalised(weights: list[float]) -> tuple[Fraction, ...]:
+    """Weights that sum to 1, exactly: as they are written, to a millionth."""
+    exact = [Fraction(str(weight)).limit_denominator(10**6) for weight in weights]
+    if min(exact) <= 0:
+        raise UserError(f"the weights of a mixture must be positive, not {min(weights)}")
+    return tuple(weight / sum(exact) for weight in exact)
+
+
+@dataclass(frozen=True)
+class _Corpus:
+    """Shards that count as one, and how their rows are read."""
+
+    shards: list[tuple[Shard, int]]  # and how many rows of each are used
+    order: _Order
+    context: int
+    vocab_size: int
+    skip_bad: bool
+    cache: Cache | None
+
+    @property
+    def rows(self) -> int:
+        return sum(self.order.rows)
+
+    @property
+    def is_remote(self) -> bool:
+        return any(storage.is_remote(shard.path) for shard, _ in self.shards)
+
+    def load(self, window: _Window) -> _Rows:
         """Rows (n, T) of a window, permuted, in the smallest type that holds the vocabulary; tokens in each (n,)."""
         count = sum(piece.stop - piece.start for piece in window.pieces)
-        slots = np.arange(count) if self._order.seed is None else _permutation(count, *window.key)
-        tokens = np.empty((count, self._context), np.min_scalar_type(self._vocab_size - 1))
+        slots = np.arange(count) if self.order.seed is None else _permutation(count, *window.key)
+        tokens = np.empty((count, self.context), np.min_scalar_type(self.vocab_size - 1))
         lengths = np.empty(count, np.int32)
-        filled = 0
         for piece in window.pieces:
-            for rows, row_lengths in self._read(piece):
+            own, slots = np.split(slots, [piece.stop - piece.start])
+            for trouble in self._fill(piece, own, tokens, lengths):
+                _log.warning("skipped: %s", trouble)
+        return tokens[window.skip :], lengths[window.skip :]
+
+    def _fill(self, piece: _Piece, slots: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> list[str]:
+        """Puts the rows of a piece into these slots; what had to be skipped."""
+        shard, _ = self.shards[piece.shard]
+
+        def fill(stream: BinaryIO) -> list[str]:
+            troubles: list[str] = []
+            filled = 0
+            for rows, row_lengths in self._read(piece, stream, troubles):
                 into = slots[filled : filled + len(rows)]
                 tokens[into], lengths[into] = rows, row_lengths
                 filled += len(rows)
-        return tokens[window.skip :], lengths[window.skip :]
+            tokens[slots[filled:]], lengths[slots[filled:]] = 0, _SKIPPED
+            return troubles
 
-    def _read(self, piece: _Piece) -> Iterator[_Rows]:
-        """The rows of a piece and their lengths, a member at a time."""
+        try:
+            return storage.read(shard.path, fill, self.cache.reading if self.cache else storage.reading)
+        except FileNotFoundError:
+            if not self.skip_bad:
+                raise BadData(f"shard {shard.path} is missing") from None
+            tokens[slots], lengths[slots] = 0, _SKIPPED
+            return [f"shard {shard.path} is missing"]
+        except OSError as error:
+            raise UserError(f"shard {shard.path} cannot be read: {error}") from error
+
+    def _read(self, piece: _Piece, stream: BinaryIO, troubles: list[str]) -> Iterator[_Rows]:
+        """The rows of a piece and their lengths, a member at a time; what is bad joins `troubles`, or is raised.
+
+        What comes after a bad sample moves up: the place of a row depends on nothing but what its shard holds.
+        """
         shard, _ = self.shards[piece.shard]
         seen = 0  # rows of the shard so far
-        with open(shard.path, "rb") as stream:
-            for sample in _samples(shard, stream):
+        samples = _samples(shard, stream)
+        while True:
+            try:
+                sample = next(samples, None)
+                if sample is None:
+                    break
                 where = f"shard {shard.path}, sample {sample['__key__']}"
-                rows, lengths = _decode(sample, where, self._context, self._vocab_size)
-                inside = slice(max(0, piece.start - seen), max(0, piece.stop - seen))
-                seen += len(rows)
-                if len(rows[inside]):
-                    yield rows[inside], lengths[inside]
-                if piece.stop <= seen and piece.stop < shard.rows:
-                    return  # the rest belongs to another stream
-        if seen != shard.rows:
+                rows, lengths = _decode(sample, where, self.context, self.vocab_size)
+            except BadData as error:
+                if not self.skip_bad:
+                    raise
+                troubles.append(str(error))
+                continue
+            inside = slice(max(0, piece.start - seen), max(0, piece.stop - seen))
+            seen += len(rows)
+            if len(rows[inside]):
+                yield rows[inside], lengths[inside]
+            if piece.stop <= seen and piece.stop < shard.rows:
+                return  # the rest belongs to another stream
+        if seen > shard.rows or (seen < shard.rows and not troubles):
             raise UserError(f"shard {shard.path} holds {seen} rows where the index file says {shard.rows}")
 
 

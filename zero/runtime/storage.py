@@ -18,7 +18,7 @@ import os
 import posixpath
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
@@ -33,11 +33,16 @@ GARBLED_ATTEMPTS = 5  # at reading a file whose checksum is wrong
 CHUNK = 8 << 20  # bytes asked for at once: of a bucket in 50 ms or so, which is what a request takes to be answered
 _SCHEME = "gs://"
 _Result = TypeVar("_Result")
+_Opened = AbstractContextManager[BinaryIO]
 log = logging.getLogger(__name__)
 
 
-class Garbled(OSError):
+class Garbled(Exception):
     """What was read of an object does not have the checksum that was stored with it."""
+
+
+class AccessDenied(UserError):
+    """This machine's account, or anybody without one, may not do this with a bucket."""
 
 
 class Stat(NamedTuple):
@@ -118,18 +123,18 @@ def list_files(directory: str | Path) -> list[str]:
 
 
 @contextmanager
-def reading(url: str | Path, copy_to: BinaryIO | None = None) -> Iterator[BinaryIO]:
+def reading(url: str | Path, copy_to: BinaryIO | None = None, known: Stat | None = None) -> Iterator[BinaryIO]:
     """A file to read from front to back, and to seek forward in.
 
     An object is streamed: `CHUNK` bytes are held at a time, all of one generation. Unless some of it was passed over,
     leaving the block, also by an exception, reads what is left and compares the checksum, so whoever leaves it has
-    seen what was stored. `copy_to` takes a copy of every byte on the way.
+    seen what was stored. `copy_to` takes a copy of every byte on the way; `known` saves asking for it again.
     """
     if not is_remote(url):
         with open(url, "rb") as file:
             yield file
         return
-    with _Object(url, copy_to) as raw, io.BufferedReader(raw, CHUNK) as stream:
+    with _Object(url, known or stat(url), copy_to) as raw, io.BufferedReader(raw, CHUNK) as stream:
         try:
             yield stream
         finally:
@@ -137,16 +142,21 @@ def reading(url: str | Path, copy_to: BinaryIO | None = None) -> Iterator[Binary
                 pass
 
 
-def read(url: str | Path, use: Callable[[BinaryIO], _Result]) -> _Result:
-    """What `use` makes of a file; where bytes came garbled, it is called again with right ones."""
+def read(
+    url: str | Path, use: Callable[[BinaryIO], _Result], opened: Callable[[str], _Opened] | None = None
+) -> _Result:
+    """What `use` makes of a file; where bytes came garbled, it is called again with right ones.
+
+    `opened` is `reading`, or does as it does (zero.runtime.cache).
+    """
     for attempt in range(GARBLED_ATTEMPTS):
         try:
-            with reading(url) as stream:
+            with (opened or reading)(str(url)) as stream:
                 return use(stream)
         except Garbled as error:
-            garbled = error
-            log.warning("%s; attempt %d of %d", error, attempt + 1, GARBLED_ATTEMPTS)
-    raise UserError(f"{garbled}, {GARBLED_ATTEMPTS} times in a row") from garbled
+            garbled = str(error.args[0])  # who reads a stream may add to them
+            log.warning("%s; attempt %d of %d", garbled, attempt + 1, GARBLED_ATTEMPTS)
+    raise UserError(f"{garbled}, {GARBLED_ATTEMPTS} times in a row")
 
 
 def read_bytes(url: str | Path) -> bytes:
@@ -198,11 +208,10 @@ def remove(url: str | Path) -> None:
 class _Object(io.RawIOBase):
     """An object as a raw stream: every read is one range of one generation."""
 
-    def __init__(self, url: str | Path, copy_to: BinaryIO | None):
+    def __init__(self, url: str | Path, known: Stat, copy_to: BinaryIO | None):
         import google_crc32c
 
-        self._url, self._copy_to = str(url), copy_to
-        self._stat = stat(url)
+        self._url, self._stat, self._copy_to = str(url), known, copy_to
         self._blob = _blob(url, self._stat.generation)
         self._position = 0
         self._sum, self._summed = google_crc32c.Checksum(), 0
@@ -298,7 +307,7 @@ def _errors(url: str | Path) -> Iterator[None]:
     except DataCorruption as error:
         raise Garbled(f"{url}: {_first_line(error)}") from error
     except (exceptions.Unauthorized, exceptions.Forbidden, GoogleAuthError) as error:
-        raise UserError(
+        raise AccessDenied(
             f"{url}: access denied; a bucket that is not public expects the credentials of an account that may use it "
             f"(gcloud auth application-default login): {_first_line(error)}"
         ) from error
