@@ -1,16 +1,23 @@
 """A storage server on loopback, and a proxy in front of it that hurts what passes. A helper of tests."""
 
+import gc
 import http.client
+import os
 import random
 import socket
 import struct
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import pytest
 from gcp_storage_emulator.server import create_server
+
+from zero.runtime import storage
 
 BUCKET = "bucket"
 REFUSALS = ("429", "500", "503")  # of any request
@@ -25,6 +32,22 @@ def serving() -> Iterator[str]:
         yield "http://{}:{}".format(*server._api._httpd.server_address)
 
 
+def use(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Goes through this address, and loses little time over what fails."""
+    from google.cloud.storage.retry import DEFAULT_RETRY
+
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
+    storage._client.cache_clear()
+    monkeypatch.setattr(storage, "TIMEOUT", (1, 0.3))
+    monkeypatch.setattr(storage, "_retry", lambda: DEFAULT_RETRY.with_delay(0.01, 0.1, 2).with_timeout(2))
+
+
+def upload(directory: Path, url: str) -> None:
+    """Everything below a local directory, to the same places below an address."""
+    for path in storage.list_files(directory):
+        storage.write(storage.join(url, os.path.relpath(path, directory)), Path(path).read_bytes())
+
+
 class Proxy:
     """Passes requests on to `target`, all but `budget` of them, a part `rate`, which it refuses or answers badly."""
 
@@ -35,12 +58,12 @@ class Proxy:
         self.lock, self.random, self.closed = threading.Lock(), random.Random(0), threading.Event()
 
     def draw(self, is_read: bool) -> str | None:
-        """The fault of this request, if it gets one."""
+        """The fault of this request, if it gets one: the kind there were fewest of."""
         faults = [fault for fault in self.faults if is_read or fault in REFUSALS]
         with self.lock:
             if not faults or self.injected.total() >= self.budget or self.random.random() >= self.rate:
                 return None
-            fault = self.random.choice(faults)
+            fault = min(faults, key=self.injected.__getitem__)
             self.injected[fault] += 1
             return fault
 
@@ -100,10 +123,15 @@ def disturbed(proxy: Proxy) -> Iterator[str]:
     server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
-    try:
-        yield "http://{}:{}".format(*server.server_address)
-    finally:
-        proxy.closed.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with warnings.catch_warnings():
+        # Google's library leaves the answer of a refusal, and so its socket, to the garbage collector.
+        warnings.filterwarnings("ignore", "unclosed <socket", ResourceWarning)
+        try:
+            yield "http://{}:{}".format(*server.server_address)
+        finally:
+            proxy.closed.set()
+            server.shutdown()
+            server.server_close()
+            thread.join()
+            storage._client.cache_clear()
+            gc.collect()

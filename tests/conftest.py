@@ -1,7 +1,10 @@
 """Every test runs on eight virtual CPU devices, without a network, and any warning is an error (pyproject.toml)."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 # Before jax is imported for the first time.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -21,3 +24,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leaves out programs that tests start: --doctest-modules would import them."""
     return True if collection_path.suffix == ".py" and not collection_path.name.startswith("test_") else None
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    """The address of a storage server on loopback (tests/bucket.py)."""
+    from tests import bucket
+
+    with bucket.serving() as address:
+        yield address

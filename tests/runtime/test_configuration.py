@@ -1,6 +1,7 @@
 """The door: every mistake in a configuration is refused in one line that names the key and what was expected."""
 
 from pathlib import Path
+from typing import Any
 
 import hydra
 import pytest
@@ -8,7 +9,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from zero.runtime import UserError
-from zero.runtime.configuration import FIXED_KEYS, Config, check, describe, load_sizes, merge_resumed
+from zero.runtime.configuration import FIXED_KEYS, Config, check, describe, index_files, load_sizes, merge_resumed
 
 CONF = Path(__file__).parents[2] / "conf"
 SIZES = load_sizes(CONF / "model_config.yaml")
@@ -58,6 +59,16 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("training.peak_learning_rate=fast", ["training.peak_learning_rate=fast", "Float"]),
         ("data.max_context", ["data.max_context", "EQUAL"]),
         ("mode=tain", ["mode=tain", "train"]),
+        ("data.index_path_train=null", ["data.index_path_train=None", "the path of an index file, a list"]),
+        ("data.index_path_train=[]", ["data.index_path_train=[]", "the path of an index file, a list"]),
+        ("data.index_path_train=[{index: a, weight: 0}]", ["data.index_path_train", "weight"]),
+        ("data.index_path_train=[{index: a, weigth: 1}]", ["data.index_path_train", "weight"]),
+        ("data.index_path_train=[{index: a, weight: 1}, b]", ["data.index_path_train", "weight"]),
+        ("data.index_path_train=[{index: x/a, weight: 1}, {index: y/a, weight: 1}]", ["files of different names"]),
+        ("data.index_path_validation=[{index: a, weight: 1}]", ["data.index_path_validation", "or a list"]),
+        ("data.window=0", ["data.window=0", "at least 1"]),
+        ("data.max_skipped_rows=-1", ["data.max_skipped_rows=-1", "zero or more"]),
+        ("data.cache_bytes=0", ["data.cache_bytes=0", "at least 1"]),
         ("model.size=999b", ["model.size=999b", "one of test, bytes, 124m"]),
         ("zero.stage=4", ["zero.stage=4", "0, 1, 2 or 3"]),
         ("zero.compute_dtype=float16", ["zero.compute_dtype=float16", "float32, bfloat16"]),
@@ -131,7 +142,23 @@ CHANGES = {
     "data.tokenizer": "other.json",
     "data.train_samples": "9",
     "data.index_path_train": "[a.index,b.index]",
+    "data.window": "4",
 }
+
+
+@pytest.mark.parametrize(
+    ("value", "bucket_path", "index"),
+    [
+        ("a/b.index", None, "a/b.index"),
+        ("a/b.index", "gs://bucket/place/", "gs://bucket/place/a/b.index"),
+        ("/a/b.index", "bucket", "/a/b.index"),
+        (["a", "gs://other/b"], "bucket", ["gs://bucket/a", "gs://other/b"]),
+        ([{"index": "a", "weight": 0.7}, {"index": "b", "weight": 3}], None, {"a": 0.7, "b": 3}),
+        ([{"index": "a", "weight": 0.7}], "bucket", {"gs://bucket/a": 0.7}),
+    ],
+)
+def test_index_files_lie_in_the_bucket_or_where_they_say(value: Any, bucket_path: str | None, index: Any) -> None:
+    assert index_files(value, bucket_path) == index
 
 
 @pytest.mark.parametrize("key", FIXED_KEYS)

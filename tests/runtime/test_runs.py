@@ -140,7 +140,8 @@ def test_half_written_checkpoint_is_none() -> None:
 def test_place_of_checkpoints(in_tmp_path: Path) -> None:
     assert checkpoint_directory(Path("run"), None, "checkpoints") == Path("run/checkpoints")
     assert checkpoint_directory(Path("run"), None, "/scratch/it") == Path("/scratch/it")
-    assert checkpoint_directory(Path("run"), "gs://bucket/", "/a/b/") == "gs://bucket/a/b"
+    assert checkpoint_directory(Path("run"), "gs://bucket/", "a/b/") == "gs://bucket/a/b"
+    assert checkpoint_directory(Path("run"), "bucket", "/scratch/it") == Path("/scratch/it")
     run = make_run(Path("run"), [], checkpoints=str(in_tmp_path / "shared"))
     (in_tmp_path / "shared" / "7").mkdir(parents=True)
     assert saved_steps(run) == [7]

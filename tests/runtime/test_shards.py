@@ -39,9 +39,11 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
     return path
 
 
-def write_corpus(directory: Path, counts: list[int], rows_per_member: int = 3, counted: bool = True) -> Path:
-    """Shards of rows that all begin with their number: row i reads i, i + 1, i + 2, ..."""
-    first, lines = 0, []
+def write_corpus(
+    directory: Path, counts: list[int], rows_per_member: int = 3, counted: bool = True, first: int = 0
+) -> Path:
+    """Shards of rows that all begin with their number: row i reads i, i + 1, i + 2, ..., from `first` on."""
+    lines = []
     for number, count in enumerate(counts):
         rows = (np.arange(first, first + count)[:, None] + np.arange(CONTEXT + 1)).astype(np.uint16)
         starts = range(0, count, rows_per_member)
@@ -423,8 +425,7 @@ def bad_corpus(directory: Path) -> Path:
     """Six shards of 9 rows in members of 3: one is missing, one cut in its third member, one has a bad second one."""
     index = write_corpus(directory, [9] * 6)
     (directory / "shard-1.tar").unlink()
-    data = (directory / "shard-3.tar").read_bytes()
-    (directory / "shard-3.tar").write_bytes(data[:2200])
+    (directory / "shard-3.tar").write_bytes((directory / "shard-3.tar").read_bytes()[:2200])
     data = bytearray((directory / "shard-4.tar").read_bytes())
     data[1536:1544] = b"no array"
     (directory / "shard-4.tar").write_bytes(data)
@@ -485,6 +486,9 @@ def test_what_is_skipped_must_be_counted_and_an_index_must_not_lie(tmp_path: Pat
 # ---- mixtures --------------------------------------------------------------------------------------------------------
 
 
+BOUNDS = [0, 20_000, 40_000]
+
+
 def mixed(batches: Iterable[Any], bounds: list[int]) -> np.ndarray:
     """Rows of each corpus in each batch, where rows of corpus c read from bounds[c] on."""
     first = np.concatenate([batch.tokens[:, :1].T for batch in batches])
@@ -496,23 +500,10 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Index files of three corpora, whose rows begin with 0, 20,000 and 40,000."""
     indices = []
     for number, counts in enumerate([[30] * 8, [25] * 3, [70]]):
-        place = tmp_path_factory.mktemp("mixture") / f"corpus{number}"
-        write_corpus(place, counts)
-        for path in place.glob("*.tar"):
-            with tarfile.open(path) as archive:
-                members = {
-                    member.name: npy(
-                        np.load(io.BytesIO(archive.extractfile(member).read())) + np.uint16(20_000 * number)
-                    )  # type: ignore[union-attr]
-                    for member in archive
-                }
-            write_tar(path, members)
-        (place / "it.index").rename(place / f"c{number}.index")
+        place = tmp_path_factory.mktemp("mixture")
+        write_corpus(place, counts, first=BOUNDS[number]).rename(place / f"c{number}.index")
         indices.append(str(place / f"c{number}.index"))
     return indices
-
-
-BOUNDS = [0, 20_000, 40_000]
 
 
 def test_a_mixture_keeps_its_weights_in_every_batch_and_in_the_long_run(three: list[str]):

@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,26 +15,10 @@ from zero.runtime import UserError, storage
 DATA = bytes(range(256)) * 400
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with bucket.serving() as address:
-        yield address
-
-
-def use(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    """Goes through this address, and loses little time over what fails."""
-    from google.cloud.storage.retry import DEFAULT_RETRY
-
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
-    storage._client.cache_clear()
-    monkeypatch.setattr(storage, "TIMEOUT", (1, 0.3))
-    monkeypatch.setattr(storage, "_retry", lambda: DEFAULT_RETRY.with_delay(0.01, 0.1, 2).with_timeout(2))
-
-
 @pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A directory of its own, here or in the bucket."""
-    use(monkeypatch, server)
+    bucket.use(monkeypatch, server)
     return f"gs://{bucket.BUCKET}{tmp_path}" if request.param == "gs" else str(tmp_path)
 
 
@@ -84,23 +67,23 @@ def test_other_addresses_are_refused(url: str):
 
 @pytest.mark.parametrize("fault", bucket.REFUSALS + bucket.BODY_FAULTS)
 def test_every_fault_is_overcome(server: str, monkeypatch: pytest.MonkeyPatch, fault: str):
-    use(monkeypatch, server)
+    bucket.use(monkeypatch, server)
     storage.write(f"gs://{bucket.BUCKET}/faults", DATA)
     monkeypatch.setattr(storage, "CHUNK", 40_000)
     proxy = bucket.Proxy(server, budget=3, faults=(fault,))
     with bucket.disturbed(proxy) as address:
-        use(monkeypatch, address)
+        bucket.use(monkeypatch, address)
         assert storage.read_bytes(f"gs://{bucket.BUCKET}/faults") == DATA
     assert proxy.injected == {fault: 3}
 
 
 def test_a_broken_read_goes_on_at_its_byte(server: str, monkeypatch: pytest.MonkeyPatch):
-    use(monkeypatch, server)
+    bucket.use(monkeypatch, server)
     storage.write(f"gs://{bucket.BUCKET}/long", DATA)
     seen: list[str] = []
     proxy = bucket.Proxy(server, budget=1, faults=("truncated",))
     with bucket.disturbed(proxy) as address:
-        use(monkeypatch, address)
+        bucket.use(monkeypatch, address)
         http = storage._client(os.getpid())._http
         request = http.request
 
@@ -115,10 +98,10 @@ def test_a_broken_read_goes_on_at_its_byte(server: str, monkeypatch: pytest.Monk
 
 
 def test_bytes_that_stay_wrong_are_told(server: str, monkeypatch: pytest.MonkeyPatch):
-    use(monkeypatch, server)
+    bucket.use(monkeypatch, server)
     storage.write(f"gs://{bucket.BUCKET}/wrong", DATA)
     with bucket.disturbed(bucket.Proxy(server, budget=99, faults=("wrong bytes",))) as address:
-        use(monkeypatch, address)
+        bucket.use(monkeypatch, address)
         with pytest.raises(UserError, match=r"gs://bucket/wrong: crc32c .* came where .* is stored, 5 times in a row"):
             storage.read_bytes(f"gs://{bucket.BUCKET}/wrong")
         with pytest.raises(storage.Garbled):  # although nobody asked for the end
@@ -127,7 +110,7 @@ def test_bytes_that_stay_wrong_are_told(server: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_reader_that_fails_over_wrong_bytes_is_called_again(server: str, monkeypatch: pytest.MonkeyPatch):
-    use(monkeypatch, server)
+    bucket.use(monkeypatch, server)
     storage.write(f"gs://{bucket.BUCKET}/wrong", DATA)
 
     def parse(stream):
@@ -137,19 +120,19 @@ def test_a_reader_that_fails_over_wrong_bytes_is_called_again(server: str, monke
         return data
 
     with bucket.disturbed(bucket.Proxy(server, budget=2, faults=("wrong bytes",))) as address:
-        use(monkeypatch, address)
+        bucket.use(monkeypatch, address)
         assert storage.read(f"gs://{bucket.BUCKET}/wrong", parse) == DATA[:10]
 
 
 def test_a_bucket_that_does_not_answer_is_told(server: str, monkeypatch: pytest.MonkeyPatch):
     with bucket.disturbed(bucket.Proxy(server, budget=10**6, faults=("503",))) as address:
-        use(monkeypatch, address)
+        bucket.use(monkeypatch, address)
         with pytest.raises(UserError, match=r"^gs://bucket/a: no answer within 300 s: 503") as caught:
             storage.read_bytes(f"gs://{bucket.BUCKET}/a")
     assert "\n" not in str(caught.value)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        use(monkeypatch, f"http://127.0.0.1:{free.getsockname()[1]}")
+        bucket.use(monkeypatch, f"http://127.0.0.1:{free.getsockname()[1]}")
         with pytest.raises(UserError, match=r"^gs://bucket/a: no answer within 300 s: .*refused"):
             storage.read_bytes(f"gs://{bucket.BUCKET}/a")
 
@@ -157,7 +140,7 @@ def test_a_bucket_that_does_not_answer_is_told(server: str, monkeypatch: pytest.
 def test_uploads_survive_faults(server: str, monkeypatch: pytest.MonkeyPatch):
     proxy = bucket.Proxy(server, budget=6, faults=bucket.REFUSALS)
     with bucket.disturbed(proxy) as address:
-        use(monkeypatch, address)
+        bucket.use(monkeypatch, address)
         for number in range(3):
             storage.write(f"gs://{bucket.BUCKET}/up/{number}", DATA)
         assert [storage.read_bytes(url) for url in storage.list_files(f"gs://{bucket.BUCKET}/up")] == [DATA] * 3
@@ -165,7 +148,7 @@ def test_uploads_survive_faults(server: str, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_threads_share_a_client(server: str, monkeypatch: pytest.MonkeyPatch):
-    use(monkeypatch, server)
+    bucket.use(monkeypatch, server)
     storage.write(f"gs://{bucket.BUCKET}/shared", DATA)
     came: list[bytes] = []
     threads = [

@@ -16,7 +16,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from zero.models.gpt import GPTConfig
-from zero.runtime import UserError
+from zero.runtime import UserError, storage
 
 DTYPES = ("float32", "bfloat16")
 MODES = ("train", "evaluate", "sample")
@@ -59,6 +59,10 @@ class Data:
     bucket_path: str | None = MISSING
     index_path_train: Any = MISSING
     index_path_validation: Any = MISSING
+    window: int = MISSING
+    max_skipped_rows: int = MISSING
+    cache_directory: str | None = MISSING
+    cache_bytes: int = MISSING
     wandb_project: str | None = MISSING
     resume_step: int | None = MISSING
     keep_checkpoints: int = MISSING
@@ -127,6 +131,7 @@ FIXED_KEYS = (
     "data.tokenizer",
     "data.train_samples",
     "data.index_path_train",
+    "data.window",
 )
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -188,6 +193,21 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
         f"2 to block_size={block_size} of model.size={checked.model.size}",
     )
     require(data.keep_checkpoints >= 1, "data.keep_checkpoints", "at least 1")
+    require(_is_paths(data.index_path_validation), "data.index_path_validation", "the path of an index file, or a list")
+    is_mixture = not _is_paths(data.index_path_train)
+    require(
+        not is_mixture or _is_mixture(data.index_path_train),
+        "data.index_path_train",
+        "the path of an index file, a list of them, or [{index: path, weight: 0.7}, ...] of files of different names",
+    )
+    require(
+        not is_mixture or data.train_samples is None,
+        "data.train_samples",
+        "null, as data.index_path_train is a mixture",
+    )
+    require(data.window >= 1, "data.window", "at least 1")
+    require(data.max_skipped_rows >= 0, "data.max_skipped_rows", "zero or more")
+    require(data.cache_bytes >= 1, "data.cache_bytes", "at least 1")
     require(data.train_samples is None or data.train_samples >= 1, "data.train_samples", "at least 1, or null")
     if training.staged_warmup_steps:
         require(
@@ -219,6 +239,37 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
         "the run directory to start from, as model.warm_start=true",
     )
     return checked
+
+
+def _is_paths(value: Any) -> bool:
+    paths = value if isinstance(value, list) else [value]
+    return bool(paths) and all(isinstance(path, str) and path for path in paths)
+
+
+def _is_mixture(value: Any) -> bool:
+    if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
+        return False
+    is_whole = all(
+        entry.keys() == {"index", "weight"}
+        and isinstance(entry["index"], str)
+        and isinstance(entry["weight"], int | float)
+        and 0 < entry["weight"] < math.inf
+        for entry in value
+    )
+    # The metrics name a corpus by the stem of its index file.
+    return is_whole and len({Path(entry["index"]).stem for entry in value}) == len(value)
+
+
+def index_files(value: Any, bucket_path: str | None) -> str | list[str] | dict[str, float]:
+    """What `data.index_path_train` or `..._validation` says, for a Loader: index files, or their weights.
+
+    Relative paths lie in the bucket, if there is one.
+    """
+    if isinstance(value, str):
+        return storage.join(storage.bucket(bucket_path), value) if bucket_path else value
+    if all(isinstance(entry, str) for entry in value):
+        return [str(index_files(entry, bucket_path)) for entry in value]
+    return {str(index_files(entry["index"], bucket_path)): entry["weight"] for entry in value}
 
 
 def describe(error: Exception) -> str:

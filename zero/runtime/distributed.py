@@ -6,10 +6,12 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import jax
+import numpy as np
 
 ACCELERATORS = ("accel*", "vfio/*", "nvidia0", "kfd")  # device files of TPUs, NVIDIA and AMD GPUs
 PREEMPTED = 75  # exit status of a run that was told to stop and saved; EX_TEMPFAIL of sysexits.h
@@ -43,6 +45,18 @@ def device_memory() -> int:
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
     return int(device.memory_stats()["bytes_limit"])
+
+
+def sum_over_hosts(number: int) -> int:
+    """The sum of what each host gives; all hosts call it at the same step (all-reduce)."""
+    parts = np.zeros(jax.local_device_count(), np.int32)
+    parts[0] = number
+    return _sum(parts).item()
+
+
+@partial(jax.pmap, axis_name="hosts", out_axes=None)
+def _sum(part: jax.Array) -> jax.Array:
+    return jax.lax.psum(part, "hosts")
 
 
 @contextmanager

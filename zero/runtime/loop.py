@@ -22,9 +22,10 @@ from zero.models.gpt import GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout
 from zero.partition.state import from_global, to_global
-from zero.runtime import UserError, distributed, runs
+from zero.runtime import UserError, distributed, runs, storage
+from zero.runtime.cache import Cache
 from zero.runtime.checkpoints import Checkpoints
-from zero.runtime.configuration import Config
+from zero.runtime.configuration import Config, index_files
 from zero.runtime.corpus import prepare
 from zero.runtime.inference import generate, load_weights
 from zero.runtime.report import draw_run
@@ -62,7 +63,9 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
             f"model.size={config.model.size}: its vocab_size {size.vocab_size} does not hold the "
             f"{tokenizer.vocab_size} tokens of data.tokenizer={data.tokenizer}"
         )
-    if data.corpus and not all(Path(path).exists() for path in _index_paths(config)):
+    train_index = index_files(data.index_path_train, data.bucket_path)
+    validation_index = index_files(data.index_path_validation, data.bucket_path)
+    if data.corpus and not all(map(storage.exists, _local_paths(train_index, validation_index))):
         _prepare_corpus(config, tokenizer)
 
     axis = Axis("zero", (1, devices))
@@ -88,22 +91,23 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         if host == 0:
             stack.enter_context(runs.locked(run_directory))
         checkpoints = stack.enter_context(_open_checkpoints(run_directory, config))
-        first, cursor, global_rows = 0, None, training.batch_size * hosts
+        first, cursor, global_rows, skipped_rows = 0, None, training.batch_size * hosts, 0
         source = checkpoints
         if config.resume is not None:
             if Path(config.resume) != run_directory:
                 source = stack.enter_context(_open_checkpoints(Path(config.resume), config, is_mine=False))
             first = source.choose(data.resume_step)
             meta = source.meta(first)
-            cursor, global_rows = meta["cursor"], meta["global_rows"]
+            cursor, global_rows, skipped_rows = meta["cursor"], meta["global_rows"], meta["skipped_rows"]
         elif checkpoints.steps():
             raise UserError(
                 f"{checkpoints.directory} holds checkpoints; --resume continues, another hydra.run.dir starts afresh"
             )
         _check_division(global_rows, hosts, local_devices, training.gradient_accumulation_steps)
 
+        cache = Cache(Path(data.cache_directory), data.cache_bytes) if data.cache_directory else None
         loader = Loader(
-            data.index_path_train,
+            train_index,
             global_rows=global_rows,
             context=data.max_context,
             vocab_size=size.vocab_size,
@@ -112,6 +116,9 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
             train_samples=data.train_samples,
             host=host,
             hosts=hosts,
+            window=data.window,
+            skip_bad=data.max_skipped_rows > 0,
+            cache=cache,
         )
         last_step = training.total_steps
         if loader.total_batches is not None and loader.total_batches < last_step:
@@ -126,7 +133,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
             log.info("nothing left to do: the run stands at step %d of %d", first, last_step)
             return 0
         validation = Loader(
-            data.index_path_validation,
+            validation_index,
             global_rows=global_rows,
             context=data.max_context,
             vocab_size=size.vocab_size,
@@ -134,6 +141,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
             max_epochs=1,
             host=host,
             hosts=hosts,
+            cache=cache,
         )
         if config.resume is not None:
             state = from_global(source.restore(first, layout, axis), layout, axis, donate=True)
@@ -155,8 +163,10 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         # Virtual CPU devices hang in a collective when a step is dispatched while another runs (distributed.start).
         in_flight = 0 if jax.default_backend() == "cpu" else 1
         window = _Window()
+        newly_skipped = 0  # rows of this host since the last line of metrics
         compiled: set[int] = set()
         for step, batch in zip(range(first + 1, last_step + 1), window.timed(batches), strict=False):
+            newly_skipped += batch.skipped
             tokens = context.cut(batch.tokens, step - 1)
             sequence_length = tokens.shape[1]
             dispatched = time.monotonic()
@@ -185,6 +195,16 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
                 "sequence_length": sequence_length,
                 "tokens_seen": step * global_rows * data.max_context,
             }
+            for corpus, rows in loader.rows_seen(batch.cursor["batches"]).items():
+                line[f"tokens_seen/{corpus}"] = rows * data.max_context
+            if data.max_skipped_rows:
+                skipped_rows, newly_skipped = skipped_rows + distributed.sum_over_hosts(newly_skipped), 0
+                line["skipped_rows"] = skipped_rows
+                if skipped_rows > data.max_skipped_rows:
+                    raise UserError(
+                        f"step {step}: {skipped_rows} rows of the data had to be skipped, and "
+                        f"data.max_skipped_rows={data.max_skipped_rows}; the log names their shards and samples"
+                    )
             if window.skipped_in_a_row > training.max_skipped_in_a_row:
                 raise UserError(
                     f"step {step}: {window.skipped_in_a_row} steps in a row had no finite gradient; lower "
@@ -196,7 +216,12 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
                 tracker.log(line)
                 bar.set_postfix_str(_summary(line))
             if is_evaluation or is_stop:
-                meta = {"cursor": batch.cursor, "global_rows": global_rows, "config": asdict(config)}
+                meta = {
+                    "cursor": batch.cursor,
+                    "skipped_rows": skipped_rows,
+                    "global_rows": global_rows,
+                    "config": asdict(config),
+                }
                 whole = to_global(state, layout, axis, donate=True)
                 checkpoints.save(step, whole, layout, meta)
                 state = from_global(whole, layout, axis, donate=True)
@@ -276,9 +301,9 @@ class _Window:
         return line
 
 
-def _index_paths(config: Config) -> list[str]:
-    paths = (config.data.index_path_train, config.data.index_path_validation)
-    return [one for path in paths for one in ([path] if isinstance(path, str) else path)]
+def _local_paths(*indices: str | list[str] | dict[str, float]) -> list[str]:
+    paths = [path for index in indices for path in ([index] if isinstance(index, str) else index)]
+    return [path for path in paths if not storage.is_remote(path)]
 
 
 def _prepare_corpus(config: Config, tokenizer: Tokenizer) -> None:

@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
-from zero.runtime import UserError
+from zero.runtime import UserError, storage
 
 CONFIG_FILE = "config.yaml"
 LAYOUT_FILE = "layout.txt"
@@ -40,10 +40,9 @@ def saved_config(run_directory: Path) -> DictConfig:
 
 
 def checkpoint_directory(run_directory: Path, bucket_path: str | None, directory: str) -> Path | str:
-    """`gs://bucket_path/directory`, or a local directory, which if relative lies inside the run directory."""
-    if bucket_path:
-        return f"gs://{bucket_path.removeprefix('gs://').strip('/')}/{directory.strip('/')}"
-    return run_directory / directory
+    """An absolute path or address, or else `gs://bucket_path/directory`, or else inside the run directory."""
+    place = storage.join(storage.bucket(bucket_path) if bucket_path else run_directory, directory)
+    return place if storage.is_remote(place) else Path(place)
 
 
 @contextmanager

@@ -67,6 +67,15 @@ def is_remote(url: str | Path) -> bool:
     return True
 
 
+def bucket(path: str) -> str:
+    """The address of `data.bucket_path`: a bucket, or a directory in one, with gs:// or without.
+
+    >>> bucket("name/of/it/")
+    'gs://name/of/it'
+    """
+    return _SCHEME + path.removeprefix(_SCHEME).strip("/")
+
+
 def join(directory: str | Path, path: str | Path) -> str:
     """`path` as seen from a directory, here or in a bucket; absolute paths and addresses are left alone.
 

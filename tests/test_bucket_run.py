@@ -1,0 +1,101 @@
+"""`python main_zero.py` with a corpus that lies in a bucket."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import bucket, cli
+from zero.runtime import storage
+from zero.runtime.tracking import read_metrics
+
+pytestmark = pytest.mark.timeout(400)
+SHORT = (
+    *cli.TINY,
+    "training.total_steps=6",
+    "training.evaluation_frequency=3",
+    "training.staged_warmup_steps=0",
+    "training.gradient_accumulation_steps=1",
+    "hydra.run.dir=run",
+)
+PLACE = f"{bucket.BUCKET}/training"
+Run = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cli.make_workplace(tmp_path_factory.mktemp("workplace"))
+
+
+@pytest.fixture
+def run(server: str, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs in a place where nothing lies, with the workplace's corpus in the bucket."""
+    bucket.use(monkeypatch, server)
+    bucket.upload(workplace / "corpus", f"gs://{PLACE}/corpus")
+    (workplace / "compiled").mkdir(exist_ok=True)
+    (tmp_path / "compiled").symlink_to(workplace / "compiled")
+
+    def run(*arguments: str) -> Any:
+        checkpoints = f"data.checkpoint_directory={tmp_path}/checkpoints"
+        return cli.run(tmp_path, *SHORT, f"data.bucket_path={PLACE}", checkpoints, *arguments)
+
+    return run
+
+
+def losses(run_directory: Path) -> list[float]:
+    return [line["train/loss"] for line in read_metrics(run_directory / "metrics.jsonl")]
+
+
+def test_a_run_from_a_bucket_is_the_run_from_disk(run: Run, workplace: Path, tmp_path: Path) -> None:
+    here = cli.run(workplace, *SHORT)
+    there = run()
+    assert (here.returncode, there.returncode) == (0, 0), here.stderr + there.stderr
+    assert losses(tmp_path / "run") == losses(workplace / "run")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoints",
+        "compiled",
+        "run",
+    ]  # nothing was downloaded
+
+
+def test_a_mixture_counts_its_tokens_and_what_it_skips_and_goes_on_after_a_resume(run: Run, tmp_path: Path) -> None:
+    place = f"gs://{PLACE}/corpus"
+    (shard,) = (url for url in storage.list_files(place) if "train-" in url)
+    lines = storage.read_bytes(f"{place}/index/tiny_train.index").decode()
+    storage.write(f"{place}/index/bad.index", (lines + lines.replace("train-00000", "gone")).encode())
+    assert lines.count("train-00000") == 1 and shard.endswith("train-00000.tar")
+    mixture = (
+        "data.index_path_train=[{index: corpus/index/tiny_train.index, weight: 0.75},"
+        "{index: corpus/index/bad.index, weight: 0.25}]"
+    )
+    names = ("tokens_seen", "tokens_seen/tiny_train", "tokens_seen/bad", "skipped_rows", "train/loss")
+
+    def counted() -> list[list[float]]:
+        return [[line[name] for name in names] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+
+    whole = run(mixture, "data.max_skipped_rows=1000")
+    assert whole.returncode == 0, whole.stderr
+    assert "skipped: shard gs://" in whole.stdout and "gone.tar is missing" in whole.stdout
+    uninterrupted = counted()
+    shutil.rmtree(tmp_path / "checkpoints" / "6")
+    resumed = run(mixture, "data.max_skipped_rows=1000", "--resume")
+    assert resumed.returncode == 0 and "resumed from step 3" in resumed.stdout, resumed.stderr
+    assert counted() == uninterrupted
+    seen, first_corpus, second_corpus, skipped, _ = uninterrupted[-1]
+    assert seen == first_corpus + second_corpus == 6 * 16 * cli.CONTEXT
+    assert abs(second_corpus - seen / 4) <= 4 * cli.CONTEXT and 0 < skipped < 6 * 16 / 4
+
+    shutil.rmtree(tmp_path / "checkpoints" / "6")  # the budget is the run's, resumes included
+    over = run(mixture, f"data.max_skipped_rows={skipped - 1}", "--resume")
+    assert over.returncode == 1
+    assert over.stderr.splitlines()[-1].startswith("error: step ") and "Traceback" not in over.stderr
+    assert f"rows of the data had to be skipped, and data.max_skipped_rows={skipped - 1}" in over.stderr
+
+
+def test_what_is_wrong_in_a_bucket_is_one_line(run: Run) -> None:
+    done = run("data.index_path_train=corpus/none.index")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"error: index file gs://{PLACE}/corpus/none.index: no such file")
+    assert "Traceback" not in done.stderr
