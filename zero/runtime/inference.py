@@ -24,7 +24,7 @@ from zero.partition.layout import PyTree
 from zero.partition.state import from_global
 from zero.runtime import UserError, distributed, runs
 from zero.runtime.checkpoints import Checkpoints
-from zero.runtime.configuration import Config
+from zero.runtime.configuration import Config, index_files
 from zero.runtime.shards import Loader, prefetch, row_tokens
 from zero.runtime.text import Tokenizer, load_tokenizer
 from zero.training.inference import Sampling
@@ -172,10 +172,12 @@ def windows(tokens: np.ndarray, context: int, stride: int) -> Iterator[Passage]:
 
 def _evaluate_set(scorer: Scorer, tokenizer: Tokenizer, config: Config, context: int) -> dict[str, Any]:
     stride = config.evaluate.stride or -(-context // 2)
+    index = index_files(config.data.index_path_validation, config.data.bucket_path)
+    assert not isinstance(index, dict)  # which the configuration's check sees to
     loader = Loader(
-        config.data.index_path_validation,
+        index,
         global_rows=1,
-        context=row_tokens(config.data.index_path_validation),
+        context=row_tokens(index),
         vocab_size=scorer._opened.model.config.vocab_size,
         shuffle=False,
         max_epochs=1,

@@ -148,8 +148,7 @@ def count_rows(path: str | Path) -> int:
 def row_tokens(index: str | Path | Sequence[str | Path]) -> int:
     """Tokens of a row as the shards hold them, of the first one in the index."""
     shard = read_index(index if isinstance(index, str | Path) else index[0])[0]
-    with open(shard.path, "rb") as stream:
-        sample = next(_samples(shard, stream))
+    sample = storage.read(shard.path, lambda stream: next(_samples(shard, stream)))
     return _array(sample, "input_id.npy", f"shard {shard.path}, sample {sample['__key__']}").shape[-1]
 
 
