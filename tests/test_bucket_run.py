@@ -77,11 +77,11 @@ def test_a_mixture_counts_its_tokens_and_what_it_skips_and_goes_on_after_a_resum
 
     whole = run(mixture, "data.max_skipped_rows=1000")
     assert whole.returncode == 0, whole.stderr
-    assert "skipped: shard gs://" in whole.stdout and "gone.tar is missing" in whole.stdout
+    assert "skipped: shard gs://" in whole.stderr and "gone.tar is missing" in whole.stderr
     uninterrupted = counted()
     shutil.rmtree(tmp_path / "checkpoints" / "6")
     resumed = run(mixture, "data.max_skipped_rows=1000", "--resume")
-    assert resumed.returncode == 0 and "resumed from step 3" in resumed.stdout, resumed.stderr
+    assert resumed.returncode == 0 and "resumed from step 3" in resumed.stderr, resumed.stderr
     assert counted() == uninterrupted
     seen, first_corpus, second_corpus, skipped, _ = uninterrupted[-1]
     assert seen == first_corpus + second_corpus == 6 * 16 * cli.CONTEXT
