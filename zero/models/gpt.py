@@ -111,13 +111,13 @@ class Block(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x_BTD: jax.Array,
+        carry: tuple[jax.Array, Cache | None],
         layer: jax.Array,
-        cache: Cache | None,
         keys_B: jax.Array | None,
         position: jax.Array | int,
-    ) -> tuple[jax.Array, Cache | None]:
+    ) -> tuple[tuple[jax.Array, Cache | None], None]:
         config = self.config
+        x_BTD, cache = carry
         if keys_B is not None:
             keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, layer)
         site_keys = [None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, i) for i in range(3)]
@@ -134,9 +134,12 @@ class Block(nn.Module):
             dense(config.embedding_dim, name)(h_BTD).reshape(heads) for name in ("query", "key", "value")
         )
         if cache is not None:
-            k_BSHK = lax.dynamic_update_slice_in_dim(cache.k_LBSHK, k_BSHK, position, axis=1)
-            v_BSHK = lax.dynamic_update_slice_in_dim(cache.v_LBSHK, v_BSHK, position, axis=1)
-            cache = Cache(k_BSHK, v_BSHK)
+            # The whole cache is carried from layer to layer, so that only the new positions are written.
+            start = (layer, 0, position, 0, 0)
+            cache = Cache(
+                *(lax.dynamic_update_slice(c, x[None], start) for c, x in zip(cache, (k_BSHK, v_BSHK), strict=True))
+            )
+            k_BSHK, v_BSHK = (lax.dynamic_index_in_dim(c, layer, keepdims=False) for c in cache)
         attended_BTHK = attention(q_BTHK, k_BSHK, v_BSHK, position, config, site_keys[0])
         attended_BTD = dense(config.embedding_dim, "attention_out", residual_stddev)(attended_BTHK.reshape(x_BTD.shape))
         x_BTD = x_BTD + dropout(attended_BTD, config.dropout, site_keys[1])
@@ -144,7 +147,7 @@ class Block(nn.Module):
         h_BTD = nn.LayerNorm(dtype=self.dtype, name="norm_mlp")(x_BTD)
         h_BTF = nn.gelu(dense(4 * config.embedding_dim, "mlp_in")(h_BTD), approximate=True)
         h_BTD = dense(config.embedding_dim, "mlp_out", residual_stddev)(h_BTF)
-        return x_BTD + dropout(h_BTD, config.dropout, site_keys[2]), cache
+        return (x_BTD + dropout(h_BTD, config.dropout, site_keys[2]), cache), None
 
 
 def attention(
@@ -245,7 +248,7 @@ class GPT(nn.Module):
             nn.remat(self.lift(Block, "blocks"), prevent_cse=False),
             variable_axes={True: 0},
             split_rngs={"params": True},
-            in_axes=(0, 0, nn.broadcast, nn.broadcast),
+            in_axes=(0, nn.broadcast, nn.broadcast),
             length=config.N,
         )(config, self.dtype)
         self.norm = self.lift(nn.LayerNorm, "norm")(dtype=self.dtype)
@@ -286,7 +289,8 @@ class GPT(nn.Module):
         x_BTD, _ = self.vocabulary(x_BTD, self._first_rows(), tokens_BT, None)
         if not self.config.alibi_attn:
             x_BTD = self.positions(x_BTD, position)
-        x_BTD, cache = self.blocks(x_BTD.astype(self.dtype), jnp.arange(self.config.N), cache, keys_B, position)
+        carry = (x_BTD.astype(self.dtype), cache)
+        (x_BTD, cache), _ = self.blocks(carry, jnp.arange(self.config.N), keys_B, position)
         return self.norm(x_BTD), cache
 
     def _first_rows(self) -> jax.Array:
