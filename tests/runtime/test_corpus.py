@@ -377,6 +377,34 @@ def test_killed_with_its_workers_in_the_middle(mixed: Path, tmp_path: Path, bpe:
     assert digest(place) == digest(tmp_path / "whole")
 
 
+def test_ctrl_c_is_one_line(mixed: Path, tmp_path: Path, bpe: Path):
+    """At a time when the workers are about to start; it reaches them as well."""
+    options = [
+        "--tokenizer",
+        str(bpe),
+        "--workers",
+        "2",
+        "--directory",
+        str(tmp_path),
+        "--index-directory",
+        str(tmp_path),
+    ]
+    process = subprocess.Popen(
+        [*COMMAND, str(mixed), *options],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait(lambda: len(children.read_text().split()) == 3)  # multiprocessing has a process of its own
+    time.sleep(0.5)  # they import
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1 and said == "stopped; the same call goes on\n"
+
+
 def is_running(process: str) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

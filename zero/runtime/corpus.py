@@ -498,7 +498,6 @@ def _start_worker(tokenize: _Tokenize) -> None:
     global _in_worker
     _in_worker = tokenize
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches them too, and is the parent's to answer
     parent = multiprocessing.parent_process()
     assert parent
 
@@ -511,6 +510,26 @@ def _start_worker(tokenize: _Tokenize) -> None:
 
 def _work(unit: Unit, wanted: tuple[bool, ...]) -> list[_Part | None]:
     return _in_worker(unit, wanted)
+
+
+@contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """Puts Ctrl-C off: a pool that is interrupted while it starts a process loses count of them, and never ends.
+
+    Processes that are started here inherit that for good, and leave it to their parent to answer.
+    """
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()  # where Python handles signals
+    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number)) if is_main else None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if is_main:
+            signal.signal(signal.SIGINT, handler or signal.SIG_DFL)
+    if came and callable(handler):
+        handler(signal.SIGINT, None)
 
 
 def _in_order(
@@ -526,7 +545,8 @@ def _in_order(
     ahead: deque[tuple[Unit, Future[list[_Part | None]]]] = deque()
     try:
         for unit, wanted in tasks:
-            ahead.append((unit, pool.submit(_work, unit, wanted)))
+            with _no_interrupts():
+                ahead.append((unit, pool.submit(_work, unit, wanted)))
             if len(ahead) > 4 * workers:
                 done, future = ahead.popleft()
                 yield done, future.result()
