@@ -173,7 +173,7 @@ def test_a_tokenizer_of_its_own(mixed: Path, tmp_path: Path):
     assert tokenizer.vocab_size == 400 and tokenizer.end_of_text == 0
     assert corpus.train.bytes and corpus.train.tokens < corpus.train.bytes / 2
     tokens = tokens_of(corpus.validation_index, 64).ravel()
-    texts = {path.read_text(encoding="utf-8") for path in mixed.glob("0*.txt")}
+    texts = {path.read_text(encoding="utf-8") for path in mixed.glob("[0-9]*.txt")}
     first = tokenizer.decode(tokens[: list(tokens).index(0)])
     assert first in texts or json.dumps({"text": first}).encode() in (mixed / "x.jsonl").read_bytes()
     os.utime(path, (1, 1))
