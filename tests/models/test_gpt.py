@@ -20,7 +20,8 @@ SIZES_FILE = Path(__file__).parents[2] / "conf" / "model_config.yaml"
 SIZES = load_sizes(SIZES_FILE)
 ODD = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=12, dropout=0.0, N=2, vocab_chunks=3)
 LEARNED = dataclasses.replace(ODD, alibi_attn=False, vocab_chunks=1)
-BOTH = pytest.mark.parametrize("config", [ODD, LEARNED], ids=["alibi", "learned"])
+NORMED = dataclasses.replace(ODD, embedding_norm=True, norm_epsilon=1e-2)  # one that shows
+ALL = pytest.mark.parametrize("config", [ODD, LEARNED, NORMED], ids=["alibi", "learned", "embedding_norm"])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -60,7 +61,7 @@ def by_hand(config: GPTConfig) -> np.ndarray:
 
     def norm(x: np.ndarray, p: Any) -> np.ndarray:
         centred = x - x.mean(-1, keepdims=True)
-        return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * p["scale"] + p["bias"]
+        return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + config.norm_epsilon) * p["scale"] + p["bias"]
 
     table = p["vocabulary"]["table"].reshape(-1, config.embedding_dim)[: config.vocab_size]
     width = config.embedding_dim // config.num_head
@@ -69,6 +70,8 @@ def by_hand(config: GPTConfig) -> np.ndarray:
         x = table[row]
         if not config.alibi_attn:
             x = x + p["positions"]["table"][: len(row)]
+        if config.embedding_norm:
+            x = norm(x, p["embedding_norm"])
         for i in range(config.N):
             layer = jax.tree.map(lambda leaf, i=i: leaf[i], p["blocks"])
             h = norm(x, layer["norm_attention"])
@@ -90,7 +93,7 @@ def by_hand(config: GPTConfig) -> np.ndarray:
     return np.stack(logits)
 
 
-@BOTH
+@ALL
 def test_losses_are_those_of_a_transformer_written_by_hand(config: GPTConfig) -> None:
     x = tokens(config)
     targets = np.roll(x, 3)
@@ -102,7 +105,7 @@ def test_losses_are_those_of_a_transformer_written_by_hand(config: GPTConfig) ->
     np.testing.assert_allclose(losses, lse - np.take_along_axis(expected, targets[..., None], -1)[..., 0], rtol=1e-5)
 
 
-@BOTH
+@ALL
 def test_decoding_with_a_cache_gives_the_logits_of_the_whole_sequence(config: GPTConfig) -> None:
     x = tokens(config)
     logits, kept = apply(config, params(config), x[:, :5], init_cache(config, 2, 12, jnp.float32), 0, method="logits")
@@ -146,7 +149,7 @@ def test_alibi_slopes(heads: int, exponents: list[float]) -> None:
     np.testing.assert_allclose(alibi_slopes(heads), 2.0 ** -np.asarray(exponents), rtol=1e-7)
 
 
-@BOTH
+@ALL
 def test_a_position_sees_nothing_after_it(config: GPTConfig) -> None:
     x = tokens(config)
     other = x.copy()
@@ -288,6 +291,7 @@ def test_parameters_start_as_gpt_2_says() -> None:
         ({"dropout": -0.1}, "dropout"),
         ({"N": 0}, "N must be at least 1"),
         ({"vocab_chunks": 0}, "vocab_chunks must be at least 1"),
+        ({"norm_epsilon": 0.0}, "norm_epsilon"),
         ({"vocab_chunks": 99}, "vocab_chunks 99 .* vocab_size 101"),
     ],
 )

@@ -19,8 +19,17 @@ from zero.training.schedules import LearningRate
 from zero.training.step import Batch, ShardedGPT, TrainState, adamw, decayed, state_layout
 
 # Nothing divides by 8 but the batch: 3 heads of 14, 101 tokens in 3 chunks of 34.
-CONFIG = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=12, dropout=0.1, N=2, vocab_chunks=3)
-ROWS, STEPS, SEED, MAX_NORM = 24, 4, 7, 0.95
+CONFIG = GPTConfig(
+    embedding_dim=42,
+    vocab_size=101,
+    num_head=3,
+    block_size=12,
+    dropout=0.1,
+    N=2,
+    vocab_chunks=3,
+    embedding_norm=True,
+)
+ROWS, STEPS, SEED, MAX_NORM = 24, 4, 7, 0.65
 RATE = LearningRate(peak=1e-2, end=1e-3, warmup_steps=2, total_steps=6)
 KEY = np.asarray(jax.random.key_data(jax.random.key(SEED)))
 

@@ -39,6 +39,8 @@ class GPTConfig:
       N: layers, L.
       alibi_attn: ALiBi (arXiv 2108.12409); False for learned positions.
       vocab_chunks: parts that the vocabulary is looked up and scored in; more parts need less memory.
+      embedding_norm: a LayerNorm behind the embedding, as BLOOM has it (arXiv 2211.05100, section 3.2.3).
+      norm_epsilon: of every LayerNorm.
     """
 
     embedding_dim: int
@@ -49,6 +51,8 @@ class GPTConfig:
     N: int
     alibi_attn: bool = True
     vocab_chunks: int = 1
+    embedding_norm: bool = False
+    norm_epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
         for name in ("embedding_dim", "vocab_size", "num_head", "block_size", "N", "vocab_chunks"):
@@ -60,6 +64,8 @@ class GPTConfig:
             raise ValueError(f"embedding_dim {self.embedding_dim} does not divide into num_head {self.num_head} heads")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
+        if self.norm_epsilon <= 0:
+            raise ValueError(f"norm_epsilon must be more than 0, got {self.norm_epsilon}")
 
     @property
     def chunk_rows(self) -> int:
@@ -125,10 +131,13 @@ class Block(nn.Module):
         def dense(features: int, name: str, stddev: float = 0.02) -> nn.Dense:
             return nn.Dense(features, dtype=self.dtype, kernel_init=nn.initializers.normal(stddev), name=name)
 
+        def norm(name: str) -> nn.LayerNorm:
+            return nn.LayerNorm(config.norm_epsilon, dtype=self.dtype, name=name)
+
         # GPT-2: each of the 2 N residual outputs adds variance, so each starts smaller.
         residual_stddev = 0.02 / math.sqrt(2 * config.N)
 
-        h_BTD = nn.LayerNorm(dtype=self.dtype, name="norm_attention")(x_BTD)
+        h_BTD = norm("norm_attention")(x_BTD)
         heads = (*x_BTD.shape[:2], config.num_head, config.embedding_dim // config.num_head)
         q_BTHK, k_BSHK, v_BSHK = (
             dense(config.embedding_dim, name)(h_BTD).reshape(heads) for name in ("query", "key", "value")
@@ -144,7 +153,7 @@ class Block(nn.Module):
         attended_BTD = dense(config.embedding_dim, "attention_out", residual_stddev)(attended_BTHK.reshape(x_BTD.shape))
         x_BTD = x_BTD + dropout(attended_BTD, config.dropout, site_keys[1])
 
-        h_BTD = nn.LayerNorm(dtype=self.dtype, name="norm_mlp")(x_BTD)
+        h_BTD = norm("norm_mlp")(x_BTD)
         h_BTF = nn.gelu(dense(4 * config.embedding_dim, "mlp_in")(h_BTD), approximate=True)
         h_BTD = dense(config.embedding_dim, "mlp_out", residual_stddev)(h_BTF)
         return (x_BTD + dropout(h_BTD, config.dropout, site_keys[2]), cache), None
@@ -244,6 +253,8 @@ class GPT(nn.Module):
         )(config, self.dtype)
         if not config.alibi_attn:
             self.positions = self.lift(Positions, "positions")(config)
+        if config.embedding_norm:
+            self.embedding_norm = self.lift(nn.LayerNorm, "embedding_norm")(config.norm_epsilon, dtype=self.dtype)
         self.blocks = nn.scan(
             nn.remat(self.lift(Block, "blocks"), prevent_cse=False),
             variable_axes={True: 0},
@@ -251,7 +262,7 @@ class GPT(nn.Module):
             in_axes=(0, nn.broadcast, nn.broadcast),
             length=config.N,
         )(config, self.dtype)
-        self.norm = self.lift(nn.LayerNorm, "norm")(dtype=self.dtype)
+        self.norm = self.lift(nn.LayerNorm, "norm")(config.norm_epsilon, dtype=self.dtype)
 
     def __call__(self, tokens_BT: jax.Array, targets_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
         """Negative log-likelihood of each target in nats, float32 `(B, T)`; one dropout key a row, or none."""
@@ -289,6 +300,8 @@ class GPT(nn.Module):
         x_BTD, _ = self.vocabulary(x_BTD, self._first_rows(), tokens_BT, None)
         if not self.config.alibi_attn:
             x_BTD = self.positions(x_BTD, position)
+        if self.config.embedding_norm:
+            x_BTD = self.embedding_norm(x_BTD)
         carry = (x_BTD.astype(self.dtype), cache)
         (x_BTD, cache), _ = self.blocks(carry, jnp.arange(self.config.N), keys_B, position)
         return self.norm(x_BTD), cache
