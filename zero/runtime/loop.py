@@ -15,19 +15,20 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from zero.models.gpt import GPTConfig
 from zero.partition.collectives import Axis
-from zero.partition.layout import Layout
-from zero.partition.state import from_global, to_global
+from zero.partition.state import from_global, memory, to_global
 from zero.runtime import UserError, distributed, runs, storage
 from zero.runtime.cache import Cache
 from zero.runtime.checkpoints import Checkpoints
 from zero.runtime.configuration import Config, index_files
 from zero.runtime.corpus import prepare
 from zero.runtime.inference import generate, load_weights
+from zero.runtime.page import PAGE_FILE, write_page
 from zero.runtime.report import draw_run
 from zero.runtime.shards import Loader, prefetch
 from zero.runtime.text import Tokenizer, load_tokenizer
@@ -37,8 +38,6 @@ from zero.training.schedules import Context, LearningRate
 from zero.training.step import Batch, ShardedGPT, TrainState, adamw, state_layout
 
 log = logging.getLogger(__name__)
-
-SAMPLES_FILE = "samples.txt"
 
 
 def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
@@ -149,7 +148,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         else:
             state = _new_state(programs, config, model)
         if host == 0:
-            _write_down(run_directory, config, model.layout, forked_at=first if source is not checkpoints else None)
+            _write_down(run_directory, config, model, tx, forked_at=first if source is not checkpoints else None)
             resumed_from = None if config.resume is None else first
             tracker = stack.enter_context(
                 Tracker(run_directory, project=data.wandb_project, config=asdict(config), resumed_from=resumed_from)
@@ -231,7 +230,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
             if host == 0 and is_evaluation:
                 log.info("step %d: %s", step, _summary(line))
                 draw_run(run_directory)
-                with (run_directory / SAMPLES_FILE).open("a") as file:
+                with (run_directory / runs.SAMPLES_FILE).open("a") as file:
                     file.write(f"--- step {step}\n{text}\n")
             if is_stop:
                 checkpoints.wait()
@@ -239,6 +238,8 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
                 return distributed.PREEMPTED
             window.restart()
         checkpoints.wait()
+        if host == 0:
+            log.info("a page about this run: %s", write_page([run_directory], run_directory / PAGE_FILE))
         log.info("finished at step %d; the model writes:\n%s", step, text)
         log.info("run directory: %s", run_directory)
         return 0
@@ -344,14 +345,20 @@ def _new_state(programs: Programs, config: Config, model: ShardedGPT) -> TrainSt
     return programs.start(params)
 
 
-def _write_down(run_directory: Path, config: Config, layout: Layout, forked_at: int | None) -> None:
+def _write_down(
+    run_directory: Path, config: Config, model: ShardedGPT, tx: optax.GradientTransformation, forked_at: int | None
+) -> None:
     """What a person or a resume looks for in a run directory, before the first step."""
     if forked_at is not None:
         lines = read_metrics(Path(str(config.resume)) / METRICS_FILE)
         kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= forked_at]
         (run_directory / METRICS_FILE).write_text("".join(kept))
     runs.save_config(run_directory, config)
-    (run_directory / runs.LAYOUT_FILE).write_text(f"{layout}\n")
+    shapes, shards = model.sharded_layout.shapes(), model.axis.shards
+    table = memory(shapes, tx, shards, stacked=("blocks", "vocabulary"), compute_dtypes=[model.compute_dtype])
+    (run_directory / runs.LAYOUT_FILE).write_text(
+        f"{model.layout}\n\nbytes a device without activations; this run is at stage {model.stage}\n{table}\n"
+    )
 
 
 def _for_devices(tokens: np.ndarray, host: int) -> Batch:

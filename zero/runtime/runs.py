@@ -17,6 +17,8 @@ from zero.runtime import UserError, storage
 
 CONFIG_FILE = "config.yaml"
 LAYOUT_FILE = "layout.txt"
+SAMPLES_FILE = "samples.txt"
+DEFAULT_CONFIG = Path(__file__).parents[2] / "conf" / "config.yaml"
 DEFAULT_ROOT = Path("runs")
 
 
@@ -37,6 +39,25 @@ def saved_config(run_directory: Path) -> DictConfig:
     config = OmegaConf.load(path)
     assert isinstance(config, DictConfig)
     return config
+
+
+def default_config() -> DictConfig:
+    """What a run has that is told nothing."""
+    config = OmegaConf.load(DEFAULT_CONFIG)
+    assert isinstance(config, DictConfig)
+    del config["defaults"], config["hydra"]
+    return config
+
+
+def flat_config(config: Any) -> dict[str, str]:
+    """`section.key` to what a command line would say."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, DictConfig):
+            flat |= {f"{key}.{name}": one for name, one in flat_config(value).items()}
+        else:
+            flat[str(key)] = "null" if value is None else str(value)
+    return flat
 
 
 def checkpoint_directory(run_directory: Path, bucket_path: str | None, directory: str) -> Path | str:

@@ -1,0 +1,23 @@
+"""A page about runs: `python -m zero.report RUN [RUN ...] [--to report.html]`; several runs lie one over the other."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from zero.runtime import UserError
+from zero.runtime.page import PAGE_FILE, write_page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m zero.report", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
+    parser.add_argument("--to", type=Path, help="the file to write; default: report.html in the first run")
+    options = parser.parse_args()
+    try:
+        print(write_page(options.runs, options.to or options.runs[0] / PAGE_FILE))
+    except (UserError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
