@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +16,10 @@ from types import FrameType
 import jax
 import numpy as np
 
+log = logging.getLogger(__name__)
+
 ACCELERATORS = ("accel*", "vfio/*", "nvidia0", "kfd")  # device files of TPUs, NVIDIA and AMD GPUs
+HEARTBEAT_SECONDS = 30  # of silence after which a host counts as lost, and all others end
 PREEMPTED = 75  # exit status of a run that was told to stop and saved; EX_TEMPFAIL of sysexits.h
 
 
@@ -35,7 +41,9 @@ def start(
     jax.config.update("jax_num_cpu_devices", cpu_devices)
     if coordinator_address is not None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(coordinator_address, num_processes, process_id)
+        jax.distributed.initialize(
+            coordinator_address, num_processes, process_id, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
+        )
     return jax.process_index(), jax.process_count()
 
 
@@ -45,6 +53,31 @@ def device_memory() -> int:
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
     return int(device.memory_stats()["bytes_limit"])
+
+
+@contextmanager
+def ending_alone() -> Iterator[None]:
+    """Where a host fails, its process ends without waiting for the others, which then notice and end as well.
+
+    jax would wait at its exit for hosts that wait for this one in a collective.
+    """
+    try:
+        yield
+    except BaseException:
+        if jax.distributed.is_initialized() and jax.process_count() > 1:
+            log.error(
+                "host %d of %d ends with an error; if that is a lost connection, the first host to fail says why",
+                jax.process_index(),
+                jax.process_count(),
+            )
+            atexit.register(_exit)  # runs before jax's own, and after the error was printed
+        raise
+
+
+def _exit() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def sum_over_hosts(number: int) -> int:

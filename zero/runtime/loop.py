@@ -40,6 +40,7 @@ from zero.training.step import Batch, ShardedGPT, TrainState, adamw, state_layou
 log = logging.getLogger(__name__)
 
 
+@distributed.ending_alone()
 def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
     """Trains until the schedule or the data ends, or until told to stop.
 

@@ -87,7 +87,7 @@ def join(directory: str | Path, path: str | Path) -> str:
     if "://" in str(path) or os.path.isabs(path):
         return str(path)
     if "://" not in str(directory):
-        return os.path.join(directory, path)
+        return str(Path(directory, path))
     scheme, place = str(directory).split("://", 1)
     return f"{scheme}://{posixpath.normpath(posixpath.join(place, Path(path).as_posix()))}"
 
