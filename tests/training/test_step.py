@@ -79,8 +79,18 @@ def setup(devices: int, stage: int, micro_batches: int = 1) -> Setup:
 
 
 @cache
-def _setup(devices: int, stage: int, micro_batches: int, max_norm: float | None, dtype: Any) -> Setup:
-    model = ShardedGPT(CONFIG, zero.Axis("zero", (1, devices)), stage, compute_dtype=dtype, wire_dtype=dtype)
+def _setup(
+    devices: int,
+    stage: int,
+    micro_batches: int,
+    max_norm: float | None,
+    dtype: Any,
+    gradient_dtype: Any = jnp.float32,
+    remat: str = "full",
+    **options: bool,
+) -> Setup:
+    axis = zero.Axis("zero", (1, devices))
+    model = ShardedGPT(CONFIG, axis, stage, dtype, dtype, gradient_dtype=gradient_dtype, remat=remat)
     tx, rate, used = adamw(0.1), CountedRate(), tuple(jax.devices()[:devices])
     programs = make_programs(
         model,
@@ -90,6 +100,7 @@ def _setup(devices: int, stage: int, micro_batches: int, max_norm: float | None,
         micro_batches=micro_batches,
         max_gradient_norm=max_norm,
         devices=used,
+        **options,
     )
     return Setup(model, programs, used, state_layout(model, tx), rate)
 
@@ -128,7 +139,10 @@ def run(devices: int, stage: int, micro_batches: int = 1) -> Run:
 
 @cache
 def _run(devices: int, stage: int, micro_batches: int) -> Run:
-    on = setup(devices, stage, micro_batches)
+    return run_on(setup(devices, stage, micro_batches))
+
+
+def run_on(on: Setup) -> Run:
     state, metrics = advance(on, on.start(), range(STEPS))
     whole = on.whole(state, on.layout)  # of the optimizer too: its padding has to stay zero
     params = {name.removeprefix("params/"): x for name, x in whole.items() if name.startswith("params/")}
@@ -229,6 +243,42 @@ def test_first_parameters_do_not_depend_on_the_number_of_devices(devices: int, s
     assert start.keys() == expected.keys()
     for name, x in expected.items():
         np.testing.assert_array_equal(start[name], x, err_msg=name)
+
+
+def test_an_update_inside_the_backward_pass_is_the_same_update() -> None:
+    plain, fused = (_setup(8, 3, 1, None, jnp.float32, skip_bad_steps=False, fused_update=f) for f in (False, True))
+    expected = run_on(plain)
+    assert_close(run_on(fused), expected, rtol=1e-6)
+    assert expected.metrics["gradient_norm"] != reference().metrics["gradient_norm"]  # no step was clipped
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"stage": 2}, {"micro_batches": 3}, {"max_norm": 1.0}, {"skip_bad_steps": True}, {"remat": "dots"}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_needs_the_whole_gradient_is_refused_beside_a_fused_update(changed: dict[str, Any]) -> None:
+    options = {"stage": 3, "micro_batches": 1, "max_norm": None, "skip_bad_steps": False} | changed
+    on = _setup(8, dtype=jnp.float32, fused_update=True, **options)
+    state = jax.eval_shape(on.layout.shard_shapes)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), state)
+    with pytest.raises(ValueError, match="fused_update needs"):
+        on.programs.step.lower(shapes, batch(on, 0))
+
+
+@pytest.mark.parametrize(("stage", "micro_batches"), [(1, 1), (2, 1), (3, 1), (3, 3)])
+def test_gradients_held_in_bfloat16_are_rounded_once(stage: int, micro_batches: int) -> None:
+    on = _setup(8, stage, micro_batches, MAX_NORM, jnp.float32, gradient_dtype=jnp.bfloat16)
+    (got,), (expected,) = (advance(s, s.start(), range(1))[1] for s in (on, setup(8, stage, micro_batches)))
+    assert got["loss"] == expected["loss"]
+    assert got["gradient_norm"] != expected["gradient_norm"]
+    # Errors of 2^-9 of single elements, of either sign, all but cancel in the norm of thousands.
+    np.testing.assert_allclose(got["gradient_norm"], expected["gradient_norm"], rtol=2**-10)
+
+
+@pytest.mark.parametrize("remat", ["dots", "none"])
+def test_what_is_computed_again_does_not_matter(remat: str) -> None:
+    assert_close(run_on(_setup(8, 3, 1, MAX_NORM, jnp.float32, remat=remat)), run(8, 3), rtol=1e-6)
 
 
 def held(tree: Any) -> list[int]:

@@ -25,6 +25,13 @@ from jax.typing import DTypeLike
 
 Lift = Callable[[type[nn.Module], str], type[nn.Module]]
 
+# What of a layer is kept for the backward pass besides its input, by name; the rest is computed once more.
+REMAT: dict[str, Callable[..., bool] | None] = {
+    "full": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "none": jax.checkpoint_policies.everything_saveable,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
@@ -237,11 +244,14 @@ class GPT(nn.Module):
       config: the size.
       dtype: of activations and matrix products; parameters are made in float32.
       lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
+      remat: what of a block is computed once more in the backward pass: "full" for all of it, "dots" for all but
+        matrix products with parameters, "none".
     """
 
     config: GPTConfig
     dtype: DTypeLike = jnp.float32
     lift: Lift = lambda module_class, name: module_class
+    remat: str = "full"
 
     def setup(self) -> None:
         config = self.config
@@ -256,7 +266,7 @@ class GPT(nn.Module):
         if config.embedding_norm:
             self.embedding_norm = self.lift(nn.LayerNorm, "embedding_norm")(config.norm_epsilon, dtype=self.dtype)
         self.blocks = nn.scan(
-            nn.remat(self.lift(Block, "blocks"), prevent_cse=False),
+            nn.remat(self.lift(Block, "blocks"), prevent_cse=False, policy=REMAT[self.remat]),
             variable_axes={True: 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
@@ -272,9 +282,14 @@ class GPT(nn.Module):
         self, tokens_BT: jax.Array, targets_BT: jax.Array, keys_B: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """Negative log-likelihood of each target in nats, float32 `(B, T)`, and whether no token is likelier."""
-        x_BTD, _ = self.hidden(tokens_BT, keys_B)
+        x_BTD = self.embed(tokens_BT)
+        (x_BTD, _), _ = self.blocks((x_BTD, None), jnp.arange(self.config.N), keys_B, 0)
+        return self.score(x_BTD, targets_BT)
+
+    def score(self, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`scores` from what leaves the last block, `(B, T, D)`."""
         # Every chunk adds to the gradient of x, so that sum is kept in float32.
-        x_BTD = x_BTD.astype(jnp.float32)
+        x_BTD = self.norm(x_BTD).astype(jnp.float32)
         _, (lse_CBT, target_CBT, most_CBT) = self.vocabulary(None, self._first_rows(), targets_BT, x_BTD)
         target_BT = target_CBT.sum(0)
         return jax.nn.logsumexp(lse_CBT, axis=0) - target_BT, target_BT >= most_CBT.max(0)
@@ -296,15 +311,19 @@ class GPT(nn.Module):
         position: jax.Array | int = 0,
     ) -> tuple[jax.Array, Cache | None]:
         """The normalised residual stream after the last block, `(B, T, D)`, and the cache with these positions."""
+        x_BTD = self.embed(tokens_BT, position)
+        (x_BTD, cache), _ = self.blocks((x_BTD, cache), jnp.arange(self.config.N), keys_B, position)
+        return self.norm(x_BTD), cache
+
+    def embed(self, tokens_BT: jax.Array, position: jax.Array | int = 0) -> jax.Array:
+        """What enters the first block, `(B, T, D)`."""
         x_BTD = jnp.zeros((*tokens_BT.shape, self.config.embedding_dim), jnp.float32)
         x_BTD, _ = self.vocabulary(x_BTD, self._first_rows(), tokens_BT, None)
         if not self.config.alibi_attn:
             x_BTD = self.positions(x_BTD, position)
         if self.config.embedding_norm:
             x_BTD = self.embedding_norm(x_BTD)
-        carry = (x_BTD.astype(self.dtype), cache)
-        (x_BTD, cache), _ = self.blocks(carry, jnp.arange(self.config.N), keys_B, position)
-        return self.norm(x_BTD), cache
+        return x_BTD.astype(self.dtype)
 
     def _first_rows(self) -> jax.Array:
         return jnp.arange(self.config.vocab_chunks) * self.config.chunk_rows

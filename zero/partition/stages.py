@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -142,7 +143,8 @@ def fully_shard(
     backward pass each gradient is reduce-scattered (summed over the axis) as soon as it exists. Apply it to one layer
     and put `nn.remat` and `nn.scan` around it, and whole weights live for one layer at a time: stage 3. Hand in the
     weights that were gathered before, as the variable collection "gathered" (a function: as the keyword `gathered`),
-    and they are used instead: stage 2.
+    and they are used instead: stage 2. Hand in "gradients", a tree like the shards, and gradients flow to it
+    instead, in its dtype.
 
     Args:
       target: a `flax.linen.Module` class, or a function `f(params, ...)`.
@@ -163,15 +165,19 @@ def fully_shard(
     True
     """
 
-    def whole(shards: PyTree, gathered: PyTree | None) -> PyTree:
+    def whole(shards: PyTree, gathered: PyTree | None, gradients: PyTree | None) -> PyTree:
         on = checked_axis(layout, axis)
         # No gradient flows into a gathered weight; left unsaid, zeros would be reduce-scattered to its shards.
-        full = lax.stop_gradient(gather(shards, layout, on, dtype) if gathered is None else gathered)
+        full = gather(_unread(shards, dtype), layout, on, dtype) if gathered is None else gathered
+        full = lax.stop_gradient(full)
         with jax.named_scope("zero_borrow"):
-            return _borrow(shards, full, layout, on, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
+            flow_to = shards if gradients is None else gradients
+            return _borrow(flow_to, full, layout, on, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
 
-    def on_shards(shards: PyTree, *args: Any, gathered: PyTree | None = None, **kwargs: Any) -> Any:
-        return target(whole(shards, gathered), *args, **kwargs)
+    def on_shards(
+        shards: PyTree, *args: Any, gathered: PyTree | None = None, gradients: PyTree | None = None, **kwargs: Any
+    ) -> Any:
+        return target(whole(shards, gathered, gradients), *args, **kwargs)
 
     if not (isinstance(target, type) and issubclass(target, nn.Module)):
         return cast(Target, on_shards)
@@ -179,16 +185,31 @@ def fully_shard(
     def enter(variables: PyTree) -> PyTree:
         if "params" not in variables:
             return variables  # The first call at init: the module makes its parameters, whole.
-        return {"params": whole(variables["params"], variables.get("gathered")), "shards": variables["params"]}
+        full = whole(variables["params"], variables.get("gathered"), variables.get("gradients"))
+        return {"params": full, "shards": variables["params"]}
 
     def leave(variables: PyTree) -> PyTree:
         if "shards" in variables:
             return {"params": variables["shards"]}  # A further call at init: as they were, not rounded to dtype.
         return {name: shard(params, layout, axis) for name, params in variables.items()}
 
-    return nn.map_variables(
-        target, ["params", "gathered", "shards"], trans_in_fn=enter, trans_out_fn=leave, mutable=True, methods=methods
-    )
+    collections = ["params", "gathered", "gradients", "shards"]
+    return nn.map_variables(target, collections, trans_in_fn=enter, trans_out_fn=leave, mutable=True, methods=methods)
+
+
+def _unread(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
+    """The same floats, where they are going to be rounded to `dtype`, by way of bits that XLA does not look into.
+
+    What a loop over layers slices and then rounds to the dtype on the wire, XLA for TPU would round as a whole before
+    the loop, and hold both.
+    """
+
+    def one(x: jax.Array) -> jax.Array:
+        if dtype is None or x.dtype != jnp.float32 or x.dtype == dtype:
+            return x
+        return lax.bitcast_convert_type(lax.optimization_barrier(lax.bitcast_convert_type(x, jnp.uint32)), x.dtype)
+
+    return jax.tree.map(one, tree)
 
 
 def _borrow(

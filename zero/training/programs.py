@@ -39,6 +39,8 @@ def make_programs(
     seed: int,
     micro_batches: int,
     max_gradient_norm: float | None,
+    skip_bad_steps: bool = True,
+    fused_update: bool = False,
     devices: Sequence[Any] | None = None,
 ) -> Programs:
     """Binds the model, the optimizer and what else does not change during a run. Nothing is compiled yet."""
@@ -51,6 +53,8 @@ def make_programs(
         seed=seed,
         micro_batches=micro_batches,
         max_gradient_norm=max_gradient_norm,
+        skip_bad_steps=skip_bad_steps,
+        fused_update=fused_update,
     )
     return Programs(
         init=pmap(lambda key_data: model.init(jax.random.wrap_key_data(key_data))),

@@ -18,11 +18,12 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.models.gpt import GPT, GPTConfig
+from zero.models.gpt import GPT, Block, GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout, PyTree, derive_layout, make_layout
 from zero.partition.optimizer import global_norm
 from zero.partition.stages import fully_shard, gather, scatter_sum, shard
+from zero.training.fused import Update, backward_and_update
 
 
 class TrainState(NamedTuple):
@@ -65,7 +66,9 @@ class ShardedGPT:
       stage: 0 to 3.
       compute_dtype: of whole parameters, on the wire and in matrix products; master weights are float32.
       wire_dtype: of gradients on the wire.
-      reduce_dtype: in which gradients are summed.
+      reduce_dtype: in which gradients are summed over devices.
+      gradient_dtype: in which the sums are held until the update; micro-batches add up in float32 all the same.
+      remat: what the backward pass computes again, as for `GPT`.
     """
 
     config: GPTConfig
@@ -74,6 +77,8 @@ class ShardedGPT:
     compute_dtype: DTypeLike = jnp.float32
     wire_dtype: DTypeLike = jnp.float32
     reduce_dtype: DTypeLike = jnp.float32
+    gradient_dtype: DTypeLike = jnp.float32
+    remat: str = "full"
 
     @cached_property
     def sharded_layout(self) -> Layout:
@@ -89,33 +94,51 @@ class ShardedGPT:
 
     @cached_property
     def _plain(self) -> GPT:
-        return GPT(self.config, self.compute_dtype)
+        return GPT(self.config, self.compute_dtype, remat=self.remat)
+
+    def _lift(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
+        dtypes: Any = {"dtype": self.compute_dtype, "wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
+        return fully_shard(module_class, self.layout.at(name), self.axis, **dtypes)
 
     @cached_property
     def _lifted(self) -> GPT:
-        dtypes: Any = {"dtype": self.compute_dtype, "wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
+        return GPT(self.config, self.compute_dtype, self._lift, self.remat)
 
-        def lift(module_class: type[nn.Module], name: str) -> type[nn.Module]:
-            return fully_shard(module_class, self.layout.at(name), self.axis, **dtypes)
-
-        return GPT(self.config, self.compute_dtype, lift)
+    def block(self, params: PyTree, x: jax.Array, layer: jax.Array, keys: jax.Array | None) -> jax.Array:
+        """One layer at stage 3, from its shards."""
+        module = self._lift(Block, "blocks")(self.config, self.compute_dtype)
+        (x, _), _ = module.apply({"params": params}, (x, None), layer, keys, 0)
+        return x
 
     def init(self, key: jax.Array) -> PyTree:
         """Shards of new parameters, made layer by layer; their values do not depend on the number of devices."""
         return self._lifted.init(key, jnp.zeros((1, 2), jnp.int32), None, method="hidden")["params"]
 
+    @property
+    def differentiated(self) -> str:
+        """The collection of variables that gradients are taken of.
+
+        A gradient has the dtype of what it is the gradient of: to be held in another than the shards' own, it flows to
+        "gradients", which has that dtype and no other use.
+        """
+        return "gradients" if self.stage >= 2 and self.gradient_dtype != jnp.float32 else "params"
+
     def enter(self, params: PyTree) -> dict[str, PyTree]:
-        """Flax variables for a step, from shards. Gradients are taken of "params"."""
-        if self.stage == 3:
-            return {"params": params}
-        full = gather(params, self.layout, self.axis, self.compute_dtype)
-        return {"params": params, "gathered": full} if self.stage == 2 else {"params": full}
+        """Flax variables for a step, from shards."""
+        variables = {"params": params}
+        if self.stage < 3:
+            full = gather(params, self.layout, self.axis, self.compute_dtype)
+            variables["gathered" if self.stage == 2 else "params"] = full
+        if self.differentiated == "gradients":
+            variables["gradients"] = jax.tree.map(lambda p: jnp.zeros(p.shape, self.gradient_dtype), params)
+        return variables
 
     def leave(self, grads: PyTree) -> PyTree:
-        """Shards of the gradient summed over devices, from the gradients of "params"."""
+        """Shards of the gradient summed over devices, from the gradients of what is differentiated."""
         if self.stage >= 2:
             return grads
-        return scatter_sum(grads, self.layout, self.axis, wire_dtype=self.wire_dtype, reduce_dtype=self.reduce_dtype)
+        grads = scatter_sum(grads, self.layout, self.axis, wire_dtype=self.wire_dtype, reduce_dtype=self.reduce_dtype)
+        return jax.tree.map(lambda g: g.astype(self.gradient_dtype), grads)
 
     def apply(self, variables: dict[str, PyTree], *args: Any, **kwargs: Any) -> Any:
         model = self._lifted if self.stage >= 2 else self._plain
@@ -127,7 +150,11 @@ class ShardedGPT:
         """Summed negative log-likelihoods in nats, and how many tokens of `(rows, context)` were scored."""
         targets = next_tokens(tokens)
         losses = self.apply(variables, jnp.maximum(tokens, 0), targets, keys)
-        return jnp.sum(jnp.where(targets >= 0, losses, 0)), jnp.sum(targets >= 0)
+        return _sum_scored(losses, targets), jnp.sum(targets >= 0)
+
+
+def _sum_scored(losses: jax.Array, targets: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(targets >= 0, losses, 0))
 
 
 def next_tokens(tokens: jax.Array | np.ndarray) -> jax.Array:
@@ -170,48 +197,89 @@ def train_step(
     seed: int,
     micro_batches: int,
     max_gradient_norm: float | None,
+    skip_bad_steps: bool = True,
+    fused_update: bool = False,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One attempted update from this device's rows, and its metrics, which are the same on every device.
 
-    The loss is the mean over all tokens scored in the global batch. A gradient that is not finite leaves parameters and
-    optimizer state as they were, on all devices alike.
+    The loss is the mean over all tokens scored in the global batch. With `skip_bad_steps` a gradient that is not finite
+    leaves parameters and optimizer state as they were, on all devices alike.
+
+    Raises:
+      ValueError: `fused_update` beside what it cannot do exactly.
     """
     keys = _row_keys(seed, state.step, batch) if model.config.dropout else None
     scored = lax.psum(jnp.sum(next_tokens(batch.tokens) >= 0), model.axis.name).astype(jnp.float32)
-    variables = model.enter(state.params)
+    scored, rate = jnp.maximum(scored, 1), learning_rate(state.step)
 
-    def loss_of(params: PyTree, tokens: jax.Array, keys: jax.Array | None) -> jax.Array:
-        return model.losses({**variables, "params": params}, tokens, keys)[0] / jnp.maximum(scored, 1)
+    def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return jax.tree.map(lambda p, u: p - rate * u, params, updates), opt_state
 
-    loss, grads = _accumulate(jax.value_and_grad(loss_of), variables["params"], batch.tokens, keys, micro_batches)
-    grads = model.leave(grads)
+    is_finite = jnp.bool_(True)
+    if fused_update:
+        if model.stage != 3 or model.remat != "full" or micro_batches > 1 or max_gradient_norm or skip_bad_steps:
+            raise ValueError("fused_update needs stage 3, full remat, one micro-batch, no clipping and no skipping")
+        loss, params, opt_state, norms = _fused(state, batch.tokens, keys, scored, model, update)
+        norm = global_norm(norms, model.layout, model.axis)
+    else:
+        variables = model.enter(state.params)
 
-    # Stage 0 takes the norm of slices as well: the same sums in the same order at every stage.
-    layout, axis = model.sharded_layout, model.axis
-    norm = global_norm(grads if model.stage else shard(grads, layout, axis), layout, axis)
-    is_finite = jnp.isfinite(norm)
-    if max_gradient_norm is not None:
-        shrink = jnp.minimum(1.0, max_gradient_norm / norm)
-        grads = jax.tree.map(lambda g: g * shrink, grads)
+        def loss_of(differentiated: PyTree, tokens: jax.Array, keys: jax.Array | None) -> jax.Array:
+            return model.losses({**variables, model.differentiated: differentiated}, tokens, keys)[0] / scored
 
-    rate = learning_rate(state.step)
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
-    params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
-    params, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(is_finite, new, old), (params, opt_state), (state.params, state.opt_state)
-    )
+        value_and_grad = jax.value_and_grad(loss_of)
+        loss, grads = _accumulate(value_and_grad, variables[model.differentiated], batch.tokens, keys, micro_batches)
+        grads = model.leave(grads)
+
+        # Stage 0 takes the norm of slices as well: the same sums in the same order at every stage.
+        layout, axis = model.sharded_layout, model.axis
+        norm = global_norm(grads if model.stage else shard(grads, layout, axis), layout, axis)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        if max_gradient_norm is not None:
+            shrink = jnp.minimum(1.0, max_gradient_norm / norm)
+            grads = jax.tree.map(lambda g: g * shrink, grads)
+
+        params, opt_state = update(grads, state.opt_state, state.params)
+        if skip_bad_steps:
+            is_finite = jnp.isfinite(norm)
+            params, opt_state = jax.tree.map(
+                lambda new, old: jnp.where(is_finite, new, old), (params, opt_state), (state.params, state.opt_state)
+            )
     skipped = 1 - is_finite.astype(jnp.int32)
     state = TrainState(
         state.step + 1, params, opt_state, state.skipped + skipped, skipped * (state.skipped_in_a_row + 1)
     )
     metrics = {
-        "loss": lax.psum(loss, axis.name),
+        "loss": lax.psum(loss, model.axis.name),
         "gradient_norm": norm,
         "learning_rate": rate,
         "skipped_steps": state.skipped,
         "skipped_in_a_row": state.skipped_in_a_row,
     }
     return state, metrics
+
+
+def _fused(
+    state: TrainState,
+    tokens: jax.Array | np.ndarray,
+    keys: jax.Array | None,
+    scored: jax.Array,
+    model: ShardedGPT,
+    update: Update,
+) -> tuple[jax.Array, PyTree, PyTree, PyTree]:
+    """Loss, new parameters and optimizer state, and norms, as `backward_and_update` returns them."""
+    targets = next_tokens(tokens)
+
+    def embed(params: PyTree) -> jax.Array:
+        return model.apply({"params": params}, jnp.maximum(tokens, 0), method="embed")
+
+    def score(params: PyTree, x: jax.Array) -> jax.Array:
+        losses, _ = model.apply({"params": params}, x, targets, method="score")
+        return _sum_scored(losses, targets) / scored
+
+    block = partial(model.block, keys=keys)
+    return backward_and_update(embed, block, score, update, state.params, state.opt_state)
 
 
 def _row_keys(seed: int, step: jax.Array, batch: Batch) -> jax.Array:
