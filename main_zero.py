@@ -39,6 +39,9 @@ def run(config: DictConfig) -> None:
             config = merge_resumed(saved, config, [*overrides, "model.model_path"])
         sizes = load_sizes(CONF / "model_config.yaml")
         checked = check(config, sizes)
+        if checked.plan.largest is None:
+            given = [override.lstrip("+").split("=")[0] for override in overrides]
+            checked.plan.largest = "model.size" not in given and "preset" not in given
         status = program(checked.mode)(checked, sizes[checked.model.size], Path(hydra_config.runtime.output_dir))
     if status:
         sys.exit(status)  # a status of 0 returns, so that --multirun goes on
@@ -46,6 +49,10 @@ def run(config: DictConfig) -> None:
 
 def program(mode: str) -> Callable[[Config, GPTConfig, Path], int]:
     """What a mode runs. Imported here: that takes seconds, and what was misspelt is answered by now."""
+    if mode == "plan":
+        from zero.runtime import planning
+
+        return planning.plan
     from zero.runtime import inference, loop
 
     return {"train": loop.train, "evaluate": inference.evaluate, "sample": inference.sample}[mode]

@@ -93,6 +93,13 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("data.resume_step=5", ["data.resume_step=5", "--resume"]),
         ("model.warm_start=true", ["model.model_path", "model.warm_start=true"]),
         ("distributed.cpu_devices=0", ["distributed.cpu_devices=0"]),
+        ("data.max_context=long", ["data.max_context=long", "null"]),
+        ("zero.gradient_dtype=int8", ["zero.gradient_dtype=int8", "float32, bfloat16"]),
+        ("zero.remat=some", ["zero.remat=some", "full, dots, none"]),
+        ("plan.micro_batch=0", ["plan.micro_batch=0", "at least 1"]),
+        ("plan.grid.stage=[4]", ["plan.grid.stage=[4]", "0 to 3"]),
+        ("plan.grid.remat=[]", ["plan.grid.remat=[]", "full, dots, none"]),
+        ("plan.grid.context=[1024]", ["plan.grid.context=[1024]", "2 to 256"]),
     ],
 )
 def test_mistake_is_one_line_that_names_key_and_expectation(override: str, named: list[str]) -> None:
@@ -103,6 +110,30 @@ def test_mistake_is_one_line_that_names_key_and_expectation(override: str, named
 
 def test_context_that_does_not_divide_matters_only_where_it_is_used() -> None:
     check(compose("training.warmup_train_context=100", "training.staged_warmup_steps=0"), SIZES)
+
+
+def test_context_is_the_longest_of_the_model_unless_it_is_said() -> None:
+    assert check(compose("model.size=test"), SIZES).data.max_context == SIZES["test"].block_size
+    assert check(compose("data.max_context=128"), SIZES).data.max_context == 128
+
+
+FUSED = ("zero.fused_update=true", "training.max_gradient_norm=null", "training.skip_bad_steps=false")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "zero.stage=2",
+        "zero.remat=dots",
+        "training.max_gradient_norm=1.0",
+        "training.skip_bad_steps=true",
+        "training.gradient_accumulation_steps=2",
+    ],
+)
+def test_a_fused_update_refuses_what_needs_the_whole_gradient(override: str) -> None:
+    check(compose(*FUSED), SIZES)
+    line = refusal(*FUSED, override)
+    assert override.split("=")[0] in line and "zero.fused_update=true" in line
 
 
 def test_sample_has_to_fit_into_learned_positions(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from zero.models.gpt import GPTConfig
+from zero.models.gpt import REMAT, GPTConfig
 from zero.runtime import UserError, storage
 
 DTYPES = ("float32", "bfloat16")
-MODES = ("train", "evaluate", "sample")
+MODES = ("train", "evaluate", "sample", "plan")
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Training:
     staged_warmup_steps: int = MISSING
     warmup_train_context: int = MISSING
     max_gradient_norm: float | None = MISSING
+    skip_bad_steps: bool = MISSING
     max_skipped_in_a_row: int = MISSING
     log_frequency: int = MISSING
     sample_tokens: int = MISSING
@@ -53,7 +55,7 @@ class Model:
 class Data:
     corpus: str | None = MISSING
     tokenizer: str = MISSING
-    max_context: int = MISSING
+    max_context: Any = MISSING
     train_samples: int | None = MISSING
     checkpoint_directory: str = MISSING
     bucket_path: str | None = MISSING
@@ -74,6 +76,9 @@ class Zero:
     compute_dtype: str = MISSING
     wire_dtype: str = MISSING
     reduce_dtype: str = MISSING
+    gradient_dtype: str = MISSING
+    remat: str = MISSING
+    fused_update: bool = MISSING
     replicate: bool | None = MISSING
 
 
@@ -100,6 +105,25 @@ class Sample:
 
 
 @dataclass
+class Grid:
+    stage: list[int] = MISSING
+    micro_batch: list[int] = MISSING
+    accumulation: list[int] = MISSING
+    remat: list[str] = MISSING
+    context: list[int] | None = MISSING
+
+
+@dataclass
+class Plan:
+    topology: str = MISSING
+    micro_batch: int = MISSING
+    search: bool = MISSING
+    largest: bool | None = MISSING
+    grid: Grid = field(default_factory=Grid)
+    processes: int | None = MISSING
+
+
+@dataclass
 class Distributed:
     cpu_devices: int = MISSING
     coordinator_address: str | None = MISSING
@@ -121,6 +145,7 @@ class Config:
     evaluate: Evaluate = field(default_factory=Evaluate)
     sample: Sample = field(default_factory=Sample)
     distributed: Distributed = field(default_factory=Distributed)
+    plan: Plan = field(default_factory=Plan)
 
 
 # What a resume may not change: the model, the seed and the order of the data.
@@ -187,10 +212,11 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
             "training.sample_tokens",
             f"at most {block_size - 1}, the learned positions of model.size={checked.model.size} less one",
         )
+    data.max_context = block_size if data.max_context is None else data.max_context
     require(
-        2 <= data.max_context <= block_size,
+        isinstance(data.max_context, int) and 2 <= data.max_context <= block_size,
         "data.max_context",
-        f"2 to block_size={block_size} of model.size={checked.model.size}",
+        f"2 to block_size={block_size} of model.size={checked.model.size}, or null for that",
     )
     require(data.keep_checkpoints >= 1, "data.keep_checkpoints", "at least 1")
     require(_is_paths(data.index_path_validation), "data.index_path_validation", "the path of an index file, or a list")
@@ -216,8 +242,18 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
             f"a divisor of data.max_context={data.max_context}",
         )
     require(zero.stage in (0, 1, 2, 3), "zero.stage", "0, 1, 2 or 3")
-    for key in ("compute_dtype", "wire_dtype", "reduce_dtype"):
+    for key in ("wire_dtype", "reduce_dtype", "gradient_dtype"):
         require(getattr(zero, key) in DTYPES, f"zero.{key}", f"one of {', '.join(DTYPES)}")
+    require(zero.compute_dtype in ("auto", *DTYPES), "zero.compute_dtype", f"one of auto, {', '.join(DTYPES)}")
+    require(zero.remat in REMAT, "zero.remat", f"one of {', '.join(REMAT)}")
+    if zero.fused_update:
+        beside = "as zero.fused_update=true, which never holds the whole gradient"
+        require(zero.stage == 3, "zero.stage", f"3, {beside}")
+        require(zero.remat == "full", "zero.remat", f"full, {beside}")
+        require(training.max_gradient_norm is None, "training.max_gradient_norm", f"null, {beside}")
+        require(not training.skip_bad_steps, "training.skip_bad_steps", f"false, {beside}")
+        require(training.gradient_accumulation_steps == 1, "training.gradient_accumulation_steps", f"1, {beside}")
+    _check_plan(checked.plan, block_size, require)
     require(checked.distributed.cpu_devices >= 1, "distributed.cpu_devices", "at least 1")
     evaluate, sample = checked.evaluate, checked.sample
     require(evaluate.context is None or evaluate.context >= 2, "evaluate.context", "at least 2, or null")
@@ -270,6 +306,23 @@ def index_files(value: Any, bucket_path: str | None) -> str | list[str] | dict[s
     if all(isinstance(entry, str) for entry in value):
         return [str(index_files(entry, bucket_path)) for entry in value]
     return {str(index_files(entry["index"], bucket_path)): entry["weight"] for entry in value}
+
+
+def _check_plan(plan: Plan, block_size: int, require: Callable[[bool, str, str], None]) -> None:
+    require(plan.micro_batch >= 1, "plan.micro_batch", "at least 1")
+    require(plan.processes is None or plan.processes >= 1, "plan.processes", "at least 1, or null")
+    grid = plan.grid
+    expected = {"stage": "0 to 3", "micro_batch": "1 or more", "accumulation": "1 or more", "remat": ", ".join(REMAT)}
+    right = {
+        "stage": all(0 <= stage <= 3 for stage in grid.stage),
+        "micro_batch": all(rows >= 1 for rows in grid.micro_batch),
+        "accumulation": all(steps >= 1 for steps in grid.accumulation),
+        "remat": all(policy in REMAT for policy in grid.remat),
+    }
+    for key, holds in right.items():
+        require(holds and bool(getattr(grid, key)), f"plan.grid.{key}", f"a list, each of {expected[key]}")
+    contexts = grid.context or [block_size]
+    require(all(2 <= n <= block_size for n in contexts), "plan.grid.context", f"a list, each of 2 to {block_size}")
 
 
 def describe(error: Exception) -> str:

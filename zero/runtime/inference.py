@@ -25,6 +25,7 @@ from zero.partition.state import from_global
 from zero.runtime import UserError, distributed, runs
 from zero.runtime.checkpoints import Checkpoints
 from zero.runtime.configuration import Config, index_files
+from zero.runtime.job import make_model
 from zero.runtime.shards import Loader, prefetch, row_tokens
 from zero.runtime.text import Tokenizer, load_tokenizer
 from zero.training.inference import Sampling
@@ -54,7 +55,7 @@ def open_model(config: Config, size: GPTConfig, rows: int) -> Opened:
     Sharded as `zero.stage` says; or whole on every device that has a row, where `zero.replicate` says so or they fit.
     """
     host, hosts = distributed.start(**dataclasses.asdict(config.distributed))
-    model = ShardedGPT(size, Axis("zero", (1, jax.device_count())), config.zero.stage, config.zero.compute_dtype)
+    model = make_model(config, size)
     whole = model.layout.whole().bytes_per_device()
     if config.zero.replicate or (config.zero.replicate is None and 2 * whole <= distributed.device_memory()):
         devices = min(rows, jax.device_count()) if hosts == 1 else jax.device_count()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -20,7 +21,6 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from zero.models.gpt import GPTConfig
-from zero.partition.collectives import Axis
 from zero.partition.state import from_global, memory, to_global
 from zero.runtime import UserError, distributed, runs, storage
 from zero.runtime.cache import Cache
@@ -28,14 +28,15 @@ from zero.runtime.checkpoints import Checkpoints
 from zero.runtime.configuration import Config, index_files
 from zero.runtime.corpus import prepare
 from zero.runtime.inference import generate, load_weights
+from zero.runtime.job import make_job
 from zero.runtime.page import PAGE_FILE, write_page
 from zero.runtime.report import draw_run
 from zero.runtime.shards import Loader, prefetch
 from zero.runtime.text import Tokenizer, load_tokenizer
 from zero.runtime.tracking import METRICS_FILE, Tracker, read_metrics
-from zero.training.programs import Inference, Programs, make_inference, make_programs
-from zero.training.schedules import Context, LearningRate
-from zero.training.step import Batch, ShardedGPT, TrainState, adamw, state_layout
+from zero.training.programs import Inference, Programs, make_inference
+from zero.training.schedules import Context
+from zero.training.step import Batch, ShardedGPT, TrainState, state_layout
 
 log = logging.getLogger(__name__)
 
@@ -68,21 +69,8 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
     if data.corpus and not all(map(storage.exists, _local_paths(train_index, validation_index))):
         _prepare_corpus(config, tokenizer)
 
-    axis = Axis("zero", (1, devices))
-    dtypes = config.zero.compute_dtype, config.zero.wire_dtype, config.zero.reduce_dtype
-    model = ShardedGPT(size, axis, config.zero.stage, *dtypes)
-    tx = adamw(training.weight_decay)
-    layout = state_layout(model, tx)
-    programs = make_programs(
-        model,
-        tx,
-        learning_rate=LearningRate(
-            training.peak_learning_rate, training.end_learning_rate, training.warmup_steps, training.total_steps
-        ),
-        seed=config.seed,
-        micro_batches=training.gradient_accumulation_steps,
-        max_gradient_norm=training.max_gradient_norm,
-    )
+    model, tx, programs = make_job(config, size)
+    axis, layout = model.axis, state_layout(model, tx)
     inference = make_inference(model)
     context = Context(data.max_context, training.warmup_train_context, training.staged_warmup_steps)
 
@@ -209,6 +197,11 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
                 raise UserError(
                     f"step {step}: {window.skipped_in_a_row} steps in a row had no finite gradient; lower "
                     "training.peak_learning_rate and --resume from a step before that (data.resume_step)"
+                )
+            if not training.skip_bad_steps and not math.isfinite(line["gradient_norm"]):
+                raise UserError(
+                    f"step {step}: the gradient is not finite and training.skip_bad_steps=false; lower "
+                    "training.peak_learning_rate and --resume"
                 )
             if is_evaluation:
                 line["validation/loss"] = _evaluate(programs, state, validation, training.maximum_evaluation_steps)

@@ -1,0 +1,135 @@
+"""What a compiled program does, read from its text: XLA's own totals count the body of a loop once."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from typing import Any
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][a-z\-]*)\((.*)$")
+_CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
+_BITS = re.compile(r"\d+")
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def collective_bytes(text: str) -> dict[str, int]:
+    """Bytes that one device sends for each kind of collective while the program runs once, loops as often as they run.
+
+    Of n bytes on k devices, in a ring: a gather or a scatter sends n (k - 1) / k, an all-reduce twice as much.
+
+    Raises:
+      ValueError: how often a loop runs cannot be read.
+    """
+    bodies, entry = _computations(text)
+    totals: Counter[str] = Counter()
+    for name, runs in _runs(bodies, entry).items():
+        for match in filter(None, map(_INSTRUCTION.match, bodies[name])):
+            kind = match[2].removesuffix("-start")
+            if kind in COLLECTIVES:
+                totals[kind] += round(runs * _sent(kind, *match.groups()))
+    return dict(totals)
+
+
+def _sent(kind: str, result: str, op: str, rest: str) -> float:
+    sizes = [_array_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(result)]
+    if op == "all-gather-start":  # (operands, results)
+        size = sum(sizes[len(sizes) // 2 :])
+    elif op == "collective-permute-start":  # (operand, result, contexts)
+        size = sizes[1]
+    else:
+        size = sum(sizes)
+    if kind == "collective-permute":
+        return size
+    group = re.search(r"replica_groups=\{\{([\d,]+)\}", rest)
+    if group:
+        k = group[1].count(",") + 1
+    else:
+        iota = re.search(r"replica_groups=\[\d+,(\d+)\]", rest)
+        if iota is None:
+            raise ValueError(f"replica groups of {op} not understood: {rest[:200]}")
+        k = int(iota[1])
+    # What a scatter returns is a k-th of what it sends on.
+    return size * {"all-reduce": 2 * (k - 1) / k, "reduce-scatter": k - 1}.get(kind, (k - 1) / k)
+
+
+def _array_bytes(dtype: str, dims: str) -> int:
+    bits = 8 if dtype == "pred" else int(_BITS.findall(dtype)[0])
+    return math.prod(map(int, filter(None, dims.split(",")))) * bits // 8
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """The lines of each computation, and the name of the entry."""
+    bodies: dict[str, list[str]] = {}
+    entry = name = ""
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            name = match[2]
+            bodies[name] = []
+            entry = name if match[1] else entry
+        elif name:
+            bodies[name].append(line)
+    return bodies, entry
+
+
+def _runs(bodies: dict[str, list[str]], entry: str) -> dict[str, int]:
+    """How often each computation runs."""
+    runs: defaultdict[str, int] = defaultdict(int)
+
+    def visit(name: str, times: int) -> None:
+        runs[name] += times
+        for line in bodies[name]:
+            if not (match := _INSTRUCTION.match(line)):
+                continue
+            op, rest = match[2], match[3]
+            if op == "while":
+                condition, body = (re.search(rf"{part}=%?([\w.\-]+)", rest) for part in ("condition", "body"))
+                assert condition and body, line
+                visit(body[1], times * _trips(rest, bodies, condition[1]))
+                continue
+            branches = [name for list_ in _BRANCHES.findall(rest) for name in re.findall(r"[\w.\-]+", list_)]
+            for other in _CALLED.findall(rest) + branches:
+                visit(other, times)
+
+    visit(entry, 1)
+    return runs
+
+
+def _trips(rest: str, bodies: dict[str, list[str]], condition: str) -> int:
+    """From what XLA noted, or from a condition that compares a counter, which starts at 0, with a constant."""
+    if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', rest):
+        return int(noted[1])
+    lines = bodies[condition]
+    text = "\n".join(lines + [line for other in _CALLED.findall("\n".join(lines)) for line in bodies[other]])
+    limits = re.findall(r"= s32\[\]\S* constant\((\d+)\)", text)
+    if len(limits) != 1 or "direction=LT" not in text:
+        raise ValueError(f"how often a loop runs cannot be read from its condition:\n{text}")
+    return int(limits[0])
+
+
+def matmul_flops(jaxpr: Any) -> int:
+    """Operations of all matrix products that a trace makes, two a multiplication, scans as often as they run.
+
+    Raises:
+      ValueError: a matrix product in a loop of unknown length.
+    """
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            shape = eqn.invars[0].aval.shape
+            total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
+            continue
+        inner = [matmul_flops(sub) for value in eqn.params.values() for sub in _jaxprs(value)]
+        if eqn.primitive.name == "while" and sum(inner):
+            raise ValueError("a matrix product in a while loop, whose length is not known")
+        total += eqn.params["length"] * sum(inner) if eqn.primitive.name == "scan" else sum(inner)
+    return total
+
+
+def _jaxprs(value: Any) -> list[Any]:
+    values = value if isinstance(value, tuple | list) else [value]
+    return [getattr(v, "jaxpr", v) for v in values if hasattr(getattr(v, "jaxpr", v), "eqns")]
