@@ -15,7 +15,7 @@ from zero.runtime.loop import _for_devices
 from zero.runtime.planning import Request, compile_step, step_arguments
 
 CONF = Path(__file__).parents[2] / "conf"
-SIZE = GPTConfig(embedding_dim=512, vocab_size=4096, num_head=8, block_size=64, dropout=0.0, N=6, vocab_chunks=2)
+SIZE = GPTConfig(embedding_dim=384, vocab_size=2048, num_head=8, block_size=64, dropout=0.0, N=4, vocab_chunks=2)
 
 
 def resident(field: str) -> int:

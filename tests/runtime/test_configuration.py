@@ -117,6 +117,18 @@ def test_context_is_the_longest_of_the_model_unless_it_is_said() -> None:
     assert check(compose("data.max_context=128"), SIZES).data.max_context == 128
 
 
+PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_accepted_and_opens_with_what_to_expect(name: str) -> None:
+    checked = check(compose(f"+preset={name}"), SIZES)
+    assert checked.data.max_context == 1024 and name.startswith(checked.plan.topology)
+    head = (CONF / "preset" / f"{name}.yaml").read_text().split("\n\n")[0]
+    for part in (f"python main_zero.py +preset={name}", "# Hardware", "GiB a core at the peak", "# Not measured"):
+        assert part in head
+
+
 FUSED = ("zero.fused_update=true", "training.max_gradient_norm=null", "training.skip_bad_steps=false")
 
 

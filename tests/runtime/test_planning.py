@@ -150,19 +150,20 @@ def test_search_prefers_what_is_fast_and_leaves_headroom() -> None:
     assert _best([full, too_big]) is None
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("arguments", [("zero.stage=1",), ("zero.gradient_dtype=bfloat16",)], ids=lambda a: a[0])
 def test_planned_bytes_are_those_of_a_real_step(arguments: tuple[str, ...]) -> None:
     script = Path(__file__).parent / "planned_memory.py"
     environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
-        [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=110
+        [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     row = found["row"]
     assert found["is_same"]  # training and plan lower the same program, to the letter
     assert found["live"] == pytest.approx(row["state_bytes"], abs=100)  # and a scalar or two
-    assert row["peak_bytes"] - row["state_bytes"] == pytest.approx(found["grown"], rel=0.2)
+    assert row["peak_bytes"] - row["state_bytes"] == pytest.approx(found["grown"], rel=0.3)
 
 
 @pytest.mark.slow
