@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from tests import bucket
 from tests.corpora import COMMAND, REPOSITORY, both, digest, documents_of, make, run, tokens_of
+from tests.records import example, record
 from zero.runtime import UserError, documents, storage
 from zero.runtime.corpus import prepare, verify
 from zero.runtime.shards import Loader, read_index
@@ -153,6 +154,27 @@ def test_one_document_a_row(tmp_path: Path):
         kept = row[row >= 0]
         assert 0 not in kept[:-1]  # no row holds an end of text and then another document
         assert (row[len(kept) :] == -1).all()  # padding is not scored
+
+
+def test_records_of_ids(tmp_path: Path, bpe: Path):
+    """Joined as they are, ended where they are not ended already, and refused where the tokenizer cannot mean them."""
+    tokenizer = load_tokenizer(str(bpe))
+    end, path = tokenizer.end_of_text, tmp_path / "ids.tfrecord"
+    lists = [[5, 6, 7], [8, 9, end], [10], [260] * 30, [11, 12]]
+    path.write_bytes(b"".join(record(example(ids=ids)) for ids in lists))
+    corpus = make(path, tmp_path, tokenizer=tokenizer)
+    rows = [tokens_of(index, 16).ravel() for index in (corpus.train_index, corpus.validation_index)]
+    found = [list(row[row >= 0]) for row in rows]
+    assert corpus.train.bytes is None and corpus.train.tokens + corpus.validation.tokens == sum(map(len, found)) == 43
+    ended = [[*ids, end] if ids[-1] != end else ids for ids in lists]
+    in_validation = [ids for ids in ended if ids == found[1]]
+    assert len(in_validation) == 1
+    assert found[0] == [token for ids in ended if ids not in in_validation for token in ids]
+    path.write_bytes(record(example(ids=[1, 2])) + record(example(ids=[3, 290])))
+    with pytest.raises(UserError, match=r"ids\.tfrecord, record 1 holds token 290, outside the vocabulary of 284"):
+        make(path, tmp_path, "other", tokenizer=tokenizer)
+    with pytest.raises(UserError, match="expects text, and the source holds tokens"):
+        make(path, tmp_path, "another", tokenizer=300)
 
 
 def test_a_long_document_is_tokenized_in_parts_and_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -38,8 +38,8 @@ from zero.runtime.text import ByteTokenizer, FileTokenizer, Tokenizer, train_tok
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 SPLITS = ("train", "validation")
-_PIECE = 1 << 20  # characters that are tokenized at once: tokenizers takes some fifty bytes for each
-_TRAINING_BYTES = 1 << 30  # of text that a tokenizer is trained on: more hardly changes it
+_PIECE = 1 << 20  # characters that are tokenized at once, whatever the length of a text
+_TRAINING_BYTES = 1 << 30  # of a source, from its beginning, that a tokenizer is trained on
 _NO_HASH = 2**64  # higher than any
 _WORTH_A_WORKER = 4 << 20  # bytes of text: starting a process takes a second
 

@@ -25,9 +25,7 @@ import zstandard
 from zero.runtime import UserError, tfrecords
 from zero.runtime.hub import HubDataset
 
-_UNIT = (
-    1 << 20
-)  # bytes of a source in a unit: a worker's time for them is some hundred times what handing them over takes
+_UNIT = 1 << 20  # bytes of a source: a fraction of a second for a tokenizer
 _PACKED = 1 << 16  # bytes of a packed file that are unpacked at once
 # What counts as text in a folder. A file outside this list can still be named as the source itself.
 _SUFFIXES = """
