@@ -3,6 +3,7 @@
 import io
 import shutil
 import subprocess
+import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,7 +102,7 @@ def test_mistake_in_a_real_process(arguments: list[str], named: list[str], tmp_p
         (["data.max_context=64"], [".tar", "rows of 32 tokens", "reads 64"]),
         (["training.max_epochs=1", "data.train_samples=15"], ["15 rows", "16"]),
         (["data.corpus=nowhere", "data.index_path_train=bad/not_yet.index"], ["nowhere", "no such file or folder"]),
-        (["model.warm_start=true", "model.model_path=nowhere"], ["nowhere", "config.yaml"]),
+        (["model.warm_start=true", "model.model_path=nowhere"], ["nowhere", "Hugging Face folder"]),
         (["hydra.run.dir=text/0.txt"], ["text/0.txt"]),
         (["hydra.run.dir=/dev/null/run"], ["/dev/null"]),
     ],
@@ -219,6 +220,25 @@ def test_warm_start_takes_the_weights_of_another_run(forks: cli.Forks, finished:
     line = read_metrics(workplace / "warm" / "metrics.jsonl")[0]
     assert line["train/loss"] < read_metrics(finished / "metrics.jsonl")[-1]["train/loss"] + 0.1
     assert line["learning_rate"] == pytest.approx(1e-3)  # a third of the way up: the schedule begins anew
+    assert contents(finished) == before
+
+
+def test_average_of_checkpoints_is_a_run_to_start_from(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+    def weights(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "zero.weights", *arguments]
+        where = cli.environment(workplace) | {"PYTHONPATH": str(cli.MAIN.parent)}
+        return subprocess.run(command, cwd=workplace, env=where, capture_output=True, text=True)
+
+    before = contents(finished)
+    done = weights("average", str(finished), "averaged")
+    assert done.returncode == 0 and "is in averaged" in done.stdout, done.stderr
+    warm = ("model.warm_start=true", "model.model_path=averaged", "training.staged_warmup_steps=0")
+    done = forks.run(*cli.TINY, *TEN, *warm, "hydra.run.dir=from_averaged")
+    assert done.returncode == 0, done.stderr
+    assert "weights from" in done.stderr
+    done = weights("export", "averaged", "exported")
+    assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert "ALiBi without embedding_norm" in done.stderr and not (workplace / "exported").exists()
     assert contents(finished) == before
 
 

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from zero.partition.collectives import Axis
@@ -117,6 +118,14 @@ class Checkpoints:
             ),
         )["state"]
         return jax.tree.unflatten(layout.treedef, [arrays[prefix + leaf.name] for leaf in layout.leaves])
+
+    def read(self, step: int, name: str) -> np.ndarray:
+        """One leaf, whole on this host and without its padding."""
+        shape = self.meta(step)["shapes"][name]
+        how = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
+        item = ocp.args.PyTreeRestore({name: 0}, restore_args=how, partial_restore=True)
+        padded = self._manager.restore(step, args=ocp.args.Composite(state=item))["state"][name]
+        return padded[tuple(slice(length) for length in shape)]
 
     def wait(self) -> None:
         """Returns when everything saved so far is on storage; raises as `save`."""

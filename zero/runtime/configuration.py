@@ -272,7 +272,7 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
     require(
         not is_training or not checked.model.warm_start or bool(checked.model.model_path),
         "model.model_path",
-        "the run directory to start from, as model.warm_start=true",
+        "a run, a directory of checkpoints or a Hugging Face folder, as model.warm_start=true",
     )
     return checked
 

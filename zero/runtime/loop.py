@@ -27,7 +27,8 @@ from zero.runtime.cache import Cache
 from zero.runtime.checkpoints import Checkpoints
 from zero.runtime.configuration import Config, index_files
 from zero.runtime.corpus import prepare
-from zero.runtime.inference import generate, load_weights
+from zero.runtime.inference import generate
+from zero.runtime.interchange import warm_start
 from zero.runtime.job import make_job
 from zero.runtime.page import PAGE_FILE, write_page
 from zero.runtime.report import draw_run
@@ -214,6 +215,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
                     "skipped_rows": skipped_rows,
                     "global_rows": global_rows,
                     "config": asdict(config),
+                    "size": asdict(size),
                 }
                 whole = to_global(state, layout, axis, donate=True)
                 checkpoints.save(step, whole, layout, meta)
@@ -331,12 +333,11 @@ def _check_division(global_rows: int, hosts: int, local_devices: int, micro_batc
 
 
 def _new_state(programs: Programs, config: Config, model: ShardedGPT) -> TrainState:
-    """Made on the devices, in shards; with `model.warm_start` the weights are those of another run."""
+    """Made on the devices, in shards; with `model.warm_start` the weights come from elsewhere."""
     key = np.asarray(jax.random.key_data(jax.random.key(config.seed)))
     if not config.model.warm_start:
         return programs.start(programs.init(np.stack([key] * jax.local_device_count())))
-    params, _ = load_weights(Path(str(config.model.model_path)), model, None)
-    return programs.start(params)
+    return programs.start(warm_start(str(config.model.model_path), model))
 
 
 def _write_down(

@@ -23,8 +23,8 @@ DEFAULT_ROOT = Path("runs")
 
 
 def save_config(run_directory: Path, config: Any) -> None:
-    """Writes the configuration, a dataclass, where `saved_config` finds it."""
-    OmegaConf.save(OmegaConf.structured(config), run_directory / CONFIG_FILE)
+    """Writes the configuration, a dataclass or a dictionary, where `saved_config` finds it."""
+    OmegaConf.save(OmegaConf.create(config), run_directory / CONFIG_FILE)
 
 
 def saved_config(run_directory: Path) -> DictConfig:

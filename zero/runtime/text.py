@@ -80,13 +80,13 @@ class FileTokenizer:
         self._tokenizer.encode_special_tokens = True
         # Files may leave holes between the ids of their added tokens: the count of tokens would be too small.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        ids = [self._tokenizer.token_to_id(name) for name in _END_OF_TEXT]
-        found = next((i for i in ids if i is not None), None)
+        ids = {name: self._tokenizer.token_to_id(name) for name in _END_OF_TEXT}
+        found = next(((name, i) for name, i in ids.items() if i is not None), None)
         if found is None:
             raise UserError(
                 f"tokenizer {path} has no token that ends a text: expected one of {', '.join(_END_OF_TEXT)}"
             )
-        self.end_of_text: int = found
+        self.end_of_text_token, self.end_of_text = found
 
     def __reduce__(self) -> tuple[type[FileTokenizer], tuple[str, bytes]]:
         return FileTokenizer, (

@@ -7,8 +7,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
+from zero.partition.collectives import Axis
+from zero.partition.layout import PyTree
 from zero.training.inference import Sampling, evaluate_step, extend, prefill, score
 from zero.training.step import ShardedGPT, new_state, train_step
 
@@ -98,3 +101,12 @@ def make_inference(
             out_axes=(0, None),
         ),
     )
+
+
+def repeat_blocks(params: PyTree, order: Sequence[int], axis: Axis) -> PyTree:
+    """Parameter shards of another depth: block i of the result is block `order[i]` of these.
+
+    Per device: leaves under "blocks" of `(layers, ...)`, which become `(len(order), ...)`; no communication.
+    """
+    blocks = jax.pmap(lambda blocks: jax.tree.map(lambda x: x[np.asarray(order)], blocks), axis.name)(params["blocks"])
+    return {**params, "blocks": blocks}
