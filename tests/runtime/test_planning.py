@@ -13,9 +13,11 @@ import pytest
 from jax import lax
 
 from tests import cli
-from zero.runtime import UserError
+from zero.models.gpt import GPTConfig
+from zero.runtime import UserError, planning
+from zero.runtime.configuration import Config
 from zero.runtime.hlo import collective_bytes, matmul_flops
-from zero.runtime.planning import _best
+from zero.runtime.planning import Request, _best
 from zero.runtime.topology import available_bytes, find_devices, out_of_memory, prepare_environment, slice_shape
 
 KEYS = {"stage", "micro_batch", "accumulation", "remat", "context", "gradient_dtype", "clipping", "fused_update"}
@@ -146,8 +148,27 @@ def test_search_prefers_what_is_fast_and_leaves_headroom() -> None:
     slow, fast = row | {"seconds_lower_bound": 2.0}, row | {"seconds_lower_bound": 1.0}
     full = row | {"seconds_lower_bound": 0.1, "peak_bytes": 96}
     too_big = row | {"seconds_lower_bound": 0.1, "fits": False}
-    assert _best([slow, full, fast, too_big]) is fast
-    assert _best([full, too_big]) is None
+    assert _best([slow, full, fast, too_big], headroom=0.05) is fast
+    assert _best([full, too_big], headroom=0.05) is None
+
+
+@pytest.mark.parametrize("fits_up_to", [4, 5, 8, 61])
+def test_the_deepest_that_fits_is_found_in_a_few_programs(fits_up_to: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def compile_step(request: Request) -> dict[str, Any]:
+        layers = request.size.N
+        tried.append(layers)
+        peak = 1000 + 100 * layers + (layers % 3) * 2  # a line, but for rounding
+        available = 1000 + 100 * fits_up_to + 50
+        return {"fits": layers <= fits_up_to, "peak_bytes": peak, "available_bytes": available, "layers": layers}
+
+    monkeypatch.setattr(planning, "compile_step", compile_step)
+    size = GPTConfig(512, 50304, 2, 64, 0.0, 4)
+    (row,) = planning.deepest(Request(Config(), size, 1))
+    assert row["layers"] == fits_up_to and len(tried) <= 6
+    monkeypatch.setattr(planning, "compile_step", lambda request: compile_step(request) | {"fits": False})
+    assert planning.deepest(Request(Config(), size, 1)) == []
 
 
 @pytest.mark.timeout(300)

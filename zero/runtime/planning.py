@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import json
 import logging
@@ -75,6 +76,7 @@ def plan(config: Config, size: GPTConfig, run_directory: Path) -> int:
       UserError: there is no such slice, or no compiler for it.
     """
     prepare_environment(config.plan.topology)
+    is_largest = config.plan.search and bool(config.plan.largest)
     # Fresh processes: each starts jax for the topology, and a compiler that dies takes no other plan with it.
     pool = ProcessPoolExecutor(
         config.plan.processes or min(os.cpu_count() or 1, 4),
@@ -83,7 +85,7 @@ def plan(config: Config, size: GPTConfig, run_directory: Path) -> int:
         initargs=(str(run_directory / COMPILER_LOG), config.plan.topology, config.distributed.cpu_devices),
     )
     with pool:
-        if config.plan.search and config.plan.largest:
+        if is_largest:
             rows = _largest(pool, config)
         elif config.plan.search:
             rows = _search(pool, Request(config, size, config.plan.micro_batch))
@@ -93,7 +95,8 @@ def plan(config: Config, size: GPTConfig, run_directory: Path) -> int:
             rows = _gather(pool.submit(compile_steps, [request]) for request in requests)
     if not rows:
         raise UserError(f"plan.topology={config.plan.topology}: not even the smallest model fits")
-    best = _best(rows) if config.plan.search else None
+    headroom = 0.0 if is_largest else HEADROOM
+    best = _best(rows, headroom) if config.plan.search else None
     result = {
         "topology": config.plan.topology,
         "devices": rows[0]["devices"],
@@ -103,7 +106,9 @@ def plan(config: Config, size: GPTConfig, run_directory: Path) -> int:
     }
     (run_directory / PLAN_FILE).write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
-    if best is not None:
+    if best is not None and is_largest:
+        print(f"\nThe largest that fits, as an entry of conf/model_config.yaml: {best['model']}")
+    elif best is not None:
         print(f"\nThe fastest that fits, with {HEADROOM:.0%} of the memory to spare:\n{_command(best, config)}")
     print(f"\n{run_directory / PLAN_FILE}")
     return 0
@@ -170,7 +175,7 @@ def compile_step(request: Request) -> dict[str, Any]:
         "devices": len(devices),
         "hosts": len({device.process_index for device in devices}),
         "parameters": sum(math.prod(leaf.shape) for leaf in sharded.leaves),
-        "model": {name: getattr(request.size, name) for name in ("embedding_dim", "num_head", "N", "vocab_chunks")},
+        "model": dataclasses.asdict(request.size),
         "stage": zero.stage,
         "micro_batch": request.micro_batch,
         "accumulation": training.gradient_accumulation_steps,
@@ -229,13 +234,10 @@ def _search(pool: ProcessPoolExecutor, request: Request) -> list[dict[str, Any]]
 
 
 def _largest(pool: ProcessPoolExecutor, config: Config) -> list[dict[str, Any]]:
-    return _gather(
-        pool.submit(deepest, Request(config, _family(width, 2), config.plan.micro_batch)) for width in WIDTHS
-    )
-
-
-def _family(width: int, layers: int) -> GPTConfig:
-    return GPTConfig(width, 50304, width // 256, 1024, 0.0, layers, vocab_chunks=12)
+    context = max(config.plan.grid.context or [1024])
+    sizes = (GPTConfig(width, 50304, width // 256, context, 0.0, 4, vocab_chunks=12) for width in WIDTHS)
+    requests = (Request(config, size, config.plan.micro_batch).but(context=context) for size in sizes)
+    return _gather([pool.submit(deepest, request) for request in requests])
 
 
 def deepest(request: Request) -> list[dict[str, Any]]:
@@ -263,9 +265,9 @@ def deepest(request: Request) -> list[dict[str, Any]]:
     return [tried[layers]]
 
 
-def _best(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _best(rows: list[dict[str, Any]], headroom: float) -> dict[str, Any] | None:
     """Of those that fit with headroom the one of the most parameters, then the fastest by the roofline."""
-    fitting = [row for row in rows if row["fits"] and row["peak_bytes"] <= (1 - HEADROOM) * row["available_bytes"]]
+    fitting = [row for row in rows if row["fits"] and row["peak_bytes"] <= (1 - headroom) * row["available_bytes"]]
 
     def value(row: dict[str, Any]) -> tuple[float, ...]:
         seconds = row["seconds_lower_bound"] or 1.0
