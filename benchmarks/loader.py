@@ -2,7 +2,7 @@
 
     python benchmarks/loader.py
 
-One process, two CPU cores are enough, about a minute. Each contestant reads the same tokens from a warm page cache and
+One process, two CPU cores, about two minutes. Each contestant reads the same tokens from a warm page cache and
 hands out shuffled int32 batches (the raw ones only touch every byte); rounds take turns, so that a slow moment of the
 machine hits all alike, and the best round of each counts.
 """
@@ -88,7 +88,7 @@ def memory_map(index: Path) -> Iterator[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shards", type=int, default=48)
+    parser.add_argument("--shards", type=int, default=96)
     parser.add_argument("--rows", type=int, default=1024, help="in each shard")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()

@@ -267,7 +267,7 @@ def _decode(sample: dict[str, Any], where: str, context: int, vocab_size: int) -
         rows = np.where(np.arange(context) < lengths[:, None], rows, np.zeros((), rows.dtype))
     info = np.iinfo(rows.dtype)
     if rows.size and (info.min < 0 or info.max >= vocab_size):  # a byte needs no look
-        low, high = int(rows.min()), int(rows.max())
+        low, high = 0 if info.min == 0 else int(rows.min()), int(rows.max())
         if low < 0 or high >= vocab_size:
             token = low if low < 0 else high
             raise BadData(f"{where} holds token {token}, outside the vocabulary of {vocab_size}")
@@ -506,12 +506,13 @@ class Loader:
                 ]
                 for stream in mine
             ]
+            a_batch = [float(weight * part) for weight in self._mixture.weights]  # rows of a stream
             while self.total_batches is None or done < self.total_batches:
                 # Several batches are cut at once, where the rows are at hand: copying many costs little more than one.
                 several = min(
-                    int(reader.at_hand / (weight * part))
-                    for readers_of_stream in streams
-                    for reader, weight in zip(readers_of_stream, self._mixture.weights, strict=True)
+                    int(reader.at_hand / rows)
+                    for readers in streams
+                    for reader, rows in zip(readers, a_batch, strict=True)
                 )
                 several = max(1, min(several, _CUT // (len(mine) * part * self._context)))
                 if self.total_batches is not None:
