@@ -86,7 +86,7 @@ def test_names_of_slices(name: str, shape: str) -> None:
     assert slice_shape(name) == shape
 
 
-@pytest.mark.parametrize("name", ["v3-12", "v3-7", "v9-8", "v4-1"])
+@pytest.mark.parametrize("name", ["v3-12", "v3-7", "v9-8", "v4-1", "v3", "moon"])
 def test_slices_that_do_not_exist(name: str) -> None:
     with pytest.raises(UserError, match=f"plan.topology={name}"):
         slice_shape(name)
@@ -96,6 +96,18 @@ def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"libtpu.*prepareTPUVM.sh --test"):
         prepare_environment("v3-8")
+
+
+def test_devices_that_are_not_here_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "local_devices", fail)
+    with pytest.raises(UserError, match=r"plan.topology=gpu: jax finds no such device"):
+        find_devices("gpu")
+    with pytest.raises(UserError, match=r"plan.topology=v3:9x9x9x9: .*9x9x9x9"):
+        pytest.importorskip("libtpu")
+        find_devices("v3:9x9x9x9")
 
 
 def test_what_did_not_fit_is_read_from_the_error() -> None:

@@ -56,6 +56,8 @@ def slice_shape(name: str) -> str:
     ('v3:4x4', 'v4:2x2x4', 'v5e:4x4', 'v3:2x2')
     """
     match = re.fullmatch(r"(v\w+)-(\d+)", name)
+    if match is None and ":" not in name:
+        raise UserError(f"plan.topology={name}: expected a slice such as v3-32 or v3:4x4, or one of {', '.join(LOCAL)}")
     if match is None:
         return name
     generation, count = ALIASES.get(match[1], match[1]), int(match[2])
@@ -98,8 +100,8 @@ def find_devices(topology: str) -> list[Any]:
     if topology in LOCAL:
         try:
             return list(jax.local_devices())
-        except RuntimeError as error:
-            raise UserError(f"plan.topology={topology}: {str(error).splitlines()[0]}") from error
+        except (RuntimeError, AssertionError) as error:  # the second without a word, where jax has no CUDA plugin
+            raise UserError(f"plan.topology={topology}: jax finds no such device on this machine") from error
     from jax.experimental import topologies
 
     shape = slice_shape(topology)
