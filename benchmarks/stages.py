@@ -9,7 +9,6 @@ Bytes sent are counted in the compiled CPU program of the default job's model. N
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -18,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 
-from benchmarks.collectives import DEVICES, bytes_sent
+from benchmarks.collectives import DEVICES
 from zero.partition.collectives import Axis
 from zero.partition.state import memory
 from zero.runtime.configuration import load_sizes
+from zero.runtime.hlo import collective_bytes
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate
 from zero.training.step import Batch, ShardedGPT, adamw, state_layout
@@ -80,21 +80,7 @@ def megabytes_sent(stage: int, micro_batches: int) -> float:
     stacked = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((DEVICES, *x.shape), x.dtype), (state_layout(model, tx).shard_shapes(), batch)
     )
-    return sent_with_loops(programs.step.lower(*stacked).compile().as_text())
-
-
-def sent_with_loops(compiled: str) -> float:
-    """`bytes_sent` of a compiled program whose loops are counted as often as they run, not once as in its text."""
-    computations = re.findall(r"^(ENTRY )?%(\S+) \([^\n]*\{\n(.*?)^\}", compiled, re.MULTILINE | re.DOTALL)
-    bodies = {name: body for _, name, body in computations}
-
-    def of(name: str) -> float:
-        loops = re.findall(r'body=%([^\s,]+).*?"known_trip_count":\{"n":"(\d+)"\}', bodies[name])
-        if len(loops) != bodies[name].count("body=%"):
-            raise ValueError(f"{name} has a loop that does not say how often it runs")
-        return bytes_sent(bodies[name]) + sum(int(times) * of(body) for body, times in loops)
-
-    return next(of(name) for entry, name, _ in computations if entry)
+    return sum(collective_bytes(programs.step.lower(*stacked).compile().as_text()).values()) / 1e6
 
 
 def main() -> None:
