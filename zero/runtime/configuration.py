@@ -86,6 +86,7 @@ class Zero:
 class Evaluate:
     validation: bool = MISSING
     tasks: list[str] = field(default_factory=list)
+    harness: list[str] = field(default_factory=list)
     context: int | None = MISSING
     stride: int | None = MISSING
 

@@ -117,6 +117,8 @@ def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
         result |= _evaluate_set(scorer, opened.tokenizer, config, context)
     for path in config.evaluate.tasks:
         result.setdefault("tasks", {})[Path(path).stem] = _evaluate_task(scorer, opened.tokenizer, Path(path), context)
+    if config.evaluate.harness:
+        result["harness"] = _harness().run(_in_harness(scorer, context), config.evaluate.harness)
     if opened.host == 0:
         text = json.dumps(result, indent=2)
         (run_directory / RESULT_FILE).write_text(text + "\n")
@@ -232,6 +234,30 @@ def _evaluate_task(scorer: Scorer, tokenizer: Tokenizer, path: Path, context: in
     if nats:
         result["perplexity"] = math.exp(np.mean(nats))
     return result
+
+
+def _harness() -> Any:
+    """The module that needs lm-eval, an extra, because it brings 40 packages."""
+    try:
+        from zero.runtime import harness
+    except ModuleNotFoundError as error:
+        raise UserError(f"evaluate.harness: {error.name} is missing; pip install zero-pmap[lm-eval]") from error
+    return harness
+
+
+def _in_harness(scorer: Scorer, context: int) -> Any:
+    """The model as lm-evaluation-harness asks for one."""
+    opened = scorer._opened
+    greedy = make_inference(opened.model, Sampling(temperature=0.0))
+
+    def write(prompts: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
+        (*_, rows) = generate(greedy, opened.params, prompts, count, seed=0, chunk=count)
+        return [row[len(prompt) :][:count] for row, prompt in zip(rows, prompts, strict=True)]
+
+    def score(passages: Iterable[tuple[np.ndarray, int]]) -> Iterator[Score]:
+        return scorer.scores(Passage(*one) for one in passages)
+
+    return _harness().Harness(opened.tokenizer, context, score, write)
 
 
 def continuation(tokenizer: Tokenizer, context: str, text: str, longest: int) -> Passage:
