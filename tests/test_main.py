@@ -103,6 +103,7 @@ def test_mistake_in_a_real_process(arguments: list[str], named: list[str], tmp_p
         (["training.max_epochs=1", "data.train_samples=15"], ["15 rows", "16"]),
         (["data.corpus=nowhere", "data.index_path_train=bad/not_yet.index"], ["nowhere", "no such file or folder"]),
         (["model.warm_start=true", "model.model_path=nowhere"], ["nowhere", "Hugging Face folder"]),
+        (["training.skip_bad_steps=false", "training.peak_learning_rate=1e30"], ["not finite", "skip_bad_steps=false"]),
         (["hydra.run.dir=text/0.txt"], ["text/0.txt"]),
         (["hydra.run.dir=/dev/null/run"], ["/dev/null"]),
     ],
