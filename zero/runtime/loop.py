@@ -79,12 +79,14 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         # Where to start: at the beginning, or at a checkpoint of this run or of the one that it forks from.
         if host == 0:
             stack.enter_context(runs.locked(run_directory))
-        checkpoints = stack.enter_context(_open_checkpoints(run_directory, config))
+        place = runs.checkpoint_directory(run_directory, data.bucket_path, data.checkpoint_directory)
+        origin = _origin(config, run_directory, place)
+        checkpoints = stack.enter_context(Checkpoints(place, data.keep_checkpoints))
         first, cursor, global_rows, skipped_rows = 0, None, training.batch_size * hosts, 0
         source = checkpoints
         if config.resume is not None:
-            if Path(config.resume) != run_directory:
-                source = stack.enter_context(_open_checkpoints(Path(config.resume), config, is_mine=False))
+            if origin is not None:
+                source = stack.enter_context(Checkpoints(origin, keep=None))
             first = source.choose(data.resume_step)
             meta = source.meta(first)
             cursor, global_rows, skipped_rows = meta["cursor"], meta["global_rows"], meta["skipped_rows"]
@@ -317,10 +319,18 @@ def _prepare_corpus(config: Config, tokenizer: Tokenizer) -> None:
     log.info("prepared corpus %s: %s", name, corpus)
 
 
-def _open_checkpoints(run_directory: Path, config: Config, *, is_mine: bool = True) -> Checkpoints:
-    data = config.data
-    place = runs.checkpoint_directory(run_directory, data.bucket_path, data.checkpoint_directory)
-    return Checkpoints(place, data.keep_checkpoints if is_mine else None)
+def _origin(config: Config, run_directory: Path, place: Path | str) -> Path | str | None:
+    """Where the checkpoints lie that a fork starts from; None for what is no fork."""
+    if config.resume is None or Path(config.resume) == run_directory:
+        return None
+    saved = runs.saved_config(Path(config.resume)).data
+    origin = runs.checkpoint_directory(Path(config.resume), saved.bucket_path, saved.checkpoint_directory)
+    if origin == place:
+        raise UserError(
+            f"data.resume_step={config.data.resume_step} forks the run into {run_directory}, but {place} holds the "
+            "checkpoints of the run itself; name another data.checkpoint_directory"
+        )
+    return origin
 
 
 def _check_division(global_rows: int, hosts: int, local_devices: int, micro_batches: int) -> None:
