@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+from gcp_storage_emulator.handlers import objects
 from gcp_storage_emulator.server import create_server
 
 from zero.runtime import storage
@@ -26,10 +28,25 @@ BODY_FAULTS = ("reset", "truncated", "short", "stall", "wrong bytes")  # of a re
 
 @contextmanager
 def serving() -> Iterator[str]:
-    """A storage server with one empty bucket, `BUCKET`; its address is for STORAGE_EMULATOR_HOST."""
+    """A storage server with one empty bucket, `BUCKET`; its address is for STORAGE_EMULATOR_HOST.
+
+    As Google's it says which generation it reads; orbax asks for that.
+    """
+    download = objects.download
+
+    def with_generation(request: Any, response: Any, stored: Any, *args: Any) -> None:
+        download(request, response, stored, *args)
+        names = request.params["bucket_name"], request.params["object_id"]
+        if response.status in (200, 206):
+            response["x-goog-generation"] = stored.get_file_obj(*names)["generation"]
+
+    objects.download = with_generation
     server = create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET)
-    with server:
-        yield "http://{}:{}".format(*server._api._httpd.server_address)
+    try:
+        with server:
+            yield "http://{}:{}".format(*server._api._httpd.server_address)
+    finally:
+        objects.download = download
 
 
 def use(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
@@ -37,6 +54,7 @@ def use(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     from google.cloud.storage.retry import DEFAULT_RETRY
 
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
     storage._client.cache_clear()
     monkeypatch.setattr(storage, "TIMEOUT", (1, 0.3))
     monkeypatch.setattr(storage, "_retry", lambda: DEFAULT_RETRY.with_delay(0.01, 0.1, 2).with_timeout(2))

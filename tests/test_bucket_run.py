@@ -99,3 +99,19 @@ def test_what_is_wrong_in_a_bucket_is_one_line(run: Run) -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(f"error: index file gs://{PLACE}/corpus/none.index: no such file")
     assert "Traceback" not in done.stderr
+
+
+def test_checkpoints_lie_in_the_bucket_and_the_run_goes_on_from_there(
+    run: Run, workplace: Path, tmp_path: Path
+) -> None:
+    kept = "data.checkpoint_directory=checkpoints"
+    assert run(kept, "training.total_steps=9").returncode == 0
+    assert not list(tmp_path.rglob("checkpoints"))
+    expected = losses(tmp_path / "run")
+    for url in storage.list_files(f"gs://{PLACE}/checkpoints/9"):
+        storage.remove(url)
+    # A checkpoint that was being written when the machine was lost is none.
+    storage.write(f"gs://{PLACE}/checkpoints/9/_CHECKPOINT_METADATA", b"{}")
+    resumed = cli.run(tmp_path, "--resume", "hydra.run.dir=run")
+    assert resumed.returncode == 0 and "resumed from step 6" in resumed.stderr, resumed.stderr
+    assert losses(tmp_path / "run") == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,10 +86,17 @@ def locked(run_directory: Path) -> Iterator[None]:
 
 
 def saved_steps(run_directory: Path) -> list[int]:
-    """The steps whose checkpoints stand in a local run, oldest first; a directory is renamed into place whole."""
-    config = saved_config(run_directory)
-    directory = checkpoint_directory(run_directory, None, config.data.checkpoint_directory)
-    return sorted(int(path.name) for path in Path(directory).glob("*") if path.name.isdigit() and path.is_dir())
+    """The steps whose checkpoints stand, here or in a bucket, oldest first.
+
+    A directory is renamed into place whole; in a bucket, where nothing can be renamed, a file says that it is.
+    """
+    data = saved_config(run_directory).data
+    directory = checkpoint_directory(run_directory, data.bucket_path, data.checkpoint_directory)
+    if isinstance(directory, Path):
+        return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit() and path.is_dir())
+    files = storage.list_files(directory)
+    whole = (re.fullmatch(r"(\d+)/commit_success\.txt", url.removeprefix(f"{directory}/")) for url in files)
+    return sorted(int(found[1]) for found in whole if found)
 
 
 def newest_run(root: Path) -> Path | None:
