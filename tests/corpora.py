@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from zero.runtime.corpus import Corpus, prepare
-from zero.runtime.shards import Loader
+from zero.runtime.loader import Loader
 from zero.runtime.text import ByteTokenizer
 
 REPOSITORY = Path(__file__).parents[1]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests import cli
-from tests.runtime.test_shards import npy, write_tar
+from tests.runtime.test_loader import npy, write_tar
 
 pytestmark = pytest.mark.timeout(300)
 

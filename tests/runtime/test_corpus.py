@@ -26,7 +26,8 @@ from tests.corpora import COMMAND, REPOSITORY, both, digest, documents_of, make,
 from tests.records import example, record
 from zero.runtime import UserError, documents, storage
 from zero.runtime.corpus import prepare, verify
-from zero.runtime.shards import Loader, read_index
+from zero.runtime.loader import Loader
+from zero.runtime.shards import read_index
 from zero.runtime.text import ByteTokenizer, FileTokenizer, load_tokenizer, train_tokenizer
 
 

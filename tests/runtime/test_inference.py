@@ -18,7 +18,7 @@ from zero.partition.collectives import Axis
 from zero.runtime import UserError
 from zero.runtime.configuration import load_sizes
 from zero.runtime.inference import _read_items, continuation, load_weights, windows
-from zero.runtime.shards import Loader
+from zero.runtime.loader import Loader
 from zero.runtime.text import ByteTokenizer
 from zero.training.step import ShardedGPT
 

@@ -15,10 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import bucket
-from tests.runtime.test_shards import CONTEXT, VOCAB, loader, write_corpus
+from tests.runtime.test_loader import CONTEXT, VOCAB, loader, write_corpus
 from zero.runtime import UserError, storage
 from zero.runtime.cache import Cache
-from zero.runtime.shards import Loader, count_rows, read_index
+from zero.runtime.loader import Loader
+from zero.runtime.shards import count_rows, read_index
 
 COUNTS = [12, 9, 15, 6, 12, 12]
 
@@ -216,7 +217,7 @@ def test_processes_share_a_cache(server: str, corpus, tmp_path: Path, monkeypatc
     limit = 25_000
     code = (
         "import sys, json; from pathlib import Path; from zero.runtime.cache import Cache; "
-        "from zero.runtime.shards import Loader; "
+        "from zero.runtime.loader import Loader; "
         f"data = Loader(sys.argv[1], global_rows=4, context={CONTEXT}, vocab_size={VOCAB}, max_epochs=5, "
         f"cache=Cache(Path(sys.argv[2]), {limit}), seed=int(sys.argv[3])); "
         "print(json.dumps([batch.tokens.tolist() for batch in data.batches()]))"
@@ -247,7 +248,7 @@ class Hosts:
     CODE = """
 import json, sys
 from itertools import islice
-from zero.runtime.shards import Loader
+from zero.runtime.loader import Loader
 for line in sys.stdin:
     order = json.loads(line)
     batches = list(islice(Loader(**order["loader"]).batches(order["cursor"]), order["count"]))

@@ -26,7 +26,8 @@ from zero.runtime import UserError, distributed, runs
 from zero.runtime.checkpoints import Checkpoints
 from zero.runtime.configuration import Config, index_files
 from zero.runtime.job import make_model
-from zero.runtime.shards import Loader, prefetch, row_tokens
+from zero.runtime.loader import Loader, prefetch
+from zero.runtime.shards import row_tokens
 from zero.runtime.text import Tokenizer, load_tokenizer
 from zero.training.inference import Sampling
 from zero.training.programs import Inference, make_inference

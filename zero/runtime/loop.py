@@ -30,9 +30,9 @@ from zero.runtime.corpus import prepare
 from zero.runtime.inference import generate
 from zero.runtime.interchange import warm_start
 from zero.runtime.job import make_job
+from zero.runtime.loader import Loader, prefetch
 from zero.runtime.page import PAGE_FILE, write_page
 from zero.runtime.report import draw_run
-from zero.runtime.shards import Loader, prefetch
 from zero.runtime.text import Tokenizer, load_tokenizer
 from zero.runtime.tracking import METRICS_FILE, Tracker, read_metrics
 from zero.training.programs import Inference, Programs, make_inference

@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zero.runtime import UserError
-from zero.runtime.shards import Loader, _Corpus, _samples, count_rows, prefetch, read_index
+from zero.runtime.loader import Loader, _Corpus, prefetch
+from zero.runtime.shards import count_rows, read_index, samples
 
 CONTEXT = 4
 VOCAB = 60_000
@@ -295,7 +296,7 @@ def test_tars_of_any_form(tmp_path: Path, form: int):
     assert shards.rows == len(names)
     assert first_tokens(shards.batches()) == [[number + 1] for number in range(len(names))]
     with open(tmp_path / "s.tar", "rb") as stream:
-        keys = [sample["__key__"] for sample in _samples(shards.corpora[0].shards[0][0], stream)]
+        keys = [sample["__key__"] for sample in samples(shards.corpora[0].shards[0][0], stream)]
     assert keys == names
 
 
