@@ -6,6 +6,7 @@ others on error.
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,8 +23,8 @@ from zero.runtime.configuration import Config, check, describe, load_sizes, merg
 
 CONF = Path(__file__).parent / "conf"
 # A run directory that cannot be written, or a disk that is full.
-BAD_PLACE = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS}
-BAD_PLACE |= {errno.EDQUOT, errno.ENOSPC}
+BAD_PLACE = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EPERM}
+BAD_PLACE |= {errno.EDQUOT, errno.ENOSPC, errno.EROFS}
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -70,6 +71,9 @@ def one_line_errors() -> Iterator[None]:
         if error.errno not in BAD_PLACE:
             raise
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:  # before the first step, when there is nothing to save, or while a model is only used
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

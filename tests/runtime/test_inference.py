@@ -210,6 +210,8 @@ def test_prompts_come_from_a_file(forks: cli.Forks) -> None:
         (("mode=sample", f"model.model_path={RUN}", "sample.top_p=2"), "sample.top_p=2"),
         (("mode=sample", f"model.model_path={RUN}", "sample.prompt_file=none.txt"), "none.txt: no such file"),
         (("mode=sample", "model.model_path=nowhere"), "nowhere: not a run directory"),
+        (("mode=evaluate", f"model.model_path={RUN}", "evaluate.validation=false"), "validation=False: expected"),
+        (("mode=evaluate", f"model.model_path={RUN}", "evaluate.tasks=[empty.jsonl]"), "empty.jsonl holds no items"),
         (("mode=sample",), "no run with a checkpoint stands in runs"),
         (("mode=evaluate", f"model.model_path={RUN}", "data.resume_step=7"), "data.resume_step=7: .* holds steps 20"),
         (("mode=evaluate", f"model.model_path={RUN}", "evaluate.stride=32"), "evaluate.stride=32: expected 1 to 31"),
@@ -218,6 +220,7 @@ def test_prompts_come_from_a_file(forks: cli.Forks) -> None:
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(forks: cli.Forks, arguments: tuple[str, ...], message: str) -> None:
+    (forks.workplace / "empty.jsonl").touch()
     done = forks.run(*arguments, "hydra.run.dir=mistake")
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.errors import MissingConfigException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -257,6 +258,9 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
     _check_plan(checked.plan, block_size, require)
     require(checked.distributed.cpu_devices >= 1, "distributed.cpu_devices", "at least 1")
     evaluate, sample = checked.evaluate, checked.sample
+    if checked.mode == "evaluate":
+        asked = evaluate.validation or bool(evaluate.tasks) or bool(evaluate.harness)
+        require(asked, "evaluate.validation", "true, or evaluate.tasks or evaluate.harness beside it")
     require(evaluate.context is None or evaluate.context >= 2, "evaluate.context", "at least 2, or null")
     longest = evaluate.context or data.max_context
     require(
@@ -335,6 +339,8 @@ def describe(error: Exception) -> str:
         parts = [str(part) for part in (before, str(cause).splitlines()[0]) if part]
         if isinstance(cause, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(cause.object_type):
             parts.append("expected one of " + ", ".join(f.name for f in dataclasses.fields(cause.object_type)))
+    if isinstance(error, MissingConfigException) and error.options:
+        parts = [parts[0].rstrip(": "), "expected one of " + ", ".join(sorted(error.options))]
     return ": ".join(part.rstrip(".") for part in parts)
 
 

@@ -216,6 +216,8 @@ def _evaluate_set(scorer: Scorer, tokenizer: Tokenizer, config: Config, context:
 def _evaluate_task(scorer: Scorer, tokenizer: Tokenizer, path: Path, context: int) -> dict[str, Any]:
     """Multiple choice, or the last word of a text, scored as lm-evaluation-harness scores HellaSwag and LAMBADA."""
     items = list(_read_items(path))
+    if not items:
+        raise UserError(f"evaluate.tasks: {path} holds no items; expected one JSON object a line")
     requests = [(item.context, choice) for item in items for choice in item.choices]
     scores = scorer.scores(continuation(tokenizer, *request, context) for request in requests)
     taken = iter(tqdm(scores, total=len(requests), unit="text", desc=path.stem, disable=scorer._opened.host != 0))

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from plotly.colors import qualitative
 from plotly.subplots import make_subplots
 
-from zero.runtime import runs
+from zero.runtime import UserError, runs
 from zero.runtime.tracking import METRICS_FILE, read_metrics, read_resumes
 
 PAGE_FILE = "report.html"
@@ -42,6 +42,10 @@ def write_page(directories: Sequence[Path], page: Path) -> Path:
     Raises:
       UserError: a directory is not one of a run.
     """
+    for directory in directories:
+        runs.saved_config(directory)
+        if not (directory / METRICS_FILE).is_file():
+            raise UserError(f"{directory}: {METRICS_FILE} is missing; expected a run that has made a step")
     configs = [runs.flat_config(runs.saved_config(directory)) for directory in directories]
     names = ["/".join(directory.absolute().parts[-2:]) for directory in directories]
     colors = [qualitative.D3[i % len(qualitative.D3)] for i in range(len(names))]
