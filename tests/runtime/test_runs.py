@@ -44,7 +44,7 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def make_run(place: Path, steps: list[int], checkpoints: str = "checkpoints") -> Path:
     place.mkdir(parents=True)
-    (place / CONFIG_FILE).write_text(f"data:\n  checkpoint_directory: {checkpoints}\n")
+    (place / CONFIG_FILE).write_text(f"data:\n  bucket_path: null\n  checkpoint_directory: {checkpoints}\n")
     (place / LAYOUT_FILE).write_text("1 element\n")
     for step in steps:
         (place / checkpoints / str(step)).mkdir(parents=True)
