@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from zero.runtime import UserError
+from zero.runtime.distributed import device_memory
 
 LOCAL = ("local", "cpu", "gpu")
 GIB = 2**30
@@ -109,18 +110,18 @@ def find_devices(topology: str) -> list[Any]:
     options = {"chip_config_name": "megacore"} if shape.startswith(("v4:", "v5p:")) else {}
     try:
         return topologies.get_topology_desc(topology_name=shape, platform="tpu", **options).devices
-    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
+    except jax.errors.JaxRuntimeError as error:
+        status, _, reason = str(error).splitlines()[0].partition(": ")
+        if status != "INVALID_ARGUMENT":  # anything else is no mistake of the user
+            raise
         raise UserError(f"plan.topology={topology}: {reason}") from error
 
 
 def available_bytes(devices: list[Any]) -> int:
     """Memory of one device for programs and their data: what its compiler or allocator says, on CPU a fair share."""
     device = devices[0]
-    if device.platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
     if device.platform != "tpu" or device.client is jax.local_devices()[0].client:
-        return device.memory_stats()["bytes_limit"]
+        return device_memory()
     program = jax.pmap(lambda x: x + 1, devices=devices, donate_argnums=0)
     too_much = jax.ShapeDtypeStruct((len(devices), 2**40), jnp.float32)
     try:
