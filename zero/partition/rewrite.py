@@ -64,9 +64,9 @@ class NotElementwiseError(ValueError):
 def across_shards(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Lets an optax transform that is not element-wise communicate between shards, so that it is right on them.
 
-    Where arrays are split, its reductions over the split dimension end in an all-reduce, and operations that have no
-    such form are computed on gathered arrays, by every device alike. Everywhere else it is the transform itself. Use it
-    on the part of a chain that needs it.
+    Where arrays are split, its reductions over the split dimension end in an all-reduce; loops and factorisations run
+    on gathered arrays, each on one device that owns it; other operations that have no such form on every device alike.
+    Everywhere else it is the transform itself. Use it on the part of a chain that needs it.
 
     >>> clip = across_shards(optax.adaptive_grad_clip(0.1))
     >>> tx = optax.chain(clip, optax.adam(1e-3))

@@ -1,4 +1,4 @@
-"""The pmapped programs of a run, and the only place where pmap is called: a plan compiles these very ones."""
+"""The pmapped programs that train and use a model; a plan compiles these very ones."""
 
 from __future__ import annotations
 
