@@ -39,7 +39,7 @@ from zero.partition.optimizer import (
 )
 from zero.partition.rewrite import NotElementwiseError, across_shards
 from zero.partition.stages import fully_shard, gather, scatter_mean, scatter_sum, shard
-from zero.partition.state import check_replicated, from_global, global_shapes, memory, to_global
+from zero.partition.state import check_replicated, checksums, from_global, global_shapes, memory, to_global
 
 __all__ = [
     "Axis",
@@ -50,6 +50,7 @@ __all__ = [
     "across_shards",
     "adafactor",
     "check_replicated",
+    "checksums",
     "clip_by_global_norm",
     "derive_layout",
     "from_global",

@@ -56,3 +56,13 @@ def test_what_two_processes_stored_one_process_reads(folder: Path, name: str) ->
     gathered = jax.pmap(lambda shards: zero.gather(shards, layout, axis), "batch")(shards)
     for leaf, x in gathered.items():
         np.testing.assert_array_equal(x[0], whole[leaf])
+
+
+def test_two_processes_found_the_checksums_of_one(folder: Path) -> None:
+    shapes = {"w": (5, 24), "odd": (13, 3), "b": (9,), "scalar": ()}
+    rng = np.random.default_rng(0)
+    whole = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    layout = zero.make_layout(whole, 1)
+    shards = jax.pmap(lambda _: whole, "batch", devices=jax.devices()[:1])(np.ones(1))
+    expected = zero.checksums(shards, layout, "batch", jax.devices()[:1])
+    assert [(folder / f"checksums{process}").read_text() for process in range(2)] == [repr(expected)] * 2

@@ -112,8 +112,32 @@ def check_divergence() -> None:
         raise AssertionError("a difference between processes was not seen")
 
 
+def check_checksums() -> None:
+    """Both processes know them, they are the same in any groups, and a copy that differs is named by both."""
+    found = []
+    for axis in AXES.values():
+        layout = zero.make_layout(whole, axis.shards)
+        for held in (layout, layout.whole()):
+            shards = jax.pmap(lambda _, held=held, axis=axis: zero.shard(whole, held, axis), "batch")(ones)
+            found.append(zero.checksums(shards, held, axis))
+    assert all(sums == found[0] for sums in found), found
+    with open(f"{folder}/checksums{process}", "w") as file:
+        file.write(repr(found[0]))
+    layout = zero.make_layout(whole, 8).whole()
+    broken = {name: np.array(x) for name, x in shards.items()}
+    broken["odd"][2, 1] += process
+    placed = jax.pmap(lambda x: x, "batch")(broken)
+    try:
+        zero.checksums(placed, layout, "batch")
+    except ValueError as error:
+        assert str(error).endswith(": odd"), error
+    else:
+        raise AssertionError("a difference between processes was not seen")
+
+
 for name, axis in AXES.items():
     check_state(axis, f"{folder}/{name}")
+check_checksums()
 check_divergence()
 for axis in AXES.values():
     check_optimizer(axis, *OPTIMIZERS["a norm"])

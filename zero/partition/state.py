@@ -1,11 +1,11 @@
-"""Sharded state seen from the host: whole logical arrays and back, bytes a device, and whether copies still agree."""
+"""Sharded state seen from the host: whole arrays and back, bytes a device, checksums, whether copies still agree."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -69,17 +69,9 @@ def to_global(
     True
     """
     mesh = _mesh(layout, axis, devices)
-    on_mesh = set(mesh.devices.flat)
 
     def one(leaf: LeafLayout, x: jax.Array) -> jax.Array:
-        parts = x.addressable_shards if isinstance(x, jax.Array) else []
-        if any(part.data.shape != (1, *leaf.shard_shape) for part in parts) or {p.device for p in parts} != {
-            device for device in on_mesh if device.process_index == jax.process_index()
-        }:
-            raise ValueError(
-                f"leaf {leaf.name}: expected what pmap returns, one shard of {leaf.shard_shape} on each local device, "
-                f"got shape {np.shape(x)}{f' on {len(parts)} devices' if parts else ' on the host'}"
-            )
+        parts = _local_shards(leaf, x, mesh)
         squeeze = _squeeze_donated if donate else _squeeze
         shards = [squeeze(part.data) for part in parts]
         if donate:
@@ -139,6 +131,19 @@ def _mesh(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None) 
     if ordered.size != on.size:
         raise ValueError(f"axis {on.name!r} has {on.size} devices, but there are {ordered.size}")
     return Mesh(ordered[list(on.devices)].reshape(on.replicas, on.shards), ("replica", "shard"))
+
+
+def _local_shards(leaf: LeafLayout, x: jax.Array, mesh: Mesh) -> Sequence[Any]:
+    """One a local device, in the order of pmap."""
+    parts = x.addressable_shards if isinstance(x, jax.Array) else []
+    if any(part.data.shape != (1, *leaf.shard_shape) for part in parts) or {p.device for p in parts} != {
+        device for device in mesh.devices.flat if device.process_index == jax.process_index()
+    }:
+        raise ValueError(
+            f"leaf {leaf.name}: expected what pmap returns, one shard of {leaf.shard_shape} on each local device, "
+            f"got shape {np.shape(x)}{f' on {len(parts)} devices' if parts else ' on the host'}"
+        )
+    return parts
 
 
 def _sharding(leaf: LeafLayout, mesh: Mesh) -> NamedSharding:
@@ -285,17 +290,113 @@ def _differ(leaves: list[jax.Array], axis_name: str) -> list[jax.Array]:
     ring = [(i, (i + 1) % size) for i in range(size)]
 
     def one(x: jax.Array) -> jax.Array:
-        bits = _bits(x)
-        return lax.pmax(jnp.any(bits != lax.ppermute(bits, axis_name, ring)).astype(jnp.int32), axis_name)
+        differs = [jnp.any(bits != lax.ppermute(bits, axis_name, ring)) for bits in _bits(x)]
+        return lax.pmax(jnp.stack(differs).any().astype(jnp.int32), axis_name)
 
     return [one(x) for x in leaves]
 
 
-def _bits(x: jax.Array) -> jax.Array:
+def _bits(x: jax.Array) -> list[jax.Array]:
+    """The bits of every element, in one or more arrays of booleans or unsigned integers of at most 32 bits."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(x)
+        data = jax.random.key_data(x).reshape(*x.shape, -1)
+        return [data[..., word] for word in range(data.shape[-1])]
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jnp.stack([_bits(x.real), _bits(x.imag)])
+        return [*_bits(x.real), *_bits(x.imag)]
     if x.dtype == jnp.bool_:
-        return x
-    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+        return [x]
+    if x.dtype.itemsize == 8:
+        words = lax.bitcast_convert_type(x, jnp.uint32)
+        return [words[..., 0], words[..., 1]]
+    return [lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))]
+
+
+def checksums(
+    tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None = None
+) -> dict[str, int]:
+    """A number below 2^32 for each leaf, by name: the same for any number of devices, any stage and any groups.
+
+    Arrays of the same bits have the same checksum; names and padding do not count. A change of one element, be it of
+    one bit, is always seen. Of other changes, two elements that trade places among them, about one in 2^32 is not:
+    enough against hardware and mistakes, not against someone who means to deceive.
+
+    Copies of what is held more than once are compared by their checksums as well; `check_replicated` compares all bits.
+    Call outside pmap, on all processes: each gets the result. Every element is read once, on the device that holds it;
+    a few bytes a leaf travel, in one `psum` and one `pmax`. The program is compiled once for a layout.
+
+    Args:
+      tree: per leaf `(local devices, *leaf.shard_shape)`, as it came out of pmap.
+      layout: of the tree.
+      axis: the pmap axis; a name stands for one group of `layout.shards` devices.
+      devices: those that pmap was given, if any.
+
+    Raises:
+      ValueError: a leaf has another shape or lies on other devices than the layout and the axis say, or copies differ;
+        all leaves that do are named.
+
+    >>> import zero
+    >>> n = jax.local_device_count()
+    >>> whole = {"w": np.arange(5, dtype=np.float32)}
+    >>> layout = make_layout(whole, n)
+    >>> shards = jax.pmap(lambda _: zero.shard(whole, layout, "batch"), "batch")(np.ones(n))
+    >>> checksums(shards, layout, "batch")
+    {'w': 352290347}
+    """
+    mesh = _mesh(layout, axis, devices)
+    layout.map(lambda leaf, x: _local_shards(leaf, x, mesh), tree)
+    if not layout.leaves:
+        return {}
+    on = axis if isinstance(axis, Axis) else Axis(axis, (1, layout.shards))
+    program = _checksum_program(layout.leaves, on, None if devices is None else tuple(devices))
+    largest, smallest = np.asarray(program(layout.treedef.flatten_up_to(tree))).tolist()
+    names = [leaf.name for leaf in layout.leaves]
+    bad = [name for name, high, low in zip(names, largest, smallest, strict=True) if high != low]
+    if bad:
+        raise ValueError(f"leaves differ between the copies on axis {on.name!r}: {', '.join(bad)}")
+    return dict(zip(names, largest, strict=True))
+
+
+@lru_cache(maxsize=8)  # a pmap of a new function would be traced and compiled again at every call
+def _checksum_program(leaves: tuple[LeafLayout, ...], axis: Axis, devices: tuple[jax.Device, ...] | None) -> Any:
+    """The largest and the smallest checksum of each leaf among its copies, uint32 `(2, leaves)`."""
+
+    def program(shards: list[jax.Array]) -> jax.Array:
+        with jax.named_scope("zero_checksums"):
+            own = [_checksum(x, leaf, axis) for leaf, x in zip(leaves, shards, strict=True)]
+            mine = jnp.stack(own)
+            of_copy = lax.psum(mine, axis.name, axis_index_groups=axis.copies())
+            sums = jnp.where(np.asarray([bool(leaf.splits) for leaf in leaves]), of_copy, mine)
+            largest, complement = lax.pmax(jnp.stack([sums, ~sums]), axis.name)
+        return jnp.stack([largest, ~complement])
+
+    return jax.pmap(program, axis.name, devices=devices, out_axes=None)
+
+
+def _checksum(x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:
+    """The sum over this device's elements of a hash of their bits and their place in the whole array.
+
+    Bits times a hash of the place would do with one multiplication less, but then no swap of a number with its negative
+    would be seen: their bits differ by 2^31, and all odd factors are alike modulo 2.
+    """
+    offsets = {split.dim: axis.shard_index().astype(jnp.uint32) * split.shard_size for split in leaf.splits}
+    hashed = jnp.zeros(x.shape, jnp.uint32)
+    is_inside = jnp.ones(x.shape, bool)
+    for dim, size in enumerate(leaf.shape):
+        index = lax.broadcasted_iota(jnp.uint32, x.shape, dim) + offsets.get(dim, jnp.uint32(0))
+        # Powers of 2^32 over the golden ratio, an odd number: no two places of a matrix below 2^27 elements are alike.
+        hashed += index * np.uint32(pow(0x9E3779B1, dim + 1, 2**32))
+        if dim in offsets:
+            is_inside &= index < size
+    for bits in _bits(x):
+        hashed = _mix(hashed ^ bits.astype(jnp.uint32))
+    return jnp.sum(jnp.where(is_inside, hashed, 0), dtype=jnp.uint32)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """A bijection of uint32 in which each bit of x moves about half of the result's.
+
+    Source: the finaliser of MurmurHash3 (Appleby, 2011).
+    """
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
