@@ -77,6 +77,8 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("training.batch_size=0", ["training.batch_size=0", "at least 1"]),
         ("training.gradient_accumulation_steps=-1", ["training.gradient_accumulation_steps=-1", "at least 1"]),
         ("training.max_gradient_norm=0", ["training.max_gradient_norm=0", "null"]),
+        ("training.skip_spikes=0", ["training.skip_spikes=0", "null"]),
+        ("training.skip_spikes=nan", ["training.skip_spikes=nan", "more than 0"]),
         ("training.peak_learning_rate=-1", ["training.peak_learning_rate=-1"]),
         ("training.peak_learning_rate=nan", ["training.peak_learning_rate=nan"]),
         ("training.weight_decay=inf", ["training.weight_decay=inf"]),
@@ -139,6 +141,7 @@ FUSED = ("zero.fused_update=true", "training.max_gradient_norm=null", "training.
         "zero.remat=dots",
         "training.max_gradient_norm=1.0",
         "training.skip_bad_steps=true",
+        "training.skip_spikes=6",
         "training.gradient_accumulation_steps=2",
     ],
 )

@@ -40,6 +40,7 @@ class Training:
     warmup_train_context: int = MISSING
     max_gradient_norm: float | None = MISSING
     skip_bad_steps: bool = MISSING
+    skip_spikes: float | None = MISSING
     max_skipped_in_a_row: int = MISSING
     log_frequency: int = MISSING
     sample_tokens: int = MISSING
@@ -203,6 +204,11 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
         "more than 0, or null for no clipping",
     )
     require(
+        training.skip_spikes is None or 0 < training.skip_spikes < math.inf,
+        "training.skip_spikes",
+        "more than 0, or null for none",
+    )
+    require(
         0 <= training.warmup_steps < training.total_steps,
         "training.warmup_steps",
         f"fewer than training.total_steps={training.total_steps}",
@@ -254,6 +260,7 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
         require(zero.remat == "full", "zero.remat", f"full, {beside}")
         require(training.max_gradient_norm is None, "training.max_gradient_norm", f"null, {beside}")
         require(not training.skip_bad_steps, "training.skip_bad_steps", f"false, {beside}")
+        require(training.skip_spikes is None, "training.skip_spikes", f"null, {beside}")
         require(training.gradient_accumulation_steps == 1, "training.gradient_accumulation_steps", f"1, {beside}")
     _check_plan(checked.plan, block_size, require)
     require(checked.distributed.cpu_devices >= 1, "distributed.cpu_devices", "at least 1")

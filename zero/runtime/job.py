@@ -54,6 +54,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         micro_batches=training.gradient_accumulation_steps,
         max_gradient_norm=training.max_gradient_norm,
         skip_bad_steps=training.skip_bad_steps,
+        skip_spikes=training.skip_spikes,
         fused_update=config.zero.fused_update,
         devices=devices,
     )

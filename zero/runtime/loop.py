@@ -197,8 +197,11 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
                         f"data.max_skipped_rows={data.max_skipped_rows}; the log names their shards and samples"
                     )
             if window.skipped_in_a_row > training.max_skipped_in_a_row:
+                spikes = (
+                    f" or were spikes by training.skip_spikes={training.skip_spikes}" if training.skip_spikes else ""
+                )
                 raise UserError(
-                    f"step {step}: {window.skipped_in_a_row} steps in a row had no finite gradient; lower "
+                    f"step {step}: {window.skipped_in_a_row} steps in a row had no finite gradient{spikes}; lower "
                     "training.peak_learning_rate and --resume from a step before that (data.resume_step)"
                 )
             if not training.skip_bad_steps and not math.isfinite(line["gradient_norm"]):
@@ -289,6 +292,7 @@ class _Window:
             "learning_rate": self.newest["learning_rate"],
             "gradient_norm": self.newest["gradient_norm"],
             "skipped_steps": self.newest["skipped_steps"],
+            "skipped_spikes": self.newest["skipped_spikes"],
         }
         if steps := len(self.losses) - self.untimed:
             step_time = (time.monotonic() - self.started) / steps

@@ -43,6 +43,7 @@ def make_programs(
     micro_batches: int,
     max_gradient_norm: float | None,
     skip_bad_steps: bool = True,
+    skip_spikes: float | None = None,
     fused_update: bool = False,
     devices: Sequence[Any] | None = None,
 ) -> Programs:
@@ -57,6 +58,7 @@ def make_programs(
         micro_batches=micro_batches,
         max_gradient_norm=max_gradient_norm,
         skip_bad_steps=skip_bad_steps,
+        skip_spikes=skip_spikes,
         fused_update=fused_update,
     )
     return Programs(

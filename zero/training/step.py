@@ -35,6 +35,8 @@ class TrainState(NamedTuple):
       opt_state: shards.
       skipped: updates skipped so far, int32.
       skipped_in_a_row: updates skipped since the last one that was made, int32.
+      skipped_spikes: those among `skipped` that were spikes, int32.
+      running: statistics of the updates that were made, float32 `(2, 3)`, as `add_to_running` keeps them.
     """
 
     step: jax.Array
@@ -42,6 +44,8 @@ class TrainState(NamedTuple):
     opt_state: PyTree
     skipped: jax.Array
     skipped_in_a_row: jax.Array
+    skipped_spikes: jax.Array
+    running: jax.Array
 
 
 class Batch(NamedTuple):
@@ -179,12 +183,43 @@ def adamw(weight_decay: float, b1: float = 0.9, b2: float = 0.95) -> optax.Gradi
 
 def new_state(params: PyTree, tx: optax.GradientTransformation) -> TrainState:
     """The state of a run that starts with these parameters, shards or whole."""
-    return TrainState(jnp.int32(0), params, tx.init(params), jnp.int32(0), jnp.int32(0))
+    none = jnp.int32(0)
+    return TrainState(none, params, tx.init(params), none, none, none, jnp.zeros((2, 3), jnp.float32))
 
 
 def state_layout(model: ShardedGPT, tx: optax.GradientTransformation) -> Layout:
     """How the whole state is split; the same logical arrays at every stage."""
     return derive_layout(partial(new_state, tx=tx), model.layout)
+
+
+# As OLMo-core's SkipStepOptimizer: of the last 128 updates, and no update is judged by fewer than 64.
+_DECAY, _JUDGED_BY = 1 - 1 / 128, 64
+
+
+def add_to_running(running: jax.Array, values: jax.Array) -> jax.Array:
+    """Exponentially decaying statistics with one more value of each kind.
+
+    `(kinds, 3)` and `(kinds,)` in: mean and variance without the bias of a start at zero, and the sum of all weights,
+    1 - decay^n after n values. The first value finds zeros.
+
+    Source: Finch, Incremental calculation of weighted mean and variance (2009), section 9; weights as in Adam.
+    """
+    mean, variance, weight = running.T
+    weight = _DECAY * weight + (1 - _DECAY)
+    share = (1 - _DECAY) / weight
+    delta = values - mean
+    return jnp.stack([mean + share * delta, (1 - share) * (variance + share * delta**2), weight], axis=1)
+
+
+def is_spike(running: jax.Array, values: jax.Array, deviations: float) -> jax.Array:
+    """Whether any value exceeds its running mean by so many running standard deviations.
+
+    Too few values judge nothing, and a NaN is no spike. PaLM (Chowdhery et al., arXiv 2204.02311, section 5.1) skipped
+    the batches around a spike by hand; the rule is that of OLMo-core's SkipStepOptimizer, for what is too large alone.
+    """
+    mean, variance, weight = running.T
+    is_judged = weight > 1 - _DECAY ** (_JUDGED_BY - 0.5)  # between two counts: sums of weights are rounded
+    return jnp.any(is_judged & (values > mean + deviations * jnp.sqrt(variance)))
 
 
 def train_step(
@@ -198,12 +233,14 @@ def train_step(
     micro_batches: int,
     max_gradient_norm: float | None,
     skip_bad_steps: bool = True,
+    skip_spikes: float | None = None,
     fused_update: bool = False,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One attempted update from this device's rows, and its metrics, which are the same on every device.
 
     The loss is the mean over all tokens scored in the global batch. With `skip_bad_steps` a gradient that is not finite
-    leaves parameters and optimizer state as they were, on all devices alike.
+    leaves parameters and optimizer state as they were, on all devices alike; with `skip_spikes` so does a loss or a
+    gradient norm that exceeds its running mean by so many running standard deviations.
 
     Raises:
       ValueError: `fused_update` beside what it cannot do exactly.
@@ -216,11 +253,13 @@ def train_step(
         updates, opt_state = tx.update(grads, opt_state, params)
         return jax.tree.map(lambda p, u: p - rate * u, params, updates), opt_state
 
-    is_finite = jnp.bool_(True)
+    is_bad, is_high = jnp.bool_(False), jnp.bool_(False)
+    is_skipping = skip_bad_steps or skip_spikes is not None
     if fused_update:
-        if model.stage != 3 or model.remat != "full" or micro_batches > 1 or max_gradient_norm or skip_bad_steps:
+        if model.stage != 3 or model.remat != "full" or micro_batches > 1 or max_gradient_norm or is_skipping:
             raise ValueError("fused_update needs stage 3, full remat, one micro-batch, no clipping and no skipping")
         loss, params, opt_state, norms = _fused(state, batch.tokens, keys, scored, model, update)
+        loss = lax.psum(loss, model.axis.name)
         norm = global_norm(norms, model.layout, model.axis)
     else:
         variables = model.enter(state.params)
@@ -230,6 +269,7 @@ def train_step(
 
         value_and_grad = jax.value_and_grad(loss_of)
         loss, grads = _accumulate(value_and_grad, variables[model.differentiated], batch.tokens, keys, micro_batches)
+        loss = lax.psum(loss, model.axis.name)
         grads = model.leave(grads)
 
         # Stage 0 takes the norm of slices as well: the same sums in the same order at every stage.
@@ -241,21 +281,36 @@ def train_step(
             grads = jax.tree.map(lambda g: g * shrink, grads)
 
         params, opt_state = update(grads, state.opt_state, state.params)
+        # Of sums over all devices: the decision is the same everywhere.
         if skip_bad_steps:
-            is_finite = jnp.isfinite(norm)
+            is_bad = ~jnp.isfinite(norm)
+        if skip_spikes is not None:
+            is_high = jnp.isfinite(norm) & is_spike(state.running, jnp.stack([loss, norm]), skip_spikes)
+        if is_skipping:
             params, opt_state = jax.tree.map(
-                lambda new, old: jnp.where(is_finite, new, old), (params, opt_state), (state.params, state.opt_state)
+                lambda new, old: jnp.where(is_bad | is_high, old, new),
+                (params, opt_state),
+                (state.params, state.opt_state),
             )
-    skipped = 1 - is_finite.astype(jnp.int32)
+    skipped = (is_bad | is_high).astype(jnp.int32)
+    judged = jnp.stack([loss, norm])
+    is_counted = jnp.isfinite(judged).all() & (skipped == 0)
     state = TrainState(
-        state.step + 1, params, opt_state, state.skipped + skipped, skipped * (state.skipped_in_a_row + 1)
+        state.step + 1,
+        params,
+        opt_state,
+        state.skipped + skipped,
+        skipped * (state.skipped_in_a_row + 1),
+        state.skipped_spikes + is_high.astype(jnp.int32),
+        jnp.where(is_counted, add_to_running(state.running, judged), state.running),
     )
     metrics = {
-        "loss": lax.psum(loss, model.axis.name),
+        "loss": loss,
         "gradient_norm": norm,
         "learning_rate": rate,
         "skipped_steps": state.skipped,
         "skipped_in_a_row": state.skipped_in_a_row,
+        "skipped_spikes": state.skipped_spikes,
     }
     return state, metrics
 
