@@ -131,6 +131,29 @@ def list_files(directory: str | Path) -> list[str]:
     return sorted(os.path.join(place, name) for place, _, names in os.walk(directory) for name in names)
 
 
+def move(directory: str | Path, target: str | Path) -> None:
+    """Renames a directory. In a bucket every object is copied, by the server, before the first one is deleted."""
+    if not is_remote(directory):
+        os.rename(directory, target)
+        opened = os.open(parent(target), os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+        return
+    files = list_files(directory)
+    for url in files:
+        copy, token = _blob(str(target) + url.removeprefix(str(directory))), None
+        with _errors(url):
+            while True:  # a large object takes several requests
+                token, _, _ = copy.rewrite(_blob(url), token=token, timeout=TIMEOUT, retry=_retry())
+                if token is None:
+                    break
+    for url in files:
+        with _errors(url):
+            _blob(url).delete(timeout=TIMEOUT, retry=_retry())
+
+
 @contextmanager
 def reading(url: str | Path, copy_to: BinaryIO | None = None, known: Stat | None = None) -> Iterator[BinaryIO]:
     """A file to read from front to back, and to seek forward in.
