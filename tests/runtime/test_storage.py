@@ -166,3 +166,14 @@ def test_nothing_is_imported_before_a_bucket_is_named():
     code = "import sys; from zero.runtime import storage; storage.exists('x'); print('google.cloud' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())
     assert done.stdout == "False\n"
+
+
+def test_directory_in_a_bucket_is_moved_whole_and_alone(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket.use(monkeypatch, server)
+    for name in ("10/a", "10/state/b", "100/a"):
+        storage.write(f"gs://bucket/moved/{name}", name.encode())
+    storage.move("gs://bucket/moved/10", "gs://bucket/moved/10.damaged")
+    left = [url.removeprefix("gs://bucket/moved/") for url in storage.list_files("gs://bucket/moved")]
+    assert left == ["10.damaged/a", "10.damaged/state/b", "100/a"]
+    with storage.reading("gs://bucket/moved/10.damaged/state/b") as file:
+        assert file.read() == b"10/state/b"
