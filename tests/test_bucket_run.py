@@ -1,6 +1,7 @@
 """`python main_zero.py` with a corpus that lies in a bucket."""
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,41 @@ def test_checkpoints_lie_in_the_bucket_and_the_run_goes_on_from_there(
     resumed = cli.run(tmp_path, "--resume", "hydra.run.dir=run")
     assert resumed.returncode == 0 and "resumed from step 6" in resumed.stderr, resumed.stderr
     assert losses(tmp_path / "run") == expected
+
+
+def test_a_machine_that_was_replaced_rebuilds_the_run_directory_and_goes_on(run: Run, tmp_path: Path) -> None:
+    kept, tracked = "data.checkpoint_directory=kept", "data.wandb_project=zero"
+    assert run(kept, tracked, "training.total_steps=9").returncode == 0
+    expected = losses(tmp_path / "run")
+    run_id = (tmp_path / "run" / "wandb_run_id").read_text()
+    shutil.rmtree(tmp_path / "run")
+    for url in storage.list_files(f"gs://{PLACE}/kept/9"):
+        storage.remove(url)
+    launcher = ("--resume=auto", kept, tracked, "training.total_steps=9", "hydra.run.dir=another")
+    resumed = run(*launcher)
+    assert resumed.returncode == 0 and "resumed from step 6" in resumed.stderr, resumed.stderr
+    assert losses(tmp_path / "another") == expected
+    assert (tmp_path / "another" / "wandb_run_id").read_text() == run_id
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_bucket_that_answers_503_for_a_while_costs_time_and_nothing_else(
+    run: Run, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = run("data.checkpoint_directory=calm", "hydra.run.dir=calm")
+    assert calm.returncode == 0, calm.stderr
+    proxy = bucket.Proxy(server, budget=10**9, rate=0.0, faults=("503",))
+    with bucket.disturbed(proxy) as address:
+        bucket.use(monkeypatch, address)
+        process = cli.start(tmp_path, *SHORT, f"data.bucket_path={PLACE}", "data.checkpoint_directory=outage")
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while process.poll() is None and not (metrics.exists() and '"step": 2' in metrics.read_text()):
+            time.sleep(0.01)
+        proxy.rate = 1.0  # before the first checkpoint
+        time.sleep(12)
+        refused = proxy.injected["503"]
+        proxy.rate = 0.0
+        done = cli.finish(process, 200)
+    assert done.returncode == 0 and refused > 0, done.stderr
+    assert "checkpoint 3 saved" in done.stderr and "checkpoint 6 saved" in done.stderr
+    assert losses(tmp_path / "run") == losses(tmp_path / "calm")

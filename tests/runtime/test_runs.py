@@ -1,5 +1,6 @@
 """Where runs lie: which one a resume finds, and what its command line becomes."""
 
+import shutil
 from pathlib import Path
 
 import hydra
@@ -13,7 +14,9 @@ from zero.runtime.runs import (
     LAYOUT_FILE,
     checkpoint_directory,
     locked,
+    mirror,
     newest_run,
+    rebuild,
     resume_overrides,
     saved_config,
     saved_steps,
@@ -150,6 +153,46 @@ def test_place_of_checkpoints(in_tmp_path: Path) -> None:
 def test_directory_that_is_no_run_is_named() -> None:
     with pytest.raises(UserError, match=r"nowhere: not a run directory, config\.yaml is missing"):
         saved_config(Path("nowhere"))
+
+
+def test_run_directory_that_was_lost_is_rebuilt_from_beside_its_checkpoints(in_tmp_path: Path) -> None:
+    place = in_tmp_path / "shared"
+    run = make_run(Path("mine"), [5], checkpoints=str(place))
+    (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    mirror(run, place)
+    kept = {path.name: path.read_bytes() for path in run.iterdir()}
+    shutil.rmtree(run)
+    for named in ([], ["hydra.run.dir=mine"], ["hydra.run.dir=elsewhere/other"]):
+        overrides = resume_overrides(["--resume", f"data.checkpoint_directory={place}", *named])
+        resumed, directory = hydra_reads([one for one in overrides if "checkpoint_directory" not in one])
+        assert resumed == directory and Path(directory).is_relative_to(in_tmp_path)
+        assert {path.name: path.read_bytes() for path in Path(directory).iterdir()} == kept
+
+    # What this machine has written since stays; what another one has written since comes.
+    (Path("mine") / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    (Path("mine") / "samples.txt").write_text("")
+    assert rebuild(Path("mine"), place)
+    assert (Path("mine") / "metrics.jsonl").read_text().count("step") == 3
+    (place / "run" / "samples.txt").write_text("text")
+    assert rebuild(Path("mine"), place)
+    assert (Path("mine") / "samples.txt").read_text() == "text"
+
+
+def test_checkpoints_inside_a_run_directory_are_not_mirrored(in_tmp_path: Path) -> None:
+    run = make_run(in_tmp_path / "mine", [5])
+    mirror(run, run / "checkpoints")
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["5"]
+    assert not rebuild(run, run / "checkpoints")
+
+
+def test_resume_from_named_checkpoints_takes_no_other_run(in_tmp_path: Path) -> None:
+    run = make_run(DEFAULT_ROOT / "a", [], checkpoints=str(in_tmp_path / "one"))
+    (in_tmp_path / "one" / "7").mkdir(parents=True)
+    make_run(DEFAULT_ROOT / "newer", [9])
+    resumed, _ = hydra_reads(resume_overrides(["--resume", f"data.checkpoint_directory={in_tmp_path}/one"])[1:])
+    assert resumed == str(in_tmp_path / run)
+    with pytest.raises(UserError, match=f"no checkpoint stands in {in_tmp_path}/two"):
+        resume_overrides(["--resume", f"data.checkpoint_directory={in_tmp_path}/two"])
 
 
 def test_one_process_a_run(in_tmp_path: Path) -> None:

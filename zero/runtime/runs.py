@@ -1,4 +1,8 @@
-"""Where runs lie: finding the one to resume, and what stands in its directory (hydra, omegaconf)."""
+"""Where runs lie: finding the one to resume, and what stands in its directory (hydra, omegaconf).
+
+Where checkpoints lie outside the run directory, in a bucket or on a disk that machines share, what else a resume needs
+is kept beside them, in `run/`, and a machine that has lost the run directory rebuilds it from there.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,13 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from zero.runtime import UserError, storage
+from zero.runtime.tracking import METRICS_FILE, WANDB_ID_FILE
 
 CONFIG_FILE = "config.yaml"
 LAYOUT_FILE = "layout.txt"
 SAMPLES_FILE = "samples.txt"
+MIRRORED = (CONFIG_FILE, LAYOUT_FILE, METRICS_FILE, SAMPLES_FILE, WANDB_ID_FILE)
+GROWING = (METRICS_FILE, SAMPLES_FILE)
 DEFAULT_CONFIG = Path(__file__).parents[2] / "conf" / "config.yaml"
 DEFAULT_ROOT = Path("runs")
 
@@ -90,8 +97,7 @@ def saved_steps(run_directory: Path) -> list[int]:
 
     A directory is renamed into place whole; in a bucket, where nothing can be renamed, a file says that it is.
     """
-    data = saved_config(run_directory).data
-    directory = checkpoint_directory(run_directory, data.bucket_path, data.checkpoint_directory)
+    directory = _place(run_directory)
     if isinstance(directory, Path):
         return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit() and path.is_dir())
     files = storage.list_files(directory)
@@ -99,11 +105,46 @@ def saved_steps(run_directory: Path) -> list[int]:
     return sorted(int(found[1]) for found in whole if found)
 
 
-def newest_run(root: Path) -> Path | None:
-    """The run under `root` that was started or resumed last, of those that have a checkpoint."""
+def is_apart(run_directory: Path, place: Path | str) -> bool:
+    """Whether checkpoints lie outside the run directory."""
+    return not isinstance(place, Path) or not place.absolute().is_relative_to(run_directory.absolute())
+
+
+def mirror(run_directory: Path, place: Path | str) -> None:
+    """Copies what a resume needs of a run directory beside its checkpoints; without effect where they lie inside."""
+    if is_apart(run_directory, place):
+        for name in MIRRORED:
+            if (run_directory / name).exists():
+                storage.write(_mirrored(place, name), (run_directory / name).read_bytes())
+
+
+def rebuild(run_directory: Path, place: Path | str) -> bool:
+    """Brings a run directory up to what was mirrored, if anything was; of two metrics.jsonl the longer is kept."""
+    if not is_apart(run_directory, place) or not storage.exists(_mirrored(place, CONFIG_FILE)):
+        return False
+    run_directory.mkdir(parents=True, exist_ok=True)
+    for name in MIRRORED:
+        if storage.exists(_mirrored(place, name)):
+            here, kept = run_directory / name, storage.read_bytes(_mirrored(place, name))
+            if not (name in GROWING and here.exists() and here.stat().st_size >= len(kept)):
+                storage.write(here, kept)
+    return True
+
+
+def _mirrored(place: Path | str, name: str) -> str:
+    return storage.join(place, f"run/{name}")
+
+
+def newest_run(root: Path, place: Path | str | None = None) -> Path | None:
+    """The run under `root` that was started or resumed last, of those that have a checkpoint (in `place`)."""
     runs = [layout.parent for layout in root.rglob(LAYOUT_FILE)]  # W&B keeps files called config.yaml as well
-    runs = [run for run in runs if saved_steps(run)]
+    runs = [run for run in runs if place in (None, _place(run)) and saved_steps(run)]
     return max(runs, key=lambda run: (run / CONFIG_FILE).stat().st_mtime_ns, default=None)
+
+
+def _place(run_directory: Path) -> Path | str:
+    data = saved_config(run_directory).data
+    return checkpoint_directory(run_directory, data.bucket_path, data.checkpoint_directory)
 
 
 def trained_run(place: str | None) -> Path:
@@ -121,8 +162,10 @@ def trained_run(place: str | None) -> Path:
 def resume_overrides(arguments: Sequence[str]) -> list[str]:
     """Command-line arguments with `--resume` and `--resume=auto` turned into overrides that Hydra understands.
 
-    The run is the one in `hydra.run.dir`, or the newest; it goes on in its own directory, except from a step that is
-    not its newest (`data.resume_step`): this forks into the directory that a new run would get.
+    The run is the one in `hydra.run.dir`, or the newest; where the arguments say that checkpoints lie apart
+    (`data.bucket_path`), it is the one that they belong to, rebuilt if this machine does not know it. It goes on in its
+    own directory, except from a step that is not its newest (`data.resume_step`): this forks into the directory that a
+    new run would get.
 
     Raises:
       UserError: `--resume`, and no checkpoint stands; or an argument that looks like a flag for resuming and is none.
@@ -134,12 +177,7 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
     if flags[-1] not in ("--resume", "--resume=auto"):
         raise UserError(f"{flags[-1]}: expected --resume or --resume=auto")
     given = _values(rest)
-    if "hydra.run.dir" in given:
-        place = Path(str(given["hydra.run.dir"]))
-        run = place if (place / CONFIG_FILE).is_file() and saved_steps(place) else None
-    else:
-        place = DEFAULT_ROOT
-        run = newest_run(place)
+    run, place = _run_to_resume(given)
     if run is None:
         if flags[-1] == "--resume=auto":
             return rest
@@ -149,6 +187,32 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
     step = given.get("data.resume_step")
     is_fork = step is not None and step != saved_steps(run)[-1]
     return [*rest, f"resume={run_path}", *([] if is_fork else [f"hydra.run.dir={run_path}"])]
+
+
+def _run_to_resume(given: dict[str, Any]) -> tuple[Path | None, Path | str]:
+    """The run, and where it or its checkpoints were looked for."""
+    place = _place_named(given)
+    named = given.get("hydra.run.dir")
+    run = newest_run(DEFAULT_ROOT, place) if named is None else Path(str(named))
+    is_known = run is not None and (run / CONFIG_FILE).is_file()
+    if run is None and place is not None:
+        run = DEFAULT_ROOT / str(place).removeprefix("gs://").strip("/")
+    looked_in = place or run or DEFAULT_ROOT
+    if run is None:
+        return None, looked_in
+    own = _place(run) if is_known else place
+    if own is not None and place in (None, own):  # another host or machine may have taken the run further
+        is_known = rebuild(run, own) or is_known
+    return (run if is_known and saved_steps(run) else None), looked_in
+
+
+def _place_named(given: dict[str, Any]) -> Path | str | None:
+    """Where the arguments say that checkpoints lie, if that is apart from any run directory."""
+    data = default_config().data
+    bucket_path = given.get("data.bucket_path", data.bucket_path)
+    directory = str(given.get("data.checkpoint_directory", data.checkpoint_directory))
+    place = checkpoint_directory(Path(), bucket_path, directory)
+    return place if not isinstance(place, Path) or place.is_absolute() else None
 
 
 def _values(arguments: Sequence[str]) -> dict[str, Any]:

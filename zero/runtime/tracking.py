@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import wandb
 
 METRICS_FILE = "metrics.jsonl"
+WANDB_ID_FILE = "wandb_run_id"
 NETWORK_SECONDS = 15  # the most that a run waits for W&B's servers, at its start and again at its end
 
 log = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ def _start_wandb(run_directory: Path, project: str, config: dict[str, Any]) -> "
     os.environ.setdefault("WANDB_CACHE_DIR", str(run_directory / "wandb" / "cache"))  # else its logs go to the home
     import wandb  # half a second, which a run without W&B, --help and a refused configuration do not pay
 
-    id_file = run_directory / "wandb_run_id"
+    id_file = run_directory / WANDB_ID_FILE
     if not id_file.exists():
         fresh = id_file.with_suffix(".new")
         fresh.write_text(secrets.token_hex(4))
