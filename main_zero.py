@@ -8,9 +8,30 @@ import errno
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Ends what is under way; where the exception gets lost, as in a callback of the garbage collector, all the same."""
+    late = threading.Timer(5, say_interrupted, [number])
+    late.daemon = True
+    late.start()
+    raise KeyboardInterrupt(number)
+
+
+def say_interrupted(number: int) -> None:
+    print("error: interrupted", file=sys.stderr, flush=True)
+    os._exit(128 + number)  # Python's own way out waits for threads that compile, and crashes some of them
+
+
+if __name__ == "__main__":
+    # Importing what follows takes seconds, in which a person may change their mind.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: say_interrupted(number))
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -20,6 +41,7 @@ from omegaconf import DictConfig
 from zero.models.gpt import GPTConfig
 from zero.runtime import UserError, runs
 from zero.runtime.configuration import Config, check, describe, load_sizes, merge_resumed
+from zero.runtime.preemption import SIGNALS, end_at_once
 
 CONF = Path(__file__).parent / "conf"
 # A run directory that cannot be written, or a disk that is full.
@@ -45,7 +67,7 @@ def run(config: DictConfig) -> None:
             checked.plan.largest = "model.size" not in given and "preset" not in given
         status = program(checked.mode)(checked, sizes[checked.model.size], Path(hydra_config.runtime.output_dir))
     if status:
-        sys.exit(status)  # a status of 0 returns, so that --multirun goes on
+        end_at_once(status)  # a status of 0 returns, so that --multirun goes on
 
 
 def program(mode: str) -> Callable[[Config, GPTConfig, Path], int]:
@@ -71,13 +93,14 @@ def one_line_errors() -> Iterator[None]:
         if error.errno not in BAD_PLACE:
             raise
         sys.exit(f"error: {error}")
-    except KeyboardInterrupt:  # before the first step, when there is nothing to save, or while a model is only used
-        print("error: interrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+    except KeyboardInterrupt as error:  # when there is nothing to save yet, or a model is only used
+        say_interrupted(error.args[0])
 
 
 if __name__ == "__main__":
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints what it caught itself, over many lines
     with one_line_errors():
+        for number in SIGNALS:
+            signal.signal(number, interrupt)
         sys.argv[1:] = runs.resume_overrides(sys.argv[1:])
         run()

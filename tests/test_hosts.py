@@ -1,6 +1,9 @@
-"""Two hosts of one run, over gloo: what happens to the other when one fails."""
+"""Two hosts of one run, over gloo: joined, stopped together, resumed elsewhere, and ended together when one is lost."""
 
+import re
+import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -9,8 +12,115 @@ import pytest
 
 from tests import cli
 from tests.runtime.test_loader import npy, write_tar
+from zero.runtime.runs import saved_steps
+from zero.runtime.tracking import read_metrics
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
+MINUTE = 60
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cli.make_workplace(tmp_path_factory.mktemp("hosts"))
+
+
+def start_hosts(workplace: Path, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Two processes of two devices each, and a global batch of 16."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [
+        cli.start(
+            workplace,
+            *cli.TINY,
+            "training.gradient_accumulation_steps=1",
+            "training.batch_size=8",
+            "distributed.cpu_devices=2",
+            f"distributed.coordinator_address=127.0.0.1:{port}",
+            "distributed.num_processes=2",
+            f"distributed.process_id={host}",
+            *arguments,
+        )
+        for host in range(2)
+    ]
+
+
+def finish_hosts(processes: list[subprocess.Popen[str]]) -> list[subprocess.CompletedProcess[str]]:
+    """What came of them; none goes on for a minute when another has ended."""
+    try:
+        while all(process.poll() is None for process in processes):
+            time.sleep(0.05)
+        done = []
+        for process in processes:
+            process.wait(MINUTE)
+    finally:
+        done = [cli.finish(process) for process in processes]
+    return done
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    path = run / "metrics.jsonl"
+    while not (path.exists() and any(line["step"] >= step for line in read_metrics(path))):
+        time.sleep(0.01)
+
+
+def test_both_stop_at_the_step_that_one_is_told_to_and_one_host_goes_on(workplace: Path) -> None:
+    job = ("training.total_steps=30", "training.evaluation_frequency=10", "hydra.run.dir=stopped")
+    processes = start_hosts(workplace, *job)
+    wait_for_step(workplace / "stopped", 7)
+    processes[1].send_signal(signal.SIGTERM)
+    done = finish_hosts(processes)
+    assert [one.returncode for one in done] == [75, 75], [one.stderr for one in done]
+    (by_other,) = re.findall(r"stopped by another host; step (\d+) is saved", done[0].stderr)
+    (by_signal,) = re.findall(r"stopped by signal 15; step (\d+) is saved", done[1].stderr)
+    assert by_other == by_signal == str(saved_steps(workplace / "stopped")[-1])
+    assert (workplace / "stopped" / "main_zero.1.log").read_text().count("stopped by signal 15") == 1
+    assert (workplace / "stopped" / "main_zero.log").read_text().count("stopped by another host") == 1
+
+    elsewhere = ("distributed.cpu_devices=8", "zero.stage=2")
+    resumed = cli.run(workplace, "--resume", "hydra.run.dir=stopped", *elsewhere)
+    assert resumed.returncode == 0, resumed.stderr
+    calm = cli.run(workplace, *cli.TINY, *job[:2], "training.gradient_accumulation_steps=1", "hydra.run.dir=calm")
+    assert calm.returncode == 0, calm.stderr
+    got, expected = (read_metrics(workplace / run / "metrics.jsonl") for run in ("stopped", "calm"))
+    assert [line["samples_checksum"] for line in got] == [line["samples_checksum"] for line in expected]
+    for key in ("train/loss", "learning_rate"):
+        np.testing.assert_allclose([line[key] for line in got], [line[key] for line in expected], rtol=1e-5)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_host_that_is_killed_takes_the_other_down_within_a_minute(workplace: Path, victim: int) -> None:
+    processes = start_hosts(workplace, "training.total_steps=4000", f"hydra.run.dir=killed{victim}")
+    wait_for_step(workplace / f"killed{victim}", 3)
+    processes[victim].kill()
+    done = finish_hosts(processes)
+    assert done[1 - victim].returncode not in (0, 75), done[1 - victim].stderr
+    if victim:  # the one that coordinates says so itself; its own end is told by jax
+        name = socket.gethostname()
+        assert f"host 1 of 2 ({name}) has given no sign of life" in done[0].stderr, done[0].stderr
+    else:
+        assert "if host 0 (" in done[1].stderr and "Terminating process because" in done[1].stderr, done[1].stderr
+
+
+def test_slurm_needs_no_configuration_and_hosts_agree_on_the_run_directory(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", str(np.random.default_rng().integers(4096)))  # of which the port is made
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "localhost")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    processes = []
+    for host in range(2):
+        monkeypatch.setenv("SLURM_PROCID", str(host))
+        monkeypatch.setenv("SLURM_LOCALID", str(host))
+        job = (*cli.TINY, "training.total_steps=4", "training.batch_size=8", "distributed.cpu_devices=4")
+        processes.append(cli.start(workplace, *job))
+        time.sleep(1.1 * (host == 0))  # the default run directory has the second of its start in its name
+    done = finish_hosts(processes)
+    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+    assert "8 cpu devices, 4 of this host" in done[1].stderr
+    (run,) = [path.parent for path in (workplace / "runs").rglob("metrics.jsonl")]
+    assert sorted(path.name for path in run.glob("*.log")) == ["main_zero.1.log", "main_zero.log"]
+    assert list(run.parent.iterdir()) == [run]
 
 
 def write_corpus(directory: Path, bad: int) -> None:
@@ -25,43 +135,39 @@ def write_corpus(directory: Path, bad: int) -> None:
 
 
 @pytest.mark.parametrize(("bad", "first"), [(1, 0), (0, 1)])
-def test_a_host_that_fails_takes_the_run_down_with_a_message(tmp_path: Path, bad: int, first: int) -> None:
+def test_a_host_that_fails_takes_the_run_down_with_its_reason(tmp_path: Path, bad: int, first: int) -> None:
     write_corpus(tmp_path, bad)  # a shard that one host reads when the run is under way
+    processes = start_hosts(
+        tmp_path,
+        "training.total_steps=400",
+        "training.evaluation_frequency=400",
+        "training.staged_warmup_steps=0",
+        "data.index_path_train=train.index",
+        "data.index_path_validation=validation.index",
+        "data.window=4",
+        "hydra.run.dir=run",
+    )
+    done = finish_hosts(processes)
+    assert [one.returncode for one in done] == [1, 1] or done[1 - first].returncode == -signal.SIGABRT
+    assert f"error: shard {bad}.tar is truncated or damaged" in done[first].stderr
+    assert "Traceback" not in done[first].stderr
+    if first == 1:  # the coordinator lives to tell the reason
+        assert f"host 1 of 2 ({socket.gethostname()}) ended: error: shard {bad}.tar is truncated" in done[0].stderr
+
+
+def test_hosts_that_do_not_share_a_disk_are_told(tmp_path: Path) -> None:
+    here, there = (cli.make_workplace(tmp_path / name) for name in ("here", "there"))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = [
         cli.start(
-            tmp_path,
-            *cli.TINY,
-            "training.total_steps=400",
-            "training.evaluation_frequency=400",
-            "training.staged_warmup_steps=0",
-            "training.gradient_accumulation_steps=1",
-            "data.index_path_train=train.index",
-            "data.index_path_validation=validation.index",
-            "data.window=4",
-            "distributed.cpu_devices=2",
-            f"distributed.coordinator_address=127.0.0.1:{port}",
-            "distributed.num_processes=2",
-            f"distributed.process_id={host}",
-            f"hydra.run.dir=run{host}",
-            f"data.checkpoint_directory={tmp_path}/checkpoints",
+            place, *cli.TINY, "distributed.cpu_devices=2", f"distributed.coordinator_address=127.0.0.1:{port}",
+            "distributed.num_processes=2", f"distributed.process_id={host}", "hydra.run.dir=run",
+            f"data.checkpoint_directory={place}/checkpoints",
         )
-        for host in range(2)
-    ]
-    try:
-        ends: dict[int, float] = {}
-        while len(ends) < 2:
-            for host, process in enumerate(processes):
-                if host not in ends and process.poll() is not None:
-                    ends[host] = time.monotonic()
-            time.sleep(0.05)
-    finally:
-        done = [cli.finish(process) for process in processes]
-    assert all(one.returncode not in (0, 75) for one in done)
-    assert f"error: shard {bad}.tar is truncated or damaged" in done[first].stderr
-    assert "Traceback" not in done[first].stderr
-    said = ("the first host to fail says why", "another task died; see the other task logs")
-    assert any(words in done[1 - first].stderr for words in said), done[1 - first].stderr
-    assert abs(ends[0] - ends[1]) < 20  # jax alone: until its barrier times out, 300 s
+        for host, place in enumerate((here, there))
+    ]  # fmt: skip
+    done = finish_hosts(processes)
+    said = "data.checkpoint_directory: 1 of 2 hosts do not see"
+    assert any(said in one.stderr for one in done) and all(one.returncode for one in done), done

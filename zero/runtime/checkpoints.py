@@ -260,8 +260,7 @@ class Checkpoints:
         except UserError as error:
             failure = error
         if jax.process_count() > 1:
-            failed = distributed.sum_over_hosts(failure is not None)
-            damaged = distributed.sum_over_hosts(isinstance(failure, Damaged))
+            failed, damaged = distributed.sum_over_hosts(failure is not None, isinstance(failure, Damaged))
             if failed:
                 kind = Damaged if failed == damaged else UserError
                 raise kind(failure or f"checkpoint {self.directory}, step {step}: another host could not read it")

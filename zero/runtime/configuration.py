@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +71,7 @@ class Data:
     wandb_project: str | None = MISSING
     resume_step: int | None = MISSING
     keep_checkpoints: int = MISSING
+    checkpoint_minutes: float | None = MISSING
 
 
 @dataclass
@@ -132,6 +134,7 @@ class Distributed:
     coordinator_address: str | None = MISSING
     num_processes: int | None = MISSING
     process_id: int | None = MISSING
+    compilation_cache: str | None = MISSING
 
 
 @dataclass
@@ -227,6 +230,11 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
         f"2 to block_size={block_size} of model.size={checked.model.size}, or null for that",
     )
     require(data.keep_checkpoints >= 1, "data.keep_checkpoints", "at least 1")
+    require(
+        data.checkpoint_minutes is None or 0 < data.checkpoint_minutes < math.inf,
+        "data.checkpoint_minutes",
+        "more than 0, or null",
+    )
     require(_is_paths(data.index_path_validation), "data.index_path_validation", "the path of an index file, or a list")
     is_mixture = not _is_paths(data.index_path_train)
     require(
@@ -263,7 +271,7 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
         require(training.skip_spikes is None, "training.skip_spikes", f"null, {beside}")
         require(training.gradient_accumulation_steps == 1, "training.gradient_accumulation_steps", f"1, {beside}")
     _check_plan(checked.plan, block_size, require)
-    require(checked.distributed.cpu_devices >= 1, "distributed.cpu_devices", "at least 1")
+    _check_distributed(checked.distributed, require)
     evaluate, sample = checked.evaluate, checked.sample
     if checked.mode == "evaluate":
         asked = evaluate.validation or bool(evaluate.tasks) or bool(evaluate.harness)
@@ -337,6 +345,23 @@ def _check_plan(plan: Plan, block_size: int, require: Callable[[bool, str, str],
     require(all(2 <= n <= block_size for n in contexts), "plan.grid.context", f"a list, each of 2 to {block_size}")
 
 
+def _check_distributed(distributed: Distributed, require: Callable[[bool, str, str], None]) -> None:
+    require(distributed.cpu_devices >= 1, "distributed.cpu_devices", "at least 1")
+    address, number, count = distributed.coordinator_address, distributed.process_id, distributed.num_processes
+    if address is None:
+        for key in ("num_processes", "process_id"):
+            require(getattr(distributed, key) is None, f"distributed.{key}", "null, as there is no coordinator_address")
+        return
+    is_address = re.fullmatch(r".+:\d+", address) is not None
+    require(is_address, "distributed.coordinator_address", "host:port of the first process")
+    require(count is not None and count >= 1, "distributed.num_processes", "how many processes there are")
+    require(
+        number is not None and 0 <= number < (count or 0),
+        "distributed.process_id",
+        f"0 to {(count or 1) - 1}, one each",
+    )
+
+
 def describe(error: Exception) -> str:
     """One line for what Hydra or OmegaConf found wrong: the key, why, and which keys there are."""
     parts = str(error).splitlines()[:2]
@@ -382,6 +407,8 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
     try:
         merged = OmegaConf.merge(config, saved)
         merged.data.resume_step = None  # asked of that start, not of this one
+        for key in ("coordinator_address", "num_processes", "process_id"):  # of those machines
+            merged.distributed[key] = config.distributed[key]
         for key in [override.lstrip("+~").split("=", 1)[0] for override in overrides]:
             OmegaConf.update(merged, key, OmegaConf.select(config, key))
     except OmegaConfBaseException as error:

@@ -103,7 +103,7 @@ class Score(NamedTuple):
     is_greedy: np.ndarray
 
 
-@distributed.ending_alone()
+@distributed.ending_together()
 def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
     """Scores the whole validation set and the files of `evaluate.tasks`; writes `evaluation.json`, and prints it."""
     opened = open_model(config, size, rows=config.training.batch_size)
@@ -304,7 +304,7 @@ def _read_items(path: Path) -> Iterator[_Item]:
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
 
-@distributed.ending_alone()
+@distributed.ending_together()
 def sample(config: Config, size: GPTConfig, run_directory: Path) -> int:
     """Writes on from each prompt, into `samples.jsonl` and to the terminal: a single text as it comes."""
     asked = config.sample

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -21,15 +23,18 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from zero.models.gpt import GPTConfig
-from zero.partition.state import from_global, memory, to_global
-from zero.runtime import UserError, distributed, runs, storage
+from zero.partition.collectives import Axis
+from zero.partition.layout import Layout
+from zero.partition.state import checksums, from_global, memory, to_global
+from zero.runtime import UserError, distributed, preemption, runs, storage
 from zero.runtime.cache import Cache
-from zero.runtime.checkpoints import Checkpoints
+from zero.runtime.checkpoints import Checkpoints, Damaged
 from zero.runtime.configuration import Config, index_files
 from zero.runtime.corpus import prepare
 from zero.runtime.inference import generate
 from zero.runtime.interchange import warm_start
 from zero.runtime.job import make_job
+from zero.runtime.loader import Batch as LoadedBatch
 from zero.runtime.loader import Loader, prefetch
 from zero.runtime.page import PAGE_FILE, write_page
 from zero.runtime.report import draw_run
@@ -42,7 +47,19 @@ from zero.training.step import Batch, ShardedGPT, TrainState, state_layout
 log = logging.getLogger(__name__)
 
 
-@distributed.ending_alone()
+@dataclass
+class _Position:
+    """Where the data and the counters stand between two steps; a checkpoint holds it beside the state."""
+
+    global_rows: int  # of a batch over all hosts; fixed by the first checkpoint
+    step: int = 0
+    cursor: dict[str, int] | None = None
+    skipped_rows: int = 0
+    samples_checksum: int = 0
+    unevaluated: dict[str, Any] | None = None  # metrics of this step where a signal came before its evaluation
+
+
+@distributed.ending_together()
 def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
     """Trains until the schedule or the data ends, or until told to stop.
 
@@ -51,10 +68,11 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
 
     Raises:
       UserError: what the configuration, the data or a checkpoint has wrong.
+      KeyboardInterrupt: told to stop before there was anything to save.
     """
-    started = time.monotonic()
     training, data = config.training, config.data
     host, hosts = distributed.start(**asdict(config.distributed))
+    run_directory = _agree_on(run_directory, config.resume)
     devices, local_devices = jax.device_count(), jax.local_device_count()
     log.info(
         "%d %s devices, %d of this host; run directory %s", devices, jax.default_backend(), local_devices, run_directory
@@ -67,8 +85,10 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         )
     train_index = index_files(data.index_path_train, data.bucket_path)
     validation_index = index_files(data.index_path_validation, data.bucket_path)
-    if data.corpus and not all(map(storage.exists, _local_paths(train_index, validation_index))):
-        _prepare_corpus(config, tokenizer)
+    for is_turn in (host == 0, host != 0):  # hosts that share a disk find what the first one has made
+        if is_turn and data.corpus and not all(map(storage.exists, _local_paths(train_index, validation_index))):
+            _prepare_corpus(config, tokenizer)
+        distributed.wait_for_all()
 
     model, tx, programs = make_job(config, size)
     axis, layout = model.axis, state_layout(model, tx)
@@ -80,26 +100,24 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         if host == 0:
             stack.enter_context(runs.locked(run_directory))
         place = runs.checkpoint_directory(run_directory, data.bucket_path, data.checkpoint_directory)
+        distributed.check_shared("data.checkpoint_directory", place)
         origin = _origin(config, run_directory, place)
         checkpoints = stack.enter_context(Checkpoints(place, data.keep_checkpoints))
-        first, cursor, global_rows, skipped_rows = 0, None, training.batch_size * hosts, 0
-        source = checkpoints
+        at, state = _Position(training.batch_size * hosts), None
         if config.resume is not None:
-            if origin is not None:
-                source = stack.enter_context(Checkpoints(origin, keep=None))
-            first = source.choose(data.resume_step)
-            meta = source.meta(first)
-            cursor, global_rows, skipped_rows = meta["cursor"], meta["global_rows"], meta["skipped_rows"]
+            source = checkpoints if origin is None else stack.enter_context(Checkpoints(origin, keep=None))
+            at, state = _restore(source, data.resume_step, layout, axis, is_own=origin is None)
+            log.info("resumed from step %d of %s", at.step, source.directory)
         elif checkpoints.steps():
             raise UserError(
                 f"{checkpoints.directory} holds checkpoints; --resume continues, another hydra.run.dir starts afresh"
             )
-        _check_division(global_rows, hosts, local_devices, training.gradient_accumulation_steps)
+        _check_division(at.global_rows, hosts, local_devices, training.gradient_accumulation_steps)
 
         cache = Cache(Path(data.cache_directory), data.cache_bytes) if data.cache_directory else None
         loader = Loader(
             train_index,
-            global_rows=global_rows,
+            global_rows=at.global_rows,
             context=data.max_context,
             vocab_size=size.vocab_size,
             seed=config.seed,
@@ -120,12 +138,14 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
                 last_step,
                 training.total_steps,
             )
-        if first >= last_step:
-            log.info("nothing left to do: the run stands at step %d of %d", first, last_step)
+        if at.unevaluated is not None and _is_evaluated(run_directory, at.step):
+            at.unevaluated = None
+        if at.step >= last_step and at.unevaluated is None:
+            log.info("nothing left to do: the run stands at step %d of %d", at.step, last_step)
             return 0
         validation = Loader(
             validation_index,
-            global_rows=global_rows,
+            global_rows=at.global_rows,
             context=data.max_context,
             vocab_size=size.vocab_size,
             shuffle=False,
@@ -134,116 +154,202 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
             hosts=hosts,
             cache=cache,
         )
-        if config.resume is not None:
-            state = from_global(source.restore(first, layout, axis), layout, axis, donate=True)
-            log.info("resumed from step %d of %s", first, source.directory)
-        else:
+        if state is None:
             state = _new_state(programs, config, model)
+        tracker = None
         if host == 0:
-            _write_down(run_directory, config, model, tx, forked_at=first if source is not checkpoints else None)
-            resumed_from = None if config.resume is None else first
+            _write_down(run_directory, config, model, tx, forked_at=None if origin is None else at.step)
+            resumed_from = None if config.resume is None else at.step
             tracker = stack.enter_context(
                 Tracker(run_directory, project=data.wandb_project, config=asdict(config), resumed_from=resumed_from)
             )
-        stop_requests = stack.enter_context(distributed.stop_requests())
-        batches = stack.enter_context(closing(prefetch(loader.batches(cursor))))
-        stack.enter_context(logging_redirect_tqdm())
-        bar = stack.enter_context(
-            tqdm(total=last_step, initial=first, unit="step", disable=host != 0, dynamic_ncols=True)
-        )
+            runs.mirror(run_directory, place)
         # Virtual CPU devices hang in a collective when a step is dispatched while another runs (distributed.start).
         in_flight = 0 if jax.default_backend() == "cpu" else 1
-        window = _Window()
-        newly_skipped = 0  # rows of this host since the last line of metrics
-        compiled: set[int] = set()
-        for step, batch in zip(range(first + 1, last_step + 1), window.timed(batches), strict=False):
-            newly_skipped += batch.skipped
+        stop_requests = stack.enter_context(preemption.stop_requests())
+        agreement = distributed.Agreement(lag=in_flight)
+        run = _Run(config, size, run_directory, place, checkpoints, tracker, layout, axis, stop_requests, agreement)
+        run.state, run.at = state, at
+        del state
+        bar = stack.enter_context(
+            tqdm(total=last_step, initial=at.step, unit="step", disable=host != 0, dynamic_ncols=True)
+        )
+        stack.enter_context(logging_redirect_tqdm())
+        if at.unevaluated is not None and not run.evaluate(at.unevaluated, programs, validation):
+            return run.stop()
+        batches = stack.enter_context(closing(prefetch(loader.batches(at.cursor))))
+        window, text = _Window(), ""
+        steps: dict[int, Callable[..., Any]] = {}  # programs, by the length of a sequence
+        startup: dict[str, float] = {}
+        for step, batch in zip(range(at.step + 1, last_step + 1), window.timed(batches), strict=False):
             tokens = context.cut(batch.tokens, step - 1)
-            sequence_length = tokens.shape[1]
-            dispatched = time.monotonic()
-            state, metrics = programs.step(state, _for_devices(tokens, host))
-            if sequence_length in compiled:
-                window.add(metrics, leave=in_flight)
-            else:
-                compiled.add(sequence_length)
-                window.add(metrics, leave=0)
-                window.leave_out(time.monotonic() - dispatched)
+            rows, sequence_length = _for_devices(tokens, host), tokens.shape[1]
+            is_first = sequence_length not in steps
+            if is_first:
+                began, cache_hits = time.monotonic(), distributed.compilation_cache_hits()
+                program = programs.step
+                if hosts == 1:
+                    program = preemption.compiled_unless(stop_requests, program, run.state, rows)
+                    if program is None:
+                        return run.stop()
+                steps[sequence_length] = program
+            run.state, metrics = steps[sequence_length](run.state, rows)
+            run.count(step, batch, first_row=host * len(batch.tokens))
+            window.add(metrics, leave=0 if is_first else in_flight)
+            if is_first:
+                own, age = time.monotonic() - began, distributed.age()
+                window.leave_out(own)
+                startup = {"seconds_to_first_step": age} if len(steps) == 1 else {}
                 log.info(
-                    "first step of %d tokens a sequence: %.1f s after the start, %.1f s of them its own",
+                    "first step of %d tokens a sequence: %.1f s after the start, %.1f s of them its own, %s",
                     sequence_length,
-                    time.monotonic() - started,
-                    time.monotonic() - dispatched,
+                    age,
+                    own,
+                    "from the cache" if distributed.compilation_cache_hits() > cache_hits else "compiled",
                 )
             bar.update()
 
             is_evaluation = step % training.evaluation_frequency == 0 or step == last_step
-            is_stop = bool(stop_requests)  # asked once: a signal that comes while this step is saved is the next one's
-            if not (is_evaluation or is_stop or step % training.log_frequency == 0):
+            is_stop, is_due = run.asked()  # once a step: a signal that comes while it is saved is the next one's
+            if not (is_evaluation or is_stop or is_due or step % training.log_frequency == 0):
                 continue
+            checkpoints.check()
+            run.sum_up()
             line = {
                 "step": step,
-                **window.read_all(tokens_a_step=global_rows * data.max_context),
+                **window.read_all(tokens_a_step=at.global_rows * data.max_context),
                 "sequence_length": sequence_length,
-                "tokens_seen": step * global_rows * data.max_context,
+                "tokens_seen": step * at.global_rows * data.max_context,
+                "samples_checksum": at.samples_checksum,
+                **startup,
             }
-            for corpus, rows in loader.rows_seen(batch.cursor["batches"]).items():
-                line[f"tokens_seen/{corpus}"] = rows * data.max_context
+            startup = {}
+            for corpus, rows_seen in loader.rows_seen(batch.cursor["batches"]).items():
+                line[f"tokens_seen/{corpus}"] = rows_seen * data.max_context
             if data.max_skipped_rows:
-                skipped_rows, newly_skipped = skipped_rows + distributed.sum_over_hosts(newly_skipped), 0
-                line["skipped_rows"] = skipped_rows
-                if skipped_rows > data.max_skipped_rows:
-                    raise UserError(
-                        f"step {step}: {skipped_rows} rows of the data had to be skipped, and "
-                        f"data.max_skipped_rows={data.max_skipped_rows}; the log names their shards and samples"
-                    )
-            if window.skipped_in_a_row > training.max_skipped_in_a_row:
-                spikes = (
-                    f" or were spikes by training.skip_spikes={training.skip_spikes}" if training.skip_spikes else ""
-                )
-                raise UserError(
-                    f"step {step}: {window.skipped_in_a_row} steps in a row had no finite gradient{spikes}; lower "
-                    "training.peak_learning_rate and --resume from a step before that (data.resume_step)"
-                )
-            if not training.skip_bad_steps and not math.isfinite(line["gradient_norm"]):
-                raise UserError(
-                    f"step {step}: the gradient is not finite and training.skip_bad_steps=false; lower "
-                    "training.peak_learning_rate and --resume"
-                )
+                line["skipped_rows"] = at.skipped_rows
+            _refuse_to_go_on(config, line, window.skipped_in_a_row)
+            if is_stop or not is_evaluation:
+                at.unevaluated = line if is_evaluation else None
+                run.log(line)
+            else:
+                is_stop = not run.evaluate(line, programs, validation)
+            bar.set_postfix_str(_summary(line))
+            if is_stop:
+                return run.stop()
+            if is_evaluation or is_due:
+                run.save(line.get("validation/loss"))
             if is_evaluation:
-                line["validation/loss"] = _evaluate(programs, state, validation, training.maximum_evaluation_steps)
-            if host == 0:  # before the checkpoint: a resume at this step finds its line, one before it takes it back
-                tracker.log(line)
-                bar.set_postfix_str(_summary(line))
-            if is_evaluation or is_stop:
-                meta = {
-                    "cursor": batch.cursor,
-                    "skipped_rows": skipped_rows,
-                    "global_rows": global_rows,
-                    "config": asdict(config),
-                    "size": asdict(size),
-                }
-                whole = to_global(state, layout, axis, donate=True)
-                checkpoints.save(step, whole, layout, meta)
-                state = from_global(whole, layout, axis, donate=True)
-            text = ""
-            if is_evaluation and training.sample_tokens:
-                text = _sample(inference, state, tokenizer, training.sample_tokens, step)
+                text = _sample(inference, run.state, tokenizer, training.sample_tokens, step)
             if host == 0 and is_evaluation:
                 log.info("step %d: %s", step, _summary(line))
                 draw_run(run_directory)
                 with (run_directory / runs.SAMPLES_FILE).open("a") as file:
                     file.write(f"--- step {step}\n{text}\n")
-            if is_stop:
-                checkpoints.wait()
-                log.info("stopped by signal %d; step %d is saved, --resume continues", stop_requests[0], step)
-                return distributed.PREEMPTED
             window.restart()
         checkpoints.wait()
         if host == 0:
+            runs.mirror(run_directory, place)
             log.info("a page about this run: %s", write_page([run_directory], run_directory / PAGE_FILE))
-        log.info("finished at step %d; the model writes:\n%s", step, text)
+        log.info("finished at step %d; the model writes:\n%s", at.step, text)
         log.info("run directory: %s", run_directory)
         return 0
+
+
+@dataclass
+class _Run:
+    """A run under way on this host: its state, its place in the data, and how both are kept."""
+
+    config: Config
+    size: GPTConfig
+    run_directory: Path
+    place: Path | str
+    checkpoints: Checkpoints
+    tracker: Tracker | None  # of host 0
+    layout: Layout
+    axis: Axis
+    stop_requests: list[int]
+    agreement: distributed.Agreement
+    state: TrainState = field(init=False)
+    at: _Position = field(init=False)
+    saved_at: float = field(default_factory=time.monotonic)
+    uncounted: tuple[int, int] = (0, 0)  # rows skipped and checksum, of this host since the last line of metrics
+
+    def asked(self) -> tuple[bool, bool]:
+        """Whether to stop, and whether a checkpoint is due by the clock of host 0; all hosts are told the same."""
+        minutes = self.config.data.checkpoint_minutes
+        is_due = self.tracker is not None and minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
+        is_stop, is_due = self.agreement(bool(self.stop_requests), is_due)
+        return is_stop, is_due
+
+    def count(self, step: int, batch: LoadedBatch, first_row: int) -> None:
+        """A step was taken with these rows of this host."""
+        self.at.step, self.at.cursor, self.at.unevaluated = step, batch.cursor, None
+        first = step * self.at.global_rows + first_row
+        skipped, checksum = self.uncounted
+        for number, row in enumerate(batch.tokens, start=first):
+            checksum += zlib.crc32(row, zlib.crc32(number.to_bytes(8)))
+        self.uncounted = skipped + batch.skipped, checksum
+
+    def sum_up(self) -> None:
+        """Brings the counters of all hosts together."""
+        skipped, checksum = distributed.sum_over_hosts(*self.uncounted)
+        self.uncounted = 0, 0
+        self.at.skipped_rows += skipped
+        self.at.samples_checksum = (self.at.samples_checksum + checksum) % 2**32
+
+    def log(self, line: dict[str, Any]) -> None:
+        if self.tracker is not None:
+            self.tracker.log(line)
+
+    def evaluate(self, line: dict[str, Any], programs: Programs, validation: Loader) -> bool:
+        """Adds the validation loss to the metrics and logs them; False where the run was told to stop before that."""
+        loss = self._validation_loss(programs, validation)
+        self.at.unevaluated = line if loss is None else None
+        if loss is not None:
+            line["validation/loss"] = loss
+        self.log(line)
+        return loss is not None
+
+    def _validation_loss(self, programs: Programs, validation: Loader) -> float | None:
+        """The mean loss of held-out tokens in nats."""
+        losses, scored = 0.0, 0
+        with closing(prefetch(validation.batches())) as batches:
+            for batch in islice(batches, self.config.training.maximum_evaluation_steps):
+                loss, tokens = programs.evaluate(self.state.params, _for_devices(batch.tokens, 0).tokens)
+                losses, scored = losses + loss.item(), scored + tokens.item()
+                if self.asked()[0]:
+                    return None
+        return losses / scored
+
+    def save(self, validation_loss: float | None = None) -> None:
+        """Begins to save the state; returns when it may change again."""
+        if self.tracker is not None:  # before the checkpoint: who resumes from it finds the lines up to it
+            runs.mirror(self.run_directory, self.place)
+        try:
+            sums = checksums(self.state, self.layout, self.axis)
+        except ValueError as error:
+            raise UserError(
+                f"step {self.at.step}: {error}; a device, its memory or a link is faulty, or a program is not the same "
+                "everywhere. This state is not saved: --resume goes on from the checkpoint before"
+            ) from error
+        meta = {**asdict(self.at), "checksums": sums, "config": asdict(self.config), "size": asdict(self.size)}
+        if self.tracker is not None and self.tracker.wandb_run is not None:
+            meta["wandb_run_id"] = self.tracker.wandb_run.id
+        whole = to_global(self.state, self.layout, self.axis, donate=True)
+        self.checkpoints.save(self.at.step, whole, self.layout, meta, validation_loss=validation_loss)
+        self.state = from_global(whole, self.layout, self.axis, donate=True)
+        self.saved_at = time.monotonic()
+
+    def stop(self) -> int:
+        """Saves what is not saved yet, and returns the exit status."""
+        self.sum_up()
+        if self.at.step not in self.checkpoints.steps():
+            self.save()
+        self.checkpoints.wait()
+        told = f"signal {self.stop_requests[0]}" if self.stop_requests else "another host"
+        log.info("stopped by %s; step %d is saved, --resume continues", told, self.at.step)
+        return preemption.PREEMPTED
 
 
 class _Window:
@@ -323,6 +429,89 @@ def _prepare_corpus(config: Config, tokenizer: Tokenizer) -> None:
     log.info("prepared corpus %s: %s", name, corpus)
 
 
+def _agree_on(run_directory: Path, resume: str | None) -> Path:
+    """The run directory of host 0. Another host keeps its log there, and nothing else."""
+    host = jax.process_index()
+    there, is_resume = json.loads(
+        distributed.from_first_host("run", json.dumps([str(run_directory), resume is not None]))
+    )
+    if is_resume != (resume is not None):
+        raise UserError(
+            f"host 0 {'resumes' if is_resume else 'starts afresh'} and host {host} does not: all hosts must see the "
+            "same runs; name data.bucket_path, or a hydra.run.dir on a disk that they share"
+        )
+    if host == 0:
+        return run_directory
+    for handler in logging.root.handlers:
+        if isinstance(handler, logging.FileHandler):
+            old = Path(handler.baseFilename)
+            handler.close()
+            handler.baseFilename = os.path.abspath(Path(there, f"{old.stem}.{host}{old.suffix}"))
+            Path(there).mkdir(parents=True, exist_ok=True)
+            if Path(there) != run_directory:
+                old.unlink(missing_ok=True)
+    if Path(there) != run_directory and run_directory.is_dir() and not any(run_directory.iterdir()):
+        run_directory.rmdir()
+    return Path(there)
+
+
+def _restore(
+    source: Checkpoints, asked: int | None, layout: Layout, axis: Axis, is_own: bool
+) -> tuple[_Position, TrainState]:
+    """The checkpoint that was asked for, or the newest that can be read; damaged ones of this run are set aside."""
+    chosen, damaged = source.choose(asked), []
+    for step in [chosen] if asked is not None else source.steps()[::-1]:
+        try:
+            meta = source.meta(step)
+            state = from_global(source.restore(step, layout, axis), layout, axis, donate=True)
+            sums = checksums(state, layout, axis)
+            bad = [name for name, kept in meta["checksums"].items() if sums[name] != kept]
+            if bad:
+                del state  # before the next one takes its place
+                raise Damaged(f"checkpoint {source.directory}, step {step}: {', '.join(bad)} is not what was saved")
+        except Damaged as error:
+            if asked is not None:
+                raise
+            log.error("%s; trying the one before", error)
+            damaged.append(step)
+            continue
+        for step in damaged if is_own else []:
+            source.set_aside(step)
+        known = {field.name for field in fields(_Position)}
+        return _Position(**{key: value for key, value in meta.items() if key in known}), state
+    raise UserError(f"{source.directory}: none of its checkpoints can be read; the lines above say why, one by one")
+
+
+def _is_evaluated(run_directory: Path, step: int) -> bool:
+    """Whether an earlier start of this run has made up for the evaluation of its checkpoint, as host 0 knows."""
+    found = False
+    if jax.process_index() == 0 and (run_directory / METRICS_FILE).exists():
+        lines = read_metrics(run_directory / METRICS_FILE)
+        found = any(line["step"] == step and "validation/loss" in line for line in lines)
+    return bool(distributed.from_first_host("evaluated", "yes" if found else ""))
+
+
+def _refuse_to_go_on(config: Config, line: dict[str, Any], skipped_in_a_row: int) -> None:
+    """Raises UserError where the run has passed a limit that the configuration sets."""
+    training, data, step = config.training, config.data, line["step"]
+    if data.max_skipped_rows and line["skipped_rows"] > data.max_skipped_rows:
+        raise UserError(
+            f"step {step}: {line['skipped_rows']} rows of the data had to be skipped, and "
+            f"data.max_skipped_rows={data.max_skipped_rows}; the log names their shards and samples"
+        )
+    if skipped_in_a_row > training.max_skipped_in_a_row:
+        spikes = f" or were spikes by training.skip_spikes={training.skip_spikes}" if training.skip_spikes else ""
+        raise UserError(
+            f"step {step}: {skipped_in_a_row} steps in a row had no finite gradient{spikes}; lower "
+            "training.peak_learning_rate and --resume from a step before that (data.resume_step)"
+        )
+    if not training.skip_bad_steps and not math.isfinite(line["gradient_norm"]):
+        raise UserError(
+            f"step {step}: the gradient is not finite and training.skip_bad_steps=false; lower "
+            "training.peak_learning_rate and --resume"
+        )
+
+
 def _origin(config: Config, run_directory: Path, place: Path | str) -> Path | str | None:
     """Where the checkpoints lie that a fork starts from; None for what is no fork."""
     if config.resume is None or Path(config.resume) == run_directory:
@@ -378,18 +567,10 @@ def _for_devices(tokens: np.ndarray, host: int) -> Batch:
     return Batch(tokens.reshape(devices, rows, -1), first_rows.astype(np.int32))
 
 
-def _evaluate(programs: Programs, state: TrainState, validation: Loader, steps: int) -> float:
-    """The mean loss of held-out tokens in nats."""
-    losses, scored = 0.0, 0
-    with closing(prefetch(validation.batches())) as batches:
-        for batch in islice(batches, steps):
-            loss, tokens = programs.evaluate(state.params, _for_devices(batch.tokens, 0).tokens)
-            losses, scored = losses + loss.item(), scored + tokens.item()
-    return losses / scored
-
-
 def _sample(inference: Inference, state: TrainState, tokenizer: Tokenizer, count: int, step: int) -> str:
     """Text that the model writes when it is given the end of a text."""
+    if not count:
+        return ""
     prompt = np.asarray([tokenizer.end_of_text], np.int32)
     tokens = next(generate(inference, state.params, [prompt], count, seed=step, chunk=count))
     return tokenizer.decode(tokens[0, 1:])

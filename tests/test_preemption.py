@@ -1,0 +1,176 @@
+"""Told to stop at any moment: one line, or a checkpoint and status 75; what stands goes on as if nothing had been."""
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import cli
+from zero.runtime.runs import saved_steps
+from zero.runtime.tracking import read_metrics
+
+pytestmark = pytest.mark.timeout(400)
+CLOCKED = ("step_time", "tokens_per_second", "data_wait", "seconds_to_first_step")
+JOB = (*cli.TINY, "training.total_steps=12", "training.evaluation_frequency=6")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = cli.make_workplace(tmp_path_factory.mktemp("preemption"))
+    long = (place / cli.INDICES[1]).read_text() * 60  # an evaluation that takes seconds
+    (place / cli.INDICES[1]).with_name("long.index").write_text(long)
+    return place
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workplace: Path) -> list[dict[str, Any]]:
+    done = cli.run(workplace, *JOB, "hydra.run.dir=undisturbed")
+    assert done.returncode == 0, done.stderr
+    return metrics(workplace / "undisturbed")
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    lines = read_metrics(run / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key not in CLOCKED} for line in lines]
+
+
+def signalled(process: subprocess.Popen[str], number: int, is_time: Callable[[], bool]) -> Any:
+    """What became of a process that got a signal as soon as it was time."""
+    while process.poll() is None and not is_time():
+        time.sleep(0.01)
+    process.send_signal(number)
+    return cli.finish(process)
+
+
+@pytest.mark.parametrize(("seconds", "number"), [(0.15, signal.SIGINT), (1, signal.SIGTERM), (2.5, signal.SIGINT)])
+def test_before_there_is_anything_to_save_it_ends_with_one_line(workplace: Path, seconds: float, number: int) -> None:
+    began = time.monotonic()
+    process = cli.start(workplace, *JOB, "data.wandb_project=zero", f"hydra.run.dir=early{number}")
+    done = signalled(process, number, lambda: time.monotonic() - began > seconds)
+    assert done.returncode == 128 + number, done.stderr
+    assert done.stderr.strip().splitlines()[-1] == "error: interrupted"
+    # An exception in a callback of the garbage collector is lost, aloud; then a timer ends the process.
+    assert "Traceback" not in done.stderr or "Exception ignored in" in done.stderr
+
+
+def test_a_compilation_is_not_waited_for(workplace: Path, undisturbed: list[dict[str, Any]]) -> None:
+    run = workplace / "compiling"
+    process = cli.start(workplace, *JOB, "hydra.run.dir=compiling", "zero.remat=dots")  # a program of its own
+    done = signalled(process, signal.SIGTERM, (run / "metrics.jsonl").exists)
+    assert done.returncode == 75, done.stderr
+    assert "first step of" not in done.stderr and "step 0 is saved" in done.stderr
+    assert saved_steps(run) == [0] and metrics(run) == []
+    done = cli.run(workplace, "--resume", "hydra.run.dir=compiling", "zero.remat=full")
+    assert done.returncode == 0, done.stderr
+    assert metrics(run) == undisturbed
+
+
+def test_an_evaluation_is_broken_off_and_made_up_for(workplace: Path) -> None:
+    job = (
+        *JOB,
+        "data.index_path_validation=corpus/index/long.index",
+        "training.maximum_evaluation_steps=100000",
+        "training.evaluation_frequency=12",
+    )
+    assert cli.run(workplace, *job, "hydra.run.dir=long").returncode == 0
+    run = workplace / "evaluating"
+    path = run / "metrics.jsonl"
+    process = cli.start(workplace, *job, "hydra.run.dir=evaluating")
+    done = signalled(process, signal.SIGTERM, lambda: path.exists() and '"step": 11' in path.read_text())
+    assert done.returncode == 75 and "step 12 is saved" in done.stderr, done.stderr
+    assert "validation/loss" not in metrics(run)[-1]
+    done = cli.run(workplace, "--resume", "hydra.run.dir=evaluating")
+    assert done.returncode == 0, done.stderr
+    assert metrics(run) == metrics(workplace / "long") and "validation/loss" in metrics(run)[-1]
+    done = cli.run(workplace, "--resume", "hydra.run.dir=evaluating")
+    assert done.returncode == 0 and "nothing left to do" in done.stderr, done.stderr
+
+
+def test_checkpoints_by_the_clock(workplace: Path) -> None:
+    done = cli.run(workplace, *JOB, "hydra.run.dir=clock", "data.checkpoint_minutes=1e-6", "data.keep_checkpoints=100")
+    assert done.returncode == 0, done.stderr
+    assert saved_steps(workplace / "clock") == list(range(1, 13))
+
+
+def test_a_second_start_takes_its_programs_from_the_cache(workplace: Path) -> None:
+    def start(name: str) -> tuple[str, float]:
+        done = cli.run(workplace, *JOB, f"hydra.run.dir={name}", "training.weight_decay=0.123")
+        assert done.returncode == 0, done.stderr
+        (seconds,) = [
+            line["seconds_to_first_step"]
+            for line in read_metrics(workplace / name / "metrics.jsonl")
+            if "seconds_to_first_step" in line
+        ]
+        return next(line for line in done.stderr.splitlines() if "first step of 8 tokens" in line), seconds
+
+    (cold, cold_seconds), (warm, warm_seconds) = start("cold"), start("warm")
+    assert cold.endswith("compiled") and warm.endswith("from the cache")
+    assert 0 < warm_seconds < cold_seconds + 5
+
+
+DIVERGING = f"""
+import sys
+from functools import partial
+from pathlib import Path
+import hydra
+import jax
+from zero.runtime import UserError, loop
+from zero.runtime.configuration import check, load_sizes
+
+def diverging(config, size, make=loop.make_job):
+    job = make(config, size)
+    whole_step = job.programs.step.__wrapped__
+
+    def step(state, batch):
+        state, metrics = whole_step(state, batch)
+        is_bad = (jax.lax.axis_index("zero") == 3) & (state.step == 7)
+        table = state.params["vocabulary"]["table"]
+        params = {{**state.params, "vocabulary": {{"table": table + is_bad * 1e-6}}}}
+        return state._replace(params=params), metrics
+
+    step = jax.pmap(step, "zero", donate_argnums=0, out_axes=(0, None))
+    return job._replace(programs=job.programs._replace(step=step))
+
+loop.make_job = diverging
+root = Path("{cli.MAIN.parent}")
+with hydra.initialize_config_dir(str(root / "conf"), version_base="1.3"):
+    config = hydra.compose("config", sys.argv[1:])
+sizes = load_sizes(root / "conf" / "model_config.yaml")
+Path("diverged").mkdir()
+try:
+    loop.train(check(config, sizes), sizes["test"], Path("diverged"))
+except UserError as error:
+    print(error)
+"""
+
+
+def test_replicas_that_differ_stop_the_run_by_the_name_of_the_leaf_and_are_not_saved(workplace: Path) -> None:
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-c", DIVERGING, *JOB, "zero.stage=0"],
+        cwd=workplace, env=cli.environment(workplace) | {"PYTHONPATH": str(cli.MAIN.parent)},
+        capture_output=True, text=True, timeout=200, check=True,
+    )  # fmt: skip
+    assert done.stdout.startswith("step 12: leaves differ"), done.stdout + done.stderr
+    assert "params/vocabulary/table" in done.stdout and "--resume goes on from the checkpoint before" in done.stdout
+    assert saved_steps(workplace / "diverged") == [6]
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(workplace: Path, undisturbed: list[dict[str, Any]]) -> None:
+    run = workplace / "damaged"
+    assert cli.run(workplace, *JOB, "hydra.run.dir=damaged", "training.total_steps=12").returncode == 0
+    largest = max((run / "checkpoints" / "12").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    done = cli.run(workplace, "--resume", "hydra.run.dir=damaged", "data.resume_step=12")
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: checkpoint "), done.stderr
+    done = cli.run(workplace, "--resume", "hydra.run.dir=damaged")
+    assert done.returncode == 0, done.stderr
+    assert f"{run}/checkpoints, step 12" in done.stderr and "trying the one before" in done.stderr
+    assert "resumed from step 6" in done.stderr
+    assert metrics(run) == undisturbed and saved_steps(run) == [6, 12]
+    assert (run / "checkpoints" / "12.damaged").is_dir()

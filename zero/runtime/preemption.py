@@ -1,0 +1,72 @@
+"""Signals: what a run does when it is told to stop.
+
+Before there is anything to save, a signal interrupts (KeyboardInterrupt). Once there is, it is noted, and the loop
+stops at the next place where all hosts can. A second one ends the process at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, TimeoutError
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+PREEMPTED = 75  # exit status of a run that was told to stop and is saved; EX_TEMPFAIL of sysexits.h
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """Collects SIGTERM and SIGINT in a list, for a loop to look at between steps; a second one ends the process."""
+    received: list[int] = []
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        if received:
+            end_at_once(128 + number)
+        received.append(number)
+
+    before = {number: signal.signal(number, receive) for number in SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_at_once(status: int) -> None:
+    """Leaves without Python's and jax's own ways out: these wait for threads that compile or write."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def compiled_unless(stop: list[int], program: Any, *arguments: Any) -> Callable[..., Any] | None:
+    """A pmapped program compiled for these arguments, or None where a signal comes first: it does not wait for XLA.
+
+    For one process; jax cannot lower a pmapped program where there are several.
+    """
+    done: Future[Callable[..., Any]] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(program.lower(*arguments).compile())
+        except BaseException as error:  # noqa: BLE001  raised below, in the thread that asked
+            done.set_exception(error)
+
+    threading.Thread(target=work, name="compile", daemon=True).start()
+    while not stop:
+        try:
+            return done.result(timeout=0.1)
+        except TimeoutError:
+            if done.done():
+                raise
+    return None
