@@ -1,0 +1,247 @@
+# python benchmarks/storm.py [--kills 100] [--steady] [--bucket] [--seed 0]
+#
+# A run is started again and again with `--resume=auto` and ended at random moments by SIGKILL or SIGTERM, now as 1
+# process with 8 devices, now as 2 with 4 each, now as 1 with 4, at stages 1 to 3. When it has finished all the same,
+# it is compared with the same run undisturbed: the samples (a checksum over all rows in their order) exactly, losses to
+# rounding. With --steady the devices stay the same, and all metrics and the state have to be the same, bit for bit.
+# With --bucket checkpoints lie in a storage server behind a proxy that refuses requests at random, and now and then the
+# run directory is lost as well.
+#
+# Takes about half an hour on two quiet cores.
+"""A run that is killed a hundred times ends as if nothing had been."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests import bucket, cli
+from zero.runtime.checkpoints import Checkpoints
+from zero.runtime.runs import checkpoint_directory, saved_config, saved_steps
+from zero.runtime.tracking import read_metrics, read_resumes
+
+SHAPES = ((1, 8), (2, 4), (1, 4))  # processes, devices of each
+STAGES = (1, 2, 3)
+GLOBAL_ROWS = 16
+MOST_SECONDS = 90  # in which all processes have to end after a signal
+REFUSED = 0.05  # of the requests to the bucket
+CLOCKED = ("step_time", "tokens_per_second", "data_wait", "seconds_to_first_step")
+JOB = (
+    *cli.TINY,
+    "training.peak_learning_rate=1e-3",
+    "training.gradient_accumulation_steps=1",
+    "training.evaluation_frequency=10",
+    "training.total_steps={steps}",
+)
+
+
+@dataclass
+class Storm:
+    """What happened to a run, and how it ended."""
+
+    kills: Counter[tuple[str, str]] = field(default_factory=Counter)  # (signal, what it hit)
+    starts: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (processes, devices, stage)
+    seconds_to_end: dict[str, float] = field(default_factory=dict)  # the most after a signal while it trained
+    finished: int = 0  # runs, before the last one
+    resumed: int = 0
+    lost_directories: int = 0
+    refused: int = 0
+
+
+def weather(
+    place: Path, kills: int, steps: int, *, seed: int = 0, is_steady: bool = False, is_bucket: bool = False
+) -> Storm:
+    """Runs undisturbed, then through a storm, and compares.
+
+    Raises:
+      AssertionError: the run lost something.
+    """
+    rng = random.Random(seed)
+    storm = Storm()
+    cli.make_workplace(place)
+    job = tuple(argument.format(steps=steps) for argument in JOB)
+    calm = cli.finish(cli.start(place, *job, "hydra.run.dir=calm", f"training.batch_size={GLOBAL_ROWS}"), 600)
+    assert calm.returncode == 0, calm.stderr
+    with ExitStack() as stack:
+        if is_bucket:
+            proxy = bucket.Proxy(stack.enter_context(bucket.serving()), sys.maxsize, REFUSED, bucket.REFUSALS)
+            address = stack.enter_context(bucket.disturbed(proxy))
+            environment = {"STORAGE_EMULATOR_HOST": address, "TENSORSTORE_GCS_HTTP_URL": address}
+            stack.enter_context(patch.dict(os.environ, environment))
+            job += (
+                f"data.bucket_path={bucket.BUCKET}",
+                *(absolute(place, argument) for argument in job if "index_path" in argument),
+            )
+        bar = stack.enter_context(tqdm(total=kills, unit="kill"))
+        startup = read_metrics(place / "calm" / "metrics.jsonl")[0]["seconds_to_first_step"]
+        run, reported = place / "stormy0", 0
+        while True:
+            hosts, devices = SHAPES[0] if is_steady else rng.choice(SHAPES)
+            stage = 3 if is_steady else rng.choice(STAGES)
+            number = rng.choice((signal.SIGKILL, signal.SIGTERM))
+            victims = rng.choice((list(range(hosts)), [rng.randrange(hosts)]))
+            is_over = storm.kills.total() >= kills
+            moment = 3600 if is_over else rng.uniform(0, 2 * hosts * startup)
+            storm.starts[hosts, devices, stage] += 1
+            done, seconds = finish(
+                start(place, [*job, f"hydra.run.dir={run.name}"], hosts, devices, stage), victims, number, moment
+            )
+            for one in done:
+                check_end(one, was_killed=seconds is not None)
+            if seconds is not None:
+                storm.kills[number.name, phase(done[0].stderr)] += 1
+                bar.update()
+                if phase(done[0].stderr) == "training":
+                    storm.seconds_to_end[number.name] = max(storm.seconds_to_end.get(number.name, 0.0), seconds)
+            # What was reported as saved is there: it, or a newer one.
+            said = [
+                int(step) for one in done for step in re.findall(r"(?:checkpoint|step) (\d+)(?: is)? saved", one.stderr)
+            ]
+            reported = max([reported, *said])
+            if reported:
+                assert saved_steps(run)[-1:] >= [reported], (reported, done)
+            if all(one.returncode == 0 for one in done):
+                compare(run, place / "calm", is_steady)
+                storm.resumed += len(read_resumes(run / "metrics.jsonl"))
+                if is_over:
+                    break
+                storm.finished += 1
+                run, reported = place / f"stormy{storm.finished}", 0
+                if is_bucket:
+                    job = (*job, f"data.checkpoint_directory={run.name}")
+            elif is_bucket and rng.random() < 0.2:
+                shutil.rmtree(run, ignore_errors=True)
+                storm.lost_directories += 1
+        if is_bucket:
+            storm.refused = proxy.injected.total()
+    return storm
+
+
+def start(place: Path, job: list[str], hosts: int, devices: int, stage: int) -> list[subprocess.Popen[str]]:
+    """The processes of one start, as a launcher makes them: the same line every time."""
+    arguments = [
+        "--resume=auto", *job, f"zero.stage={stage}",
+        f"distributed.cpu_devices={devices}", f"training.batch_size={GLOBAL_ROWS // hosts}",
+    ]  # fmt: skip
+    if hosts == 1:
+        return [cli.start(place, *arguments)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        arguments += [f"distributed.coordinator_address=127.0.0.1:{free.getsockname()[1]}"]
+    arguments += [f"distributed.num_processes={hosts}"]
+    return [cli.start(place, *arguments, f"distributed.process_id={host}") for host in range(hosts)]
+
+
+def finish(
+    processes: list[subprocess.Popen[str]], victims: list[int], number: signal.Signals, moment: float
+) -> tuple[list[subprocess.CompletedProcess[str]], float | None]:
+    """Sends a signal after a while, and gives what came of all processes and how many seconds after it the last ended.
+
+    Where a host is gone before the others have met it they would wait for it for minutes: these are killed, as a
+    launcher does.
+    """
+    outputs = [ThreadPoolExecutor(1).submit(cli.finish, process, 600) for process in processes]
+    try:
+        wait(outputs, timeout=moment, return_when=FIRST_COMPLETED)
+        sent = None
+        if not any(output.done() for output in outputs):
+            sent = time.monotonic()
+            for victim in victims:
+                processes[victim].send_signal(number)
+            wait(outputs, timeout=MOST_SECONDS)
+        else:
+            wait(outputs, timeout=MOST_SECONDS)
+    finally:
+        for process in processes:
+            process.kill()
+    return [output.result() for output in outputs], None if sent is None else time.monotonic() - sent
+
+
+def check_end(done: subprocess.CompletedProcess[str], was_killed: bool) -> None:
+    """Raises AssertionError where a process ended in a way that it should not."""
+    expected = {0}
+    if was_killed:  # by us, told to stop with and without a checkpoint, and hosts that have lost another
+        expected |= {-signal.SIGKILL, 75, 128 + signal.SIGTERM, 1, -signal.SIGABRT}
+    end = f"status {done.returncode}\n" + "\n".join(done.stderr.splitlines()[-30:])
+    assert done.returncode in expected, end
+    if done.returncode == 1:
+        assert "this one ends as well" in done.stderr, end
+
+
+def absolute(place: Path, argument: str) -> str:
+    """An index file here, where `data.bucket_path` would look for it in the bucket."""
+    key, path = argument.split("=")
+    return f"{key}={place / path}"
+
+
+def phase(errors: str) -> str:
+    """What a process was doing when it ended, by what it had said."""
+    if "run directory" not in errors:
+        return "starting"
+    return "training" if "first step of" in errors else "compiling"
+
+
+def compare(stormy: Path, calm: Path, is_steady: bool) -> None:
+    """Raises AssertionError where a run does not end as the other one did."""
+    got, expected = ([strip(line) for line in read_metrics(run / "metrics.jsonl")] for run in (stormy, calm))
+    if is_steady:
+        assert got == expected
+        for one, other in zip(leaves(stormy), leaves(calm), strict=True):
+            np.testing.assert_array_equal(one, other)
+    for key in ("step", "samples_checksum", "tokens_seen", "learning_rate", "skipped_steps"):
+        assert [line[key] for line in got] == [line[key] for line in expected], key
+    for key in ("train/loss", "validation/loss"):
+        one, other = (np.asarray([line.get(key, np.nan) for line in lines]) for lines in (got, expected))
+        np.testing.assert_allclose(one, other, rtol=1e-3, err_msg=key)
+
+
+def strip(line: dict[str, Any]) -> dict[str, Any]:
+    """Without what a clock measured."""
+    return {key: value for key, value in line.items() if key not in CLOCKED}
+
+
+def leaves(run: Path) -> list[np.ndarray]:
+    """The last state of a run, whole."""
+    step = saved_steps(run)[-1]
+    data = saved_config(run).data
+    with Checkpoints(checkpoint_directory(run, data.bucket_path, data.checkpoint_directory), None) as checkpoints:
+        return [checkpoints.read(step, name) for name in checkpoints.meta(step)["shapes"]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steady", action="store_true")
+    parser.add_argument("--bucket", action="store_true")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        storm = weather(
+            Path(place), given.kills, given.steps, seed=given.seed, is_steady=given.steady, is_bucket=given.bucket
+        )
+    print(storm)
+
+
+if __name__ == "__main__":
+    main()
