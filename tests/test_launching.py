@@ -115,6 +115,12 @@ def test_keep_asks_again_after_a_preemption(tpus: Slice) -> None:
     assert "run has finished" in done.stdout
 
 
+def test_keep_goes_on_when_a_stopped_slice_is_not_taken_away(tpus: Slice) -> None:
+    done = tpus.run("keep", "run", "us-a", "v3-8", statuses="none,75,running,0")
+    assert done.returncode == 0, done.stderr
+    assert [call[1] for call in tpus.calls()] == ["scp", "ssh", "ssh", "ssh"]  # set up once, launched twice
+
+
 def test_keep_stops_when_training_failed(tpus: Slice) -> None:
     done = tpus.run("keep", "run", "us-a", "v3-8", statuses="none,1")
     assert done.returncode == 1 and "status 1" in done.stderr
@@ -135,7 +141,7 @@ def test_mistakes_call_nothing(tpus: Slice, arguments: tuple[str, ...], named: s
     assert tpus.calls() == []
 
 
-@pytest.mark.parametrize(("statuses", "ended"), [("0", 0), ("75", 75), ("1 1 0", 0), ("1 1 1 1", 1)])
+@pytest.mark.parametrize(("statuses", "ended"), [("0", 0), ("75", 75), ("143", 143), ("1 1 0", 0), ("1 1 1 1", 1)])
 def test_the_loop_starts_again_until_finished_or_stopped(tmp_path: Path, statuses: str, ended: int) -> None:
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True)
