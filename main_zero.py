@@ -16,7 +16,7 @@ from types import FrameType
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Ends what is under way; where the exception gets lost, as in a callback of the garbage collector, all the same."""
+    """Ends what is under way; also where the exception gets lost, as in a callback of the garbage collector."""
     late = threading.Timer(5, say_interrupted, [number])
     late.daemon = True
     late.start()
