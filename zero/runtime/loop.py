@@ -7,10 +7,9 @@ import logging
 import math
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -23,20 +22,18 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from zero.models.gpt import GPTConfig
-from zero.partition.collectives import Axis
-from zero.partition.layout import Layout
-from zero.partition.state import checksums, from_global, memory, to_global
+from zero.partition.state import memory
 from zero.runtime import UserError, distributed, preemption, runs, storage
 from zero.runtime.cache import Cache
-from zero.runtime.checkpoints import Checkpoints, Damaged
+from zero.runtime.checkpoints import Checkpoints
 from zero.runtime.configuration import Config, index_files
 from zero.runtime.corpus import prepare
 from zero.runtime.inference import generate
 from zero.runtime.interchange import warm_start
 from zero.runtime.job import make_job
-from zero.runtime.loader import Batch as LoadedBatch
 from zero.runtime.loader import Loader, prefetch
 from zero.runtime.page import PAGE_FILE, write_page
+from zero.runtime.progress import Position, Progress, restore
 from zero.runtime.report import draw_run
 from zero.runtime.text import Tokenizer, load_tokenizer
 from zero.runtime.tracking import METRICS_FILE, Tracker, read_metrics
@@ -45,18 +42,6 @@ from zero.training.schedules import Context
 from zero.training.step import Batch, ShardedGPT, TrainState, state_layout
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Position:
-    """Where the data and the counters stand between two steps; a checkpoint holds it beside the state."""
-
-    global_rows: int  # of a batch over all hosts; fixed by the first checkpoint
-    step: int = 0
-    cursor: dict[str, int] | None = None
-    skipped_rows: int = 0
-    samples_checksum: int = 0
-    unevaluated: dict[str, Any] | None = None  # metrics of this step where a signal came before its evaluation
 
 
 @distributed.ending_together()
@@ -103,10 +88,10 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         distributed.check_shared("data.checkpoint_directory", place)
         origin = _origin(config, run_directory, place)
         checkpoints = stack.enter_context(Checkpoints(place, data.keep_checkpoints))
-        at, state = _Position(training.batch_size * hosts), None
+        at, state = Position(training.batch_size * hosts), None
         if config.resume is not None:
             source = checkpoints if origin is None else stack.enter_context(Checkpoints(origin, keep=None))
-            at, state = _restore(source, data.resume_step, layout, axis, is_own=origin is None)
+            at, state = restore(source, data.resume_step, layout, axis, is_own=origin is None)
             log.info("resumed from step %d of %s", at.step, source.directory)
         elif checkpoints.steps():
             raise UserError(
@@ -168,14 +153,15 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         in_flight = 0 if jax.default_backend() == "cpu" else 1
         stop_requests = stack.enter_context(preemption.stop_requests())
         agreement = distributed.Agreement(lag=in_flight)
-        run = _Run(config, size, run_directory, place, checkpoints, tracker, layout, axis, stop_requests, agreement)
-        run.state, run.at = state, at
+        run = Progress(
+            config, size, run_directory, place, checkpoints, tracker, layout, axis, stop_requests, agreement, state, at
+        )
         del state
         bar = stack.enter_context(
             tqdm(total=last_step, initial=at.step, unit="step", disable=host != 0, dynamic_ncols=True)
         )
         stack.enter_context(logging_redirect_tqdm())
-        if at.unevaluated is not None and not run.evaluate(at.unevaluated, programs, validation):
+        if at.unevaluated is not None and not _evaluate(run, at.unevaluated, programs, validation):
             return run.stop()
         batches = stack.enter_context(closing(prefetch(loader.batches(at.cursor))))
         window, text = _Window(), ""
@@ -233,7 +219,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
                 at.unevaluated = line if is_evaluation else None
                 run.log(line)
             else:
-                is_stop = not run.evaluate(line, programs, validation)
+                is_stop = not _evaluate(run, line, programs, validation)
             bar.set_postfix_str(_summary(line))
             if is_stop:
                 return run.stop()
@@ -254,102 +240,6 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         log.info("finished at step %d; the model writes:\n%s", at.step, text)
         log.info("run directory: %s", run_directory)
         return 0
-
-
-@dataclass
-class _Run:
-    """A run under way on this host: its state, its place in the data, and how both are kept."""
-
-    config: Config
-    size: GPTConfig
-    run_directory: Path
-    place: Path | str
-    checkpoints: Checkpoints
-    tracker: Tracker | None  # of host 0
-    layout: Layout
-    axis: Axis
-    stop_requests: list[int]
-    agreement: distributed.Agreement
-    state: TrainState = field(init=False)
-    at: _Position = field(init=False)
-    saved_at: float = field(default_factory=time.monotonic)
-    uncounted: tuple[int, int] = (0, 0)  # rows skipped and checksum, of this host since the last line of metrics
-
-    def asked(self) -> tuple[bool, bool]:
-        """Whether to stop, and whether a checkpoint is due by the clock of host 0; all hosts are told the same."""
-        minutes = self.config.data.checkpoint_minutes
-        is_due = self.tracker is not None and minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
-        is_stop, is_due = self.agreement(bool(self.stop_requests), is_due)
-        return is_stop, is_due
-
-    def count(self, step: int, batch: LoadedBatch, first_row: int) -> None:
-        """A step was taken with these rows of this host."""
-        self.at.step, self.at.cursor, self.at.unevaluated = step, batch.cursor, None
-        first = step * self.at.global_rows + first_row
-        skipped, checksum = self.uncounted
-        for number, row in enumerate(batch.tokens, start=first):
-            checksum += zlib.crc32(row, zlib.crc32(number.to_bytes(8)))
-        self.uncounted = skipped + batch.skipped, checksum
-
-    def sum_up(self) -> None:
-        """Brings the counters of all hosts together."""
-        skipped, checksum = distributed.sum_over_hosts(*self.uncounted)
-        self.uncounted = 0, 0
-        self.at.skipped_rows += skipped
-        self.at.samples_checksum = (self.at.samples_checksum + checksum) % 2**32
-
-    def log(self, line: dict[str, Any]) -> None:
-        if self.tracker is not None:
-            self.tracker.log(line)
-
-    def evaluate(self, line: dict[str, Any], programs: Programs, validation: Loader) -> bool:
-        """Adds the validation loss to the metrics and logs them; False where the run was told to stop before that."""
-        loss = self._validation_loss(programs, validation)
-        self.at.unevaluated = line if loss is None else None
-        if loss is not None:
-            line["validation/loss"] = loss
-        self.log(line)
-        return loss is not None
-
-    def _validation_loss(self, programs: Programs, validation: Loader) -> float | None:
-        """The mean loss of held-out tokens in nats."""
-        losses, scored = 0.0, 0
-        with closing(prefetch(validation.batches())) as batches:
-            for batch in islice(batches, self.config.training.maximum_evaluation_steps):
-                loss, tokens = programs.evaluate(self.state.params, _for_devices(batch.tokens, 0).tokens)
-                losses, scored = losses + loss.item(), scored + tokens.item()
-                if self.asked()[0]:
-                    return None
-        return losses / scored
-
-    def save(self, validation_loss: float | None = None) -> None:
-        """Begins to save the state; returns when it may change again."""
-        if self.tracker is not None:  # before the checkpoint: who resumes from it finds the lines up to it
-            runs.mirror(self.run_directory, self.place)
-        try:
-            sums = checksums(self.state, self.layout, self.axis)
-        except ValueError as error:
-            raise UserError(
-                f"step {self.at.step}: {error}; a device, its memory or a link is faulty, or a program is not the same "
-                "everywhere. This state is not saved: --resume goes on from the checkpoint before"
-            ) from error
-        meta = {**asdict(self.at), "checksums": sums, "config": asdict(self.config), "size": asdict(self.size)}
-        if self.tracker is not None and self.tracker.wandb_run is not None:
-            meta["wandb_run_id"] = self.tracker.wandb_run.id
-        whole = to_global(self.state, self.layout, self.axis, donate=True)
-        self.checkpoints.save(self.at.step, whole, self.layout, meta, validation_loss=validation_loss)
-        self.state = from_global(whole, self.layout, self.axis, donate=True)
-        self.saved_at = time.monotonic()
-
-    def stop(self) -> int:
-        """Saves what is not saved yet, and returns the exit status."""
-        self.sum_up()
-        if self.at.step not in self.checkpoints.steps():
-            self.save()
-        self.checkpoints.wait()
-        told = f"signal {self.stop_requests[0]}" if self.stop_requests else "another host"
-        log.info("stopped by %s; step %d is saved, --resume continues", told, self.at.step)
-        return preemption.PREEMPTED
 
 
 class _Window:
@@ -455,33 +345,6 @@ def _agree_on(run_directory: Path, resume: str | None) -> Path:
     return Path(there)
 
 
-def _restore(
-    source: Checkpoints, asked: int | None, layout: Layout, axis: Axis, is_own: bool
-) -> tuple[_Position, TrainState]:
-    """The checkpoint that was asked for, or the newest that can be read; damaged ones of this run are set aside."""
-    chosen, damaged = source.choose(asked), []
-    for step in [chosen] if asked is not None else source.steps()[::-1]:
-        try:
-            meta = source.meta(step)
-            state = from_global(source.restore(step, layout, axis), layout, axis, donate=True)
-            sums = checksums(state, layout, axis)
-            bad = [name for name, kept in meta["checksums"].items() if sums[name] != kept]
-            if bad:
-                del state  # before the next one takes its place
-                raise Damaged(f"checkpoint {source.directory}, step {step}: {', '.join(bad)} is not what was saved")
-        except Damaged as error:
-            if asked is not None:
-                raise
-            log.error("%s; trying the one before", error)
-            damaged.append(step)
-            continue
-        for step in damaged if is_own else []:
-            source.set_aside(step)
-        known = {field.name for field in fields(_Position)}
-        return _Position(**{key: value for key, value in meta.items() if key in known}), state
-    raise UserError(f"{source.directory}: none of its checkpoints can be read; the lines above say why, one by one")
-
-
 def _is_evaluated(run_directory: Path, step: int) -> bool:
     """Whether an earlier start of this run has made up for the evaluation of its checkpoint, as host 0 knows."""
     found = False
@@ -565,6 +428,23 @@ def _for_devices(tokens: np.ndarray, host: int) -> Batch:
     rows = len(tokens) // devices
     first_rows = host * len(tokens) + rows * np.arange(devices, dtype=np.int32)
     return Batch(tokens.reshape(devices, rows, -1), first_rows.astype(np.int32))
+
+
+def _evaluate(run: Progress, line: dict[str, Any], programs: Programs, validation: Loader) -> bool:
+    """Logs the metrics with the mean loss of held-out tokens in nats; False where told to stop before that is known."""
+    losses, scored = 0.0, 0
+    with closing(prefetch(validation.batches())) as batches:
+        for batch in islice(batches, run.config.training.maximum_evaluation_steps):
+            loss, tokens = programs.evaluate(run.state.params, _for_devices(batch.tokens, 0).tokens)
+            losses, scored = losses + loss.item(), scored + tokens.item()
+            if run.asked()[0]:
+                run.at.unevaluated = line
+                run.log(line)
+                return False
+    run.at.unevaluated = None
+    line["validation/loss"] = losses / scored
+    run.log(line)
+    return True
 
 
 def _sample(inference: Inference, state: TrainState, tokenizer: Tokenizer, count: int, step: int) -> str:
