@@ -4,18 +4,31 @@
 
 One process, 8 virtual CPU devices of 16, two cores, about two minutes. A save is timed until its files are synced; a
 restore reads files that `posix_fadvise` has dropped from the page cache. Rounds take turns, so that a slow moment of
-the machine hits all alike, and medians count. Ratios are of bandwidths: 1 is as fast as the plain file.
+the machine hits all alike, and medians count. Ratios are of bandwidths: 1 is as fast as the plain file. The plain read
+goes into one small buffer over and over; the other one keeps what it reads, as a restore does, in memory that is new.
+
+Then two processes of 4 devices each save and restore the same state. A process needs half of it: what it reads, and
+what its memory holds at the peak besides that half, are given as fractions of the whole.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import os
 import shutil
+import socket
+import subprocess
+import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 os.environ.setdefault("NPROC", "64")
 
@@ -23,6 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore
+from jax.experimental import multihost_utils
 
 import zero
 from zero.runtime.checkpoints import Checkpoints
@@ -52,23 +66,104 @@ def bytes_read() -> int:
     return sum(value["value"] for metric in metrics for value in metric["values"])
 
 
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def peak_memory() -> Iterator[list[int]]:
+    """A list that holds, at the end, the most bytes that were resident within, above those at the beginning."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # or memory that was freed before, and is used again, would not count
+    before = resident()
+    peak, done = [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            peak[0] = max(peak[0], resident() - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        watcher.join()
+
+
+def make_state(layout: zero.Layout, axis: zero.Axis) -> Any:
+    generator = np.random.default_rng(0)
+
+    def one(leaf: zero.LeafLayout, to: jax.ShapeDtypeStruct) -> jax.Array:
+        whole = generator.standard_normal(leaf.padded_shape, np.float32)
+        return jax.make_array_from_callback(whole.shape, to.sharding, lambda index: whole[index])
+
+    return layout.map(one, zero.global_shapes(layout, axis))
+
+
+def run_two_processes(directory: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, __file__, "--directory", str(directory), "--port", port, "--process"]
+    processes = [subprocess.Popen([*command, str(i)]) for i in range(2)]
+    try:
+        codes = [process.wait() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes):
+        sys.exit(1)
+
+
+def as_one_of_two(process: int, port: str, directory: Path) -> None:
+    """What one of the two processes does, and prints when its turn comes."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
+    layout, axis = placed(8)
+    state = make_state(layout, axis)
+    size = sum(x.nbytes for x in jax.tree.leaves(state))
+    with Checkpoints(directory / "saved by 2 x 4", keep=1) as checkpoints:
+        checkpoints.save(1, state, layout, {})
+    del state
+    lines = []
+    for place in sorted(directory.glob("saved by *")):
+        drop_from_cache(place)
+        before = bytes_read()
+        with Checkpoints(place, keep=None) as checkpoints, peak_memory() as peak:
+            restored = jax.block_until_ready(checkpoints.restore(1, layout, axis))
+        lines.append(
+            f"{place.name}, read by 2 x 4, process {process}: "
+            f"{(bytes_read() - before) / size:.2f} read, {peak[0] / size - 0.5:.2f} of memory above its half"
+        )
+        del restored
+    for turn in range(2):
+        multihost_utils.sync_global_devices(f"turn {turn}")
+        if turn == process:
+            print(*lines, sep="\n", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", help="on the disk to measure; default: a temporary one")
+    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", help=argparse.SUPPRESS)
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
+    if options.process is not None:
+        as_one_of_two(options.process, options.port, Path(options.directory))
+        return
     jax.config.update("jax_num_cpu_devices", 16)
     layout, axis = placed(8)
-    generator = np.random.default_rng(0)
-    state = layout.map(
-        lambda leaf, to: jax.device_put(generator.standard_normal(leaf.padded_shape, np.float32), to.sharding),
-        zero.global_shapes(layout, axis),
-    )
+    state = make_state(layout, axis)
     arrays = jax.tree.leaves(state)
     size = sum(x.nbytes for x in arrays)
     seconds: dict[str, list[float]] = {}
     read: dict[str, float] = {}
+    memory: dict[str, list[float]] = {}
 
     def timed(name: str, started: float) -> None:
         seconds.setdefault(name, []).append(time.perf_counter() - started)
@@ -94,6 +189,12 @@ def main() -> None:
                 while file.readinto(buffer):
                     pass
             timed("plain read", started)
+            for name in ("untimed read", "same, new memory"):
+                drop_from_cache(plain)
+                started = time.perf_counter()
+                kept = np.fromfile(plain, np.float32)
+                timed(name, started)
+                del kept
             plain.unlink()
             place = Path(directory, "checkpoints")
             with Checkpoints(place, keep=1) as checkpoints:
@@ -105,21 +206,31 @@ def main() -> None:
             for devices in (8, 3, 16):
                 drop_from_cache(place)
                 before = bytes_read()
-                with Checkpoints(place, keep=None) as checkpoints:
+                name = f"restore by {devices}"
+                with Checkpoints(place, keep=None) as checkpoints, peak_memory() as peak:
                     started = time.perf_counter()
-                    jax.block_until_ready(checkpoints.restore(1, *placed(devices)))
-                    timed(f"restore by {devices}", started)
-                read[f"restore by {devices}"] = (bytes_read() - before) / size
+                    restored = jax.block_until_ready(checkpoints.restore(1, *placed(devices)))
+                    timed(name, started)
+                read[name] = (bytes_read() - before) / size
+                memory.setdefault(name, []).append(peak[0] / size - 1)
+                del restored
             shutil.rmtree(place)
-    middle = {name: median(times) for name, times in seconds.items()}
-    print(f"{size / 1e9:.2f} GB, medians of {options.rounds}")
-    print(f"{'':16} {'seconds':>8} {'ratio':>6}   bytes read / bytes")
-    for name, peer in [("save", "plain write"), *((name, "plain read") for name in read)]:
-        more = f"   {read[name]:.2f}" if name in read else ""
-        print(f"{name:16} {middle[name]:8.2f} {middle[peer] / middle[name]:6.2f}{more}")
-    print(f"{'stall':16} {middle['stall']:8.2f} {middle['stall'] / middle['copy']:6.2f} x the copy to the host")
-    for name in ("plain write", "plain read", "copy"):
-        print(f"{name:16} {middle[name]:8.2f}")
+        middle = {name: median(times) for name, times in seconds.items()}
+        print(f"{size / 1e9:.2f} GB, medians of {options.rounds}")
+        print(f"{'':16} {'seconds':>8} {'ratio':>6} {'new memory':>11} {'read':>5} {'memory':>7}")
+        print(f"{'save':16} {middle['save']:8.2f} {middle['plain write'] / middle['save']:6.2f}")
+        for name in read:
+            ratios = [middle[peer] / middle[name] for peer in ("plain read", "same, new memory")]
+            more = f"{read[name]:5.2f} {median(memory[name]):7.2f}"
+            print(f"{name:16} {middle[name]:8.2f} {ratios[0]:6.2f} {ratios[1]:11.2f} {more}")
+        print(f"{'stall':16} {middle['stall']:8.2f} {middle['stall'] / middle['copy']:6.2f} x the copy to the host")
+        for name in ("plain write", "plain read", "same, new memory", "copy"):
+            print(f"{name:16} {middle[name]:8.2f}", flush=True)
+        for devices in (8, 3, 1):
+            layout, axis = placed(devices)
+            with Checkpoints(Path(directory, f"saved by 1 x {devices}"), keep=1) as checkpoints:
+                checkpoints.save(1, make_state(layout, axis), layout, {})
+        run_two_processes(Path(directory))
 
 
 if __name__ == "__main__":

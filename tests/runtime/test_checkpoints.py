@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
@@ -528,3 +529,28 @@ def run(program: str) -> str:
     done = subprocess.run([sys.executable, "-c", program], cwd=here, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_two_processes_agree_when_one_of_them_finds_damage(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("two_processes.py")), str(i), port, str(tmp_path)],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+        assert output.endswith("done\n"), output
+    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["5", "5.damaged"]
