@@ -123,15 +123,16 @@ def test_a_machine_that_was_replaced_rebuilds_the_run_directory_and_goes_on(run:
     assert run(kept, tracked, "training.total_steps=9").returncode == 0
     expected = losses(tmp_path / "run")
     run_id = (tmp_path / "run" / "wandb_run_id").read_text()
-    shutil.rmtree(tmp_path / "run")
-    for url in storage.list_files(f"gs://{PLACE}/kept/9"):
-        storage.remove(url)
-    launcher = ("--resume=auto", kept, tracked, "training.total_steps=9", "hydra.run.dir=another")
-    resumed = run(*launcher)
-    assert resumed.returncode == 0 and "resumed from step 6" in resumed.stderr, resumed.stderr
-    assert losses(tmp_path / "another") == expected
-    assert (tmp_path / "another" / "wandb_run_id").read_text() == run_id
-    assert not (tmp_path / "run").exists()
+    launcher = ("--resume=auto", kept, tracked, "training.total_steps=9")
+    for before, now in (("run", "another"), ("another", "third")):
+        shutil.rmtree(tmp_path / before)
+        for url in storage.list_files(f"gs://{PLACE}/kept/9"):
+            storage.remove(url)
+        resumed = run(*launcher, f"hydra.run.dir={now}")
+        assert resumed.returncode == 0 and "resumed from step 6" in resumed.stderr, resumed.stderr
+        assert losses(tmp_path / now) == expected
+        assert (tmp_path / now / "wandb_run_id").read_text() == run_id
+        assert not (tmp_path / before).exists()
 
 
 def test_a_bucket_that_answers_503_for_a_while_costs_time_and_nothing_else(

@@ -155,6 +155,28 @@ def test_a_host_that_fails_takes_the_run_down_with_its_reason(tmp_path: Path, ba
         assert f"host 1 of 2 ({socket.gethostname()}) ended: error: shard {bad}.tar is truncated" in done[0].stderr
 
 
+def test_hosts_with_disks_of_their_own_resume_from_checkpoints_that_they_share(tmp_path: Path) -> None:
+    places = [cli.make_workplace(tmp_path / name) for name in ("here", "there")]
+    ends = []
+    for steps in (4, 8):  # nobody names the run directory, and only the first host has one
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        job = (
+            "--resume=auto", *cli.TINY, "training.batch_size=8", "distributed.cpu_devices=4",
+            f"training.total_steps={steps}", f"data.checkpoint_directory={tmp_path}/shared",
+            f"distributed.coordinator_address=127.0.0.1:{port}", "distributed.num_processes=2",
+        )  # fmt: skip
+        done = finish_hosts(
+            [cli.start(place, *job, f"distributed.process_id={host}") for host, place in enumerate(places)]
+        )
+        assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+        ends.append(done)
+    assert all("resumed from step 4 of" in one.stderr for one in ends[1])
+    (run,) = [path.parent for path in (tmp_path / "here" / "runs").rglob("metrics.jsonl")]
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == list(range(1, 9))
+
+
 def test_hosts_that_do_not_share_a_disk_are_told(tmp_path: Path) -> None:
     here, there = (cli.make_workplace(tmp_path / name) for name in ("here", "there"))
     with socket.socket() as free:

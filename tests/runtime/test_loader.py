@@ -626,3 +626,23 @@ def test_loader_threads_end_with_the_consumer(corpus):
     assert len(threading.enumerate()) > len(before)
     ahead.close()
     assert set(threading.enumerate()) <= before
+
+
+def test_prefetch_does_not_wait_where_it_is_told_to_stop() -> None:
+    released = threading.Event()
+
+    def slow() -> Iterator[int]:
+        yield 1
+        released.wait(60)
+        yield 2
+
+    stop: list[int] = []
+    items = prefetch(slow(), stop=stop)
+    assert next(items) == 1
+    threading.Timer(0.3, stop.append, [15]).start()
+    began = time.monotonic()
+    assert list(items) == [] and time.monotonic() - began < 10
+    released.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("prefetch"):
+            thread.join()

@@ -173,7 +173,7 @@ def test_run_directory_that_was_lost_is_rebuilt_from_beside_its_checkpoints(in_t
     (Path("mine") / "samples.txt").write_text("")
     assert rebuild(Path("mine"), place)
     assert (Path("mine") / "metrics.jsonl").read_text().count("step") == 3
-    (place / "run" / "samples.txt").write_text("text")
+    (in_tmp_path / "shared-run" / "samples.txt").write_text("text")
     assert rebuild(Path("mine"), place)
     assert (Path("mine") / "samples.txt").read_text() == "text"
 

@@ -9,6 +9,7 @@ import atexit
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -56,7 +57,7 @@ def start(
       This process and the number of processes.
 
     Raises:
-      UserError: the other hosts did not come.
+      UserError: jax cannot make out the other hosts.
     """
     global _watch
     os.environ.setdefault("NPROC", str(4 * cpu_devices))
@@ -65,18 +66,22 @@ def start(
     jax.config.update("jax_num_cpu_devices", cpu_devices)
     if compilation_cache is not None and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(compilation_cache))
-    if coordinator_address is not None or _jax_finds_hosts():
+    if not jax.distributed.is_initialized() and (coordinator_address is not None or _jax_finds_hosts()):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        log.info("waiting for the other hosts, %d s at most", JOIN_SECONDS)
+        log.info(
+            "waiting for the other hosts; after %d s jax ends this one with: Terminating process because ...",
+            JOIN_SECONDS,
+        )
         try:
-            jax.distributed.initialize(
-                coordinator_address,
-                num_processes,
-                process_id,
-                initialization_timeout=JOIN_SECONDS,
-                heartbeat_timeout_seconds=2 * SILENCE_SECONDS,  # jax's own: it aborts and names nobody
-                shutdown_timeout_seconds=3 * SILENCE_SECONDS,
-            )
+            with _signals_left_to_the_system():
+                jax.distributed.initialize(
+                    coordinator_address,
+                    num_processes,
+                    process_id,
+                    initialization_timeout=JOIN_SECONDS,
+                    heartbeat_timeout_seconds=2 * SILENCE_SECONDS,  # jax's own: it aborts and names nobody
+                    shutdown_timeout_seconds=3 * SILENCE_SECONDS,
+                )
         except (RuntimeError, ValueError) as error:
             remedy = (
                 "expected TPU pods, Slurm or Open MPI, or HOST:PORT with num_processes and process_id (1 and 0 alone)"
@@ -88,6 +93,17 @@ def start(
             _watch = _Watch(_client())
             _watch.start()
     return jax.process_index(), jax.process_count()
+
+
+@contextmanager
+def _signals_left_to_the_system() -> Iterator[None]:
+    """While jax waits for hosts it answers none, and then has a handler for SIGTERM of its own, which answers late."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _jax_finds_hosts() -> bool:
@@ -284,6 +300,8 @@ def ending_together() -> Iterator[None]:
     """
     try:
         yield
+        if _watch is not None:
+            wait_for_all()  # the others may still write; jax's own end waits for a minute only, and aborts
     except BaseException as error:
         if _watch is not None:
             if isinstance(error, jax.errors.JaxRuntimeError):
@@ -307,6 +325,8 @@ def _leave(last_word: str) -> None:
 
 
 def _exit() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(1)

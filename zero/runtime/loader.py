@@ -15,7 +15,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -364,10 +364,11 @@ class _Stream:
         return (np.concatenate(tokens), np.concatenate(lengths)) if len(parts) > 1 else parts[0]
 
 
-def prefetch(iterator: Iterator[_Item], depth: int = 2) -> Generator[_Item, None, None]:
+def prefetch(iterator: Iterator[_Item], depth: int = 2, stop: Sequence[Any] = ()) -> Generator[_Item, None, None]:
     """The same items, up to `depth` of them made ahead in a background thread.
 
     What the iterator raises is raised here, in its place. When the consumer stops, so do the thread and the iterator.
+    Where something comes to lie in `stop`, no item is waited for: it ends, and leaves them to end later.
 
     >>> list(prefetch(iter("abc")))
     ['a', 'b', 'c']
@@ -376,10 +377,16 @@ def prefetch(iterator: Iterator[_Item], depth: int = 2) -> Generator[_Item, None
     pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:
         ahead = deque(pool.submit(next, iterator, end) for _ in range(depth))
-        while (item := ahead.popleft().result()) is not end:
+        while True:
+            next_one = ahead.popleft()
+            while not wait([next_one], timeout=0.1).done:
+                if stop:
+                    return
+            if (item := next_one.result()) is end:
+                return
             ahead.append(pool.submit(next, iterator, end))
             yield item
     finally:
-        pool.shutdown(cancel_futures=True)
-        if isinstance(iterator, Generator):
+        pool.shutdown(wait=not stop, cancel_futures=True)
+        if isinstance(iterator, Generator) and not stop:
             iterator.close()

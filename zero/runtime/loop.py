@@ -57,7 +57,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
     """
     training, data = config.training, config.data
     host, hosts = distributed.start(**asdict(config.distributed))
-    run_directory = _agree_on(run_directory, config.resume)
+    run_directory, is_fork = _agree_on(run_directory, config.resume)
     devices, local_devices = jax.device_count(), jax.local_device_count()
     log.info(
         "%d %s devices, %d of this host; run directory %s", devices, jax.default_backend(), local_devices, run_directory
@@ -86,7 +86,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
             stack.enter_context(runs.locked(run_directory))
         place = runs.checkpoint_directory(run_directory, data.bucket_path, data.checkpoint_directory)
         distributed.check_shared("data.checkpoint_directory", place)
-        origin = _origin(config, run_directory, place)
+        origin = _origin(config, run_directory, place) if is_fork else None
         checkpoints = stack.enter_context(Checkpoints(place, data.keep_checkpoints))
         at, state = Position(training.batch_size * hosts), None
         if config.resume is not None:
@@ -163,7 +163,8 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         stack.enter_context(logging_redirect_tqdm())
         if at.unevaluated is not None and not _evaluate(run, at.unevaluated, programs, validation):
             return run.stop()
-        batches = stack.enter_context(closing(prefetch(loader.batches(at.cursor))))
+        alone = stop_requests if hosts == 1 else ()  # several have to agree first
+        batches = stack.enter_context(closing(prefetch(loader.batches(at.cursor), stop=alone)))
         window, text = _Window(), ""
         steps: dict[int, Callable[..., Any]] = {}  # programs, by the length of a sequence
         startup: dict[str, float] = {}
@@ -233,6 +234,8 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
                 with (run_directory / runs.SAMPLES_FILE).open("a") as file:
                     file.write(f"--- step {step}\n{text}\n")
             window.restart()
+        if at.step < last_step:  # told to stop while it waited for data
+            return run.stop()
         checkpoints.wait()
         if host == 0:
             runs.mirror(run_directory, place)
@@ -319,19 +322,19 @@ def _prepare_corpus(config: Config, tokenizer: Tokenizer) -> None:
     log.info("prepared corpus %s: %s", name, corpus)
 
 
-def _agree_on(run_directory: Path, resume: str | None) -> Path:
-    """The run directory of host 0. Another host keeps its log there, and nothing else."""
+def _agree_on(run_directory: Path, resume: str | None) -> tuple[Path, bool]:
+    """The run directory of host 0, and whether it forks. Another host keeps its log there, and nothing else."""
     host = jax.process_index()
-    there, is_resume = json.loads(
-        distributed.from_first_host("run", json.dumps([str(run_directory), resume is not None]))
-    )
+    is_fork = resume is not None and Path(resume) != run_directory
+    said = json.dumps([str(run_directory), resume is not None, is_fork])
+    there, is_resume, is_fork = json.loads(distributed.from_first_host("run", said))
     if is_resume != (resume is not None):
         raise UserError(
             f"host 0 {'resumes' if is_resume else 'starts afresh'} and host {host} does not: all hosts must see the "
             "same runs; name data.bucket_path, or a hydra.run.dir on a disk that they share"
         )
     if host == 0:
-        return run_directory
+        return run_directory, is_fork
     for handler in logging.root.handlers:
         if isinstance(handler, logging.FileHandler):
             old = Path(handler.baseFilename)
@@ -342,7 +345,7 @@ def _agree_on(run_directory: Path, resume: str | None) -> Path:
                 old.unlink(missing_ok=True)
     if Path(there) != run_directory and run_directory.is_dir() and not any(run_directory.iterdir()):
         run_directory.rmdir()
-    return Path(there)
+    return Path(there), is_fork
 
 
 def _is_evaluated(run_directory: Path, step: int) -> bool:
@@ -375,16 +378,15 @@ def _refuse_to_go_on(config: Config, line: dict[str, Any], skipped_in_a_row: int
         )
 
 
-def _origin(config: Config, run_directory: Path, place: Path | str) -> Path | str | None:
-    """Where the checkpoints lie that a fork starts from; None for what is no fork."""
-    if config.resume is None or Path(config.resume) == run_directory:
-        return None
-    saved = runs.saved_config(Path(config.resume)).data
-    origin = runs.checkpoint_directory(Path(config.resume), saved.bucket_path, saved.checkpoint_directory)
+def _origin(config: Config, run_directory: Path, place: Path | str) -> Path | str:
+    """Where the checkpoints lie that a fork starts from."""
+    before = Path(str(config.resume))
+    saved = runs.saved_config(before).data
+    origin = runs.checkpoint_directory(before, saved.bucket_path, saved.checkpoint_directory)
     if origin == place:
         raise UserError(
             f"data.resume_step={config.data.resume_step} forks the run into {run_directory}, but {place} holds the "
-            "checkpoints of the run itself; name another data.checkpoint_directory"
+            f"checkpoints of the run itself; name another data.checkpoint_directory, and hydra.run.dir={before}"
         )
     return origin
 

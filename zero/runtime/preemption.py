@@ -30,7 +30,7 @@ def stop_requests() -> Iterator[list[int]]:
 
     def receive(number: int, frame: FrameType | None) -> None:
         if received:
-            end_at_once(128 + number)
+            os._exit(128 + number)  # a handler may not flush what it has interrupted
         received.append(number)
 
     before = {number: signal.signal(number, receive) for number in SIGNALS}
@@ -43,10 +43,12 @@ def stop_requests() -> Iterator[list[int]]:
 
 def end_at_once(status: int) -> None:
     """Leaves without Python's and jax's own ways out: these wait for threads that compile or write."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    try:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
 
 
 def compiled_unless(stop: list[int], program: Any, *arguments: Any) -> Callable[..., Any] | None:

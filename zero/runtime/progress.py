@@ -85,6 +85,8 @@ class Progress:
         """Whether to stop, and whether a checkpoint is due by the clock of host 0; all hosts are told the same."""
         minutes = self.config.data.checkpoint_minutes
         is_due = self.tracker is not None and minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
+        if is_due:
+            self.saved_at = time.monotonic()  # asked for once: the answer may come a call later
         is_stop, is_due = self.agreement(bool(self.stop_requests), is_due)
         return is_stop, is_due
 

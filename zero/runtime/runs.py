@@ -1,7 +1,7 @@
 """Where runs lie: finding the one to resume, and what stands in its directory (hydra, omegaconf).
 
 Where checkpoints lie outside the run directory, in a bucket or on a disk that machines share, what else a resume needs
-is kept beside them, in `run/`, and a machine that has lost the run directory rebuilds it from there.
+is kept beside them, in PLACE-run/, and a machine that has lost the run directory rebuilds it from there.
 """
 
 from __future__ import annotations
@@ -119,20 +119,20 @@ def mirror(run_directory: Path, place: Path | str) -> None:
 
 
 def rebuild(run_directory: Path, place: Path | str) -> bool:
-    """Brings a run directory up to what was mirrored, if anything was; of two metrics.jsonl the longer is kept."""
+    """Brings a run directory up to what was mirrored, if anything was; what only adds to that is kept."""
     if not is_apart(run_directory, place) or not storage.exists(_mirrored(place, CONFIG_FILE)):
         return False
     run_directory.mkdir(parents=True, exist_ok=True)
     for name in MIRRORED:
         if storage.exists(_mirrored(place, name)):
             here, kept = run_directory / name, storage.read_bytes(_mirrored(place, name))
-            if not (name in GROWING and here.exists() and here.stat().st_size >= len(kept)):
+            if not (name in GROWING and here.exists() and here.read_bytes().startswith(kept)):
                 storage.write(here, kept)
     return True
 
 
 def _mirrored(place: Path | str, name: str) -> str:
-    return storage.join(place, f"run/{name}")
+    return f"{place}-run/{name}"  # in a bucket orbax takes a directory beside its steps for one that is half written
 
 
 def newest_run(root: Path, place: Path | str | None = None) -> Path | None:
