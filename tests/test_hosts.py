@@ -134,7 +134,7 @@ def write_corpus(directory: Path, bad: int) -> None:
     (directory / f"{bad}.tar").write_bytes((directory / f"{bad}.tar").read_bytes()[:1000])
 
 
-@pytest.mark.parametrize(("bad", "first"), [(1, 0), (0, 1)])
+@pytest.mark.parametrize(("bad", "first"), [pytest.param(1, 0, marks=pytest.mark.slow), (0, 1)])
 def test_a_host_that_fails_takes_the_run_down_with_its_reason(tmp_path: Path, bad: int, first: int) -> None:
     write_corpus(tmp_path, bad)  # a shard that one host reads when the run is under way
     processes = start_hosts(
