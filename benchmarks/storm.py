@@ -37,7 +37,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests import bucket, cli
 from zero.runtime.checkpoints import Checkpoints
-from zero.runtime.runs import checkpoint_directory, saved_config, saved_steps
+from zero.runtime.runs import CONFIG_FILE, checkpoint_directory, saved_config, saved_steps
 from zero.runtime.tracking import read_metrics, read_resumes
 
 SHAPES = ((1, 8), (2, 4), (1, 4))  # processes, devices of each
@@ -118,7 +118,9 @@ def weather(
                 int(step) for one in done for step in re.findall(r"(?:checkpoint|step) (\d+)(?: is)? saved", one.stderr)
             ]
             reported = max([reported, *said])
-            if reported:
+            if (
+                reported and (run / CONFIG_FILE).exists()
+            ):  # else it was lost, and this start was killed before it was back
                 assert saved_steps(run)[-1:] >= [reported], (reported, done)
             if all(one.returncode == 0 for one in done):
                 compare(run, place / "calm", is_steady)
