@@ -93,7 +93,8 @@ def weather(
                 *(absolute(place, argument) for argument in job if "index_path" in argument),
             )
         bar = stack.enter_context(tqdm(total=kills, unit="kill"))
-        startup = read_metrics(place / "calm" / "metrics.jsonl")[0]["seconds_to_first_step"]
+        calm_startup = read_metrics(place / "calm" / "metrics.jsonl")[0]["seconds_to_first_step"]
+        startup = {hosts: hosts * calm_startup for hosts, _ in SHAPES}  # seconds to the first step; followed below
         run, reported = place / "stormy0", 0
         while True:
             hosts, devices = SHAPES[0] if is_steady else rng.choice(SHAPES)
@@ -101,13 +102,17 @@ def weather(
             number = rng.choice((signal.SIGKILL, signal.SIGTERM))
             victims = rng.choice((list(range(hosts)), [rng.randrange(hosts)]))
             is_over = storm.kills.total() >= kills
-            moment = 3600 if is_over else rng.uniform(0, 2 * hosts * startup)
+            moment = 3600 if is_over else rng.uniform(0, 2 * startup[hosts])
             storm.starts[hosts, devices, stage] += 1
             done, seconds = finish(
                 start(place, [*job, f"hydra.run.dir={run.name}"], hosts, devices, stage), victims, number, moment
             )
             for one in done:
                 check_end(one, was_killed=seconds is not None)
+            for told in re.findall(r"first step of \d+ tokens a sequence: ([\d.]+) s after the start", done[0].stderr)[
+                :1
+            ]:
+                startup[hosts] = float(told)
             if seconds is not None:
                 storm.kills[number.name, phase(done[0].stderr)] += 1
                 bar.update()
