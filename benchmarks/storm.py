@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests import bucket, cli
+from zero.runtime import storage
 from zero.runtime.checkpoints import Checkpoints
 from zero.runtime.runs import CONFIG_FILE, checkpoint_directory, saved_config, saved_steps
 from zero.runtime.tracking import read_metrics, read_resumes
@@ -88,6 +89,7 @@ def weather(
             address = stack.enter_context(bucket.disturbed(proxy))
             environment = {"STORAGE_EMULATOR_HOST": address, "TENSORSTORE_GCS_HTTP_URL": address}
             stack.enter_context(patch.dict(os.environ, environment))
+            storage._client.cache_clear()  # which an earlier test may have pointed elsewhere
             job += (
                 f"data.bucket_path={bucket.BUCKET}",
                 *(absolute(place, argument) for argument in job if "index_path" in argument),
