@@ -56,6 +56,7 @@ def test_a_run_from_a_bucket_is_the_run_from_disk(run: Run, workplace: Path, tmp
     assert losses(tmp_path / "run") == losses(workplace / "run")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "checkpoints",
+        "checkpoints-run",
         "compiled",
         "run",
     ]  # nothing was downloaded

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import gc
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ import tarfile
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -32,6 +34,17 @@ from zero.training.step import ShardedGPT, adamw, state_layout
 CONFIG = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=12, dropout=0.0, N=2, vocab_chunks=3)
 # Orbax closes the loop of a save that fails, and the writes under way then complain on standard error.
 NOISY = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """What a failed save leaves behind of orbax's coroutines goes here, not in the test that happens to come next."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
+
+
 META = {"cursor": {"batches": 7, "seed": 1}, "global_rows": 24, "config": {"seed": None, "names": ["é", "'"]}}
 
 
