@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import gc
 import logging
 import os
 import re
@@ -14,7 +13,6 @@ import tarfile
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -32,19 +30,6 @@ from zero.runtime.checkpoints import Checkpoints, Damaged
 from zero.training.step import ShardedGPT, adamw, state_layout
 
 CONFIG = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=12, dropout=0.0, N=2, vocab_chunks=3)
-# Orbax closes the loop of a save that fails, and the writes under way then complain on standard error.
-NOISY = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@pytest.fixture(autouse=True)
-def collected() -> Iterator[None]:
-    """What a failed save leaves behind of orbax's coroutines goes here, not in the test that happens to come next."""
-    yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        gc.collect()
-
-
 META = {"cursor": {"batches": 7, "seed": 1}, "global_rows": 24, "config": {"seed": None, "names": ["é", "'"]}}
 
 
@@ -321,7 +306,6 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 UNREAD = r"_CHECKPOINT_METADATA|.*commit_success.txt|state/_sharding|state/ocdbt.process_0/manifest.ocdbt"
 
 
-@NOISY
 def test_every_damage_is_told_in_one_line_or_does_no_harm(tmp_path: Path) -> None:
     with Checkpoints(tmp_path / "whole", keep=1) as checkpoints:
         save_small(checkpoints, 5)
@@ -355,7 +339,6 @@ def test_every_damage_is_told_in_one_line_or_does_no_harm(tmp_path: Path) -> Non
     assert re.search("file .*5/state/_METADATA cannot be read: no JSON", found["state/_METADATA", "torn"])
 
 
-@NOISY
 def test_damaged_checkpoint_is_set_aside_and_its_step_is_free_again(tmp_path: Path) -> None:
     with Checkpoints(tmp_path, keep=3) as checkpoints:
         save_small(checkpoints, 5)
@@ -424,7 +407,6 @@ def test_checkpoint_counts_as_saved_only_when_it_is_synced(
     assert len(caplog.messages) == 1
 
 
-@NOISY
 def test_checkpoint_that_cannot_be_synced_is_none_and_takes_no_other_with_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -460,7 +442,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", place], check=True)
 
 
-@NOISY
+# Orbax closes the loop of a save that fails, and the writes under way then complain on standard error.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_disk_that_fills_up_is_told_in_one_line_and_takes_no_checkpoint_with_it(disk: Path) -> None:
     with Checkpoints(disk, keep=1) as checkpoints:
         save_small(checkpoints, 1)
@@ -477,8 +460,8 @@ def test_disk_that_fills_up_is_told_in_one_line_and_takes_no_checkpoint_with_it(
     assert_same(restore_small(disk, 3), make_state(*small(8), seed=3), small(8)[0])
 
 
-@NOISY
 def test_place_that_became_read_only_is_told_in_one_line(disk: Path) -> None:
+    threads = set(threading.enumerate())
     with Checkpoints(disk, keep=1) as checkpoints:
         save_small(checkpoints, 1)
         checkpoints.wait()
@@ -491,6 +474,7 @@ def test_place_that_became_read_only_is_told_in_one_line(disk: Path) -> None:
         assert checkpoints.steps() == [1]
         with pytest.raises(UserError, match="Read-only file system"):
             checkpoints.set_aside(1)
+    assert set(threading.enumerate()) <= threads  # none that the process would wait for at its end
     assert_same(restore_small(disk, 1), make_state(*small(8), seed=1), small(8)[0])
 
 

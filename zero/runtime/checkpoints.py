@@ -77,6 +77,8 @@ class Checkpoints:
             create=False,
             cleanup_tmp_directories=keep is not None,
             enable_async_checkpointing=True,
+            # Else threads wait minutes for a directory that could not be made, and the process for them at its end.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
             temporary_path_class=type("_Path", (path,), {"committed": self._committed}),
             lightweight_initialize=True,  # else it reads a file of each checkpoint, which may be torn
         )
