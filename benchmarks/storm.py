@@ -18,7 +18,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,7 +34,7 @@ import numpy as np
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests import bucket, cli
+from tests import bucket, cli, hosts
 from zero.runtime import storage
 from zero.runtime.checkpoints import Checkpoints
 from zero.runtime.runs import CONFIG_FILE, checkpoint_directory, saved_config, saved_steps
@@ -96,25 +95,25 @@ def weather(
             )
         bar = stack.enter_context(tqdm(total=kills, unit="kill"))
         calm_startup = read_metrics(place / "calm" / "metrics.jsonl")[0]["seconds_to_first_step"]
-        startup = {hosts: hosts * calm_startup for hosts, _ in SHAPES}  # seconds to the first step; followed below
+        startup = {count: count * calm_startup for count, _ in SHAPES}  # seconds to the first step; followed below
         run, reported = place / "stormy0", 0
         while True:
-            hosts, devices = SHAPES[0] if is_steady else rng.choice(SHAPES)
+            count, devices = SHAPES[0] if is_steady else rng.choice(SHAPES)
             stage = 3 if is_steady else rng.choice(STAGES)
             number = rng.choice((signal.SIGKILL, signal.SIGTERM))
-            victims = rng.choice((list(range(hosts)), [rng.randrange(hosts)]))
+            victims = rng.choice((list(range(count)), [rng.randrange(count)]))
             is_over = storm.kills.total() >= kills
-            moment = 3600 if is_over else rng.uniform(0, 2 * startup[hosts])
-            storm.starts[hosts, devices, stage] += 1
+            moment = 3600 if is_over else rng.uniform(0, 2 * startup[count])
+            storm.starts[count, devices, stage] += 1
             done, seconds = finish(
-                start(place, [*job, f"hydra.run.dir={run.name}"], hosts, devices, stage), victims, number, moment
+                start(place, [*job, f"hydra.run.dir={run.name}"], count, devices, stage), victims, number, moment
             )
             for one in done:
                 check_end(one, was_killed=seconds is not None)
             for told in re.findall(r"first step of \d+ tokens a sequence: ([\d.]+) s after the start", done[0].stderr)[
                 :1
             ]:
-                startup[hosts] = float(told)
+                startup[count] = float(told)
             if seconds is not None:
                 storm.kills[number.name, phase(done[0].stderr)] += 1
                 bar.update()
@@ -146,19 +145,13 @@ def weather(
     return storm
 
 
-def start(place: Path, job: list[str], hosts: int, devices: int, stage: int) -> list[subprocess.Popen[str]]:
+def start(place: Path, job: list[str], count: int, devices: int, stage: int) -> list[subprocess.Popen[str]]:
     """The processes of one start, as a launcher makes them: the same line every time."""
     arguments = [
         "--resume=auto", *job, f"zero.stage={stage}",
-        f"distributed.cpu_devices={devices}", f"training.batch_size={GLOBAL_ROWS // hosts}",
+        f"distributed.cpu_devices={devices}", f"training.batch_size={GLOBAL_ROWS // count}",
     ]  # fmt: skip
-    if hosts == 1:
-        return [cli.start(place, *arguments)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        arguments += [f"distributed.coordinator_address=127.0.0.1:{free.getsockname()[1]}"]
-    arguments += [f"distributed.num_processes={hosts}"]
-    return [cli.start(place, *arguments, f"distributed.process_id={host}") for host in range(hosts)]
+    return [cli.start(place, *arguments)] if count == 1 else hosts.start([place] * count, *arguments)
 
 
 def finish(

@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import cli
+from tests import cli, hosts
 from tests.runtime.test_loader import npy, write_tar
 from zero.runtime.runs import saved_steps
 from zero.runtime.tracking import read_metrics
 
 pytestmark = pytest.mark.timeout(400)
-MINUTE = 60
 
 
 @pytest.fixture(scope="module")
@@ -26,36 +25,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start_hosts(workplace: Path, *arguments: str) -> list[subprocess.Popen[str]]:
     """Two processes of two devices each, and a global batch of 16."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return [
-        cli.start(
-            workplace,
-            *cli.TINY,
-            "training.gradient_accumulation_steps=1",
-            "training.batch_size=8",
-            "distributed.cpu_devices=2",
-            f"distributed.coordinator_address=127.0.0.1:{port}",
-            "distributed.num_processes=2",
-            f"distributed.process_id={host}",
-            *arguments,
-        )
-        for host in range(2)
-    ]
-
-
-def finish_hosts(processes: list[subprocess.Popen[str]]) -> list[subprocess.CompletedProcess[str]]:
-    """What came of them; none goes on for a minute when another has ended."""
-    try:
-        while all(process.poll() is None for process in processes):
-            time.sleep(0.05)
-        done = []
-        for process in processes:
-            process.wait(MINUTE)
-    finally:
-        done = [cli.finish(process) for process in processes]
-    return done
+    job = ("training.gradient_accumulation_steps=1", "training.batch_size=8", "distributed.cpu_devices=2")
+    return hosts.start([workplace] * 2, *cli.TINY, *job, *arguments)
 
 
 def wait_for_step(run: Path, step: int) -> None:
@@ -69,7 +40,7 @@ def test_both_stop_at_the_step_that_one_is_told_to_and_one_host_goes_on(workplac
     processes = start_hosts(workplace, *job)
     wait_for_step(workplace / "stopped", 7)
     processes[1].send_signal(signal.SIGTERM)
-    done = finish_hosts(processes)
+    done = hosts.finish(processes)
     assert [one.returncode for one in done] == [75, 75], [one.stderr for one in done]
     (by_other,) = re.findall(r"stopped by another host; step (\d+) is saved", done[0].stderr)
     (by_signal,) = re.findall(r"stopped by signal 15; step (\d+) is saved", done[1].stderr)
@@ -93,7 +64,7 @@ def test_a_host_that_is_killed_takes_the_other_down_within_a_minute(workplace: P
     processes = start_hosts(workplace, "training.total_steps=4000", f"hydra.run.dir=killed{victim}")
     wait_for_step(workplace / f"killed{victim}", 3)
     processes[victim].kill()
-    done = finish_hosts(processes)
+    done = hosts.finish(processes)
     assert done[1 - victim].returncode not in (0, 75), done[1 - victim].stderr
     if victim:  # the one that coordinates says so itself; its own end is told by jax
         name = socket.gethostname()
@@ -115,7 +86,7 @@ def test_slurm_needs_no_configuration_and_hosts_agree_on_the_run_directory(
         job = (*cli.TINY, "training.total_steps=4", "training.batch_size=8", "distributed.cpu_devices=4")
         processes.append(cli.start(workplace, *job))
         time.sleep(1.1 * (host == 0))  # the default run directory has the second of its start in its name
-    done = finish_hosts(processes)
+    done = hosts.finish(processes)
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
     assert "8 cpu devices, 4 of this host" in done[1].stderr
     (run,) = [path.parent for path in (workplace / "runs").rglob("metrics.jsonl")]
@@ -147,7 +118,7 @@ def test_a_host_that_fails_takes_the_run_down_with_its_reason(tmp_path: Path, ba
         "data.window=4",
         "hydra.run.dir=run",
     )
-    done = finish_hosts(processes)
+    done = hosts.finish(processes)
     assert [one.returncode for one in done] == [1, 1] or done[1 - first].returncode == -signal.SIGABRT
     assert f"error: shard {bad}.tar is truncated or damaged" in done[first].stderr
     assert "Traceback" not in done[first].stderr
@@ -159,17 +130,11 @@ def test_hosts_with_disks_of_their_own_resume_from_checkpoints_that_they_share(t
     places = [cli.make_workplace(tmp_path / name) for name in ("here", "there")]
     ends = []
     for steps in (4, 8):  # nobody names the run directory, and only the first host has one
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         job = (
             "--resume=auto", *cli.TINY, "training.batch_size=8", "distributed.cpu_devices=4",
             f"training.total_steps={steps}", f"data.checkpoint_directory={tmp_path}/shared",
-            f"distributed.coordinator_address=127.0.0.1:{port}", "distributed.num_processes=2",
         )  # fmt: skip
-        done = finish_hosts(
-            [cli.start(place, *job, f"distributed.process_id={host}") for host, place in enumerate(places)]
-        )
+        done = hosts.finish(hosts.start(places, *job))
         assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
         ends.append(done)
     assert all("resumed from step 4 of" in one.stderr for one in ends[1])
@@ -179,17 +144,18 @@ def test_hosts_with_disks_of_their_own_resume_from_checkpoints_that_they_share(t
 
 def test_hosts_that_do_not_share_a_disk_are_told(tmp_path: Path) -> None:
     here, there = (cli.make_workplace(tmp_path / name) for name in ("here", "there"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    job = (
+        "hydra.run.dir=run",
+        "distributed.cpu_devices=2",
+        "distributed.num_processes=2",
+        f"distributed.coordinator_address=127.0.0.1:{hosts.free_port()}",
+    )
     processes = [
         cli.start(
-            place, *cli.TINY, "distributed.cpu_devices=2", f"distributed.coordinator_address=127.0.0.1:{port}",
-            "distributed.num_processes=2", f"distributed.process_id={host}", "hydra.run.dir=run",
-            f"data.checkpoint_directory={place}/checkpoints",
+            place, *cli.TINY, *job, f"distributed.process_id={host}", f"data.checkpoint_directory={place}/checkpoints"
         )
         for host, place in enumerate((here, there))
-    ]  # fmt: skip
-    done = finish_hosts(processes)
+    ]
+    done = hosts.finish(processes)
     said = "data.checkpoint_directory: 1 of 2 hosts do not see"
     assert any(said in one.stderr for one in done) and all(one.returncode for one in done), done

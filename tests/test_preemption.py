@@ -69,6 +69,20 @@ def test_a_compilation_is_not_waited_for(workplace: Path, undisturbed: list[dict
     assert metrics(run) == undisturbed
 
 
+def test_steps_before_a_compilation_that_is_not_waited_for_are_logged(workplace: Path) -> None:
+    job = ("training.staged_warmup_steps=3", "training.log_frequency=100", "zero.remat=dots")
+    process = cli.start(workplace, *JOB, *job, "hydra.run.dir=second_length")
+    assert process.stderr is not None
+    while "first step of" not in process.stderr.readline():
+        assert process.poll() is None
+    time.sleep(0.5)  # the other two take milliseconds, and the next program seconds
+    process.send_signal(signal.SIGTERM)
+    done = cli.finish(process)
+    assert done.returncode == 75 and "step 3 is saved" in done.stderr, done.stderr
+    (line,) = metrics(workplace / "second_length")
+    assert (line["step"], line["sequence_length"]) == (3, 8)
+
+
 def test_an_evaluation_is_broken_off_and_made_up_for(workplace: Path) -> None:
     job = (
         *JOB,

@@ -1,8 +1,5 @@
 """The primitives across two processes of four devices each, over gloo."""
 
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -11,6 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import zero
+from tests import hosts
 
 WORKER = Path(__file__).with_name("two_processes.py")
 
@@ -19,27 +17,7 @@ WORKER = Path(__file__).with_name("two_processes.py")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the two processes left behind."""
     folder = tmp_path_factory.mktemp("two")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(i), port, str(folder)],
-            cwd=Path(__file__).parents[2],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=100)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
-        assert output.endswith("done\n"), output
+    hosts.run_two(WORKER, folder)
     return folder
 
 

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tarfile
@@ -24,6 +23,7 @@ import numpy as np
 import pytest
 
 import zero
+from tests import hosts
 from zero.models.gpt import GPTConfig
 from zero.runtime import UserError
 from zero.runtime.checkpoints import Checkpoints, Damaged
@@ -442,6 +442,16 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", place], check=True)
 
 
+def assert_refused(checkpoints: Checkpoints, reason: str) -> None:
+    """A second checkpoint is told in one line to be none, and the first one stands."""
+    refusal = rf"{checkpoints.directory}: the checkpoint could not be written: .*({reason})"
+    with pytest.raises(UserError, match=refusal) as caught:
+        save_small(checkpoints, 2)
+        checkpoints.wait()
+    assert "\n" not in str(caught.value)
+    assert checkpoints.steps() == [1]
+
+
 # Orbax closes the loop of a save that fails, and the writes under way then complain on standard error.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_disk_that_fills_up_is_told_in_one_line_and_takes_no_checkpoint_with_it(disk: Path) -> None:
@@ -449,12 +459,7 @@ def test_disk_that_fills_up_is_told_in_one_line_and_takes_no_checkpoint_with_it(
         save_small(checkpoints, 1)
         checkpoints.wait()
         (disk / "other").write_bytes(bytes(4096 * (os.statvfs(disk).f_bavail - 4)))
-        refusal = rf"{disk}: the checkpoint could not be written: .*(No space left|too few bytes)"
-        with pytest.raises(UserError, match=refusal) as caught:
-            save_small(checkpoints, 2)
-            checkpoints.wait()
-        assert "\n" not in str(caught.value)
-        assert checkpoints.steps() == [1]
+        assert_refused(checkpoints, "No space left|too few bytes")
         (disk / "other").unlink()
         save_small(checkpoints, 3)
     assert_same(restore_small(disk, 3), make_state(*small(8), seed=3), small(8)[0])
@@ -466,12 +471,7 @@ def test_place_that_became_read_only_is_told_in_one_line(disk: Path) -> None:
         save_small(checkpoints, 1)
         checkpoints.wait()
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        refusal = rf"{disk}: the checkpoint could not be written: .*Read-only file system"
-        with pytest.raises(UserError, match=refusal) as caught:
-            save_small(checkpoints, 2)
-            checkpoints.wait()
-        assert "\n" not in str(caught.value)
-        assert checkpoints.steps() == [1]
+        assert_refused(checkpoints, "Read-only file system")
         with pytest.raises(UserError, match="Read-only file system"):
             checkpoints.set_aside(1)
     assert set(threading.enumerate()) <= threads  # none that the process would wait for at its end
@@ -529,25 +529,5 @@ def run(program: str) -> str:
 
 
 def test_two_processes_agree_when_one_of_them_finds_damage(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("two_processes.py")), str(i), port, str(tmp_path)],
-            cwd=Path(__file__).parents[2],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=100)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
-        assert output.endswith("done\n"), output
+    hosts.run_two(Path(__file__).with_name("two_processes.py"), tmp_path)
     assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["5", "5.damaged"]

@@ -179,7 +179,7 @@ def test_records_of_ids(tmp_path: Path, bpe: Path):
 
 
 def test_a_long_document_is_tokenized_in_parts_and_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("zero.runtime.corpus._PIECE", 10)
+    monkeypatch.setattr("zero.runtime.tokenizing._PIECE", 10)
     texts = ["x" * 35, "line\n" * 9, "é" * 20]
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     assert both(make(tmp_path / "lines.jsonl", tmp_path)) == sorted(texts)

@@ -26,6 +26,7 @@ def make_run(directory: Path, rate: float, resumed_from: int | None = None) -> P
                 "step": step,
                 "train/loss": 5 * rate / step,
                 "skipped_steps": 0,
+                "skipped_spikes": 0,
                 **dict.fromkeys(names, rate / step),
             }
             tracker.log(line | ({"validation/loss": 6 * rate / step} if step % 5 == 0 else {}))

@@ -133,6 +133,12 @@ def test_misspelt_flag_is_refused(flag: str) -> None:
         resume_overrides([flag])
 
 
+def test_launcher_that_would_go_back_at_every_start_is_refused() -> None:
+    make_run(DEFAULT_ROOT / "a", [5, 10])
+    with pytest.raises(UserError, match=r"data\.resume_step: expected --resume beside it, once"):
+        resume_overrides(["--resume=auto", "data.resume_step=5"])
+
+
 def test_half_written_checkpoint_is_none() -> None:
     run = make_run(DEFAULT_ROOT / "a", [5])
     (run / "checkpoints" / "10.orbax-checkpoint-tmp").mkdir()

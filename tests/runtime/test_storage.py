@@ -1,7 +1,6 @@
 """Files in a bucket: a real storage server over HTTP, and everything that can go wrong on the way to it."""
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import bucket
+from tests import bucket, hosts
 from zero.runtime import UserError, storage
 
 DATA = bytes(range(256)) * 400
@@ -130,11 +129,9 @@ def test_a_bucket_that_does_not_answer_is_told(server: str, monkeypatch: pytest.
         with pytest.raises(UserError, match=r"^gs://bucket/a: no answer within 300 s: 503") as caught:
             storage.read_bytes(f"gs://{bucket.BUCKET}/a")
     assert "\n" not in str(caught.value)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        bucket.use(monkeypatch, f"http://127.0.0.1:{free.getsockname()[1]}")
-        with pytest.raises(UserError, match=r"^gs://bucket/a: no answer within 300 s: .*refused"):
-            storage.read_bytes(f"gs://{bucket.BUCKET}/a")
+    bucket.use(monkeypatch, f"http://127.0.0.1:{hosts.free_port()}")
+    with pytest.raises(UserError, match=r"^gs://bucket/a: no answer within 300 s: .*refused"):
+        storage.read_bytes(f"gs://{bucket.BUCKET}/a")
 
 
 def test_uploads_survive_faults(server: str, monkeypatch: pytest.MonkeyPatch):

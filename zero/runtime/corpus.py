@@ -9,38 +9,28 @@ Shapes: n rows or tokens, T tokens of a row.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
-import json
-import multiprocessing
 import os
 import re
-import signal
 import tarfile
-import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from zero.runtime import UserError, storage
+from zero.runtime import UserError, manifests, storage
 from zero.runtime.documents import Source, Unit
+from zero.runtime.manifests import NO_HASH, SPLITS, TOKENIZER, Counts, Position
 from zero.runtime.text import ByteTokenizer, FileTokenizer, Tokenizer, train_tokenizer
+from zero.runtime.tokenizing import Part, Tokenize, in_order, padded_rows
 
-MANIFEST = "manifest.json"
-TOKENIZER = "tokenizer.json"
-SPLITS = ("train", "validation")
-_PIECE = 1 << 20  # characters that are tokenized at once, whatever the length of a text
 _TRAINING_BYTES = 1 << 30  # of a source, from its beginning, that a tokenizer is trained on
-_NO_HASH = 2**64  # higher than any
 _WORTH_A_WORKER = 4 << 20  # bytes of text: starting a process takes a second
 
 
@@ -143,33 +133,33 @@ def prepare(
     if storage.is_remote(indices["train"]) and not storage.is_remote(place):
         raise UserError(f"index_directory {index_directory}: an index in a bucket cannot list shards in {place}")
     hidden = None if progress else True  # None: hidden where there is no terminal
-    with _locked(place), tqdm(desc=name, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
-        manifest = _standing(place, arguments, opened.state, overwrite)
+    with manifests.locked(place), tqdm(desc=name, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
+        manifest = manifests.standing(place, arguments, opened.state, overwrite)
         if isinstance(tokenizer, int):
             tokenizer = _own_tokenizer(place, manifest is not None, opened, tokenizer, bar)
         arguments |= {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
-        manifest = manifest and _standing(place, arguments, opened.state, overwrite)
+        manifest = manifest and manifests.standing(place, arguments, opened.state, overwrite)
         threshold = int(validation_fraction * 2**64)
         if manifest is None:
-            manifest = _begin(place, indices, arguments, opened.state, threshold, tokenizer)
-        _sweep(place, "*")
+            manifest = manifests.begin(place, indices, arguments, opened.state, threshold, tokenizer)
+        manifests.sweep(place, "*")
         for index in indices.values():
-            _sweep(storage.parent(index), _name(index))
+            manifests.sweep(storage.parent(index), manifests.last_name(index))
         while "unfinished" in manifest:
             train, validation = _write(opened, place, manifest, tokenizer, workers, bar)
             if train.documents and validation.documents:
-                _finish(place, manifest, (train, validation), opened.has_ids)
+                manifests.finish(place, manifest, (train, validation), opened.has_ids)
                 break
             # A few documents: the one with the lowest hash is for validation.
             threshold = min(train.lowest, validation.lowest) + 1
-            if opened.is_one_text or threshold in (_NO_HASH + 1, manifest["unfinished"]["threshold"]):
-                _clear(place, indices)
+            if opened.is_one_text or threshold in (NO_HASH + 1, manifest["unfinished"]["threshold"]):
+                manifests.clear(place, indices)
                 some = "too little text to set documents aside for validation"
                 raise UserError(f"{source} holds {some if train.documents + validation.documents else 'no text'}")
-            manifest = _begin(place, indices, arguments, opened.state, threshold, tokenizer)
+            manifest = manifests.begin(place, indices, arguments, opened.state, threshold, tokenizer)
         for split, index in indices.items():
             if not storage.exists(index):
-                _save(index, _index(index, place, split, manifest[split]))
+                manifests.save(index, manifests.index_text(index, place, split, manifest[split]))
     train_split, validation_split = (
         Split(**(manifest[split] | {"shards": len(manifest[split]["shards"])})) for split in SPLITS
     )
@@ -192,27 +182,28 @@ def verify(place: str, tokenizer: Tokenizer | None = None, progress: bool = True
     found = []
     index = place if place.endswith(".index") else None
     if index:
-        text = _read(index).decode("utf-8", "replace")
+        text = manifests.read(index).decode("utf-8", "replace")
         lines = [line for line in text.splitlines() if line and not line.startswith("#")]
         if not lines:
             raise UserError(f"{index} lists no shards")
         place = storage.parent(storage.join(storage.parent(index), lines[0].partition(" ")[0]))
-    manifest = _manifest(place)
+    manifest = manifests.load(place)
     if "unfinished" in manifest:
         raise UserError(f"{place} is not finished; the call of data/prepare.py that began it goes on")
     if index:
         split = index.removesuffix(".index").rpartition("_")[2]
-        if split not in SPLITS or _read(index) != _index(index, place, split, manifest[split]):
+        if split not in SPLITS or manifests.read(index) != manifests.index_text(index, place, split, manifest[split]):
             found.append(f"{index} does not list the shards of {place} as its manifest does")
-    standing = _names(place)
+    standing = manifests.names(place)
     listed = {shard["name"]: shard for split in SPLITS for shard in manifest[split]["shards"]}
-    found += [f"{storage.join(place, name)} is not in the manifest" for name in sorted(_ours(standing) - set(listed))]
+    nobodys = sorted(manifests.ours(standing) - set(listed))
+    found += [f"{storage.join(place, name)} is not in the manifest" for name in nobodys]
     hidden = None if progress else True
     for name, shard in tqdm(listed.items(), desc="verifying", unit="shard", disable=hidden, leave=False):
         path = storage.join(place, name)
         if name not in standing:
             found.append(f"{path} is missing")
-        elif len(data := _read(path)) != shard["size"]:
+        elif len(data := manifests.read(path)) != shard["size"]:
             found.append(f"{path} has {len(data)} bytes; expected {shard['size']}")
         elif hashlib.sha256(data).hexdigest() != shard["sha256"]:
             found.append(f"{path} does not match its checksum")
@@ -220,342 +211,11 @@ def verify(place: str, tokenizer: Tokenizer | None = None, progress: bool = True
         path = storage.join(place, TOKENIZER)
         if TOKENIZER not in standing:
             found.append(f"{path} is missing")
-        elif hashlib.sha256(_read(path)).hexdigest()[:16] != manifest["tokenizer"].rpartition(":")[2]:
+        elif hashlib.sha256(manifests.read(path)).hexdigest()[:16] != manifest["tokenizer"].rpartition(":")[2]:
             found.append(f"{path} is not the tokenizer of this corpus, {manifest['tokenizer']}")
     if tokenizer and tokenizer.name.rpartition(":")[2] != manifest["tokenizer"].rpartition(":")[2]:
         found.append(f"{place} was prepared with tokenizer {manifest['tokenizer']}, not {tokenizer.name}")
     return found
-
-
-# ---- what stands, and what is missing --------------------------------------------------------------------------------
-
-
-class _Counts(NamedTuple):
-    """What some units held for one split."""
-
-    documents: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    skipped: int = 0  # of both splits
-    lowest: int = _NO_HASH
-
-    def plus(self, other: _Counts) -> _Counts:
-        return _Counts(
-            self.documents + other.documents,
-            self.tokens + other.tokens,
-            self.bytes + other.bytes,
-            self.skipped + other.skipped,
-            min(self.lowest, other.lowest),
-        )
-
-
-class _Position(NamedTuple):
-    """Where a split's next shard begins."""
-
-    unit: int = 0
-    skip: int = 0  # tokens of that unit, or rows if each document has its own, which are in the shard before
-    counts: _Counts = _Counts()  # of the units before
-
-
-def _standing(place: str, arguments: dict[str, Any], source_state: str, overwrite: bool) -> dict[str, Any] | None:
-    """The manifest of what an earlier call has left, if it is any use; UserError where it was made otherwise."""
-    if not storage.exists(storage.join(place, MANIFEST)):
-        return None
-    manifest = _manifest(place)
-    shards = [shard["name"] for split in SPLITS for shard in manifest[split]["shards"]]
-    for key, now in arguments.items():
-        if manifest.get(key) != now:
-            if overwrite or not shards:
-                return None
-            difference = f"with {key}={manifest.get(key)}, not {key}={now}"
-            if key == "source_files":
-                difference = f"when {arguments['source']} held other files, or files of other sizes"
-            raise UserError(
-                f"corpus {place} was prepared {difference}: give another name, or --overwrite to replace it"
-            )
-    if "unfinished" in manifest and manifest["unfinished"]["source_state"] != source_state:
-        if overwrite or not shards:
-            return None
-        raise UserError(f"corpus {place} is half done, and its source has changed since: --overwrite begins it anew")
-    return manifest if set(shards) <= _names(place) else None
-
-
-def _manifest(place: str) -> dict[str, Any]:
-    path = storage.join(place, MANIFEST)
-    try:
-        manifest = json.loads(_read(path))
-        if not all(isinstance(manifest[split]["shards"], list) for split in SPLITS):
-            raise TypeError("shards are not a list")
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is no manifest that this version reads: give another name, or remove it") from error
-    return manifest
-
-
-def _begin(
-    place: str,
-    indices: dict[str, str],
-    arguments: dict[str, Any],
-    source_state: str,
-    threshold: int,
-    tokenizer: Tokenizer,
-) -> dict[str, Any]:
-    """Removes what another call has left and writes a manifest without shards; hashes below threshold: validation."""
-    _clear(place, indices)
-    if isinstance(tokenizer, FileTokenizer):
-        _save(storage.join(place, TOKENIZER), tokenizer.data)
-    manifest: dict[str, Any] = arguments | {split: {"shards": []} for split in SPLITS}
-    manifest["unfinished"] = {"source_state": source_state, "threshold": threshold}
-    manifest["unfinished"] |= {split: _Position() for split in SPLITS}
-    _note(place, manifest)
-    return manifest
-
-
-def _finish(place: str, manifest: dict[str, Any], counts: tuple[_Counts, _Counts], has_ids: bool) -> None:
-    del manifest["unfinished"]
-    for split, count in zip(SPLITS, counts, strict=True):
-        manifest[split] = {
-            "documents": count.documents,
-            "tokens": count.tokens,
-            "bytes": None if has_ids else count.bytes,
-            "rows": sum(shard["rows"] for shard in manifest[split]["shards"]),
-            "shards": manifest[split]["shards"],
-        }
-    manifest["skipped"] = counts[0].skipped
-    _note(place, manifest)
-
-
-def _clear(place: str, indices: dict[str, str]) -> None:
-    """Removes a corpus; no index ever lists a shard that is not there."""
-    for index in indices.values():
-        storage.remove(index)
-    for name in [MANIFEST, TOKENIZER, *_ours(_names(place))]:
-        storage.remove(storage.join(place, name))
-
-
-def _ours(names: Iterable[str]) -> set[str]:
-    return {name for name in names if re.fullmatch(r"(train|validation)-\d{5,}\.tar", name)}
-
-
-def _sweep(directory: str, name: str) -> None:
-    """Removes what a process has left that was killed while it wrote a file; buckets keep no such thing."""
-    if not storage.is_remote(directory):
-        for path in Path(directory).glob(f".{name}.????????"):
-            path.unlink(missing_ok=True)
-
-
-def _note(place: str, manifest: dict[str, Any]) -> None:
-    _save(storage.join(place, MANIFEST), json.dumps(manifest, indent=1).encode("utf-8") + b"\n")
-
-
-def _index(index: str, place: str, split: str, summary: dict[str, Any]) -> bytes:
-    """An index file's contents; shards are named relative to it where both lie on this machine or in one bucket."""
-    lines = [f"# {_name(place)}, {split}: {summary['tokens']} tokens of {summary['documents']} documents"]
-    bucket, near = _bucket(place), place
-    if bucket == _bucket(index):
-        start = storage.parent(index).removeprefix(bucket) or "/"
-        near = Path(os.path.relpath(place.removeprefix(bucket), start)).as_posix()
-    lines += [f"{near}/{shard['name']} # {shard['rows']} rows" for shard in summary["shards"]]
-    return ("\n".join(lines) + "\n").encode("utf-8")
-
-
-def _bucket(path: str) -> str:
-    """gs://bucket, or nothing for a local path."""
-    return "/".join(path.split("/")[:3]) if storage.is_remote(path) else ""
-
-
-def _read(path: str) -> bytes:
-    try:
-        return storage.read_bytes(path)
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; expected a corpus, or its index file, of data/prepare.py") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def _save(path: str, data: bytes) -> None:
-    try:
-        storage.write(path, data)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def _name(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[2]
-
-
-def _names(place: str) -> set[str]:
-    """The files of a corpus, temporary ones of a call that was killed included."""
-    return {_name(path) for path in storage.list_files(place)}
-
-
-@contextmanager
-def _locked(place: str) -> Iterator[None]:
-    """Waits while another process of this machine prepares the same corpus: several hosts may begin at once."""
-    if storage.is_remote(place):
-        yield  # there the same call writes the same bytes, whole objects each
-        return
-    Path(place).mkdir(parents=True, exist_ok=True)
-    directory = os.open(place, os.O_RDONLY)
-    try:
-        fcntl.flock(directory, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(directory)
-
-
-# ---- documents to tokens, by many processes --------------------------------------------------------------------------
-
-
-class _Part(NamedTuple):
-    """What a unit gives to one split."""
-
-    rows: np.ndarray  # tokens (n,), or rows (n, T) where each document has its own
-    lengths: np.ndarray | None  # of those rows, int32 (n,)
-    counts: _Counts
-
-
-@dataclass(frozen=True)
-class _Tokenize:
-    """A unit to what it gives to each split; None for a split that is not wanted."""
-
-    tokenizer: Tokenizer
-    row_tokens: int
-    one_document_a_row: bool
-    threshold: int
-
-    def __call__(self, unit: Unit, wanted: tuple[bool, ...]) -> list[_Part | None]:
-        counts = [_Counts(), _Counts()]
-        documents: list[list[np.ndarray]] = [[], []]
-        for document in unit.documents():
-            if document is None:
-                counts = [count.plus(_Counts(skipped=1)) for count in counts]
-                continue
-            text, split, ends, where = document
-            if not len(text):
-                continue
-            # JSON can hold lone surrogates, which strict UTF-8 refuses; nothing of a document should be lost.
-            data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text.tobytes()
-            value = _NO_HASH
-            if split is None:
-                # Of the text, not the name: copies of a document stay on one side.
-                value = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
-                split = value < self.threshold
-            if wanted[split]:
-                documents[split].append(self._ids(text, ends, where))
-                tokens = len(documents[split][-1])
-                counts[split] = counts[split].plus(_Counts(int(ends), tokens, len(data), lowest=value))
-        return [self._part(documents[i], counts[i]) if wanted[i] else None for i in range(len(SPLITS))]
-
-    def _ids(self, text: str | np.ndarray, ends: bool, where: str) -> np.ndarray:
-        end_of_text, size = self.tokenizer.end_of_text, self.tokenizer.vocab_size
-        dtype = np.min_scalar_type(size - 1)
-        if isinstance(text, str):
-            ids = [self.tokenizer.encode(piece).astype(dtype, copy=False) for piece in _pieces(text)]
-        elif text.min() < 0 or text.max() >= size:
-            bad = text.min() if text.min() < 0 else text.max()
-            raise UserError(f"{where} holds token {bad}, outside the vocabulary of {size} of {self.tokenizer.name}")
-        else:
-            ids = [text.astype(dtype)]
-            ends = ends and text[-1] != end_of_text
-        return np.concatenate([*ids, np.full(int(ends), end_of_text, dtype)])
-
-    def _part(self, documents: list[np.ndarray], counts: _Counts) -> _Part:
-        dtype = np.min_scalar_type(self.tokenizer.vocab_size - 1)
-        if not self.one_document_a_row:
-            return _Part(np.concatenate([*documents, np.zeros(0, dtype)]), None, counts)
-        padded = [_padded(ids, self.row_tokens, self.tokenizer.end_of_text) for ids in documents]
-        rows, lengths = zip(*padded, strict=True) if padded else ((), ())
-        return _Part(
-            np.concatenate([np.zeros((0, self.row_tokens), dtype), *rows]),
-            np.concatenate([np.zeros(0, np.int32), *lengths]),
-            counts,
-        )
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """A long text in parts that end at a line break where there is one."""
-    start = 0
-    while len(text) - start > _PIECE:
-        cut = text.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
-        yield text[start:cut]
-        start = cut
-    yield text[start:]
-
-
-def _padded(tokens: np.ndarray, row_tokens: int, filler: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens (n,) as rows (m, T), and how many tokens there are in each (m,)."""
-    padding = -len(tokens) % row_tokens
-    rows = np.append(tokens, np.full(padding, filler, tokens.dtype)).reshape(-1, row_tokens)
-    lengths = np.full(len(rows), row_tokens, np.int32)
-    lengths[-1] -= padding
-    return rows, lengths
-
-
-_in_worker: _Tokenize
-
-
-def _start_worker(tokenize: _Tokenize) -> None:
-    global _in_worker
-    _in_worker = tokenize
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    parent = multiprocessing.parent_process()
-    assert parent
-
-    def follow() -> None:  # a parent that is killed says nothing, and its workers would wait for ever
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
-
-
-def _work(unit: Unit, wanted: tuple[bool, ...]) -> list[_Part | None]:
-    return _in_worker(unit, wanted)
-
-
-@contextmanager
-def _no_interrupts() -> Iterator[None]:
-    """Puts Ctrl-C off: a pool that is interrupted while it starts a process loses count of them, and never ends.
-
-    Processes that are started here inherit that for good, and leave it to their parent to answer.
-    """
-    came: list[int] = []
-    is_main = threading.current_thread() is threading.main_thread()  # where Python handles signals
-    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number)) if is_main else None
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if is_main:
-            signal.signal(signal.SIGINT, handler or signal.SIG_DFL)
-    if came and callable(handler):
-        handler(signal.SIGINT, None)
-
-
-def _in_order(
-    tasks: Iterable[tuple[Unit, tuple[bool, ...]]], tokenize: _Tokenize, workers: int
-) -> Iterator[tuple[Unit, list[_Part | None]]]:
-    """What becomes of each unit, in the order of the units."""
-    if workers == 1:
-        for unit, wanted in tasks:
-            yield unit, tokenize(unit, wanted)
-        return
-    # Not forked: the caller may have threads, jax's among them.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (tokenize,))
-    ahead: deque[tuple[Unit, Future[list[_Part | None]]]] = deque()
-    try:
-        for unit, wanted in tasks:
-            with _no_interrupts():
-                ahead.append((unit, pool.submit(_work, unit, wanted)))
-            if len(ahead) > 4 * workers:
-                done, future = ahead.popleft()
-                yield done, future.result()
-        for done, future in ahead:
-            yield done, future.result()
-    except BrokenProcessPool as error:
-        raise UserError("a worker process was ended from outside, for lack of memory perhaps: use fewer") from error
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _own_tokenizer(place: str, stands: bool, source: Source, vocab_size: int, bar: tqdm) -> FileTokenizer:
@@ -580,14 +240,11 @@ def _own_tokenizer(place: str, stands: bool, source: Source, vocab_size: int, ba
     return FileTokenizer(path, train_tokenizer(texts(), vocab_size))
 
 
-# ---- tokens to shards, in order --------------------------------------------------------------------------------------
-
-
 def _write(
     source: Source, place: str, manifest: dict[str, Any], tokenizer: Tokenizer, workers: int | None, bar: tqdm
-) -> list[_Counts]:
+) -> list[Counts]:
     """Write the shards that are missing; what the splits hold in all."""
-    tokenize = _Tokenize(
+    tokenize = Tokenize(
         tokenizer, manifest["row_tokens"], manifest["one_document_a_row"], manifest["unfinished"]["threshold"]
     )
     if workers is None:
@@ -595,7 +252,7 @@ def _write(
         cheap = source.has_ids or isinstance(tokenizer, ByteTokenizer)
         worth = 1 if cheap else (source.size or 1 << 62) // _WORTH_A_WORKER
         workers = max(1, min(os.cpu_count() or 1, worth))
-    bar.set_description(_name(place))
+    bar.set_description(manifests.last_name(place))
     bar.reset(source.size)
     with _Publisher(place, manifest) as publisher:
         writers = [_Writer(split, manifest, tokenizer, publisher) for split in SPLITS]
@@ -609,7 +266,7 @@ def _write(
                     bar.update(unit.size)
 
         number = min(writer.start.unit for writer in writers)
-        for unit, parts in _in_order(tasks(), tokenize, workers):
+        for unit, parts in in_order(tasks(), tokenize, workers):
             for writer, part in zip(writers, parts, strict=True):
                 if part:
                     writer.add(number, part)
@@ -638,21 +295,21 @@ class _Publisher:
             for future in self._pending:
                 future.result()
 
-    def add(self, split: str, data: bytes, rows: int, position: _Position) -> None:
+    def add(self, split: str, data: bytes, rows: int, position: Position) -> None:
         if len(self._pending) > 1:
             self._pending.popleft().result()
         self._pending.append(self._thread.submit(self._publish, split, data, rows, position))
 
-    def _publish(self, split: str, data: bytes, rows: int, position: _Position) -> None:
+    def _publish(self, split: str, data: bytes, rows: int, position: Position) -> None:
         shards = self._manifest[split]["shards"]
         name = f"{split}-{len(shards):05d}.tar"
-        _save(storage.join(self._place, name), data)
+        manifests.save(storage.join(self._place, name), data)
         shards.append({"name": name, "rows": rows, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()})
         self._manifest["unfinished"][split] = position
         # Each hundredth at the latest: to note every shard of very many takes a time that grows with their square.
         count = sum(len(self._manifest[split]["shards"]) for split in SPLITS)
         if count >= 1.01 * self._noted:
-            _note(self._place, self._manifest)
+            manifests.note(self._place, self._manifest)
             self._noted = count
 
 
@@ -661,7 +318,7 @@ class _Writer:
 
     def __init__(self, split: str, manifest: dict[str, Any], tokenizer: Tokenizer, publisher: _Publisher):
         unit, skip, counts = manifest["unfinished"][split]
-        self.start = _Position(unit, skip, _Counts(*counts))
+        self.start = Position(unit, skip, Counts(*counts))
         self.counts = self.start.counts
         self._split, self._publisher, self._filler = split, publisher, tokenizer.end_of_text
         self._row_tokens, self._rows_per_member = manifest["row_tokens"], manifest["rows_per_member"]
@@ -670,7 +327,7 @@ class _Writer:
         self._held = 0
         self._row = sum(shard["rows"] for shard in manifest[split]["shards"])
 
-    def add(self, number: int, part: _Part) -> None:
+    def add(self, number: int, part: Part) -> None:
         """The part of a unit, which the next one follows."""
         at = self.start.skip if number == self.start.unit else 0
         while at < len(part.rows):
@@ -680,18 +337,18 @@ class _Writer:
             self._held += len(rows)
             at += len(rows)
             if self._held == self._size:
-                self._publish(_Position(number, at, self.counts))
+                self._publish(Position(number, at, self.counts))
         self.counts = self.counts.plus(part.counts)
 
     def close(self, units: int) -> None:
         """Ends the last shard."""
         if self._held:
-            self._publish(_Position(units, 0, self.counts))
+            self._publish(Position(units, 0, self.counts))
 
-    def _publish(self, position: _Position) -> None:
+    def _publish(self, position: Position) -> None:
         rows = np.concatenate([rows for rows, _ in self._waiting])
         if rows.ndim == 1:
-            rows, lengths = _padded(rows, self._row_tokens, self._filler)
+            rows, lengths = padded_rows(rows, self._row_tokens, self._filler)
         else:
             lengths = np.concatenate([lengths for _, lengths in self._waiting if lengths is not None])
         self._waiting, self._held = [], 0

@@ -154,7 +154,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         stop_requests = stack.enter_context(preemption.stop_requests())
         agreement = distributed.Agreement(lag=in_flight)
         run = Progress(
-            config, size, run_directory, place, checkpoints, tracker, layout, axis, stop_requests, agreement, state, at
+            config, size, run_directory, checkpoints, tracker, layout, axis, stop_requests, agreement, state, at
         )
         del state
         bar = stack.enter_context(
@@ -167,7 +167,6 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         batches = stack.enter_context(closing(prefetch(loader.batches(at.cursor), stop=alone)))
         window, text = _Window(), ""
         steps: dict[int, Callable[..., Any]] = {}  # programs, by the length of a sequence
-        startup: dict[str, float] = {}
         for step, batch in zip(range(at.step + 1, last_step + 1), window.timed(batches), strict=False):
             tokens = context.cut(batch.tokens, step - 1)
             rows, sequence_length = _for_devices(tokens, host), tokens.shape[1]
@@ -178,7 +177,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
                 if hosts == 1:
                     program = preemption.compiled_unless(stop_requests, program, run.state, rows)
                     if program is None:
-                        return run.stop()
+                        return _stop_between_steps(run, window, loader, context)
                 steps[sequence_length] = program
             run.state, metrics = steps[sequence_length](run.state, rows)
             run.count(step, batch, first_row=host * len(batch.tokens))
@@ -186,7 +185,8 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
             if is_first:
                 own, age = time.monotonic() - began, distributed.age()
                 window.leave_out(own)
-                startup = {"seconds_to_first_step": age} if len(steps) == 1 else {}
+                if len(steps) == 1:
+                    window.once = {"seconds_to_first_step": age}
                 log.info(
                     "first step of %d tokens a sequence: %.1f s after the start, %.1f s of them its own, %s",
                     sequence_length,
@@ -201,20 +201,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
             if not (is_evaluation or is_stop or is_due or step % training.log_frequency == 0):
                 continue
             checkpoints.check()
-            run.sum_up()
-            line = {
-                "step": step,
-                **window.read_all(tokens_a_step=at.global_rows * data.max_context),
-                "sequence_length": sequence_length,
-                "tokens_seen": step * at.global_rows * data.max_context,
-                "samples_checksum": at.samples_checksum,
-                **startup,
-            }
-            startup = {}
-            for corpus, rows_seen in loader.rows_seen(batch.cursor["batches"]).items():
-                line[f"tokens_seen/{corpus}"] = rows_seen * data.max_context
-            if data.max_skipped_rows:
-                line["skipped_rows"] = at.skipped_rows
+            line = _metrics_line(run, window, loader, context)
             _refuse_to_go_on(config, line, window.skipped_in_a_row)
             if is_stop or not is_evaluation:
                 at.unevaluated = line if is_evaluation else None
@@ -235,7 +222,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
                     file.write(f"--- step {step}\n{text}\n")
             window.restart()
         if at.step < last_step:  # told to stop while it waited for data
-            return run.stop()
+            return _stop_between_steps(run, window, loader, context)
         checkpoints.wait()
         if host == 0:
             runs.mirror(run_directory, place)
@@ -251,6 +238,7 @@ class _Window:
     def __init__(self) -> None:
         self.unread: list[dict[str, jax.Array]] = []
         self.skipped_in_a_row = 0
+        self.once: dict[str, float] = {}  # for the next line alone
         self.restart()
 
     def restart(self) -> None:
@@ -258,6 +246,10 @@ class _Window:
         self.untimed = 0
         self.waited = 0.0
         self.started = time.monotonic()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.unread or self.losses)
 
     def leave_out(self, seconds: float) -> None:
         """The newest step took so long because it was compiled: it does not count for the throughput."""
@@ -292,7 +284,9 @@ class _Window:
             "gradient_norm": self.newest["gradient_norm"],
             "skipped_steps": self.newest["skipped_steps"],
             "skipped_spikes": self.newest["skipped_spikes"],
+            **self.once,
         }
+        self.once = {}
         if steps := len(self.losses) - self.untimed:
             step_time = (time.monotonic() - self.started) / steps
             line |= {
@@ -301,6 +295,31 @@ class _Window:
                 "data_wait": self.waited / (step_time * steps),
             }
         return line
+
+
+def _metrics_line(run: Progress, window: _Window, loader: Loader, context: Context) -> dict[str, Any]:
+    """Of the steps since the last line; all hosts make it at the same step."""
+    run.sum_up()
+    at, row_tokens = run.at, context.full
+    assert at.cursor is not None
+    line = {
+        "step": at.step,
+        **window.read_all(tokens_a_step=at.global_rows * row_tokens),
+        "sequence_length": context.at(at.step - 1),
+        "tokens_seen": at.step * at.global_rows * row_tokens,
+        "samples_checksum": at.samples_checksum,
+    }
+    for corpus, rows_seen in loader.rows_seen(at.cursor["batches"]).items():
+        line[f"tokens_seen/{corpus}"] = rows_seen * row_tokens
+    if run.config.data.max_skipped_rows:
+        line["skipped_rows"] = at.skipped_rows
+    return line
+
+
+def _stop_between_steps(run: Progress, window: _Window, loader: Loader, context: Context) -> int:
+    if not window.is_empty:
+        run.log(_metrics_line(run, window, loader, context))
+    return run.stop()
 
 
 def _local_paths(*indices: str | list[str] | dict[str, float]) -> list[str]:

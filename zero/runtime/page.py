@@ -24,9 +24,10 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
     ("throughput (tokens/s)", (("tokens_per_second", "solid"),), False),
     ("gradient norm", (("gradient_norm", "solid"),), True),
     ("data wait (part of a step)", (("data_wait", "solid"),), False),
-    ("skipped steps", (("skipped_steps", "solid"),), False),
+    ("skipped steps, spikes dashed", (("skipped_steps", "solid"), ("skipped_spikes", "dash")), False),
     ("step time (s)", (("step_time", "solid"),), False),
 )
+COUNTED = ("sequence_length", "skipped_steps", "skipped_spikes")  # whole numbers that change at a step, not between two
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse } td, th { border-bottom: 1px solid #ddd; padding: .2rem .8rem; text-align: left }
@@ -93,7 +94,7 @@ def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[
                         name=f"{name}: {metric}",
                         mode="lines+markers" if metric == "validation/loss" else "lines",
                         line={"color": color, "dash": dash, "width": 1.6},
-                        line_shape="hv" if metric in ("sequence_length", "skipped_steps") else "linear",
+                        line_shape="hv" if metric in COUNTED else "linear",
                         showlegend=False,
                     ),
                     **place,

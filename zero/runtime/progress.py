@@ -69,7 +69,6 @@ class Progress:
     config: Config
     size: GPTConfig
     run_directory: Path
-    place: Path | str
     checkpoints: Checkpoints
     tracker: Tracker | None  # of host 0
     layout: Layout
@@ -113,7 +112,7 @@ class Progress:
     def save(self, validation_loss: float | None = None) -> None:
         """Begins to save the state; returns when it may change again."""
         if self.tracker is not None:  # before the checkpoint: who resumes from it finds the lines up to it
-            runs.mirror(self.run_directory, self.place)
+            runs.mirror(self.run_directory, self.checkpoints.directory)
         try:
             sums = checksums(self.state, self.layout, self.axis)
         except ValueError as error:

@@ -73,6 +73,7 @@ def _plot_losses(axes: Axes, metrics: list[dict[str, Any]]) -> None:
             label = f"{name.partition('/')[0]} {finite[-1]:.3f}"
             axes.plot(steps, values, color=color, marker=marker, markersize=3.5, label=label)
     steps, skipped = _series(metrics, "skipped_steps")
+    _, spikes = _series(metrics, "skipped_spikes")
     if skipped.size and skipped[-1] > 0:
         more = steps[np.diff(skipped, prepend=0) > 0]
         axes.plot(
@@ -82,5 +83,5 @@ def _plot_losses(axes: Axes, metrics: list[dict[str, Any]]) -> None:
             color=SKIPPED,
             transform=axes.get_xaxis_transform(),
             markersize=5,
-            label=f"skipped steps: {skipped[-1]:.0f}",
+            label=f"skipped steps: {skipped[-1]:.0f}" + (f", spikes: {spikes[-1]:.0f}" if spikes.any() else ""),
         )

@@ -168,7 +168,8 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
     new run would get.
 
     Raises:
-      UserError: `--resume`, and no checkpoint stands; or an argument that looks like a flag for resuming and is none.
+      UserError: `--resume`, and no checkpoint stands; `--resume=auto` from a fixed step; or an argument that looks like
+        a flag for resuming and is none.
     """
     flags = [argument for argument in arguments if argument.startswith("--resume")]
     rest = [argument for argument in arguments if argument not in flags]
@@ -177,6 +178,11 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
     if flags[-1] not in ("--resume", "--resume=auto"):
         raise UserError(f"{flags[-1]}: expected --resume or --resume=auto")
     given = _values(rest)
+    if flags[-1] == "--resume=auto" and "data.resume_step" in given:
+        raise UserError(
+            "data.resume_step: expected --resume beside it, once; a launcher that repeats --resume=auto would go back "
+            "to that step at every start"
+        )
     run, place = _run_to_resume(given)
     if run is None:
         if flags[-1] == "--resume=auto":

@@ -1,0 +1,56 @@
+"""Processes on this machine that find each other over gloo, as the hosts of a slice do."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests import cli
+
+MINUTE = 60
+REPOSITORY = Path(__file__).parents[1]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def start(places: Sequence[Path], *arguments: str) -> list[subprocess.Popen[str]]:
+    """`python main_zero.py arguments` in each place, as one run."""
+    job = [f"distributed.coordinator_address=127.0.0.1:{free_port()}", f"distributed.num_processes={len(places)}"]
+    return [cli.start(place, *arguments, *job, f"distributed.process_id={host}") for host, place in enumerate(places)]
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> list[subprocess.CompletedProcess[str]]:
+    """What came of them; none goes on for a minute when another has ended."""
+    try:
+        while all(process.poll() is None for process in processes):
+            time.sleep(0.05)
+        for process in processes:
+            process.wait(MINUTE)
+    finally:
+        done = [cli.finish(process) for process in processes]
+    return done
+
+
+def run_two(program: Path, folder: Path) -> None:
+    """A program of tests that takes its number, a port and a folder, and prints `done` when all is well."""
+    port = str(free_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(number), port, str(folder)],
+            cwd=REPOSITORY,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    for one in [cli.finish(process) for process in processes]:
+        assert one.returncode == 0 and one.stdout.endswith("done\n"), one.stdout
