@@ -89,12 +89,15 @@ keep() {
         case $(state) in
             ACTIVE)
                 # Nothing is there before the first launch; a worker that cannot be reached is looked for again.
-                status=$(on_workers 0 "cat $directory/train.status 2>/dev/null || echo none") || status=unreachable
+                # Nobody is left to say how training ended where the machine was started anew: lost.
+                status=$(on_workers 0 "status=\$(cat $directory/train.status 2>/dev/null || echo none); \
+                    [ \$status != running ] || tmux has-session -t zero 2>/dev/null || status=lost; echo \$status") ||
+                    status=unreachable
                 case $status in
                     0) echo "$name has finished; ./slice.sh delete $name $zone ends its cost." && return ;;
                     none) setup && launch "$@" ;;
                     running | unreachable) sleep "$poll" ;;
-                    75 | 130 | 143) # told to stop, as before a preemption; if the slice is still there later, go on
+                    75 | 130 | 143 | lost) # told to stop, as before a preemption; if the slice is still there later, go on
                         sleep "$poll"
                         [[ $(state) != ACTIVE ]] || launch "$@" || sleep "$poll"
                         ;;

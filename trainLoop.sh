@@ -7,15 +7,20 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 
+told=0 # a machine that shuts down tells this script as well, which has to see how training ends
+trap 'told=1' HUP INT TERM
+
 echo running >train.status
 for ((failures = 0; failures < ${TRAIN_ATTEMPTS:-10}; failures++)); do
     started=$SECONDS
     .venv/bin/python main_zero.py --resume=auto "$@"
     status=$?
     case $status in 0 | 75 | 130 | 143) break ;; esac
+    ((told)) && break
     ((SECONDS - started > 600)) && failures=0
     echo "trainLoop.sh: status $status; starting again in ${TRAIN_PAUSE_SECONDS:-30} s" >&2
     sleep "${TRAIN_PAUSE_SECONDS:-30}"
+    ((told)) && break
 done
 echo "$status" >train.status
 exit "$status"

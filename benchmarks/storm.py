@@ -108,16 +108,17 @@ def weather(
             done, seconds = finish(
                 start(place, [*job, f"hydra.run.dir={run.name}"], count, devices, stage), victims, number, moment
             )
+            hit = phase(done[0].stderr)
             for one in done:
-                check_end(one, was_killed=seconds is not None)
-            for told in re.findall(r"first step of \d+ tokens a sequence: ([\d.]+) s after the start", done[0].stderr)[
-                :1
-            ]:
-                startup[count] = float(told)
+                check_end(one, number if seconds is not None else None, hit)
+            first = re.search(r"first step of \d+ tokens a sequence: ([\d.]+) s after the start", done[0].stderr)
+            if first:
+                startup[count] = float(first[1])
             if seconds is not None:
-                storm.kills[number.name, phase(done[0].stderr)] += 1
+                storm.kills[number.name, hit] += 1
                 bar.update()
-                if phase(done[0].stderr) == "training":
+                if hit == "training":
+                    assert seconds < MOST_SECONDS, [one.stderr[-3000:] for one in done]
                     storm.seconds_to_end[number.name] = max(storm.seconds_to_end.get(number.name, 0.0), seconds)
             # What was reported as saved is there: it, or a newer one.
             said = [
@@ -179,11 +180,15 @@ def finish(
     return [output.result() for output in outputs], None if sent is None else time.monotonic() - sent
 
 
-def check_end(done: subprocess.CompletedProcess[str], was_killed: bool) -> None:
-    """Raises AssertionError where a process ended in a way that it should not."""
+def check_end(done: subprocess.CompletedProcess[str], number: signal.Signals | None, hit: str) -> None:
+    """Raises AssertionError where a process ended in a way that it should not, given the signal and what it hit."""
     expected = {0}
-    if was_killed:  # by us, in the last second too, told to stop with and without a checkpoint, after another host
-        expected |= {-signal.SIGKILL, -signal.SIGTERM, 75, 128 + signal.SIGTERM, 1, -signal.SIGABRT}
+    if number is not None:
+        expected |= {75}
+        if number == signal.SIGTERM and "finished at step" in done.stderr:  # in the last second, with all saved
+            expected |= {128 + number}
+        elif number == signal.SIGKILL or hit != "training":  # before there was anything to save; after another host
+            expected |= {-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM, 1, -signal.SIGABRT}
     end = f"status {done.returncode}\n" + "\n".join(done.stderr.splitlines()[-30:])
     assert done.returncode in expected, end
     if done.returncode == 1:

@@ -117,6 +117,17 @@ def test_checkpoints_lie_in_the_bucket_and_the_run_goes_on_from_there(
     resumed = cli.run(tmp_path, "--resume", "hydra.run.dir=run")
     assert resumed.returncode == 0 and "resumed from step 6" in resumed.stderr, resumed.stderr
     assert losses(tmp_path / "run") == expected
+    # A damaged one is set aside, and its step is saved again.
+    storage.write(f"gs://{PLACE}/checkpoints/9/meta/metadata", b"")
+    resumed = cli.run(tmp_path, "--resume", "hydra.run.dir=run")
+    assert resumed.returncode == 0 and "resumed from step 6" in resumed.stderr, resumed.stderr
+    assert f"checkpoint 9 set aside as gs://{PLACE}/checkpoints/9.damaged" in resumed.stderr
+    assert losses(tmp_path / "run") == expected
+    standing = {
+        url.removeprefix(f"gs://{PLACE}/checkpoints/").split("/")[0]
+        for url in storage.list_files(f"gs://{PLACE}/checkpoints")
+    }
+    assert standing == {"3", "6", "9", "9.damaged"}
 
 
 def test_a_machine_that_was_replaced_rebuilds_the_run_directory_and_goes_on(run: Run, tmp_path: Path) -> None:

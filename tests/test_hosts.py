@@ -1,6 +1,7 @@
 """Two hosts of one run, over gloo: joined, stopped together, resumed elsewhere, and ended together when one is lost."""
 
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -71,6 +72,21 @@ def test_a_host_that_is_killed_takes_the_other_down_within_a_minute(workplace: P
         assert f"host 1 of 2 ({name}) has given no sign of life" in done[0].stderr, done[0].stderr
     else:
         assert "if host 0 (" in done[1].stderr and "Terminating process because" in done[1].stderr, done[1].stderr
+
+
+def test_a_save_that_fails_on_one_host_ends_both_with_the_reason(workplace: Path) -> None:
+    processes = start_hosts(
+        workplace, "training.total_steps=4000", "training.evaluation_frequency=5", "hydra.run.dir=full"
+    )
+    wait_for_step(workplace / "full", 6)
+    resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, (20_000, 20_000))  # its disk is full
+    done = hosts.finish(processes)
+    assert [one.returncode for one in done] == [1, 1], [one.stderr for one in done]
+    refusal = f"error: {workplace}/full/checkpoints: the checkpoint could not be written: .*File too large"
+    assert re.search(refusal, done[1].stderr), done[1].stderr
+    assert re.search(rf"host 1 of 2 \({socket.gethostname()}\) ended: {refusal}", done[0].stderr), done[0].stderr
+    reported = re.findall(r"checkpoint (\d+) saved", done[0].stderr)
+    assert str(saved_steps(workplace / "full")[-1]) == reported[-1]
 
 
 def test_slurm_needs_no_configuration_and_hosts_agree_on_the_run_directory(

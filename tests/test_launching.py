@@ -2,8 +2,10 @@
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,33 @@ def test_keep_goes_on_when_a_stopped_slice_is_not_taken_away(tpus: Slice) -> Non
     assert [call[1] for call in tpus.calls()] == ["scp", "ssh", "ssh", "ssh"]  # set up once, launched twice
 
 
+def test_keep_launches_again_where_nothing_runs_any_more(tpus: Slice) -> None:
+    done = tpus.run("keep", "run", "us-a", "v3-8", statuses="none,lost,running,0")
+    assert done.returncode == 0, done.stderr
+    assert [call[1] for call in tpus.calls()] == ["scp", "ssh", "ssh", "ssh"]
+
+
+@pytest.mark.parametrize(
+    ("said", "is_there", "expected"),
+    [(None, 1, "none"), ("running", 0, "running"), ("running", 1, "lost"), ("1", 1, "1")],
+)
+def test_keep_asks_a_worker_how_training_stands(
+    tpus: Slice, tmp_path: Path, said: str | None, is_there: int, expected: str
+) -> None:
+    worker = tmp_path / "worker"
+    (worker / "zero").mkdir(parents=True)
+    if said is not None:
+        (worker / "zero" / "train.status").write_text(f"{said}\n")
+    (worker / "tmux").write_text(f"#!/bin/sh\nexit {is_there}\n")
+    (worker / "tmux").chmod(0o755)
+    tpus.run("keep", "run", "us-a", "v3-8", statuses="0")
+    asked = next(line for line in (tpus.bin / "calls").read_text().splitlines() if "train.status" in line)
+    (command,) = (word.removeprefix("--command=") for word in shlex.split(asked) if word.startswith("--command="))
+    environment = {**os.environ, "PATH": f"{worker}:{os.environ['PATH']}"}
+    answer = subprocess.run(["bash", "-c", command], cwd=worker, env=environment, capture_output=True, text=True)
+    assert answer.stdout == f"{expected}\n", answer.stderr
+
+
 def test_keep_stops_when_training_failed(tpus: Slice) -> None:
     done = tpus.run("keep", "run", "us-a", "v3-8", statuses="none,1")
     assert done.returncode == 1 and "status 1" in done.stderr
@@ -159,6 +188,27 @@ def test_the_loop_starts_again_until_finished_or_stopped(tmp_path: Path, statuse
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls == ["main_zero.py|--resume=auto|a=b c|"] * min(3, len(statuses.split()))
     assert (tmp_path / "train.status").read_text() == f"{ended}\n"
+
+
+def test_the_loop_outlives_a_signal_and_says_how_training_ended(tmp_path: Path) -> None:
+    """As where a machine shuts down, which tells every process."""
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        "#!/usr/bin/env bash\ntrap '' HUP\ntrap 'sleep 0.5; exit 75' TERM\ntouch ready\nsleep 60 & wait\n"
+    )
+    python.chmod(0o755)
+    (tmp_path / "trainLoop.sh").write_text((REPOSITORY / "trainLoop.sh").read_text())
+    loop = subprocess.Popen(["bash", tmp_path / "trainLoop.sh"], start_new_session=True)
+    try:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        os.killpg(loop.pid, signal.SIGHUP)
+        os.killpg(loop.pid, signal.SIGTERM)
+        assert loop.wait(30) == 75
+    finally:
+        loop.kill()
+    assert (tmp_path / "train.status").read_text() == "75\n"
 
 
 @pytest.mark.parametrize("script", ["slice.sh", "trainLoop.sh"])

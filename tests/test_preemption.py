@@ -104,6 +104,30 @@ def test_an_evaluation_is_broken_off_and_made_up_for(workplace: Path) -> None:
     assert done.returncode == 0 and "nothing left to do" in done.stderr, done.stderr
 
 
+def test_a_machine_that_shuts_down_takes_the_reader_of_the_log_first(workplace: Path) -> None:
+    """`| tee log` ends at once, the terminal hangs up, and SIGTERM means one stop, not two."""
+    job = (*JOB, "training.total_steps=4000", "training.evaluation_frequency=4000", "hydra.run.dir=unheard")
+    metrics_file = workplace / "unheard" / "metrics.jsonl"
+    process = cli.start(workplace, *job)
+    while not (metrics_file.exists() and '"step": 8' in metrics_file.read_text()):
+        assert process.poll() is None
+        time.sleep(0.01)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    process.stderr.close()
+    at = len(read_metrics(metrics_file))
+    while len(read_metrics(metrics_file)) < at + 3:  # it goes on
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    try:
+        assert process.wait(60) == 75
+    finally:
+        process.kill()
+    assert saved_steps(workplace / "unheard") == [metrics(workplace / "unheard")[-1]["step"]]
+
+
 def test_checkpoints_by_the_clock(workplace: Path) -> None:
     done = cli.run(workplace, *JOB, "hydra.run.dir=clock", "data.checkpoint_minutes=1e-6", "data.keep_checkpoints=100")
     assert done.returncode == 0, done.stderr

@@ -478,6 +478,28 @@ def test_place_that_became_read_only_is_told_in_one_line(disk: Path) -> None:
     assert_same(restore_small(disk, 1), make_state(*small(8), seed=1), small(8)[0])
 
 
+def test_checkpoint_counts_as_saved_where_an_older_one_cannot_be_deleted(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpoints(disk, keep=1) as checkpoints:
+        save_small(checkpoints, 1)
+        checkpoints.wait()
+        busy = disk / "1" / "state" / "d"
+        subprocess.run(["mount", "--bind", busy, busy], check=True)
+        try:
+            save_small(checkpoints, 2)
+            caplog.clear()
+            with caplog.at_level(logging.INFO, "zero"):
+                checkpoints.wait()
+        finally:
+            subprocess.run(["umount", busy], check=True)
+        saved, warning = caplog.messages
+        assert saved.startswith("checkpoint 2 saved: ")
+        assert warning.startswith("older checkpoints than 2 could not be deleted: ") and "busy" in warning
+        assert checkpoints.steps()[-1] == 2
+    assert_same(restore_small(disk, 2), make_state(*small(8), seed=2), small(8)[0])
+
+
 OTHER_USER = """
 import os, sys
 sys.path.insert(0, {tests!r})
@@ -528,6 +550,7 @@ def run(program: str) -> str:
     return done.stdout
 
 
-def test_two_processes_agree_when_one_of_them_finds_damage(tmp_path: Path) -> None:
+def test_two_processes_agree_on_damage_and_on_when_to_stop(tmp_path: Path) -> None:
     hosts.run_two(Path(__file__).with_name("two_processes.py"), tmp_path)
+    assert (tmp_path / "stopped-0").read_text() == (tmp_path / "stopped-1").read_text()
     assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["5", "5.damaged"]

@@ -133,6 +133,14 @@ def test_misspelt_flag_is_refused(flag: str) -> None:
         resume_overrides([flag])
 
 
+@pytest.mark.parametrize("content", ["", "data: {", "seed: 1\n"])
+def test_damaged_configuration_is_named(content: str) -> None:
+    run = make_run(DEFAULT_ROOT / "a", [5])
+    (run / CONFIG_FILE).write_text(content)
+    with pytest.raises(UserError, match=f"{run}/{CONFIG_FILE} is damaged: "):
+        resume_overrides(["--resume=auto"])
+
+
 def test_launcher_that_would_go_back_at_every_start_is_refused() -> None:
     make_run(DEFAULT_ROOT / "a", [5, 10])
     with pytest.raises(UserError, match=r"data\.resume_step: expected --resume beside it, once"):

@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import zero
-from zero.runtime import UserError
+from zero.runtime import UserError, distributed
 from zero.runtime.checkpoints import Checkpoints, Damaged
 
 process, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
@@ -83,5 +85,18 @@ with Checkpoints(folder / "whole", keep=1) as checkpoints:
     checkpoints.save(5, state, layout, {})  # its step is free again
     checkpoints.wait()
     assert checkpoints.steps() == [5]
+
+# jax hears of the end of a host (by SIGTERM, to which no handler of ours stands here), and all stop at one step.
+agreement = distributed.Agreement(lag=0)
+for step in range(600):
+    is_stop, is_due = agreement(step, False, step == 2 and process == 1)
+    assert is_due == (step == 2)
+    if is_stop:
+        break
+    if step == 3 and process == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.05)
+assert is_stop and step > 3
+(folder / f"stopped-{process}").write_text(str(step))
 multihost_utils.sync_global_devices("done")
 print("done")

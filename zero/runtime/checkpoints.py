@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -68,8 +69,12 @@ class Checkpoints:
         self._keep = keep
         self._losses: dict[int, float] | None = None
         self._unreported: _Save | None = None
+        self._is_stale = False  # what was to be deleted after a save that failed still stands
         self._committed: dict[int, float] = {}  # when each was; orbax asks for a class, so that is where this goes
-        path = _BucketPath if storage.is_remote(storage.join(self.directory, "0")) else _LocalPath
+        path: type = _LocalPath
+        if storage.is_remote(storage.join(self.directory, "0")):
+            path = _BucketPath
+            storage.teach_fsspec()
         self._arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=None if keep is None else _NewestAndBest(keep, self._known_losses),
@@ -77,8 +82,11 @@ class Checkpoints:
             create=False,
             cleanup_tmp_directories=keep is not None,
             enable_async_checkpointing=True,
-            # Else threads wait minutes for a directory that could not be made, and the process for them at its end.
-            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+            async_options=ocp.AsyncOptions(
+                barrier_sync_fn=_barrier,
+                # Else threads wait minutes for a directory that could not be made, and the process for them at its end.
+                create_directories_asynchronously=False,
+            ),
             temporary_path_class=type("_Path", (path,), {"committed": self._committed}),
             lightweight_initialize=True,  # else it reads a file of each checkpoint, which may be torn
         )
@@ -87,11 +95,16 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(
                 self.directory, item_names=("state", "meta"), item_handlers=handlers, options=options
             )
-        except OSError as error:
+        except Exception as error:
+            if not storage.is_outage(error):
+                raise
             raise UserError(f"{self.directory} cannot be read now: {_first_line(error)}") from error
 
     def steps(self) -> list[int]:
         """The steps that were saved, oldest first."""
+        if self._is_stale:
+            self._manager.reload()
+            self._is_stale = False
         return sorted(self._manager.all_steps())
 
     def choose(self, asked: int | None) -> int:
@@ -120,7 +133,7 @@ class Checkpoints:
             before still stands.
         """
         self.wait()
-        if step in self._manager.all_steps():
+        if step in self.steps():
             raise UserError(f"{self.directory}: step {step} is saved already, and nothing is overwritten")
         arrays = {leaf.name: x for leaf, x in zip(layout.leaves, layout.treedef.flatten_up_to(state), strict=True)}
         meta = meta | {
@@ -207,19 +220,26 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Returns when everything saved so far is on storage for good; raises as `save`, logs as `check`."""
-        with self._write_errors():
-            self._manager.wait_until_finished()
-        if self._unreported is not None:
-            step, size, started = self._unreported
-            self._unreported = None
-            if jax.process_index() == 0:  # the host that commits
-                log.info("checkpoint %d saved: %.2f GB in %.1f s", step, size / 1e9, self._committed[step] - started)
+        saved, self._unreported = self._unreported, None
+        failure = None
+        try:
+            with self._write_errors():
+                self._manager.wait_until_finished()
+        except UserError as error:
+            if saved is None or saved.step not in self._committed:
+                raise
+            failure = error
+        if saved is not None and jax.process_index() == 0:  # the host that commits
+            seconds = self._committed[saved.step] - saved.started
+            log.info("checkpoint %d saved: %.2f GB in %.1f s", saved.step, saved.size / 1e9, seconds)
+        if failure is not None:
+            log.warning("older checkpoints than %s could not be deleted: %s", saved and saved.step, failure.__cause__)
 
     def _known_losses(self) -> dict[int, float]:
         """The validation losses of the checkpoints that stand."""
         if self._losses is None:
             self._losses = {}
-            for step in self._manager.all_steps():
+            for step in self.steps():
                 try:
                     loss = self._read_meta(step).get("validation_loss")
                 except Damaged as error:
@@ -285,7 +305,7 @@ class Checkpoints:
                     raise Damaged(f"{where}: file {file} cannot be read: no JSON, {_first_line(cause)}") from error
                 if isinstance(cause, FileNotFoundError):
                     raise Damaged(f"{where}: a file cannot be read: {_first_line(cause)}") from error
-                if isinstance(cause, OSError | MemoryError):
+                if isinstance(cause, MemoryError) or storage.is_outage(cause):
                     raise UserError(f"{where} cannot be read now: {_first_line(cause)}") from error
                 if isinstance(cause, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(cause):
                     raise UserError(f"{where} cannot be read now: {_first_line(cause)}") from error
@@ -301,9 +321,13 @@ class Checkpoints:
     def _write_errors(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:  # a full disk reaches us as either, from a background thread
-            self._unreported = None
-            self._manager.reload()  # what was to be deleted after it still stands
+        except UserError:
+            raise
+        except Exception as error:
+            # A full disk reaches us as OSError or ValueError, from a background thread.
+            if not isinstance(error, ValueError) and not storage.is_outage(error):
+                raise
+            self._is_stale = True
             raise UserError(f"{self.directory}: the checkpoint could not be written: {_first_line(error)}") from error
 
     def __enter__(self) -> Self:
@@ -359,6 +383,12 @@ class _BucketPath(ocp.path.atomicity.CommitFileTemporaryPath):
         await super().finalize()
         if self.get_final().name.isdigit():
             self.committed[int(self.get_final().name)] = time.monotonic()
+
+
+def _barrier(*, key: str, timeout_ms: int) -> None:
+    """Orbax's, but a host whose save has failed does not wait there for others, which wait for its part elsewhere."""
+    if sys.exception() is None:
+        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
 class _Loop(asyncio.SelectorEventLoop):

@@ -11,7 +11,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ import psutil
 from jax.experimental.multihost_utils import reached_preemption_sync_point
 
 from zero.runtime import UserError
+from zero.runtime.preemption import end_at_once
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ ACCELERATORS = ("accel*", "vfio/*", "nvidia0", "kfd")  # device files of TPUs, N
 BEAT_SECONDS = 2  # between two signs of life of a host
 SILENCE_SECONDS = 20  # after which it counts as dead, and all others end
 JOIN_SECONDS = 300  # in which all hosts have to start
-_FINISHED = "finished"
+_FINISHED, _STOPPED = "finished", "told to stop, signal"
 _watch: _Watch | None = None
 
 
@@ -167,7 +167,7 @@ def from_first_host(name: str, text: str) -> str:
         return text
     if jax.process_index() == 0:
         _client().key_value_set(f"zero/said/{name}", text)
-    return str(_client().blocking_key_value_get(f"zero/said/{name}", 1000 * SILENCE_SECONDS))
+    return str(_client().blocking_key_value_get(f"zero/said/{name}", 1000 * JOIN_SECONDS))
 
 
 def wait_for_all() -> None:
@@ -208,19 +208,17 @@ class Agreement:
     def __init__(self, lag: int) -> None:
         self._asked: list[jax.Array] = []
         self._lag = lag
-        self._calls = 0
 
-    def __call__(self, *flags: bool) -> list[bool]:
-        """Whether any host has each flag up. All hosts call it equally often.
+    def __call__(self, step: int, *flags: bool) -> list[bool]:
+        """Whether any host has each flag up. All hosts call it equally often at every step.
 
         The first one also goes up when jax hears of the maintenance or preemption of a host.
         """
-        self._calls += 1
         if jax.process_count() == 1:
             return list(flags)
         self._asked.append(_sum(_parts(flags)))
         told = self._asked.pop(0).tolist() if len(self._asked) > self._lag else [0] * len(flags)
-        is_preempted = reached_preemption_sync_point(self._calls)
+        is_preempted = reached_preemption_sync_point(step)  # as orbax does: they have to count alike
         return [told[0] > 0 or is_preempted, *(number > 0 for number in told[1:])]
 
 
@@ -269,10 +267,13 @@ class _Watch(threading.Thread):
                 if self._ended.is_set():
                     return
                 self._end(0, "which coordinates, cannot be reached")
+                continue
             for host, (before, at) in heard.items():
                 text = said.get(host, "")
                 if text.startswith("error"):
                     self._end(host, f"ended: {text}")
+                if text.startswith(_STOPPED):
+                    self._end(host, f"was {text}", status=128 + int(text.rpartition(" ")[2]))
                 if text not in (before, _FINISHED):
                     heard[host] = text, time.monotonic()
                 elif text != _FINISHED and time.monotonic() - at > SILENCE_SECONDS and host != self._host:
@@ -281,14 +282,15 @@ class _Watch(threading.Thread):
     def _say(self, text: str) -> None:
         self._client.key_value_set(f"zero/beat/{self._host}", text, True)
 
-    def _end(self, host: int, what: str) -> None:
+    def _end(self, host: int, what: str, status: int = 1) -> None:
         if host != self._host:
             log.error("host %d of %d (%s) %s; this one ends as well", host, self._hosts, self._names[host], what)
-            _exit()
+            end_at_once(status)
 
     def stop(self, last_word: str) -> None:
         """This host leaves; the others learn why."""
         self._ended.set()
+        self.join(BEAT_SECONDS)  # else a beat might overwrite the last word
         self._say(last_word)
 
 
@@ -306,8 +308,11 @@ def ending_together() -> Iterator[None]:
         if _watch is not None:
             if isinstance(error, jax.errors.JaxRuntimeError):
                 _watch.join(SILENCE_SECONDS + 3 * BEAT_SECONDS)  # a lost connection: the watch ends us with the cause
-            _leave(f"error: {(str(error) or type(error).__name__).splitlines()[0]}")
-            atexit.register(_exit)  # runs before jax's own, and after the error was printed
+            if isinstance(error, KeyboardInterrupt):  # there was nothing to save yet
+                _leave(f"{_STOPPED} {int(error.args[0] if error.args else signal.SIGINT)}")
+            else:
+                _leave(f"error: {(str(error) or type(error).__name__).splitlines()[0]}")
+            atexit.register(end_at_once, 1)  # runs before jax's own, and after the error was printed
         raise
     if _watch is not None:
         _leave(_FINISHED)
@@ -322,11 +327,3 @@ def _leave(last_word: str) -> None:
         except jax.errors.JaxRuntimeError:  # of the host that coordinates: it has ended first
             log.warning("host 0 can no longer be reached")
         _watch = None
-
-
-def _exit() -> None:
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(1)

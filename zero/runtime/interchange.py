@@ -394,7 +394,7 @@ def average(place: str, run_directory: Path, steps: Sequence[int] | None = None)
     config = meta["config"]
     config["data"] |= {"bucket_path": None, "checkpoint_directory": "checkpoints"}
     runs.save_config(run_directory, config)
-    del meta["shapes"]
+    del meta["shapes"], meta["checksums"]  # of other arrays
     with Checkpoints(run_directory / "checkpoints", keep=1) as averaged:
         averaged.save(chosen[-1], means, make_layout(means, 1), meta | {"averaged": chosen})
     return chosen

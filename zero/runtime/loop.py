@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -158,14 +159,25 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         )
         del state
         bar = stack.enter_context(
-            tqdm(total=last_step, initial=at.step, unit="step", disable=host != 0, dynamic_ncols=True)
+            tqdm(
+                total=last_step,
+                initial=at.step,
+                unit="step",
+                disable=host != 0,
+                dynamic_ncols=True,
+                file=preemption.Outliving(sys.stderr),
+            )
         )
         stack.enter_context(logging_redirect_tqdm())
-        if at.unevaluated is not None and not _evaluate(run, at.unevaluated, programs, validation):
-            return run.stop()
+        text = ""
+        if at.unevaluated is not None:
+            line = at.unevaluated
+            if not _evaluate(run, line, programs, validation):
+                return run.stop()
+            text = _show(run, line, inference, tokenizer)
         alone = stop_requests if hosts == 1 else ()  # several have to agree first
         batches = stack.enter_context(closing(prefetch(loader.batches(at.cursor), stop=alone)))
-        window, text = _Window(), ""
+        window = _Window()
         steps: dict[int, Callable[..., Any]] = {}  # programs, by the length of a sequence
         for step, batch in zip(range(at.step + 1, last_step + 1), window.timed(batches), strict=False):
             tokens = context.cut(batch.tokens, step - 1)
@@ -214,12 +226,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
             if is_evaluation or is_due:
                 run.save(line.get("validation/loss"))
             if is_evaluation:
-                text = _sample(inference, run.state, tokenizer, training.sample_tokens, step)
-            if host == 0 and is_evaluation:
-                log.info("step %d: %s", step, _summary(line))
-                draw_run(run_directory)
-                with (run_directory / runs.SAMPLES_FILE).open("a") as file:
-                    file.write(f"--- step {step}\n{text}\n")
+                text = _show(run, line, inference, tokenizer)
             window.restart()
         if at.step < last_step:  # told to stop while it waited for data
             return _stop_between_steps(run, window, loader, context)
@@ -434,7 +441,7 @@ def _write_down(
     if forked_at is not None:
         lines = read_metrics(Path(str(config.resume)) / METRICS_FILE)
         kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= forked_at]
-        (run_directory / METRICS_FILE).write_text("".join(kept))
+        storage.write(run_directory / METRICS_FILE, "".join(kept).encode())
     runs.save_config(run_directory, config)
     shapes, shards = model.sharded_layout.shapes(), model.axis.shards
     table = memory(shapes, tx, shards, stacked=("blocks", "vocabulary"), compute_dtypes=[model.compute_dtype])
@@ -468,13 +475,19 @@ def _evaluate(run: Progress, line: dict[str, Any], programs: Programs, validatio
     return True
 
 
-def _sample(inference: Inference, state: TrainState, tokenizer: Tokenizer, count: int, step: int) -> str:
-    """Text that the model writes when it is given the end of a text."""
-    if not count:
-        return ""
-    prompt = np.asarray([tokenizer.end_of_text], np.int32)
-    tokens = next(generate(inference, state.params, [prompt], count, seed=step, chunk=count))
-    return tokenizer.decode(tokens[0, 1:])
+def _show(run: Progress, line: dict[str, Any], inference: Inference, tokenizer: Tokenizer) -> str:
+    """Pictures and text for people, after an evaluation; all hosts sample, and the first one writes."""
+    text = ""
+    if count := run.config.training.sample_tokens:
+        prompt = np.asarray([tokenizer.end_of_text], np.int32)
+        tokens = next(generate(inference, run.state.params, [prompt], count, seed=run.at.step, chunk=count))
+        text = tokenizer.decode(tokens[0, 1:])
+    if run.tracker is not None:
+        log.info("step %d: %s", run.at.step, _summary(line))
+        draw_run(run.run_directory)
+        with (run.run_directory / runs.SAMPLES_FILE).open("a") as file:
+            file.write(f"--- step {run.at.step}\n{text}\n")
+    return text
 
 
 def _summary(line: dict[str, float | int]) -> str:

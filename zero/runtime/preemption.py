@@ -12,8 +12,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, TimeoutError
-from contextlib import contextmanager
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -25,20 +25,43 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Collects SIGTERM and SIGINT in a list, for a loop to look at between steps; a second one ends the process."""
+    """Collects signals in a list, for a loop to look at between steps; a second SIGTERM or SIGINT ends the process.
+
+    A terminal that goes away sends SIGHUP; a machine that shuts down both that and SIGTERM, and means it once.
+    """
     received: list[int] = []
 
     def receive(number: int, frame: FrameType | None) -> None:
-        if received:
+        if number != signal.SIGHUP and set(received) - {signal.SIGHUP}:
             os._exit(128 + number)  # a handler may not flush what it has interrupted
         received.append(number)
 
-    before = {number: signal.signal(number, receive) for number in SIGNALS}
+    is_kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup's wish
+    numbers = SIGNALS if is_kept else (*SIGNALS, signal.SIGHUP)
+    before = {number: signal.signal(number, receive) for number in numbers}
     try:
         yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Outliving:
+    """A stream that forgets what is written when its reader is gone: `| tee log` ends at a Ctrl-C too, and first."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        with suppress(BrokenPipeError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with suppress(BrokenPipeError):
+            self._stream.flush()
 
 
 def end_at_once(status: int) -> None:
@@ -66,9 +89,6 @@ def compiled_unless(stop: list[int], program: Any, *arguments: Any) -> Callable[
 
     threading.Thread(target=work, name="compile", daemon=True).start()
     while not stop:
-        try:
-            return done.result(timeout=0.1)
-        except TimeoutError:
-            if done.done():
-                raise
+        if wait([done], timeout=0.1).done:
+            return done.result()
     return None

@@ -86,7 +86,7 @@ class Progress:
         is_due = self.tracker is not None and minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
         if is_due:
             self.saved_at = time.monotonic()  # asked for once: the answer may come a call later
-        is_stop, is_due = self.agreement(bool(self.stop_requests), is_due)
+        is_stop, is_due = self.agreement(self.at.step, bool(self.stop_requests), is_due)
         return is_stop, is_due
 
     def count(self, step: int, batch: Batch, first_row: int) -> None:

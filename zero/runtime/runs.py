@@ -17,6 +17,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
 from zero.runtime import UserError, storage
 from zero.runtime.tracking import METRICS_FILE, WANDB_ID_FILE
@@ -32,20 +33,24 @@ DEFAULT_ROOT = Path("runs")
 
 def save_config(run_directory: Path, config: Any) -> None:
     """Writes the configuration, a dataclass or a dictionary, where `saved_config` finds it."""
-    OmegaConf.save(OmegaConf.create(config), run_directory / CONFIG_FILE)
+    storage.write(run_directory / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(config)).encode())
 
 
 def saved_config(run_directory: Path) -> DictConfig:
     """The configuration that a run was last started with.
 
     Raises:
-      UserError: the directory holds none.
+      UserError: the directory holds none, or a damaged one.
     """
     path = run_directory / CONFIG_FILE
     if not path.is_file():
         raise UserError(f"{run_directory}: not a run directory, {CONFIG_FILE} is missing")
-    config = OmegaConf.load(path)
-    assert isinstance(config, DictConfig)
+    try:
+        config = OmegaConf.load(path)
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+    if not isinstance(config, DictConfig) or "data" not in config:
+        raise UserError(f"{path} is damaged: expected the configuration of a run")
     return config
 
 
