@@ -36,6 +36,9 @@ TINY = (
 
 def make_workplace(place: Path) -> Path:
     """A directory to start from, with a corpus of nonsense in it; the index files are named relative to it."""
+    absent = place / "absent" / "torch.py"
+    absent.parent.mkdir(parents=True)
+    absent.write_text('raise ModuleNotFoundError("torch is for tests alone")')
     words = random.Random(0)
     source = place / "text"
     source.mkdir(parents=True)
@@ -61,6 +64,7 @@ def environment(workplace: Path) -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": str(workplace / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "PYTHONPATH": str(workplace / "absent"),  # webdataset would import torch, which takes seconds, for nothing
     }
 
 
@@ -97,7 +101,7 @@ class Forks:
         self.server = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("forks.py")), str(MAIN)],
             cwd=workplace,
-            env=environment(workplace) | {"PYTHONPATH": str(MAIN.parent)},
+            env=environment(workplace) | {"PYTHONPATH": f"{workplace / 'absent'}:{MAIN.parent}"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
