@@ -26,7 +26,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start_hosts(workplace: Path, *arguments: str) -> list[subprocess.Popen[str]]:
     """Two processes of two devices each, and a global batch of 16."""
-    job = ("training.gradient_accumulation_steps=1", "training.batch_size=8", "distributed.cpu_devices=2")
+    job = (
+        "training.staged_warmup_steps=0",
+        "training.gradient_accumulation_steps=1",
+        "training.batch_size=8",
+        "distributed.cpu_devices=2",
+    )
     return hosts.start([workplace] * 2, *cli.TINY, *job, *arguments)
 
 
@@ -52,7 +57,8 @@ def test_both_stop_at_the_step_that_one_is_told_to_and_one_host_goes_on(workplac
     elsewhere = ("distributed.cpu_devices=8", "zero.stage=2")
     resumed = cli.run(workplace, "--resume", "hydra.run.dir=stopped", *elsewhere)
     assert resumed.returncode == 0, resumed.stderr
-    calm = cli.run(workplace, *cli.TINY, *job[:2], "training.gradient_accumulation_steps=1", "hydra.run.dir=calm")
+    steady = ("training.staged_warmup_steps=0", "training.gradient_accumulation_steps=1")
+    calm = cli.run(workplace, *cli.TINY, *job[:2], *steady, "hydra.run.dir=calm")
     assert calm.returncode == 0, calm.stderr
     got, expected = (read_metrics(workplace / run / "metrics.jsonl") for run in ("stopped", "calm"))
     assert [line["samples_checksum"] for line in got] == [line["samples_checksum"] for line in expected]

@@ -15,7 +15,7 @@ from zero.runtime.tracking import read_metrics
 
 pytestmark = pytest.mark.timeout(400)
 CLOCKED = ("step_time", "tokens_per_second", "data_wait", "seconds_to_first_step")
-JOB = (*cli.TINY, "training.total_steps=12", "training.evaluation_frequency=6")
+JOB = (*cli.TINY, "training.total_steps=12", "training.evaluation_frequency=6", "training.staged_warmup_steps=0")
 
 
 @pytest.fixture(scope="module")
