@@ -97,7 +97,7 @@ keep() {
                     0) echo "$name has finished; ./slice.sh delete $name $zone ends its cost." && return ;;
                     none) setup && launch "$@" ;;
                     running | unreachable) sleep "$poll" ;;
-                    75 | 130 | 143 | lost) # told to stop, as before a preemption; if the slice is still there later, go on
+                    75 | 129 | 130 | 143 | lost) # told to stop, as before a preemption; if the slice is still there later, go on
                         sleep "$poll"
                         [[ $(state) != ACTIVE ]] || launch "$@" || sleep "$poll"
                         ;;

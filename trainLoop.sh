@@ -3,7 +3,7 @@
 #
 # Every start is main_zero.py --resume=auto: it continues, or starts if nothing stands. A start that fails is repeated
 # after a pause, ten times at most in a row that lasts no ten minutes each; one that was told to stop is not (75: and has
-# saved; 130, 143: before there was anything to save). train.status says how it ended.
+# saved; 129, 130, 143: before there was anything to save). train.status says how it ended.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 
@@ -15,7 +15,7 @@ for ((failures = 0; failures < ${TRAIN_ATTEMPTS:-10}; failures++)); do
     started=$SECONDS
     .venv/bin/python main_zero.py --resume=auto "$@"
     status=$?
-    case $status in 0 | 75 | 130 | 143) break ;; esac
+    case $status in 0 | 75 | 129 | 130 | 143) break ;; esac
     ((told)) && break
     ((SECONDS - started > 600)) && failures=0
     echo "trainLoop.sh: status $status; starting again in ${TRAIN_PAUSE_SECONDS:-30} s" >&2

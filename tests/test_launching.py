@@ -170,7 +170,9 @@ def test_mistakes_call_nothing(tpus: Slice, arguments: tuple[str, ...], named: s
     assert tpus.calls() == []
 
 
-@pytest.mark.parametrize(("statuses", "ended"), [("0", 0), ("75", 75), ("143", 143), ("1 1 0", 0), ("1 1 1 1", 1)])
+@pytest.mark.parametrize(
+    ("statuses", "ended"), [("0", 0), ("75", 75), ("143", 143), ("129", 129), ("1 1 0", 0), ("1 1 1 1", 1)]
+)
 def test_the_loop_starts_again_until_finished_or_stopped(tmp_path: Path, statuses: str, ended: int) -> None:
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True)
