@@ -21,7 +21,13 @@ ARRAYS = {"jax", "flax", "optax", "numpy"}
 # What a file below runtime/ may take from the standard library: nothing that touches files, networks or processes.
 PURE = {"__future__", "abc", "collections", "contextlib", "dataclasses", "enum", "functools", "inspect", "itertools"}
 PURE |= {"math", "operator", "types", "typing"}
-FAMILY = {"omegaconf": "hydra", "google_crc32c": "google"}  # names of one outside library
+# Names of one outside library.
+FAMILY = {"omegaconf": "hydra", "yaml": "hydra", "google_crc32c": "google", "gcsfs": "fsspec"}
+    "omegaconf": "hydra",
+    "yaml": "hydra",
+    "google_crc32c": "google",
+    "gcsfs": "fsspec",
+}  # names of one outside library
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 SOURCES = {

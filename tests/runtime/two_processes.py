@@ -1,4 +1,4 @@
-"""One of two processes of one CPU device each; `test_checkpoints.py` gives its number, a port and a folder."""
+"""One of two processes of one CPU device each; `test_failing_storage.py` gives its number, a port and a folder."""
 
 import os
 import shutil

@@ -74,7 +74,7 @@ class Checkpoints:
         path: type = _LocalPath
         if storage.is_remote(storage.join(self.directory, "0")):
             path = _BucketPath
-            storage.teach_fsspec()
+            import zero.runtime.orbax_buckets  # noqa: F401  of use where there is one, and a second to import
         self._arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=None if keep is None else _NewestAndBest(keep, self._known_losses),
@@ -91,10 +91,18 @@ class Checkpoints:
             lightweight_initialize=True,  # else it reads a file of each checkpoint, which may be torn
         )
         handlers = {"state": self._arrays}
-        try:
-            self._manager = ocp.CheckpointManager(
+
+        def open_place() -> ocp.CheckpointManager:
+            return ocp.CheckpointManager(
                 self.directory, item_names=("state", "meta"), item_handlers=handlers, options=options
             )
+
+        try:
+            try:
+                self._manager = open_place()
+            except FileNotFoundError:
+                # A bucket's directory is gone with its last file: host 0 has just cleared away what was half written.
+                self._manager = open_place()
         except Exception as error:
             if not storage.is_outage(error):
                 raise

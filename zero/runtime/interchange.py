@@ -394,9 +394,9 @@ def average(place: str, run_directory: Path, steps: Sequence[int] | None = None)
     config = meta["config"]
     config["data"] |= {"bucket_path": None, "checkpoint_directory": "checkpoints"}
     runs.save_config(run_directory, config)
-    del meta["shapes"], meta["checksums"]  # of other arrays
+    kept = {key: value for key, value in meta.items() if key not in ("shapes", "checksums")}  # of other arrays
     with Checkpoints(run_directory / "checkpoints", keep=1) as averaged:
-        averaged.save(chosen[-1], means, make_layout(means, 1), meta | {"averaged": chosen})
+        averaged.save(chosen[-1], means, make_layout(means, 1), kept | {"averaged": chosen})
     return chosen
 
 

@@ -18,7 +18,6 @@ import os
 import posixpath
 import secrets
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -325,32 +324,6 @@ def _retry() -> Any:
     from google.cloud.storage.retry import DEFAULT_RETRY
 
     return DEFAULT_RETRY.with_delay(initial=0.5, maximum=30, multiplier=2).with_timeout(DEADLINE)
-
-
-@functools.cache
-def teach_fsspec() -> None:
-    """Makes fsspec, through which orbax sees buckets, as patient as this file, and list them anew each time.
-
-    gcsfs gives up after half a minute, and does not see what others change once it has listed a directory.
-    """
-    import fsspec
-    from gcsfs.retry import is_retriable
-
-    class Patient(fsspec.get_filesystem_class("gs")):  # type: ignore[misc]
-        def __init__(self, *args: Any, use_listings_cache: bool = False, **options: Any) -> None:
-            super().__init__(*args, use_listings_cache=use_listings_cache, **options)
-
-        async def _request(self, *args: Any, **options: Any) -> Any:
-            ends = time.monotonic() + DEADLINE
-            while True:
-                try:
-                    return await super()._request(*args, **options)
-                except Exception as error:
-                    if not is_retriable(error) or time.monotonic() > ends:
-                        raise
-
-    for name in ("gs", "gcs"):
-        fsspec.register_implementation(name, Patient, clobber=True)
 
 
 def is_outage(error: BaseException) -> bool:
