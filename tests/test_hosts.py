@@ -66,7 +66,7 @@ def test_both_stop_at_the_step_that_one_is_told_to_and_one_host_goes_on(workplac
         np.testing.assert_allclose([line[key] for line in got], [line[key] for line in expected], rtol=1e-5)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_host_that_is_killed_takes_the_other_down_within_a_minute(workplace: Path, victim: int) -> None:
     processes = start_hosts(workplace, "training.total_steps=4000", f"hydra.run.dir=killed{victim}")
     wait_for_step(workplace / f"killed{victim}", 3)
@@ -127,7 +127,8 @@ def write_corpus(directory: Path, bad: int) -> None:
     (directory / f"{bad}.tar").write_bytes((directory / f"{bad}.tar").read_bytes()[:1000])
 
 
-@pytest.mark.parametrize(("bad", "first"), [pytest.param(1, 0, marks=pytest.mark.slow), (0, 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("bad", "first"), [(1, 0), (0, 1)])
 def test_a_host_that_fails_takes_the_run_down_with_its_reason(tmp_path: Path, bad: int, first: int) -> None:
     write_corpus(tmp_path, bad)  # a shard that one host reads when the run is under way
     processes = start_hosts(
@@ -148,6 +149,7 @@ def test_a_host_that_fails_takes_the_run_down_with_its_reason(tmp_path: Path, ba
         assert f"host 1 of 2 ({socket.gethostname()}) ended: error: shard {bad}.tar is truncated" in done[0].stderr
 
 
+@pytest.mark.slow
 def test_hosts_with_disks_of_their_own_resume_from_checkpoints_that_they_share(tmp_path: Path) -> None:
     places = [cli.make_workplace(tmp_path / name) for name in ("here", "there")]
     ends = []

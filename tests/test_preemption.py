@@ -1,5 +1,6 @@
 """Told to stop at any moment: one line, or a checkpoint and status 75; what stands goes on as if nothing had been."""
 
+import re
 import signal
 import subprocess
 import time
@@ -21,7 +22,7 @@ JOB = (*cli.TINY, "training.total_steps=12", "training.evaluation_frequency=6", 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = cli.make_workplace(tmp_path_factory.mktemp("preemption"))
-    long = (place / cli.INDICES[1]).read_text() * 60  # an evaluation that takes seconds
+    long = (place / cli.INDICES[1]).read_text() * 30  # an evaluation that takes seconds
     (place / cli.INDICES[1]).with_name("long.index").write_text(long)
     return place
 
@@ -73,8 +74,9 @@ def test_steps_before_a_compilation_that_is_not_waited_for_are_logged(workplace:
     job = ("training.staged_warmup_steps=3", "training.log_frequency=100", "zero.remat=dots")
     process = cli.start(workplace, *JOB, *job, "hydra.run.dir=second_length")
     assert process.stderr is not None
-    while "first step of" not in process.stderr.readline():
+    while "first step of" not in (said := process.stderr.readline()):
         assert process.poll() is None
+    assert said.endswith("compiled\n")
     time.sleep(0.5)  # the other two take milliseconds, and the next program seconds
     process.send_signal(signal.SIGTERM)
     done = cli.finish(process)
@@ -134,22 +136,6 @@ def test_checkpoints_by_the_clock(workplace: Path) -> None:
     assert saved_steps(workplace / "clock") == list(range(1, 13))
 
 
-def test_a_second_start_takes_its_programs_from_the_cache(workplace: Path) -> None:
-    def start(name: str) -> tuple[str, float]:
-        done = cli.run(workplace, *JOB, f"hydra.run.dir={name}", "training.weight_decay=0.123")
-        assert done.returncode == 0, done.stderr
-        (seconds,) = [
-            line["seconds_to_first_step"]
-            for line in read_metrics(workplace / name / "metrics.jsonl")
-            if "seconds_to_first_step" in line
-        ]
-        return next(line for line in done.stderr.splitlines() if "first step of" in line), seconds
-
-    (cold, cold_seconds), (warm, warm_seconds) = start("cold"), start("warm")
-    assert cold.endswith("compiled") and warm.endswith("from the cache")
-    assert 0 < warm_seconds < cold_seconds + 5
-
-
 DIVERGING = f"""
 import sys
 from functools import partial
@@ -206,9 +192,11 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(workplace: Path, undistur
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
     done = cli.run(workplace, "--resume", "hydra.run.dir=damaged", "data.resume_step=12")
     assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: checkpoint "), done.stderr
+    assert "seconds_to_first_step" in read_metrics(run / "metrics.jsonl")[0]
     done = cli.run(workplace, "--resume", "hydra.run.dir=damaged")
     assert done.returncode == 0, done.stderr
     assert f"{run}/checkpoints, step 12" in done.stderr and "trying the one before" in done.stderr
     assert "resumed from step 6" in done.stderr
+    assert re.search(r"first step of .*, from the cache\n", done.stderr)
     assert metrics(run) == undisturbed and saved_steps(run) == [6, 12]
     assert (run / "checkpoints" / "12.damaged").is_dir()

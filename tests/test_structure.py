@@ -23,11 +23,6 @@ PURE = {"__future__", "abc", "collections", "contextlib", "dataclasses", "enum",
 PURE |= {"math", "operator", "types", "typing"}
 # Names of one outside library.
 FAMILY = {"omegaconf": "hydra", "yaml": "hydra", "google_crc32c": "google", "gcsfs": "fsspec"}
-    "omegaconf": "hydra",
-    "yaml": "hydra",
-    "google_crc32c": "google",
-    "gcsfs": "fsspec",
-}  # names of one outside library
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 SOURCES = {

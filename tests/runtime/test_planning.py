@@ -184,7 +184,11 @@ def test_the_deepest_that_fits_is_found_in_a_few_programs(fits_up_to: int, monke
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("arguments", [("zero.stage=1",), ("zero.gradient_dtype=bfloat16",)], ids=lambda a: a[0])
+@pytest.mark.parametrize(
+    "arguments",
+    [("zero.stage=1",), pytest.param(("zero.gradient_dtype=bfloat16",), marks=pytest.mark.slow)],
+    ids=lambda a: a[0],
+)
 def test_planned_bytes_are_those_of_a_real_step(arguments: tuple[str, ...]) -> None:
     script = Path(__file__).parent / "planned_memory.py"
     environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(Path(__file__).parents[2])}

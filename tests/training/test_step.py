@@ -282,7 +282,10 @@ def test_what_needs_the_whole_gradient_is_refused_beside_a_fused_update(changed:
         on.programs.step.lower(shapes, batch(on, 0))
 
 
-@pytest.mark.parametrize(("stage", "micro_batches"), [(1, 1), (2, 1), (3, 1), (3, 3)])
+@pytest.mark.parametrize(
+    ("stage", "micro_batches"),
+    [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(3, 1, marks=pytest.mark.slow), (3, 3)],
+)
 def test_gradients_held_in_bfloat16_are_rounded_once(stage: int, micro_batches: int) -> None:
     on = _setup(8, stage, micro_batches, MAX_NORM, jnp.float32, gradient_dtype=jnp.bfloat16)
     (got,), (expected,) = (advance(s, s.start(), range(1))[1] for s in (on, setup(8, stage, micro_batches)))
@@ -428,7 +431,10 @@ def test_running_statistics_are_weighted_means_of_what_was_seen() -> None:
 
 
 @pytest.mark.parametrize("kind", ["loss", "gradient_norm"])
-@pytest.mark.parametrize(("stage", "devices"), [(3, 8), (0, 8), (1, 3), (2, 1)])
+@pytest.mark.parametrize(
+    ("stage", "devices"),
+    [(3, 8), pytest.param(0, 8, marks=pytest.mark.slow), (1, 3), pytest.param(2, 1, marks=pytest.mark.slow)],
+)
 def test_a_spike_is_skipped_and_leaves_everything_as_it_was(stage: int, devices: int, kind: str) -> None:
     usual = reference().metrics[kind][0]
     limits = {"loss": 1e3, "gradient_norm": 1e3, kind: usual * 0.99}
