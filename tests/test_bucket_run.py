@@ -112,47 +112,31 @@ def test_what_is_wrong_in_a_bucket_is_one_line(run: Run) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_checkpoints_lie_in_the_bucket_and_the_run_goes_on_from_there(
-    run: Run, workplace: Path, tmp_path: Path
-) -> None:
-    kept = "data.checkpoint_directory=checkpoints"
-    assert run(kept, "training.total_steps=9").returncode == 0
-    assert not list(tmp_path.rglob("checkpoints"))
-    expected = losses(tmp_path / "run")
-    for url in storage.list_files(f"gs://{PLACE}/checkpoints/9"):
-        storage.remove(url)
-    # A checkpoint that was being written when the machine was lost is none.
-    storage.write(f"gs://{PLACE}/checkpoints/9/_CHECKPOINT_METADATA", b"{}")
-    resumed = cli.run(tmp_path, "--resume", "hydra.run.dir=run")
-    assert resumed.returncode == 0 and "resumed from step 6" in resumed.stderr, resumed.stderr
-    assert losses(tmp_path / "run") == expected
-    # A damaged one is set aside, and its step is saved again.
-    storage.write(f"gs://{PLACE}/checkpoints/9/meta/metadata", b"")
-    resumed = cli.run(tmp_path, "--resume", "hydra.run.dir=run")
-    assert resumed.returncode == 0 and "resumed from step 6" in resumed.stderr, resumed.stderr
-    assert f"checkpoint 9 set aside as gs://{PLACE}/checkpoints/9.damaged" in resumed.stderr
-    assert losses(tmp_path / "run") == expected
-    standing = {
-        url.removeprefix(f"gs://{PLACE}/checkpoints/").split("/")[0]
-        for url in storage.list_files(f"gs://{PLACE}/checkpoints")
-    }
-    assert standing == {"3", "6", "9", "9.damaged"}
-
-
-def test_a_machine_that_was_replaced_rebuilds_the_run_directory_and_goes_on(run: Run, tmp_path: Path) -> None:
-    kept, tracked = "data.checkpoint_directory=kept", "data.wandb_project=zero"
-    assert run(kept, tracked, "training.total_steps=9").returncode == 0
+def test_a_machine_that_was_replaced_goes_on_from_the_bucket(run: Run, tmp_path: Path) -> None:
+    launcher = ("--resume=auto", "data.checkpoint_directory=kept", "data.wandb_project=zero", "training.total_steps=9")
+    assert run(*launcher).returncode == 0
+    assert not list(tmp_path.rglob("kept"))
     expected = losses(tmp_path / "run")
     run_id = (tmp_path / "run" / "wandb_run_id").read_text()
-    launcher = ("--resume=auto", kept, tracked, "training.total_steps=9")
-    shutil.rmtree(tmp_path / "run")
-    for url in storage.list_files(f"gs://{PLACE}/kept/9"):
+    kept = f"gs://{PLACE}/kept"
+    for url in storage.list_files(f"{kept}/9"):
         storage.remove(url)
+    # A checkpoint that was being written when the machine was lost is none.
+    storage.write(f"{kept}/9/_CHECKPOINT_METADATA", b"{}")
+    shutil.rmtree(tmp_path / "run")
     resumed = run(*launcher, "hydra.run.dir=another")
     assert resumed.returncode == 0 and "resumed from step 6" in resumed.stderr, resumed.stderr
     assert losses(tmp_path / "another") == expected
     assert (tmp_path / "another" / "wandb_run_id").read_text() == run_id
     assert not (tmp_path / "run").exists()
+    # A damaged one is set aside, and its step is saved again.
+    storage.write(f"{kept}/9/meta/metadata", b"")
+    resumed = run(*launcher, "hydra.run.dir=another")
+    assert resumed.returncode == 0 and "resumed from step 6" in resumed.stderr, resumed.stderr
+    assert f"checkpoint 9 set aside as {kept}/9.damaged" in resumed.stderr
+    assert losses(tmp_path / "another") == expected
+    standing = {url.removeprefix(f"{kept}/").split("/")[0] for url in storage.list_files(kept)}
+    assert standing == {"3", "6", "9", "9.damaged"}
 
 
 def test_a_bucket_that_answers_503_for_a_while_costs_time_and_nothing_else(

@@ -95,6 +95,7 @@ def test_a_save_that_fails_on_one_host_ends_both_with_the_reason(workplace: Path
     assert str(saved_steps(workplace / "full")[-1]) == reported[-1]
 
 
+@pytest.mark.slow
 def test_slurm_needs_no_configuration_and_hosts_agree_on_the_run_directory(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def interrupt(process: subprocess.Popen[str], run: Path, step: int, number: int)
     return cli.finish(process, timeout=300)
 
 
+@pytest.mark.slow
 def test_run_killed_in_the_middle_ends_as_if_nothing_had_been(workplace: Path, undisturbed: Path) -> None:
     again = ("--resume=auto", *cli.TINY, "hydra.run.dir=killed", "data.wandb_project=zero")  # what a launcher loops on
     run = workplace / "killed"

@@ -468,6 +468,7 @@ def spiky_run(devices: int, stage: int) -> Run:
     return run_on(on, state)
 
 
+@pytest.mark.slow
 def test_stages_and_devices_agree_on_what_is_a_spike() -> None:
     runs = [spiky_run(8, stage) for stage in range(4)]
     assert 0 < runs[0].metrics["skipped_spikes"][-1] < STEPS
