@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -9,6 +10,12 @@ import fsspec
 from gcsfs.retry import is_retriable
 
 from zero.runtime.storage import DEADLINE
+
+log = logging.getLogger(__name__)
+for name, level in {"gcsfs": logging.CRITICAL, "fsspec": logging.WARNING}.items():
+    logging.getLogger(name).setLevel(
+        level
+    )  # they tell of caches, of what they cannot find out and what they raise anyway
 
 
 class Bucket(fsspec.get_filesystem_class("gs")):  # type: ignore[misc]
@@ -25,6 +32,7 @@ class Bucket(fsspec.get_filesystem_class("gs")):  # type: ignore[misc]
             except Exception as error:
                 if not is_retriable(error) or time.monotonic() > ends:
                     raise
+                log.warning("a bucket does not answer, trying again: %s", str(error).partition("\n")[0])
 
 
 for name in ("gs", "gcs"):
