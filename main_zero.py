@@ -19,6 +19,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     """Ends what is under way; also where the exception gets lost, as in a callback of the garbage collector."""
     late = threading.Timer(5, say_interrupted, [number])
     late.daemon = True
+    unanswered.append((number, late))
     late.start()
     raise KeyboardInterrupt(number)
 
@@ -41,7 +42,7 @@ from omegaconf import DictConfig
 from zero.models.gpt import GPTConfig
 from zero.runtime import UserError, runs
 from zero.runtime.configuration import Config, check, describe, load_sizes, merge_resumed
-from zero.runtime.preemption import SIGNALS, end_at_once
+from zero.runtime.preemption import SIGNALS, end_at_once, unanswered
 
 CONF = Path(__file__).parent / "conf"
 # A run directory that cannot be written, or a disk that is full.

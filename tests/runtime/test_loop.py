@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import zero
 from tests import cli
 from zero.runtime.checkpoints import Checkpoints
 from zero.runtime.configuration import load_sizes
-from zero.runtime.preemption import stop_requests
+from zero.runtime.preemption import stop_requests, unanswered
 from zero.runtime.runs import saved_steps
 from zero.runtime.tracking import read_metrics, read_resumes
 from zero.training.step import ShardedGPT, adamw, state_layout
@@ -138,6 +139,7 @@ def test_fork_on_other_devices_and_another_stage_sees_the_same_samples(workplace
 
 LONG = f"""
 import sys
+import threading
 from pathlib import Path
 import hydra
 from tests import cli
@@ -174,6 +176,16 @@ def test_many_steps_on_more_devices_than_cores(workplace: Path, tmp_path: Path, 
     )
     losses = [line["train/loss"] for line in metrics(tmp_path)]
     assert len(losses) == steps // 100 and losses[-1] < losses[0] - 1
+
+
+def test_signal_whose_exception_was_lost_is_a_request_once_there_is_something_to_save() -> None:
+    timer = threading.Timer(60, lambda: None)
+    unanswered.append((signal.SIGTERM, timer))
+    with stop_requests() as received:
+        assert received == [signal.SIGTERM]
+    assert timer.finished.is_set() and not unanswered
+    with stop_requests() as received:
+        assert received == []
 
 
 def test_first_signal_is_noted_and_a_second_one_stops_at_once() -> None:

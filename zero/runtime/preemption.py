@@ -23,6 +23,10 @@ PREEMPTED = 75  # exit status of a run that was told to stop and is saved; EX_TE
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+# Signals that were answered by an exception, each with the timer that ends the process if that was lost.
+unanswered: list[tuple[int, threading.Timer]] = []
+
+
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
     """Collects signals in a list, for a loop to look at between steps; a second SIGTERM or SIGINT ends the process.
@@ -30,6 +34,10 @@ def stop_requests() -> Iterator[list[int]]:
     A terminal that goes away sends SIGHUP; a machine that shuts down both that and SIGTERM, and means it once.
     """
     received: list[int] = []
+    while unanswered:  # one whose exception was lost: by now there is something to save
+        number, timer = unanswered.pop()
+        timer.cancel()
+        received.append(number)
 
     def receive(number: int, frame: FrameType | None) -> None:
         if number != signal.SIGHUP and set(received) - {signal.SIGHUP}:
