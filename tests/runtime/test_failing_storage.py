@@ -243,6 +243,24 @@ def test_place_that_became_read_only_is_told_in_one_line(disk: Path) -> None:
     assert_same(restore_small(disk, 1), make_state(*small(8), seed=1), small(8)[0])
 
 
+def test_failed_save_of_a_step_that_was_set_aside_is_not_taken_for_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(opened: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        save_small(checkpoints, 1)
+        checkpoints.wait()
+        checkpoints.set_aside(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", broken)
+            with pytest.raises(UserError, match="Input/output error"):
+                save_small(checkpoints, 1)
+                checkpoints.wait()
+        assert checkpoints.steps() == []
+
+
 def test_checkpoint_counts_as_saved_where_an_older_one_cannot_be_deleted(
     disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

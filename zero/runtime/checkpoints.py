@@ -153,6 +153,7 @@ class Checkpoints:
         if validation_loss is not None and math.isfinite(validation_loss):
             losses[step] = validation_loss
         started = time.monotonic()
+        self._committed.pop(step, None)  # of one that was set aside
         with self._write_errors():
             self._manager.save(
                 step,
@@ -240,8 +241,8 @@ class Checkpoints:
         if saved is not None and jax.process_index() == 0:  # the host that commits
             seconds = self._committed[saved.step] - saved.started
             log.info("checkpoint %d saved: %.2f GB in %.1f s", saved.step, saved.size / 1e9, seconds)
-        if failure is not None:
-            log.warning("older checkpoints than %s could not be deleted: %s", saved and saved.step, failure.__cause__)
+            if failure is not None:
+                log.warning("older checkpoints than %d could not be deleted: %s", saved.step, failure.__cause__)
 
     def _known_losses(self) -> dict[int, float]:
         """The validation losses of the checkpoints that stand."""

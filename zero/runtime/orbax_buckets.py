@@ -12,10 +12,9 @@ from gcsfs.retry import is_retriable
 from zero.runtime.storage import DEADLINE
 
 log = logging.getLogger(__name__)
-for name, level in {"gcsfs": logging.CRITICAL, "fsspec": logging.WARNING}.items():
-    logging.getLogger(name).setLevel(
-        level
-    )  # they tell of caches, of what they cannot find out and what they raise anyway
+# They tell of caches, of what they cannot find out, and of what they raise anyway.
+logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+logging.getLogger("fsspec").setLevel(logging.WARNING)
 
 
 class Bucket(fsspec.get_filesystem_class("gs")):  # type: ignore[misc]
