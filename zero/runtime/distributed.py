@@ -61,6 +61,9 @@ def start(
     """
     global _watch
     os.environ.setdefault("NPROC", str(4 * cpu_devices))
+    in_order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"  # else devices run collectives in any order
+    if in_order not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {in_order}".strip()
     if not any(next(Path("/dev").glob(pattern), None) for pattern in ACCELERATORS):
         jax.config.update("jax_platforms", "cpu")  # else an installed libtpu looks for a TPU, at length and aloud
     jax.config.update("jax_num_cpu_devices", cpu_devices)
