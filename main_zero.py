@@ -40,9 +40,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from zero.models.gpt import GPTConfig
-from zero.runtime import UserError, runs
-from zero.runtime.configuration import Config, check, describe, load_sizes, merge_resumed
-from zero.runtime.preemption import SIGNALS, end_at_once, unanswered
+from zero.runtime.config.configuration import Config, check, describe, load_sizes, merge_resumed
+from zero.runtime.errors import UserError
+from zero.runtime.hosts.preemption import SIGNALS, end_at_once, unanswered
+from zero.runtime.run import runs
 
 CONF = Path(__file__).parent / "conf"
 # A run directory that cannot be written, or a disk that is full.
@@ -74,10 +75,11 @@ def run(config: DictConfig) -> None:
 def program(mode: str) -> Callable[[Config, GPTConfig, Path], int]:
     """What a mode runs. Imported here: that takes seconds, and what was misspelt is answered by now."""
     if mode == "plan":
-        from zero.runtime import planning
+        from zero.runtime.planning import planning
 
         return planning.plan
-    from zero.runtime import inference, loop
+    from zero.runtime import train as loop
+    from zero.runtime.inference import inference
 
     return {"train": loop.train, "evaluate": inference.evaluate, "sample": inference.sample}[mode]
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import tokenizers
 
-from zero.runtime.corpus import prepare
-from zero.runtime.text import FileTokenizer, train_tokenizer
+from zero.runtime.corpus.corpus import prepare
+from zero.runtime.tokenizers import FileTokenizer, train_tokenizer
 
 
 def collect(folder: Path, size: int) -> list[str]:

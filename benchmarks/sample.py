@@ -26,8 +26,8 @@ import transformers
 
 from zero.models.gpt import GPT, GPTConfig
 from zero.partition.collectives import Axis
-from zero.runtime.inference import generate
-from zero.runtime.interchange import warm_start
+from zero.runtime.inference.inference import generate
+from zero.runtime.weights.interchange import warm_start
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference
 from zero.training.step import ShardedGPT

@@ -20,8 +20,8 @@ import matplotlib.pyplot as plt
 from benchmarks.collectives import DEVICES
 from zero.partition.collectives import Axis
 from zero.partition.state import memory
-from zero.runtime.configuration import load_sizes
-from zero.runtime.hlo import collective_bytes
+from zero.runtime.config.configuration import load_sizes
+from zero.runtime.planning.hlo import collective_bytes
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate
 from zero.training.step import Batch, ShardedGPT, adamw, state_layout

@@ -18,9 +18,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from zero.runtime import UserError
-from zero.runtime.corpus import prepare, verify
-from zero.runtime.text import load_tokenizer
+from zero.runtime.corpus.corpus import prepare, verify
+from zero.runtime.errors import UserError
+from zero.runtime.tokenizers import load_tokenizer
 
 HERE = Path(__file__).resolve().parent
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zero.runtime.corpus import prepare
-from zero.runtime.text import ByteTokenizer
+from zero.runtime.corpus.corpus import prepare
+from zero.runtime.tokenizers import ByteTokenizer
 
 MAIN = Path(__file__).parents[1] / "main_zero.py"
 INDICES = ("corpus/index/tiny_train.index", "corpus/index/tiny_validation.index")

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from zero.runtime.corpus import Corpus, prepare
-from zero.runtime.loader import Loader
-from zero.runtime.text import ByteTokenizer
+from zero.runtime.corpus.corpus import Corpus, prepare
+from zero.runtime.data.loader import Loader
+from zero.runtime.tokenizers import ByteTokenizer
 
 REPOSITORY = Path(__file__).parents[1]
 COMMAND = [sys.executable, "data/prepare.py"]

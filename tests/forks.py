@@ -8,8 +8,8 @@ from pathlib import Path
 
 import hydra
 
-import zero.runtime.configuration
-import zero.runtime.loop  # noqa: F401  what takes long to import
+import zero.runtime.config.configuration
+import zero.runtime.train  # noqa: F401  what takes long to import
 
 program = sys.argv[1]
 with hydra.initialize_config_dir(str(Path(program).parent / "conf"), version_base="1.3"):

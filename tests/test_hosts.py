@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests import cli, hosts
-from tests.runtime.test_loader import npy, write_tar
-from zero.runtime.runs import saved_steps
-from zero.runtime.tracking import read_metrics
+from tests.runtime.data.test_loader import npy, write_tar
+from zero.runtime.run.runs import saved_steps
+from zero.runtime.tracking.tracking import read_metrics
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests import cli
-from zero.runtime.runs import saved_steps
-from zero.runtime.tracking import read_metrics
+from zero.runtime.run.runs import saved_steps
+from zero.runtime.tracking.tracking import read_metrics
 
 pytestmark = pytest.mark.timeout(400)
 CLOCKED = ("step_time", "tokens_per_second", "data_wait", "seconds_to_first_step")
@@ -142,8 +142,9 @@ from functools import partial
 from pathlib import Path
 import hydra
 import jax
-from zero.runtime import UserError, loop
-from zero.runtime.configuration import check, load_sizes
+from zero.runtime.errors import UserError
+from zero.runtime import train as loop
+from zero.runtime.config.configuration import check, load_sizes
 
 def diverging(config, size, make=loop.make_job):
     job = make(config, size)

@@ -4,8 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from zero.runtime import UserError
-from zero.runtime.page import PAGE_FILE, write_page
+from zero.runtime.errors import UserError
+from zero.runtime.tracking.html_report import PAGE_FILE, write_page
 
 
 def main() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import jax
 
-from zero.runtime import UserError
-from zero.runtime.interchange import average, export
+from zero.runtime.errors import UserError
+from zero.runtime.weights.interchange import average, export
 
 
 def main() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests import bucket, hosts
-from zero.runtime import UserError, storage
+from zero.runtime import storage
+from zero.runtime.errors import UserError
 
 DATA = bytes(range(256)) * 400
 

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
-from zero.runtime import UserError
+from zero.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from google.cloud import storage
@@ -180,7 +180,7 @@ def read(
 ) -> _Result:
     """What `use` makes of a file; where bytes came garbled, it is called again with right ones.
 
-    `opened` is `reading`, or does as it does (zero.runtime.cache).
+    `opened` is `reading`, or does as it does (zero.runtime.data.cache).
     """
     for attempt in range(GARBLED_ATTEMPTS):
         try:

@@ -1,0 +1,261 @@
+"""Checkpoints: the same logical arrays for any number of devices and any stage, or a line that names the leaf."""
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+import tarfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zero
+from zero.models.gpt import GPTConfig
+from zero.runtime.checkpoints.checkpoints import Checkpoints
+from zero.runtime.errors import UserError
+from zero.training.step import ShardedGPT, adamw, state_layout
+
+CONFIG = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=12, dropout=0.0, N=2, vocab_chunks=3)
+META = {"cursor": {"batches": 7, "seed": 1}, "global_rows": 24, "config": {"seed": None, "names": ["é", "'"]}}
+
+
+@cache
+def placed(devices: int, stage: int, **changes: Any) -> tuple[zero.Layout, zero.Axis]:
+    axis = zero.Axis("zero", (1, devices))
+    return state_layout(ShardedGPT(dataclasses.replace(CONFIG, **changes), axis, stage), adamw(0.1)), axis
+
+
+def make_state(layout: zero.Layout, axis: zero.Axis, seed: int = 0) -> Any:
+    """Random whole arrays, padded with zeros and laid out as `zero.to_global` does."""
+    rng = np.random.default_rng(seed)
+
+    def one(leaf: zero.LeafLayout, target: jax.ShapeDtypeStruct) -> jax.Array:
+        padded = np.zeros(leaf.padded_shape, leaf.dtype)
+        padded[tuple(slice(size) for size in leaf.shape)] = rng.normal(size=leaf.shape, scale=1e3).astype(leaf.dtype)
+        return jax.device_put(padded, target.sharding)
+
+    return layout.map(one, zero.global_shapes(layout, axis))
+
+
+def save(directory: Path, *steps: int, devices: int = 8, stage: int = 3, keep: int = 3, **changes: Any) -> None:
+    layout, axis = placed(devices, stage, **changes)
+    with Checkpoints(directory, keep) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, make_state(layout, axis, seed=step), layout, META)
+
+
+def restore(directory: Path, step: int, devices: int = 8, stage: int = 3, **changes: Any) -> Any:
+    with Checkpoints(directory, None) as checkpoints:
+        return checkpoints.restore(step, *placed(devices, stage, **changes))
+
+
+def assert_same(got: Any, expected: Any, layout: zero.Layout) -> None:
+    for leaf, x, y in zip(layout.leaves, jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y, err_msg=leaf.name)
+        assert x.sharding == y.sharding, leaf.name
+
+
+@pytest.mark.parametrize("saved", [(8, 3), (3, 1), (1, 3), (8, 0)], ids=str)
+def test_any_number_of_devices_and_stage_reads_what_another_wrote(saved: tuple[int, int], tmp_path: Path) -> None:
+    save(tmp_path, 5, devices=saved[0], stage=saved[1])
+    for devices, stage in [(8, 3), (3, 2), (1, 1), (8, 0)]:
+        layout, axis = placed(devices, stage)
+        assert_same(restore(tmp_path, 5, devices, stage), make_state(layout, axis, seed=5), layout)
+        zero.from_global(restore(tmp_path, 5, devices, stage), layout, axis)  # and pmap takes it
+
+
+def test_weights_alone_can_be_read(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    model = ShardedGPT(CONFIG, zero.Axis("zero", (1, 3)), 2)
+    with Checkpoints(tmp_path, None) as checkpoints:
+        params = checkpoints.restore(5, model.layout, model.axis, within="params")
+    layout, axis = placed(3, 2)
+    assert_same(params, make_state(layout, axis, seed=5).params, model.layout)
+
+
+def test_what_lies_beside_the_arrays_comes_back(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    with Checkpoints(tmp_path, None) as checkpoints:
+        meta = checkpoints.meta(5)
+    assert {key: meta[key] for key in META} == META
+    assert meta["shapes"] == {leaf.name: list(leaf.shape) for leaf in placed(8, 3)[0].leaves}
+
+
+def test_steps_that_go_on_at_once_do_not_spoil_what_is_written(tmp_path: Path) -> None:
+    axis = zero.Axis("zero", (1, 8))
+    layout = zero.make_layout({"w": jax.ShapeDtypeStruct((500, 8 * 500), jnp.float32)}, 8)
+    state = jax.pmap(lambda key: {"w": jax.random.normal(key, (500, 500))}, "zero")(
+        jax.random.split(jax.random.key(0), 8)
+    )
+    step = jax.pmap(lambda state: jax.tree.map(lambda x: x + 1, state), "zero", donate_argnums=0)
+    expected = []
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        for number in range(3):
+            expected.append(np.array(state["w"]))
+            whole = zero.to_global(state, layout, axis, donate=True)
+            checkpoints.save(number, whole, layout, {})
+            state = zero.from_global(whole, layout, axis, donate=True)
+            for _ in range(3):
+                state = jax.block_until_ready(step(state))
+    with Checkpoints(tmp_path, None) as checkpoints:
+        for number in range(3):
+            back = zero.from_global(checkpoints.restore(number, layout, axis), layout, axis)
+            np.testing.assert_array_equal(back["w"], expected[number])
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"embedding_dim": 45}, r"leaf params/\S+: holds \(2, 42\), this run expects \(2, 45\)"),
+        ({"N": 3}, r"leaf params/blocks/\S+: holds \(2, .*\), this run expects \(3, .*\)"),
+        ({"alibi_attn": False}, r"leaf params/positions/table: holds nothing, this run expects \(12, 42\)"),
+        ({"vocab_chunks": 1}, r"leaf params/vocabulary/table: holds \(3, 34, 42\), this run expects \(1, 101, 42\)"),
+    ],
+    ids=str,
+)
+def test_checkpoint_of_another_model_is_refused_by_leaf(changes: dict[str, Any], line: str, tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    with pytest.raises(UserError, match=rf"{tmp_path}, step 5, {line}") as caught:
+        restore(tmp_path, 5, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_leaf_that_is_left_over_is_named(tmp_path: Path) -> None:
+    save(tmp_path, 5, alibi_attn=False)
+    with pytest.raises(UserError, match=r"leaf params/positions/table: holds \(12, 42\), this run expects nothing"):
+        restore(tmp_path, 5)
+
+
+def test_newest_are_kept(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, 4, keep=2)
+    with Checkpoints(tmp_path, None) as checkpoints:
+        assert checkpoints.steps() == [3, 4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]
+
+
+def test_a_place_that_does_not_exist_holds_nothing_and_is_made_at_the_first_save(tmp_path: Path) -> None:
+    place = tmp_path / "not yet" / "there"
+    with Checkpoints(place, keep=1) as checkpoints:
+        assert checkpoints.steps() == [] and not place.exists()
+    save(place, 1)
+    with Checkpoints(place, None) as checkpoints:
+        assert checkpoints.steps() == [1]
+
+
+def half_write(directory: Path, step: int) -> Path:
+    """What a process that was killed in the middle leaves behind: some of its files, under the name it writes to."""
+    save(directory, step)
+    aside = directory / f"{step}.orbax-checkpoint-tmp"
+    (directory / str(step)).rename(aside)
+    (aside / "meta" / "metadata").unlink()
+    return aside
+
+
+def test_half_written_checkpoint_is_none_and_is_cleaned_up_by_its_own_run_only(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    aside = half_write(tmp_path, 10)
+    with Checkpoints(tmp_path, None) as checkpoints:
+        assert checkpoints.steps() == [5]
+    assert aside.exists()
+    save(tmp_path, 10)
+    with Checkpoints(tmp_path, None) as checkpoints:
+        assert checkpoints.steps() == [5, 10]
+    layout, axis = placed(8, 3)
+    assert_same(restore(tmp_path, 10), make_state(layout, axis, seed=10), layout)
+    assert not aside.exists()
+
+
+def test_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
+    """Written by zero 0.1.0 with its compression, from 8 devices; this one's is not compressed."""
+    params = {"w": jax.ShapeDtypeStruct((3, 20), jnp.float32), "b": jax.ShapeDtypeStruct((5,), jnp.float32)}
+    tree = {"params": params, "step": jax.ShapeDtypeStruct((), jnp.int32)}
+    with tarfile.open(Path(__file__).with_name("checkpoint-0.1.0.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    for devices in (8, 3):
+        axis, layout = zero.Axis("zero", (1, devices)), zero.make_layout(tree, devices)
+        with Checkpoints(tmp_path, keep=2) as checkpoints:
+            old = checkpoints.restore(5, layout, axis)
+            assert checkpoints.meta(5)["cursor"] == {"batches": 7}
+            checkpoints.save(5 + devices, old, layout, {})
+            new = checkpoints.restore(5 + devices, layout, axis)
+            assert checkpoints.steps()[0] == 5
+        for state in (old, new):
+            w, b = np.asarray(state["params"]["w"])[:, :20], np.asarray(state["params"]["b"])[:5]
+            np.testing.assert_array_equal(w, np.arange(60, dtype=np.float32).reshape(3, 20) + 7)
+            np.testing.assert_array_equal(b, np.arange(5, dtype=np.float32) + 7)
+            assert state["step"] == 7
+        shutil.rmtree(tmp_path / str(5 + devices))
+
+
+def save_small(checkpoints: Checkpoints, step: int, **options: Any) -> None:
+    layout, axis = small(8)
+    checkpoints.save(step, make_state(layout, axis, seed=step), layout, {}, **options)
+
+
+@cache
+def small(devices: int) -> tuple[zero.Layout, zero.Axis]:
+    tree = {"w": jax.ShapeDtypeStruct((40, 400), jnp.float32), "b": jax.ShapeDtypeStruct((7,), jnp.float32)}
+    return zero.make_layout(tree, devices), zero.Axis("zero", (1, devices))
+
+
+def run(program: str) -> str:
+    """What a Python program prints; it runs in the repository."""
+    here = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", program], cwd=here, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+LIFE = """
+import sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+import test_checkpoints as t
+from zero.runtime.checkpoints.checkpoints import Checkpoints
+
+with Checkpoints(Path({directory!r}), keep=2) as checkpoints:
+    for step, loss in {losses!r}.items():
+        t.save_small(checkpoints, step, validation_loss=loss)
+"""
+
+
+def test_newest_and_best_are_kept_from_one_process_to_the_next(tmp_path: Path) -> None:
+    lives = [{1: 3.0, 2: 1.5, 3: 2.0, 4: None}, {5: 1.75, 6: float("nan")}, {7: 1.0, 8: 4.0, 9: 5.0}]
+    for losses, expected in zip(lives, [[2, 3, 4], [2, 5, 6], [7, 8, 9]], strict=True):
+        source = LIFE.format(tests=str(Path(__file__).parent), directory=str(tmp_path), losses=losses)
+        run(source.replace("nan", "float('nan')"))
+        with Checkpoints(tmp_path, None) as checkpoints:
+            assert checkpoints.steps() == expected
+            for step in expected:
+                assert_same(checkpoints.restore(step, *small(8)), make_state(*small(8), seed=step), small(8)[0])
+
+
+def test_step_below_one_that_stands_is_saved_and_one_that_stands_is_refused(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        for step in (10, 20, 15):
+            save_small(checkpoints, step)
+        with pytest.raises(UserError, match=rf"{tmp_path}: step 20 is saved already, and nothing is overwritten"):
+            save_small(checkpoints, 20)
+        save_small(checkpoints, 5)
+        checkpoints.wait()
+        assert checkpoints.steps() == [5, 15, 20]
+    assert_same(restore_small(tmp_path, 15), make_state(*small(8), seed=15), small(8)[0])
+
+
+def restore_small(directory: Path, step: int) -> Any:
+    with Checkpoints(directory, None) as checkpoints:
+        return checkpoints.restore(step, *small(8))
+
+
+def test_versions_are_kept_beside_the_arrays(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        save_small(checkpoints, 1, validation_loss=0.5)
+        meta = checkpoints.meta(1)
+    assert meta["versions"]["jax"] == jax.__version__ and meta["validation_loss"] == 0.5
+    assert set(meta["versions"]) >= {"zero-pmap", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"}

@@ -1,0 +1,331 @@
+"""Checkpoints where storage fails: what is damaged is told, and what was reported as saved stands."""
+
+import errno
+import logging
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import hosts
+from tests.runtime.checkpoints.test_checkpoints import (
+    assert_same,
+    make_state,
+    placed,
+    restore,
+    restore_small,
+    run,
+    save_small,
+    small,
+)
+from zero.runtime.checkpoints.checkpoints import Checkpoints, Damaged
+from zero.runtime.errors import UserError
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "deleted": Path.unlink,
+    "empty": lambda file: file.write_bytes(b""),
+    "torn": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "zeros": lambda file: file.write_bytes(bytes(file.stat().st_size)),
+}
+# orbax writes these, and nothing reads them: what is said in the files of all hosts is merged into state/d.
+UNREAD = r"_CHECKPOINT_METADATA|.*commit_success.txt|state/_sharding|state/ocdbt.process_0/manifest.ocdbt"
+
+
+def test_every_damage_is_told_in_one_line_or_does_no_harm(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path / "whole", keep=1) as checkpoints:
+        save_small(checkpoints, 5)
+    expected, found, harmless = make_state(*small(8), seed=5), {}, set()
+    files = [path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*") if path.is_file()]
+    for file in files:
+        for kind, damage in DAMAGE.items():
+            place = tmp_path / f"{kind}-{str(file).replace('/', '-')}"
+            shutil.copytree(tmp_path / "whole", place)
+            damage(place / file)
+            name = str(file.relative_to("5"))
+            try:
+                assert_same(restore_small(place, 5), expected, small(8)[0])
+                harmless.add((name, kind))
+            except Damaged as error:
+                found[name, kind] = str(error)
+                assert str(error).startswith(f"checkpoint {place}, step 5: ")
+                assert " cannot be read: " in str(error) and "\n" not in str(error)
+            except AssertionError:
+                assert kind == "zeros"  # right in length, and nothing but the bytes themselves would tell
+                found[name, kind] = "nothing"
+    for name, kind in harmless:
+        assert re.fullmatch(UNREAD, name) or kind == "deleted" or name.startswith("state/ocdbt.process_0/d/"), name
+    damaged = {name for name, kind in found if kind in ("empty", "torn")}
+    assert {"meta/metadata", "state/_METADATA", "state/array_metadatas/process_0", "state/manifest.ocdbt"} <= damaged
+    assert any(name.startswith("state/d/") for name in damaged)
+    assert any(name.startswith("state/ocdbt.process_0/d/") for name in damaged)
+    for kind in ("deleted", "empty", "torn"):
+        assert any(re.search(r"leaf (w|b) cannot be read: ", line) for (_, k), line in found.items() if k == kind)
+        assert re.search("file .*5/meta/metadata", found["meta/metadata", kind])
+    assert re.search("file .*5/state/_METADATA cannot be read: no JSON", found["state/_METADATA", "torn"])
+
+
+def test_damaged_checkpoint_is_set_aside_and_its_step_is_free_again(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        save_small(checkpoints, 5)
+        for name, stand in [("10.damaged", [5]), ("10.damaged-2", [5, 7])]:
+            save_small(checkpoints, 10, validation_loss=0.0)
+            checkpoints.wait()
+            files = {path.relative_to(tmp_path / "10") for path in (tmp_path / "10").rglob("*")}
+            (tmp_path / "10" / "meta" / "metadata").write_text("")
+            with pytest.raises(Damaged, match=rf"checkpoint {tmp_path}, step 10: file .*10/meta/metadata cannot be"):
+                checkpoints.meta(10)
+            checkpoints.set_aside(10)
+            assert checkpoints.steps() == stand
+            assert {path.relative_to(tmp_path / name) for path in (tmp_path / name).rglob("*")} == files
+            if stand == [5]:
+                save_small(checkpoints, 7)
+        save_small(checkpoints, 10)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "10.damaged", "10.damaged-2", "5", "7"]
+    assert_same(restore_small(tmp_path, 10), make_state(*small(8), seed=10), small(8)[0])
+
+
+def test_damaged_losses_do_not_keep_others_from_being_saved(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        save_small(checkpoints, 1, validation_loss=1.0)
+    (tmp_path / "1" / "meta" / "metadata").write_text('{"shapes": {"w"')
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        save_small(checkpoints, 2, validation_loss=2.0)
+        checkpoints.wait()
+        assert checkpoints.steps() == [2]
+
+
+def test_checkpoint_counts_as_saved_only_when_it_is_synced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, reached, go_on = set(), threading.Event(), threading.Event()
+    fsync = os.fsync
+
+    def slow(opened: int) -> None:
+        fsync(opened)
+        synced.add(os.stat(opened).st_ino)
+        if reached.is_set():
+            return
+        reached.set()
+        assert go_on.wait(60)
+
+    caplog.set_level(logging.INFO, "zero")
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        save_small(checkpoints, 1)
+        checkpoints.wait()
+        assert re.fullmatch(r"checkpoint 1 saved: 0\.00 GB in \d+\.\d s", caplog.messages[-1])
+        caplog.clear()
+        monkeypatch.setattr(os, "fsync", slow)
+        save_small(checkpoints, 2)
+        assert reached.wait(60)
+        for _ in range(5):
+            checkpoints.check()
+            time.sleep(0.02)
+        assert not caplog.messages
+        assert (tmp_path / "1").exists() and not (tmp_path / "2").exists()
+        go_on.set()
+        deadline = time.monotonic() + 60
+        while not caplog.messages and time.monotonic() < deadline:
+            checkpoints.check()
+        assert len(caplog.messages) == 1 and caplog.messages[0].startswith("checkpoint 2 saved: ")
+        assert checkpoints.steps() == [2] and not (tmp_path / "1").exists()
+    assert {path.stat().st_ino for path in [tmp_path, *tmp_path.rglob("*")]} <= synced
+    assert len(caplog.messages) == 1
+
+
+def test_checkpoint_that_cannot_be_synced_is_none_and_takes_no_other_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(opened: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    caplog.set_level(logging.INFO, "zero")
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        save_small(checkpoints, 1)
+        checkpoints.wait()
+        caplog.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", broken)
+            save_small(checkpoints, 2)
+            with pytest.raises(UserError, match=f"{tmp_path}: the checkpoint could not be written: .*Input/output"):
+                while True:
+                    checkpoints.check()
+        assert checkpoints.steps() == [1] and not caplog.messages
+        save_small(checkpoints, 3)
+        checkpoints.wait()
+        assert checkpoints.steps() == [3] and not (tmp_path / "1").exists()
+
+
+FULL_DISK = """
+import resource, signal, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+import test_checkpoints as t
+from zero.runtime.errors import UserError
+from zero.runtime.checkpoints.checkpoints import Checkpoints
+
+directory = Path({directory!r})
+t.save(directory, 5)
+layout, axis = t.placed(8, 3)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # no file may grow beyond: to us, a disk that is full
+try:
+    with Checkpoints(directory, keep=3) as checkpoints:
+        checkpoints.save(10, t.make_state(layout, axis), layout, t.META)
+        checkpoints.wait()
+except UserError as error:
+    print(error)
+"""
+
+
+def test_full_disk_is_told_in_one_line_and_takes_no_checkpoint_with_it(tmp_path: Path) -> None:
+    program = FULL_DISK.format(tests=str(Path(__file__).parent), directory=str(tmp_path))
+    told = run(program)
+    assert f"{tmp_path}: the checkpoint could not be written" in told
+    assert len(told.splitlines()) == 1
+    with Checkpoints(tmp_path, None) as checkpoints:
+        assert checkpoints.steps() == [5]
+    layout, axis = placed(8, 3)
+    assert_same(restore(tmp_path, 5), make_state(layout, axis, seed=5), layout)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small file system of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", place], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"needs a file system of its own: {made.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def assert_refused(checkpoints: Checkpoints, reason: str) -> None:
+    """A second checkpoint is told in one line to be none, and the first one stands."""
+    refusal = rf"{checkpoints.directory}: the checkpoint could not be written: .*({reason})"
+    with pytest.raises(UserError, match=refusal) as caught:
+        save_small(checkpoints, 2)
+        checkpoints.wait()
+    assert "\n" not in str(caught.value)
+    assert checkpoints.steps() == [1]
+
+
+# Orbax closes the loop of a save that fails, and the writes under way then complain on standard error.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_disk_that_fills_up_is_told_in_one_line_and_takes_no_checkpoint_with_it(disk: Path) -> None:
+    with Checkpoints(disk, keep=1) as checkpoints:
+        save_small(checkpoints, 1)
+        checkpoints.wait()
+        (disk / "other").write_bytes(bytes(4096 * (os.statvfs(disk).f_bavail - 4)))
+        assert_refused(checkpoints, "No space left|too few bytes")
+        (disk / "other").unlink()
+        save_small(checkpoints, 3)
+    assert_same(restore_small(disk, 3), make_state(*small(8), seed=3), small(8)[0])
+
+
+def test_place_that_became_read_only_is_told_in_one_line(disk: Path) -> None:
+    threads = set(threading.enumerate())
+    with Checkpoints(disk, keep=1) as checkpoints:
+        save_small(checkpoints, 1)
+        checkpoints.wait()
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        assert_refused(checkpoints, "Read-only file system")
+        with pytest.raises(UserError, match="Read-only file system"):
+            checkpoints.set_aside(1)
+    assert set(threading.enumerate()) <= threads  # none that the process would wait for at its end
+    assert_same(restore_small(disk, 1), make_state(*small(8), seed=1), small(8)[0])
+
+
+def test_failed_save_of_a_step_that_was_set_aside_is_not_taken_for_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(opened: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        save_small(checkpoints, 1)
+        checkpoints.wait()
+        checkpoints.set_aside(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", broken)
+            with pytest.raises(UserError, match="Input/output error"):
+                save_small(checkpoints, 1)
+                checkpoints.wait()
+        assert checkpoints.steps() == []
+
+
+def test_checkpoint_counts_as_saved_where_an_older_one_cannot_be_deleted(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpoints(disk, keep=1) as checkpoints:
+        save_small(checkpoints, 1)
+        checkpoints.wait()
+        busy = disk / "1" / "state" / "d"
+        subprocess.run(["mount", "--bind", busy, busy], check=True)
+        try:
+            save_small(checkpoints, 2)
+            caplog.clear()
+            with caplog.at_level(logging.INFO, "zero"):
+                checkpoints.wait()
+        finally:
+            subprocess.run(["umount", busy], check=True)
+        saved, warning = caplog.messages
+        assert saved.startswith("checkpoint 2 saved: ")
+        assert warning.startswith("older checkpoints than 2 could not be deleted: ") and "busy" in warning
+        assert checkpoints.steps()[-1] == 2
+    assert_same(restore_small(disk, 2), make_state(*small(8), seed=2), small(8)[0])
+
+
+OTHER_USER = """
+import os, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+import test_checkpoints as t
+from zero.runtime.errors import UserError
+from zero.runtime.checkpoints.checkpoints import Checkpoints, Damaged
+
+directory = Path({directory!r})
+t.restore_small(directory, 1)
+os.setuid(65534)  # permission bits do not bind the superuser
+for locked in ({locked!r}).split():
+    try:
+        t.restore_small(Path(locked), 1)
+    except UserError as error:
+        print(isinstance(error, Damaged), error)
+"""
+
+
+def test_missing_permission_is_not_taken_for_damage() -> None:
+    if os.geteuid():
+        pytest.skip("needs the superuser, to become somebody who may not read")
+    with tempfile.TemporaryDirectory() as place:  # tmp_path lies in a directory that nobody else may enter
+        os.chmod(place, 0o755)
+        with Checkpoints(Path(place, "whole"), keep=1) as checkpoints:
+            save_small(checkpoints, 1)
+        locked = {"arrays": "1/state/**/d/*", "meta": "1/meta/metadata", "all": "."}
+        for name, files in locked.items():
+            shutil.copytree(Path(place, "whole"), Path(place, name))
+            for file in Path(place, name).glob(files) if name != "all" else [Path(place, name)]:
+                file.chmod(0o000)
+        names = " ".join(f"{place}/{name}" for name in locked)
+        whole = f"{place}/whole"
+        told = run(OTHER_USER.format(tests=str(Path(__file__).parent), directory=whole, locked=names)).splitlines()
+        assert len(told) == 3
+        for line, name in zip(told, locked, strict=True):
+            assert line.startswith(
+                (f"False checkpoint {place}/{name}, step 1 cannot be", f"False {place}/{name} cannot")
+            )
+            assert "cannot be read now: " in line and re.search("permission", line, re.IGNORECASE)
+
+
+def test_two_processes_agree_on_damage_and_on_when_to_stop(tmp_path: Path) -> None:
+    hosts.run_two(Path(__file__).with_name("two_processes.py"), tmp_path)
+    assert (tmp_path / "stopped-0").read_text() == (tmp_path / "stopped-1").read_text()
+    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["5", "5.damaged"]

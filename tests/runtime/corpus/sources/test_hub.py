@@ -1,0 +1,67 @@
+"""Hugging Face datasets: real ones on this disk, and a hub that is not there."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from tests.corpora import both, make, run
+from zero.runtime.corpus.sources.documents import Source
+from zero.runtime.corpus.sources.hub import HubDataset
+from zero.runtime.errors import UserError
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    place = tmp_path / "dataset"
+    place.mkdir()
+    for split, count in (("train", 50), ("test", 3)):
+        table = {"text": [f"{split} {i}" for i in range(count)], "number": list(range(count))}
+        parquet.write_table(pyarrow.table(table), place / f"{split}-00000-of-00001.parquet")
+    return place
+
+
+def test_splits_and_columns(dataset: Path):
+    assert list(HubDataset(str(dataset), "text").texts()) == [f"train {i}" for i in range(50)]
+    assert list(HubDataset(f"{dataset}:default:test", "text").texts()) == [f"test {i}" for i in range(3)]
+    assert list(HubDataset(f"{dataset}::test", "text").texts()) == [f"test {i}" for i in range(3)]
+
+
+def test_a_corpus_of_a_dataset(dataset: Path, tmp_path: Path):
+    corpus = make(f"hf:{dataset}", tmp_path)
+    assert both(corpus) == sorted(f"train {i}" for i in range(50))
+    assert make(f"hf:{dataset}", tmp_path) == corpus
+    assert Source(f"hf:{dataset}", "text", 0.1).size is None
+
+
+def test_what_is_wrong_is_named(dataset: Path):
+    for name, message in [
+        (f"{dataset}::none", "Bad split: none"),
+        (f"{dataset}:none", "'none' not found"),
+        (f"{dataset}:a:b:c", "expected hf:name, hf:name:config or hf:name:config:split"),
+        (f"{dataset}/nowhere", "nowhere"),
+    ]:
+        with pytest.raises(UserError, match=f"^hf:.*{message}"):
+            HubDataset(name, "text")
+    with pytest.raises(UserError, match='row 0: expected a string under "number"; found number, text'):
+        list(HubDataset(str(dataset), "number").texts())
+    (dataset / "train-00000-of-00001.parquet").write_bytes(b"PAR1 and then nothing of it PAR1")
+    with pytest.raises(UserError, match=r"^hf:.*"):
+        list(HubDataset(str(dataset), "text").texts())
+
+
+def test_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = run("hf:some/dataset", "--directory", tmp_path, "--index-directory", tmp_path)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == "error: hf:some/dataset: Couldn't reach 'some/dataset' on the Hub (OfflineModeIsEnabled)\n"
+
+
+def test_without_the_library():
+    use = "from zero.runtime.corpus.sources.hub import HubDataset; HubDataset('x', 'y')"
+    hidden = f"import sys; sys.modules['datasets'] = None; {use}"
+    done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
+    assert "hf:x needs the datasets library: pip install datasets" in done.stderr

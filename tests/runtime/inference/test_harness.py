@@ -1,0 +1,147 @@
+"""The model in EleutherAI's harness, against the harness's own class for transformers on the same model, exported."""
+
+import dataclasses
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import zero
+from zero.models.gpt import GPTConfig
+from zero.partition.layout import derive_layout
+from zero.partition.state import from_global
+from zero.runtime.checkpoints.checkpoints import Checkpoints
+from zero.runtime.errors import UserError
+from zero.runtime.inference.inference import Opened, Scorer, _harness, _in_harness
+from zero.runtime.tokenizers import load_tokenizer, train_tokenizer
+from zero.runtime.weights.interchange import export
+from zero.training.step import ShardedGPT
+
+CONTEXT = 48
+SIZE = GPTConfig(42, 300, 3, CONTEXT, 0.0, 2, alibi_attn=False, vocab_chunks=3)
+
+
+def words(seed: int, count: int) -> str:
+    pick = random.Random(seed)
+    return " ".join(pick.choice(["shard", "gather", "scatter", "stage", "layout", "zéro"]) for _ in range(count))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer, a checkpoint of random weights, and both as a Hugging Face folder."""
+    place = tmp_path_factory.mktemp("harness")
+    (place / "bpe.json").write_bytes(train_tokenizer((words(seed, 50) for seed in range(20)), 300))
+    model = ShardedGPT(SIZE, zero.Axis("zero", (1, 1)), 0)
+    rng = np.random.default_rng(0)
+    params = model.layout.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(leaf.dtype))
+    meta = {"config": {"data": {"tokenizer": str(place / "bpe.json")}}, "size": dataclasses.asdict(SIZE)}
+    with Checkpoints(place / "run", keep=1) as checkpoints:
+        checkpoints.save(1, {"params": params}, derive_layout(lambda p: {"params": p}, model.layout), meta)
+    export(str(place / "run"), place / "hf")
+    return place
+
+
+@pytest.fixture(scope="module")
+def ours(place: Path) -> Any:
+    model = ShardedGPT(SIZE, zero.Axis("zero", (1, 8)), 3)
+    with Checkpoints(place / "run", keep=None) as checkpoints:
+        whole = checkpoints.restore(1, model.layout, model.axis, within="params")
+    tokenizer = load_tokenizer(str(place / "bpe.json"))
+    opened = Opened(model, from_global(whole, model.layout, model.axis), tokenizer, 1, 0)
+    return _in_harness(Scorer(opened, CONTEXT, 8), CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def theirs(place: Path) -> Iterator[Any]:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from lm_eval.models.huggingface import HFLM
+
+    # We score all but the first token of what the model sees, they all but one that it does not see.
+    yield HFLM(pretrained=str(place / "hf"), device="cpu", batch_size=4, max_length=CONTEXT - 1)
+
+
+def task(place: Path, name: str, items: list[dict[str, Any]], **said: Any) -> dict[str, Any]:
+    (place / f"{name}.json").write_text("".join(json.dumps(item) + "\n" for item in items))
+    files = {"validation": str(place / f"{name}.json")}
+    source = {"dataset_path": "json", "dataset_kwargs": {"data_files": files, "cache_dir": str(place / "cache")}}
+    return {"task": name, "validation_split": "validation", **source, **said}
+
+
+def test_tasks_give_what_transformers_gets_for_the_exported_model(place: Path, ours: Any, theirs: Any) -> None:
+    choice = task(
+        place,
+        "choice",
+        # Contexts from none to some that have to be cut.
+        [
+            {"text": words(i, i), "choices": [words(i + j, 1 + j) for j in (1, 2, 3)], "gold": i % 3}
+            for i in range(1, 40)
+        ],
+        output_type="multiple_choice",
+        doc_to_text="text",
+        doc_to_choice="choices",
+        doc_to_target="gold",
+    )
+    rolling = task(
+        place,
+        "rolling",
+        [{"text": words(i, 3 * i)} for i in range(1, 25)],
+        output_type="loglikelihood_rolling",
+        doc_to_text="",
+        doc_to_target="text",
+        metric_list=[{"metric": "bits_per_byte"}, {"metric": "word_perplexity"}],
+    )
+    harness = _harness()
+    got, expected = (harness.run(model, [choice, rolling]) for model in (ours, theirs))
+    assert set(got) == {"choice", "rolling"}
+    assert got["choice"]["acc,none"] == expected["choice"]["acc,none"]
+    for metric in ("bits_per_byte,none", "word_perplexity,none"):
+        assert got["rolling"][metric] == pytest.approx(expected["rolling"][metric], rel=1e-5)
+
+
+def test_losses_and_texts_are_those_of_transformers(ours: Any, theirs: Any) -> None:
+    from lm_eval.api.instance import Instance
+
+    def requests(kind: Any, *arguments: Any) -> list[Any]:
+        return [Instance(kind, {}, one, i) for i, one in enumerate(arguments)]
+
+    pairs = [(words(1, 3), " shard"), (words(2, 60), " gather zéro"), ("", "stage layout"), ("a ", "b")]
+    got, expected = (model.loglikelihood(requests("loglikelihood", *pairs)) for model in (ours, theirs))
+    np.testing.assert_allclose([x for x, _ in got], [x for x, _ in expected], rtol=1e-5)
+    assert [hit for _, hit in got] == [hit for _, hit in expected]
+    stop = theirs.generate_until(requests("generate_until", ("shard", {"until": [], "max_gen_toks": 12})))[0][2:5]
+    asked = [(words(i, 4), {"until": until, "max_gen_toks": 12}) for i, until in enumerate(([], [stop], ["e", "a"]))]
+    got, expected = (model.generate_until(requests("generate_until", *asked)) for model in (ours, theirs))
+    assert got == expected and len(got[0]) > 3
+
+
+def test_what_cannot_be_asked_is_refused_in_a_line(ours: Any) -> None:
+    from lm_eval.api.instance import Instance
+
+    with pytest.raises(UserError, match=r"evaluate.context=48: a task scores \d+ tokens at once"):
+        ours.loglikelihood([Instance("loglikelihood", {}, ("a", words(0, 100)), 0)])
+    with pytest.raises(UserError, match="a task wants text drawn at random"):
+        ours.generate_until([Instance("generate_until", {}, ("a", {"do_sample": True}), 0)])
+
+
+def test_tasks_that_are_not_there_are_refused_in_a_line(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    with pytest.raises(UserError, match=r"evaluate.harness: nope: no such task; `lm_eval ls tasks` lists them"):
+        _harness().run(ours, ["nope"])
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"evaluate.harness: .*Couldn't reach 'EleutherAI/lambada_openai'"):
+        _harness().run(ours, ["lambada_openai"])
+
+
+def test_harness_that_is_not_installed_is_asked_for_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "zero.runtime.inference.harness", raising=False)
+    monkeypatch.delattr("zero.runtime.inference.harness", raising=False)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UserError, match=r"lm_eval is missing; pip install zero-pmap\[lm-eval\]"):
+        _harness()

@@ -1,0 +1,227 @@
+"""A trained model in use, by command: its losses against a plain loop on one device, and texts that it writes."""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests import cli
+from zero.models.gpt import GPT
+from zero.partition.collectives import Axis
+from zero.runtime.config.configuration import load_sizes
+from zero.runtime.data.loader import Loader
+from zero.runtime.errors import UserError
+from zero.runtime.inference.inference import _read_items, continuation, load_weights, windows
+from zero.runtime.tokenizers import ByteTokenizer
+from zero.training.step import ShardedGPT
+
+SIZE = load_sizes(cli.MAIN.parent / "conf" / "model_config.yaml")["test"]
+RUN = "trained"
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[cli.Forks]:
+    workplace = cli.make_workplace(tmp_path_factory.mktemp("inference"))
+    forks = cli.Forks(workplace)
+    done = forks.run(*cli.TINY, "training.total_steps=20", f"hydra.run.dir={RUN}")
+    assert done.returncode == 0, done.stderr
+    yield forks
+    forks.close()
+
+
+def use(forks: cli.Forks, mode: str, out: str, *arguments: str) -> Path:
+    done = forks.run(f"mode={mode}", f"model.model_path={RUN}", f"hydra.run.dir={out}", *arguments)
+    assert done.returncode == 0, done.stderr
+    return forks.workplace / out
+
+
+def evaluated(forks: cli.Forks, out: str, *arguments: str) -> Any:
+    return json.loads((use(forks, "evaluate", out, *arguments) / "evaluation.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def params(forks: cli.Forks) -> Any:
+    """The weights, whole."""
+    model = ShardedGPT(SIZE, Axis("zero", (1, 1)), 0)
+    return jax.tree.map(lambda x: x[0], load_weights(forks.workplace / RUN, model, None)[0])
+
+
+@pytest.fixture(scope="module")
+def plain(forks: cli.Forks, params: Any) -> dict[str, float]:
+    """One text after the other through the whole model, on one device; rows of 32 tokens, contexts of 12."""
+    loader = Loader(
+        forks.workplace / cli.INDICES[1], global_rows=1, context=32, vocab_size=256, shuffle=False, max_epochs=1
+    )
+    nats, tokens, octets = 0.0, 0, 0
+    losses_of = jax.jit(GPT(SIZE).apply)
+    for batch in loader.batches():
+        row = batch.tokens[0][batch.tokens[0] >= 0]
+        for t in range(1, len(row)):
+            start = 0 if t < 12 else 6 * math.ceil((t - 11) / 6)
+            seen = np.zeros(12, np.int32)
+            seen[: t - start] = row[start:t]
+            target = np.full(12, 0, np.int32)
+            target[t - start - 1] = row[t]
+            nats += float(losses_of({"params": params}, seen[None], target[None])[0, t - start - 1])
+            tokens, octets = tokens + 1, octets + (row[t] != 0)
+    return {"nats": nats, "tokens": tokens, "bytes": octets}
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        ("zero.replicate=false", "distributed.cpu_devices=8"),
+        ("zero.replicate=false", "distributed.cpu_devices=3", "zero.stage=1"),
+        ("zero.replicate=true", "distributed.cpu_devices=8", "training.batch_size=7"),
+        ("distributed.cpu_devices=1",),
+    ],
+)
+def test_bits_per_byte_are_those_of_a_plain_loop(
+    forks: cli.Forks, plain: dict[str, float], where: tuple[str, ...]
+) -> None:
+    out = "_".join(where).replace("=", "-")
+    result = evaluated(forks, out, "evaluate.context=12", "evaluate.stride=6", *where)
+    assert (result["tokens"], result["bytes"]) == (plain["tokens"], plain["bytes"])
+    bits = plain["nats"] / math.log(2) / plain["bytes"]
+    assert abs(result["bits_per_byte"] - bits) <= 1e-6 * bits
+    assert result["perplexity"] == pytest.approx(math.exp(plain["nats"] / plain["tokens"]))
+    assert result["step"] == 20
+
+
+@pytest.mark.parametrize(("context", "stride"), [(2, 1), (5, 1), (5, 4), (7, 3), (40, 20)])
+def test_windows_score_each_token_once_after_enough_others(context: int, stride: int) -> None:
+    for length in range(30):
+        tokens, scored = np.arange(length), []
+        for passage, first in windows(tokens, context, stride):
+            assert len(passage) <= context and 1 <= first < len(passage)
+            scored += passage[first:].tolist()
+            assert passage[0] == 0 or first >= context - stride
+        assert scored == list(range(1, length))
+
+
+def test_tasks_are_scored_as_the_harness_does(forks: cli.Forks, params: Any) -> None:
+    tokenizer = ByteTokenizer()
+    choice: dict[str, Any] = {
+        "context": "shard gather",
+        "choices": ["scatter", " layout stage layout", "xqz"],
+        "answer": 1,
+    }
+    lines = [choice, choice | {"answer": 2}, choice | {"context": ""}]
+    (forks.workplace / "choices.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    words = [{"text": "scatter stage layout gather"}, {"text": "shard xqz"}]
+    (forks.workplace / "words.jsonl").write_text("\n".join(json.dumps(line) for line in words))
+    result = evaluated(
+        forks, "tasks", "evaluate.validation=false", "evaluate.tasks=[choices.jsonl,words.jsonl]", "evaluate.context=32"
+    )
+    assert "loss" not in result
+
+    def logprob(context: str, text: str) -> tuple[float, bool]:
+        tokens = np.append(0, tokenizer.encode(context + text)) if not context else tokenizer.encode(context + text)
+        count = len(tokenizer.encode(text))
+        hidden, _ = GPT(SIZE).apply({"params": params}, np.asarray(tokens[None, :-1], np.int32), None, method="hidden")
+        table = params["vocabulary"]["table"].reshape(-1, SIZE.embedding_dim)[: SIZE.vocab_size]
+        logits = np.asarray(hidden @ table.T)[0, -count:]
+        losses = np.asarray(jax.nn.log_softmax(logits))[np.arange(count), tokens[-count:]]
+        return float(losses.sum()), bool((logits.argmax(-1) == tokens[-count:]).all())
+
+    hits, normed = [], []
+    for line in lines:
+        sums = np.asarray([logprob(line["context"], " " + c.strip())[0] for c in line["choices"]])
+        hits.append(sums.argmax() == line["answer"])
+        normed.append((sums / [len(c.strip()) for c in line["choices"]]).argmax() == line["answer"])
+    assert result["tasks"]["choices"] == {
+        "items": 3,
+        "accuracy": pytest.approx(np.mean(hits)),
+        "accuracy_norm": pytest.approx(np.mean(normed)),
+    }
+    last = [logprob(*re.fullmatch(r"(.*)( \w+)", line["text"]).groups()) for line in words]  # type: ignore[union-attr]
+    assert result["tasks"]["words"]["accuracy"] == np.mean([greedy for _, greedy in last])
+    assert result["tasks"]["words"]["perplexity"] == pytest.approx(math.exp(-np.mean([s for s, _ in last])), rel=1e-4)
+
+
+def test_a_continuation_takes_the_blanks_before_it() -> None:
+    tokenizer = ByteTokenizer()
+    passage = continuation(tokenizer, "ab ", "cd", 100)
+    assert (tokenizer.decode(passage.tokens), passage.first) == ("ab cd", 2)
+    passage = continuation(tokenizer, "", "cd", 100)
+    assert (passage.tokens.tolist(), passage.first) == ([0, 99, 100], 1)
+    passage = continuation(tokenizer, "abcdefgh", "ij", 4)
+    assert (tokenizer.decode(passage.tokens), passage.first) == ("ghij", 2)
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"context": "a", "choices": ["b"], "answer": 1}', '{"text": 1}'])
+def test_a_wrong_line_of_a_task_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "task.jsonl"
+    path.write_text('{"text": "a b"}\n' + line)
+    with pytest.raises(UserError, match=r"task\.jsonl, line 2: expected"):
+        list(_read_items(path))
+
+
+def texts(directory: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in (directory / "samples.jsonl").read_text().splitlines()]
+
+
+def test_text_is_the_same_wherever_the_weights_lie(forks: cli.Forks) -> None:
+    asked = ("sample.prompt=[shard gath,s,scatter]", "sample.copies=2", "sample.tokens=20")
+    whole = texts(use(forks, "sample", "whole", *asked, "zero.replicate=true"))
+    assert len(whole) == 6 and len(set(whole)) == 6 and all(text for text in whole)
+    assert texts(use(forks, "sample", "sharded", *asked, "zero.replicate=false")) == whole
+    assert texts(use(forks, "sample", "three", *asked, "distributed.cpu_devices=3", "zero.replicate=false")) == whole
+    assert texts(use(forks, "sample", "seed", *asked, "sample.seed=1")) != whole
+
+
+def test_greedy_text_is_the_likeliest_beyond_the_trained_context(forks: cli.Forks, params: Any) -> None:
+    """With ALiBi 60 tokens after a context of 32 need nothing."""
+    done = forks.run(
+        "mode=sample", f"model.model_path={RUN}", "sample.prompt='shard g'", "sample.tokens=60",
+        "sample.temperature=0", "hydra.run.dir=greedy",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    tokens = np.append(0, ByteTokenizer().encode("shard g")).astype(np.int32)
+    table = params["vocabulary"]["table"].reshape(-1, SIZE.embedding_dim)[: SIZE.vocab_size]
+    hidden_of = jax.jit(partial(GPT(SIZE).apply, method="hidden"))
+    while len(tokens) < 8 + 60 and (len(tokens) == 8 or tokens[-1] != 0):
+        padded = np.pad(tokens, (0, 8 + 60 - len(tokens)))  # what comes after a position does not reach it
+        hidden, _ = hidden_of({"params": params}, padded[None], None)
+        tokens = np.append(tokens, np.argmax(hidden[0, len(tokens) - 1] @ table.T)).astype(np.int32)
+    expected = ByteTokenizer().decode(tokens[8:])
+    assert done.stdout == "shard g" + expected + "\n"
+    assert texts(forks.workplace / "greedy") == [expected]
+    assert "tokens/s" in done.stderr
+
+
+def test_prompts_come_from_a_file(forks: cli.Forks) -> None:
+    (forks.workplace / "prompts.txt").write_text("shard\nlayout\n")
+    out = use(forks, "sample", "file", "sample.prompt_file=prompts.txt", "sample.tokens=4")
+    lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == ["shard", "layout"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("mode=sample", f"model.model_path={RUN}", "sample.top_p=2"), "sample.top_p=2"),
+        (("mode=sample", f"model.model_path={RUN}", "sample.prompt_file=none.txt"), "none.txt: no such file"),
+        (("mode=sample", "model.model_path=nowhere"), "nowhere: not a run directory"),
+        (("mode=evaluate", f"model.model_path={RUN}", "evaluate.validation=false"), "validation=False: expected"),
+        (("mode=evaluate", f"model.model_path={RUN}", "evaluate.tasks=[empty.jsonl]"), "empty.jsonl holds no items"),
+        (("mode=sample",), "no run with a checkpoint stands in runs"),
+        (("mode=evaluate", f"model.model_path={RUN}", "data.resume_step=7"), "data.resume_step=7: .* holds steps 20"),
+        (("mode=evaluate", f"model.model_path={RUN}", "evaluate.stride=32"), "evaluate.stride=32: expected 1 to 31"),
+        (("mode=evaluate", f"model.model_path={RUN}", "evaluate.tasks=[no.jsonl]"), "no.jsonl: no such file"),
+        (("mode=evaluate", f"model.model_path={RUN}", "model.size=124m"), "keeps model.size=test"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(forks: cli.Forks, arguments: tuple[str, ...], message: str) -> None:
+    (forks.workplace / "empty.jsonl").touch()
+    done = forks.run(*arguments, "hydra.run.dir=mistake")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ") and re.search(message, last), done.stderr

@@ -1,0 +1,218 @@
+"""Where runs lie: which one a resume finds, and what its command line becomes."""
+
+import shutil
+from pathlib import Path
+
+import hydra
+import pytest
+
+import zero.runtime.config.configuration  # noqa: F401  declares the keys
+from zero.runtime.errors import UserError
+from zero.runtime.run.runs import (
+    CONFIG_FILE,
+    DEFAULT_ROOT,
+    LAYOUT_FILE,
+    checkpoint_directory,
+    locked,
+    mirror,
+    newest_run,
+    rebuild,
+    resume_overrides,
+    saved_config,
+    saved_steps,
+)
+
+CONF = Path(__file__).parents[3] / "conf"
+ODD_NAMES = [
+    "my run",
+    "it's",
+    "a='b', c",
+    'say "so"',
+    "back\\slash",
+    "trailing\\",
+    "{a: 1}",
+    "a,b",
+    "#1",
+    "(x)",
+    "ü",
+    "$x",
+]
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def make_run(place: Path, steps: list[int], checkpoints: str = "checkpoints") -> Path:
+    place.mkdir(parents=True)
+    (place / CONFIG_FILE).write_text(f"data:\n  bucket_path: null\n  checkpoint_directory: {checkpoints}\n")
+    (place / LAYOUT_FILE).write_text("1 element\n")
+    for step in steps:
+        (place / checkpoints / str(step)).mkdir(parents=True)
+    return place
+
+
+def hydra_reads(overrides: list[str]) -> tuple[str, str]:
+    """The run to resume and the run directory, as a program gets them."""
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        config = hydra.compose("config", overrides, return_hydra_config=True)
+    return config.resume, config.hydra.run.dir
+
+
+def test_without_a_flag_nothing_changes() -> None:
+    make_run(DEFAULT_ROOT / "a", [5])
+    assert resume_overrides(["seed=1", "--cfg", "job"]) == ["seed=1", "--cfg", "job"]
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--resume=auto"])
+def test_resume_finds_the_run_that_was_started_last_and_goes_on_in_it(flag: str, in_tmp_path: Path) -> None:
+    make_run(DEFAULT_ROOT / "b", [5])
+    make_run(DEFAULT_ROOT / "2030-01-01" / "a", [5, 10])
+    make_run(DEFAULT_ROOT / "c", [])
+    overrides = resume_overrides(["seed=1", flag])
+    assert overrides[0] == "seed=1"
+    assert hydra_reads(overrides) == (str(in_tmp_path / "runs/2030-01-01/a"),) * 2
+
+
+def test_other_files_called_config_are_no_runs() -> None:
+    run = make_run(DEFAULT_ROOT / "a", [5])
+    for other in ("wandb/offline-run/files", ".hydra", "checkpoints/5/meta"):
+        (run / other).mkdir(parents=True)
+        (run / other / CONFIG_FILE).write_text("data:\n  value: 3\n")
+    assert newest_run(DEFAULT_ROOT) == run
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+@pytest.mark.parametrize("is_fork", [False, True])
+def test_any_name_of_a_directory_survives_the_way_through_hydra(name: str, is_fork: bool, in_tmp_path: Path) -> None:
+    run = make_run(DEFAULT_ROOT / name, [5, 10])
+    step = ["data.resume_step=5"] if is_fork else []
+    resumed, directory = hydra_reads(resume_overrides(["--resume", *step]))
+    assert resumed == str(in_tmp_path / run)
+    assert (directory == resumed) is not is_fork
+
+
+@pytest.mark.parametrize(
+    "given", ["elsewhere/my run", "'elsewhere/my run'", '"elsewhere/my run"', "./elsewhere/../elsewhere/my run"]
+)
+def test_run_can_be_named(given: str, in_tmp_path: Path) -> None:
+    make_run(DEFAULT_ROOT / "newer", [5])
+    run = make_run(Path("elsewhere/my run"), [5, 10])
+    overrides = resume_overrides([f"hydra.run.dir={given}", "--resume"])
+    assert hydra_reads(overrides) == (str(in_tmp_path / run),) * 2
+
+
+def test_older_step_forks_into_a_new_directory(in_tmp_path: Path) -> None:
+    run = make_run(Path("mine"), [5, 10])
+    for step, is_fork in (("5", True), ("10", False), ("null", False)):
+        overrides = resume_overrides(["hydra.run.dir=mine", f"data.resume_step={step}", "--resume"])
+        resumed, directory = hydra_reads(overrides)
+        assert resumed == str(in_tmp_path / run)
+        assert directory.startswith("runs/") if is_fork else directory == resumed
+
+
+def test_nothing_to_resume() -> None:
+    make_run(DEFAULT_ROOT / "a", [])
+    make_run(Path("empty"), [])
+    Path("other").mkdir()
+    with pytest.raises(UserError, match="no checkpoint stands in runs"):
+        resume_overrides(["--resume"])
+    for place in ("empty", "other", "nowhere"):
+        with pytest.raises(UserError, match=f"no checkpoint stands in {place}"):
+            resume_overrides(["--resume", f"hydra.run.dir={place}"])
+        assert resume_overrides(["--resume=auto", f"hydra.run.dir={place}"]) == [f"hydra.run.dir={place}"]
+    assert resume_overrides(["--resume=auto", "seed=1"]) == ["seed=1"]
+
+
+@pytest.mark.parametrize("flag", ["--resume=yes", "--resume=", "--resume-auto", "--resumes"])
+def test_misspelt_flag_is_refused(flag: str) -> None:
+    make_run(DEFAULT_ROOT / "a", [5])
+    with pytest.raises(UserError, match=f"{flag}: expected --resume or --resume=auto"):
+        resume_overrides([flag])
+
+
+@pytest.mark.parametrize("content", ["", "data: {", "seed: 1\n"])
+def test_damaged_configuration_is_named(content: str) -> None:
+    run = make_run(DEFAULT_ROOT / "a", [5])
+    (run / CONFIG_FILE).write_text(content)
+    with pytest.raises(UserError, match=f"{run}/{CONFIG_FILE} is damaged: "):
+        resume_overrides(["--resume=auto"])
+
+
+def test_launcher_that_would_go_back_at_every_start_is_refused() -> None:
+    make_run(DEFAULT_ROOT / "a", [5, 10])
+    with pytest.raises(UserError, match=r"data\.resume_step: expected --resume beside it, once"):
+        resume_overrides(["--resume=auto", "data.resume_step=5"])
+
+
+def test_half_written_checkpoint_is_none() -> None:
+    run = make_run(DEFAULT_ROOT / "a", [5])
+    (run / "checkpoints" / "10.orbax-checkpoint-tmp").mkdir()
+    (run / "checkpoints" / "11").touch()
+    assert saved_steps(run) == [5]
+
+
+def test_place_of_checkpoints(in_tmp_path: Path) -> None:
+    assert checkpoint_directory(Path("run"), None, "checkpoints") == Path("run/checkpoints")
+    assert checkpoint_directory(Path("run"), None, "/scratch/it") == Path("/scratch/it")
+    assert checkpoint_directory(Path("run"), "gs://bucket/", "a/b/") == "gs://bucket/a/b"
+    assert checkpoint_directory(Path("run"), "bucket", "/scratch/it") == Path("/scratch/it")
+    run = make_run(Path("run"), [], checkpoints=str(in_tmp_path / "shared"))
+    (in_tmp_path / "shared" / "7").mkdir(parents=True)
+    assert saved_steps(run) == [7]
+
+
+def test_directory_that_is_no_run_is_named() -> None:
+    with pytest.raises(UserError, match=r"nowhere: not a run directory, config\.yaml is missing"):
+        saved_config(Path("nowhere"))
+
+
+def test_run_directory_that_was_lost_is_rebuilt_from_beside_its_checkpoints(in_tmp_path: Path) -> None:
+    place = in_tmp_path / "shared"
+    run = make_run(Path("mine"), [5], checkpoints=str(place))
+    (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    mirror(run, place)
+    kept = {path.name: path.read_bytes() for path in run.iterdir()}
+    shutil.rmtree(run)
+    for named in ([], ["hydra.run.dir=mine"], ["hydra.run.dir=elsewhere/other"]):
+        overrides = resume_overrides(["--resume", f"data.checkpoint_directory={place}", *named])
+        resumed, directory = hydra_reads([one for one in overrides if "checkpoint_directory" not in one])
+        assert resumed == directory and Path(directory).is_relative_to(in_tmp_path)
+        assert {path.name: path.read_bytes() for path in Path(directory).iterdir()} == kept
+
+    # What this machine has written since stays; what another one has written since comes.
+    (Path("mine") / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    (Path("mine") / "samples.txt").write_text("")
+    assert rebuild(Path("mine"), place)
+    assert (Path("mine") / "metrics.jsonl").read_text().count("step") == 3
+    (in_tmp_path / "shared-run" / "samples.txt").write_text("text")
+    assert rebuild(Path("mine"), place)
+    assert (Path("mine") / "samples.txt").read_text() == "text"
+
+
+def test_checkpoints_inside_a_run_directory_are_not_mirrored(in_tmp_path: Path) -> None:
+    run = make_run(in_tmp_path / "mine", [5])
+    mirror(run, run / "checkpoints")
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["5"]
+    assert not rebuild(run, run / "checkpoints")
+
+
+def test_resume_from_named_checkpoints_takes_no_other_run(in_tmp_path: Path) -> None:
+    run = make_run(DEFAULT_ROOT / "a", [], checkpoints=str(in_tmp_path / "one"))
+    (in_tmp_path / "one" / "7").mkdir(parents=True)
+    make_run(DEFAULT_ROOT / "newer", [9])
+    resumed, _ = hydra_reads(resume_overrides(["--resume", f"data.checkpoint_directory={in_tmp_path}/one"])[1:])
+    assert resumed == str(in_tmp_path / run)
+    with pytest.raises(UserError, match=f"no checkpoint stands in {in_tmp_path}/two"):
+        resume_overrides(["--resume", f"data.checkpoint_directory={in_tmp_path}/two"])
+
+
+def test_one_process_a_run(in_tmp_path: Path) -> None:
+    with locked(in_tmp_path):
+        with pytest.raises(UserError, match="another process trains here"):
+            with locked(in_tmp_path):
+                raise AssertionError("both are in")
+    with locked(in_tmp_path):
+        assert list(in_tmp_path.iterdir()) == []

@@ -1,0 +1,203 @@
+"""The run as a whole: killed, stopped, resumed, forked, and long. Real processes and real signals."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import zero
+from tests import cli
+from zero.runtime.checkpoints.checkpoints import Checkpoints
+from zero.runtime.config.configuration import load_sizes
+from zero.runtime.hosts.preemption import stop_requests, unanswered
+from zero.runtime.run.runs import saved_steps
+from zero.runtime.tracking.tracking import read_metrics, read_resumes
+from zero.training.step import ShardedGPT, adamw, state_layout
+
+SIZE = load_sizes(cli.MAIN.parent / "conf" / "model_config.yaml")["test"]
+TIMING = ("step_time", "tokens_per_second", "data_wait", "seconds_to_first_step")
+LAST = 40
+pytestmark = pytest.mark.timeout(400)  # of which most is for machines that do much else
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cli.make_workplace(tmp_path_factory.mktemp("loop"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workplace: Path) -> Path:
+    """The run that the others are compared with; dropout, two contexts, two micro-batches, stage 3."""
+    done = cli.run(workplace, *cli.TINY, "hydra.run.dir=undisturbed")
+    assert done.returncode == 0, done.stderr
+    assert SIZE.dropout > 0
+    return workplace / "undisturbed"
+
+
+def state(run: Path, step: int) -> Any:
+    axis = zero.Axis("zero", (1, 8))
+    with Checkpoints(run / "checkpoints", None) as checkpoints:
+        return checkpoints.restore(step, state_layout(ShardedGPT(SIZE, axis, 3), adamw(0.1)), axis)
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """What counts of metrics.jsonl, without what a clock measured."""
+    lines = read_metrics(run / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key not in TIMING} for line in lines]
+
+
+def assert_same_run(run: Path, expected: Path) -> None:
+    """Weights, optimizer, counters and metrics, bit for bit."""
+    assert saved_steps(run)[-1] == saved_steps(expected)[-1] == LAST
+    assert metrics(run) == metrics(expected)
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(state(run, LAST)), jax.tree.leaves(state(expected, LAST)), strict=True
+    ):
+        np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
+
+
+def interrupt(process: subprocess.Popen[str], run: Path, step: int, number: int) -> subprocess.CompletedProcess[str]:
+    """Sends a signal as soon as the run has logged a step."""
+    while process.poll() is None:
+        if (run / "metrics.jsonl").exists() and any(
+            line["step"] >= step for line in read_metrics(run / "metrics.jsonl")
+        ):
+            process.send_signal(number)
+            break
+        time.sleep(0.005)
+    return cli.finish(process, timeout=300)
+
+
+@pytest.mark.slow
+def test_run_killed_in_the_middle_ends_as_if_nothing_had_been(workplace: Path, undisturbed: Path) -> None:
+    again = ("--resume=auto", *cli.TINY, "hydra.run.dir=killed", "data.wandb_project=zero")  # what a launcher loops on
+    run = workplace / "killed"
+    killed = interrupt(cli.start(workplace, *again), run, 23, signal.SIGKILL)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert saved_steps(run) == [20]
+    wandb_id = (run / "wandb_run_id").read_text()
+
+    done = cli.run(workplace, *again)
+    assert done.returncode == 0, done.stderr
+    assert read_resumes(run / "metrics.jsonl") == [20]
+    assert_same_run(run, undisturbed)
+    assert (run / "wandb_run_id").read_text() == wandb_id
+    offline = [path.name for path in (run / "wandb").glob("offline-run-*")]
+    assert len(offline) == 2 and all(name.endswith(wandb_id) for name in offline)
+
+
+def test_run_that_is_told_to_stop_saves_and_ends_as_if_nothing_had_been(workplace: Path, undisturbed: Path) -> None:
+    run = workplace / "stopped"
+    stopped = interrupt(cli.start(workplace, *cli.TINY, "hydra.run.dir=stopped"), run, 23, signal.SIGTERM)
+    assert stopped.returncode == 75, stopped.stderr
+    said = re.search(r"stopped by signal 15; step (\d+) is saved, --resume continues", stopped.stderr)
+    assert said is not None and 23 <= int(said[1]) < LAST
+    assert saved_steps(run)[-1] == int(said[1]) == metrics(run)[-1]["step"]
+
+    done = cli.run(workplace, "--resume", "hydra.run.dir=stopped")  # its configuration is remembered
+    assert done.returncode == 0, done.stderr
+    assert read_resumes(run / "metrics.jsonl") == [int(said[1])]
+    assert_same_run(run, undisturbed)
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_fork_on_other_devices_and_another_stage_sees_the_same_samples(workplace: Path, undisturbed: Path) -> None:
+    before = contents(undisturbed)
+    elsewhere = ("distributed.cpu_devices=2", "zero.stage=1", "training.gradient_accumulation_steps=4")
+    done = cli.run(workplace, "--resume", "hydra.run.dir=undisturbed", "data.resume_step=20", *elsewhere)
+    assert done.returncode == 0, done.stderr
+    (fork,) = (workplace / "runs").rglob("metrics.jsonl")
+    assert contents(undisturbed) == before
+    assert read_resumes(fork) == [20] and saved_steps(fork.parent) == [40]
+    expected = metrics(undisturbed)
+    assert metrics(fork.parent)[:20] == expected[:20]
+    for got, line in zip(metrics(fork.parent)[20:], expected[20:], strict=True):
+        assert got.keys() == line.keys()
+        for key, value in line.items():
+            np.testing.assert_allclose(got[key], value, rtol=1e-3 if key == "gradient_norm" else 1e-5, err_msg=key)
+
+    # Checkpoints that lie outside the run directory would be those of the run itself.
+    kept = f"data.checkpoint_directory={undisturbed / 'checkpoints'}"
+    done = cli.run(workplace, "--resume", "hydra.run.dir=undisturbed", "data.resume_step=20", kept)
+    assert done.returncode == 1 and "name another data.checkpoint_directory" in done.stderr.splitlines()[-1]
+    # The fork is the newest run now, and is resumed at its own newest step.
+    done = cli.run(workplace, "--resume")
+    assert done.returncode == 0 and "nothing left to do: the run stands at step 40 of 40" in done.stderr, done.stderr
+
+
+LONG = f"""
+import sys
+import threading
+from pathlib import Path
+import hydra
+from tests import cli
+from zero.models.gpt import GPTConfig
+from zero.runtime.config.configuration import check
+from zero.runtime.train import train
+
+size = GPTConfig(embedding_dim=8, vocab_size=256, num_head=1, block_size=8, dropout=0.1, N=1)
+with hydra.initialize_config_dir("{cli.MAIN.parent}/conf", version_base="1.3"):
+    config = hydra.compose("config", [*cli.TINY, *sys.argv[1:]])
+sys.exit(train(check(config, {{"test": size}}), size, Path.cwd()))
+"""
+
+
+@pytest.mark.parametrize("steps", [400, pytest.param(2000, marks=pytest.mark.slow)])
+def test_many_steps_on_more_devices_than_cores(workplace: Path, tmp_path: Path, steps: int) -> None:
+    arguments = (
+        f"training.total_steps={steps}",
+        "training.evaluation_frequency=2000",
+        "training.log_frequency=100",
+        "training.staged_warmup_steps=0",
+        "training.batch_size=8",
+        "training.gradient_accumulation_steps=1",
+        "data.max_context=8",
+        f"data.index_path_train={workplace}/{cli.INDICES[0]}",
+        f"data.index_path_validation={workplace}/{cli.INDICES[1]}",
+    )
+    subprocess.run(
+        [sys.executable, "-c", LONG, *arguments],
+        cwd=tmp_path,
+        env=cli.environment(workplace) | {"PYTHONPATH": str(cli.MAIN.parent)},
+        check=True,
+        timeout=300,
+    )
+    losses = [line["train/loss"] for line in metrics(tmp_path)]
+    assert len(losses) == steps // 100 and losses[-1] < losses[0] - 1
+
+
+def test_signal_whose_exception_was_lost_is_a_request_once_there_is_something_to_save() -> None:
+    timer = threading.Timer(60, lambda: None)
+    unanswered.append((signal.SIGTERM, timer))
+    with stop_requests() as received:
+        assert received == [signal.SIGTERM]
+    assert timer.finished.is_set() and not unanswered
+    with stop_requests() as received:
+        assert received == []
+
+
+def test_first_signal_is_noted_and_a_second_one_stops_at_once() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_requests() as received:
+        assert not received
+        os.kill(os.getpid(), signal.SIGINT)
+        assert received == [signal.SIGINT]
+    assert signal.getsignal(signal.SIGTERM) == before
+    twice = (
+        "with stop_requests(): os.kill(os.getpid(), 2); print('on', flush=True); os.kill(os.getpid(), 15); print('no')"
+    )
+    program = f"import os; from zero.runtime.hosts.preemption import stop_requests\n{twice}"
+    done = subprocess.run([sys.executable, "-c", program], cwd=cli.MAIN.parent, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "on\n"), done.stderr

@@ -1,0 +1,120 @@
+"""The page about runs, in a real browser: the curves are there, nothing is wrong, and nothing leaves the page."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from zero.runtime.run import runs
+from zero.runtime.tracking.html_report import PANELS, write_page
+from zero.runtime.tracking.tracking import Tracker
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+def make_run(directory: Path, rate: float, resumed_from: int | None = None) -> Path:
+    directory.mkdir(exist_ok=True)
+    with Tracker(directory, project=None, config={}, resumed_from=resumed_from) as tracker:
+        for step in range((resumed_from or 0) + 1, (resumed_from or 0) + 21):
+            names = ("learning_rate", "sequence_length", "tokens_per_second", "gradient_norm", "data_wait", "step_time")
+            line = {
+                "step": step,
+                "train/loss": 5 * rate / step,
+                "skipped_steps": 0,
+                "skipped_spikes": 0,
+                **dict.fromkeys(names, rate / step),
+            }
+            tracker.log(line | ({"validation/loss": 6 * rate / step} if step % 5 == 0 else {}))
+    config = runs.default_config()
+    config.training.peak_learning_rate = rate
+    OmegaConf.save(config, directory / runs.CONFIG_FILE)
+    (directory / runs.LAYOUT_FILE).write_text("12 elements in 1 leaves\n")
+    (directory / runs.SAMPLES_FILE).write_text("--- step 5\n<b>&amp; zero\n--- step 10\nmore\n")
+    return directory
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    first = make_run(tmp_path / "first", 0.5)
+    make_run(first, 0.5, resumed_from=20)
+    return write_page([first, make_run(tmp_path / "second", 0.25)], tmp_path / "page.html")
+
+
+def test_page_tells_what_differs_and_shows_samples_as_they_are(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    rows = re.findall(r"<tr>(<td>.*?)</tr>", text)
+    cells = [re.findall(r"<td>(.*?)</td>", row) for row in rows]
+    assert cells == [["training.peak_learning_rate", "0.003", "0.5", "0.25"]]
+    assert text.count("2 samples over time") == 2 and "&lt;b&gt;&amp;amp; zero" in text
+    assert text.count("12 elements in 1 leaves") == 2
+    assert [path.name for path in page.parent.iterdir() if path.is_file()] == ["page.html"]
+
+
+def browse(page: Path, profile: Path) -> tuple[str, list[str], list[str]]:
+    """What a browser made of a page: its elements, what it complained of, and which addresses the page asked for."""
+    assert BROWSER is not None
+    done = subprocess.run(
+        [
+            BROWSER,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={profile}",
+            f"--log-net-log={profile}.json",
+            "--enable-logging=stderr",
+            "--window-size=1250,2600",
+            "--virtual-time-budget=20000",
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    log = json.loads(profile.with_suffix(".json").read_text())
+    start = log["constants"]["logEventTypes"]["URL_REQUEST_START_JOB"]
+    started = [
+        event["params"] for event in log["events"] if event["type"] == start and "url" in event.get("params", {})
+    ]
+    # What the browser asks for on its own account has no origin.
+    asked = [params["url"] for params in started if params.get("initiator") != "not an origin"]
+    complaints = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+    return done.stdout, complaints, [url for url in asked if not url.startswith(("file:", "data:"))]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser on this machine: apt-get install chromium")
+@pytest.mark.timeout(300)
+def test_page_opens_in_a_browser_without_errors_or_requests(page: Path, tmp_path: Path) -> None:
+    elements, complaints, asked = browse(page, tmp_path / "profile")
+    curves = sum(len(metrics) for _, metrics, _ in PANELS)
+    assert len(re.findall(r'<path class="js-line"', elements)) == 2 * curves
+    for title, _, _ in PANELS:
+        assert f">{title}</text>" in elements
+    assert elements.count(">resumed</text>") == 1
+    assert (complaints, asked) == ([], [])
+
+    broken = tmp_path / "broken.html"
+    broken.write_text('<img src="http://127.0.0.1:9/x.png"><script>console.error("seen")</script>')
+    _, complaints, asked = browse(broken, tmp_path / "other")
+    assert "seen" in complaints[0] and asked == ["http://127.0.0.1:9/x.png"]
+
+
+def test_command_writes_into_the_first_run_and_names_what_is_no_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 0.5)
+    done = subprocess.run([sys.executable, "-m", "zero.report", str(run)], capture_output=True, text=True)
+    assert done.stdout == f"{run / 'report.html'}\n", done.stderr
+    (run / "metrics.jsonl").unlink()
+    done = subprocess.run([sys.executable, "-m", "zero.report", str(run)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"error: {run}: metrics.jsonl is missing; expected a run that has made a step\n",
+    )
+    done = subprocess.run([sys.executable, "-m", "zero.report", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {tmp_path}: not a run directory, config.yaml is missing\n"

@@ -1,0 +1,149 @@
+"""Metrics on disk and in W&B: what a killed, resumed or keyless run leaves behind."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import wandb
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero.runtime.errors import UserError
+from zero.runtime.tracking import tracking
+from zero.runtime.tracking.tracking import Tracker, read_metrics, read_resumes
+
+
+def track(directory: Path, steps: range, *, resumed_from: int | None = None, project: str | None = None) -> None:
+    with Tracker(directory, project=project, config={"seed": 7}, resumed_from=resumed_from) as tracker:
+        for step in steps:
+            tracker.log({"step": step, "train/loss": 1 / step})
+
+
+def steps_of(directory: Path) -> list[int]:
+    return [metrics["step"] for metrics in read_metrics(directory / "metrics.jsonl")]
+
+
+def test_resumed_run_keeps_every_line_and_counts_the_later(tmp_path: Path) -> None:
+    track(tmp_path, range(1, 8))
+    with Tracker(tmp_path, project=None, config={}, resumed_from=4) as tracker:
+        tracker.log({"step": 5, "train/loss": 0.5})
+    metrics = read_metrics(tmp_path / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5]  # 6 and 7 are not reached again yet
+    assert metrics[-1]["train/loss"] == 0.5
+    assert read_resumes(tmp_path / "metrics.jsonl") == [4]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 9 and json.loads(lines[7]) == {"event": "resume", "step": 4}
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    with Tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
+        tracker.log({"step": 1, "train/loss": math.nan, "gradient_norm": math.inf, "learning_rate": 0.5})
+    assert (tmp_path / "metrics.jsonl").read_text() == (
+        '{"step": 1, "train/loss": null, "gradient_norm": null, "learning_rate": 0.5}\n'
+    )
+
+
+def test_a_step_is_logged_once_and_in_order(tmp_path: Path) -> None:
+    with Tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
+        tracker.log({"step": 2})
+        with pytest.raises(ValueError, match="step 2 is logged after step 2"):
+            tracker.log({"step": 2})
+
+
+@given(cut=st.integers(min_value=0))
+def test_kill_at_any_byte_costs_at_most_the_last_line(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    directory = tmp_path_factory.mktemp("run")
+    track(directory, range(1, 5))
+    path = directory / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    cut %= len(lines[-1]) + 1
+    path.write_bytes(b"".join(lines)[: len(b"".join(lines)) - cut])
+    left = 4 if cut <= 1 else 3  # without its newline alone a line is whole
+    assert steps_of(directory) == list(range(1, left + 1))
+    track(directory, range(left + 1, 7), resumed_from=left)
+    assert steps_of(directory) == [1, 2, 3, 4, 5, 6]
+
+
+def test_process_killed_while_it_logs(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, zero.runtime.tracking.tracking as t\n"
+        f"with t.Tracker(pathlib.Path({str(tmp_path)!r}), project=None, config={{}}, resumed_from=None) as tracker:\n"
+        "    for step in range(1, 101): tracker.log({'step': step})\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+    assert steps_of(tmp_path) == list(range(1, 101))
+
+
+def test_fresh_start_after_a_death_before_the_first_checkpoint(tmp_path: Path) -> None:
+    track(tmp_path, range(1, 9))
+    track(tmp_path, range(1, 3))
+    assert steps_of(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("middle", [b'{"step": 2, "trai', b"[1]", b'{"train/loss": 1.0}'])
+def test_damaged_line_is_named(tmp_path: Path, middle: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + middle + b'\n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: expected"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+@pytest.fixture
+def no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_CACHE_DIR", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    wandb.teardown()  # else it goes on with the environment that it saw first
+    yield
+    wandb.teardown()
+
+
+def wandb_runs(directory: Path) -> list[bytes]:
+    return [path.read_bytes() for path in sorted(directory.glob("wandb/offline-run-*/*.wandb"))]
+
+
+def test_wandb_is_offline_quiet_and_inside_the_run(
+    tmp_path: Path, no_login: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    track(run, range(1, 4), project="zero-tests")
+    first_id = (run / "wandb_run_id").read_text()
+    time.sleep(1)  # W&B names its directories by the second
+    track(run, range(3, 5), project="zero-tests", resumed_from=2)
+
+    written = wandb_runs(run)
+    assert len(written) == 2
+    for record in written:
+        assert first_id.encode() in record and b"train/loss" in record and b"seed" in record
+    assert (run / "wandb_run_id").read_text() == first_id
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_wandb_is_offline_when_its_servers_are_not_there(
+    tmp_path: Path, no_login: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    track(tmp_path, range(1, 4), project="zero-tests")
+    assert len(wandb_runs(tmp_path)) == 1
+    assert "http://127.0.0.1:9 cannot be reached" in caplog.text
+
+
+def test_login_is_found_without_asking(tmp_path: Path, no_login: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert not tracking._wandb_login("https://wandb.example.org")
+    (tmp_path / "netrc").write_text("machine wandb.example.org login user password secret\n")
+    assert tracking._wandb_login("https://wandb.example.org")
+    assert not tracking._wandb_login("https://elsewhere.example.org")
+
+
+def test_wandb_that_cannot_start_is_an_error(tmp_path: Path, no_login: None) -> None:
+    with pytest.raises(UserError, match=r"W&B could not start .*wandb_project=null"):
+        track(tmp_path, range(1, 2), project="no/slashes")

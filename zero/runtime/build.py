@@ -1,0 +1,61 @@
+"""What a configuration runs on the devices: training starts it, a plan compiles it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from zero.models.gpt import GPTConfig
+from zero.partition.collectives import Axis
+from zero.runtime.config.configuration import Config
+from zero.training.programs import Programs, make_programs
+from zero.training.schedules import LearningRate
+from zero.training.step import ShardedGPT, adamw
+
+
+class Job(NamedTuple):
+    """A model on an axis of devices, its optimizer, and the programs made of them."""
+
+    model: ShardedGPT
+    tx: optax.GradientTransformation
+    programs: Programs
+
+
+def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> ShardedGPT:
+    """The model of a checked configuration on devices, by default all there are."""
+    zero = config.zero
+    platform = jax.default_backend() if devices is None else devices[0].platform
+    return ShardedGPT(
+        size,
+        Axis("zero", (1, jax.device_count() if devices is None else len(devices))),
+        zero.stage,
+        ("float32" if platform == "cpu" else "bfloat16") if zero.compute_dtype == "auto" else zero.compute_dtype,
+        zero.wire_dtype,
+        zero.reduce_dtype,
+        zero.gradient_dtype,
+        zero.remat,
+    )
+
+
+def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> Job:
+    """Binds a checked configuration to devices, by default all there are. Nothing is compiled yet."""
+    training, model = config.training, make_model(config, size, devices)
+    tx = adamw(training.weight_decay)
+    programs = make_programs(
+        model,
+        tx,
+        learning_rate=LearningRate(
+            training.peak_learning_rate, training.end_learning_rate, training.warmup_steps, training.total_steps
+        ),
+        seed=config.seed,
+        micro_batches=training.gradient_accumulation_steps,
+        max_gradient_norm=training.max_gradient_norm,
+        skip_bad_steps=training.skip_bad_steps,
+        skip_spikes=training.skip_spikes,
+        fused_update=config.zero.fused_update,
+        devices=devices,
+    )
+    return Job(model, tx, programs)

@@ -1,0 +1,1 @@
+"""The configuration: every key declared and checked once, before anything starts."""

@@ -1,0 +1,1 @@
+"""Text to token shards: preparation, verification and the manifest of a corpus."""

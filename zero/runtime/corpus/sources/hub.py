@@ -1,0 +1,51 @@
+"""Datasets of the Hugging Face hub, streamed (datasets, an extra: `pip install zero-pmap[hub]`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from zero.runtime.errors import UserError
+
+
+class HubDataset:
+    """One split of a dataset: `name`, `name:config` or `name:config:split`, where an empty part is the default one.
+
+    A name may also be a folder of Parquet or JSON files. Raises UserError where it is not there, or where the hub
+    cannot be reached.
+    """
+
+    def __init__(self, name: str, key: str):
+        try:
+            import datasets
+        except ImportError:
+            raise UserError(f"hf:{name} needs the datasets library: pip install datasets") from None
+        self._name, self._key = name, key
+        parts = name.split(":")
+        if not parts[0] or len(parts) > 3:
+            raise UserError(f"hf:{name}: expected hf:name, hf:name:config or hf:name:config:split")
+        path, config, split = parts + [""] * (3 - len(parts))
+        try:
+            builder = datasets.load_dataset_builder(path, config or None)
+            self._rows: Any = builder.as_streaming_dataset(split=split or "train")
+        except (OSError, ValueError) as error:  # unreachable, unknown, no such config or split
+            raise UserError(f"hf:{name}: {_one_line(error)}") from error
+        self.fingerprint = str(builder.hash)  # of the configuration and the revision, or the files
+
+    def texts(self) -> Iterator[str]:
+        """The strings under `key`, in the dataset's order."""
+        try:
+            for number, row in enumerate(self._rows):
+                text = row.get(self._key)
+                if not isinstance(text, str):
+                    raise UserError(
+                        f'hf:{self._name}, row {number}: expected a string under "{self._key}"; '
+                        f"found {', '.join(sorted(row))}"
+                    )
+                yield text
+        except (OSError, ValueError) as error:
+            raise UserError(f"hf:{self._name} cannot be read: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

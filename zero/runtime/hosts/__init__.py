@@ -1,0 +1,1 @@
+"""Processes and their devices: start-up, agreement, failure detection, signals."""

@@ -1,0 +1,145 @@
+"""Devices to compile for, here or not (libtpu by way of jax), and what one of them is able to do."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zero.runtime.errors import UserError
+from zero.runtime.hosts.distributed import device_memory
+
+LOCAL = ("local", "cpu", "gpu")
+GIB = 2**30
+
+
+class Speed(NamedTuple):
+    """Published peaks of one device as jax counts them: half a chip on v3.
+
+    Attributes:
+      flops: bfloat16 operations a second.
+      memory: bytes a second between HBM and the core.
+      network: bytes a second that leave the device for others of the slice.
+    """
+
+    flops: float
+    memory: float
+    network: float
+
+
+# Source: cloud.google.com/tpu/docs/v3, v4, v5e, v5p and v6e, system architecture: peak compute, HBM bandwidth, and
+# all-reduce bandwidth of a pod divided by its chips (v5p: half of the bidirectional bandwidth of a chip).
+# NVIDIA H200: its data sheet, SXM: dense bfloat16, and NVLink in one direction.
+SPEEDS = {
+    "TPU v3": Speed(123e12 / 2, 900e9 / 2, 340e12 / 1024 / 2),
+    "TPU v4": Speed(275e12, 1200e9, 1.1e15 / 4096),
+    "TPU v5 lite": Speed(197e12, 819e9, 51.2e12 / 256),
+    "TPU v5": Speed(459e12, 2765e9, 600e9),
+    "TPU v6 lite": Speed(918e12, 1640e9, 102.4e12 / 256),
+    "NVIDIA H200": Speed(989e12, 4800e9, 450e9),
+}
+# Of each generation: what counts in a slice's name a chip, and dimensions of its torus.
+GENERATIONS = {"v2": (2, 2), "v3": (2, 2), "v4": (2, 3), "v5e": (1, 2), "v5p": (2, 3), "v6e": (1, 2)}
+ALIASES = {"v5litepod": "v5e", "v5lite": "v5e"}
+
+
+def slice_shape(name: str) -> str:
+    """What libtpu calls the slice that people call `v3-32`; other names are returned as they are.
+
+    Raises:
+      UserError: there is no such slice.
+
+    >>> slice_shape("v3-32"), slice_shape("v4-32"), slice_shape("v5litepod-16"), slice_shape("v3:2x2")
+    ('v3:4x4', 'v4:2x2x4', 'v5e:4x4', 'v3:2x2')
+    """
+    match = re.fullmatch(r"(v\w+)-(\d+)", name)
+    if match is None and ":" not in name:
+        raise UserError(f"plan.topology={name}: expected a slice such as v3-32 or v3:4x4, or one of {', '.join(LOCAL)}")
+    if match is None:
+        return name
+    generation, count = ALIASES.get(match[1], match[1]), int(match[2])
+    if generation not in GENERATIONS:
+        raise UserError(f"plan.topology={name}: expected one of {', '.join(GENERATIONS)} before the hyphen")
+    cores, dims = GENERATIONS[generation]
+    chips = count // cores
+    if count % cores or chips < 1 or chips & (chips - 1):
+        raise UserError(f"plan.topology={name}: expected {cores} x a power of two; other slices as {generation}:2x4")
+    power = chips.bit_length() - 1
+    shape = [2 ** ((power + dim) // dims) for dim in range(dims)]
+    return f"{generation}:{'x'.join(map(str, sorted(shape, key=lambda size: (size == 1, size))))}"
+
+
+def prepare_environment(topology: str) -> None:
+    """Sets what processes that compile need to find in their environment when jax starts.
+
+    Raises:
+      UserError: the TPU compiler is not installed.
+    """
+    if topology in LOCAL:
+        if topology != "local":
+            os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[topology]
+        return
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError(
+            f"plan.topology={topology}: the TPU compiler (libtpu) is not installed, and it needs no TPU; on Linux "
+            './prepareTPUVM.sh --test or pip install "jax[tpu]" brings it'
+        )
+    # No metadata server is asked for a TPU, and several processes may load libtpu at once.
+    os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+
+
+def find_devices(topology: str) -> list[Any]:
+    """The devices of a slice, which need not exist, or those of this machine.
+
+    Raises:
+      UserError: there are no such devices.
+    """
+    if topology in LOCAL:
+        try:
+            return list(jax.local_devices())
+        except (RuntimeError, AssertionError) as error:  # the second without a word, where jax has no CUDA plugin
+            raise UserError(f"plan.topology={topology}: jax finds no such device on this machine") from error
+    from jax.experimental import topologies
+
+    shape = slice_shape(topology)
+    # v4 and v5p run both cores of a chip as one device.
+    options = {"chip_config_name": "megacore"} if shape.startswith(("v4:", "v5p:")) else {}
+    try:
+        return topologies.get_topology_desc(topology_name=shape, platform="tpu", **options).devices
+    except jax.errors.JaxRuntimeError as error:
+        status, _, reason = str(error).splitlines()[0].partition(": ")
+        if status != "INVALID_ARGUMENT":  # anything else is no mistake of the user
+            raise
+        raise UserError(f"plan.topology={topology}: {reason}") from error
+
+
+def available_bytes(devices: list[Any]) -> int:
+    """Memory of one device for programs and their data: what its compiler or allocator says, on CPU a fair share."""
+    device = devices[0]
+    if device.platform != "tpu" or device.client is jax.local_devices()[0].client:
+        return device_memory()
+    program = jax.pmap(lambda x: x + 1, devices=devices, donate_argnums=0)
+    too_much = jax.ShapeDtypeStruct((len(devices), 2**40), jnp.float32)
+    try:
+        program.lower(too_much).compile()
+    except jax.errors.JaxRuntimeError as error:
+        return out_of_memory(error)[1]
+    raise AssertionError("4 TiB fitted a core")
+
+
+def out_of_memory(error: Exception) -> tuple[int, int]:
+    """Bytes that a program wanted and bytes there are, from the error of the TPU compiler.
+
+    Raises:
+      Exception: the error itself, if it is about something else.
+    """
+    number = r"([\d.]+)([KMGT]?)"
+    for pattern in (rf"\({number}\) exceeds available HBM \({number}\)", rf"Used {number} of {number} hbm"):
+        if match := re.search(pattern, str(error)):
+            units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+            return int(float(match[1]) * units[match[2]]), int(float(match[3]) * units[match[4]])
+    raise error

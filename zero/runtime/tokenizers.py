@@ -1,0 +1,156 @@
+"""Text to tokens and back: bytes without any file, or a file of Hugging Face's `tokenizers`, which can be made here."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from zero.runtime import storage
+from zero.runtime.errors import UserError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# How published tokenizers call the token between two documents, most specific first.
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """What the rest asks of a tokenizer. Ids are below `vocab_size`; `end_of_text` stands between two documents."""
+
+    name: str  # tells two tokenizers apart: "bytes", or file name and hash
+    vocab_size: int
+    end_of_text: int
+
+    def encode(self, text: str) -> np.ndarray:
+        """A 1-D array of ids. `end_of_text` is never among them, whatever the text says."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text for any ids: broken UTF-8 becomes U+FFFD, `end_of_text` and ids that mean nothing are left out."""
+        ...
+
+    def byte_lengths(self) -> np.ndarray:
+        """How many bytes of text each id stands for, int64 `(vocab_size,)`; 0 for `end_of_text`."""
+        ...
+
+
+class ByteTokenizer:
+    """One token a byte of UTF-8. The NUL byte is the end of text; NULs inside a text are dropped.
+
+    >>> tokenizer = ByteTokenizer()
+    >>> tokenizer.encode("zéro").tolist()
+    [122, 195, 169, 114, 111]
+    >>> tokenizer.decode([122, 195, 0, 111])
+    'z\ufffdo'
+    """
+
+    name = "bytes"
+    vocab_size = 256
+    end_of_text = 0
+
+    def encode(self, text: str) -> np.ndarray:
+        # JSON can hold lone surrogates, which strict UTF-8 refuses; nothing of a document should be lost.
+        return np.frombuffer(text.encode("utf-8", "surrogatepass").replace(b"\0", b""), np.uint8)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in map(int, ids) if 0 < i < 256).decode("utf-8", "replace")
+
+    def byte_lengths(self) -> np.ndarray:
+        return np.where(np.arange(256) == self.end_of_text, 0, 1)
+
+
+class FileTokenizer:
+    """A tokenizer of the `tokenizers` library, from the bytes of its .json file."""
+
+    def __init__(self, path: str, data: bytes):
+        import tokenizers  # only who names a file pays for it
+
+        self.path, self.data = path, data
+        self.name = f"{Path(path).name} sha256:{hashlib.sha256(data).hexdigest()[:16]}"
+        try:
+            self._tokenizer: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        except Exception as error:  # for a bad file the library raises a bare Exception and nothing narrower
+            raise UserError(f"tokenizer {path} is not a file of the tokenizers library: {error}") from error
+        # A text that says "<|endoftext|>" must not end a document.
+        self._tokenizer.encode_special_tokens = True
+        # Files may leave holes between the ids of their added tokens: the count of tokens would be too small.
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        ids = {name: self._tokenizer.token_to_id(name) for name in _END_OF_TEXT}
+        found = next(((name, i) for name, i in ids.items() if i is not None), None)
+        if found is None:
+            raise UserError(
+                f"tokenizer {path} has no token that ends a text: expected one of {', '.join(_END_OF_TEXT)}"
+            )
+        self.end_of_text_token, self.end_of_text = found
+
+    def __reduce__(self) -> tuple[type[FileTokenizer], tuple[str, bytes]]:
+        return FileTokenizer, (
+            self.path,
+            self.data,
+        )  # for worker processes: the library's own copy forgets encode_special_tokens
+
+    def encode(self, text: str) -> np.ndarray:
+        text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates cannot cross into Rust
+        # The fast one leaves out where in the text a token stands, and takes two thirds of the time.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.asarray(encoding.ids, np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        known = [i for i in map(int, ids) if 0 <= i < self.vocab_size and i != self.end_of_text]
+        return self._tokenizer.decode(known, skip_special_tokens=False)
+
+    def byte_lengths(self) -> np.ndarray:
+        """By the vocabulary's spelling: a character a byte (byte-level), `▁` for a blank, `<0x0A>` for a byte."""
+        is_byte_level = "ByteLevel" in str(self._tokenizer.decoder)
+        special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        lengths = np.zeros(self.vocab_size, np.int64)
+        for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if i in special:
+                continue
+            spelled = re.sub(r"^<0x[0-9A-F]{2}>$", "?", token).replace("▁", " ")
+            lengths[i] = len(token) if is_byte_level else len(spelled.encode())
+        return lengths
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
+    """The .json file of a byte-level BPE tokenizer (GPT-2's kind) with at most `vocab_size` tokens.
+
+    The 256 bytes are among them, so any text can be written, and <|endoftext|>, which is token 0. The same texts give
+    the same file. Raises UserError where the vocabulary is too small for that.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size <= 256:
+        raise UserError(f"a tokenizer of {vocab_size} tokens cannot be trained: 256 bytes and the end of text need 257")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_END_OF_TEXT[0]],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text.encode("utf-8", "replace").decode("utf-8") for text in texts), trainer)
+    return tokenizer.to_str(pretty=True).encode("utf-8")
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """`"bytes"`, or the path or gs:// URL of a Hugging Face `tokenizers` .json file.
+
+    Raises UserError where no such file stands or it cannot be used.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    try:
+        return FileTokenizer(name, storage.read_bytes(name))
+    except (FileNotFoundError, IsADirectoryError):
+        raise UserError(
+            f'tokenizer {name}: no such file; expected "bytes" or the path of a tokenizers .json file'
+        ) from None

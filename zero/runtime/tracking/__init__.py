@@ -1,0 +1,1 @@
+"""What a run reports: metrics, W&B, plots, the HTML report."""

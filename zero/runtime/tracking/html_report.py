@@ -1,0 +1,142 @@
+"""A page about one or several runs: one HTML file that needs no server and no network (plotly)."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.colors import qualitative
+from plotly.subplots import make_subplots
+
+from zero.runtime.errors import UserError
+from zero.runtime.run import runs
+from zero.runtime.tracking.tracking import METRICS_FILE, read_metrics, read_resumes
+
+PAGE_FILE = "report.html"
+# Panel, its curves as (metric, dash), and whether the axis is logarithmic.
+PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
+    ("loss (nats a token), validation dashed", (("train/loss", "solid"), ("validation/loss", "dash")), False),
+    ("learning rate", (("learning_rate", "solid"),), False),
+    ("sequence length (tokens)", (("sequence_length", "solid"),), False),
+    ("throughput (tokens/s)", (("tokens_per_second", "solid"),), False),
+    ("gradient norm", (("gradient_norm", "solid"),), True),
+    ("data wait (part of a step)", (("data_wait", "solid"),), False),
+    ("skipped steps, spikes dashed", (("skipped_steps", "solid"), ("skipped_spikes", "dash")), False),
+    ("step time (s)", (("step_time", "solid"),), False),
+)
+COUNTED = ("sequence_length", "skipped_steps", "skipped_spikes")  # whole numbers that change at a step, not between two
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse } td, th { border-bottom: 1px solid #ddd; padding: .2rem .8rem; text-align: left }
+td, pre { font-family: ui-monospace, monospace; font-size: 13px }
+pre { background: #f6f6f6; padding: 1rem; overflow-x: auto }
+pre.text { white-space: pre-wrap } summary { cursor: pointer; margin: .6rem 0 } .dot { font-size: 1.4em }
+"""
+
+
+def write_page(directories: Sequence[Path], page: Path) -> Path:
+    """Writes a page that shows the runs, one over the other; a viewer never sees half of it.
+
+    Raises:
+      UserError: a directory is not one of a run.
+    """
+    for directory in directories:
+        runs.saved_config(directory)
+        if not (directory / METRICS_FILE).is_file():
+            raise UserError(f"{directory}: {METRICS_FILE} is missing; expected a run that has made a step")
+    configs = [runs.flat_config(runs.saved_config(directory)) for directory in directories]
+    names = ["/".join(directory.absolute().parts[-2:]) for directory in directories]
+    colors = [qualitative.D3[i % len(qualitative.D3)] for i in range(len(names))]
+    legend = " &nbsp; ".join(
+        f'<span class="dot" style="color:{color}">&#9679;</span> {html.escape(name)}'
+        for name, color in zip(names, colors, strict=True)
+    )
+    curves = _curves(directories, names, colors).to_html(
+        full_html=False, include_plotlyjs=True, config={"displayModeBar": False, "responsive": True}
+    )
+    body = [
+        f"<h1>{'Run' if len(names) == 1 else 'Runs'}</h1><p>{legend}</p>",
+        curves,
+        "<h2>Configuration</h2>",
+        _differences(configs, names),
+        *(
+            _details(name, directory, config)
+            for name, directory, config in zip(names, directories, configs, strict=True)
+        ),
+    ]
+    title = html.escape(", ".join(names))
+    aside = page.with_name(f".{page.name}")
+    aside.write_text(
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<link rel="icon" href="data:,"><style>{STYLE}</style></head><body>{"".join(body)}</body></html>\n',
+        encoding="utf-8",
+    )
+    return aside.replace(page)
+
+
+def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[str]) -> go.Figure:
+    rows = -(-len(PANELS) // 2)
+    figure = make_subplots(rows, 2, subplot_titles=[title for title, _, _ in PANELS], vertical_spacing=0.07)
+    for directory, name, color in zip(directories, names, colors, strict=True):
+        lines = read_metrics(directory / METRICS_FILE)
+        resumes = read_resumes(directory / METRICS_FILE)
+        for number, (_, metrics, is_log) in enumerate(PANELS):
+            place: Any = {"row": number // 2 + 1, "col": number % 2 + 1}
+            for metric, dash in metrics:
+                points = [(line["step"], line[metric]) for line in lines if metric in line]
+                figure.add_trace(
+                    go.Scatter(
+                        x=[step for step, _ in points],
+                        y=[value for _, value in points],
+                        name=f"{name}: {metric}",
+                        mode="lines+markers" if metric == "validation/loss" else "lines",
+                        line={"color": color, "dash": dash, "width": 1.6},
+                        line_shape="hv" if metric in COUNTED else "linear",
+                        showlegend=False,
+                    ),
+                    **place,
+                )
+            for step in resumes:
+                label = "resumed" if number == 0 else ""
+                line = {"color": color, "dash": "dot", "width": 1}
+                figure.add_vline(x=step, line=line, annotation_text=label, **place)
+            figure.update_yaxes(
+                type="log" if is_log else "linear", rangemode="normal" if number == 0 else "tozero", **place
+            )
+            figure.update_xaxes(title_text="step" if number // 2 == rows - 1 else None, **place)
+    figure.update_layout(height=290 * rows, template="plotly_white", margin={"t": 40, "l": 50, "r": 20, "b": 40})
+    return figure
+
+
+def _differences(configs: Sequence[dict[str, str]], names: Sequence[str]) -> str:
+    """Where the runs differ from the default and from each other."""
+    default = runs.flat_config(runs.default_config())
+    every = (default, *configs)
+    keys = [key for key in configs[0] | default if len({config[key] for config in every if key in config}) > 1]
+    if not keys:
+        return "<p>As the default.</p>"
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("key", "default", *names))
+    rows = ((key, *(config.get(key, "-") for config in every)) for key in keys)
+    lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _details(name: str, directory: Path, config: dict[str, str]) -> str:
+    whole = "\n".join(f"{key}: {value}" for key, value in config.items())
+    parts = [("whole configuration", whole, "")]
+    layout = directory / runs.LAYOUT_FILE
+    if layout.is_file():
+        parts.append(("layout and memory a device", layout.read_text(encoding="utf-8"), ""))
+    samples = directory / runs.SAMPLES_FILE
+    if samples.is_file():
+        texts = samples.read_text(encoding="utf-8")
+        parts.append((f"{len(re.findall('^--- step', texts, re.MULTILINE))} samples over time", texts, "text"))
+    blocks = (
+        f'<details><summary>{title}</summary><pre class="{kind}">{html.escape(text)}</pre></details>'
+        for title, text, kind in parts
+    )
+    return f"<h2>{html.escape(name)}</h2>{''.join(blocks)}"

@@ -1,0 +1,1 @@
+"""Weights in and out of zero: Hugging Face folders, warm starts, averages."""
