@@ -42,8 +42,9 @@ from omegaconf import DictConfig
 from zero.models.gpt import GPTConfig
 from zero.runtime.config.configuration import Config, check, describe, load_sizes, merge_resumed
 from zero.runtime.errors import UserError
-from zero.runtime.hosts.preemption import SIGNALS, end_at_once, unanswered
-from zero.runtime.run import runs
+from zero.runtime.hosts.signals import SIGNALS, exit_immediately, unanswered
+from zero.runtime.run.resume import resume_overrides, trained_run
+from zero.runtime.run_directory import saved_config
 
 CONF = Path(__file__).parent / "conf"
 # A run directory that cannot be written, or a disk that is full.
@@ -57,10 +58,10 @@ def run(config: DictConfig) -> None:
     with one_line_errors():
         overrides = list(hydra_config.overrides.task)
         if config.resume is not None:
-            config = merge_resumed(runs.saved_config(Path(config.resume)), config, overrides)
+            config = merge_resumed(saved_config(Path(config.resume)), config, overrides)
         elif config.mode in ("evaluate", "sample"):
-            config.model.model_path = str(runs.trained_run(config.model.model_path))
-            saved = runs.saved_config(Path(config.model.model_path))
+            config.model.model_path = str(trained_run(config.model.model_path))
+            saved = saved_config(Path(config.model.model_path))
             config = merge_resumed(saved, config, [*overrides, "model.model_path"])
         sizes = load_sizes(CONF / "model_config.yaml")
         checked = check(config, sizes)
@@ -69,19 +70,26 @@ def run(config: DictConfig) -> None:
             checked.plan.largest = "model.size" not in given and "preset" not in given
         status = program(checked.mode)(checked, sizes[checked.model.size], Path(hydra_config.runtime.output_dir))
     if status:
-        end_at_once(status)  # a status of 0 returns, so that --multirun goes on
+        exit_immediately(status)  # a status of 0 returns, so that --multirun goes on
 
 
 def program(mode: str) -> Callable[[Config, GPTConfig, Path], int]:
     """What a mode runs. Imported here: that takes seconds, and what was misspelt is answered by now."""
     if mode == "plan":
-        from zero.runtime.planning import planning
+        from zero.runtime.planning.planning import plan
 
-        return planning.plan
-    from zero.runtime import train as loop
-    from zero.runtime.inference import inference
+        return plan
+    if mode == "evaluate":
+        from zero.runtime.inference.evaluate import evaluate
 
-    return {"train": loop.train, "evaluate": inference.evaluate, "sample": inference.sample}[mode]
+        return evaluate
+    if mode == "sample":
+        from zero.runtime.inference.sample import sample
+
+        return sample
+    from zero.runtime.train import train
+
+    return train
 
 
 @contextmanager
@@ -105,5 +113,5 @@ if __name__ == "__main__":
     with one_line_errors():
         for number in SIGNALS:
             signal.signal(number, interrupt)
-        sys.argv[1:] = runs.resume_overrides(sys.argv[1:])
+        sys.argv[1:] = resume_overrides(sys.argv[1:])
         run()

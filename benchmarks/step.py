@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("NPROC", "32")  # more devices than cores: zero/runtime/hosts/distributed.py
+os.environ.setdefault("NPROC", "32")  # more devices than cores: zero/runtime/hosts/startup.py
 
 import jax
 import jax.numpy as jnp

@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests import bucket, cli, hosts
 from zero.runtime import storage
 from zero.runtime.checkpoints.checkpoints import Checkpoints
-from zero.runtime.run.runs import CONFIG_FILE, checkpoint_directory, saved_config, saved_steps
-from zero.runtime.tracking.tracking import read_metrics, read_resumes
+from zero.runtime.run_directory import CONFIG_FILE, checkpoint_directory, saved_config, saved_steps
+from zero.runtime.tracking.metrics import read_metrics, read_resumes
 
 SHAPES = ((1, 8), (2, 4), (1, 4))  # processes, devices of each
 STAGES = (1, 2, 3)

@@ -10,7 +10,7 @@ import pytest
 
 from tests import bucket, cli
 from zero.runtime import storage
-from zero.runtime.tracking.tracking import read_metrics
+from zero.runtime.tracking.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(400)
 SHORT = (

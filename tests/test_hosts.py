@@ -13,8 +13,8 @@ import pytest
 
 from tests import cli, hosts
 from tests.runtime.data.test_loader import npy, write_tar
-from zero.runtime.run.runs import saved_steps
-from zero.runtime.tracking.tracking import read_metrics
+from zero.runtime.run_directory import saved_steps
+from zero.runtime.tracking.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests import cli
-from zero.runtime.run.runs import locked, saved_steps
-from zero.runtime.tracking.tracking import read_metrics
+from zero.runtime.run_directory import locked, saved_steps
+from zero.runtime.tracking.metrics import read_metrics
 
 TEN = ("training.total_steps=10",)  # one learning rate, one program: it is compiled once
 

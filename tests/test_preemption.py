@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests import cli
-from zero.runtime.run.runs import saved_steps
-from zero.runtime.tracking.tracking import read_metrics
+from zero.runtime.run_directory import saved_steps
+from zero.runtime.tracking.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(400)
 CLOCKED = ("step_time", "tokens_per_second", "data_wait", "seconds_to_first_step")

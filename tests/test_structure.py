@@ -120,8 +120,8 @@ def test_imports_have_no_circles() -> None:
         ("zero.models.gpt", "from ..partition.layout import Layout"),
         ("zero.training.step", "from zero.runtime import UserError"),
         ("zero.training.step", "import pathlib"),
-        ("zero.runtime.tracking.tracking", "import main_zero"),
-        ("zero.runtime.tracking.tracking", "import wandb\nimport matplotlib"),
+        ("zero.runtime.tracking.metrics", "import main_zero"),
+        ("zero.runtime.tracking.metrics", "import wandb\nimport matplotlib"),
         ("zero", "from zero.runtime import tracking"),
     ],
 )

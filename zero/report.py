@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from zero.runtime.errors import UserError
-from zero.runtime.tracking.html_report import PAGE_FILE, write_page
+from zero.runtime.tracking.html_report import REPORT_FILE, write_report
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
     parser.add_argument("--to", type=Path, help="the file to write; default: report.html in the first run")
     options = parser.parse_args()
     try:
-        print(write_page(options.runs, options.to or options.runs[0] / PAGE_FILE))
+        print(write_report(options.runs, options.to or options.runs[0] / REPORT_FILE))
     except (UserError, OSError) as error:
         sys.exit(f"error: {error}")
 

@@ -18,13 +18,13 @@ import zero
 from tests import cli
 from zero.runtime.checkpoints.checkpoints import Checkpoints
 from zero.runtime.config.configuration import load_sizes
-from zero.runtime.hosts.preemption import stop_requests, unanswered
-from zero.runtime.run.runs import saved_steps
-from zero.runtime.tracking.tracking import read_metrics, read_resumes
+from zero.runtime.hosts.signals import stop_requests, unanswered
+from zero.runtime.run_directory import saved_steps
+from zero.runtime.tracking.metrics import read_metrics, read_resumes
 from zero.training.step import ShardedGPT, adamw, state_layout
 
 SIZE = load_sizes(cli.MAIN.parent / "conf" / "model_config.yaml")["test"]
-TIMING = ("step_time", "tokens_per_second", "data_wait", "seconds_to_first_step")
+TIMING = ("step_time", "tokens_per_second", "tokens_per_second_per_device", "data_wait", "seconds_to_first_step")
 LAST = 40
 pytestmark = pytest.mark.timeout(400)  # of which most is for machines that do much else
 
@@ -198,6 +198,6 @@ def test_first_signal_is_noted_and_a_second_one_stops_at_once() -> None:
     twice = (
         "with stop_requests(): os.kill(os.getpid(), 2); print('on', flush=True); os.kill(os.getpid(), 15); print('no')"
     )
-    program = f"import os; from zero.runtime.hosts.preemption import stop_requests\n{twice}"
+    program = f"import os; from zero.runtime.hosts.signals import stop_requests\n{twice}"
     done = subprocess.run([sys.executable, "-c", program], cwd=cli.MAIN.parent, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "on\n"), done.stderr

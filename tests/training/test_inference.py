@@ -11,7 +11,7 @@ import pytest
 
 import zero
 from zero.models.gpt import GPT, GPTConfig
-from zero.runtime.inference.inference import generate
+from zero.runtime.inference.generate import generate
 from zero.training.inference import Sampling, filtered, penalised
 from zero.training.programs import Inference, make_inference, make_programs
 from zero.training.step import ShardedGPT, adamw

@@ -295,11 +295,16 @@ class GPT(nn.Module):
         return jax.nn.logsumexp(lse_CBT, axis=0) - target_BT, target_BT >= most_CBT.max(0)
 
     def logits(
-        self, tokens_BT: jax.Array, cache: Cache | None = None, position: jax.Array | int = 0
+        self,
+        tokens_BT: jax.Array,
+        cache: Cache | None = None,
+        position: jax.Array | int = 0,
+        last: jax.Array | int = -1,
     ) -> tuple[jax.Array, Cache | None]:
-        """Logits after the last position, float32 `(B, V)`, and the cache with the positions of `tokens_BT` added."""
+        """Logits after column `last`, float32 `(B, V)`, and the cache with the positions of `tokens_BT` added."""
         x_BTD, cache = self.hidden(tokens_BT, None, cache, position)
-        _, logits_CB1C = self.vocabulary(None, self._first_rows(), None, x_BTD[:, -1:])
+        last_B1D = lax.dynamic_slice_in_dim(x_BTD, last % x_BTD.shape[1], 1, axis=1)
+        _, logits_CB1C = self.vocabulary(None, self._first_rows(), None, last_B1D)
         logits_BV = jnp.moveaxis(logits_CB1C[:, :, 0], 0, 1).reshape(len(tokens_BT), -1)
         return logits_BV[:, : self.config.vocab_size], cache
 

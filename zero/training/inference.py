@@ -1,4 +1,4 @@
-"""The model in use: losses of held-out rows and text drawn from it, on state sharded as in training.
+"""Evaluation and sampling: losses of held-out rows and text drawn from the model, on state sharded as in training.
 
 Shapes: R rows of one device, T tokens, V vocabulary.
 """
@@ -17,17 +17,33 @@ from zero.partition.layout import PyTree
 from zero.training.step import ShardedGPT
 
 
-def evaluate_step(params: PyTree, tokens: jax.Array, *, model: ShardedGPT) -> tuple[jax.Array, jax.Array]:
+def evaluate_step(
+    params: PyTree, tokens: jax.Array, *, model: ShardedGPT, micro_batches: int = 1
+) -> tuple[jax.Array, jax.Array]:
     """Summed losses in nats and tokens scored, over all devices' rows; both the same on every device.
 
     Per device: shards of parameters and int32 tokens `(R, T)`, -1 where there is none. Call inside pmap.
+
+    Args:
+      params: shards.
+      tokens: the rows of this device.
+      model: the model.
+      micro_batches: parts that the rows are split into, one forward pass each, so that evaluation needs no more
+        activations than training; divides R.
     """
-    losses, scored = model.losses(model.enter(params), tokens, None)
+    variables = model.enter(params)
+
+    def add(sums: tuple[jax.Array, jax.Array], rows: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+        losses, scored = model.losses(variables, rows, None)
+        return (sums[0] + losses, sums[1] + scored), None
+
+    parts = tokens.reshape(micro_batches, -1, tokens.shape[-1])
+    (losses, scored), _ = lax.scan(add, (jnp.float32(0), jnp.int32(0)), parts)
     return lax.psum(losses, model.axis.name), lax.psum(scored, model.axis.name)
 
 
 def score(params: PyTree, tokens: jax.Array, *, model: ShardedGPT) -> tuple[jax.Array, jax.Array]:
-    """For every token after the first of a row: its loss in nats, and whether it was the likeliest.
+    """For every token after the first of a row: its loss in nats, and whether it was the most likely token.
 
     Per device: shards of parameters and int32 tokens `(R, T)`, -1 where there is none. Out: float32 and bool
     `(N R, T - 1)`, the rows of all devices in order, the same on every device. Call inside pmap.
@@ -45,9 +61,9 @@ class Sampling:
     Attributes:
       repetition_penalty: logits of tokens in the text so far are divided by it, negative ones multiplied; 1 is none
         (CTRL, arXiv 1909.05858, section 4.1).
-      temperature: logits are divided by it; 0 takes the likeliest token.
-      top_k: only so many of the likeliest tokens.
-      top_p: only the likeliest tokens that together reach this probability (arXiv 1904.09751, section 3.1).
+      temperature: logits are divided by it; 0 takes the most likely token.
+      top_k: only so many of the most likely tokens.
+      top_p: only the most likely tokens that together reach this probability (arXiv 1904.09751, section 3.1).
       typical_p: only those nearest to the expected information that together reach it (arXiv 2202.00666, section 4).
     """
 
@@ -58,11 +74,11 @@ class Sampling:
     typical_p: float | None = None
 
 
-class Draft(NamedTuple):
-    """Texts of one device in the making.
+class DecodeState(NamedTuple):
+    """Unfinished texts of one device, with the state of their state.
 
     Attributes:
-      tokens: int32 `(R, S)`: prompts and what was drawn; -1 where nothing is yet.
+      tokens: int32 `(R, S)`: prompts and what was drawn; -1 where there is nothing yet.
       position: int32, how many positions the cache holds.
       cache: keys and values of these positions.
       logits: float32 `(R, V)`, after the last of them.
@@ -74,38 +90,50 @@ class Draft(NamedTuple):
     logits: jax.Array
 
 
-def prefill(params: PyTree, tokens: jax.Array, *, model: ShardedGPT, length: int) -> Draft:
+def prefill(params: PyTree, tokens: jax.Array, length: jax.Array, *, model: ShardedGPT, width: int) -> DecodeState:
     """Reads the first `length` tokens of each row at once: the part of the prompts that all rows have.
 
-    Per device: shards of parameters and int32 tokens `(R, S)`, prompts and -1 behind them. Call inside pmap.
+    Per device: shards of parameters, int32 tokens `(R, S)`, prompts and -1 behind them, and the length, int32. Call
+    inside pmap.
+
+    Args:
+      params: shards.
+      tokens: the rows of this device.
+      length: at most `width`; it does not change the compiled program.
+      model: the model.
+      width: positions to compute, the same for all lengths of a bucket. Those from `length` on are computed in vain:
+        no later position attends to them before they are overwritten.
     """
+    if not model.config.alibi_attn:
+        width = min(width, model.config.block_size)
     cache = init_cache(model.config, tokens.shape[0], tokens.shape[1], model.compute_dtype)
-    logits, cache = model.apply(model.enter(params), tokens[:, :length], cache, 0, method="logits")
-    return Draft(tokens, jnp.int32(length), cache, logits)
+    read = jnp.maximum(tokens[:, :width], 0)
+    logits, cache = model.apply(model.enter(params), read, cache, 0, last=length - 1, method="logits")
+    return DecodeState(tokens, length, cache, logits)
 
 
 def extend(
-    params: PyTree, draft: Draft, keys: jax.Array, *, model: ShardedGPT, sampling: Sampling, count: int
-) -> tuple[Draft, jax.Array]:
-    """Goes on by `count` tokens, with a key-value cache; where a prompt is longer, its own tokens are taken.
+    params: PyTree, state: DecodeState, keys: jax.Array, *, model: ShardedGPT, sampling: Sampling, count: int
+) -> tuple[DecodeState, jax.Array]:
+    """Appends `count` tokens, with a key-value cache; where a prompt is longer, its own tokens are taken.
 
-    Per device: shards of parameters, a draft, the data of one random key a row. Out: the draft, and the tokens
-    `(N R, S)` of all devices, the same on every device. Call inside pmap.
+    Per device: shards of parameters, a decode state, the data of one random key per row. Out: the decode state, and the
+    tokens `(N R, S)` of all devices, the same on every device. Call inside pmap.
     """
     variables = model.enter(params)
     keys = jax.random.wrap_key_data(keys)
-    rows = jnp.arange(draft.tokens.shape[0])
+    rows = jnp.arange(state.tokens.shape[0])
 
-    def one(draft: Draft, _: None) -> tuple[Draft, None]:
-        logits = penalised(draft.logits, draft.tokens, sampling.repetition_penalty)
-        drawn = draw(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, draft.position), sampling)
-        given = draft.tokens[rows, draft.position]
+    def one_token(state: DecodeState, _: None) -> tuple[DecodeState, None]:
+        logits = penalised(state.logits, state.tokens, sampling.repetition_penalty)
+        drawn = draw(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, state.position), sampling)
+        given = state.tokens[rows, state.position]
         token = jnp.where(given >= 0, given, drawn)
-        logits, cache = model.apply(variables, token[:, None], draft.cache, draft.position, method="logits")
-        return Draft(draft.tokens.at[rows, draft.position].set(token), draft.position + 1, cache, logits), None
+        logits, cache = model.apply(variables, token[:, None], state.cache, state.position, method="logits")
+        return DecodeState(state.tokens.at[rows, state.position].set(token), state.position + 1, cache, logits), None
 
-    draft, _ = lax.scan(one, draft, None, length=count)
-    return draft, lax.all_gather(draft.tokens, model.axis.name, tiled=True)
+    state, _ = lax.scan(one_token, state, None, length=count)
+    return state, lax.all_gather(state.tokens, model.axis.name, tiled=True)
 
 
 def penalised(logits: jax.Array, tokens: jax.Array, penalty: float) -> jax.Array:
@@ -120,7 +148,7 @@ def penalised(logits: jax.Array, tokens: jax.Array, penalty: float) -> jax.Array
 
 
 def draw(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
-    """One token a row from logits `(R, V)`, with one key a row."""
+    """One token per row from logits `(R, V)`, with one key per row."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1)
     return jax.vmap(jax.random.categorical)(keys, filtered(logits, sampling))

@@ -65,7 +65,7 @@ def make_programs(
         init=pmap(lambda key_data: model.init(jax.random.wrap_key_data(key_data))),
         start=pmap(partial(new_state, tx=tx), donate_argnums=0),
         step=pmap(step, donate_argnums=0, out_axes=(0, None)),
-        evaluate=pmap(partial(evaluate_step, model=model), out_axes=None),
+        evaluate=pmap(partial(evaluate_step, model=model, micro_batches=micro_batches), out_axes=None),
     )
 
 
@@ -74,9 +74,9 @@ class Inference(NamedTuple):
 
     Attributes:
       score: `(params, tokens)` to the shared losses and hits of all rows.
-      prefill: `(params, tokens, length)`, the length static, to a `Draft`.
-      extend: `(params, Draft, keys, count)`, the draft donated, the count static, to the next `Draft` and the shared
-        tokens of all rows.
+      prefill: `(params, tokens, length, width)`, the width static, to a `DecodeState`.
+      extend: `(params, DecodeState, keys, count)`, the state donated, the count static, to the next `DecodeState` and
+        the shared tokens of all rows.
     """
 
     score: Any
@@ -93,11 +93,11 @@ def make_inference(
     return Inference(
         score=pmap(partial(score, model=model), out_axes=None),
         prefill=pmap(
-            lambda params, tokens, length: prefill(params, tokens, model=model, length=length),
-            static_broadcasted_argnums=2,
+            lambda params, tokens, length, width: prefill(params, tokens, length, model=model, width=width),
+            static_broadcasted_argnums=3,
         ),
         extend=pmap(
-            lambda params, draft, keys, count: bound(params, draft, keys, count=count),
+            lambda params, state, keys, count: bound(params, state, keys, count=count),
             static_broadcasted_argnums=3,
             donate_argnums=1,
             out_axes=(0, None),

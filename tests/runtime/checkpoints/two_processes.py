@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 import zero
 from zero.runtime.checkpoints.checkpoints import Checkpoints, Damaged
 from zero.runtime.errors import UserError
-from zero.runtime.hosts import distributed
+from zero.runtime.hosts.agreement import AnyHost
 
 process, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -88,9 +88,9 @@ with Checkpoints(folder / "whole", keep=1) as checkpoints:
     assert checkpoints.steps() == [5]
 
 # jax hears of the end of a host (by SIGTERM, to which no handler of ours stands here), and all stop at one step.
-agreement = distributed.Agreement(lag=0)
+any_host = AnyHost(lag=0)
 for step in range(600):
-    is_stop, is_due = agreement(step, False, step == 2 and process == 1)
+    is_stop, is_due = any_host(step, False, step == 2 and process == 1)
     assert is_due == (step == 2)
     if is_stop:
         break

@@ -12,7 +12,7 @@ from zero.models.gpt import GPTConfig
 from zero.runtime.build import make_job
 from zero.runtime.config.configuration import check, load_sizes
 from zero.runtime.planning.planning import Request, compile_step, step_arguments
-from zero.runtime.train import _for_devices
+from zero.runtime.run.run import split_rows
 
 CONF = Path(__file__).parents[3] / "conf"
 SIZE = GPTConfig(embedding_dim=384, vocab_size=2048, num_head=8, block_size=64, dropout=0.0, N=4, vocab_chunks=2)
@@ -33,7 +33,7 @@ row = compile_step(Request(config, SIZE, micro_batch=1))
 job = make_job(config, SIZE)  # as training does
 key = np.asarray(jax.random.key_data(jax.random.key(0)))
 state = job.programs.start(job.programs.init(np.stack([key] * 8)))
-batch = _for_devices(np.ones((8, 64), np.int32), 0)
+batch = split_rows(np.ones((8, 64), np.int32), 0)
 lowered = job.programs.step.lower(state, batch)
 is_same = lowered.as_text() == job.programs.step.lower(*step_arguments(job, 1, 64)).as_text()
 step = lowered.compile()

@@ -17,7 +17,7 @@ from zero.models.gpt import GPTConfig
 from zero.runtime.config.configuration import Config
 from zero.runtime.errors import UserError
 from zero.runtime.planning import planning
-from zero.runtime.planning.hlo import collective_bytes, matmul_flops
+from zero.runtime.planning.hlo import collective_bytes
 from zero.runtime.planning.planning import Request, _best
 from zero.runtime.planning.topology import (
     available_bytes,
@@ -26,6 +26,7 @@ from zero.runtime.planning.topology import (
     prepare_environment,
     slice_shape,
 )
+from zero.training.flops import matmul_flops
 
 KEYS = {"stage", "micro_batch", "accumulation", "remat", "context", "gradient_dtype", "clipping", "fused_update"}
 KEYS |= {"fits", "state_bytes", "peak_bytes", "available_bytes", "collective_bytes", "flops", "seconds_lower_bound"}

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from zero.runtime.run import runs
-from zero.runtime.tracking.html_report import PANELS, write_page
-from zero.runtime.tracking.tracking import Tracker
+from zero.runtime import run_directory
+from zero.runtime.tracking.html_report import PANELS, write_report
+from zero.runtime.tracking.tracker import Tracker
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -30,11 +30,11 @@ def make_run(directory: Path, rate: float, resumed_from: int | None = None) -> P
                 **dict.fromkeys(names, rate / step),
             }
             tracker.log(line | ({"validation/loss": 6 * rate / step} if step % 5 == 0 else {}))
-    config = runs.default_config()
+    config = run_directory.default_config()
     config.training.peak_learning_rate = rate
-    OmegaConf.save(config, directory / runs.CONFIG_FILE)
-    (directory / runs.LAYOUT_FILE).write_text("12 elements in 1 leaves\n")
-    (directory / runs.SAMPLES_FILE).write_text("--- step 5\n<b>&amp; zero\n--- step 10\nmore\n")
+    OmegaConf.save(config, directory / run_directory.CONFIG_FILE)
+    (directory / run_directory.LAYOUT_FILE).write_text("12 elements in 1 leaves\n")
+    (directory / run_directory.SAMPLES_FILE).write_text("--- step 5\n<b>&amp; zero\n--- step 10\nmore\n")
     return directory
 
 
@@ -42,7 +42,7 @@ def make_run(directory: Path, rate: float, resumed_from: int | None = None) -> P
 def page(tmp_path: Path) -> Path:
     first = make_run(tmp_path / "first", 0.5)
     make_run(first, 0.5, resumed_from=20)
-    return write_page([first, make_run(tmp_path / "second", 0.25)], tmp_path / "page.html")
+    return write_report([first, make_run(tmp_path / "second", 0.25)], tmp_path / "page.html")
 
 
 def test_page_tells_what_differs_and_shows_samples_as_they_are(page: Path) -> None:

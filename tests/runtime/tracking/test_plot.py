@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
+from zero.runtime.tracking.metrics import read_metrics, read_resumes
 from zero.runtime.tracking.plot import _plot, draw_run
-from zero.runtime.tracking.tracking import Tracker, read_metrics, read_resumes
+from zero.runtime.tracking.tracker import Tracker
 
 
 def metrics_at(step: int) -> dict[str, float | int]:

@@ -32,7 +32,7 @@ from zero.partition.layout import Layout, PyTree
 from zero.partition.state import global_shapes
 from zero.runtime import storage
 from zero.runtime.errors import UserError
-from zero.runtime.hosts import distributed
+from zero.runtime.hosts import agreement
 
 PACKAGES = ("zero-pmap", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 # What tensorstore's errors begin with when something other than the stored bytes is wrong.
@@ -293,7 +293,7 @@ class Checkpoints:
         except UserError as error:
             failure = error
         if jax.process_count() > 1:
-            failed, damaged = distributed.sum_over_hosts(failure is not None, isinstance(failure, Damaged))
+            failed, damaged = agreement.sum_over_hosts(failure is not None, isinstance(failure, Damaged))
             if failed:
                 kind = Damaged if failed == damaged else UserError
                 raise kind(failure or f"checkpoint {self.directory}, step {step}: another host could not read it")

@@ -46,6 +46,7 @@ class Training:
     max_skipped_in_a_row: int = MISSING
     log_frequency: int = MISSING
     sample_tokens: int = MISSING
+    harness_frequency: int | None = MISSING
 
 
 @dataclass
@@ -70,6 +71,7 @@ class Data:
     cache_directory: str | None = MISSING
     cache_bytes: int = MISSING
     wandb_project: str | None = MISSING
+    tensorboard: bool = MISSING
     resume_step: int | None = MISSING
     keep_checkpoints: int = MISSING
     checkpoint_minutes: float | None = MISSING
@@ -90,7 +92,6 @@ class Zero:
 @dataclass
 class Evaluate:
     validation: bool = MISSING
-    tasks: list[str] = field(default_factory=list)
     harness: list[str] = field(default_factory=list)
     context: int | None = MISSING
     stride: int | None = MISSING
@@ -130,6 +131,12 @@ class Plan:
 
 
 @dataclass
+class Profile:
+    steps: list[int] | None = MISSING
+    peak_flops: float | None = MISSING
+
+
+@dataclass
 class Distributed:
     cpu_devices: int = MISSING
     coordinator_address: str | None = MISSING
@@ -151,6 +158,7 @@ class Config:
     zero: Zero = field(default_factory=Zero)
     evaluate: Evaluate = field(default_factory=Evaluate)
     sample: Sample = field(default_factory=Sample)
+    profile: Profile = field(default_factory=Profile)
     distributed: Distributed = field(default_factory=Distributed)
     plan: Plan = field(default_factory=Plan)
 
@@ -181,6 +189,7 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
     except OmegaConfBaseException as error:
         raise UserError(f"configuration: {describe(error)}") from error
     training, data, zero = checked.training, checked.data, checked.zero
+    evaluate, sample = checked.evaluate, checked.sample
 
     def require(holds: bool, key: str, expected: str) -> None:
         if not holds:
@@ -271,12 +280,26 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
         require(not training.skip_bad_steps, "training.skip_bad_steps", f"false, {beside}")
         require(training.skip_spikes is None, "training.skip_spikes", f"null, {beside}")
         require(training.gradient_accumulation_steps == 1, "training.gradient_accumulation_steps", f"1, {beside}")
+    require(
+        training.harness_frequency is None or (training.harness_frequency >= 1 and bool(evaluate.harness)),
+        "training.harness_frequency",
+        "at least 1 with tasks in evaluate.harness, or null",
+    )
+    profile = checked.profile
+    require(
+        profile.steps is None or (len(profile.steps) == 2 and 1 <= profile.steps[0] <= profile.steps[1]),
+        "profile.steps",
+        "the first and the last step, as [20,25], or null",
+    )
+    require(
+        profile.peak_flops is None or 0 < profile.peak_flops < math.inf, "profile.peak_flops", "more than 0, or null"
+    )
     _check_plan(checked.plan, block_size, require)
     _check_distributed(checked.distributed, require)
-    evaluate, sample = checked.evaluate, checked.sample
     if checked.mode == "evaluate":
-        asked = evaluate.validation or bool(evaluate.tasks) or bool(evaluate.harness)
-        require(asked, "evaluate.validation", "true, or evaluate.tasks or evaluate.harness beside it")
+        require(
+            evaluate.validation or bool(evaluate.harness), "evaluate.validation", "true, or evaluate.harness beside it"
+        )
     require(evaluate.context is None or evaluate.context >= 2, "evaluate.context", "at least 2, or null")
     longest = evaluate.context or data.max_context
     require(

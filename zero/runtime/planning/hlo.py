@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from typing import Any
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][a-z\-]*)\((.*)$")
@@ -108,28 +107,3 @@ def _trips(rest: str, bodies: dict[str, list[str]], condition: str) -> int:
     if len(limits) != 1 or "direction=LT" not in text:
         raise ValueError(f"how often a loop runs cannot be read from its condition:\n{text}")
     return int(limits[0])
-
-
-def matmul_flops(jaxpr: Any) -> int:
-    """Operations of all matrix products that a trace makes, two a multiplication, scans as often as they run.
-
-    Raises:
-      ValueError: a matrix product in a loop of unknown length.
-    """
-    total = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            shape = eqn.invars[0].aval.shape
-            total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
-            continue
-        inner = [matmul_flops(sub) for value in eqn.params.values() for sub in _jaxprs(value)]
-        if eqn.primitive.name == "while" and sum(inner):
-            raise ValueError("a matrix product in a while loop, whose length is not known")
-        total += eqn.params["length"] * sum(inner) if eqn.primitive.name == "scan" else sum(inner)
-    return total
-
-
-def _jaxprs(value: Any) -> list[Any]:
-    values = value if isinstance(value, tuple | list) else [value]
-    return [getattr(v, "jaxpr", v) for v in values if hasattr(getattr(v, "jaxpr", v), "eqns")]

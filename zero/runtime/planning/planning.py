@@ -26,7 +26,7 @@ from zero.partition.state import memory
 from zero.runtime.build import Job, make_job
 from zero.runtime.config.configuration import Config
 from zero.runtime.errors import UserError
-from zero.runtime.planning.hlo import collective_bytes, matmul_flops
+from zero.runtime.planning.hlo import collective_bytes
 from zero.runtime.planning.topology import (
     GIB,
     SPEEDS,
@@ -35,6 +35,7 @@ from zero.runtime.planning.topology import (
     out_of_memory,
     prepare_environment,
 )
+from zero.training.flops import matmul_flops
 from zero.training.step import Batch, state_layout
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from zero.runtime.errors import UserError
-from zero.runtime.hosts.distributed import device_memory
+from zero.runtime.hosts.startup import device_memory
 
 LOCAL = ("local", "cpu", "gpu")
 GIB = 2**30
@@ -45,6 +45,12 @@ SPEEDS = {
 # Of each generation: what counts in a slice's name a chip, and dimensions of its torus.
 GENERATIONS = {"v2": (2, 2), "v3": (2, 2), "v4": (2, 3), "v5e": (1, 2), "v5p": (2, 3), "v6e": (1, 2)}
 ALIASES = {"v5litepod": "v5e", "v5lite": "v5e"}
+
+
+def peak_flops(device: Any) -> float | None:
+    """Published peak of a device in bfloat16 operations per second, None where it is not in `SPEEDS`."""
+    speed = SPEEDS.get(device.device_kind)
+    return speed and speed.flops
 
 
 def slice_shape(name: str) -> str:

@@ -13,10 +13,17 @@ from plotly.colors import qualitative
 from plotly.subplots import make_subplots
 
 from zero.runtime.errors import UserError
-from zero.runtime.run import runs
-from zero.runtime.tracking.tracking import METRICS_FILE, read_metrics, read_resumes
+from zero.runtime.run_directory import (
+    LAYOUT_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    default_config,
+    flat_config,
+    saved_config,
+)
+from zero.runtime.tracking.metrics import read_metrics, read_resumes
 
-PAGE_FILE = "report.html"
+REPORT_FILE = "report.html"
 # Panel, its curves as (metric, dash), and whether the axis is logarithmic.
 PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
     ("loss (nats a token), validation dashed", (("train/loss", "solid"), ("validation/loss", "dash")), False),
@@ -38,17 +45,17 @@ pre.text { white-space: pre-wrap } summary { cursor: pointer; margin: .6rem 0 } 
 """
 
 
-def write_page(directories: Sequence[Path], page: Path) -> Path:
+def write_report(directories: Sequence[Path], page: Path) -> Path:
     """Writes a page that shows the runs, one over the other; a viewer never sees half of it.
 
     Raises:
       UserError: a directory is not one of a run.
     """
     for directory in directories:
-        runs.saved_config(directory)
+        saved_config(directory)
         if not (directory / METRICS_FILE).is_file():
             raise UserError(f"{directory}: {METRICS_FILE} is missing; expected a run that has made a step")
-    configs = [runs.flat_config(runs.saved_config(directory)) for directory in directories]
+    configs = [flat_config(saved_config(directory)) for directory in directories]
     names = ["/".join(directory.absolute().parts[-2:]) for directory in directories]
     colors = [qualitative.D3[i % len(qualitative.D3)] for i in range(len(names))]
     legend = " &nbsp; ".join(
@@ -114,7 +121,7 @@ def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[
 
 def _differences(configs: Sequence[dict[str, str]], names: Sequence[str]) -> str:
     """Where the runs differ from the default and from each other."""
-    default = runs.flat_config(runs.default_config())
+    default = flat_config(default_config())
     every = (default, *configs)
     keys = [key for key in configs[0] | default if len({config[key] for config in every if key in config}) > 1]
     if not keys:
@@ -128,10 +135,10 @@ def _differences(configs: Sequence[dict[str, str]], names: Sequence[str]) -> str
 def _details(name: str, directory: Path, config: dict[str, str]) -> str:
     whole = "\n".join(f"{key}: {value}" for key, value in config.items())
     parts = [("whole configuration", whole, "")]
-    layout = directory / runs.LAYOUT_FILE
+    layout = directory / LAYOUT_FILE
     if layout.is_file():
         parts.append(("layout and memory a device", layout.read_text(encoding="utf-8"), ""))
-    samples = directory / runs.SAMPLES_FILE
+    samples = directory / SAMPLES_FILE
     if samples.is_file():
         texts = samples.read_text(encoding="utf-8")
         parts.append((f"{len(re.findall('^--- step', texts, re.MULTILINE))} samples over time", texts, "text"))

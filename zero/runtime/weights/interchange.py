@@ -26,9 +26,9 @@ from safetensors.numpy import save_file
 from zero.models.gpt import GPTConfig
 from zero.partition.layout import LeafLayout, PyTree, make_layout
 from zero.partition.state import from_global, global_shapes
+from zero.runtime import run_directory as run_files
 from zero.runtime.checkpoints.checkpoints import Checkpoints
 from zero.runtime.errors import UserError
-from zero.runtime.run import runs
 from zero.runtime.tokenizers import FileTokenizer, load_tokenizer
 from zero.training.programs import repeat_blocks
 from zero.training.step import ShardedGPT
@@ -312,9 +312,9 @@ def repeated_blocks(blocks: int, deeper: int, origin: str) -> list[int]:
 def open_checkpoints(place: str) -> Checkpoints:
     """To read: those of a run directory, or those that lie in this very place, local or gs://; there may be none."""
     directory: Path | str = place
-    if (Path(place) / runs.CONFIG_FILE).is_file():
-        data = runs.saved_config(Path(place)).data
-        directory = runs.checkpoint_directory(Path(place), data.bucket_path, data.checkpoint_directory)
+    if (Path(place) / run_files.CONFIG_FILE).is_file():
+        data = run_files.saved_config(Path(place)).data
+        directory = run_files.checkpoint_directory(Path(place), data.bucket_path, data.checkpoint_directory)
     return Checkpoints(directory, keep=None)
 
 
@@ -394,7 +394,7 @@ def average(place: str, run_directory: Path, steps: Sequence[int] | None = None)
         means = {name: mean(name) for name in names}
     config = meta["config"]
     config["data"] |= {"bucket_path": None, "checkpoint_directory": "checkpoints"}
-    runs.save_config(run_directory, config)
+    run_files.save_config(run_directory, config)
     kept = {key: value for key, value in meta.items() if key not in ("shapes", "checksums")}  # of other arrays
     with Checkpoints(run_directory / "checkpoints", keep=1) as averaged:
         averaged.save(chosen[-1], means, make_layout(means, 1), kept | {"averaged": chosen})

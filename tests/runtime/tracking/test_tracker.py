@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero.runtime.errors import UserError
-from zero.runtime.tracking import tracking
-from zero.runtime.tracking.tracking import Tracker, read_metrics, read_resumes
+from zero.runtime.tracking.metrics import read_metrics, read_resumes
+from zero.runtime.tracking.tracker import Tracker
+from zero.runtime.tracking.weights_and_biases import _has_login
 
 
 def track(directory: Path, steps: range, *, resumed_from: int | None = None, project: str | None = None) -> None:
@@ -71,7 +72,7 @@ def test_kill_at_any_byte_costs_at_most_the_last_line(tmp_path_factory: pytest.T
 
 def test_process_killed_while_it_logs(tmp_path: Path) -> None:
     code = (
-        "import os, pathlib, zero.runtime.tracking.tracking as t\n"
+        "import os, pathlib, zero.runtime.tracking.tracker as t\n"
         f"with t.Tracker(pathlib.Path({str(tmp_path)!r}), project=None, config={{}}, resumed_from=None) as tracker:\n"
         "    for step in range(1, 101): tracker.log({'step': step})\n"
         "    os.kill(os.getpid(), 9)\n"
@@ -138,10 +139,10 @@ def test_wandb_is_offline_when_its_servers_are_not_there(
 
 def test_login_is_found_without_asking(tmp_path: Path, no_login: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert not tracking._wandb_login("https://wandb.example.org")
+    assert not _has_login("https://wandb.example.org")
     (tmp_path / "netrc").write_text("machine wandb.example.org login user password secret\n")
-    assert tracking._wandb_login("https://wandb.example.org")
-    assert not tracking._wandb_login("https://elsewhere.example.org")
+    assert _has_login("https://wandb.example.org")
+    assert not _has_login("https://elsewhere.example.org")
 
 
 def test_wandb_that_cannot_start_is_an_error(tmp_path: Path, no_login: None) -> None:

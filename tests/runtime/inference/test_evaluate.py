@@ -17,8 +17,8 @@ from zero.models.gpt import GPT
 from zero.partition.collectives import Axis
 from zero.runtime.config.configuration import load_sizes
 from zero.runtime.data.loader import Loader
-from zero.runtime.errors import UserError
-from zero.runtime.inference.inference import _read_items, continuation, load_weights, windows
+from zero.runtime.inference.scoring import windows
+from zero.runtime.inference.trained import load_weights
 from zero.runtime.tokenizers import ByteTokenizer
 from zero.training.step import ShardedGPT
 
@@ -106,64 +106,6 @@ def test_windows_score_each_token_once_after_enough_others(context: int, stride:
         assert scored == list(range(1, length))
 
 
-def test_tasks_are_scored_as_the_harness_does(forks: cli.Forks, params: Any) -> None:
-    tokenizer = ByteTokenizer()
-    choice: dict[str, Any] = {
-        "context": "shard gather",
-        "choices": ["scatter", " layout stage layout", "xqz"],
-        "answer": 1,
-    }
-    lines = [choice, choice | {"answer": 2}, choice | {"context": ""}]
-    (forks.workplace / "choices.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n")
-    words = [{"text": "scatter stage layout gather"}, {"text": "shard xqz"}]
-    (forks.workplace / "words.jsonl").write_text("\n".join(json.dumps(line) for line in words))
-    result = evaluated(
-        forks, "tasks", "evaluate.validation=false", "evaluate.tasks=[choices.jsonl,words.jsonl]", "evaluate.context=32"
-    )
-    assert "loss" not in result
-
-    def logprob(context: str, text: str) -> tuple[float, bool]:
-        tokens = np.append(0, tokenizer.encode(context + text)) if not context else tokenizer.encode(context + text)
-        count = len(tokenizer.encode(text))
-        hidden, _ = GPT(SIZE).apply({"params": params}, np.asarray(tokens[None, :-1], np.int32), None, method="hidden")
-        table = params["vocabulary"]["table"].reshape(-1, SIZE.embedding_dim)[: SIZE.vocab_size]
-        logits = np.asarray(hidden @ table.T)[0, -count:]
-        losses = np.asarray(jax.nn.log_softmax(logits))[np.arange(count), tokens[-count:]]
-        return float(losses.sum()), bool((logits.argmax(-1) == tokens[-count:]).all())
-
-    hits, normed = [], []
-    for line in lines:
-        sums = np.asarray([logprob(line["context"], " " + c.strip())[0] for c in line["choices"]])
-        hits.append(sums.argmax() == line["answer"])
-        normed.append((sums / [len(c.strip()) for c in line["choices"]]).argmax() == line["answer"])
-    assert result["tasks"]["choices"] == {
-        "items": 3,
-        "accuracy": pytest.approx(np.mean(hits)),
-        "accuracy_norm": pytest.approx(np.mean(normed)),
-    }
-    last = [logprob(*re.fullmatch(r"(.*)( \w+)", line["text"]).groups()) for line in words]  # type: ignore[union-attr]
-    assert result["tasks"]["words"]["accuracy"] == np.mean([greedy for _, greedy in last])
-    assert result["tasks"]["words"]["perplexity"] == pytest.approx(math.exp(-np.mean([s for s, _ in last])), rel=1e-4)
-
-
-def test_a_continuation_takes_the_blanks_before_it() -> None:
-    tokenizer = ByteTokenizer()
-    passage = continuation(tokenizer, "ab ", "cd", 100)
-    assert (tokenizer.decode(passage.tokens), passage.first) == ("ab cd", 2)
-    passage = continuation(tokenizer, "", "cd", 100)
-    assert (passage.tokens.tolist(), passage.first) == ([0, 99, 100], 1)
-    passage = continuation(tokenizer, "abcdefgh", "ij", 4)
-    assert (tokenizer.decode(passage.tokens), passage.first) == ("ghij", 2)
-
-
-@pytest.mark.parametrize("line", ["{", "[]", '{"context": "a", "choices": ["b"], "answer": 1}', '{"text": 1}'])
-def test_a_wrong_line_of_a_task_is_named(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "task.jsonl"
-    path.write_text('{"text": "a b"}\n' + line)
-    with pytest.raises(UserError, match=r"task\.jsonl, line 2: expected"):
-        list(_read_items(path))
-
-
 def texts(directory: Path) -> list[str]:
     return [json.loads(line)["text"] for line in (directory / "samples.jsonl").read_text().splitlines()]
 
@@ -211,16 +153,13 @@ def test_prompts_come_from_a_file(forks: cli.Forks) -> None:
         (("mode=sample", f"model.model_path={RUN}", "sample.prompt_file=none.txt"), "none.txt: no such file"),
         (("mode=sample", "model.model_path=nowhere"), "nowhere: not a run directory"),
         (("mode=evaluate", f"model.model_path={RUN}", "evaluate.validation=false"), "validation=False: expected"),
-        (("mode=evaluate", f"model.model_path={RUN}", "evaluate.tasks=[empty.jsonl]"), "empty.jsonl holds no items"),
-        (("mode=sample",), "no run with a checkpoint stands in runs"),
+        (("mode=sample",), "runs has no run with a checkpoint"),
         (("mode=evaluate", f"model.model_path={RUN}", "data.resume_step=7"), "data.resume_step=7: .* holds steps 20"),
         (("mode=evaluate", f"model.model_path={RUN}", "evaluate.stride=32"), "evaluate.stride=32: expected 1 to 31"),
-        (("mode=evaluate", f"model.model_path={RUN}", "evaluate.tasks=[no.jsonl]"), "no.jsonl: no such file"),
         (("mode=evaluate", f"model.model_path={RUN}", "model.size=124m"), "keeps model.size=test"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(forks: cli.Forks, arguments: tuple[str, ...], message: str) -> None:
-    (forks.workplace / "empty.jsonl").touch()
     done = forks.run(*arguments, "hydra.run.dir=mistake")
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]

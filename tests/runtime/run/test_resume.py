@@ -8,16 +8,14 @@ import pytest
 
 import zero.runtime.config.configuration  # noqa: F401  declares the keys
 from zero.runtime.errors import UserError
-from zero.runtime.run.runs import (
+from zero.runtime.run.resume import DEFAULT_ROOT, newest_run, resume_overrides
+from zero.runtime.run_directory import (
     CONFIG_FILE,
-    DEFAULT_ROOT,
     LAYOUT_FILE,
     checkpoint_directory,
     locked,
     mirror,
-    newest_run,
     rebuild,
-    resume_overrides,
     saved_config,
     saved_steps,
 )

@@ -18,7 +18,10 @@ from zero.partition.layout import derive_layout
 from zero.partition.state import from_global
 from zero.runtime.checkpoints.checkpoints import Checkpoints
 from zero.runtime.errors import UserError
-from zero.runtime.inference.inference import Opened, Scorer, _harness, _in_harness
+from zero.runtime.inference import harness_tasks
+from zero.runtime.inference.harness_tasks import adapter
+from zero.runtime.inference.scoring import Scorer
+from zero.runtime.inference.trained import TrainedModel
 from zero.runtime.tokenizers import load_tokenizer, train_tokenizer
 from zero.runtime.weights.interchange import export
 from zero.training.step import ShardedGPT
@@ -53,8 +56,8 @@ def ours(place: Path) -> Any:
     with Checkpoints(place / "run", keep=None) as checkpoints:
         whole = checkpoints.restore(1, model.layout, model.axis, within="params")
     tokenizer = load_tokenizer(str(place / "bpe.json"))
-    opened = Opened(model, from_global(whole, model.layout, model.axis), tokenizer, 1, 0)
-    return _in_harness(Scorer(opened, CONTEXT, 8), CONTEXT)
+    trained = TrainedModel(model, from_global(whole, model.layout, model.axis), tokenizer, 1, 0)
+    return adapter(Scorer(trained, CONTEXT, 8), CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +99,7 @@ def test_tasks_give_what_transformers_gets_for_the_exported_model(place: Path, o
         doc_to_target="text",
         metric_list=[{"metric": "bits_per_byte"}, {"metric": "word_perplexity"}],
     )
-    harness = _harness()
+    harness = harness_tasks._adapter_module()
     got, expected = (harness.run(model, [choice, rolling]) for model in (ours, theirs))
     assert set(got) == {"choice", "rolling"}
     assert got["choice"]["acc,none"] == expected["choice"]["acc,none"]
@@ -125,7 +128,7 @@ def test_what_cannot_be_asked_is_refused_in_a_line(ours: Any) -> None:
 
     with pytest.raises(UserError, match=r"evaluate.context=48: a task scores \d+ tokens at once"):
         ours.loglikelihood([Instance("loglikelihood", {}, ("a", words(0, 100)), 0)])
-    with pytest.raises(UserError, match="a task wants text drawn at random"):
+    with pytest.raises(UserError, match="a task wants random samples"):
         ours.generate_until([Instance("generate_until", {}, ("a", {"do_sample": True}), 0)])
 
 
@@ -133,15 +136,15 @@ def test_tasks_that_are_not_there_are_refused_in_a_line(ours: Any, monkeypatch: 
     import datasets
 
     with pytest.raises(UserError, match=r"evaluate.harness: nope: no such task; `lm_eval ls tasks` lists them"):
-        _harness().run(ours, ["nope"])
+        harness_tasks._adapter_module().run(ours, ["nope"])
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"evaluate.harness: .*Couldn't reach 'EleutherAI/lambada_openai'"):
-        _harness().run(ours, ["lambada_openai"])
+        harness_tasks._adapter_module().run(ours, ["lambada_openai"])
 
 
 def test_harness_that_is_not_installed_is_asked_for_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "zero.runtime.inference.harness", raising=False)
-    monkeypatch.delattr("zero.runtime.inference.harness", raising=False)
+    monkeypatch.delitem(sys.modules, "zero.runtime.inference.lm_eval_adapter", raising=False)
+    monkeypatch.delattr("zero.runtime.inference.lm_eval_adapter", raising=False)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UserError, match=r"lm_eval is missing; pip install zero-pmap\[lm-eval\]"):
-        _harness()
+    with pytest.raises(UserError, match=r"lm_eval is missing; pip install 'zero-pmap\[lm-eval\]'"):
+        harness_tasks._adapter_module()

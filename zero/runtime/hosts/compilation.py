@@ -1,0 +1,55 @@
+"""Compilation that a stop request interrupts, and whether programs came from jax's persistent cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+
+def compile_unless_stopped(stop: list[int], program: Any, *arguments: Any) -> Callable[..., Any] | None:
+    """A pmapped program compiled for these arguments, or None where a stop request comes first.
+
+    For one process; jax cannot lower a pmapped program where there are several.
+
+    Args:
+      stop: the signals received so far, as `signals.stop_requests` records them.
+      program: what `jax.pmap` returned.
+      arguments: its arguments.
+    """
+    done: Future[Callable[..., Any]] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(program.lower(*arguments).compile())
+        except BaseException as error:  # noqa: BLE001  raised again below, in the calling thread
+            done.set_exception(error)
+
+    threading.Thread(target=work, name="compile", daemon=True).start()
+    while not stop:
+        if wait([done], timeout=0.1).done:
+            return done.result()
+    return None
+
+
+class CacheHits:
+    """How many programs jax has taken from its persistent cache while `counting`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[CacheHits]:
+        """Listens to jax's monitoring events."""
+        jax.monitoring.register_event_listener(self._listen)
+        try:
+            yield self
+        finally:
+            jax.monitoring.unregister_event_listener(self._listen)
+
+    def _listen(self, event: str, **_: Any) -> None:
+        self.count += event == "/jax/compilation_cache/cache_hits"

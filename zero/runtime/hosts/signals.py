@@ -1,0 +1,80 @@
+"""Signals: what a run does when it is told to stop.
+
+Before there is anything to save, a signal interrupts (KeyboardInterrupt). Afterwards it is recorded, and the loop stops
+at the next step where all hosts can. A second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+PREEMPTED = 75  # exit status of a run that was told to stop and has saved a checkpoint; EX_TEMPFAIL of sysexits.h
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+# Signals answered by an exception, each with the timer that ends the process if the exception was lost.
+unanswered: list[tuple[int, threading.Timer]] = []
+
+
+@contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """Records signals in a list, for a loop to look at between steps; a second SIGTERM or SIGINT ends the process.
+
+    A terminal that is closed sends SIGHUP; a machine that shuts down sends SIGHUP and SIGTERM, which count as one.
+    """
+    received: list[int] = []
+    while unanswered:  # its exception was lost; by now there is something to save
+        number, timer = unanswered.pop()
+        timer.cancel()
+        received.append(number)
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGHUP and set(received) - {signal.SIGHUP}:
+            os._exit(128 + number)  # a handler must not flush streams that it has interrupted
+        received.append(number)
+
+    ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # started by nohup
+    numbers = SIGNALS if ignores_hangup else (*SIGNALS, signal.SIGHUP)
+    before = {number: signal.signal(number, receive) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class IgnoreBrokenPipe:
+    """A stream that drops what is written once its reader is gone: `| tee log` ends at a Ctrl-C too, and first."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        with suppress(BrokenPipeError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with suppress(BrokenPipeError):
+            self._stream.flush()
+
+
+def exit_immediately(status: int) -> None:
+    """Ends the process without the exit handlers of Python and jax, which wait for threads that compile or write."""
+    try:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)

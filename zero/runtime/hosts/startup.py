@@ -1,0 +1,118 @@
+"""Joining the other hosts and bringing up the devices (jax.distributed).
+
+A host is a process of jax's; each runs the same program and owns some of the devices.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import psutil
+
+from zero.runtime.errors import UserError
+from zero.runtime.hosts import watchdog
+from zero.runtime.hosts.agreement import JOIN_SECONDS
+from zero.runtime.hosts.watchdog import SILENCE_SECONDS
+
+log = logging.getLogger(__name__)
+
+ACCELERATORS = ("accel*", "vfio/*", "nvidia0", "kfd")  # device files of TPUs, NVIDIA and AMD GPUs
+
+
+def start(
+    cpu_devices: int,
+    coordinator_address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    compilation_cache: str | None,
+) -> tuple[int, int]:
+    """Joins the other hosts, if there are any, and brings up the devices.
+
+    On TPU pods, under Slurm and under Open MPI jax finds the other hosts itself; elsewhere the arguments name them.
+
+    Without an accelerator there are `cpu_devices` virtual CPU devices a host. They outnumber the cores, and XLA's
+    collectives hang when a later step holds the thread that an earlier one waits for; a larger thread pool and at most
+    one step in flight keep them apart. The pool is sized by the environment variable NPROC when jax starts.
+
+    Returns:
+      The index of this process and the number of processes.
+
+    Raises:
+      UserError: jax cannot find or reach the other hosts.
+    """
+    os.environ.setdefault("NPROC", str(4 * cpu_devices))
+    in_order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"  # else devices run collectives in any order
+    if in_order not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {in_order}".strip()
+    if not any(next(Path("/dev").glob(pattern), None) for pattern in ACCELERATORS):
+        jax.config.update("jax_platforms", "cpu")  # else an installed libtpu looks for a TPU, at length and aloud
+    jax.config.update("jax_num_cpu_devices", cpu_devices)
+    if compilation_cache is not None and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(compilation_cache))
+    if not jax.distributed.is_initialized() and (coordinator_address is not None or _jax_finds_hosts()):
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        log.info(
+            "waiting for the other hosts; after %d s jax ends this process with: Terminating process because ...",
+            JOIN_SECONDS,
+        )
+        try:
+            with _default_signal_handlers():
+                jax.distributed.initialize(
+                    coordinator_address,
+                    num_processes,
+                    process_id,
+                    initialization_timeout=JOIN_SECONDS,
+                    heartbeat_timeout_seconds=2 * SILENCE_SECONDS,  # jax's heartbeat aborts and names no host
+                    shutdown_timeout_seconds=3 * SILENCE_SECONDS,
+                )
+        except (RuntimeError, ValueError) as error:
+            remedy = (
+                "expected TPU pods, Slurm or Open MPI, or HOST:PORT with num_processes and process_id (1 and 0 alone)"
+            )
+            raise UserError(
+                f"distributed.coordinator_address={coordinator_address}: {str(error).splitlines()[0]}; {remedy}"
+            ) from error
+        if jax.process_count() > 1:
+            watchdog.start()
+    return jax.process_index(), jax.process_count()
+
+
+@contextmanager
+def _default_signal_handlers() -> Iterator[None]:
+    """While jax waits for hosts no Python handler runs; afterwards jax has a late SIGTERM handler of its own."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _jax_finds_hosts() -> bool:
+    """Whether jax knows by itself which processes belong together: TPU VMs, and tasks of Slurm and Open MPI."""
+    has_tpu = find_spec("libtpu") is not None and any(
+        next(Path("/dev").glob(pattern), None) for pattern in ("accel*", "vfio/*")
+    )
+    is_slurm_step = "SLURM_STEP_NODELIST" in os.environ and int(os.environ.get("SLURM_NTASKS", 1)) > 1
+    return has_tpu or is_slurm_step or int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
+
+
+def process_age() -> float:
+    """Seconds since this process began."""
+    return time.time() - psutil.Process().create_time()
+
+
+def device_memory() -> int:
+    """Bytes of one local device; virtual CPU devices share the machine's."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    return int(device.memory_stats()["bytes_limit"])

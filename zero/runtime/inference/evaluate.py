@@ -1,0 +1,52 @@
+"""`mode=evaluate`: the loss on the validation set, and tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from zero.models.gpt import GPTConfig
+from zero.runtime.config.configuration import Config, index_files
+from zero.runtime.errors import UserError
+from zero.runtime.hosts.watchdog import ending_together
+from zero.runtime.inference.harness_tasks import run_tasks
+from zero.runtime.inference.scoring import Scorer, score_validation_set
+from zero.runtime.inference.trained import open_model
+
+log = logging.getLogger(__name__)
+
+RESULT_FILE = "evaluation.json"
+
+
+@ending_together()
+def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
+    """Scores the whole validation set and the tasks of `evaluate.harness`; prints the result as JSON.
+
+    Returns:
+      The exit status, 0.
+
+    Raises:
+      UserError: there is no such run or task, or the context is longer than the model's.
+    """
+    trained = open_model(config, size, rows=config.training.batch_size)
+    context = config.evaluate.context or config.data.max_context
+    if not size.alibi_attn and context > size.block_size:
+        raise UserError(
+            f"evaluate.context={context}: expected at most {size.block_size}, the learned positions of the model"
+        )
+    scorer = Scorer(trained, context, config.training.batch_size)
+    result: dict[str, Any] = {"run": str(config.model.model_path), "step": trained.step, "context": context}
+    if config.evaluate.validation:
+        index = index_files(config.data.index_path_validation, config.data.bucket_path)
+        assert not isinstance(index, dict)  # which the check of the configuration refuses
+        result |= score_validation_set(scorer, index, context, config.evaluate.stride or -(-context // 2))
+    if config.evaluate.harness:
+        result["harness"] = run_tasks(scorer, context, config.evaluate.harness)
+    if trained.host == 0:
+        text = json.dumps(result, indent=2)
+        (run_directory / RESULT_FILE).write_text(text + "\n")
+        print(text)
+        log.info("written to %s", run_directory / RESULT_FILE)
+    return 0

@@ -1,0 +1,63 @@
+"""Text from a model's programs, in chunks of tokens; programs are compiled once per bucket of lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from zero.partition.layout import PyTree
+from zero.training.programs import Inference
+
+SMALLEST_BUCKET = 16
+
+
+def bucket(length: int) -> int:
+    """A length rounded up to one of four per power of two, so that lengths of one bucket share a compiled program.
+
+    >>> [bucket(length) for length in (1, 16, 17, 301, 1000)]
+    [16, 16, 20, 320, 1024]
+    """
+    if length <= SMALLEST_BUCKET:
+        return SMALLEST_BUCKET
+    step = 1 << ((length - 1).bit_length() - 3)
+    return -(-length // step) * step
+
+
+def generate(
+    programs: Inference, params: PyTree, prompts: Sequence[np.ndarray], count: int, *, seed: int, chunk: int
+) -> Iterator[np.ndarray]:
+    """All rows so far, int32 `(prompts, positions)`, every `chunk` tokens until each has `count` after its prompt.
+
+    What is drawn depends on the seed, the row and the position, not on devices.
+
+    Args:
+      programs: of the model.
+      params: shards.
+      prompts: token ids, at least one each.
+      count: tokens to write after each prompt.
+      seed: of the random draws.
+      chunk: tokens per call of the device program.
+    """
+    local = len(jax.tree.leaves(params)[0])
+    devices = local * jax.process_count()
+    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
+    chunks = -(-(longest + count - shortest) // chunk)
+    rows = -(-len(prompts) // devices)
+    tokens = np.full((devices * rows, bucket(shortest + chunks * chunk)), -1, np.int32)
+    tokens[:, :shortest] = 0
+    for row, prompt in zip(tokens, prompts, strict=False):
+        row[: len(prompt)] = prompt
+    keys = jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(len(tokens))))
+
+    def split(x: Any) -> np.ndarray:
+        x = np.asarray(x)
+        return x.reshape(devices, rows, -1)[jax.process_index() * local :][:local]
+
+    lengths = np.full(local, shortest, np.int32)
+    state = programs.prefill(params, split(tokens), lengths, bucket(shortest))
+    for done in range(1, chunks + 1):
+        state, every = programs.extend(params, state, split(keys), chunk)
+        yield np.asarray(every)[: len(prompts), : shortest + done * chunk]

@@ -1,0 +1,54 @@
+"""Tasks of EleutherAI's lm-evaluation-harness on a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from zero.runtime.errors import UserError
+from zero.runtime.inference.generate import generate
+from zero.runtime.inference.scoring import Passage, Score, Scorer
+from zero.training.inference import Sampling
+from zero.training.programs import make_inference
+
+CHUNK = 16  # tokens between two checks whether all texts have ended
+
+
+def run_tasks(scorer: Scorer, context: int, tasks: list[Any]) -> dict[str, dict[str, Any]]:
+    """The harness's own results, by task.
+
+    Args:
+      scorer: of the model.
+      context: tokens that the model sees at once.
+      tasks: names of the harness, or paths of its .yaml files.
+
+    Raises:
+      UserError: lm-eval is not installed, or a task or its data cannot be found.
+    """
+    return _adapter_module().run(adapter(scorer, context), tasks)
+
+
+def adapter(scorer: Scorer, context: int) -> Any:
+    """The model behind the interface that the harness asks for."""
+    trained = scorer.trained
+    greedy = make_inference(trained.model, Sampling(temperature=0.0))
+
+    def write(prompts: Sequence[np.ndarray], count: int) -> Iterator[list[np.ndarray]]:
+        for rows in generate(greedy, trained.params, prompts, count, seed=0, chunk=CHUNK):
+            yield [row[len(prompt) :][:count] for row, prompt in zip(rows, prompts, strict=True)]
+
+    def score(passages: Iterable[tuple[np.ndarray, int]]) -> Iterator[Score]:
+        return scorer.scores(Passage(*one) for one in passages)
+
+    return _adapter_module().HarnessModel(trained.tokenizer, context, score, write, scorer.batch_rows)
+
+
+def _adapter_module() -> Any:
+    """The module that imports lm-eval, which is an extra because it brings 40 packages."""
+    try:
+        from zero.runtime.inference import lm_eval_adapter
+    except ModuleNotFoundError as error:
+        raise UserError(f"evaluate.harness: {error.name} is missing; pip install 'zero-pmap[lm-eval]'") from error
+    return lm_eval_adapter

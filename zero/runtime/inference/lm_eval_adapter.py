@@ -1,0 +1,142 @@
+"""A trained model behind the interface of EleutherAI's lm-evaluation-harness (lm-eval)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from zero.runtime.errors import UserError
+from zero.runtime.tokenizers import Tokenizer
+
+LONGEST_ANSWER = 256  # tokens, where a task does not say
+
+
+class HarnessModel(TemplateLM):
+    """Scores and writes what the harness asks for; a context that is too long loses its beginning.
+
+    Args:
+      tokenizer: of the model.
+      context: tokens that the model sees at once, of which it scores all but the first.
+      score: `(tokens, first)` to the losses in nats of the tokens from `first` on, and whether each was the most
+        likely.
+      write: prompts and a number of tokens to each prompt's most likely continuation, longer and longer up to that
+        many tokens.
+      rows: prompts of a batch.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        context: int,
+        score: Callable[[Iterable[tuple[np.ndarray, int]]], Iterator[tuple[np.ndarray, np.ndarray]]],
+        write: Callable[[Sequence[np.ndarray], int], Iterator[list[np.ndarray]]],
+        rows: int,
+    ) -> None:
+        super().__init__()
+        self._encoding, self._context, self._score, self._write, self._rows = tokenizer, context, score, write, rows
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._encoding.end_of_text
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self._encoding.encode(string).tolist()
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        def passages() -> Iterator[tuple[np.ndarray, int]]:
+            for _, before, text in requests:
+                if len(text) >= self._context:
+                    raise UserError(f"evaluate.context={self._context}: a task scores {len(text)} tokens at once")
+                tokens = np.asarray(before + text, np.int32)[-self._context :]
+                yield tokens, len(tokens) - len(text)
+
+        return [(-float(losses.sum()), bool(is_greedy.all())) for losses, is_greedy in self._score(passages())]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        parts = [
+            [
+                make_disjoint_window(window)
+                for window in get_rolling_token_windows(self.tok_encode(text), self.eot_token_id, self._context - 1, 1)
+            ]
+            for (text,) in (request.args for request in requests)
+        ]
+        scored = iter(self._loglikelihood_tokens([(("", ""), *part) for text in parts for part in text]))
+        return [sum(next(scored)[0] for _ in text) for text in parts]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        prompts, counts, stops = [], [], []
+        for text, options in (request.args for request in requests):
+            if options.get("do_sample") and options.get("temperature", 1):
+                raise UserError("evaluate.harness: a task wants random samples, and only greedy decoding is supported")
+            until = options.get("until") or []
+            counts.append(options.get("max_gen_toks", LONGEST_ANSWER))
+            stops.append([stop for stop in ([until] if isinstance(until, str) else until) if stop])
+            tokens = np.asarray(self.tok_encode(text) or [self.eot_token_id], np.int32)
+            prompts.append(tokens[-max(1, self._context - counts[-1]) :])
+        texts = [""] * len(requests)
+        # Prompts of like lengths share a batch, and with it a compiled program.
+        order = sorted(range(len(requests)), key=lambda i: (counts[i], len(prompts[i])))
+        for _, group in groupby(order, key=lambda i: counts[i]):
+            for batch in _batched(group, self._rows):
+                for written in self._write([prompts[i] for i in batch], counts[batch[0]]):
+                    ends = [self._until(row, stops[i]) for i, row in zip(batch, written, strict=True)]
+                    if all(is_ended for _, is_ended in ends):
+                        break
+                for i, (text, _) in zip(batch, ends, strict=True):
+                    texts[i] = text
+        return texts
+
+    def _until(self, tokens: np.ndarray, stops: Sequence[str]) -> tuple[str, bool]:
+        """The text before the end-of-text token and the first stop string, and whether it has reached one of them."""
+        ends = np.flatnonzero(tokens == self.eot_token_id)
+        text = self._encoding.decode(tokens[: ends[0]] if len(ends) else tokens)
+        cut = text
+        for stop in stops:
+            cut = cut.split(stop)[0]
+        return cut, bool(len(ends)) or cut != text
+
+
+def _batched(items: Iterator[int], size: int) -> Iterator[list[int]]:
+    while batch := list(islice(items, size)):
+        yield batch
+
+
+@cache
+def _task_manager() -> TaskManager:
+    return TaskManager()  # reads 14,000 files
+
+
+def run(model: HarnessModel, tasks: list[Any]) -> dict[str, dict[str, Any]]:
+    """The harness's own results, by task.
+
+    Args:
+      model: behind the harness's interface.
+      tasks: names of the harness, paths of its .yaml files, or dictionaries like these files.
+
+    Raises:
+      UserError: there is no such task, or its data cannot be reached.
+    """
+    manager = _task_manager()
+    for task in tasks:
+        if isinstance(task, str) and task not in manager.all_tasks and not Path(task).is_file():
+            raise UserError(f"evaluate.harness: {task}: no such task; `lm_eval ls tasks` lists them")
+    try:
+        found = lm_eval.simple_evaluate(
+            model=model, tasks=tasks, task_manager=manager, bootstrap_iters=0, log_samples=False
+        )
+    except ConnectionError as error:
+        raise UserError(f"evaluate.harness: {str(error).splitlines()[0]}") from error
+    assert found is not None  # it is None for ranks other than 0, and the harness takes every host for rank 0
+    return found["results"]

@@ -1,0 +1,120 @@
+"""`mode=sample`: text that a trained model writes after each prompt."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+from tqdm import tqdm
+
+from zero.models.gpt import GPTConfig
+from zero.runtime.config.configuration import Config
+from zero.runtime.errors import UserError
+from zero.runtime.hosts.watchdog import ending_together
+from zero.runtime.inference.generate import generate
+from zero.runtime.inference.trained import open_model
+from zero.training.inference import Sampling
+from zero.training.programs import make_inference
+
+log = logging.getLogger(__name__)
+
+TEXTS_FILE = "samples.jsonl"
+STREAM_CHUNK = 16  # tokens between two updates of a streamed text
+
+
+@ending_together()
+def sample(config: Config, size: GPTConfig, run_directory: Path) -> int:
+    """Continues each prompt, into `samples.jsonl` and on the terminal, where a single text is streamed.
+
+    Returns:
+      The exit status, 0.
+
+    Raises:
+      UserError: there is no such run or prompt, or the text is longer than the model's positions.
+    """
+    options = config.sample
+    prompts = [prompt for prompt in _prompts(config) for _ in range(options.copies)]
+    trained = open_model(config, size, rows=len(prompts))
+    sampling = Sampling(
+        options.repetition_penalty, options.temperature, options.top_k, options.top_p, options.typical_p
+    )
+    end = trained.tokenizer.end_of_text
+    encoded = [np.append(end, trained.tokenizer.encode(prompt)).astype(np.int32) for prompt in prompts]
+    longest = max(map(len, encoded)) + options.tokens
+    if not size.alibi_attn and longest > size.block_size:
+        raise UserError(
+            f"sample.tokens={options.tokens}: prompt and text are {longest} tokens, and the model has learned "
+            f"{size.block_size} positions"
+        )
+    screen = sys.stdout if trained.host == 0 and len(prompts) == 1 else None
+    if screen:
+        screen.write(prompts[0])
+    started = time.monotonic()
+    shown, drawn = "", 0
+    programs = make_inference(trained.model, sampling)
+    steps = generate(programs, trained.params, encoded, options.tokens, seed=options.seed, chunk=STREAM_CHUNK)
+    bar = tqdm(
+        steps, total=-(-(longest - min(map(len, encoded))) // STREAM_CHUNK), unit="chunk", disable=screen is not None
+    )
+    for tokens in bar:
+        written = [row[len(prompt) :][: options.tokens] for row, prompt in zip(tokens, encoded, strict=True)]
+        texts = [_until_end(row, end) for row in written]
+        if drawn == 0:
+            started = time.monotonic()  # compilation is not counted
+            first = sum(map(len, texts))
+        drawn = sum(map(len, texts))
+        if screen:
+            shown = _stream(screen, shown, trained.tokenizer.decode(texts[0]))
+        if all(len(text) < len(row) or len(row) == options.tokens for text, row in zip(texts, written, strict=True)):
+            break
+    seconds = time.monotonic() - started
+    if trained.host == 0:
+        decoded = [trained.tokenizer.decode(text) for text in texts]
+        if screen:
+            screen.write("\n")
+        else:
+            for number, (prompt, text) in enumerate(zip(prompts, decoded, strict=True)):
+                print(f"--- {number}\n{prompt}{text}")
+        lines = [json.dumps({"prompt": p, "text": t}) + "\n" for p, t in zip(prompts, decoded, strict=True)]
+        (run_directory / TEXTS_FILE).write_text("".join(lines))
+        speed = f"{(drawn - first) / seconds:,.0f} tokens/s" if drawn > first else "too few to time"
+        log.info("%d tokens, %s; written to %s", drawn, speed, run_directory / TEXTS_FILE)
+    return 0
+
+
+def _until_end(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
+    ends = np.flatnonzero(tokens == end_of_text)
+    return tokens[: ends[0]] if len(ends) else tokens
+
+
+def _stream(screen: TextIO, shown: str, text: str) -> str:
+    """Writes what is new, but for a last character whose bytes are not all there yet; returns what is shown."""
+    whole = text.rstrip("\ufffd")
+    screen.write(whole[len(shown) :])
+    screen.flush()
+    return whole if len(whole) > len(shown) else shown
+
+
+def _prompts(config: Config) -> list[str]:
+    given = config.sample.prompt
+    if given is not None:
+        return [given] if isinstance(given, str) else [str(prompt) for prompt in given]
+    if config.sample.prompt_file is None:
+        return [""]
+    if config.sample.prompt_file == "-":
+        lines = sys.stdin.read().splitlines()
+    else:
+        path = Path(config.sample.prompt_file)
+        if not path.is_file():
+            raise UserError(
+                f"sample.prompt_file={path}: no such file; expected one prompt per line, or - for standard input"
+            )
+        lines = path.read_text(encoding="utf-8").splitlines()
+    if not lines:
+        raise UserError(f"sample.prompt_file={config.sample.prompt_file}: it has no prompt; expected one per line")
+    return lines

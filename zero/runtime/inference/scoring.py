@@ -1,0 +1,138 @@
+"""Losses of a trained model over passages of text, and over a whole validation set."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from zero.runtime.data.loader import Loader, prefetch
+from zero.runtime.data.shards import row_tokens
+from zero.runtime.inference.trained import TrainedModel
+from zero.training.programs import make_inference
+
+
+class Passage(NamedTuple):
+    """Tokens of which those from `first` on are scored, each given all tokens before it."""
+
+    tokens: np.ndarray
+    first: int
+
+
+class Score(NamedTuple):
+    """Of the scored tokens of a passage: losses in nats, and whether each was the most likely token."""
+
+    losses: np.ndarray
+    is_greedy: np.ndarray
+
+
+class Scorer:
+    """Scores passages of at most `context` tokens, batch by batch on all devices, in their order.
+
+    Args:
+      trained: the model.
+      context: tokens of a row.
+      rows: of a batch of one host; rounded up to the number of devices.
+    """
+
+    def __init__(self, trained: TrainedModel, context: int, rows: int):
+        self.trained, self._context = trained, context
+        self._devices = trained.model.axis.size
+        self._rows = -(-rows * jax.process_count() // self._devices)  # per device
+        self._score = make_inference(trained.model).score
+
+    @property
+    def batch_rows(self) -> int:
+        """Passages of one batch over all devices."""
+        return self._devices * self._rows
+
+    def scores(self, passages: Iterable[Passage]) -> Iterator[Score]:
+        devices, local = self._devices, self._devices // jax.process_count()
+        pending: list[Passage] = []
+
+        def flush() -> Iterator[Score]:
+            tokens = np.full((self.batch_rows, self._context), -1, np.int32)
+            for blank, passage in zip(tokens, pending, strict=False):
+                blank[: len(passage.tokens)] = passage.tokens
+            mine = tokens.reshape(devices, self._rows, -1)[self.trained.host * local :][:local]
+            losses, is_greedy = (np.asarray(x) for x in self._score(self.trained.params, mine))
+            for row, (text, first) in enumerate(pending):
+                part = slice(first - 1, len(text) - 1)  # the loss of token t stands at t - 1
+                yield Score(losses[row, part].astype(np.float64), is_greedy[row, part])
+            pending.clear()
+
+        for passage in passages:
+            pending.append(passage)
+            if len(pending) == self.batch_rows:
+                yield from flush()
+        if pending:
+            yield from flush()
+
+
+def windows(tokens: np.ndarray, context: int, stride: int) -> Iterator[Passage]:
+    """Passages that score every token after the first once, each but in the first with `context - stride` before it.
+
+    >>> [(len(tokens), first) for tokens, first in windows(np.arange(10), context=6, stride=3)]
+    [(6, 1), (6, 3), (4, 3)]
+    """
+    scored = 1
+    for start in range(0, len(tokens), stride):
+        end = min(start + context, len(tokens))
+        if end <= scored:
+            return
+        yield Passage(tokens[start:end], scored - start)
+        scored = end
+
+
+def score_validation_set(scorer: Scorer, index: str | list[str], context: int, stride: int) -> dict[str, Any]:
+    """Loss, perplexity and bits per byte over every token but the first of each row, each token scored once.
+
+    Args:
+      scorer: of the model.
+      index: of the validation set.
+      context: tokens that the model sees at once.
+      stride: tokens that a longer row is moved by between two passages.
+    """
+    tokenizer = scorer.trained.tokenizer
+    loader = Loader(
+        index,
+        global_rows=1,
+        context=row_tokens(index),
+        vocab_size=scorer.trained.model.config.vocab_size,
+        shuffle=False,
+        max_epochs=1,
+    )
+    lengths = tokenizer.byte_lengths()
+    texts: deque[np.ndarray] = deque()
+
+    def passages() -> Iterator[Passage]:
+        with closing(prefetch(loader.batches())) as batches:
+            for batch in tqdm(
+                batches, total=loader.rows, unit="row", desc="validation", disable=scorer.trained.host != 0
+            ):
+                for passage in windows(batch.tokens[0][batch.tokens[0] >= 0], context, stride):
+                    texts.append(passage.tokens[passage.first :])
+                    yield passage
+
+    nats, tokens, num_bytes = 0.0, 0, 0
+    for score in scorer.scores(passages()):
+        scored = texts.popleft()
+        nats, tokens, num_bytes = (
+            nats + score.losses.sum(),
+            tokens + len(scored),
+            num_bytes + int(lengths[scored].sum()),
+        )
+    return {
+        "loss": nats / tokens,
+        "perplexity": math.exp(nats / tokens),
+        "bits_per_byte": nats / math.log(2) / num_bytes,
+        "tokens": tokens,
+        "bytes": num_bytes,
+        "stride": stride,
+    }

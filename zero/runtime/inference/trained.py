@@ -1,0 +1,70 @@
+"""A trained model, opened from the checkpoint of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from zero.models.gpt import GPTConfig
+from zero.partition.collectives import Axis
+from zero.partition.layout import PyTree
+from zero.partition.state import from_global
+from zero.runtime.build import make_model
+from zero.runtime.checkpoints.checkpoints import Checkpoints
+from zero.runtime.config.configuration import Config
+from zero.runtime.hosts import startup
+from zero.runtime.run_directory import saved_checkpoint_directory
+from zero.runtime.tokenizers import Tokenizer, load_tokenizer
+from zero.training.step import ShardedGPT
+
+log = logging.getLogger(__name__)
+
+
+class TrainedModel(NamedTuple):
+    """A model with its weights on the devices."""
+
+    model: ShardedGPT
+    params: PyTree
+    tokenizer: Tokenizer
+    step: int
+    host: int
+
+
+def open_model(config: Config, size: GPTConfig, rows: int) -> TrainedModel:
+    """The weights of a checkpoint of the run `model.model_path`, for `rows` rows at a time.
+
+    Sharded as `zero.stage` says; or whole on every device that has a row, where `zero.replicate` is true, or null and
+    two copies fit.
+    """
+    host, hosts = startup.start(**dataclasses.asdict(config.distributed))
+    model = make_model(config, size)
+    whole = model.layout.whole().bytes_per_device()
+    if config.zero.replicate or (config.zero.replicate is None and 2 * whole <= startup.device_memory()):
+        devices = min(rows, jax.device_count()) if hosts == 1 else jax.device_count()
+        model = dataclasses.replace(model, axis=Axis("zero", (1, devices)), stage=0)
+    log.info(
+        "%s bytes of weights, %s %d devices",
+        f"{whole:,}",
+        "sharded over" if model.stage else "whole on",
+        model.axis.size,
+    )
+    params, step = load_weights(Path(str(config.model.model_path)), model, config.data.resume_step)
+    return TrainedModel(model, params, load_tokenizer(config.data.tokenizer), step, host)
+
+
+def load_weights(run: Path, model: ShardedGPT, step: int | None) -> tuple[PyTree, int]:
+    """Shards of a run's parameters for these devices, and the step they are of; None is the newest.
+
+    Raises:
+      UserError: the run has no such checkpoint, or one of another model.
+    """
+    directory = saved_checkpoint_directory(run)
+    with Checkpoints(directory, keep=None) as checkpoints:
+        step = checkpoints.choose(step)
+        params = checkpoints.restore(step, model.layout, model.axis, within="params")
+    log.info("weights from step %d of %s", step, directory)
+    return from_global(params, model.layout, model.axis, donate=True), step

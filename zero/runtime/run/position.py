@@ -1,0 +1,68 @@
+"""Where a run is between two steps: its place in the data and its counters, restored with the state of a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, fields
+from typing import Any
+
+from zero.partition.collectives import Axis
+from zero.partition.layout import Layout
+from zero.partition.state import checksums, from_global
+from zero.runtime.checkpoints.checkpoints import Checkpoints, Damaged
+from zero.runtime.errors import UserError
+from zero.training.step import TrainState
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainingPosition:
+    """Where the data and the counters are between two steps; a checkpoint holds it beside the state."""
+
+    global_rows: int  # of a batch over all hosts; fixed by the first checkpoint
+    step: int = 0
+    cursor: dict[str, int] | None = None
+    skipped_rows: int = 0
+    samples_checksum: int = 0
+    unevaluated: dict[str, Any] | None = None  # metrics of this step where a signal came before its evaluation
+
+
+def restore(
+    source: Checkpoints, step: int | None, layout: Layout, axis: Axis, is_own: bool
+) -> tuple[TrainingPosition, TrainState]:
+    """The checkpoint of `step`, or for None the newest that can be read; damaged ones of this run are set aside.
+
+    Args:
+      source: the checkpoints of this run, or of the one that it forks from.
+      step: a step, or None for the newest.
+      layout: of the whole state.
+      axis: the pmap axis.
+      is_own: whether the checkpoints are this run's; those of another run are left as they are.
+
+    Raises:
+      UserError: there is no such checkpoint, or none that can be read.
+    """
+    newest, damaged = source.choose(step), []
+    for candidate in [newest] if step is not None else source.steps()[::-1]:
+        try:
+            meta = source.meta(candidate)
+            state = from_global(source.restore(candidate, layout, axis), layout, axis, donate=True)
+            sums = checksums(state, layout, axis)
+            bad = [name for name, saved in meta["checksums"].items() if sums[name] != saved]
+            if bad:
+                del state  # before the next one takes its place
+                raise Damaged(
+                    f"checkpoint {source.directory}, step {candidate}: {', '.join(bad)} is not what was saved"
+                )
+        except Damaged as error:
+            if step is not None:
+                raise
+            log.error("%s; trying the one before", error)
+            damaged.append(candidate)
+            continue
+        for number in damaged if is_own else []:
+            source.set_aside(number)
+        known = {field.name for field in fields(TrainingPosition)}
+        return TrainingPosition(**{key: value for key, value in meta.items() if key in known}), state
+    raise UserError(f"{source.directory}: none of its checkpoints can be read; the lines above say why")

@@ -1,0 +1,128 @@
+"""Which run to resume or to use: the newest, or the one that the arguments name (hydra)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+
+from zero.runtime.errors import UserError
+from zero.runtime.run_directory import (
+    CONFIG_FILE,
+    LAYOUT_FILE,
+    checkpoint_directory,
+    default_config,
+    rebuild,
+    saved_checkpoint_directory,
+    saved_steps,
+)
+
+log = logging.getLogger(__name__)
+
+DEFAULT_ROOT = Path("runs")
+
+
+def newest_run(root: Path, place: Path | str | None = None) -> Path | None:
+    """The run under `root` that was started or resumed last and has a checkpoint (in `place`, where that is given).
+
+    Runs are examined newest first, up to the first valid one. A run that is damaged, or whose bucket is gone, is passed
+    over with a warning.
+    """
+    runs = [layout.parent for layout in root.rglob(LAYOUT_FILE)]  # W&B keeps files called config.yaml as well
+    for run in sorted(runs, key=_last_started, reverse=True):
+        try:
+            if place in (None, saved_checkpoint_directory(run)) and saved_steps(run):
+                return run
+        except UserError as error:
+            log.warning("passed over: %s", error)
+    return None
+
+
+def _last_started(run: Path) -> int:
+    config = run / CONFIG_FILE
+    return config.stat().st_mtime_ns if config.exists() else 0
+
+
+def trained_run(place: str | None) -> Path:
+    """The run directory `place`, or the newest run, for evaluation and sampling.
+
+    Raises:
+      UserError: there is no run with a checkpoint.
+    """
+    run = newest_run(DEFAULT_ROOT) if place is None else Path(place)
+    if run is None:
+        raise UserError(f"{DEFAULT_ROOT} has no run with a checkpoint; name one in model.model_path")
+    return run
+
+
+def resume_overrides(arguments: Sequence[str]) -> list[str]:
+    """Command-line arguments with `--resume` and `--resume=auto` turned into overrides that Hydra understands.
+
+    The run is the one in `hydra.run.dir`, or the newest; where the arguments say that checkpoints lie apart
+    (`data.bucket_path`), it is the one that they belong to, rebuilt if this machine does not know it. It goes on in its
+    own directory, except from a step that is not its newest (`data.resume_step`): this forks into the directory that a
+    new run would get.
+
+    Raises:
+      UserError: `--resume` without a checkpoint; `--resume=auto` from a fixed step; or an argument that only looks like
+        `--resume`.
+    """
+    flags = [argument for argument in arguments if argument.startswith("--resume")]
+    rest = [argument for argument in arguments if argument not in flags]
+    if not flags:
+        return rest
+    if flags[-1] not in ("--resume", "--resume=auto"):
+        raise UserError(f"{flags[-1]}: expected --resume or --resume=auto")
+    given = _override_values(rest)
+    if flags[-1] == "--resume=auto" and "data.resume_step" in given:
+        raise UserError(
+            "data.resume_step: expected --resume beside it, once; a launcher that repeats --resume=auto would go back "
+            "to that step at every start"
+        )
+    run, place = _run_to_resume(given)
+    if run is None:
+        if flags[-1] == "--resume=auto":
+            return rest
+        raise UserError(f"--resume: {place} has no checkpoint; start without it, or name a run in hydra.run.dir")
+    run_path = QuotedString(os.path.abspath(run), Quote.single).with_quotes()
+    rest = [argument for argument in rest if not argument.startswith("hydra.run.dir=")]
+    step = given.get("data.resume_step")
+    is_fork = step is not None and step != saved_steps(run)[-1]
+    return [*rest, f"resume={run_path}", *([] if is_fork else [f"hydra.run.dir={run_path}"])]
+
+
+def _run_to_resume(given: dict[str, Any]) -> tuple[Path | None, Path | str]:
+    """The run, and the place that was searched for it or its checkpoints."""
+    place = _shared_place(given)
+    named = given.get("hydra.run.dir")
+    run = newest_run(DEFAULT_ROOT, place) if named is None else Path(str(named))
+    is_known = run is not None and (run / CONFIG_FILE).is_file()
+    if run is None and place is not None:
+        run = DEFAULT_ROOT / str(place).removeprefix("gs://").strip("/")
+    looked_in = place or run or DEFAULT_ROOT
+    if run is None:
+        return None, looked_in
+    own = saved_checkpoint_directory(run) if is_known else place
+    if own is not None and place in (None, own):  # another host or machine may have taken the run further
+        is_known = rebuild(run, own) or is_known
+    return (run if is_known and saved_steps(run) else None), looked_in
+
+
+def _shared_place(given: dict[str, Any]) -> Path | str | None:
+    """Where checkpoints lie by the arguments, if that is outside any run directory."""
+    data = default_config().data
+    bucket_path = given.get("data.bucket_path", data.bucket_path)
+    directory = str(given.get("data.checkpoint_directory", data.checkpoint_directory))
+    place = checkpoint_directory(Path(), bucket_path, directory)
+    return place if not isinstance(place, Path) or place.is_absolute() else None
+
+
+def _override_values(arguments: Sequence[str]) -> dict[str, Any]:
+    """The values of overrides as Hydra will read them, quotes included."""
+    plain = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    return {override.key_or_group: override.value() for override in OverridesParser.create().parse_overrides(plain)}

@@ -1,0 +1,302 @@
+"""A run in progress, as one host sees it: what the training loop works with, and how it is saved."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import zlib
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from zero.models.gpt import GPTConfig
+from zero.partition.collectives import Axis
+from zero.partition.layout import Layout
+from zero.partition.state import checksums, from_global, to_global
+from zero.runtime.checkpoints.checkpoints import Checkpoints
+from zero.runtime.config.configuration import Config
+from zero.runtime.data.loader import Batch as LoadedBatch
+from zero.runtime.data.loader import Loader, prefetch
+from zero.runtime.errors import UserError
+from zero.runtime.hosts import agreement, compilation, signals
+from zero.runtime.hosts.startup import process_age
+from zero.runtime.inference.harness_tasks import run_tasks
+from zero.runtime.inference.scoring import Scorer
+from zero.runtime.inference.trained import TrainedModel
+from zero.runtime.run.position import TrainingPosition
+from zero.runtime.run.profiling import Profiler
+from zero.runtime.run.step_metrics import StepMetrics, memory_in_use
+from zero.runtime.run_directory import mirror
+from zero.runtime.tokenizers import Tokenizer
+from zero.runtime.tracking.tracker import Tracker
+from zero.training.flops import model_flops
+from zero.training.programs import Inference, Programs
+from zero.training.schedules import Context
+from zero.training.step import Batch, ShardedGPT, TrainState
+
+log = logging.getLogger(__name__)
+
+
+class Due(NamedTuple):
+    """What the loop does after a step; the same on all hosts."""
+
+    log: bool
+    evaluate: bool
+    save: bool
+    stop: bool
+
+
+@dataclass
+class Run:
+    """A run in progress on this host; `zero.runtime.run.setup.open_run` makes it.
+
+    Attributes:
+      directory: the run directory.
+      state: what the devices hold.
+      position: where the data and the counters are.
+      last_step: where the schedule or the data ends.
+      stop_requests: signals received so far.
+      any_host: raises a flag of one host on all hosts.
+      in_flight: steps that may be dispatched before the host waits for their metrics.
+      saved_at: when the newest checkpoint was begun, by the monotonic clock.
+    """
+
+    config: Config
+    size: GPTConfig
+    directory: Path
+    tokenizer: Tokenizer
+    model: ShardedGPT
+    programs: Programs
+    inference: Inference
+    layout: Layout
+    context: Context
+    loader: Loader
+    validation: Loader
+    checkpoints: Checkpoints
+    tracker: Tracker | None  # of host 0
+    stop_requests: list[int]
+    any_host: agreement.AnyHost
+    bar: tqdm
+    metrics: StepMetrics
+    profiler: Profiler
+    state: TrainState
+    position: TrainingPosition
+    last_step: int
+    in_flight: int
+    saved_at: float = field(default_factory=time.monotonic)
+    _uncounted: tuple[int, int] = (0, 0)  # rows skipped and checksum of this host since the last line of metrics
+    _steps: dict[int, Callable[..., Any]] = field(default_factory=dict)  # compiled, by the length of a sequence
+    _flops: dict[int, int] = field(default_factory=dict)  # of the model per device and step, by the same length
+
+    @property
+    def axis(self) -> Axis:
+        """The pmap axis."""
+        return self.model.axis
+
+    def batches(self) -> Generator[tuple[int, LoadedBatch]]:
+        """Each step with this host's rows, to the last step or until a stop request comes while data is waited for."""
+        stop = self.stop_requests if jax.process_count() == 1 else ()  # several hosts have to agree first
+        with closing(prefetch(self.loader.batches(self.position.cursor), stop=stop)) as batches:
+            steps = range(self.position.step + 1, self.last_step + 1)
+            yield from zip(steps, self.metrics.timed(batches), strict=False)
+
+    def dispatch(self, step: int, batch: LoadedBatch) -> bool:
+        """Starts one update on the devices and reads the metrics of the one before.
+
+        Returns:
+          False where a stop request came while the program was being compiled; nothing was started then.
+        """
+        tokens = self.context.cut(batch.tokens, step - 1)
+        rows, length = split_rows(tokens, jax.process_index()), tokens.shape[1]
+        self.profiler.before(step)
+        if length in self._steps:
+            self.state, metrics = self._steps[length](self.state, rows)
+            is_waited_for = self.profiler.is_last(step)
+            self.metrics.add(metrics, leave=0 if is_waited_for else self.in_flight, flops=self._flops[length])
+        elif not self._first_step(length, rows):
+            return False
+        if self.profiler.is_last(step):
+            self.profiler.stop()
+        self._count(step, batch)
+        self.bar.update()
+        return True
+
+    def _first_step(self, length: int, rows: Batch) -> bool:
+        """The first step of this sequence length, compiled; it is waited for and timed apart from the others."""
+        began = time.monotonic()
+        with compilation.CacheHits().counting() as cache_hits:
+            program = self.programs.step
+            if jax.process_count() == 1:
+                program = compilation.compile_unless_stopped(self.stop_requests, program, self.state, rows)
+                if program is None:
+                    return False
+            self.state, metrics = program(self.state, rows)
+            self.metrics.add(metrics, leave=0)
+        seconds, age = time.monotonic() - began, process_age()
+        self.metrics.exclude_compilation(seconds)
+        if not self._steps:
+            self.metrics.add_to_next_line("seconds_to_first_step", age)
+        self._steps[length] = program
+        self._flops[length] = model_flops(self.size, rows.tokens.shape[1], length)
+        log.info(
+            "first step with sequences of %d tokens: %.1f s after the start; it took %.1f s and was %s",
+            length,
+            age,
+            seconds,
+            "read from the cache" if cache_hits.count else "compiled",
+        )
+        return True
+
+    def _count(self, step: int, batch: LoadedBatch) -> None:
+        position = self.position
+        position.step, position.cursor, position.unevaluated = step, batch.cursor, None
+        first_row = step * position.global_rows + jax.process_index() * len(batch.tokens)
+        skipped, checksum = self._uncounted
+        for number, row in enumerate(batch.tokens, start=first_row):
+            checksum += zlib.crc32(row, zlib.crc32(number.to_bytes(8)))
+        self._uncounted = skipped + batch.skipped, checksum
+
+    def due(self, step: int) -> Due:
+        """What to do after this step. All hosts call it once per step."""
+        training = self.config.training
+        is_evaluation = step % training.evaluation_frequency == 0 or step == self.last_step
+        is_stop, is_save = self.poll()
+        is_log = is_evaluation or is_save or is_stop or step % training.log_frequency == 0
+        return Due(is_log, is_evaluation, is_save or is_evaluation, is_stop)
+
+    def poll(self) -> tuple[bool, bool]:
+        """Whether to stop, and whether a checkpoint is due by the clock of host 0; the same on all hosts."""
+        minutes = self.config.data.checkpoint_minutes
+        is_due = self.tracker is not None and minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
+        if is_due:
+            self.saved_at = time.monotonic()  # raised once: the answer may come a call later
+        is_stop, is_due = self.any_host(self.position.step, bool(self.stop_requests), is_due)
+        return is_stop, is_due
+
+    def read_metrics(self) -> dict[str, Any]:
+        """The line of metrics of the steps since the last one. All hosts call it at the same step.
+
+        Raises:
+          UserError: the run has passed a limit of the configuration, or a background save has failed.
+        """
+        self.checkpoints.check()
+        self._sum_counters()
+        position, row_tokens = self.position, self.context.full
+        assert position.cursor is not None
+        line = {
+            "step": position.step,
+            **self.metrics.read(),
+            "sequence_length": self.context.at(position.step - 1),
+            "tokens_seen": position.step * position.global_rows * row_tokens,
+            "samples_checksum": position.samples_checksum,
+            **memory_in_use(),
+        }
+        for corpus, rows_seen in self.loader.rows_seen(position.cursor["batches"]).items():
+            line[f"tokens_seen/{corpus}"] = rows_seen * row_tokens
+        if self.config.data.max_skipped_rows:
+            line["skipped_rows"] = position.skipped_rows
+        check_limits(self.config, line, self.metrics.skipped_in_a_row)
+        return line
+
+    def _sum_counters(self) -> None:
+        skipped, checksum = agreement.sum_over_hosts(*self._uncounted)
+        self._uncounted = 0, 0
+        self.position.skipped_rows += skipped
+        self.position.samples_checksum = (self.position.samples_checksum + checksum) % 2**32
+
+    def harness_results(self) -> dict[str, float]:
+        """The tasks of `evaluate.harness` on the weights of this step, as `harness/TASK/METRIC`."""
+        host = jax.process_index()
+        trained = TrainedModel(self.model, self.state.params, self.tokenizer, self.position.step, host)
+        scorer = Scorer(trained, self.context.full, self.config.training.batch_size)
+        results = run_tasks(scorer, self.context.full, self.config.evaluate.harness)
+        return {
+            f"harness/{task}/{metric.partition(',')[0]}": value
+            for task, metrics in results.items()
+            for metric, value in metrics.items()
+            if isinstance(value, int | float) and "stderr" not in metric
+        }
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Records a line of metrics, on host 0."""
+        if self.tracker is not None:
+            self.tracker.log(line)
+
+    def save(self, validation_loss: float | None = None) -> None:
+        """Begins to save the state; returns when the state may change again."""
+        if self.tracker is not None:  # before the checkpoint: a resume from it finds the metrics up to it
+            mirror(self.directory, self.checkpoints.directory)
+        try:
+            sums = checksums(self.state, self.layout, self.axis)
+        except ValueError as error:
+            raise UserError(
+                f"step {self.position.step}: {error}; a device, its memory or a link is faulty, or a program is not "
+                "the same everywhere. This state is not saved: --resume continues from the checkpoint before"
+            ) from error
+        meta = {**asdict(self.position), "checksums": sums, "config": asdict(self.config), "size": asdict(self.size)}
+        if self.tracker is not None and self.tracker.wandb_run_id is not None:
+            meta["wandb_run_id"] = self.tracker.wandb_run_id
+        whole = to_global(self.state, self.layout, self.axis, donate=True)
+        self.checkpoints.save(self.position.step, whole, self.layout, meta, validation_loss=validation_loss)
+        self.state = from_global(whole, self.layout, self.axis, donate=True)
+        self.saved_at = time.monotonic()
+
+    def stop(self) -> int:
+        """Logs and saves what is not yet logged and saved.
+
+        Returns:
+          The exit status of a run that was told to stop.
+
+        Raises:
+          UserError: the state has passed a limit of the configuration, and is not saved.
+        """
+        if self.metrics.is_empty:
+            self._sum_counters()
+        else:
+            self.log(self.read_metrics())
+        if self.position.step not in self.checkpoints.steps():
+            self.save()
+        self.checkpoints.wait()
+        reason = f"signal {self.stop_requests[0]}" if self.stop_requests else "another host"
+        log.info("stopped by %s; step %d is saved, --resume continues", reason, self.position.step)
+        return signals.PREEMPTED
+
+
+def split_rows(tokens: np.ndarray, host: int) -> Batch:
+    """This host's rows `(rows, context)`, split over its devices: `(devices, rows / devices, context)`."""
+    devices = jax.local_device_count()
+    rows = len(tokens) // devices
+    first_rows = host * len(tokens) + rows * np.arange(devices, dtype=np.int32)
+    return Batch(tokens.reshape(devices, rows, -1), first_rows.astype(np.int32))
+
+
+def check_limits(config: Config, line: dict[str, Any], skipped_in_a_row: int) -> None:
+    """Checks a line of metrics against the limits of the configuration.
+
+    Raises:
+      UserError: too many rows or steps were skipped, or the gradient is not finite where no step may be skipped.
+    """
+    training, data, step = config.training, config.data, line["step"]
+    if data.max_skipped_rows and line["skipped_rows"] > data.max_skipped_rows:
+        raise UserError(
+            f"step {step}: {line['skipped_rows']} rows of the data had to be skipped, and "
+            f"data.max_skipped_rows={data.max_skipped_rows}; the log names their shards and samples"
+        )
+    if skipped_in_a_row > training.max_skipped_in_a_row:
+        spikes = f" or were spikes by training.skip_spikes={training.skip_spikes}" if training.skip_spikes else ""
+        raise UserError(
+            f"step {step}: {skipped_in_a_row} steps in a row had no finite gradient{spikes}; lower "
+            "training.peak_learning_rate and --resume from a step before that (data.resume_step)"
+        )
+    if not training.skip_bad_steps and not math.isfinite(line["gradient_norm"]):
+        raise UserError(
+            f"step {step}: the gradient is not finite and training.skip_bad_steps=false; lower "
+            "training.peak_learning_rate and --resume"
+        )

@@ -1,0 +1,324 @@
+"""From a configuration to a run that is ready for its next step: hosts, data, model, checkpoint, trackers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from zero.models.gpt import GPTConfig
+from zero.partition.state import memory
+from zero.runtime import run_directory as run_files
+from zero.runtime import storage
+from zero.runtime.build import make_job
+from zero.runtime.checkpoints.checkpoints import Checkpoints
+from zero.runtime.config.configuration import Config, index_files
+from zero.runtime.corpus.corpus import prepare
+from zero.runtime.data.cache import Cache
+from zero.runtime.data.loader import Loader
+from zero.runtime.errors import UserError
+from zero.runtime.hosts import agreement, signals, startup
+from zero.runtime.planning.topology import peak_flops
+from zero.runtime.run.position import TrainingPosition, restore
+from zero.runtime.run.profiling import Profiler
+from zero.runtime.run.run import Run
+from zero.runtime.run.step_metrics import StepMetrics
+from zero.runtime.tokenizers import Tokenizer, load_tokenizer
+from zero.runtime.tracking.metrics import METRICS_FILE, read_metrics
+from zero.runtime.tracking.tracker import Tracker
+from zero.runtime.weights.interchange import warm_start
+from zero.training.programs import Programs, make_inference
+from zero.training.schedules import Context
+from zero.training.step import ShardedGPT, TrainState, state_layout
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[Run | None]:
+    """Everything that training needs, from the hosts to the first batch; closed in reverse order at the end.
+
+    Yields:
+      The run, or None where it is complete already.
+
+    Raises:
+      UserError: what is wrong with the configuration, the data or a checkpoint.
+    """
+    host, hosts = startup.start(**asdict(config.distributed))
+    run_directory, is_fork = _join_run_directory(run_directory, config.resume)
+    log.info(
+        "%d %s devices, %d of this host; run directory %s",
+        jax.device_count(),
+        jax.default_backend(),
+        jax.local_device_count(),
+        run_directory,
+    )
+    tokenizer = _load_tokenizer(config, size)
+    _prepare_corpus(config, tokenizer)
+    model, tx, programs = make_job(config, size)
+    layout = state_layout(model, tx)
+
+    with ExitStack() as stack:
+        if host == 0:
+            stack.enter_context(run_files.locked(run_directory))
+        place = run_files.checkpoint_directory(run_directory, config.data.bucket_path, config.data.checkpoint_directory)
+        agreement.check_shared("data.checkpoint_directory", place)
+        checkpoints = stack.enter_context(Checkpoints(place, config.data.keep_checkpoints))
+        position, state = TrainingPosition(config.training.batch_size * hosts), None
+        if config.resume is not None:
+            source = checkpoints
+            if is_fork:
+                source = stack.enter_context(Checkpoints(_origin(config, run_directory, place), keep=None))
+            position, state = restore(source, config.data.resume_step, layout, model.axis, is_own=not is_fork)
+            log.info("resumed from step %d of %s", position.step, source.directory)
+        elif checkpoints.steps():
+            raise UserError(f"{place} has checkpoints: --resume continues, another hydra.run.dir starts a new run")
+        _check_division(position.global_rows, config.training.gradient_accumulation_steps)
+        loader, validation = _loaders(config, size, position.global_rows)
+        last_step = _last_step(config, loader)
+        if position.unevaluated is not None and _is_evaluated(run_directory, position.step):
+            position.unevaluated = None
+        if position.step >= last_step and position.unevaluated is None:
+            log.info("nothing left to do: the run is at step %d of %d", position.step, last_step)
+            yield None
+            return
+        if state is None:
+            state = _new_state(programs, config, model)
+        tracker = None
+        if host == 0:
+            _write_run_files(run_directory, config, model, tx, forked_at=position.step if is_fork else None)
+            resumed_from = None if config.resume is None else position.step
+            tracker = stack.enter_context(_tracker(run_directory, config, resumed_from))
+            run_files.mirror(run_directory, place)
+        stop_requests = stack.enter_context(signals.stop_requests())
+        bar = stack.enter_context(_progress_bar(position.step, last_step))
+        stack.enter_context(logging_redirect_tqdm())
+        profiler = Profiler(config.profile.steps, run_directory)
+        stack.callback(profiler.stop)
+        # Virtual CPU devices hang in a collective when a step is dispatched while another runs (startup.start).
+        in_flight = 0 if jax.default_backend() == "cpu" else 1
+        peak = config.profile.peak_flops or peak_flops(jax.local_devices()[0])
+        yield Run(
+            config=config,
+            size=size,
+            directory=run_directory,
+            tokenizer=tokenizer,
+            model=model,
+            programs=programs,
+            inference=make_inference(model),
+            layout=layout,
+            context=_context(config),
+            loader=loader,
+            validation=validation,
+            checkpoints=checkpoints,
+            tracker=tracker,
+            stop_requests=stop_requests,
+            any_host=agreement.AnyHost(lag=in_flight),
+            bar=bar,
+            metrics=StepMetrics(position.global_rows * config.data.max_context, jax.device_count(), peak),
+            profiler=profiler,
+            state=state,
+            position=position,
+            last_step=last_step,
+            in_flight=in_flight,
+        )
+
+
+def _join_run_directory(run_directory: Path, resume: str | None) -> tuple[Path, bool]:
+    """The run directory of host 0, and whether this run forks. Other hosts write nothing but their logs there."""
+    host = jax.process_index()
+    is_fork = resume is not None and Path(resume) != run_directory
+    message = agreement.broadcast("run", json.dumps([str(run_directory), resume is not None, is_fork]))
+    shared, is_resume, is_fork = json.loads(message)
+    if is_resume != (resume is not None):
+        raise UserError(
+            f"host 0 {'resumes' if is_resume else 'starts afresh'} and host {host} does not: all hosts must see the "
+            "same runs; name data.bucket_path, or a hydra.run.dir on a disk that they share"
+        )
+    if host:
+        _move_log(run_directory, Path(shared), host)
+    return Path(shared), is_fork
+
+
+def _move_log(run_directory: Path, shared: Path, host: int) -> None:
+    """Sends the log of this host to `NAME.HOST.log` of the shared run directory, and removes the empty one here."""
+    for handler in logging.root.handlers:
+        if isinstance(handler, logging.FileHandler):
+            old = Path(handler.baseFilename)
+            handler.close()
+            handler.baseFilename = os.path.abspath(shared / f"{old.stem}.{host}{old.suffix}")
+            shared.mkdir(parents=True, exist_ok=True)
+            if shared != run_directory:
+                old.unlink(missing_ok=True)
+    if shared != run_directory and run_directory.is_dir() and not any(run_directory.iterdir()):
+        run_directory.rmdir()
+
+
+def _load_tokenizer(config: Config, size: GPTConfig) -> Tokenizer:
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    if tokenizer.vocab_size > size.vocab_size:
+        raise UserError(
+            f"model.size={config.model.size}: its vocab_size {size.vocab_size} is smaller than the "
+            f"{tokenizer.vocab_size} tokens of data.tokenizer={config.data.tokenizer}"
+        )
+    return tokenizer
+
+
+def _prepare_corpus(config: Config, tokenizer: Tokenizer) -> None:
+    """Makes the corpus where its index files are missing: the default job needs nothing but this machine."""
+    data = config.data
+    indices = [index_files(value, data.bucket_path) for value in (data.index_path_train, data.index_path_validation)]
+    paths = [path for index in indices for path in ([index] if isinstance(index, str) else index)]
+    local = [path for path in paths if not storage.is_remote(path)]
+    is_first = jax.process_index() == 0
+    for is_turn in (is_first, not is_first):  # hosts that share a disk find what the first one has made
+        if is_turn and data.corpus and not all(map(storage.exists, local)):
+            corpus = prepare(
+                data.corpus,
+                data.corpus,
+                directory=Path("data/corpus"),
+                index_directory=Path("data/index"),
+                tokenizer=tokenizer,
+                row_tokens=data.max_context,
+            )
+            log.info("prepared corpus %s: %s", data.corpus, corpus)
+        agreement.wait_for_all()
+
+
+def _origin(config: Config, run_directory: Path, place: Path | str) -> Path | str:
+    """The checkpoints that a fork starts from."""
+    parent = Path(str(config.resume))
+    origin = run_files.saved_checkpoint_directory(parent)
+    if origin == place:
+        raise UserError(
+            f"data.resume_step={config.data.resume_step} forks the run into {run_directory}, but {place} holds the "
+            f"checkpoints of the run itself; name another data.checkpoint_directory, and hydra.run.dir={parent}"
+        )
+    return origin
+
+
+def _check_division(global_rows: int, micro_batches: int) -> None:
+    hosts, devices = jax.process_count(), jax.local_device_count()
+    parts = hosts * devices * micro_batches
+    if global_rows % parts:
+        raise UserError(
+            f"training.batch_size: a global batch of {global_rows} sequences does not divide into {hosts} hosts x "
+            f"{devices} devices x training.gradient_accumulation_steps={micro_batches} = {parts} parts"
+        )
+
+
+def _context(config: Config) -> Context:
+    training = config.training
+    return Context(config.data.max_context, training.warmup_train_context, training.staged_warmup_steps)
+
+
+def _loaders(config: Config, size: GPTConfig, global_rows: int) -> tuple[Loader, Loader]:
+    """Of the training and of the validation set."""
+    data = config.data
+    cache = Cache(Path(data.cache_directory), data.cache_bytes) if data.cache_directory else None
+    host, hosts = jax.process_index(), jax.process_count()
+    training = Loader(
+        index_files(data.index_path_train, data.bucket_path),
+        global_rows=global_rows,
+        context=data.max_context,
+        vocab_size=size.vocab_size,
+        seed=config.seed,
+        max_epochs=config.training.max_epochs,
+        train_samples=data.train_samples,
+        host=host,
+        hosts=hosts,
+        window=data.window,
+        skip_bad=data.max_skipped_rows > 0,
+        cache=cache,
+    )
+    validation = Loader(
+        index_files(data.index_path_validation, data.bucket_path),
+        global_rows=global_rows,
+        context=data.max_context,
+        vocab_size=size.vocab_size,
+        shuffle=False,
+        max_epochs=1,
+        host=host,
+        hosts=hosts,
+        cache=cache,
+    )
+    return training, validation
+
+
+def _last_step(config: Config, loader: Loader) -> int:
+    """Where the schedule ends, or the data, if that is earlier."""
+    training = config.training
+    if loader.total_batches is None or loader.total_batches >= training.total_steps:
+        return training.total_steps
+    log.warning(
+        "training.max_epochs=%s ends the data at step %d, before training.total_steps=%d",
+        training.max_epochs,
+        loader.total_batches,
+        training.total_steps,
+    )
+    return loader.total_batches
+
+
+def _is_evaluated(run_directory: Path, step: int) -> bool:
+    """Whether an earlier start of this run has evaluated its checkpoint already, as host 0 knows."""
+    found = False
+    if jax.process_index() == 0 and (run_directory / METRICS_FILE).exists():
+        lines = read_metrics(run_directory / METRICS_FILE)
+        found = any(line["step"] == step and "validation/loss" in line for line in lines)
+    return bool(agreement.broadcast("evaluated", "yes" if found else ""))
+
+
+def _new_state(programs: Programs, config: Config, model: ShardedGPT) -> TrainState:
+    """Made on the devices, in shards; with `model.warm_start` the weights come from elsewhere."""
+    key = np.asarray(jax.random.key_data(jax.random.key(config.seed)))
+    if not config.model.warm_start:
+        return programs.start(programs.init(np.stack([key] * jax.local_device_count())))
+    return programs.start(warm_start(str(config.model.model_path), model))
+
+
+def _write_run_files(
+    run_directory: Path, config: Config, model: ShardedGPT, tx: optax.GradientTransformation, forked_at: int | None
+) -> None:
+    """The configuration, the layout with its memory table, and for a fork the metrics up to its first step."""
+    if forked_at is not None:
+        lines = read_metrics(Path(str(config.resume)) / METRICS_FILE)
+        inherited = [json.dumps(line) + "\n" for line in lines if line["step"] <= forked_at]
+        storage.write(run_directory / METRICS_FILE, "".join(inherited).encode())
+    run_files.save_config(run_directory, config)
+    shapes, shards = model.sharded_layout.shapes(), model.axis.shards
+    table = memory(shapes, tx, shards, stacked=("blocks", "vocabulary"), compute_dtypes=[model.compute_dtype])
+    (run_directory / run_files.LAYOUT_FILE).write_text(
+        f"{model.layout}\n\nbytes per device without activations; this run is at stage {model.stage}\n{table}\n"
+    )
+
+
+def _tracker(run_directory: Path, config: Config, resumed_from: int | None) -> Tracker:
+    return Tracker(
+        run_directory,
+        project=config.data.wandb_project,
+        tensorboard=config.data.tensorboard,
+        config=asdict(config),
+        resumed_from=resumed_from,
+    )
+
+
+def _progress_bar(step: int, last_step: int) -> tqdm:
+    return tqdm(
+        total=last_step,
+        initial=step,
+        unit="step",
+        disable=jax.process_index() != 0,
+        dynamic_ncols=True,
+        file=signals.IgnoreBrokenPipe(sys.stderr),
+    )

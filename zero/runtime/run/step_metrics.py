@@ -1,0 +1,105 @@
+"""Metrics of the steps since the last logged line: losses, times, throughput and utilisation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from statistics import fmean
+from typing import Any
+
+import jax
+
+
+class StepMetrics:
+    """Collects what each step reports, and how long the steps and their data took, for one line of metrics.
+
+    Args:
+      tokens_per_step: of the global batch.
+      devices: of all hosts.
+      peak_flops: operations per second of one device at its published peak, or None where that is unknown.
+    """
+
+    def __init__(self, tokens_per_step: int, devices: int, peak_flops: float | None) -> None:
+        self._tokens_per_step, self._devices, self._peak_flops = tokens_per_step, devices, peak_flops
+        self._unread: list[dict[str, jax.Array]] = []
+        self._newest: dict[str, float | int] = {}
+        self._next_line: dict[str, float] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins a new line: steps from now on count for its mean loss and its times."""
+        self._losses: list[float] = []
+        self._untimed = 0
+        self._flops = 0
+        self._waited = 0.0
+        self._started = time.monotonic()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step was taken since the last line."""
+        return not (self._unread or self._losses)
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Updates skipped since the last one that was made, as of the newest step that was read."""
+        return int(self._newest["skipped_in_a_row"])
+
+    def exclude_compilation(self, seconds: float) -> None:
+        """The newest step took so long because it was compiled: it does not count for the throughput."""
+        self._untimed += 1
+        self._started += seconds
+
+    def add_to_next_line(self, name: str, value: float) -> None:
+        """A value that is logged once."""
+        self._next_line[name] = value
+
+    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches; the time spent waiting for them is recorded."""
+        while True:
+            began = time.monotonic()
+            batch = next(batches, None)
+            self._waited += time.monotonic() - began
+            if batch is None:
+                return
+            yield batch
+
+    def add(self, metrics: dict[str, jax.Array], leave: int, flops: int = 0) -> None:
+        """Takes the metrics of a step that was dispatched; all but the newest `leave` are waited for.
+
+        Args:
+          metrics: as `train_step` returns them, one scalar each.
+          leave: how many steps may stay in flight.
+          flops: operations of the model in this step per device, for the utilisation; 0 for a step that is not timed.
+        """
+        self._unread.append(metrics)
+        self._flops += flops
+        while len(self._unread) > leave:
+            self._newest = {name: x.item() for name, x in jax.device_get(self._unread.pop(0)).items()}
+            self._losses.append(self._newest["loss"])
+
+    def read(self) -> dict[str, float | int]:
+        """One line of metrics: the mean loss, and the newest value of everything else. Waits for all steps."""
+        while self._unread:
+            self.add(self._unread.pop(0), leave=0)
+        losses, self._losses = self._losses, []
+        newest = ("learning_rate", "gradient_norm", "skipped_steps", "skipped_spikes")
+        line = {"train/loss": fmean(losses), **{name: self._newest[name] for name in newest}, **self._next_line}
+        self._next_line = {}
+        if steps := len(losses) - self._untimed:
+            step_time = (time.monotonic() - self._started) / steps
+            tokens_per_second = self._tokens_per_step / step_time
+            line |= {
+                "step_time": step_time,
+                "tokens_per_second": tokens_per_second,
+                "tokens_per_second_per_device": tokens_per_second / self._devices,
+                "data_wait": self._waited / (step_time * steps),
+            }
+            if self._peak_flops is not None:
+                line["mfu"] = self._flops / (step_time * steps * self._peak_flops)
+        return line
+
+
+def memory_in_use() -> dict[str, int]:
+    """The peak of the first local device's memory in bytes, where its allocator reports one (not on CPU)."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return {"memory_in_use": int(stats["peak_bytes_in_use"])} if "peak_bytes_in_use" in stats else {}

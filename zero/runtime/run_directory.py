@@ -1,0 +1,147 @@
+"""A run directory: the files in it, its lock, and its mirror beside checkpoints that lie elsewhere (omegaconf).
+
+Where checkpoints lie outside the run directory, in a bucket or on a shared disk, the other files that a resume needs
+are copied beside them, to CHECKPOINTS-run/, and a machine that has lost the run directory rebuilds it from there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
+
+from zero.runtime import storage
+from zero.runtime.errors import UserError
+
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+LAYOUT_FILE = "layout.txt"
+SAMPLES_FILE = "samples.txt"
+WANDB_ID_FILE = "wandb_run_id"
+MIRRORED = (CONFIG_FILE, LAYOUT_FILE, METRICS_FILE, SAMPLES_FILE, WANDB_ID_FILE)
+GROWING = (METRICS_FILE, SAMPLES_FILE)
+DEFAULT_CONFIG = Path(__file__).parents[2] / "conf" / "config.yaml"
+
+
+def save_config(run_directory: Path, config: Any) -> None:
+    """Writes the configuration, a dataclass or a dictionary, where `saved_config` finds it."""
+    storage.write(run_directory / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(config)).encode())
+
+
+def saved_config(run_directory: Path) -> DictConfig:
+    """The configuration that a run was last started with.
+
+    Raises:
+      UserError: the directory has none, or a damaged one.
+    """
+    path = run_directory / CONFIG_FILE
+    if not path.is_file():
+        raise UserError(f"{run_directory}: not a run directory, {CONFIG_FILE} is missing")
+    try:
+        config = OmegaConf.load(path)
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+    if not isinstance(config, DictConfig) or "data" not in config:
+        raise UserError(f"{path} is damaged: expected the configuration of a run")
+    return config
+
+
+def default_config() -> DictConfig:
+    """The configuration of a run without overrides."""
+    config = OmegaConf.load(DEFAULT_CONFIG)
+    assert isinstance(config, DictConfig)
+    del config["defaults"], config["hydra"]
+    return config
+
+
+def flat_config(config: Any) -> dict[str, str]:
+    """`section.key` to the value as a command line would give it."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, DictConfig):
+            flat |= {f"{key}.{name}": one for name, one in flat_config(value).items()}
+        else:
+            flat[str(key)] = "null" if value is None else str(value)
+    return flat
+
+
+def checkpoint_directory(run_directory: Path, bucket_path: str | None, directory: str) -> Path | str:
+    """An absolute path or URL as it is, else `gs://bucket_path/directory`, else inside the run directory."""
+    place = storage.join(storage.bucket(bucket_path) if bucket_path else run_directory, directory)
+    return place if storage.is_remote(place) else Path(place)
+
+
+@contextmanager
+def locked(run_directory: Path) -> Iterator[None]:
+    """Keeps other processes out of a run: two that were started in one second, or two that resume the same one.
+
+    The lock ends with its process, however that ends.
+
+    Raises:
+      UserError: another process has the lock.
+    """
+    directory = os.open(run_directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run_directory}: another process trains here; name another hydra.run.dir") from None
+        yield
+    finally:
+        os.close(directory)
+
+
+def saved_steps(run_directory: Path) -> list[int]:
+    """The steps of a run's complete checkpoints, on disk or in a bucket, oldest first.
+
+    On disk a complete checkpoint is renamed into place; in a bucket, where nothing can be renamed, a file marks it.
+    """
+    directory = saved_checkpoint_directory(run_directory)
+    if isinstance(directory, Path):
+        return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit() and path.is_dir())
+    files = storage.list_files(directory)
+    whole = (re.fullmatch(r"(\d+)/commit_success\.txt", url.removeprefix(f"{directory}/")) for url in files)
+    return sorted(int(found[1]) for found in whole if found)
+
+
+def is_outside(run_directory: Path, place: Path | str) -> bool:
+    """Whether checkpoints lie outside the run directory."""
+    return not isinstance(place, Path) or not place.absolute().is_relative_to(run_directory.absolute())
+
+
+def mirror(run_directory: Path, place: Path | str) -> None:
+    """Copies the files that a resume needs beside the checkpoints, where these lie outside the directory."""
+    if is_outside(run_directory, place):
+        for name in MIRRORED:
+            if (run_directory / name).exists():
+                storage.write(_mirror_path(place, name), (run_directory / name).read_bytes())
+
+
+def rebuild(run_directory: Path, place: Path | str) -> bool:
+    """Restores a run directory from its mirror, if there is one; files that continue the mirrored ones stay."""
+    if not is_outside(run_directory, place) or not storage.exists(_mirror_path(place, CONFIG_FILE)):
+        return False
+    run_directory.mkdir(parents=True, exist_ok=True)
+    for name in MIRRORED:
+        if storage.exists(_mirror_path(place, name)):
+            here, kept = run_directory / name, storage.read_bytes(_mirror_path(place, name))
+            if not (name in GROWING and here.exists() and here.read_bytes().startswith(kept)):
+                storage.write(here, kept)
+    return True
+
+
+def _mirror_path(place: Path | str, name: str) -> str:
+    return f"{place}-run/{name}"  # inside the directory orbax would take it for a step that is half written
+
+
+def saved_checkpoint_directory(run_directory: Path) -> Path | str:
+    """Where a run keeps its checkpoints, by its saved configuration."""
+    data = saved_config(run_directory).data
+    return checkpoint_directory(run_directory, data.bucket_path, data.checkpoint_directory)

@@ -1,0 +1,84 @@
+"""metrics.jsonl: one JSON object per logged step, appended as a run goes, and read back by reports and resumes."""
+
+import json
+import math
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from zero.runtime.errors import UserError
+from zero.runtime.run_directory import METRICS_FILE
+
+
+class MetricsFile:
+    """Appends a run's metrics to `run_directory/metrics.jsonl`; a context manager.
+
+    Args:
+        run_directory: the run's own.
+        resumed_from: the step of the checkpoint that this process continues, None for a fresh start. Recorded as
+            `{"event": "resume", "step": ...}`.
+    """
+
+    def __init__(self, run_directory: Path, resumed_from: int | None) -> None:
+        self._path, self._resumed_from = run_directory / METRICS_FILE, resumed_from
+
+    def __enter__(self) -> Self:
+        written = self._path.read_bytes() if self._path.exists() else b""
+        self._file = self._path.open("ab", buffering=0)  # one write per line: a kill cuts at most the last one
+        if written and not written.endswith(b"\n"):
+            self._file.write(b"\n")
+        if written or self._resumed_from is not None:
+            self._append({"event": "resume", "step": self._resumed_from or 0})
+        return self
+
+    def log(self, metrics: dict[str, float | int]) -> None:
+        """Appends one line: `step` and what else is known of it. A number that is not finite becomes null."""
+        self._append({key: value if math.isfinite(value) else None for key, value in metrics.items()})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl that count, by increasing step; a number that was not finite is None.
+
+    Of two lines for one step the later counts. After a resume at step s, lines of steps above s from before do not.
+
+    Raises:
+        UserError: a line is not a JSON object, other than the last one of a killed process.
+    """
+    by_step: dict[int, dict[str, Any]] = {}
+    for line in _read_lines(path):
+        if line.get("event") == "resume":
+            by_step = {step: metrics for step, metrics in by_step.items() if step <= line["step"]}
+        else:
+            by_step[line["step"]] = line
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def read_resumes(path: Path) -> list[int]:
+    """The steps at which a run was resumed, in the order of time."""
+    return [line["step"] for line in _read_lines(path) if line.get("event") == "resume"]
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Every complete line. A killed process may leave its last one incomplete: at the end, or before a resume."""
+    lines: list[dict[str, Any]] = []
+    incomplete: int | None = None
+    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        is_complete = isinstance(line, dict) and "step" in line
+        if incomplete is not None and not (is_complete and line.get("event") == "resume"):
+            raise UserError(f"{path}, line {incomplete}: expected a JSON object with a step")
+        incomplete = None if is_complete else number
+        if is_complete:
+            lines.append(line)
+    return lines

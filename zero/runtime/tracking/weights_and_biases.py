@@ -1,0 +1,121 @@
+"""Metrics to W&B, offline unless there is a key and a connection: no run waits for a login (wandb)."""
+
+import logging
+import netrc
+import os
+import secrets
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
+
+from zero.runtime.errors import UserError
+from zero.runtime.run_directory import WANDB_ID_FILE
+
+if TYPE_CHECKING:
+    import wandb
+
+NETWORK_SECONDS = 15  # the most that a run waits for W&B's servers, at its start and again at its end
+
+log = logging.getLogger(__name__)
+
+
+class WeightsAndBiases:
+    """Sends metrics to W&B; a context manager. A resumed run continues under the id that `wandb_run_id` holds.
+
+    Args:
+        run_directory: where its files go.
+        project: W&B's project. Offline unless WANDB_API_KEY or a login (netrc) is found.
+        config: shown beside the run.
+    """
+
+    def __init__(self, run_directory: Path, project: str, config: dict[str, Any]) -> None:
+        self._arguments = run_directory, project, config
+        self._run: wandb.Run | None = None
+
+    @property
+    def run_id(self) -> str | None:
+        """None before the run has started."""
+        return None if self._run is None else self._run.id
+
+    def __enter__(self) -> Self:
+        self._run = _start(*self._arguments)
+        return self
+
+    def log(self, metrics: dict[str, float | int]) -> None:
+        """One point per metric."""
+        assert self._run is not None
+        self._run.log(metrics)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=0 if error is None else 1)
+
+
+def _start(run_directory: Path, project: str, config: dict[str, Any]) -> "wandb.Run":
+    os.environ.setdefault(
+        "WANDB_CACHE_DIR", str(run_directory / "wandb" / "cache")
+    )  # else it writes to the home directory
+    import wandb  # takes half a second, which a run without W&B does not spend
+
+    id_file = run_directory / WANDB_ID_FILE
+    if not id_file.exists():
+        fresh = id_file.with_suffix(".new")
+        fresh.write_text(secrets.token_hex(4))
+        fresh.rename(id_file)
+
+    try:
+        settings = wandb.setup().settings
+        offline = settings.mode == "online" and not (_has_login(settings.base_url) and _is_reachable(settings.base_url))
+        run = wandb.init(
+            dir=str(run_directory),
+            project=project,
+            name="/".join(run_directory.absolute().parts[-2:]),
+            id=id_file.read_text(),
+            resume="allow",
+            mode="offline" if offline else None,
+            config=config,
+            settings=wandb.Settings(
+                allow_val_change=True,  # a resume may override what the run began with
+                console="off",
+                disable_git=True,
+                init_timeout=NETWORK_SECONDS,
+                finish_timeout=NETWORK_SECONDS,
+                silent=offline or settings.mode == "offline",
+            ),
+        )
+    except (wandb.errors.Error, netrc.NetrcParseError) as error:
+        raise UserError(f"W&B could not start ({error}); data.wandb_project=null leaves it out") from error
+    # W&B's own step only increases and would drop what a resumed run logs again; `step` is an axis like any other.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+def _has_login(base_url: str) -> bool:
+    """Whether there is a key, found without a request."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    if not path.exists():
+        return False
+    hosts = netrc.netrc(path).hosts
+    return urlsplit(base_url).netloc in hosts or "api.wandb.ai" in hosts
+
+
+def _is_reachable(base_url: str) -> bool:
+    """Whether W&B's servers can be reached; its client would wait for minutes to find that out."""
+    try:
+        urllib.request.urlopen(base_url, timeout=NETWORK_SECONDS).close()
+    except urllib.error.HTTPError as error:  # a response too
+        error.close()
+    except OSError as error:
+        log.warning(
+            "W&B is offline for this run, %s cannot be reached (%s); `wandb sync` sends it later", base_url, error
+        )
+        return False
+    return True

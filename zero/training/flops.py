@@ -1,0 +1,49 @@
+"""Operations of matrix products, counted in what jax traces."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero.models.gpt import GPT, GPTConfig
+
+
+def model_flops(config: GPTConfig, rows: int, context: int) -> int:
+    """Operations of forward and backward pass on `rows` sequences of `context` tokens, without rematerialisation.
+
+    The backward pass of a matrix product is two products of the same size, so this is three times the forward pass.
+
+    Source: "model FLOPs" of Chowdhery et al., PaLM, arXiv 2204.02311, appendix B.
+    """
+    model = GPT(config)
+    tokens = jax.ShapeDtypeStruct((rows, context), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens, tokens)
+    return 3 * matmul_flops(jax.make_jaxpr(model.apply)(params, tokens, tokens).jaxpr)
+
+
+def matmul_flops(jaxpr: Any) -> int:
+    """Operations of all matrix products of a trace, two per multiplication; those in a scan count each time they run.
+
+    Raises:
+      ValueError: a matrix product in a loop of unknown length.
+    """
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            shape = eqn.invars[0].aval.shape
+            total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
+            continue
+        inner = [matmul_flops(sub) for value in eqn.params.values() for sub in _jaxprs(value)]
+        if eqn.primitive.name == "while" and sum(inner):
+            raise ValueError("a matrix product in a while loop, whose length is not known")
+        total += eqn.params["length"] * sum(inner) if eqn.primitive.name == "scan" else sum(inner)
+    return total
+
+
+def _jaxprs(value: Any) -> list[Any]:
+    values = value if isinstance(value, tuple | list) else [value]
+    return [getattr(v, "jaxpr", v) for v in values if hasattr(getattr(v, "jaxpr", v), "eqns")]
