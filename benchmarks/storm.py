@@ -45,7 +45,7 @@ STAGES = (1, 2, 3)
 GLOBAL_ROWS = 16
 MOST_SECONDS = 90  # in which all processes have to end after a signal
 REFUSED = 0.05  # of the requests to the bucket
-CLOCKED = ("step_time", "tokens_per_second", "data_wait", "seconds_to_first_step")
+CLOCKED = ("step_time", "tokens_per_second", "tokens_per_second_per_device", "data_wait", "seconds_to_first_step")
 JOB = (
     *cli.TINY,
     "training.peak_learning_rate=1e-3",

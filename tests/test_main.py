@@ -250,7 +250,7 @@ def test_run_that_runs_out_of_data_is_finished(forks: cli.Forks, workplace: Path
     assert "ends the data at step 5, before training.total_steps=10" in done.stderr
     assert saved_steps(workplace / "epochs") == [3, 5]
     done = forks.run("--resume", "hydra.run.dir=epochs")
-    assert done.returncode == 0 and "nothing left to do: the run stands at step 5 of 5" in done.stderr, done.stderr
+    assert done.returncode == 0 and "nothing left to do: the run is at step 5 of 5" in done.stderr, done.stderr
 
 
 def test_multirun_runs_every_job(forks: cli.Forks, workplace: Path) -> None:

@@ -15,7 +15,7 @@ from zero.runtime.run_directory import saved_steps
 from zero.runtime.tracking.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(400)
-CLOCKED = ("step_time", "tokens_per_second", "data_wait", "seconds_to_first_step")
+CLOCKED = ("step_time", "tokens_per_second", "tokens_per_second_per_device", "data_wait", "seconds_to_first_step")
 JOB = (*cli.TINY, "training.total_steps=12", "training.evaluation_frequency=6", "training.staged_warmup_steps=0")
 
 
@@ -63,7 +63,7 @@ def test_a_compilation_is_not_waited_for(workplace: Path, undisturbed: list[dict
     process = cli.start(workplace, *JOB, "hydra.run.dir=compiling", "zero.remat=dots")  # a program of its own
     done = signalled(process, signal.SIGTERM, (run / "metrics.jsonl").exists)
     assert done.returncode == 75, done.stderr
-    assert "first step of" not in done.stderr and "step 0 is saved" in done.stderr
+    assert "first step with" not in done.stderr and "step 0 is saved" in done.stderr
     assert saved_steps(run) == [0] and metrics(run) == []
     done = cli.run(workplace, "--resume", "hydra.run.dir=compiling", "zero.remat=full")
     assert done.returncode == 0, done.stderr
@@ -74,7 +74,7 @@ def test_steps_before_a_compilation_that_is_not_waited_for_are_logged(workplace:
     job = ("training.staged_warmup_steps=3", "training.log_frequency=100", "zero.remat=dots")
     process = cli.start(workplace, *JOB, *job, "hydra.run.dir=second_length")
     assert process.stderr is not None
-    while "first step of" not in (said := process.stderr.readline()):
+    while "first step with" not in (said := process.stderr.readline()):
         assert process.poll() is None
     assert said.endswith("compiled\n")
     time.sleep(0.5)  # the other two take milliseconds, and the next program seconds
@@ -198,6 +198,6 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(workplace: Path, undistur
     assert done.returncode == 0, done.stderr
     assert f"{run}/checkpoints, step 12" in done.stderr and "trying the one before" in done.stderr
     assert "resumed from step 6" in done.stderr
-    assert re.search(r"first step of .*, from the cache\n", done.stderr)
+    assert re.search(r"first step with .* was read from the cache\n", done.stderr)
     assert metrics(run) == undisturbed and saved_steps(run) == [6, 12]
     assert (run / "checkpoints" / "12.damaged").is_dir()

@@ -134,7 +134,7 @@ def test_fork_on_other_devices_and_another_stage_sees_the_same_samples(workplace
     assert done.returncode == 1 and "name another data.checkpoint_directory" in done.stderr.splitlines()[-1]
     # The fork is the newest run now, and is resumed at its own newest step.
     done = cli.run(workplace, "--resume")
-    assert done.returncode == 0 and "nothing left to do: the run stands at step 40 of 40" in done.stderr, done.stderr
+    assert done.returncode == 0 and "nothing left to do: the run is at step 40 of 40" in done.stderr, done.stderr
 
 
 LONG = f"""

@@ -115,10 +115,10 @@ def test_nothing_to_resume() -> None:
     make_run(DEFAULT_ROOT / "a", [])
     make_run(Path("empty"), [])
     Path("other").mkdir()
-    with pytest.raises(UserError, match="no checkpoint stands in runs"):
+    with pytest.raises(UserError, match="runs has no checkpoint"):
         resume_overrides(["--resume"])
     for place in ("empty", "other", "nowhere"):
-        with pytest.raises(UserError, match=f"no checkpoint stands in {place}"):
+        with pytest.raises(UserError, match=f"{place} has no checkpoint"):
             resume_overrides(["--resume", f"hydra.run.dir={place}"])
         assert resume_overrides(["--resume=auto", f"hydra.run.dir={place}"]) == [f"hydra.run.dir={place}"]
     assert resume_overrides(["--resume=auto", "seed=1"]) == ["seed=1"]
@@ -132,11 +132,29 @@ def test_misspelt_flag_is_refused(flag: str) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "data: {", "seed: 1\n"])
-def test_damaged_configuration_is_named(content: str) -> None:
-    run = make_run(DEFAULT_ROOT / "a", [5])
-    (run / CONFIG_FILE).write_text(content)
-    with pytest.raises(UserError, match=f"{run}/{CONFIG_FILE} is damaged: "):
-        resume_overrides(["--resume=auto"])
+def test_damaged_run_is_named_and_passed_over(
+    content: str, in_tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = make_run(DEFAULT_ROOT / "good", [5])
+    damaged = make_run(DEFAULT_ROOT / "newer", [5])
+    (damaged / CONFIG_FILE).write_text(content)
+    assert f"resume='{in_tmp_path / good}'" in resume_overrides(["--resume"])
+    assert f"passed over: {damaged}/{CONFIG_FILE} is damaged: " in caplog.text
+    with pytest.raises(UserError, match=f"{damaged}/{CONFIG_FILE} is damaged: "):  # where it is the one that is named
+        resume_overrides(["--resume=auto", f"hydra.run.dir={damaged}"])
+
+
+def test_runs_older_than_the_newest_valid_one_are_not_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(DEFAULT_ROOT / "older", [5])
+    newest = make_run(DEFAULT_ROOT / "newest", [5])
+    examined: list[Path] = []
+
+    def count(run: Path) -> list[int]:
+        examined.append(run)
+        return saved_steps(run)
+
+    monkeypatch.setattr("zero.runtime.run.resume.saved_steps", count)
+    assert newest_run(DEFAULT_ROOT) == newest and examined == [newest]
 
 
 def test_launcher_that_would_go_back_at_every_start_is_refused() -> None:
@@ -203,7 +221,7 @@ def test_resume_from_named_checkpoints_takes_no_other_run(in_tmp_path: Path) -> 
     make_run(DEFAULT_ROOT / "newer", [9])
     resumed, _ = hydra_reads(resume_overrides(["--resume", f"data.checkpoint_directory={in_tmp_path}/one"])[1:])
     assert resumed == str(in_tmp_path / run)
-    with pytest.raises(UserError, match=f"no checkpoint stands in {in_tmp_path}/two"):
+    with pytest.raises(UserError, match=f"{in_tmp_path}/two has no checkpoint"):
         resume_overrides(["--resume", f"data.checkpoint_directory={in_tmp_path}/two"])
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import wandb
 
 NETWORK_SECONDS = 15  # the most that a run waits for W&B's servers, at its start and again at its end
+LOCAL_SECONDS = 120  # the most that it waits for W&B's own process to write its files, on a busy machine
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ def _start(run_directory: Path, project: str, config: dict[str, Any]) -> "wandb.
     try:
         settings = wandb.setup().settings
         offline = settings.mode == "online" and not (_has_login(settings.base_url) and _is_reachable(settings.base_url))
+        is_local = offline or settings.mode == "offline"
         run = wandb.init(
             dir=str(run_directory),
             project=project,
@@ -84,8 +86,8 @@ def _start(run_directory: Path, project: str, config: dict[str, Any]) -> "wandb.
                 console="off",
                 disable_git=True,
                 init_timeout=NETWORK_SECONDS,
-                finish_timeout=NETWORK_SECONDS,
-                silent=offline or settings.mode == "offline",
+                finish_timeout=LOCAL_SECONDS if is_local else NETWORK_SECONDS,
+                silent=is_local,
             ),
         )
     except (wandb.errors.Error, netrc.NetrcParseError) as error:
