@@ -5,6 +5,7 @@ import doctest
 import inspect
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -109,6 +110,32 @@ def test_file_uses_nothing_forbidden(module: str) -> None:
 def test_imports_have_no_circles() -> None:
     graph = {module: set(imports(module, path.read_text())) & set(SOURCES) for module, path in SOURCES.items()}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def room(module: str) -> str:
+    """The file or folder of its floor that a module belongs to: `zero.runtime.data.loader` is in `zero.runtime.data`."""
+    return ".".join(module.split(".")[:3])
+
+
+def test_rooms_have_no_circles() -> None:
+    graph: dict[str, set[str]] = {}
+    for module, path in SOURCES.items():
+        uses = {room(name) for name in imports(module, path.read_text()) if name in SOURCES}
+        graph.setdefault(room(module), set()).update(uses - {room(module)})
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_no_folder_has_more_than_ten_files() -> None:
+    folders = Counter(path.parent for path in SOURCES.values() if path.name != "__init__.py")
+    assert {str(folder): count for folder, count in folders.items() if count > 10} == {}
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_file_and_functions_are_short(module: str) -> None:
+    source = SOURCES[module].read_text()
+    assert len(source.splitlines()) <= 400
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    assert {f.name: length for f in functions if (length := (f.end_lineno or 0) - f.lineno + 1) > 80} == {}
 
 
 @pytest.mark.parametrize(

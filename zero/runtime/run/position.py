@@ -64,5 +64,6 @@ def restore(
         for number in damaged if is_own else []:
             source.set_aside(number)
         known = {field.name for field in fields(TrainingPosition)}
+        log.info("resumed from step %d of %s", candidate, source.directory)
         return TrainingPosition(**{key: value for key, value in meta.items() if key in known}), state
     raise UserError(f"{source.directory}: none of its checkpoints can be read; the lines above say why")

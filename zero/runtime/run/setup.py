@@ -77,14 +77,11 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[R
         checkpoints = stack.enter_context(Checkpoints(place, config.data.keep_checkpoints))
         position, state = TrainingPosition(config.training.batch_size * hosts), None
         if config.resume is not None:
-            source = checkpoints
-            if is_fork:
-                source = stack.enter_context(Checkpoints(_origin(config, run_directory, place), keep=None))
+            origin = _origin(config, run_directory, place) if is_fork else None
+            source = checkpoints if origin is None else stack.enter_context(Checkpoints(origin, keep=None))
             position, state = restore(source, config.data.resume_step, layout, model.axis, is_own=not is_fork)
-            log.info("resumed from step %d of %s", position.step, source.directory)
         elif checkpoints.steps():
             raise UserError(f"{place} has checkpoints: --resume continues, another hydra.run.dir starts a new run")
-        _check_division(position.global_rows, config.training.gradient_accumulation_steps)
         loader, validation = _loaders(config, size, position.global_rows)
         last_step = _last_step(config, loader)
         if position.unevaluated is not None and _is_evaluated(run_directory, position.step):
@@ -106,9 +103,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[R
         stack.enter_context(logging_redirect_tqdm())
         profiler = Profiler(config.profile.steps, run_directory)
         stack.callback(profiler.stop)
-        # Virtual CPU devices hang in a collective when a step is dispatched while another runs (startup.start).
-        in_flight = 0 if jax.default_backend() == "cpu" else 1
-        peak = config.profile.peak_flops or peak_flops(jax.local_devices()[0])
+        in_flight = _steps_in_flight()
         yield Run(
             config=config,
             size=size,
@@ -126,7 +121,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[R
             stop_requests=stop_requests,
             any_host=agreement.AnyHost(lag=in_flight),
             bar=bar,
-            metrics=StepMetrics(position.global_rows * config.data.max_context, jax.device_count(), peak),
+            metrics=_step_metrics(config, position.global_rows),
             profiler=profiler,
             state=state,
             position=position,
@@ -224,8 +219,13 @@ def _context(config: Config) -> Context:
 
 
 def _loaders(config: Config, size: GPTConfig, global_rows: int) -> tuple[Loader, Loader]:
-    """Of the training and of the validation set."""
+    """Of the training and of the validation set.
+
+    Raises:
+      UserError: the data or the global batch does not fit the configuration.
+    """
     data = config.data
+    _check_division(global_rows, config.training.gradient_accumulation_steps)
     cache = Cache(Path(data.cache_directory), data.cache_bytes) if data.cache_directory else None
     host, hosts = jax.process_index(), jax.process_count()
     training = Loader(
@@ -311,6 +311,16 @@ def _tracker(run_directory: Path, config: Config, resumed_from: int | None) -> T
         config=asdict(config),
         resumed_from=resumed_from,
     )
+
+
+def _steps_in_flight() -> int:
+    # Virtual CPU devices hang in a collective when a step is dispatched while another runs (startup.start).
+    return 0 if jax.default_backend() == "cpu" else 1
+
+
+def _step_metrics(config: Config, global_rows: int) -> StepMetrics:
+    peak = config.profile.peak_flops or peak_flops(jax.local_devices()[0])
+    return StepMetrics(global_rows * config.data.max_context, jax.device_count(), peak)
 
 
 def _progress_bar(step: int, last_step: int) -> tqdm:
