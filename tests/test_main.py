@@ -1,7 +1,10 @@
 """main_zero.py from the outside: every mistake is one clear line and a status, and nothing is overwritten."""
 
+import gzip
 import io
+import json
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
@@ -10,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 
 from tests import cli
 from zero.runtime.run_directory import locked, saved_steps
@@ -53,7 +57,8 @@ def finished(workplace: Path) -> Path:
     place = "runs/it's a run, a=b"
     quoted = place.replace("'", "\\'")
     often = ("training.evaluation_frequency=5", "training.sample_tokens=5")
-    done = cli.run(workplace, *cli.TINY, *TEN, *often, f"hydra.run.dir='{quoted}'", "data.wandb_project=zero")
+    watched = ("data.tensorboard=true", "profile.steps=[8,9]", "profile.peak_flops=1e12")
+    done = cli.run(workplace, *cli.TINY, *TEN, *often, *watched, f"hydra.run.dir='{quoted}'", "data.wandb_project=zero")
     assert done.returncode == 0, done.stderr
     assert f"run directory: {workplace / place}" in done.stderr
     return workplace / place
@@ -78,7 +83,7 @@ def check_refusal(done: subprocess.CompletedProcess[str], *named: str) -> None:
     ("arguments", "named"),
     [
         (["model.sizee=test"], ["model.sizee", "size, warm_start, model_path"]),
-        (["--resume"], ["--resume", "no checkpoint stands in runs"]),
+        (["--resume"], ["--resume", "runs has no checkpoint"]),
         ([*cli.TINY, "data.index_path_train=none.index"], ["none.index"]),
     ],
     ids=["misspelt key", "nothing to resume", "no index"],
@@ -120,11 +125,11 @@ def hydra_quoted(run: Path) -> str:
 def test_fresh_start_where_checkpoints_stand_overwrites_nothing(forks: cli.Forks, finished: Path) -> None:
     before = contents(finished)
     done = forks.run(*cli.TINY, hydra_quoted(finished), "seed=5")
-    check_refusal(done, f"{finished}/checkpoints holds checkpoints", "--resume", "hydra.run.dir")
+    check_refusal(done, f"{finished}/checkpoints has checkpoints", "--resume", "hydra.run.dir")
     done = forks.run(
         *cli.TINY, hydra_quoted(finished / "checkpoints").replace("hydra.run.dir", "data.checkpoint_directory")
     )
-    check_refusal(done, f"{finished}/checkpoints holds checkpoints", "--resume")
+    check_refusal(done, f"{finished}/checkpoints has checkpoints", "--resume")
     assert contents(finished) == before
 
 
@@ -200,9 +205,29 @@ def test_run_directory_tells_what_was_done(finished: Path, workplace: Path) -> N
     assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 0.5
     text = (finished / "samples.txt").read_text()
     assert "--- step 5\n" in text and "--- step 10\n" in text
+    assert 0 < lines[-1]["mfu"] < 1 and lines[-1]["tokens_per_second_per_device"] > 0
+    (events,) = (finished / "tensorboard").glob("events*")
+    assert scalars(events, "train/loss") == pytest.approx({line["step"]: line["train/loss"] for line in lines})
+    (trace,) = (finished / "profile").rglob("perfetto_trace.json.gz")
+    names = {event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert any("all-gather" in name for name in names) and any("reduce-scatter" in name for name in names)
+    assert "mfu" in (finished / "report.html").read_text()
     (offline,) = (finished / "wandb").glob("offline-run-*")
     assert offline.name.endswith((finished / "wandb_run_id").read_text())
     assert {path.name for path in workplace.iterdir()} >= {"runs", "corpus"}
+
+
+def scalars(events: Path, tag: str) -> dict[int, float]:
+    """What TensorBoard would draw: the records of an event file are framed like those of a TFRecord file."""
+    data, position, found = events.read_bytes(), 0, {}
+    while position < len(data):
+        (length,) = struct.unpack_from("<Q", data, position)
+        event = Event.FromString(data[position + 12 : position + 12 + length])
+        for value in event.summary.value:
+            if value.tag == tag:
+                found[event.step] = value.simple_value
+        position += 12 + length + 4
+    return found
 
 
 def test_help_and_the_composed_configuration_need_no_device(forks: cli.Forks) -> None:

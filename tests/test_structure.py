@@ -113,7 +113,7 @@ def test_imports_have_no_circles() -> None:
 
 
 def room(module: str) -> str:
-    """The file or folder of its floor that a module belongs to: `zero.runtime.data.loader` is in `zero.runtime.data`."""
+    """The file or folder of its floor that a module is in: `zero.runtime.data` for `zero.runtime.data.loader`."""
     return ".".join(module.split(".")[:3])
 
 

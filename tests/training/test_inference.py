@@ -12,7 +12,7 @@ import pytest
 import zero
 from zero.models.gpt import GPT, GPTConfig
 from zero.runtime.inference.generate import generate
-from zero.training.inference import Sampling, filtered, penalised
+from zero.training.inference import Sampling, evaluate_step, filtered, penalised
 from zero.training.programs import Inference, make_inference, make_programs
 from zero.training.step import ShardedGPT, adamw
 
@@ -29,6 +29,7 @@ def quick_compilation() -> Iterator[None]:
 
 
 class Setup(NamedTuple):
+    model: ShardedGPT
     whole: Any
     shards: Any
     programs: Any
@@ -51,7 +52,7 @@ def setup() -> Setup:
     shapes = model.layout.shapes()
     whole = jax.tree.map(lambda x: rng.normal(size=x.shape, scale=0.2).astype(np.float32), shapes)
     shards = jax.pmap(lambda _: zero.shard(whole, model.layout, model.axis), "zero")(jnp.zeros(8))
-    return Setup(whole, shards, programs, make_inference(model, Sampling(temperature=TEMPERATURE)))
+    return Setup(model, whole, shards, programs, make_inference(model, Sampling(temperature=TEMPERATURE)))
 
 
 def draw(seed: int, prompts: list[np.ndarray] = [PROMPT] * 8, chunk: int = LENGTH) -> np.ndarray:
@@ -89,7 +90,7 @@ def test_text_drawn_with_a_cache_is_the_text_drawn_without() -> None:
 
 def test_scores_are_those_of_the_whole_model() -> None:
     rows = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (16, 12), np.int32)
-    rows[:, 1] = logits_of(rows[:, :1])[:, 0].argmax(-1)  # each row's second token is the likeliest
+    rows[:, 1] = logits_of(rows[:, :1])[:, 0].argmax(-1)  # each row's second token is the most likely
     losses, is_greedy = setup().inference.score(setup().shards, rows.reshape(8, 2, 12))
     logits = logits_of(rows[:, :-1])
     expected = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), rows[:, 1:, None], axis=-1)[..., 0]
@@ -127,3 +128,39 @@ def test_evaluation_is_without_dropout_and_counts_what_is_scored() -> None:
     losses = jax.jit(GPT(CONFIG).apply)({"params": setup().whole}, np.maximum(rows, 0), targets)
     assert scored.item() == sum(max(0, min(row, 12) - 1) for row in range(16))
     np.testing.assert_allclose(summed.item(), np.sum(losses, where=targets >= 0), rtol=1e-5)
+
+
+def test_evaluation_in_micro_batches_sums_the_same_with_fewer_activations() -> None:
+    rows = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (8, 16, 12), np.int32)
+    rows[:, ::3, 7:] = -1
+    results, temporary = [], []
+    for micro_batches in (1, 8):
+        step = partial(evaluate_step, model=setup().model, micro_batches=micro_batches)
+        program = jax.pmap(step, axis_name="zero", out_axes=None).lower(setup().shards, rows).compile()
+        temporary.append(program.memory_analysis().temp_size_in_bytes)
+        results.append(program(setup().shards, rows))
+    assert results[0][1].item() == results[1][1].item() == 8 * (6 * 6 + 10 * 11)
+    np.testing.assert_allclose(results[1][0].item(), results[0][0].item(), rtol=1e-6)
+    assert temporary[1] < temporary[0] / 2
+
+
+def test_prompts_of_one_bucket_share_their_programs() -> None:
+    compiled: list[str] = []
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    def texts(length: int) -> np.ndarray:
+        prompt = np.arange(1, 1 + length, dtype=np.int32)
+        return list(generate(setup().inference, setup().shards, [prompt] * 8, 2, seed=0, chunk=2))[-1]
+
+    expected = texts(3)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for length in (2, 3, 5, 7):
+            texts(length)
+        np.testing.assert_array_equal(texts(3), expected)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled

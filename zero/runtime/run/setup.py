@@ -57,13 +57,8 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[R
     """
     host, hosts = startup.start(**asdict(config.distributed))
     run_directory, is_fork = _join_run_directory(run_directory, config.resume)
-    log.info(
-        "%d %s devices, %d of this host; run directory %s",
-        jax.device_count(),
-        jax.default_backend(),
-        jax.local_device_count(),
-        run_directory,
-    )
+    count, backend = jax.device_count(), jax.default_backend()
+    log.info("%d %s devices, %d of this host; %s", count, backend, jax.local_device_count(), run_directory)
     tokenizer = _load_tokenizer(config, size)
     _prepare_corpus(config, tokenizer)
     model, tx, programs = make_job(config, size)

@@ -1,4 +1,4 @@
-"""A page about one or several runs: one HTML file that needs no server and no network (plotly)."""
+"""report.html: the curves, configuration and samples of one or several runs in a file without a server (plotly)."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ from zero.runtime.tracking.metrics import read_metrics, read_resumes
 REPORT_FILE = "report.html"
 # Panel, its curves as (metric, dash), and whether the axis is logarithmic.
 PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
-    ("loss (nats a token), validation dashed", (("train/loss", "solid"), ("validation/loss", "dash")), False),
+    ("loss (nats per token), validation dashed", (("train/loss", "solid"), ("validation/loss", "dash")), False),
     ("learning rate", (("learning_rate", "solid"),), False),
     ("sequence length (tokens)", (("sequence_length", "solid"),), False),
     ("throughput (tokens/s)", (("tokens_per_second", "solid"),), False),
     ("gradient norm", (("gradient_norm", "solid"),), True),
-    ("data wait (part of a step)", (("data_wait", "solid"),), False),
+    ("model FLOPs utilization (share of the published peak)", (("mfu", "solid"),), False),
+    ("memory in use (bytes per device)", (("memory_in_use", "solid"),), False),
+    ("data wait (share of a step)", (("data_wait", "solid"),), False),
     ("skipped steps, spikes dashed", (("skipped_steps", "solid"), ("skipped_spikes", "dash")), False),
     ("step time (s)", (("step_time", "solid"),), False),
 )
-COUNTED = ("sequence_length", "skipped_steps", "skipped_spikes")  # whole numbers that change at a step, not between two
+COUNTS = ("sequence_length", "skipped_steps", "skipped_spikes")  # drawn as steps
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse } td, th { border-bottom: 1px solid #ddd; padding: .2rem .8rem; text-align: left }
@@ -46,10 +48,10 @@ pre.text { white-space: pre-wrap } summary { cursor: pointer; margin: .6rem 0 } 
 
 
 def write_report(directories: Sequence[Path], page: Path) -> Path:
-    """Writes a page that shows the runs, one over the other; a viewer never sees half of it.
+    """Writes a page that shows the runs, one over the other; it is replaced whole, for browsers to reload.
 
     Raises:
-      UserError: a directory is not one of a run.
+      UserError: a directory is not a run directory.
     """
     for directory in directories:
         saved_config(directory)
@@ -86,12 +88,15 @@ def write_report(directories: Sequence[Path], page: Path) -> Path:
 
 
 def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[str]) -> go.Figure:
-    rows = -(-len(PANELS) // 2)
-    figure = make_subplots(rows, 2, subplot_titles=[title for title, _, _ in PANELS], vertical_spacing=0.07)
-    for directory, name, color in zip(directories, names, colors, strict=True):
-        lines = read_metrics(directory / METRICS_FILE)
+    """One panel per quantity that any of the runs has logged."""
+    logged = [read_metrics(directory / METRICS_FILE) for directory in directories]
+    known = {metric for lines in logged for line in lines for metric in line}
+    panels = [panel for panel in PANELS if any(metric in known for metric, _ in panel[1])]
+    rows = -(-len(panels) // 2)
+    figure = make_subplots(rows, 2, subplot_titles=[title for title, _, _ in panels], vertical_spacing=0.07)
+    for directory, lines, name, color in zip(directories, logged, names, colors, strict=True):
         resumes = read_resumes(directory / METRICS_FILE)
-        for number, (_, metrics, is_log) in enumerate(PANELS):
+        for number, (_, metrics, is_log) in enumerate(panels):
             place: Any = {"row": number // 2 + 1, "col": number % 2 + 1}
             for metric, dash in metrics:
                 points = [(line["step"], line[metric]) for line in lines if metric in line]
@@ -102,7 +107,7 @@ def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[
                         name=f"{name}: {metric}",
                         mode="lines+markers" if metric == "validation/loss" else "lines",
                         line={"color": color, "dash": dash, "width": 1.6},
-                        line_shape="hv" if metric in COUNTED else "linear",
+                        line_shape="hv" if metric in COUNTS else "linear",
                         showlegend=False,
                     ),
                     **place,
@@ -120,12 +125,12 @@ def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[
 
 
 def _differences(configs: Sequence[dict[str, str]], names: Sequence[str]) -> str:
-    """Where the runs differ from the default and from each other."""
+    """The keys in which the runs differ from the default configuration or from each other."""
     default = flat_config(default_config())
     every = (default, *configs)
     keys = [key for key in configs[0] | default if len({config[key] for config in every if key in config}) > 1]
     if not keys:
-        return "<p>As the default.</p>"
+        return "<p>All keys have their default values.</p>"
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ("key", "default", *names))
     rows = ((key, *(config.get(key, "-") for config in every)) for key in keys)
     lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
@@ -137,7 +142,7 @@ def _details(name: str, directory: Path, config: dict[str, str]) -> str:
     parts = [("whole configuration", whole, "")]
     layout = directory / LAYOUT_FILE
     if layout.is_file():
-        parts.append(("layout and memory a device", layout.read_text(encoding="utf-8"), ""))
+        parts.append(("layout and memory per device", layout.read_text(encoding="utf-8"), ""))
     samples = directory / SAMPLES_FILE
     if samples.is_file():
         texts = samples.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A picture of a run from its metrics.jsonl: losses, learning rate, sequence length and throughput over steps."""
+"""run.png: losses, learning rate, sequence length and throughput over steps (matplotlib)."""
 
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ TRAINING, VALIDATION, SKIPPED, GREY = "#4c78a8", "#e45756", "#f58518", "#888888"
 
 
 def draw_run(run_directory: Path) -> Path:
-    """Draws `run_directory/run.png` from metrics.jsonl and returns its path; a viewer never sees half a picture.
+    """Draws `run_directory/run.png` from metrics.jsonl and returns its path; it is replaced as a whole.
 
-    Four panels over steps: training and validation loss (nats a token), learning rate, sequence length (tokens) and
+    Four panels over steps: training and validation loss (nats per token), learning rate, sequence length (tokens) and
     throughput (tokens/s). Thin vertical lines mark resumes, crosses at the foot of the losses steps that were skipped.
     """
     metrics = run_directory / METRICS_FILE
@@ -42,7 +42,7 @@ def _plot(metrics: list[dict[str, Any]], resumes: list[int], title: str) -> Figu
     length.set_yticks([0, *np.unique(lengths)])
     speed.plot(*_series(metrics, "tokens_per_second"), color=TRAINING, linewidth=1)
     speed.yaxis.set_major_formatter(EngFormatter())
-    names = ("loss (nats a token)", "learning rate", "sequence length (tokens)", "throughput (tokens/s)")
+    names = ("loss (nats per token)", "learning rate", "sequence length (tokens)", "throughput (tokens/s)")
     for axes, name in zip(panels.flat, names, strict=True):
         axes.set_title(name, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)

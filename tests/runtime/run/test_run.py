@@ -1,0 +1,96 @@
+"""What a run does between steps, on a run without devices: stand-ins take the place of what is not looked at."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zero.runtime import train
+from zero.runtime.errors import UserError
+from zero.runtime.run import run as run_module
+from zero.runtime.run.position import TrainingPosition
+from zero.runtime.run.run import Run
+from zero.runtime.run.step_metrics import StepMetrics
+from zero.runtime.tracking.tracker import Tracker
+from zero.training.schedules import Context
+
+
+def values(**other: float) -> dict[str, Any]:
+    usual = {"loss": 2.0, "gradient_norm": 1.0, "learning_rate": 0.1}
+    counts = {"skipped_steps": 0, "skipped_in_a_row": 0, "skipped_spikes": 0}
+    return {name: jnp.asarray(value) for name, value in (usual | counts | other).items()}
+
+
+class NoCheckpoints:
+    """Refuses to save."""
+
+    def check(self) -> None: ...
+
+    def steps(self) -> list[int]:
+        return []
+
+
+def make_run(directory: Path, tracker: Tracker | None, **metrics: float) -> Run:
+    training = SimpleNamespace(
+        max_skipped_in_a_row=20, skip_bad_steps=False, skip_spikes=None, sample_tokens=0, harness_frequency=2
+    )
+    run: Any = object.__new__(Run)
+    run.config = SimpleNamespace(
+        training=training,
+        data=SimpleNamespace(max_skipped_rows=0),
+        evaluate=SimpleNamespace(harness=["a.yaml"]),
+    )
+    run.directory, run.tracker, run.checkpoints = directory, tracker, NoCheckpoints()
+    run.position = TrainingPosition(8, step=3, cursor={"batches": 3})
+    run.loader = SimpleNamespace(rows_seen=lambda batches: {})
+    run.context, run.last_step, run.stop_requests = Context(16, 16, 0), 10, [15]
+    run.metrics = StepMetrics(128, 8, peak_flops=1e6)
+    run._uncounted = (0, 0)
+    run.metrics.add(values(**metrics), leave=1, flops=500)
+    return run
+
+
+def test_run_that_stops_between_steps_saves_no_state_that_is_not_finite(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"step 3: the gradient is not finite and training.skip_bad_steps=false"):
+        make_run(tmp_path, None, gradient_norm=np.nan).stop()
+
+
+def test_report_that_cannot_be_written_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_space(directory: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(train, "draw_run", no_space)
+    with Tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
+        run = make_run(tmp_path, tracker)
+        train._report(run, {"step": 3, "train/loss": 2.0})
+    assert "step 3: the report of the run could not be written: [Errno 28] No space left on device" in caplog.text
+
+
+def test_line_of_metrics_tells_how_well_the_devices_are_used(tmp_path: Path) -> None:
+    run = make_run(tmp_path, None)
+    line = run.read_metrics()
+    assert line["tokens_per_second"] == pytest.approx(128 / line["step_time"])
+    assert line["tokens_per_second_per_device"] == pytest.approx(line["tokens_per_second"] / 8)
+    assert line["mfu"] == pytest.approx(500 / line["step_time"] / 1e6)
+    assert run.metrics.is_empty
+
+
+def test_mfu_is_not_shown_where_the_peak_is_unknown() -> None:
+    metrics = StepMetrics(128, 8, peak_flops=None)
+    metrics.add(values(), leave=0, flops=500)
+    assert "mfu" not in metrics.read()
+
+
+def test_tasks_are_logged_by_name_without_their_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = {"choice": {"acc,none": 0.5, "acc_stderr,none": 0.1, "alias": "choice"}}
+    monkeypatch.setattr(run_module, "Scorer", lambda *arguments: None)
+    monkeypatch.setattr(run_module, "run_tasks", lambda scorer, context, tasks: results)
+    run: Any = make_run(tmp_path, None)
+    run.config.training.batch_size = 8
+    run.model, run.state, run.tokenizer = None, SimpleNamespace(params=None), None
+    assert run.harness_results() == {"harness/choice/acc": 0.5}

@@ -1,0 +1,28 @@
+"""Operations of the model against the formula that a person would write down."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from zero.models.gpt import GPT, GPTConfig
+from zero.training.flops import matmul_flops, model_flops
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_model_flops_are_three_forward_passes(chunks: int) -> None:
+    rows, context, width, layers, vocabulary = 2, 16, 24, 3, 33
+    config = GPTConfig(width, vocabulary, 4, context, 0.1, layers, vocab_chunks=chunks)
+    dense = 2 * rows * context * 12 * width**2  # query, key, value, output, and two of four times the width
+    attention = 2 * 2 * rows * context**2 * width
+    assert vocabulary % chunks == 0
+    logits = 2 * rows * context * width * vocabulary
+    assert model_flops(config, rows, context) == 3 * (layers * (dense + attention) + logits)
+
+
+def test_rematerialisation_is_counted_in_a_step_but_not_in_the_model() -> None:
+    config = GPTConfig(24, 33, 4, 16, 0.0, 3)
+    tokens = jnp.zeros((2, 16), jnp.int32)
+    model = GPT(config, remat="full")
+    params = model.init(jax.random.key(0), tokens, tokens)
+    step = jax.make_jaxpr(jax.grad(lambda p: jnp.sum(model.apply(p, tokens, tokens))))(params)
+    assert matmul_flops(step.jaxpr) > 1.2 * model_flops(config, 2, 16)
