@@ -210,7 +210,7 @@ def test_run_directory_tells_what_was_done(finished: Path, workplace: Path) -> N
     assert scalars(events, "train/loss") == pytest.approx({line["step"]: line["train/loss"] for line in lines})
     (trace,) = (finished / "profile").rglob("perfetto_trace.json.gz")
     names = {event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
-    assert any("all-gather" in name for name in names) and any("reduce-scatter" in name for name in names)
+    assert any("all_gather" in name for name in names) and any("reduce_scatter" in name for name in names)
     assert "mfu" in (finished / "report.html").read_text()
     (offline,) = (finished / "wandb").glob("offline-run-*")
     assert offline.name.endswith((finished / "wandb_run_id").read_text())

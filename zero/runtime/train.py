@@ -28,7 +28,7 @@ SUMMARY = {
     "train/loss": "loss {:.3f}",
     "validation/loss": "validation {:.3f}",
     "tokens_per_second": "{:,.0f} tokens/s",
-    "mfu": "MFU {:.0%}",
+    "mfu": "MFU {:.1%}",
 }
 
 

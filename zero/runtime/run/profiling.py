@@ -32,7 +32,9 @@ class Profiler:
     def before(self, step: int) -> None:
         """Starts the trace where it begins with this step."""
         if self._first <= step <= self._last and not self._is_tracing:
-            jax.profiler.start_trace(str(self._directory), create_perfetto_trace=True)
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # every call of a Python function would bury what the devices do
+            jax.profiler.start_trace(str(self._directory), create_perfetto_trace=True, profiler_options=options)
             self._is_tracing = True
 
     def stop(self) -> None:

@@ -123,7 +123,9 @@ class Run:
         elif not self._first_step(length, rows):
             return False
         if self.profiler.is_last(step):
+            began = time.monotonic()
             self.profiler.stop()
+            self.metrics.exclude(time.monotonic() - began)
         self._count(step, batch)
         self.bar.update()
         return True
@@ -140,7 +142,7 @@ class Run:
             self.state, metrics = program(self.state, rows)
             self.metrics.add(metrics, leave=0)
         seconds, age = time.monotonic() - began, process_age()
-        self.metrics.exclude_compilation(seconds)
+        self.metrics.exclude(seconds, steps=1)
         if not self._steps:
             self.metrics.add_to_next_line("seconds_to_first_step", age)
         self._steps[length] = program

@@ -44,9 +44,9 @@ class StepMetrics:
         """Updates skipped since the last one that was made, as of the newest step that was read."""
         return int(self._newest["skipped_in_a_row"])
 
-    def exclude_compilation(self, seconds: float) -> None:
-        """The newest step took so long because it was compiled: it does not count for the throughput."""
-        self._untimed += 1
+    def exclude(self, seconds: float, steps: int = 0) -> None:
+        """Time that does not count for the throughput, as of compilation, and the newest steps, if it was theirs."""
+        self._untimed += steps
         self._started += seconds
 
     def add_to_next_line(self, name: str, value: float) -> None:
