@@ -35,9 +35,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests import bucket, cli, hosts
-from zero.runtime import storage
 from zero.runtime.checkpoints.checkpoints import Checkpoints
 from zero.runtime.run_directory import CONFIG_FILE, checkpoint_directory, saved_config, saved_steps
+from zero.runtime.storage import gcs
 from zero.runtime.tracking.metrics import read_metrics, read_resumes
 
 SHAPES = ((1, 8), (2, 4), (1, 4))  # processes, devices of each
@@ -88,7 +88,7 @@ def weather(
             address = stack.enter_context(bucket.disturbed(proxy))
             environment = {"STORAGE_EMULATOR_HOST": address, "TENSORSTORE_GCS_HTTP_URL": address}
             stack.enter_context(patch.dict(os.environ, environment))
-            storage._client.cache_clear()  # which an earlier test may have pointed elsewhere
+            gcs.client.cache_clear()  # which an earlier test may have pointed elsewhere
             job += (
                 f"data.bucket_path={bucket.BUCKET}",
                 *(absolute(place, argument) for argument in job if "index_path" in argument),

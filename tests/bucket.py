@@ -1,4 +1,4 @@
-"""A storage server on loopback, and a proxy in front of it that hurts what passes. A helper of tests."""
+"""A storage server on loopback, and a proxy in front of it that injects faults. A helper of tests."""
 
 import gc
 import http.client
@@ -20,6 +20,7 @@ from gcp_storage_emulator.handlers import objects
 from gcp_storage_emulator.server import create_server
 
 from zero.runtime import storage
+from zero.runtime.storage import gcs
 
 BUCKET = "bucket"
 REFUSALS = ("429", "500", "503")  # of any request
@@ -28,9 +29,9 @@ BODY_FAULTS = ("reset", "truncated", "short", "stall", "wrong bytes")  # of a re
 
 @contextmanager
 def serving() -> Iterator[str]:
-    """A storage server with one empty bucket, `BUCKET`; its address is for STORAGE_EMULATOR_HOST.
+    """Runs a storage server with one empty bucket, `BUCKET`; the address is for STORAGE_EMULATOR_HOST.
 
-    As Google's it says which generation it reads; orbax asks for that.
+    Reads carry the generation as with Google's servers, because orbax needs it.
     """
     download = objects.download
 
@@ -50,24 +51,24 @@ def serving() -> Iterator[str]:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    """Goes through this address, and loses little time over what fails."""
+    """Sends all requests to this address, with short timeouts and retries."""
     from google.cloud.storage.retry import DEFAULT_RETRY
 
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
-    storage._client.cache_clear()
-    monkeypatch.setattr(storage, "TIMEOUT", (1, 0.3))
-    monkeypatch.setattr(storage, "_retry", lambda: DEFAULT_RETRY.with_delay(0.01, 0.1, 2).with_timeout(2))
+    gcs.client.cache_clear()
+    monkeypatch.setattr(gcs, "TIMEOUT", (1, 0.3))
+    monkeypatch.setattr(gcs, "_retry", lambda: DEFAULT_RETRY.with_delay(0.01, 0.1, 2).with_timeout(2))
 
 
 def upload(directory: Path, url: str) -> None:
-    """Everything below a local directory, to the same places below an address."""
+    """Copies everything below a local directory to a URL."""
     for path in storage.list_files(directory):
         storage.write(storage.join(url, os.path.relpath(path, directory)), Path(path).read_bytes())
 
 
 class Proxy:
-    """Passes requests on to `target`, all but `budget` of them, a part `rate`, which it refuses or answers badly."""
+    """Forwards requests to `target`, except that up to `budget` of them, a fraction `rate`, get a fault instead."""
 
     def __init__(self, target: str, budget: int, rate: float = 1.0, faults: tuple[str, ...] = REFUSALS + BODY_FAULTS):
         self.target = target.removeprefix("http://")
@@ -76,7 +77,7 @@ class Proxy:
         self.lock, self.random, self.closed = threading.Lock(), random.Random(0), threading.Event()
 
     def draw(self, is_read: bool) -> str | None:
-        """The fault of this request, if it gets one: the kind there were fewest of."""
+        """The fault of this request, if it gets one: the kind that was injected least often so far."""
         faults = [fault for fault in self.faults if is_read or fault in REFUSALS]
         with self.lock:
             if not faults or self.injected.total() >= self.budget or self.random.random() >= self.rate:
@@ -88,7 +89,7 @@ class Proxy:
 
 @contextmanager
 def disturbed(proxy: Proxy) -> Iterator[str]:
-    """The proxy at work; its address is for STORAGE_EMULATOR_HOST."""
+    """Runs the proxy; the address is for STORAGE_EMULATOR_HOST."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -151,5 +152,5 @@ def disturbed(proxy: Proxy) -> Iterator[str]:
             server.shutdown()
             server.server_close()
             thread.join()
-            storage._client.cache_clear()
+            gcs.client.cache_clear()
             gc.collect()

@@ -11,6 +11,7 @@ import pytest
 from tests import bucket, hosts
 from zero.runtime import storage
 from zero.runtime.errors import UserError
+from zero.runtime.storage import checksummed, gcs
 
 DATA = bytes(range(256)) * 400
 
@@ -35,11 +36,11 @@ def test_a_bucket_is_like_a_directory(place: str):
     assert storage.exists(url) and storage.stat(url).size == len(DATA)
     assert storage.stat(url).generation != first.generation
     assert storage.read_bytes(url) == DATA
-    with storage.reading(url) as stream:
+    with storage.open_reader(url) as stream:
         assert stream.read(3) == DATA[:3]
         stream.seek(90_000, os.SEEK_CUR)
         assert stream.read(5) == DATA[90_003:90_008]
-    with storage.reading(url) as stream:
+    with storage.open_reader(url) as stream:
         storage.write(storage.join(place, "copy"), stream)
     storage.write(storage.join(place, "empty"), b"")
     assert storage.read_bytes(storage.join(place, "empty")) == b""
@@ -69,7 +70,7 @@ def test_other_addresses_are_refused(url: str):
 def test_every_fault_is_overcome(server: str, monkeypatch: pytest.MonkeyPatch, fault: str):
     bucket.use(monkeypatch, server)
     storage.write(f"gs://{bucket.BUCKET}/faults", DATA)
-    monkeypatch.setattr(storage, "CHUNK", 40_000)
+    monkeypatch.setattr(checksummed, "CHUNK", 40_000)
     proxy = bucket.Proxy(server, budget=3, faults=(fault,))
     with bucket.disturbed(proxy) as address:
         bucket.use(monkeypatch, address)
@@ -84,7 +85,7 @@ def test_a_broken_read_goes_on_at_its_byte(server: str, monkeypatch: pytest.Monk
     proxy = bucket.Proxy(server, budget=1, faults=("truncated",))
     with bucket.disturbed(proxy) as address:
         bucket.use(monkeypatch, address)
-        http = storage._client(os.getpid())._http
+        http = gcs.client(os.getpid())._http
         request = http.request
 
         def watch(method, url, **options):
@@ -102,10 +103,10 @@ def test_bytes_that_stay_wrong_are_told(server: str, monkeypatch: pytest.MonkeyP
     storage.write(f"gs://{bucket.BUCKET}/wrong", DATA)
     with bucket.disturbed(bucket.Proxy(server, budget=99, faults=("wrong bytes",))) as address:
         bucket.use(monkeypatch, address)
-        with pytest.raises(UserError, match=r"gs://bucket/wrong: crc32c .* came where .* is stored, 5 times in a row"):
+        with pytest.raises(UserError, match=r"gs://bucket/wrong: crc32c is .*, expected .*, 5 times in a row"):
             storage.read_bytes(f"gs://{bucket.BUCKET}/wrong")
-        with pytest.raises(storage.Garbled):  # although nobody asked for the end
-            with storage.reading(f"gs://{bucket.BUCKET}/wrong") as stream:
+        with pytest.raises(storage.ChecksumMismatch):  # although nobody asked for the end
+            with storage.open_reader(f"gs://{bucket.BUCKET}/wrong") as stream:
                 stream.read(1)
 
 
@@ -173,5 +174,5 @@ def test_directory_in_a_bucket_is_moved_whole_and_alone(server: str, monkeypatch
     storage.move("gs://bucket/moved/10", "gs://bucket/moved/10.damaged")
     left = [url.removeprefix("gs://bucket/moved/") for url in storage.list_files("gs://bucket/moved")]
     assert left == ["10.damaged/a", "10.damaged/state/b", "100/a"]
-    with storage.reading("gs://bucket/moved/10.damaged/state/b") as file:
+    with storage.open_reader("gs://bucket/moved/10.damaged/state/b") as file:
         assert file.read() == b"10/state/b"

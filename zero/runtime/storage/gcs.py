@@ -1,0 +1,162 @@
+"""Google Cloud Storage: the backend of `zero.runtime.storage` for gs:// URLs (google-cloud-storage).
+
+Buckets are accessed with Application Default Credentials if this machine has any, and anonymously otherwise;
+STORAGE_EMULATOR_HOST is honoured. Every request is repeated after status 429, 5xx, a reset or a timeout, with
+exponential back-off and jitter, until `DEADLINE`; a read continues at the byte where the connection broke.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from zero.runtime.errors import UserError
+from zero.runtime.storage.backend import AccessDenied, ChecksumMismatch, FileStat
+from zero.runtime.storage.checksummed import open_checksummed
+from zero.runtime.storage.urls import SCHEME, split
+
+if TYPE_CHECKING:
+    from google.cloud import storage
+
+TIMEOUT = 10, 30  # seconds to connect, and without a byte while reading
+DEADLINE = 300  # seconds for one request and its repetitions
+
+
+def stat(url: str | Path) -> FileStat:
+    blob = _blob(url)
+    with _translated_errors(url):
+        blob.reload(timeout=TIMEOUT, retry=_retry())
+    return FileStat(blob.size, blob.generation, blob.crc32c)
+
+
+def list_files(directory: str | Path) -> list[str]:
+    bucket, name = split(directory)
+    prefix = name.rstrip("/") + "/" if name.rstrip("/") else ""
+    try:
+        with _translated_errors(directory):
+            blobs = list(client(os.getpid()).list_blobs(bucket, prefix=prefix, timeout=TIMEOUT, retry=_retry()))
+    except FileNotFoundError:
+        raise UserError(f"{directory}: no such bucket") from None
+    return sorted(f"{SCHEME}{bucket}/{blob.name}" for blob in blobs)
+
+
+def move(directory: str | Path, target: str | Path) -> None:
+    files = list_files(directory)
+    for url in files:
+        copy, token = _blob(str(target) + url.removeprefix(str(directory))), None
+        with _translated_errors(url):
+            while True:  # a large object takes several requests
+                token, _, _ = copy.rewrite(_blob(url), token=token, timeout=TIMEOUT, retry=_retry())
+                if token is None:
+                    break
+    for url in files:
+        with _translated_errors(url):
+            _blob(url).delete(timeout=TIMEOUT, retry=_retry())
+
+
+def open_reader(
+    url: str | Path, known: FileStat | None = None, copy_to: BinaryIO | None = None
+) -> AbstractContextManager[BinaryIO]:
+    """Streams one generation of an object, `checksummed.CHUNK` bytes per request; `known` saves asking for its stat."""
+    known = known or stat(url)
+    blob = _blob(url, known.generation)
+
+    def read_range(start: int, size: int) -> bytes:
+        with _translated_errors(url):
+            return blob.download_as_bytes(
+                start=start,
+                end=start + size - 1,
+                raw_download=True,
+                checksum=None,  # Google stores one of the whole object, none of a range
+                timeout=TIMEOUT,
+                retry=_retry(),
+            )
+
+    return open_checksummed(str(url), known, read_range, copy_to)
+
+
+def write(url: str | Path, data: bytes | BinaryIO) -> None:
+    source = io.BytesIO(data) if isinstance(data, bytes) else data
+    with _translated_errors(url):
+        _blob(url).upload_from_file(source, rewind=True, checksum="crc32c", timeout=TIMEOUT, retry=_retry())
+
+
+def remove(url: str | Path) -> None:
+    try:
+        with _translated_errors(url):
+            _blob(url).delete(timeout=TIMEOUT, retry=_retry())
+    except FileNotFoundError:
+        pass
+
+
+@functools.lru_cache(maxsize=1)
+def client(process: int) -> storage.Client:
+    """One client per process id, because connections do not survive a fork."""
+    import google.auth
+    from google.auth.exceptions import DefaultCredentialsError
+    from google.cloud import storage
+
+    if os.environ.get("STORAGE_EMULATOR_HOST"):
+        return storage.Client.create_anonymous_client()
+    try:
+        credentials, project = google.auth.default(scopes=["https://www.googleapis.com/auth/devstorage.read_write"])
+    except DefaultCredentialsError:
+        return storage.Client.create_anonymous_client()
+    return storage.Client(project=project or "<none>", credentials=credentials)
+
+
+def _blob(url: str | Path, generation: int | None = None) -> storage.Blob:
+    bucket, name = split(url)
+    return client(os.getpid()).bucket(bucket).blob(name, generation=generation)
+
+
+def _retry() -> Any:
+    from google.cloud.storage.retry import DEFAULT_RETRY
+
+    return DEFAULT_RETRY.with_delay(initial=0.5, maximum=30, multiplier=2).with_timeout(DEADLINE)
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether this error comes from a disk, a network or a bucket rather than from a fault in the program."""
+    raised_by = {
+        "gcsfs.retry": "HttpError",
+        "google.api_core.exceptions": "GoogleAPIError",
+        "google.auth.exceptions": "GoogleAuthError",
+    }
+    # A library that was never imported cannot have raised the error.
+    classes = [getattr(sys.modules[module], name) for module, name in raised_by.items() if module in sys.modules]
+    return isinstance(error, (OSError, *classes))
+
+
+@contextmanager
+def _translated_errors(url: str | Path) -> Iterator[None]:
+    """Raises what `zero.runtime.storage` documents instead of the exceptions of Google's library."""
+    from google.api_core import exceptions
+    from google.auth.exceptions import GoogleAuthError
+    from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
+
+    try:
+        yield
+    except exceptions.NotFound:
+        raise FileNotFoundError(f"{url}: no such object") from None
+    except DataCorruption as error:
+        raise ChecksumMismatch(f"{url}: {_first_line(error)}") from error
+    except (exceptions.Unauthorized, exceptions.Forbidden, GoogleAuthError) as error:
+        raise AccessDenied(
+            f"{url}: access denied; a private bucket needs the credentials of an account with access to it "
+            f"(gcloud auth application-default login): {_first_line(error)}"
+        ) from error
+    except exceptions.RetryError as error:
+        raise UserError(f"{url}: no answer within {DEADLINE} s: {_first_line(error.cause or error)}") from error
+    except (exceptions.GoogleAPIError, InvalidResponse, OSError) as error:
+        raise UserError(f"{url}: request failed: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,65 @@
+"""Local paths and gs://bucket/name URLs as strings: which of both they are, joining, the parent directory."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from pathlib import Path
+
+from zero.runtime.errors import UserError
+
+SCHEME = "gs://"
+
+
+def is_remote(url: str | Path) -> bool:
+    """Whether this is a file in a bucket.
+
+    Raises:
+      UserError: a URL with another scheme, as s3://.
+    """
+    if "://" not in str(url):
+        return False
+    bucket_name, name = split(url)
+    if not str(url).startswith(SCHEME) or not bucket_name or not name:
+        raise UserError(f"{url}: expected a local path or gs://bucket/name")
+    return True
+
+
+def split(url: str | Path) -> tuple[str, str]:
+    """The bucket of a URL and the name within it.
+
+    >>> split("gs://bucket/corpus/0.tar")
+    ('bucket', 'corpus/0.tar')
+    """
+    bucket_name, _, name = str(url).removeprefix(SCHEME).partition("/")
+    return bucket_name, name
+
+
+def bucket(path: str) -> str:
+    """The URL of `data.bucket_path`: a bucket, or a directory in one, with or without gs://.
+
+    >>> bucket("name/of/it/")
+    'gs://name/of/it'
+    """
+    return SCHEME + path.removeprefix(SCHEME).strip("/")
+
+
+def join(directory: str | Path, path: str | Path) -> str:
+    """`path` relative to a directory, local or in a bucket; absolute paths and URLs are returned unchanged.
+
+    >>> join("gs://bucket/index", "../corpus/0.tar")
+    'gs://bucket/corpus/0.tar'
+    >>> join("gs://bucket/index", "/data/0.tar")
+    '/data/0.tar'
+    """
+    if "://" in str(path) or os.path.isabs(path):
+        return str(path)
+    if "://" not in str(directory):
+        return str(Path(directory, path))
+    scheme, place = str(directory).split("://", 1)
+    return f"{scheme}://{posixpath.normpath(posixpath.join(place, Path(path).as_posix()))}"
+
+
+def parent(url: str | Path) -> str:
+    """The directory of a file."""
+    return str(url).rpartition("/")[0] if "://" in str(url) else os.path.dirname(url) or "."
