@@ -50,15 +50,15 @@ def serving() -> Iterator[str]:
         objects.download = download
 
 
-def use(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    """Sends all requests to this address, with short timeouts and retries."""
+def use(monkeypatch: pytest.MonkeyPatch, address: str, deadline: float = 2) -> None:
+    """Sends all requests to this address, with short timeouts, and retries for at most `deadline` seconds."""
     from google.cloud.storage.retry import DEFAULT_RETRY
 
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
     gcs.client.cache_clear()
     monkeypatch.setattr(gcs, "TIMEOUT", (1, 0.3))
-    monkeypatch.setattr(gcs, "_retry", lambda: DEFAULT_RETRY.with_delay(0.01, 0.1, 2).with_timeout(2))
+    monkeypatch.setattr(gcs, "_retry", lambda: DEFAULT_RETRY.with_delay(0.01, 0.1, 2).with_timeout(deadline))
 
 
 def upload(directory: Path, url: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from zero.models.gpt import GPTConfig
 from zero.runtime.config.configuration import Config
-from zero.runtime.data.loader import prefetch
+from zero.runtime.data.prefetch import prefetch
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.generate import generate

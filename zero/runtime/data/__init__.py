@@ -1,1 +1,1 @@
-"""Token shards to batches: in one order on any number of hosts, from any cursor."""
+"""Token shards to batches: index files, the order of the rows, reading them from disks and buckets."""

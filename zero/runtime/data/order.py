@@ -1,15 +1,15 @@
-"""The order of the data: arithmetic on the number of rows in each shard, no files.
+"""The order of the data: arithmetic on the number of rows in each shard, without reading any file.
 
-A position is a single number, and finding it reads nothing (docs/decisions/data-order.md says why):
+A position is one number, and any position is found in the same time (docs/decisions/data-order.md says why):
 
-- An epoch lays all rows in a line, shard after shard in an order drawn from (seed, epoch).
-- The line is cut into S *streams* of equal length, S a divisor of the global batch. Row r of every batch comes from
-  stream r * S // global_rows, so a host opens the shards of its own streams only.
-- A stream takes its part of the line in *windows* of a few shards, and permutes each window whole. To resume is to read
-  one window a stream again.
-- Streams run on from epoch to epoch. A row that does not divide goes to another stream in each epoch, so all streams
-  have given the same number of rows whenever a batch is full, and no row is ever twice or missing.
-- In a mixture every corpus has streams of its own, and row n of stream s is of the corpus that (weights, s, n) say.
+- An epoch is a line of all rows, shard after shard, the shards in an order drawn from (seed, epoch).
+- The line is cut into S *streams* of equal length, where S divides the global batch. Row r of every batch comes from
+  stream r * S // global_rows, so a host opens only the shards of its own streams.
+- A stream goes through its part of the line in *shuffle buffers* of a few neighbouring shards and permutes the rows of
+  each buffer. A resume reads one buffer per stream again.
+- Streams continue from epoch to epoch. Rows that do not divide by S go to another stream in each epoch, so that all
+  streams have given the same number of rows whenever a batch is full, and no row is repeated or lost.
+- In a mixture every corpus has its own streams, and (weights, s, n) determine the corpus of row n of stream s.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from zero.runtime.errors import UserError
 
 
-class Piece(NamedTuple):
+class RowRange(NamedTuple):
     """Rows start to stop of a shard."""
 
     shard: int
@@ -33,16 +33,16 @@ class Piece(NamedTuple):
     stop: int
 
 
-class Window(NamedTuple):
-    """Pieces that are permuted as one; `skip` rows of the result were already used."""
+class ShuffleBuffer(NamedTuple):
+    """Row ranges whose rows are permuted together; the first `skip` rows of the result were already used."""
 
-    pieces: tuple[Piece, ...]
-    key: tuple[int, ...]
+    ranges: tuple[RowRange, ...]
+    key: tuple[int, ...]  # of the permutation
     skip: int
 
 
 def permutation(n: int, *key: int) -> np.ndarray:
-    # numpy promises the raw bits of a generator for ever, and the results of its shuffle for one version only.
+    # numpy guarantees the raw bits of a generator in all versions, but the results of its shuffle only within one.
     return np.argsort(np.random.PCG64(key).random_raw(n), kind="stable")
 
 
@@ -50,12 +50,12 @@ def permutation(n: int, *key: int) -> np.ndarray:
 class Order:
     rows: tuple[int, ...]  # of each shard
     streams: int
-    window: int  # shards in a window of one stream
-    seed: int | None  # None: as the shards stand
+    buffer_shards: int  # in one shuffle buffer of one stream
+    seed: int | None  # None: in the order of the shards
     epochs: int | None  # None: without end
 
-    def windows(self, stream: int, row: int) -> Iterator[Window]:
-        """The windows of a stream from its `row` on (rows are counted over all epochs)."""
+    def buffers(self, stream: int, row: int) -> Iterator[ShuffleBuffer]:
+        """The shuffle buffers of a stream, beginning with its `row` (rows are counted over all epochs)."""
         total, streams = sum(self.rows), self.streams
         # Stream s has given (e * N + s) // S rows before epoch e; over all streams that makes e * N.
         begin = row * streams // total  # or the epoch after it
@@ -64,38 +64,39 @@ class Order:
             before, after = (np.arange(streams) + e * total for e in (epoch, epoch + 1))
             ends = np.cumsum(after // streams - before // streams)
             first, last = (int(ends[stream - 1]) if stream else 0), int(ends[stream])
-            for number, pieces in enumerate(self._cut(epoch, first, last)):
-                rows = sum(piece.stop - piece.start for piece in pieces)
+            for number, ranges in enumerate(self._cut(epoch, first, last)):
+                rows = sum(part.stop - part.start for part in ranges)
                 if skip < rows:
-                    yield Window(pieces, (self.seed or 0, epoch, stream, number), skip)
+                    yield ShuffleBuffer(ranges, (self.seed or 0, epoch, stream, number), skip)
                 skip = max(0, skip - rows)
 
-    def _cut(self, epoch: int, first: int, last: int) -> Iterator[tuple[Piece, ...]]:
-        """The windows that make up rows `first` to `last` of an epoch's line."""
+    def _cut(self, epoch: int, first: int, last: int) -> Iterator[tuple[RowRange, ...]]:
+        """Rows `first` to `last` of an epoch's line, as the row ranges of each shuffle buffer."""
         count = len(self.rows)
         order = np.arange(count) if self.seed is None else permutation(count, self.seed, epoch)
         ends = np.cumsum(np.asarray(self.rows)[order])
-        pieces = []
+        ranges = []
         for place in range(int(np.searchsorted(ends, first, "right")), int(np.searchsorted(ends, last, "left")) + 1):
             shard = int(order[place])
             begin = int(ends[place]) - self.rows[shard]
-            pieces.append(Piece(shard, max(first - begin, 0), min(last - begin, self.rows[shard])))
-        for i in range(0, len(pieces), self.window):
-            yield tuple(pieces[i : i + self.window])
+            ranges.append(RowRange(shard, max(first - begin, 0), min(last - begin, self.rows[shard])))
+        for i in range(0, len(ranges), self.buffer_shards):
+            yield tuple(ranges[i : i + self.buffer_shards])
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Which corpus each row of a stream is from."""
+    """Determines the corpus of each row of a stream."""
 
     weights: tuple[Fraction, ...]  # of each corpus; they sum to 1
     streams: int
 
     def counts(self, stream: int, row: int, count: int = 0) -> np.ndarray:
-        """(corpora, 1 + count): how many rows of each corpus are among the first row, row + 1, ... of a stream.
+        """(corpora, 1 + count): rows of each corpus among the first row, row + 1, ..., row + count rows of a stream.
 
-        The first corpus takes its share of the rows, rounded down, the second its share of what that leaves, and so on:
-        no count ever falls, and none drifts. Streams round at different rows, so that batches mix alike.
+        The first corpus takes its share of the rows, rounded down, the second its share of the rest, and so on: no
+        count ever decreases, and none drifts from its weight. Streams round at different rows, so that batches are
+        mixed alike.
         """
         left, weight = row + np.arange(1 + count), Fraction(1)
         counts = []
@@ -109,8 +110,8 @@ class Mixture:
         return np.stack([*counts, left])
 
 
-def normalised(weights: list[float]) -> tuple[Fraction, ...]:
-    """Weights that sum to 1, exactly: as they are written, to a millionth."""
+def exact_weights(weights: list[float]) -> tuple[Fraction, ...]:
+    """The weights, to a millionth as they are written in decimal, divided by their sum."""
     exact = [Fraction(str(weight)).limit_denominator(10**6) for weight in weights]
     if min(exact) <= 0:
         raise UserError(f"the weights of a mixture must be positive, not {min(weights)}")

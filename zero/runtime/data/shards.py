@@ -1,15 +1,17 @@
-"""Token shards: index files that list them, and the rows in a tar file, checked one by one (webdataset)."""
+"""The rows of one shard: a tar file of .npy arrays in webdataset's convention, every sample checked (webdataset).
+
+Shapes: n rows of a sample, T tokens that the model reads of a row (the context).
+"""
 
 from __future__ import annotations
 
 import functools
 import io
-import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -19,76 +21,17 @@ from webdataset.tariterators import group_by_keys
 from zero.runtime import storage
 from zero.runtime.errors import UserError
 
-BROKEN = (EOFError, ValueError)  # what parsing raises for a shard that is not whole
+_UNREADABLE = (EOFError, ValueError)  # raised while parsing a truncated or damaged shard
 _NPY_HEADER = 1024  # bytes to read for it; numpy writes 128
-_log = logging.getLogger(__name__)
-Rows = tuple[np.ndarray, np.ndarray]  # tokens (n, T), and how many of them each row has (n,)
+Rows = tuple[np.ndarray, np.ndarray]  # tokens (n, T), and the number of tokens in each row (n,)
 
 
 class BadData(UserError):
-    """A shard that is missing or damaged, or a sample that is none: what a loader may be told to skip."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One tar file and the rows it holds."""
-
-    path: str  # or gs://bucket/name
-    rows: int
-
-    @property
-    def name(self) -> str:
-        """Corpus and file: what stays the same when a corpus moves to another disk or a bucket."""
-        path = self.path if storage.is_remote(self.path) else os.path.abspath(self.path)
-        return "/".join(path.split("/")[-2:])
-
-
-def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
-    """The shards of an .index file: one path or address a line, relative to the file; `#` begins a comment.
-
-    A comment of `<n> rows` after a path, as data/prepare.py writes it, saves counting the rows of that shard.
-    Raises UserError for a missing or empty index and for shards that cannot be counted, and BadData for shards that are
-    missing, unless `skip_bad`.
-    """
-    try:
-        lines = storage.read_bytes(index).decode().splitlines()
-    except FileNotFoundError:
-        raise UserError(f"index file {index}: no such file; python data/prepare.py writes one") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"index file {index} cannot be read: {error}") from error
-    found: list[tuple[str, int | None]] = []
-    for line in lines:
-        name, *comment = re.split(r"(?:^|\s+)#", line.strip(), maxsplit=1)
-        if name:
-            counted = re.match(r"\s*(\d+) rows\b", "".join(comment))
-            found.append((storage.join(storage.parent(index), name), int(counted[1]) if counted else None))
-    if not found:
-        raise UserError(f"index file {index} lists no shards; expected one path a line")
-    try:
-        missing = _missing([path for path, _ in found])
-    except UserError as error:
-        raise UserError(f"index file {index}: shard {error}") from error
-    if missing and not skip_bad:
-        raise BadData(f"index file {index}: shard {missing[0]} is missing")
-    return [Shard(path, count_rows(path) if rows is None else rows) for path, rows in found]
-
-
-def _missing(paths: list[str]) -> list[str]:
-    """Those that are not there. A bucket that may be read and not listed shows it later, when they are read."""
-    missing = [path for path in paths if not storage.is_remote(path) and not os.path.isfile(path)]
-    remote = [path for path in paths if storage.is_remote(path)]
-    for directory in dict.fromkeys(map(storage.parent, remote)):
-        try:
-            there = set(storage.list_files(directory))
-        except storage.AccessDenied as error:
-            _log.warning("shards that are missing will show when they are read: %s", error)
-            continue
-        missing += [path for path in remote if storage.parent(path) == directory and path not in there]
-    return missing
+    """A shard that is missing or damaged, or a sample that cannot be used: what a loader can be told to skip."""
 
 
 def count_rows(path: str | Path) -> int:
-    """Rows of a shard, from the headers of its members alone; raises BadData for a shard that is not whole."""
+    """Rows of a shard, from the headers of its members alone; raises BadData for a truncated or damaged shard."""
 
     def count(stream: BinaryIO) -> int:
         rows = 0
@@ -102,39 +45,72 @@ def count_rows(path: str | Path) -> int:
         return storage.read(path, count)
     except FileNotFoundError:
         raise BadData(f"shard {path} is missing, and the index file does not say how many rows it has") from None
-    except BROKEN as error:
+    except _UNREADABLE as error:
         raise BadData(f"shard {path} is truncated or damaged: {error}") from error
     except OSError as error:
         raise UserError(f"shard {path} cannot be read: {error}") from error
 
 
-def row_tokens(index: str | Path | Sequence[str | Path]) -> int:
-    """Tokens of a row as the shards hold them, of the first one in the index."""
-    shard = read_index(index if isinstance(index, str | Path) else index[0])[0]
-    sample = storage.read(shard.path, lambda stream: next(samples(shard, stream)))
-    return _array(sample, "input_id.npy", f"shard {shard.path}, sample {sample['__key__']}").shape[-1]
+def row_tokens(path: str) -> int:
+    """The number of tokens per row, according to the first sample of a shard."""
+    sample = storage.read(path, lambda stream: next(read_samples(path, stream)))
+    return _array(sample, "input_id.npy", f"shard {path}, sample {sample['__key__']}").shape[-1]
 
 
-def samples(shard: Shard, stream: BinaryIO) -> Iterator[dict[str, Any]]:
+def read_samples(path: str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
     """The samples of a shard in webdataset's convention: `__key__` and the bytes of each member."""
-    files = ({"fname": name, "data": data, "__url__": shard.path} for name, data in _tar_files(stream))
+    files = ({"fname": name, "data": data, "__url__": path} for name, data in _tar_files(stream))
     try:
         yield from group_by_keys(files)
-    # webdataset adds its stream and its address to the arguments; the first one is the message
-    except BROKEN as error:
-        raise BadData(f"shard {shard.path} is truncated or damaged: {error.args[0]}") from error
+    # webdataset appends its stream and its address to the arguments; the first one is the message
+    except _UNREADABLE as error:
+        raise BadData(f"shard {path} is truncated or damaged: {error.args[0]}") from error
     except UserError as error:
         raise UserError(error.args[0]) from error
 
 
-def _tar_files(stream: BinaryIO, most: int | None = None) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the files in a tar, as they come; of each file at most its first bytes.
+def decode(sample: dict[str, Any], name: str, context: int, vocab_size: int) -> Rows:
+    """The rows (n, T) of a sample and the number of tokens in each (n,), both in the sample's dtype.
 
-    Beside tarfile this takes no damaged header for the end of the archive, and a tenth of the time.
+    Every token id that the model would read is checked here: BadData, with `name`, for one outside the vocabulary.
+    """
+    rows = _array(sample, "input_id.npy", name)
+    if rows.ndim not in (1, 2):
+        raise BadData(f"{name}: input_id.npy must have 1 or 2 dimensions, not {rows.ndim}")
+    rows = np.atleast_2d(rows)
+    if rows.shape[1] < context:
+        raise BadData(
+            f"{name} has rows of {rows.shape[1]} tokens, and the model reads {context}: "
+            f"prepare the corpus again: zero-prepare <source> --row-tokens {context} --overwrite"
+        )
+    rows = rows[:, :context]
+    lengths = np.full(len(rows), context)
+    if "length.npy" in sample:
+        given = _array(sample, "length.npy", name).reshape(-1)
+        if given.shape != lengths.shape or (given.size and given.min() < 0):
+            raise BadData(f"{name}: length.npy must hold one length for each of {len(rows)} rows")
+        lengths = np.minimum(given, context)
+        rows = np.where(np.arange(context) < lengths[:, None], rows, np.zeros((), rows.dtype))
+    info = np.iinfo(rows.dtype)
+    if rows.size and (info.min < 0 or info.max >= vocab_size):  # else no value of this dtype is outside
+        low, high = 0 if info.min == 0 else int(rows.min()), int(rows.max())
+        if low < 0 or high >= vocab_size:
+            token = low if low < 0 else high
+            raise BadData(f"{name} holds token {token}, outside the vocabulary of {vocab_size}")
+    return rows, lengths
+
+
+# ---- tar -------------------------------------------------------------------------------------------------------------
+
+
+def _tar_files(stream: BinaryIO, most: int | None = None) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the files in a tar; with `most`, only so many first bytes of each.
+
+    Unlike tarfile this does not take a damaged header for the end of the archive, and it is ten times as fast.
     """
     long_name = b""  # of the next file
     while (header := _read_exactly(stream, 512)) != bytes(512):
-        # The checksum is the sum of the header's bytes, its own eight taken for blanks.
+        # The checksum is the sum of the header's bytes, with its own eight counted as blanks.
         if _octal(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * 32:
             raise ValueError("a header does not match its checksum")
         size, kind = _octal(header[124:136]), header[156:157]
@@ -153,7 +129,7 @@ def _tar_files(stream: BinaryIO, most: int | None = None) -> Iterator[tuple[str,
             short_name = b"/".join(part for field in (prefix, header[:100]) if (part := field.partition(b"\0")[0]))
             name = (long_name or short_name).decode("utf-8", "surrogateescape")
             long_name = b""
-            if not re.match(r"__[^/]*__(/|$)", name):  # webdataset's mark of what is no sample
+            if not re.match(r"__[^/]*__(/|$)", name):  # webdataset's mark of metadata
                 yield name, data
 
 
@@ -167,71 +143,52 @@ def _octal(field: bytes) -> int:
 def _read_exactly(stream: BinaryIO, size: int) -> bytes:
     data = stream.read(size)
     if len(data) < size:
-        raise EOFError("it ends too early")
+        raise EOFError("unexpected end of file")
     return data
 
 
-class _Npy(NamedTuple):
+# ---- npy -------------------------------------------------------------------------------------------------------------
+
+
+class _NpyHeader(NamedTuple):
     """What the beginning of a .npy file says."""
 
     shape: tuple[int, ...]
-    fortran: bool
+    is_fortran: bool
     dtype: np.dtype
-    offset: int  # of the data
+    offset: int  # of the data, in bytes
 
 
-def _npy_header(data: bytes) -> _Npy:
-    size = 2 if data[6:7] == b"\1" else 4  # of the header's length, by the format's version
+def _npy_header(data: bytes) -> _NpyHeader:
+    size = 2 if data[6:7] == b"\1" else 4  # of the header's length, by the version of the format
     return _parse_npy_header(data[: 8 + size + int.from_bytes(data[8 : 8 + size], "little")])
 
 
-@functools.lru_cache(maxsize=1024)  # members of one shape share their header, and numpy compiles it each time
-def _parse_npy_header(header: bytes) -> _Npy:
+@functools.lru_cache(maxsize=1024)  # members of one shape share their header, which numpy takes long to parse
+def _parse_npy_header(header: bytes) -> _NpyHeader:
     file = io.BytesIO(header)
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    return _Npy(*read(file), file.tell())
+    try:
+        parsed = _NpyHeader(*read(file), file.tell())
+    except (SyntaxError, TypeError, tokenize.TokenError) as error:  # numpy parses it as a Python literal
+        raise ValueError(f"cannot parse its header: {error}") from error
+    if min(parsed.shape, default=0) < 0:
+        raise ValueError(f"its shape is {parsed.shape}")
+    return parsed
 
 
-def _array(sample: dict[str, Any], member: str, where: str) -> np.ndarray:
-    """An integer array. Nothing is unpickled: objects are refused by their type."""
+def _array(sample: dict[str, Any], member: str, name: str) -> np.ndarray:
+    """An integer array. Nothing is unpickled: object arrays are refused by their dtype."""
     if member not in sample:
-        others = ", ".join(name for name in sample if not name.startswith("__"))
-        raise BadData(f"{where} has no member {member}, only {others}")
+        others = ", ".join(key for key in sample if not key.startswith("__"))
+        raise BadData(f"{name} has no member {member}, only {others}")
     try:
         header = _npy_header(sample[member])
         if header.dtype.kind not in "ui":
-            raise BadData(f"{where}: member {member} must hold integers, not {header.dtype}")
+            raise BadData(f"{name}: member {member} must hold integers, not {header.dtype}")
         count = math.prod(header.shape)
         array = np.frombuffer(sample[member], header.dtype, count, header.offset)
     except ValueError as error:
-        raise BadData(f"{where}: member {member} is not a whole .npy array: {error}") from error
-    return array.reshape(header.shape, order="F" if header.fortran else "C")
-
-
-def decode(sample: dict[str, Any], where: str, context: int, vocab_size: int) -> Rows:
-    """Checked rows (n, T) and the number of tokens in each (n,), both as the sample holds them."""
-    rows = _array(sample, "input_id.npy", where)
-    if rows.ndim not in (1, 2):
-        raise BadData(f"{where}: input_id.npy must have 1 or 2 dimensions, not {rows.ndim}")
-    rows = rows.reshape(-1, rows.shape[-1])
-    if rows.shape[1] < context:
-        raise BadData(
-            f"{where} holds rows of {rows.shape[1]} tokens, and the model reads {context}: "
-            f"prepare the corpus again: python data/prepare.py <source> --row-tokens {context} --overwrite"
-        )
-    rows = rows[:, :context]
-    lengths = np.full(len(rows), context)
-    if "length.npy" in sample:
-        given = _array(sample, "length.npy", where).reshape(-1)
-        if given.shape != lengths.shape or (given.size and given.min() < 0):
-            raise BadData(f"{where}: length.npy must hold one length for each of {len(rows)} rows")
-        lengths = np.minimum(given, context)
-        rows = np.where(np.arange(context) < lengths[:, None], rows, np.zeros((), rows.dtype))
-    info = np.iinfo(rows.dtype)
-    if rows.size and (info.min < 0 or info.max >= vocab_size):  # a byte needs no look
-        low, high = 0 if info.min == 0 else int(rows.min()), int(rows.max())
-        if low < 0 or high >= vocab_size:
-            token = low if low < 0 else high
-            raise BadData(f"{where} holds token {token}, outside the vocabulary of {vocab_size}")
-    return rows, lengths
+        raise BadData(f"{name}: member {member} is not a complete .npy array: {error}") from error
+    return array.reshape(header.shape, order="F" if header.is_fortran else "C")

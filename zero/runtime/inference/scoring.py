@@ -12,8 +12,9 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from zero.runtime.data.loader import Loader, prefetch
-from zero.runtime.data.shards import row_tokens
+from zero.runtime.data.index_files import row_tokens
+from zero.runtime.data.loader import Loader
+from zero.runtime.data.prefetch import prefetch
 from zero.runtime.inference.trained import TrainedModel
 from zero.training.programs import make_inference
 

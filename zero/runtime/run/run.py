@@ -22,8 +22,8 @@ from zero.partition.layout import Layout
 from zero.partition.state import checksums, from_global, to_global
 from zero.runtime.checkpoints.checkpoints import Checkpoints
 from zero.runtime.config.configuration import Config
-from zero.runtime.data.loader import Batch as LoadedBatch
-from zero.runtime.data.loader import Loader, prefetch
+from zero.runtime.data.loader import HostBatch, Loader
+from zero.runtime.data.prefetch import prefetch
 from zero.runtime.errors import UserError
 from zero.runtime.hosts import agreement, compilation, signals
 from zero.runtime.hosts.startup import process_age
@@ -100,14 +100,14 @@ class Run:
         """The pmap axis."""
         return self.model.axis
 
-    def batches(self) -> Generator[tuple[int, LoadedBatch]]:
+    def batches(self) -> Generator[tuple[int, HostBatch]]:
         """Each step with this host's rows, to the last step or until a stop request comes while data is waited for."""
         stop = self.stop_requests if jax.process_count() == 1 else ()  # several hosts have to agree first
         with closing(prefetch(self.loader.batches(self.position.cursor), stop=stop)) as batches:
             steps = range(self.position.step + 1, self.last_step + 1)
             yield from zip(steps, self.metrics.timed(batches), strict=False)
 
-    def dispatch(self, step: int, batch: LoadedBatch) -> bool:
+    def dispatch(self, step: int, batch: HostBatch) -> bool:
         """Starts one update on the devices and reads the metrics of the one before.
 
         Returns:
@@ -156,7 +156,7 @@ class Run:
         )
         return True
 
-    def _count(self, step: int, batch: LoadedBatch) -> None:
+    def _count(self, step: int, batch: HostBatch) -> None:
         position = self.position
         position.step, position.cursor, position.unevaluated = step, batch.cursor, None
         first_row = step * position.global_rows + jax.process_index() * len(batch.tokens)

@@ -25,7 +25,7 @@ from zero.runtime.build import make_job
 from zero.runtime.checkpoints.checkpoints import Checkpoints
 from zero.runtime.config.configuration import Config, index_files
 from zero.runtime.corpus.corpus import prepare
-from zero.runtime.data.cache import Cache
+from zero.runtime.data.cache import ShardCache
 from zero.runtime.data.loader import Loader
 from zero.runtime.errors import UserError
 from zero.runtime.hosts import agreement, signals, startup
@@ -221,7 +221,7 @@ def _loaders(config: Config, size: GPTConfig, global_rows: int) -> tuple[Loader,
     """
     data = config.data
     _check_division(global_rows, config.training.gradient_accumulation_steps)
-    cache = Cache(Path(data.cache_directory), data.cache_bytes) if data.cache_directory else None
+    cache = ShardCache(Path(data.cache_directory), data.cache_bytes) if data.cache_directory else None
     host, hosts = jax.process_index(), jax.process_count()
     training = Loader(
         index_files(data.index_path_train, data.bucket_path),
@@ -233,7 +233,7 @@ def _loaders(config: Config, size: GPTConfig, global_rows: int) -> tuple[Loader,
         train_samples=data.train_samples,
         host=host,
         hosts=hosts,
-        window=data.window,
+        shuffle_shards=data.window,
         skip_bad=data.max_skipped_rows > 0,
         cache=cache,
     )

@@ -16,12 +16,13 @@ CHUNK = 8 << 20  # bytes per request: a bucket sends them in about 50 ms, as lon
 
 @contextmanager
 def open_checksummed(
-    url: str, stat: FileStat, read_range: Callable[[int, int], bytes], copy_to: BinaryIO | None = None
+    url: str, stat: FileStat, read_range: Callable[[int, int], bytes], copy_to: Callable[[bytes], None] | None = None
 ) -> Iterator[BinaryIO]:
     """A buffered stream over `read_range(start, size)`, which returns at most `size` bytes.
 
     Leaving the block, also by an exception, reads what is left and compares the checksum, unless a seek has skipped
-    bytes: a parser never sees damaged bytes without a ChecksumMismatch. `copy_to` gets a copy of every byte.
+    bytes: a parser never sees damaged bytes without a ChecksumMismatch. `copy_to` is called with all bytes
+    in their order.
     """
     with _ChecksummedRaw(url, stat, read_range, copy_to) as raw, io.BufferedReader(raw, CHUNK) as stream:
         try:
@@ -32,7 +33,9 @@ def open_checksummed(
 
 
 class _ChecksummedRaw(io.RawIOBase):
-    def __init__(self, url: str, stat: FileStat, read_range: Callable[[int, int], bytes], copy_to: BinaryIO | None):
+    def __init__(
+        self, url: str, stat: FileStat, read_range: Callable[[int, int], bytes], copy_to: Callable[[bytes], None] | None
+    ):
         import google_crc32c
 
         self._url, self._stat, self._read_range, self._copy_to = url, stat, read_range, copy_to
@@ -71,7 +74,7 @@ class _ChecksummedRaw(io.RawIOBase):
             self._checksum.update(data)
             self._checksummed += len(data)
             if self._copy_to is not None:
-                self._copy_to.write(data)
+                self._copy_to(data)
         self._position += len(data)
         if self._checksummed == self._stat.size:
             found = base64.b64encode(self._checksum.digest()).decode()

@@ -11,7 +11,7 @@ import functools
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -61,7 +61,7 @@ def move(directory: str | Path, target: str | Path) -> None:
 
 
 def open_reader(
-    url: str | Path, known: FileStat | None = None, copy_to: BinaryIO | None = None
+    url: str | Path, known: FileStat | None = None, copy_to: Callable[[bytes], None] | None = None
 ) -> AbstractContextManager[BinaryIO]:
     """Streams one generation of an object, `checksummed.CHUNK` bytes per request; `known` saves asking for its stat."""
     known = known or stat(url)

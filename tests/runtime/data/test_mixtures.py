@@ -1,0 +1,106 @@
+"""Mixtures: exact weights, in every batch and far into a run."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.shards import PATIENT, first_tokens, flat, loader, write_corpus
+from zero.runtime.errors import UserError
+
+BOUNDS = [0, 20_000, 40_000]
+
+
+def mixed(batches: Iterable[Any], bounds: list[int]) -> np.ndarray:
+    """Rows of each corpus in each batch, where rows of corpus c read from bounds[c] on."""
+    first = np.concatenate([batch.tokens[:, :1].T for batch in batches])
+    return np.stack([np.bincount(np.searchsorted(bounds, row, "right") - 1, minlength=len(bounds)) for row in first])
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Index files of three corpora, whose rows begin with 0, 20,000 and 40,000."""
+    indices = []
+    for number, counts in enumerate([[30] * 8, [25] * 3, [70]]):
+        place = tmp_path_factory.mktemp("mixture")
+        write_corpus(place, counts, first=BOUNDS[number]).rename(place / f"c{number}.index")
+        indices.append(str(place / f"c{number}.index"))
+    return indices
+
+
+def test_a_mixture_keeps_its_weights_in_every_batch_and_in_the_long_run(three: list[str]):
+    weights = dict(zip(three, (0.6, 0.3, 0.1), strict=True))
+    data = loader(weights, global_rows=16)
+    batches = list(itertools.islice(data.batches(), 50))
+    counts = mixed(batches, BOUNDS)
+    expected = 16 * np.array([0.6, 0.3, 0.1])
+    assert (np.abs(counts - expected) <= 3).all()  # of one batch
+    assert (np.abs(counts.sum(0) - 50 * expected) <= 9).all()  # of all, whatever their number: a row a stream at most
+    assert data.rows_seen(50) == dict(zip(("c0", "c1", "c2"), counts.sum(0).tolist(), strict=True))
+    assert data.rows_seen(0) == {"c0": 0, "c1": 0, "c2": 0}
+    rows = np.concatenate([batch.tokens for batch in batches])
+    assert (np.diff(rows) == 1).all()
+    own = [rows[(rows[:, 0] >= low) & (rows[:, 0] < low + 20_000), 0] for low in BOUNDS]
+    for first, total in zip(own, (240, 75, 70), strict=True):  # each corpus an epoch at a time
+        early = first[: total - 8]
+        assert len(set(early.tolist())) == len(early)
+
+
+@PATIENT
+@given(position=st.integers(0, 60), weights=st.lists(st.integers(1, 99), min_size=3, max_size=3), data=st.data())
+def test_a_mixture_resumes_exactly_on_any_number_of_hosts(three: list[str], position: int, weights: list[int], data):
+    mixture = {index: weight / 10 for index, weight in zip(three, weights, strict=True)}
+    global_rows = data.draw(st.sampled_from([4, 8, 12]))
+    batches = loader(mixture, global_rows=global_rows).batches()
+    cursor = None
+    for _ in range(position):
+        cursor = next(batches).cursor
+    expected = first_tokens(batches, 8)
+    hosts = data.draw(st.sampled_from([1, 2, 4]))
+    resumed = [
+        first_tokens(loader(mixture, global_rows=global_rows, host=host, hosts=hosts).batches(cursor), 8)
+        for host in range(hosts)
+    ]
+    assert [flat(parts) for parts in zip(*resumed, strict=True)] == expected
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_a_mixture_ends_before_a_corpus_is_read_too_often(three: list[str], epochs: int):
+    data = loader(dict(zip(three, (0.2, 0.7, 0.1), strict=True)), max_epochs=epochs)
+    rows = np.concatenate([batch.tokens[:, 0] for batch in data.batches()])
+    most = Counter(rows.tolist())
+    assert max(most.values()) == epochs
+    second = sum(1 for row in rows if 20_000 <= row < 40_000)
+    assert epochs * 75 - 16 <= second <= epochs * 75  # the one that ends first ends whole, but for part of a batch
+    assert data.total_batches == len(rows) / 4
+
+
+def test_one_corpus_of_any_weight_is_that_corpus(three: list[str]):
+    alone = first_tokens(loader(three[0], max_epochs=2).batches())
+    assert first_tokens(loader({three[0]: 7}, max_epochs=2).batches()) == alone
+
+
+def test_a_mixture_far_into_a_run(three: list[str]):
+    """Positions are exact where floating point is not: 10^13 rows."""
+    data = loader(dict(zip(three, (0.7, 0.2, 0.1), strict=True)), global_rows=8)
+    cursor = {**next(data.batches()).cursor, "batches": 10**12}
+    batches = list(itertools.islice(data.batches(cursor), 10))
+    before, after = data.rows_seen(10**12), data.rows_seen(10**12 + 10)
+    assert mixed(batches, BOUNDS).sum(0).tolist() == [after[name] - before[name] for name in after]
+    assert before["c0"] + before["c1"] + before["c2"] == 8 * 10**12 and abs(before["c0"] - 5.6e12) <= 8
+
+
+def test_bad_mixtures(three: list[str]):
+    cursor = next(loader({three[0]: 0.5, three[1]: 0.5}).batches()).cursor
+    with pytest.raises(UserError, match="cursor belongs to other shards"):
+        next(loader({three[0]: 0.6, three[1]: 0.4}).batches(cursor))
+    next(loader({three[0]: 5, three[1]: 5}).batches(cursor))
+    with pytest.raises(UserError, match="weights of a mixture must be positive, not 0"):
+        loader({three[0]: 0, three[1]: 1})
+    with pytest.raises(UserError, match="takes no train_samples"):
+        loader({three[0]: 1}, train_samples=3)

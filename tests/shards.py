@@ -1,0 +1,69 @@
+"""Writes token shards as the tests want them, and reads them through a loader. A helper of tests."""
+
+import io
+import itertools
+import tarfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from zero.runtime.data.loader import HostBatch, Loader
+
+CONTEXT = 4
+VOCAB = 60_000
+
+
+def npy(array: np.ndarray, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array, **options)
+    return buffer.getvalue()
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return path
+
+
+def write_corpus(
+    directory: Path, counts: list[int], rows_per_member: int = 3, counted: bool = True, first: int = 0
+) -> Path:
+    """Shards of rows that all begin with their number: row i reads i, i + 1, i + 2, ..., from `first` on."""
+    lines = []
+    for number, count in enumerate(counts):
+        rows = (np.arange(first, first + count)[:, None] + np.arange(CONTEXT + 1)).astype(np.uint16)
+        starts = range(0, count, rows_per_member)
+        members = {f"{first + i:06}.input_id.npy": npy(rows[i : i + rows_per_member]) for i in starts}
+        write_tar(directory / f"shard-{number}.tar", members)
+        lines.append(f"shard-{number}.tar" + (f" # {count} rows" if counted else ""))
+        first += count
+    (directory / "it.index").write_text("\n".join(["# a corpus", "", *lines]) + "\n")
+    return directory / "it.index"
+
+
+def loader(index: Any, **options: Any) -> Loader:
+    return Loader(index, **({"global_rows": 4, "context": CONTEXT, "vocab_size": VOCAB} | options))
+
+
+def tokens_of(data: Loader, cursor: dict[str, int] | None = None) -> list[list[list[int]]]:
+    return [batch.tokens.tolist() for batch in data.batches(cursor)]
+
+
+def first_tokens(batches: Iterator[HostBatch], count: int | None = None) -> list[list[int]]:
+    return [batch.tokens[:, 0].tolist() for batch in itertools.islice(batches, count)]
+
+
+def flat(lists: Iterable[list]) -> list:
+    return list(itertools.chain.from_iterable(lists))
+
+
+PATIENT = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+COUNTS = st.lists(st.integers(1, 12), min_size=1, max_size=9)

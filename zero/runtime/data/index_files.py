@@ -1,0 +1,82 @@
+"""Index files: text files that list the shards of a corpus and the number of rows in each."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero.runtime import storage
+from zero.runtime.data import shards
+from zero.runtime.data.shards import BadData
+from zero.runtime.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar file and the number of rows in it."""
+
+    path: str  # or gs://bucket/name
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """Directory and file name: what stays the same when a corpus moves to another disk or a bucket."""
+        path = self.path if storage.is_remote(self.path) else os.path.abspath(self.path)
+        return "/".join(path.split("/")[-2:])
+
+
+def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
+    """The shards of an .index file: one path or URL per line, relative to the file; `#` begins a comment.
+
+    A comment of `<n> rows` after a path, as zero-prepare writes it, saves counting the rows of that shard.
+    Raises UserError for a missing or empty index and for shards whose rows cannot be counted, and BadData for shards
+    that are missing, unless `skip_bad`.
+    """
+    try:
+        # Not splitlines(), which also cuts at characters that a file name may hold, as U+2028.
+        lines = storage.read_bytes(index).decode().split("\n")
+    except FileNotFoundError:
+        raise UserError(f"index file {index}: no such file; zero-prepare writes one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"index file {index} cannot be read: {error}") from error
+    listed: list[tuple[str, int | None]] = []
+    for line in lines:
+        name, *comment = re.split(r"(?:^|\s+)#", line.strip(), maxsplit=1)
+        if name:
+            counted = re.match(r"\s*(\d+) rows\b", "".join(comment))
+            listed.append((storage.join(storage.parent(index), name), int(counted[1]) if counted else None))
+    if not listed:
+        raise UserError(f"index file {index} lists no shards; expected one path per line")
+    try:
+        missing = _missing([path for path, _ in listed])
+    except UserError as error:
+        raise UserError(f"index file {index}: shard {error}") from error
+    if missing and not skip_bad:
+        raise BadData(f"index file {index}: shard {missing[0]} is missing")
+    return [Shard(path, shards.count_rows(path) if rows is None else rows) for path, rows in listed]
+
+
+def _missing(paths: list[str]) -> list[str]:
+    """The paths that do not exist. Where a bucket may be read but not listed, that is found out when they are read."""
+    missing = [path for path in paths if not storage.is_remote(path) and not os.path.isfile(path)]
+    remote = [path for path in paths if storage.is_remote(path)]
+    for directory in dict.fromkeys(map(storage.parent, remote)):
+        try:
+            existing = set(storage.list_files(directory))
+        except storage.AccessDenied as error:
+            _log.warning("missing shards will be noticed only when they are read: %s", error)
+            continue
+        missing += [path for path in remote if storage.parent(path) == directory and path not in existing]
+    return missing
+
+
+def row_tokens(index: str | Path | Sequence[str | Path]) -> int:
+    """The number of tokens per row in the shards, according to the first row."""
+    first = read_index(index if isinstance(index, str | Path) else index[0])[0]
+    return shards.row_tokens(first.path)
