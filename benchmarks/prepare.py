@@ -20,7 +20,7 @@ from pathlib import Path
 
 import tokenizers
 
-from zero.runtime.corpus.corpus import prepare
+from zero.runtime.corpus.prepare import prepare
 from zero.runtime.tokenizers import FileTokenizer, train_tokenizer
 
 

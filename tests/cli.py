@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zero.runtime.corpus.corpus import prepare
+from zero.runtime.corpus.prepare import prepare
 from zero.runtime.tokenizers import ByteTokenizer
 
 MAIN = Path(__file__).parents[1] / "main_zero.py"

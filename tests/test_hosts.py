@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests import cli, hosts
-from tests.runtime.data.test_loader import npy, write_tar
+from tests.shards import npy, write_tar
 from zero.runtime.run_directory import saved_steps
 from zero.runtime.tracking.metrics import read_metrics
 

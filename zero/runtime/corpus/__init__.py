@@ -1,1 +1,1 @@
-"""Text to token shards: preparation, verification and the manifest of a corpus."""
+"""Text to token shards: reading documents, tokenizing them, writing shards with a manifest and index files."""

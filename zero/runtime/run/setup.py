@@ -24,7 +24,7 @@ from zero.runtime import storage
 from zero.runtime.build import make_job
 from zero.runtime.checkpoints.checkpoints import Checkpoints
 from zero.runtime.config.configuration import Config, index_files
-from zero.runtime.corpus.corpus import prepare
+from zero.runtime.corpus.on_demand import prepare_if_missing
 from zero.runtime.data.cache import ShardCache
 from zero.runtime.data.loader import Loader
 from zero.runtime.errors import UserError
@@ -166,23 +166,14 @@ def _load_tokenizer(config: Config, size: GPTConfig) -> Tokenizer:
 
 
 def _prepare_corpus(config: Config, tokenizer: Tokenizer) -> None:
-    """Makes the corpus where its index files are missing: the default job needs nothing but this machine."""
+    """Prepares the corpus if its index files are missing: the default job needs nothing but this machine."""
     data = config.data
     indices = [index_files(value, data.bucket_path) for value in (data.index_path_train, data.index_path_validation)]
     paths = [path for index in indices for path in ([index] if isinstance(index, str) else index)]
-    local = [path for path in paths if not storage.is_remote(path)]
     is_first = jax.process_index() == 0
     for is_turn in (is_first, not is_first):  # hosts that share a disk find what the first one has made
-        if is_turn and data.corpus and not all(map(storage.exists, local)):
-            corpus = prepare(
-                data.corpus,
-                data.corpus,
-                directory=Path("data/corpus"),
-                index_directory=Path("data/index"),
-                tokenizer=tokenizer,
-                row_tokens=data.max_context,
-            )
-            log.info("prepared corpus %s: %s", data.corpus, corpus)
+        if is_turn and data.corpus:
+            prepare_if_missing(data.corpus, paths, tokenizer, data.max_context)
         agreement.wait_for_all()
 
 

@@ -9,8 +9,8 @@ import pytest
 from pyarrow import parquet
 
 from tests.corpora import both, make, run
-from zero.runtime.corpus.sources.documents import Source
 from zero.runtime.corpus.sources.hub import HubDataset
+from zero.runtime.corpus.sources.source import Source
 from zero.runtime.errors import UserError
 
 

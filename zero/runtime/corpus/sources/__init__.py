@@ -1,1 +1,1 @@
-"""Where documents come from: files, Hugging Face datasets, TFRecords."""
+"""Where documents come from: text files, JSON lines, TFRecords, Hugging Face datasets."""

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from zero.runtime.corpus.sources import documents
+from zero.runtime.corpus.sources.documents import Document, Unit
 from zero.runtime.errors import UserError
+
+
+@dataclass(frozen=True)
+class HubTexts:
+    texts: tuple[str, ...]
+    size: int
+
+    def documents(self) -> Iterator[Document | None]:
+        yield from map(Document, self.texts)
 
 
 class HubDataset:
     """One split of a dataset: `name`, `name:config` or `name:config:split`, where an empty part is the default one.
 
-    A name may also be a folder of Parquet or JSON files. Raises UserError where it is not there, or where the hub
-    cannot be reached.
+    A name may also be a folder of Parquet or JSON files. Raises UserError if it does not exist or the hub cannot be
+    reached.
     """
 
     def __init__(self, name: str, key: str):
@@ -31,6 +43,18 @@ class HubDataset:
         except (OSError, ValueError) as error:  # unreachable, unknown, no such config or split
             raise UserError(f"hf:{name}: {_one_line(error)}") from error
         self.fingerprint = str(builder.hash)  # of the configuration and the revision, or the files
+
+    def units(self) -> Iterator[Unit]:
+        group: list[str] = []
+        size = 0
+        for text in self.texts():
+            group.append(text)
+            size += len(text)
+            if size >= documents.UNIT_BYTES:
+                yield HubTexts(tuple(group), size)
+                group, size = [], 0
+        if group:
+            yield HubTexts(tuple(group), size)
 
     def texts(self) -> Iterator[str]:
         """The strings under `key`, in the dataset's order."""

@@ -1,24 +1,28 @@
 """TFRecords of token ids, read without TensorFlow (google-crc32c).
 
-A record is its length (8 bytes, little-endian), a checksum of that, the data, and a checksum of those. The data are a
-tf.train.Example in protobuf's wire format, of which an integer list is needed and no more.
+A record is its length (8 bytes, little-endian), a checksum of the length, the data, and a checksum of the data. The
+data are a tf.train.Example in protobuf's wire format, of which only an integer list is needed.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import google_crc32c
 import numpy as np
 
+from zero.runtime.corpus.sources import documents
+from zero.runtime.corpus.sources.documents import Document, Unit
+from zero.runtime.corpus.sources.files import named_errors
 from zero.runtime.errors import UserError
 
 
 class Span(NamedTuple):
-    """Neighbouring records of a file."""
+    """Consecutive records of a file."""
 
     path: Path
     start: int  # in bytes
@@ -26,8 +30,28 @@ class Span(NamedTuple):
     first: int  # number of the first record, from 0
 
 
+@dataclass(frozen=True)
+class RecordSpan:
+    """A span of records, one document each."""
+
+    span: Span
+    key: str
+    size: int
+
+    def documents(self) -> Iterator[Document | None]:
+        with named_errors(self.span.path):
+            for number, ids in enumerate(read(self.span, self.key), self.span.first):
+                yield Document(ids, name=f"{self.span.path}, record {number}")
+
+
+def record_units(path: Path, key: str) -> Iterator[Unit]:
+    with named_errors(path):
+        for span in spans(path, documents.UNIT_BYTES):
+            yield RecordSpan(span, key, span.stop - span.start)
+
+
 def spans(path: Path, size: int) -> Iterator[Span]:
-    """All records of a file in spans of about `size` bytes; reads and checks their lengths alone."""
+    """All records of a file in spans of about `size` bytes; reads and checks only their lengths."""
     with open(path, "rb") as file:
         end = file.seek(0, 2)
         start = position = first = number = 0
@@ -45,7 +69,7 @@ def spans(path: Path, size: int) -> Iterator[Span]:
 def read(span: Span, key: str) -> Iterator[np.ndarray]:
     """The int64 lists of a span's records: the feature called `key`, or the only list of integers in an example.
 
-    Raises UserError, with the number of the record, for a checksum that does not match or another content.
+    Raises UserError, with the number of the record, for a checksum that does not match or any other content.
     """
     with open(span.path, "rb") as file:
         file.seek(span.start)
@@ -74,9 +98,11 @@ def _length(file: BinaryIO, path: Path, number: int) -> int:
 
 def _check(data: bytes, checksum: bytes, path: Path, number: int) -> None:
     crc = google_crc32c.value(data)
-    masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF  # TFRecord's, so that no crc is of a crc
+    masked = (
+        (crc >> 15 | crc << 17) + 0xA282EAD8
+    ) & 0xFFFFFFFF  # as TFRecord stores it, so that no crc is taken of a crc
     if checksum != struct.pack("<I", masked):
-        raise UserError(f"{path}, record {number} does not match its checksum: no TFRecord file, or a damaged one")
+        raise UserError(f"{path}, record {number} does not match its checksum: not a TFRecord file, or a damaged one")
 
 
 def _integer_lists(example: bytes) -> dict[str, np.ndarray]:
@@ -92,7 +118,7 @@ def _integer_lists(example: bytes) -> dict[str, np.ndarray]:
 
 
 def _fields(message: bytes, wanted: int) -> Iterator[bytes]:
-    """The contents of the fields with a number; an integer's is its varint."""
+    """The contents of the fields with this number; for an integer its varint."""
     position = 0
     while position < len(message):
         tag, position = _varint(message, position)
@@ -116,7 +142,7 @@ def _fields(message: bytes, wanted: int) -> Iterator[bytes]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """An integer and where it ends: seven bits a byte, lowest first, the eighth says that more follow."""
+    """An integer and where it ends: seven bits per byte, lowest first; the eighth bit says that more follow."""
     value = shift = 0
     while True:
         byte = data[position]

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.records import example, record
+from tests import records
+from tests.records import record
 from zero.runtime.corpus.sources import documents
-from zero.runtime.corpus.sources.documents import Source
+from zero.runtime.corpus.sources.source import Source
 from zero.runtime.errors import UserError
 
 
@@ -31,16 +32,21 @@ def contents(source: Path | str, key: str = "text") -> list[str | list[int] | No
     st.integers(1, 100),
     st.sampled_from([".jsonl", ".jsonl.gz", ".jsonl.zst"]),
     st.booleans(),
+    st.booleans(),
 )
-def test_lines(tmp_path_factory: pytest.TempPathFactory, texts: list[str], unit: int, suffix: str, ends: bool):
+@example(["a\u2028b\x85c\x1cd\r", "e"], 1, ".jsonl", True, False)  # where splitlines() would cut
+def test_lines(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], unit: int, suffix: str, ends: bool, is_ascii: bool
+):
     path = tmp_path_factory.mktemp("lines") / f"a{suffix}"
-    data = "\n".join(json.dumps({"text": text}) for text in texts).encode() + b"\n" * ends
+    lines = [json.dumps({"text": text}, ensure_ascii=is_ascii) for text in texts]
+    data = "\n".join(lines).encode() + b"\n" * ends
     middle = len(data) // 2  # packed in two frames, which `cat a.gz b.gz` gives and makes one stream of text
     packers: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": zstandard.compress}
     pack = packers.get(path.suffix, bytes)
     path.write_bytes(pack(data[:middle]) + pack(data[middle:]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "_UNIT", unit)
+        patch.setattr(documents, "UNIT_BYTES", unit)
         assert contents(path) == texts
 
 
@@ -49,7 +55,7 @@ def test_a_lone_text(tmp_path_factory: pytest.TempPathFactory, text: str, unit: 
     path = tmp_path_factory.mktemp("lone") / "a.txt"
     path.write_bytes(text.encode("utf-8-sig" if marked else "utf-8"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "_UNIT", unit)
+        patch.setattr(documents, "UNIT_BYTES", unit)
         assert "".join(map(str, contents(path))) == text
         parts = [part for unit in Source(str(path), "text", 0.2).units() for part in unit.documents() if part]
     kinds = [bool(part.is_validation) for part in parts]
@@ -75,7 +81,7 @@ def test_folders(tmp_path: Path):
 
 def test_records(tmp_path: Path):
     for part, lists in enumerate([[[1, 2], [3]], [[4]]]):
-        data = b"".join(record(example(ids=ids, other=[0])) for ids in lists)
+        data = b"".join(record(records.example(ids=ids, other=[0])) for ids in lists)
         (tmp_path / f"train.tfrecord-0000{part}-of-00002").write_bytes(data)
     assert contents(tmp_path, "ids") == [[1, 2], [3], [4]]
     (tmp_path / "note.txt").write_text("about them")

@@ -1,0 +1,40 @@
+"""The corpus of `data.corpus`: prepared if it is missing, and not because a path is misspelt."""
+
+from pathlib import Path
+
+import pytest
+
+from zero.runtime.corpus.on_demand import prepare_if_missing
+from zero.runtime.data.index_files import read_index
+from zero.runtime.errors import UserError
+from zero.runtime.tokenizers import ByteTokenizer
+
+OWN = ["data/index/lines_train.index", "data/index/lines_validation.index"]
+
+
+@pytest.fixture(autouse=True)
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source in the current directory whose name is that of its corpus."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lines").mkdir()
+    for number in range(9):
+        (tmp_path / "lines" / f"{number}.txt").write_text(f"document {number}")
+    return tmp_path / "lines"
+
+
+def test_it_is_prepared_if_an_index_is_missing_and_left_alone_if_not(source: Path):
+    prepare_if_missing("lines", OWN, ByteTokenizer(), 8)
+    shards = [Path(shard.path) for index in OWN for shard in read_index(index)]
+    before = [shard.stat().st_mtime_ns for shard in shards]
+    (source / "9.txt").write_text("another one, which would be refused if it were looked at")
+    prepare_if_missing("lines", [*map(str, map(Path.absolute, map(Path, OWN)))], ByteTokenizer(), 8)
+    prepare_if_missing("lines", ["gs://bucket/elsewhere.index"], ByteTokenizer(), 8)
+    assert [shard.stat().st_mtime_ns for shard in shards] == before
+
+
+@pytest.mark.parametrize("misspelt", ["data/index/lines_trian.index", "index/lines_train.index", "mine_train.index"])
+def test_a_misspelt_index_path_prepares_nothing(tmp_path: Path, misspelt: str):
+    message = rf"^index file {misspelt}: no such file; data\.corpus=lines prepares only {OWN[0]} and {OWN[1]}$"
+    with pytest.raises(UserError, match=message):
+        prepare_if_missing("lines", [misspelt, OWN[1]], ByteTokenizer(), 8)
+    assert not (tmp_path / "data").exists()

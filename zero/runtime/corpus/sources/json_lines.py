@@ -1,0 +1,51 @@
+"""Units of JSON lines, plain or compressed: each line is an object with the text of one document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero.runtime.corpus.sources import documents
+from zero.runtime.corpus.sources.compression import decompressed_blocks
+from zero.runtime.corpus.sources.documents import Document, Unit
+from zero.runtime.corpus.sources.files import named_errors
+from zero.runtime.errors import UserError
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    path: Path
+    first: int  # number of the first line
+    lines: bytes
+    key: str
+    size: int
+
+    def documents(self) -> Iterator[Document | None]:
+        # Not splitlines(): it would also cut at a carriage return, which JSON allows between its tokens.
+        for number, line in enumerate(self.lines.split(b"\n"), self.first):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)[self.key]
+            except (ValueError, KeyError, TypeError):
+                text = None
+            if not isinstance(text, str):
+                raise UserError(f'{self.path}, line {number}: expected a JSON object with a string under "{self.key}"')
+            yield Document(text)
+
+
+def json_lines(path: Path, key: str) -> Iterator[Unit]:
+    """The lines of a file, cut into units."""
+    first, seen, pending = 1, 0, bytearray()
+    with named_errors(path), open(path, "rb") as file:
+        for block in decompressed_blocks(file, path, documents.UNIT_BYTES):
+            pending += block
+            cut = pending.rfind(b"\n", len(pending) - len(block)) + 1
+            if cut and len(pending) >= documents.UNIT_BYTES:
+                yield JsonLines(path, first, bytes(pending[:cut]), key, file.tell() - seen)
+                first, seen = first + pending.count(b"\n", 0, cut), file.tell()
+                del pending[:cut]
+        if pending:
+            yield JsonLines(path, first, bytes(pending), key, file.tell() - seen)
