@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes without any file, or a file of Hugging Face's `tokenizers`, which can be made here."""
+"""Text to tokens and back: bytes, which need no file, or a file of Hugging Face's `tokenizers`, which can be trained."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from zero.runtime.errors import UserError
 if TYPE_CHECKING:
     import tokenizers
 
-# How published tokenizers call the token between two documents, most specific first.
+# Names of the token between two documents in published tokenizers, most specific first.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
 class Tokenizer(Protocol):
-    """What the rest asks of a tokenizer. Ids are below `vocab_size`; `end_of_text` stands between two documents."""
+    """The interface of all tokenizers. Ids are below `vocab_size`; `end_of_text` separates two documents."""
 
-    name: str  # tells two tokenizers apart: "bytes", or file name and hash
+    name: str  # "bytes", or file name and hash
     vocab_size: int
     end_of_text: int
 
     def encode(self, text: str) -> np.ndarray:
-        """A 1-D array of ids. `end_of_text` is never among them, whatever the text says."""
+        """A 1-D array of ids. `end_of_text` is never among them, even if the text spells it."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text for any ids: broken UTF-8 becomes U+FFFD, `end_of_text` and ids that mean nothing are left out."""
+        """Text for any ids: invalid UTF-8 becomes U+FFFD, `end_of_text` and unknown ids are left out."""
         ...
 
     def byte_lengths(self) -> np.ndarray:
-        """How many bytes of text each id stands for, int64 `(vocab_size,)`; 0 for `end_of_text`."""
+        """The number of bytes of text per id, int64 `(vocab_size,)`; 0 for `end_of_text`."""
         ...
 
 
 class ByteTokenizer:
-    """One token a byte of UTF-8. The NUL byte is the end of text; NULs inside a text are dropped.
+    """One token per byte of UTF-8. The NUL byte is the end of text; NULs inside a text are dropped.
 
     >>> tokenizer = ByteTokenizer()
     >>> tokenizer.encode("zéro").tolist()
@@ -69,7 +69,7 @@ class FileTokenizer:
     """A tokenizer of the `tokenizers` library, from the bytes of its .json file."""
 
     def __init__(self, path: str, data: bytes):
-        import tokenizers  # only who names a file pays for it
+        import tokenizers  # the import takes long, and bytes do not need it
 
         self.path, self.data = path, data
         self.name = f"{Path(path).name} sha256:{hashlib.sha256(data).hexdigest()[:16]}"
@@ -77,7 +77,7 @@ class FileTokenizer:
             self._tokenizer: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # for a bad file the library raises a bare Exception and nothing narrower
             raise UserError(f"tokenizer {path} is not a file of the tokenizers library: {error}") from error
-        # A text that says "<|endoftext|>" must not end a document.
+        # A text that contains "<|endoftext|>" must not end a document.
         self._tokenizer.encode_special_tokens = True
         # Files may leave holes between the ids of their added tokens: the count of tokens would be too small.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
@@ -85,19 +85,17 @@ class FileTokenizer:
         found = next(((name, i) for name, i in ids.items() if i is not None), None)
         if found is None:
             raise UserError(
-                f"tokenizer {path} has no token that ends a text: expected one of {', '.join(_END_OF_TEXT)}"
+                f"tokenizer {path} has no token that ends a text; expected one of {', '.join(_END_OF_TEXT)}"
             )
         self.end_of_text_token, self.end_of_text = found
 
     def __reduce__(self) -> tuple[type[FileTokenizer], tuple[str, bytes]]:
-        return FileTokenizer, (
-            self.path,
-            self.data,
-        )  # for worker processes: the library's own copy forgets encode_special_tokens
+        # For worker processes: the library's own copy loses encode_special_tokens.
+        return FileTokenizer, (self.path, self.data)
 
     def encode(self, text: str) -> np.ndarray:
         text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates cannot cross into Rust
-        # The fast one leaves out where in the text a token stands, and takes two thirds of the time.
+        # The fast one leaves out the offsets of each token, and takes two thirds of the time.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.asarray(encoding.ids, np.uint32)
 
@@ -106,7 +104,7 @@ class FileTokenizer:
         return self._tokenizer.decode(known, skip_special_tokens=False)
 
     def byte_lengths(self) -> np.ndarray:
-        """By the vocabulary's spelling: a character a byte (byte-level), `▁` for a blank, `<0x0A>` for a byte."""
+        """From the spelling of the tokens: a character per byte (byte-level), `▁` for a blank, `<0x0A>` for a byte."""
         is_byte_level = "ByteLevel" in str(self._tokenizer.decoder)
         special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         lengths = np.zeros(self.vocab_size, np.int64)
@@ -121,8 +119,8 @@ class FileTokenizer:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     """The .json file of a byte-level BPE tokenizer (GPT-2's kind) with at most `vocab_size` tokens.
 
-    The 256 bytes are among them, so any text can be written, and <|endoftext|>, which is token 0. The same texts give
-    the same file. Raises UserError where the vocabulary is too small for that.
+    The 256 bytes are among them, so that any text can be encoded, and <|endoftext|>, which is token 0. The same texts
+    give the same file. Raises UserError if the vocabulary is too small for that.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -144,7 +142,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
 def load_tokenizer(name: str) -> Tokenizer:
     """`"bytes"`, or the path or gs:// URL of a Hugging Face `tokenizers` .json file.
 
-    Raises UserError where no such file stands or it cannot be used.
+    Raises UserError if there is no such file or it cannot be used.
     """
     if name == "bytes":
         return ByteTokenizer()

@@ -140,10 +140,10 @@ def test_greedy_text_is_the_likeliest_beyond_the_trained_context(forks: cli.Fork
 
 
 def test_prompts_come_from_a_file(forks: cli.Forks) -> None:
-    (forks.workplace / "prompts.txt").write_text("shard\nlayout\n")
+    (forks.workplace / "prompts.txt").write_text("shard\nlay\u2028out\n")  # splitlines() would cut it
     out = use(forks, "sample", "file", "sample.prompt_file=prompts.txt", "sample.tokens=4")
-    lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    assert [line["prompt"] for line in lines] == ["shard", "layout"]
+    lines = [json.loads(line) for line in (out / "samples.jsonl").read_bytes().splitlines()]
+    assert [line["prompt"] for line in lines] == ["shard", "lay\u2028out"]
 
 
 @pytest.mark.parametrize(

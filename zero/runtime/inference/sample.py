@@ -107,14 +107,15 @@ def _prompts(config: Config) -> list[str]:
     if config.sample.prompt_file is None:
         return [""]
     if config.sample.prompt_file == "-":
-        lines = sys.stdin.read().splitlines()
+        lines = [line.rstrip("\n") for line in sys.stdin]  # not splitlines(), which also cuts at U+2028
     else:
         path = Path(config.sample.prompt_file)
         if not path.is_file():
             raise UserError(
                 f"sample.prompt_file={path}: no such file; expected one prompt per line, or - for standard input"
             )
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8") as file:
+            lines = [line.rstrip("\n") for line in file]
     if not lines:
         raise UserError(f"sample.prompt_file={config.sample.prompt_file}: it has no prompt; expected one per line")
     return lines
