@@ -3,7 +3,7 @@
     python benchmarks/loader.py
 
 One process, two CPU cores, about two minutes. Each contestant reads the same tokens from a warm page cache and
-hands out shuffled int32 batches (the raw ones only touch every byte); rounds take turns, so that a slow moment of the
+returns shuffled int32 batches (the raw ones only touch every byte); rounds take turns, so that a slow moment of the
 machine hits all alike, and the best round of each counts.
 """
 
@@ -46,12 +46,12 @@ def write_shards(directory: Path, shards: int, rows: int, rows_per_member: int) 
     return index
 
 
-def ours(index: Path) -> Iterator[int]:
+def read_with_loader(index: Path) -> Iterator[int]:
     for batch in Loader(index, global_rows=BATCH, context=CONTEXT, vocab_size=VOCAB, max_epochs=1).batches():
         yield batch.tokens.size
 
 
-def theirs(index: Path, many_rows: bool) -> Iterator[int]:
+def read_with_webdataset(index: Path, many_rows: bool) -> Iterator[int]:
     """The pipeline of webdataset's documentation, with a shuffle buffer of 2,000 samples."""
     urls = [str(path) for path in sorted(index.parent.glob("*.tar"))]
     with warnings.catch_warnings():
@@ -98,8 +98,8 @@ def main() -> None:
             flat = np.zeros((options.shards * options.rows, CONTEXT), np.uint16)
             flat.tofile(index.parent / "flat.bin")
             contestants: dict[str, Callable[[Path], Iterator[int]]] = {
-                "this loader": ours,
-                "webdataset": functools.partial(theirs, many_rows=rows_per_member > 1),
+                "this loader": read_with_loader,
+                "webdataset": functools.partial(read_with_webdataset, many_rows=rows_per_member > 1),
                 "tarfile, in order": tar,
                 "bytes of the files": raw,
                 "memory map": memory_map,
@@ -110,7 +110,7 @@ def main() -> None:
                     begin = time.perf_counter()
                     tokens = sum(contestant(index))
                     speeds[name] = max(speeds[name], tokens / (time.perf_counter() - begin))
-            print(f"\n{rows_per_member} rows of {CONTEXT} tokens a member, {flat.size:,} tokens")
+            print(f"\n{rows_per_member} rows of {CONTEXT} tokens per member, {flat.size:,} tokens")
             for name, speed in speeds.items():
                 print(f"{name:20} {speed / 1e6:8.1f} M tokens/s   {speed / speeds['webdataset']:6.2f} x webdataset")
 

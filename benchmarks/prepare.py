@@ -56,7 +56,7 @@ def main() -> None:
         tokenizer = FileTokenizer("bpe.json", train_tokenizer(texts[: len(texts) // 8], options.vocabulary))
         peer = tokenizers.Tokenizer.from_buffer(tokenizer.data)
 
-        def ours() -> None:
+        def prepare_corpus() -> None:
             prepare(
                 place / "text",
                 "c",
@@ -70,7 +70,7 @@ def main() -> None:
         contestants: dict[str, Callable[[], object]] = {
             "encode_batch": lambda: peer.encode_batch(texts, add_special_tokens=False),
             "encode_batch_fast": lambda: peer.encode_batch_fast(texts, add_special_tokens=False),
-            "prepare, shards written": ours,
+            "prepare, shards written": prepare_corpus,
         }
         seconds: dict[str, list[float]] = {name: [] for name in contestants}
         for _ in range(options.rounds):

@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes, which need no file, or a file of Hugging Face's `tokenizers`, which can be trained."""
+"""Text to tokens and back: bytes, or a file of Hugging Face's `tokenizers`, which can be trained here."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ def open_checksummed(
     bytes: a parser never sees damaged bytes without a ChecksumMismatch. `copy_to` is called with all bytes
     in their order.
     """
-    with _ChecksummedRaw(url, stat, read_range, copy_to) as raw, io.BufferedReader(raw, CHUNK) as stream:
+    size = max(1, min(CHUNK, stat.size))  # a larger buffer would only cost the time of allocating it
+    with _ChecksummedRaw(url, stat, read_range, copy_to) as raw, io.BufferedReader(raw, size) as stream:
         try:
             yield stream
         finally:
