@@ -109,6 +109,14 @@ def test_a_cached_file_is_verified_at_every_read(server: str, tmp_path: Path, mo
     seen = storage.read(url, lambda stream: stream.read(5), cache.open_reader)  # whoever stops early is safe as well
     assert seen == b"right" and path.read_bytes() == data and "expected" in caplog.text
 
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:  # a disk that cannot read the file any more
+        patch.setattr(os, "pread", fail)
+        assert storage.read(url, lambda stream: stream.read(), cache.open_reader) == data
+    assert f"{path}: Input/output error" in caplog.text
+
 
 def test_a_damaged_cache_changes_no_batch(server: str, bucket_corpus, tmp_path: Path, monkeypatch):
     bucket.use(monkeypatch, server)
@@ -116,7 +124,7 @@ def test_a_damaged_cache_changes_no_batch(server: str, bucket_corpus, tmp_path: 
     undamaged = tokens_of(loader(bucket_corpus[1], max_epochs=1, cache=cache))
     for name in files(tmp_path):
         data = bytearray((tmp_path / name).read_bytes())
-        data[700] ^= 4  # within the first array
+        data[642] ^= 4  # a token of the first row
         (tmp_path / name).write_bytes(data)
     assert tokens_of(loader(bucket_corpus[1], max_epochs=1, cache=cache)) == undamaged
 
@@ -183,22 +191,17 @@ def test_processes_share_a_cache(server: str, bucket_corpus, tmp_path: Path, mon
     code = (
         "import sys, json; from pathlib import Path; from zero.runtime.data.cache import ShardCache; "
         "from zero.runtime.data.loader import Loader; "
-        f"data = Loader(sys.argv[1], global_rows=4, context={CONTEXT}, vocab_size={VOCAB}, max_epochs=3, "
-        f"cache=ShardCache(Path(sys.argv[2]), {limit}), seed=int(sys.argv[3])); "
+        f"data = Loader(sys.argv[1], global_rows=4, context={CONTEXT}, vocab_size={VOCAB}, max_epochs=2, "
+        f"cache=ShardCache(Path(sys.argv[2]), {limit}), seed=1); print(flush=True); "
         "print(json.dumps([batch.tokens.tolist() for batch in data.batches()]))"
     )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, bucket_corpus[1], str(tmp_path), str(seed)], stdout=subprocess.PIPE, text=True
-        )
-        for seed in (1, 2)
-    ]
-    try:
-        outputs = [json.loads(process.communicate(timeout=60)[0]) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for seed, output in zip((1, 2), outputs, strict=True):
-        assert output == tokens_of(loader(bucket_corpus[0], max_epochs=3, seed=seed))
+    command = [sys.executable, "-c", code, bucket_corpus[1], str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it has started and reads now
+        own = tokens_of(loader(bucket_corpus[1], max_epochs=2, seed=2, cache=ShardCache(tmp_path, limit)))
+        other = json.loads(process.stdout.readline())
+    for seed, found in ((1, other), (2, own)):
+        assert found == tokens_of(loader(bucket_corpus[0], max_epochs=2, seed=seed))
     assert 0 < sum(files(tmp_path).values()) <= limit
     assert not [name for name in files(tmp_path) if name.startswith(".part-")]
