@@ -2,12 +2,19 @@
 
 import gzip
 import json
+import os
 import random
 from pathlib import Path
 
 import pytest
 
 from zero.runtime.tokenizers import train_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes most of the time of these tests, and matters only when the power fails (tests/runtime/storage)."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture

@@ -52,7 +52,25 @@ def test_a_bucket_is_like_a_directory(place: str):
     assert not storage.exists(url)
 
 
-def test_a_write_that_fails_leaves_what_stood(tmp_path: Path):
+def test_a_write_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    events: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def watched_fsync(descriptor: int) -> None:
+        events.append("fsync")
+        fsync(descriptor)
+
+    def watched_replace(path: Path, target: Path) -> Path:
+        events.append("replace")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(Path, "replace", watched_replace)
+    storage.write(tmp_path / "a", DATA)
+    assert events == ["fsync", "replace"] and (tmp_path / "a").read_bytes() == DATA
+
+
+def test_a_write_that_fails_keeps_the_former_contents(tmp_path: Path):
     storage.write(tmp_path / "a", b"before")
     with pytest.raises(AttributeError):
         storage.write(tmp_path / "a", 7)  # type: ignore[arg-type]
@@ -127,11 +145,11 @@ def test_a_reader_that_fails_over_wrong_bytes_is_called_again(server: str, monke
 
 def test_a_bucket_that_does_not_answer_is_told(server: str, monkeypatch: pytest.MonkeyPatch):
     with bucket.disturbed(bucket.Proxy(server, budget=10**6, faults=("503",))) as address:
-        bucket.use(monkeypatch, address)
+        bucket.use(monkeypatch, address, deadline=0.3)
         with pytest.raises(UserError, match=r"^gs://bucket/a: no answer within 300 s: 503") as caught:
             storage.read_bytes(f"gs://{bucket.BUCKET}/a")
     assert "\n" not in str(caught.value)
-    bucket.use(monkeypatch, f"http://127.0.0.1:{hosts.free_port()}")
+    bucket.use(monkeypatch, f"http://127.0.0.1:{hosts.free_port()}", deadline=0.3)
     with pytest.raises(UserError, match=r"^gs://bucket/a: no answer within 300 s: .*refused"):
         storage.read_bytes(f"gs://{bucket.BUCKET}/a")
 
