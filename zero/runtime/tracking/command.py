@@ -1,4 +1,4 @@
-"""A page about runs: `python -m zero.report RUN [RUN ...] [--to report.html]`; several runs lie one over the other."""
+"""The HTML report of runs: `zero-report RUN [RUN ...] [--to report.html]`; several are drawn over each other."""
 
 import argparse
 import sys
@@ -9,7 +9,8 @@ from zero.runtime.tracking.html_report import REPORT_FILE, write_report
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m zero.report", description=__doc__)
+    """Writes the report and prints its path; an error is one line and status 1."""
+    parser = argparse.ArgumentParser(prog="zero-report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument("--to", type=Path, help="the file to write; default: report.html in the first run")
     options = parser.parse_args()
