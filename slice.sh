@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # A TPU slice from a laptop that has gcloud: ./slice.sh COMMAND NAME ZONE [...]
 #
-#   create NAME ZONE TYPE [--spot]       asks for a slice (v3-32, v4-32, v5litepod-16, ...) and waits until it is there
-#   setup  NAME ZONE                     copies this commit to all workers and runs prepareTPUVM.sh on each
-#   launch NAME ZONE [key=value ...]     trains in tmux on all workers, resuming what stands (trainLoop.sh)
-#   watch  NAME ZONE                     shows what worker 0 prints; Ctrl-C ends the watching only
-#   stop   NAME ZONE                     Ctrl-C on all workers: they save a checkpoint together and end
-#   delete NAME ZONE                     ends the slice and its cost
+#   create NAME ZONE TYPE [--spot]       requests a slice (v3-32, v4-32, v5litepod-16, ...) and waits until it is active
+#   setup  NAME ZONE                     copies the last commit to all workers and runs prepareTPUVM.sh on each
+#   launch NAME ZONE [key=value ...]     trains in tmux on all workers, from the newest checkpoint if any (trainLoop.sh)
+#   watch  NAME ZONE                     shows the log of worker 0; Ctrl-C ends only the watching
+#   stop   NAME ZONE                     sends Ctrl-C to all workers: they save a checkpoint together and end
+#   delete NAME ZONE                     deletes the slice and ends its cost
 #   keep   NAME ZONE TYPE [--spot] [key=value ...]
-#                                        all of these until training is finished: a preempted slice is asked for again
+#                                        all of these until training has finished: a slice that is refused, fails or is
+#                                        preempted is requested again
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -17,15 +18,18 @@ fail() {
     exit 1
 }
 
-(($# >= 3)) || fail "expected COMMAND NAME ZONE; the head of this file lists the commands"
+(($# >= 3)) || fail "expected COMMAND NAME ZONE; the comment at the top of this file lists the commands"
 command=$1 name=$2 zone=$3
 shift 3
 poll=${SLICE_POLL_SECONDS:-30}
-directory=zero # on each worker, under its home
+directory=zero # on each worker, in the home directory
+
+# Bash ignores errexit in a function that is called in a condition, as keep calls most of these. So each of them passes
+# on the status of what fails in it by itself.
 
 tpus() { gcloud compute tpus "$@" "--zone=$zone"; }
 
-# stdin stays here: ssh would swallow that of a loop around it
+# Without </dev/null ssh would read the standard input of a loop around slice.sh.
 on_workers() { tpus tpu-vm ssh "$name" "--worker=$1" "--command=$2" </dev/null; }
 
 state() { tpus queued-resources describe "$name" '--format=value(state.state)' 2>/dev/null || true; }
@@ -40,73 +44,90 @@ runtime_version() { # of the machine image: cloud.google.com/tpu/docs/runtimes
     esac
 }
 
-create() {
+request() {
     local type=$1 version
     shift
-    version=$(runtime_version "$type")
+    version=$(runtime_version "$type") || return
     tpus queued-resources create "$name" "--node-id=$name" "--accelerator-type=$type" "--runtime-version=$version" "$@"
-    wait_until_active
 }
 
-wait_until_active() {
+create() {
     local now
+    request "$@"
     while now=$(state) && [[ $now != ACTIVE ]]; do
-        [[ $now != FAILED && $now != SUSPENDED ]] || fail "$name is $now; ./slice.sh delete $name $zone, then create it again"
-        echo "$name is ${now:-not there yet}; looking again in $poll s"
+        [[ $now != FAILED && $now != SUSPENDED ]] ||
+            fail "$name is $now; ./slice.sh delete $name $zone, then create it again"
+        echo "$name is ${now:-not listed yet}; checking again in $poll s"
         sleep "$poll"
     done
-    echo "$name is there."
+    echo "$name is active."
 }
 
 setup() {
-    local archive
-    archive=$(mktemp -d)
-    git archive --format=tar.gz -o "$archive/zero.tar.gz" HEAD
-    tpus tpu-vm scp "$archive/zero.tar.gz" "$name:" --worker=all
+    local archive status=0
+    archive=$(mktemp -d) || return
+    git archive --format=tar.gz -o "$archive/zero.tar.gz" HEAD &&
+        tpus tpu-vm scp "$archive/zero.tar.gz" "$name:" --worker=all &&
+        on_workers all "mkdir -p $directory && tar -xzf zero.tar.gz -C $directory && $directory/prepareTPUVM.sh" ||
+        status=$?
     rm -r "$archive"
-    on_workers all "mkdir -p $directory && tar -xzf zero.tar.gz -C $directory && $directory/prepareTPUVM.sh"
+    return "$status"
 }
 
-launch() {
+launch() { # on the workers that do not train already: a launch that reached only some of them can be repeated
     local arguments=""
     (($# == 0)) || arguments=$(printf ' %q' "$@")
     # %q twice: once for the shell that ssh starts, once for the one that tmux starts
-    on_workers all "cd $directory && tmux new-session -d -s zero $(printf '%q' "./trainLoop.sh$arguments 2>&1 | tee -ia train.log")"
+    on_workers all "cd $directory && \
+        if tmux has-session -t zero 2>/dev/null; then echo \"\$(hostname) is training already\"; \
+        else tmux new-session -d -s zero $(printf '%q' "./trainLoop.sh$arguments 2>&1 | tee -ia train.log"); fi"
 }
 
 stop() { on_workers all "tmux send-keys -t zero C-c"; }
 
 delete() { tpus queued-resources delete "$name" --force --quiet; }
 
+training_status() { # what trainLoop.sh wrote on worker 0: none before a launch, lost where the machine was restarted
+    on_workers 0 "status=\$(cat $directory/train.status 2>/dev/null || echo none); \
+        [ \$status != running ] || tmux has-session -t zero 2>/dev/null || status=lost; echo \$status"
+}
+
+pause() {
+    echo "$name: $1; checking again in $poll s"
+    sleep "$poll"
+}
+
 keep() {
-    local type=$1 options=() status
+    local type=$1 options=() now status
     shift
     while (($#)) && [[ $1 == --* ]]; do
         options+=("$1")
         shift
     done
+    runtime_version "$type" >/dev/null # a misspelt type ends here
     while true; do
-        case $(state) in
+        now=$(state)
+        case $now in
             ACTIVE)
-                # Nothing is there before the first launch; a worker that cannot be reached is looked for again.
-                # Nobody is left to say how training ended where the machine was started anew: lost.
-                status=$(on_workers 0 "status=\$(cat $directory/train.status 2>/dev/null || echo none); \
-                    [ \$status != running ] || tmux has-session -t zero 2>/dev/null || status=lost; echo \$status") ||
-                    status=unreachable
+                status=$(training_status) || status=unreachable
                 case $status in
                     0) echo "$name has finished; ./slice.sh delete $name $zone ends its cost." && return ;;
-                    none) setup && launch "$@" ;;
-                    running | unreachable) sleep "$poll" ;;
-                    75 | 129 | 130 | 143 | lost) # told to stop, as before a preemption; if the slice is still there later, go on
+                    none) { setup && launch "$@"; } || pause "setup or launch failed" ;;
+                    running) sleep "$poll" ;;
+                    unreachable) pause "worker 0 is unreachable" ;;
+                    75 | 129 | 130 | 143 | lost) # told to stop, as before a preemption; if the slice stays, go on
                         sleep "$poll"
-                        [[ $(state) != ACTIVE ]] || launch "$@" || sleep "$poll"
+                        [[ $(state) != ACTIVE ]] || launch "$@" || pause "launch failed"
                         ;;
+                    2) fail "training refused its settings (status 2); ./slice.sh watch $name $zone shows which" ;;
                     *) fail "training ended with status $status; ./slice.sh watch $name $zone shows why" ;;
                 esac
                 ;;
-            SUSPENDED | FAILED) delete ;;
-            "") create "$type" "${options[@]}" || sleep "$poll" ;;
-            *) sleep "$poll" ;;
+            SUSPENDED | FAILED)
+                if delete; then pause "a request that was $now is deleted"; else pause "could not be deleted"; fi
+                ;;
+            "") request "$type" ${options[@]+"${options[@]}"} || pause "the request was refused" ;;
+            *) pause "the request is $now" ;;
         esac
     done
 }
@@ -119,5 +140,5 @@ case $command in
     launch) launch "$@" ;;
     watch) on_workers 0 "tail -n 50 -f $directory/train.log" ;;
     setup | stop | delete) "$command" ;;
-    *) fail "unknown command $command; the head of this file lists them" ;;
+    *) fail "unknown command $command; the comment at the top of this file lists them" ;;
 esac

@@ -1,26 +1,29 @@
 #!/usr/bin/env bash
 # Trains until finished or told to stop: ./trainLoop.sh [key=value ...]
 #
-# Every start is main_zero.py --resume=auto: it continues, or starts if nothing stands. A start that fails is repeated
-# after a pause, ten times at most in a row that lasts no ten minutes each; one that was told to stop is not (75: and has
-# saved; 129, 130, 143: before there was anything to save). train.status says how it ended.
+# Every start is main_zero.py --resume=auto: it resumes from the newest checkpoint, or starts if there is none. A start
+# that fails is repeated after a pause, until ten in a row have failed within ten minutes each. Not repeated are those
+# that were told to stop (75: after saving a checkpoint; 129, 130, 143: before there was anything to save) and those
+# that refused their settings (2). train.status says how training ended.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 
-told=0 # a machine that shuts down tells this script as well, which has to see how training ends
-trap 'told=1' HUP INT TERM
+stopped=0 # a machine that shuts down signals this script too, which has to live on to see how training ends
+trap 'stopped=1' HUP INT TERM
 
 echo running >train.status
-for ((failures = 0; failures < ${TRAIN_ATTEMPTS:-10}; failures++)); do
+failures=0
+while true; do
     started=$SECONDS
     .venv/bin/python main_zero.py --resume=auto "$@"
     status=$?
-    case $status in 0 | 75 | 129 | 130 | 143) break ;; esac
-    ((told)) && break
+    case $status in 0 | 2 | 75 | 129 | 130 | 143) break ;; esac
+    ((stopped)) && break
     ((SECONDS - started > 600)) && failures=0
+    ((++failures < ${TRAIN_ATTEMPTS:-10})) || break
     echo "trainLoop.sh: status $status; starting again in ${TRAIN_PAUSE_SECONDS:-30} s" >&2
     sleep "${TRAIN_PAUSE_SECONDS:-30}"
-    ((told)) && break
+    ((stopped)) && break
 done
 echo "$status" >train.status
 exit "$status"

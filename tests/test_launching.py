@@ -12,15 +12,20 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 STUB = """#!/usr/bin/env bash
-# Writes down its arguments; the states of the slice and of training come from files, a line a question.
+# Records its arguments. The states of the slice, of training, and the exit status of every other call come from files,
+# one line per call; the last line stays.
 cd "$(dirname "$0")" || exit 1
 printf '%q ' "$@" >>calls
 echo >>calls
-answer() { head -n 1 "$1"; sed -i '1{$!d}' "$1"; }  # the last answer stays
+answer() { head -n 1 "$1"; sed -i '1{$!d}' "$1"; }
 case "$*" in
     *describe*) answer states ;;
     *train.status*) answer statuses ;;
+    *) exit "$(answer results)" ;;
 esac
+"""
+SLEEP = """#!/usr/bin/env bash
+echo pause >>"$(dirname "$0")/calls"
 """
 
 
@@ -30,27 +35,54 @@ class Slice:
     def __init__(self, place: Path) -> None:
         self.bin, self.checkout = place / "bin", place / "checkout"
         self.bin.mkdir()
-        (self.bin / "gcloud").write_text(STUB)
-        (self.bin / "gcloud").chmod(0o755)
+        for program, script in (("gcloud", STUB), ("sleep", SLEEP)):
+            (self.bin / program).write_text(script)
+            (self.bin / program).chmod(0o755)
         self.checkout.mkdir()
         (self.checkout / "slice.sh").write_text((REPOSITORY / "slice.sh").read_text())
         git = ["git", "-C", str(self.checkout), "-c", "user.name=t", "-c", "user.email=t@t"]
         subprocess.run([*git, "init", "-q"], check=True)
         subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "empty"], check=True)
 
-    def run(self, *arguments: str, states: str = "ACTIVE", statuses: str = "") -> subprocess.CompletedProcess[str]:
-        (self.bin / "states").write_text(states.replace(",", "\n") + "\n")
-        (self.bin / "statuses").write_text(statuses.replace(",", "\n") + "\n")
+    def run(
+        self, *arguments: str, states: str = "ACTIVE", statuses: str = "", results: str = "0"
+    ) -> subprocess.CompletedProcess[str]:
+        for name, lines in (("states", states), ("statuses", statuses), ("results", results)):
+            (self.bin / name).write_text(lines.replace(",", "\n") + "\n")
         (self.bin / "calls").write_text("")
-        environment = {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}", "SLICE_POLL_SECONDS": "0"}
+        environment = {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}"}
         command = ["bash", str(self.checkout / "slice.sh"), *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)
 
     def calls(self) -> list[list[str]]:
-        """The arguments of each call, without `compute tpus` and without questions."""
-        lines = [shlex.split(line) for line in (self.bin / "calls").read_text().splitlines()]
+        """The arguments of each call that changes something, without `compute tpus`."""
+        lines = [shlex.split(line) for line in (self.bin / "calls").read_text().splitlines() if line != "pause"]
         assert all(line[:2] == ["compute", "tpus"] and "--zone=us-a" in line for line in lines)
         return [line[2:] for line in lines if "describe" not in line and "train.status" not in str(line)]
+
+    def sequence(self) -> list[str]:
+        """What was called to change something, and the pauses: create, scp, ssh, delete, pause."""
+        lines = [shlex.split(line) for line in (self.bin / "calls").read_text().splitlines()]
+        shown = [line for line in lines if "describe" not in line and "train.status" not in str(line)]
+        return [line[0] if line == ["pause"] else line[3] for line in shown]
+
+
+class Worker:
+    """A home directory with zero/ in it, where commands run that would go through ssh, and a stub of tmux."""
+
+    def __init__(self, home: Path, *, is_training: bool) -> None:
+        self.home = home
+        (home / "zero").mkdir(parents=True)
+        tmux = f"#!/usr/bin/env bash\nprintf '%q ' \"$@\" >>{home}/calls\necho >>{home}/calls\n"
+        (home / "tmux").write_text(f"{tmux}[[ $1 != has-session ]] || exit {0 if is_training else 1}\n")
+        (home / "tmux").chmod(0o755)
+
+    def run(self, command: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PATH": f"{self.home}:{os.environ['PATH']}"}
+        return subprocess.run(["bash", "-c", command], cwd=self.home, env=environment, capture_output=True, text=True)
+
+    def tmux_calls(self) -> list[list[str]]:
+        return [shlex.split(line) for line in (self.home / "calls").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -58,19 +90,24 @@ def tpus(tmp_path: Path) -> Slice:
     return Slice(tmp_path)
 
 
-def test_create_waits_until_the_slice_is_there(tpus: Slice) -> None:
+def test_create_waits_until_the_slice_is_active(tpus: Slice) -> None:
     done = tpus.run("create", "run", "us-a", "v3-32", "--spot", states="WAITING_FOR_RESOURCES,PROVISIONING,ACTIVE")
     assert done.returncode == 0, done.stderr
     (call,) = tpus.calls()
     assert call[:3] == ["queued-resources", "create", "run"]
     assert {"--node-id=run", "--accelerator-type=v3-32", "--runtime-version=tpu-ubuntu2204-base", "--spot"} <= {*call}
-    assert "run is PROVISIONING" in done.stdout and "run is there" in done.stdout
+    assert "run is PROVISIONING" in done.stdout and "run is active" in done.stdout
 
 
 def test_create_says_that_a_request_failed(tpus: Slice) -> None:
     done = tpus.run("create", "run", "us-a", "v6e-8", states="FAILED")
     assert done.returncode == 1 and "run is FAILED" in done.stderr and "delete" in done.stderr
     assert "--runtime-version=v2-alpha-tpuv6e" in tpus.calls()[0]
+
+
+def test_create_ends_when_the_request_is_refused(tpus: Slice) -> None:
+    done = tpus.run("create", "run", "us-a", "v3-8", states="", results="7")
+    assert done.returncode == 7 and tpus.sequence() == ["create"]
 
 
 def test_setup_brings_this_commit_to_all_workers(tpus: Slice) -> None:
@@ -81,14 +118,24 @@ def test_setup_brings_this_commit_to_all_workers(tpus: Slice) -> None:
     assert prepare[4].endswith("zero/prepareTPUVM.sh")
 
 
-def test_launch_keeps_every_argument_whole(tpus: Slice) -> None:
+def test_launch_keeps_every_argument_whole(tpus: Slice, tmp_path: Path) -> None:
     assert tpus.run("launch", "run", "us-a", "data.corpus=null", "hydra.run.dir=runs/a b").returncode == 0
     (call,) = tpus.calls()
     assert "--worker=all" in call
-    inside = shlex.split(call[4].removeprefix("--command="))
-    assert inside[:8] == ["cd", "zero", "&&", "tmux", "new-session", "-d", "-s", "zero"]
-    loop = shlex.split(inside[8])
+    worker = Worker(tmp_path / "worker", is_training=False)
+    assert worker.run(call[4].removeprefix("--command=")).returncode == 0
+    assert worker.tmux_calls()[-1][:5] == ["new-session", "-d", "-s", "zero", worker.tmux_calls()[-1][4]]
+    loop = shlex.split(worker.tmux_calls()[-1][4])
     assert loop[:3] == ["./trainLoop.sh", "data.corpus=null", "hydra.run.dir=runs/a b"] and "tee" in loop
+
+
+def test_launch_leaves_a_worker_alone_that_trains_already(tpus: Slice, tmp_path: Path) -> None:
+    assert tpus.run("launch", "run", "us-a").returncode == 0
+    (call,) = tpus.calls()
+    worker = Worker(tmp_path / "worker", is_training=True)
+    done = worker.run(call[4].removeprefix("--command="))
+    assert done.returncode == 0 and "is training already" in done.stdout
+    assert [call[0] for call in worker.tmux_calls()] == ["has-session"]
 
 
 @pytest.mark.parametrize(
@@ -105,54 +152,75 @@ def test_delete(tpus: Slice) -> None:
     assert tpus.calls() == [["queued-resources", "delete", "run", "--force", "--quiet", "--zone=us-a"]]
 
 
-def test_keep_asks_again_after_a_preemption(tpus: Slice) -> None:
-    # Nothing there, created, trained; preempted, deleted, created again, trained to the end.
-    states = ",ACTIVE,ACTIVE,ACTIVE,SUSPENDED,,ACTIVE,ACTIVE,ACTIVE"
+SET_UP = ["scp", "ssh", "ssh"]  # the archive, prepareTPUVM.sh, trainLoop.sh
+
+
+def test_keep_requests_a_preempted_slice_again(tpus: Slice) -> None:
+    # Nothing there, requested, trained; preempted, deleted, requested again, trained to the end.
+    states = ",WAITING_FOR_RESOURCES,ACTIVE,ACTIVE,SUSPENDED,,ACTIVE"
     arguments = ("keep", "run", "us-a", "v3-32", "--spot", "model.size=1_1b")
     done = tpus.run(*arguments, states=states, statuses="none,running,none,0")
     assert done.returncode == 0, done.stderr
-    kinds = [call[1] for call in tpus.calls()]
-    start = ["create", "scp", "ssh", "ssh"]
-    assert kinds == [*start, "delete", *start]
+    assert [call[1] for call in tpus.calls()] == ["create", *SET_UP, "delete", "create", *SET_UP]
+    create, launch = tpus.calls()[0], tpus.calls()[3]
+    assert "--spot" in create and "model.size=1_1b" not in create and "model.size=1_1b" in launch[4]
     assert "run has finished" in done.stdout
 
 
-def test_keep_goes_on_when_a_stopped_slice_is_not_taken_away(tpus: Slice) -> None:
-    done = tpus.run("keep", "run", "us-a", "v3-8", statuses="none,75,running,0")
+@pytest.mark.parametrize(
+    ("states", "statuses", "results", "sequence"),
+    [
+        # The request is refused twice, as where no capacity is left.
+        (",,,ACTIVE", "none,0", "1,1,0", ["create", "pause", "create", "pause", "create", *SET_UP]),
+        # It is accepted and then fails, or is suspended before it was ever active.
+        (",FAILED,,ACTIVE", "none,0", "0", ["create", "delete", "pause", "create", *SET_UP]),
+        (",SUSPENDED,,ACTIVE", "none,0", "0", ["create", "delete", "pause", "create", *SET_UP]),
+        # It cannot be deleted at first.
+        ("FAILED,FAILED,,ACTIVE", "none,0", "1,0", ["delete", "pause", "delete", "pause", "create", *SET_UP]),
+        # Each part of setup fails once, then the launch.
+        ("ACTIVE", "none,none,0", "1,0", ["scp", "pause", *SET_UP]),
+        ("ACTIVE", "none,none,0", "0,1,0", ["scp", "ssh", "pause", *SET_UP]),
+        ("ACTIVE", "none,none,0", "0,0,1,0", [*SET_UP, "pause", *SET_UP]),
+        # A launch after a stop fails once.
+        ("ACTIVE", "75,75,0", "1,0", ["pause", "ssh", "pause", "pause", "ssh"]),
+    ],
+)
+def test_keep_pauses_and_tries_again_whatever_fails(
+    tpus: Slice, states: str, statuses: str, results: str, sequence: list[str]
+) -> None:
+    done = tpus.run("keep", "run", "us-a", "v3-8", states=states, statuses=statuses, results=results)
     assert done.returncode == 0, done.stderr
-    assert [call[1] for call in tpus.calls()] == ["scp", "ssh", "ssh", "ssh"]  # set up once, launched twice
+    assert tpus.sequence() == sequence
 
 
-def test_keep_launches_again_where_nothing_runs_any_more(tpus: Slice) -> None:
-    done = tpus.run("keep", "run", "us-a", "v3-8", statuses="none,lost,running,0")
+@pytest.mark.parametrize("status", ["75", "143", "lost"])
+def test_keep_launches_again_where_training_was_stopped_and_the_slice_stays(tpus: Slice, status: str) -> None:
+    done = tpus.run("keep", "run", "us-a", "v3-8", statuses=f"none,{status},running,0")
     assert done.returncode == 0, done.stderr
-    assert [call[1] for call in tpus.calls()] == ["scp", "ssh", "ssh", "ssh"]
+    assert [call[1] for call in tpus.calls()] == [*SET_UP, "ssh"]  # set up once, launched twice
 
 
 @pytest.mark.parametrize(
-    ("said", "is_there", "expected"),
-    [(None, 1, "none"), ("running", 0, "running"), ("running", 1, "lost"), ("1", 1, "1")],
+    ("written", "is_training", "expected"),
+    [(None, False, "none"), ("running", True, "running"), ("running", False, "lost"), ("1", False, "1")],
 )
-def test_keep_asks_a_worker_how_training_stands(
-    tpus: Slice, tmp_path: Path, said: str | None, is_there: int, expected: str
+def test_status_of_training_on_a_worker(
+    tpus: Slice, tmp_path: Path, written: str | None, is_training: bool, expected: str
 ) -> None:
-    worker = tmp_path / "worker"
-    (worker / "zero").mkdir(parents=True)
-    if said is not None:
-        (worker / "zero" / "train.status").write_text(f"{said}\n")
-    (worker / "tmux").write_text(f"#!/bin/sh\nexit {is_there}\n")
-    (worker / "tmux").chmod(0o755)
+    worker = Worker(tmp_path / "worker", is_training=is_training)
+    if written is not None:
+        (worker.home / "zero" / "train.status").write_text(f"{written}\n")
     tpus.run("keep", "run", "us-a", "v3-8", statuses="0")
-    asked = next(line for line in (tpus.bin / "calls").read_text().splitlines() if "train.status" in line)
-    (command,) = (word.removeprefix("--command=") for word in shlex.split(asked) if word.startswith("--command="))
-    environment = {**os.environ, "PATH": f"{worker}:{os.environ['PATH']}"}
-    answer = subprocess.run(["bash", "-c", command], cwd=worker, env=environment, capture_output=True, text=True)
+    call = next(line for line in (tpus.bin / "calls").read_text().splitlines() if "train.status" in line)
+    (command,) = (word.removeprefix("--command=") for word in shlex.split(call) if word.startswith("--command="))
+    answer = worker.run(command)
     assert answer.stdout == f"{expected}\n", answer.stderr
 
 
-def test_keep_stops_when_training_failed(tpus: Slice) -> None:
-    done = tpus.run("keep", "run", "us-a", "v3-8", statuses="none,1")
-    assert done.returncode == 1 and "status 1" in done.stderr
+@pytest.mark.parametrize("status", ["1", "2", "134"])
+def test_keep_stops_when_training_failed(tpus: Slice, status: str) -> None:
+    done = tpus.run("keep", "run", "us-a", "v3-8", statuses=f"none,{status}")
+    assert done.returncode == 1 and f"status {status}" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -161,19 +229,21 @@ def test_keep_stops_when_training_failed(tpus: Slice) -> None:
         (("create", "run"), "expected COMMAND NAME ZONE"),
         (("create", "run", "us-a"), "needs a TYPE"),
         (("create", "run", "us-a", "h100-8"), "h100-8"),
+        (("keep", "run", "us-a", "h100-8"), "h100-8"),
         (("fly", "run", "us-a"), "unknown command fly"),
     ],
 )
 def test_mistakes_call_nothing(tpus: Slice, arguments: tuple[str, ...], named: str) -> None:
     done = tpus.run(*arguments)
     assert done.returncode == 1 and named in done.stderr
-    assert tpus.calls() == []
+    assert tpus.sequence() == []
 
 
 @pytest.mark.parametrize(
-    ("statuses", "ended"), [("0", 0), ("75", 75), ("143", 143), ("129", 129), ("1 1 0", 0), ("1 1 1 1", 1)]
+    ("statuses", "ended"),
+    [("0", 0), ("2", 2), ("75", 75), ("143", 143), ("129", 129), ("1 134 0", 0), ("1 2", 2), ("134 137 134 0", 134)],
 )
-def test_the_loop_starts_again_until_finished_or_stopped(tmp_path: Path, statuses: str, ended: int) -> None:
+def test_loop_starts_again_until_finished_stopped_or_refused(tmp_path: Path, statuses: str, ended: int) -> None:
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True)
     (tmp_path / "statuses").write_text(statuses.replace(" ", "\n") + "\n")
@@ -184,16 +254,20 @@ def test_the_loop_starts_again_until_finished_or_stopped(tmp_path: Path, statuse
     python.chmod(0o755)
     script = tmp_path / "trainLoop.sh"
     script.write_text((REPOSITORY / "trainLoop.sh").read_text())
-    environment = {**os.environ, "TRAIN_ATTEMPTS": "3", "TRAIN_PAUSE_SECONDS": "0"}
+    (tmp_path / "sleep").write_text(f'#!/usr/bin/env bash\necho "pause $1" >>{tmp_path}/calls\n')
+    (tmp_path / "sleep").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TRAIN_ATTEMPTS": "3"}
     done = subprocess.run(["bash", script, "a=b c"], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == ended, done.stderr
+    starts = min(3, len(statuses.split()))
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert calls == ["main_zero.py|--resume=auto|a=b c|"] * min(3, len(statuses.split()))
+    assert calls[::2] == ["main_zero.py|--resume=auto|a=b c|"] * starts
+    assert calls[1::2] == ["pause 30"] * (starts - 1)
     assert (tmp_path / "train.status").read_text() == f"{ended}\n"
 
 
-def test_the_loop_outlives_a_signal_and_says_how_training_ended(tmp_path: Path) -> None:
-    """As where a machine shuts down, which tells every process."""
+def test_loop_survives_a_signal_and_records_how_training_ended(tmp_path: Path) -> None:
+    """As where a machine shuts down, which signals every process."""
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True)
     python.write_text(

@@ -114,14 +114,15 @@ def test_quantities_that_no_run_has_logged_have_no_panel(tmp_path: Path) -> None
 
 def test_command_writes_into_the_first_run_and_names_what_is_no_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 0.5)
-    done = subprocess.run([sys.executable, "-m", "zero.runtime.tracking.command", str(run)], capture_output=True, text=True)
+    command = [sys.executable, "-m", "zero.runtime.tracking.command"]
+    done = subprocess.run([*command, str(run)], capture_output=True, text=True)
     assert done.stdout == f"{run / 'report.html'}\n", done.stderr
     (run / "metrics.jsonl").unlink()
-    done = subprocess.run([sys.executable, "-m", "zero.runtime.tracking.command", str(run)], capture_output=True, text=True)
+    done = subprocess.run([*command, str(run)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (
         1,
         f"error: {run}: metrics.jsonl is missing; expected a run that has made a step\n",
     )
-    done = subprocess.run([sys.executable, "-m", "zero.runtime.tracking.command", str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == f"error: {tmp_path}: not a run directory, config.yaml is missing\n"
