@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Sets up a fresh TPU VM, NVIDIA host or laptop: ./prepareTPUVM.sh [--test]
+# Sets up a fresh TPU VM, NVIDIA host or laptop: ./prepareTPUVM.sh [--plan] [--test]
 #
-# Makes .venv beside this file with the jax that suits the machine and the tested versions of constraints.txt.
-# --test adds what the tests need. A second call takes a blink unless something has changed.
+# Makes .venv beside this file with the trainer, the jax for this machine, and the tested versions of constraints.txt.
+#   --plan  adds the TPU compiler, for mode=plan on a machine without a TPU (x86-64 Linux only)
+#   --test  adds what the tests need, the TPU compiler included
+# What was added once is kept up to date by later calls. A call where nothing has changed takes less than a second.
 set -euo pipefail
 
 fail() {
@@ -10,11 +12,12 @@ fail() {
     exit 1
 }
 
-test_too=false
+with_plan=false with_test=false
 for argument in "$@"; do
     case $argument in
-        --test) test_too=true ;;
-        *) fail "unknown option $argument" "the only one is --test" ;;
+        --plan) with_plan=true ;;
+        --test) with_test=true ;;
+        *) fail "unknown option $argument" "expected --plan or --test" ;;
     esac
 done
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -22,33 +25,41 @@ cd "$repository"
 
 # -- 1: the machine ---------------------------------------------------------------------------------------------------
 
-tpu_is_here() { # chips are Google's PCI devices with a node in /dev: no metadata server is asked, so nothing hangs
+has_tpu() { # chips are Google's PCI devices with a node in /dev: asking a metadata server could hang
     compgen -G '/dev/accel[0-9]*' >/dev/null || compgen -G '/dev/vfio/[0-9]*' >/dev/null || return 1
     grep -qsx 0x1ae0 /sys/bus/pci/devices/*/vendor
 }
 
-gpu_is_here() {
+has_gpu() {
     [[ -e /dev/nvidia0 ]] || { command -v nvidia-smi && nvidia-smi --list-gpus | grep GPU; } >/dev/null 2>&1
 }
 
-extras=()
-if tpu_is_here; then
+has_tpu_compiler() { compgen -G '.venv/lib/python*/site-packages/libtpu' >/dev/null; }
+
+extras=(train)
+if has_tpu; then
     machine="a TPU VM"
     extras+=(tpu)
-elif gpu_is_here; then
+elif has_gpu; then
     machine="an NVIDIA host"
     extras+=(cuda)
 else
     machine="a machine without accelerator: zero will use virtual CPU devices"
 fi
-# Once the tests' packages are here they are kept up to date.
-if $test_too || [[ -e .venv/bin/pytest ]]; then extras+=(test); fi
+if $with_plan && [[ $(uname -sm) != "Linux x86_64" ]]; then
+    fail "--plan: the TPU compiler does not exist for $(uname -sm)" "plan on an x86-64 Linux machine"
+fi
+if $with_test || [[ -e .venv/bin/pytest ]]; then
+    extras+=(test) # which brings the TPU compiler as well
+elif ! has_tpu && { $with_plan || has_tpu_compiler; }; then
+    extras+=(plan)
+fi
 printf '[1/4] This is %s.\n' "$machine"
 
 stamp=$(
     {
         cat pyproject.toml constraints.txt prepareTPUVM.sh
-        echo "$repository ${extras[*]-}" # an editable install knows its place
+        echo "$repository ${extras[*]}" # an editable install contains its path
     } | cksum
 )
 if [[ $(cat .venv/zero-stamp 2>/dev/null) == "$stamp" ]] && .venv/bin/python -c '' 2>/dev/null; then
@@ -58,11 +69,11 @@ fi
 
 # -- 2 and 3: .venv with a Python of 3.11 or newer ---------------------------------------------------------------------
 
-is_new_enough() { # runs it: a pyenv shim is on the path and yet no Python
+is_new_enough() { # runs it: a shim of pyenv may be on the PATH without the Python that it stands for
     command -v "$1" >/dev/null && "$1" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 }
 
-find_python() { # the version that constraints.txt was tested with comes first
+find_python() { # first the version that constraints.txt was tested with
     local candidate
     for candidate in python3.11 python3.12 python3.13 python3.14 python3; do
         if is_new_enough "$candidate"; then
@@ -73,7 +84,7 @@ find_python() { # the version that constraints.txt was tested with comes first
     return 1
 }
 
-python_from_apt() { # release candidates (Ubuntu 22.04's 3.11) are left alone
+python_from_apt() { # ignores release candidates, such as the 3.11 of Ubuntu 22.04
     local package root=()
     command -v apt-get >/dev/null || return 1
     if ((EUID != 0)); then
@@ -90,7 +101,7 @@ python_from_apt() { # release candidates (Ubuntu 22.04's 3.11) are left alone
     return 1
 }
 
-python_from_uv() { # stays under ~/.local/share/uv; only uv itself is thrown away
+python_from_uv() { # Python stays in ~/.local/share/uv, uv itself is removed
     local tools
     tools=$(mktemp -d)
     python3 -m pip install -qq --target "$tools" uv >&2 &&
@@ -113,14 +124,14 @@ make_venv() {
 
 rm -f .venv/zero-stamp
 if is_new_enough .venv/bin/python && .venv/bin/python -m pip --version >/dev/null 2>&1; then
-    echo "[2/4] Python is there: $(.venv/bin/python --version)."
-    echo "[3/4] .venv is there."
+    echo "[2/4] Python is .venv/bin/python ($(.venv/bin/python --version))."
+    echo "[3/4] .venv exists."
 else
     if ! python=$(find_python); then
-        echo "[2/4] No Python of 3.11 or newer is here (python3: $(python3 --version 2>&1 || echo none)); bringing one."
+        echo "[2/4] Found no Python 3.11 or newer (python3: $(python3 --version 2>&1 || echo none)); installing one."
         python=$(python_from_apt || python_from_uv) ||
-            fail "could not bring a Python of 3.11 or newer, neither with apt nor with uv" \
-                "install one (with its venv module) so that python3.11, python3.12 or python3.13 is on the PATH"
+            fail "could not install Python 3.11 or newer, neither with apt nor with uv" \
+                "install it (with its venv module) so that python3.11, python3.12 or python3.13 is on the PATH"
     fi
     echo "[2/4] Python is $python ($("$python" --version))."
     echo "[3/4] Making .venv."
@@ -130,10 +141,10 @@ fi
 
 # -- 4: the packages --------------------------------------------------------------------------------------------------
 
-project=".${extras[*]:+[$(IFS=,; echo "${extras[*]}")]}"
+project=".[$(IFS=,; echo "${extras[*]}")]"
 echo "[4/4] Installing $project with the versions of constraints.txt; this takes a minute or two."
-# -I: what PYTHONPATH shows now is not there later.
+# -I: a package that is found through PYTHONPATH now may be missing later, so it is installed all the same.
 .venv/bin/python -I -m pip install -qq --disable-pip-version-check -c constraints.txt -e "$project" ||
-    fail "pip could not install $project (its error is above)" "see that the network and the disk have room, then call again"
+    fail "pip could not install $project (its error is above)" "check the network and the disk space, then try again"
 echo "$stamp" >.venv/zero-stamp
 echo "Ready: .venv/bin/python main_zero.py"

@@ -1,4 +1,4 @@
-"""prepareTPUVM.sh for real (venv and pip), on a project without dependencies, so that no network is asked."""
+"""prepareTPUVM.sh with real venv and pip, on a project without dependencies, so that no network is needed."""
 
 import os
 import re
@@ -23,14 +23,14 @@ import zipfile
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
     info, name = "zero_pmap-0.1.0.dist-info/", "zero_pmap-0.1.0-py3-none-any.whl"
-    extras = "".join(f"Provides-Extra: {extra}\\n" for extra in ("tpu", "cuda", "test"))
+    extras = "".join(f"Provides-Extra: {extra}\\n" for extra in ("train", "plan", "tpu", "cuda", "test"))
     with zipfile.ZipFile(f"{wheel_directory}/{name}", "w") as wheel:
         wheel.writestr(info + "METADATA", "Metadata-Version: 2.1\\nName: zero-pmap\\nVersion: 0.1.0\\n" + extras)
         wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
         wheel.writestr(info + "RECORD", "")
     return name
 '''
-TOOLS = ["bash", "cat", "cksum", "dirname", "env", "grep", "mktemp", "rm"]
+TOOLS = ["bash", "cat", "cksum", "dirname", "env", "grep", "mktemp", "rm", "uname"]
 
 
 @pytest.fixture
@@ -90,20 +90,20 @@ def test_sets_up_once_and_again_only_after_a_change(checkout: Path, programs: Pa
     assert second.stdout.splitlines()[1:] == ["[4/4] .venv is up to date."]
     assert time.monotonic() - started < 1
 
-    (programs / "python3").unlink()  # what .venv has is enough from here on
+    (programs / "python3").unlink()  # from here on .venv's own is enough
     (checkout / "constraints.txt").write_text("jax==0.10.3\n")
     changed = prepare(checkout, programs, "--test")
-    assert "[3/4] .venv is there." in changed.stdout and "test]" in changed.stdout and "Ready" in changed.stdout
+    assert "[3/4] .venv exists." in changed.stdout and ".[train,test]" in changed.stdout and "Ready" in changed.stdout
 
     moved = checkout.rename(checkout.parent / "moved")
-    assert "Ready" in prepare(moved, programs, "--test").stdout  # an editable install knows where it is
+    assert "Ready" in prepare(moved, programs, "--test").stdout  # an editable install contains its path
     assert "up to date" in prepare(moved, programs, "--test").stdout
 
     (moved / "constraints.txt").write_text("zero-pmap==7\n")
     failed = prepare(moved, programs, "--test")
     assert failed.returncode == 1 and "pip could not install" in failed.stderr and "remedy:" in failed.stderr
     (moved / "constraints.txt").write_text("jax==0.10.3\n")
-    assert "Ready" in prepare(moved, programs, "--test").stdout  # who knows what the failed call has left
+    assert "Ready" in prepare(moved, programs, "--test").stdout  # a failed call leaves no stamp
 
 
 def test_names_a_missing_python(checkout: Path, programs: Path) -> None:
@@ -111,13 +111,36 @@ def test_names_a_missing_python(checkout: Path, programs: Path) -> None:
     done = prepare(checkout, programs)
     assert done.returncode == 1
     assert "Python 3.10.12" in done.stdout
-    assert "could not bring a Python of 3.11 or newer" in done.stderr and "remedy:" in done.stderr
+    assert "could not install Python 3.11 or newer" in done.stderr and "remedy:" in done.stderr
     assert not (checkout / ".venv").exists()
 
 
 def test_refuses_an_unknown_option(checkout: Path, programs: Path) -> None:
     done = prepare(checkout, programs, "--tests")
     assert done.returncode == 1 and "--tests" in done.stderr
+
+
+def test_plan_adds_the_tpu_compiler_and_later_calls_keep_it(checkout: Path, programs: Path) -> None:
+    site_packages = checkout / ".venv/lib/python3.11/site-packages"
+    for directory in (checkout / ".venv/bin", site_packages):
+        directory.mkdir(parents=True)
+    add_program(checkout / ".venv/bin", "python", "")  # installs nothing, successfully
+    assert ".[train] " in prepare(checkout, programs).stdout
+    assert ".[train,plan] " in prepare(checkout, programs, "--plan").stdout
+    (site_packages / "libtpu").mkdir()  # as the extra would
+    for options in (["--plan"], []):
+        assert "up to date" in prepare(checkout, programs, *options).stdout
+    assert ".[train,test] " in prepare(checkout, programs, "--plan", "--test").stdout
+    (checkout / ".venv/bin/pytest").touch()
+    for options in (["--plan"], ["--test"], []):
+        assert "up to date" in prepare(checkout, programs, *options).stdout
+
+
+def test_plan_is_refused_where_there_is_no_tpu_compiler(checkout: Path, programs: Path) -> None:
+    (programs / "uname").unlink()
+    add_program(programs, "uname", "echo Darwin arm64")
+    done = prepare(checkout, programs, "--plan")
+    assert done.returncode == 1 and "Darwin arm64" in done.stderr and "remedy:" in done.stderr
 
 
 def test_sees_a_gpu(checkout: Path, programs: Path) -> None:
