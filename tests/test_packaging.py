@@ -1,0 +1,123 @@
+"""The wheel: what is in it, what it depends on, and that it works in an environment and a directory of its own."""
+
+import email
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+SCRIPTS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+ON_CPU = {"JAX_PLATFORMS": "cpu", "WANDB_MODE": "offline", "HOME": os.environ["HOME"], "PATH": os.environ["PATH"]}
+# The three lines of the README on eight devices, with nothing but what the wheel itself brings.
+SHARDED_ADAMW = """
+import importlib.util, jax, optax, zero
+tx = zero.shard_optimizer(optax.adamw(1e-3), axis_name="batch")
+state = jax.pmap(tx.init, axis_name="batch", in_axes=None, axis_size=8)({"w": jax.numpy.ones((16, 3))})
+assert any(leaf.shape == (8, 2, 3) for leaf in jax.tree.leaves(state)), jax.tree.map(lambda leaf: leaf.shape, state)
+absent = [name for name in ("hydra", "wandb", "matplotlib", "webdataset") if importlib.util.find_spec(name)]
+assert absent == [], absent
+"""
+
+
+def pip(python: Path | str, *arguments: object, **environment: str) -> None:
+    command = [sys.executable, "-m", "pip", "--python", str(python), *map(str, arguments), "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    assert done.returncode == 0, done.stderr
+
+
+def run(place: Path, program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([program, *arguments], cwd=place, env=ON_CPU, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built without a network from a copy, because setuptools writes beside the sources."""
+    place = tmp_path_factory.mktemp("wheel")
+    for name in ("LICENSE", "README.md", "pyproject.toml"):
+        shutil.copy(REPOSITORY / name, place)
+    for name in ("conf", "zero"):
+        shutil.copytree(REPOSITORY / name, place / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    pip(sys.executable, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", place, place)
+    (wheel,) = place.glob("zero_pmap-*-py3-none-any.whl")
+    return wheel
+
+
+def test_wheel_holds_the_package_and_its_configuration(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    sources = {path.relative_to(REPOSITORY) for path in REPOSITORY.glob("zero/**/*.py")}
+    conf = {Path("zero") / path.relative_to(REPOSITORY) for path in REPOSITORY.glob("conf/**/*.yaml")}
+    assert Path("zero/conf/preset/v3-32.yaml") in conf
+    assert names == {path.as_posix() for path in (*sources, *conf, Path("zero/py.typed"))}
+
+
+def test_primitives_depend_on_four_packages_and_the_rest_are_extras(wheel: Path) -> None:
+    (path,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA")]
+    metadata = email.message_from_bytes(zipfile.ZipFile(wheel).read(path))
+    required = metadata.get_all("Requires-Dist", [])
+    plain = {re.split(r"[^\w-]", requirement)[0] for requirement in required if "extra ==" not in requirement}
+    assert plain == {"flax", "jax", "numpy", "optax"}
+    extras = {"train", "plan", "tpu", "cuda", "hub", "huggingface", "lm-eval", "tensorboard", "docs", "test"}
+    assert {*metadata.get_all("Provides-Extra", [])} == extras
+    prepare = (REPOSITORY / "prepareTPUVM.sh").read_text()
+    assert {*re.findall(r"extras\+?=\((\w+)\)", prepare)} == {"train", "plan", "tpu", "cuda", "test"}
+
+
+def test_installed_commands_work_from_another_directory(wheel: Path, tmp_path: Path) -> None:
+    """In an environment that borrows all libraries from the one of the tests, but not its zero."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    programs = tmp_path / "venv" / "bin"
+    pip(programs / "python", "install", "--no-deps", "--no-index", wheel)
+    (site_packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    # The .pth files there, such as that of an editable zero, are not read.
+    (site_packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+
+    code = """if True:
+        import importlib, json, sys, zero
+        targets = [target.split(":") for target in json.loads(sys.argv[1])]
+        assert all(callable(getattr(importlib.import_module(module), name)) for module, name in targets)
+        print(zero.__file__)
+    """
+    done = run(place, programs / "python", "-c", code, json.dumps([*SCRIPTS.values()]))
+    assert Path(done.stdout.strip()).is_relative_to(site_packages)
+    assert {path.name for path in programs.glob("zero-*")} == {*SCRIPTS}
+
+    done = run(place, programs / "zero-train", "--cfg", "job", "+preset=v3-32", "seed=3")
+    assert "seed: 3" in done.stdout and "mode: train" in done.stdout and "size: 1_1b" in done.stdout
+    assert "mode: plan" in run(place, programs / "zero-plan", "--cfg", "job").stdout
+    assert [*place.iterdir()] == []
+
+
+@pytest.mark.slow  # installs from the package index
+@pytest.mark.timeout(1800)
+def test_wheel_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", symlinks=True)
+    programs = tmp_path / "venv" / "bin"
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    pip(programs / "python", "install", "-c", REPOSITORY / "constraints.txt", wheel)
+    code = f"import jax\njax.config.update('jax_num_cpu_devices', 8)\n{SHARDED_ADAMW}"
+    run(place, programs / "python", "-c", code)
+
+    pip(programs / "python", "install", "-c", REPOSITORY / "constraints.txt", f"{wheel}[train]")
+    steps = ("training.total_steps=4", "training.warmup_steps=1", "training.staged_warmup_steps=0")
+    done = run(place, programs / "zero-train", *steps, "training.evaluation_frequency=4", "training.sample_tokens=8")
+    assert {path.name for path in place.iterdir()} == {"data", "runs"}
+    assert (place / "data/index/stdlib_train.index").exists() and [*(place / "data/corpus").iterdir()]
+    (metrics,) = (place / "runs").glob("*/*/metrics.jsonl")
+    assert json.loads(metrics.read_text().splitlines()[-1])["step"] == 4, done.stderr
+    done = run(place, programs / "zero-report", str(metrics.parent))
+    assert Path(done.stdout.strip()).exists()
