@@ -1,5 +1,6 @@
 """The wheel: what is in it, what it depends on, and that it works in an environment and a directory of its own."""
 
+import ast
 import email
 import json
 import os
@@ -11,12 +12,14 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
-SCRIPTS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+SCRIPTS = PROJECT["scripts"]
 ON_CPU = {"JAX_PLATFORMS": "cpu", "WANDB_MODE": "offline", "HOME": os.environ["HOME"], "PATH": os.environ["PATH"]}
 # The three lines of the README on eight devices, with nothing but what the wheel itself brings.
 SHARDED_ADAMW = """
@@ -72,6 +75,21 @@ def test_primitives_depend_on_four_packages_and_the_rest_are_extras(wheel: Path)
     assert {*metadata.get_all("Provides-Extra", [])} == extras
     prepare = (REPOSITORY / "prepareTPUVM.sh").read_text()
     assert {*re.findall(r"extras\+?=\((\w+)\)", prepare)} == {"train", "plan", "tpu", "cuda", "test"}
+
+
+def test_every_imported_library_is_declared() -> None:
+    """By itself: what another library happens to bring today may be gone with its next version."""
+    extras = {name: requirements for name, requirements in PROJECT["optional-dependencies"].items() if name != "test"}
+    required = [*PROJECT["dependencies"], *(requirement for one in extras.values() for requirement in one)]
+    declared = {re.split(r"[^\w-]", requirement)[0].lower() for requirement in required}
+    distributions = packages_distributions()
+    for path in REPOSITORY.glob("zero/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+            for library in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"zero"}:
+                sources = {name.lower().replace("_", "-") for name in distributions[library]}
+                assert sources & declared, f"{path}: import {library}"
 
 
 def test_installed_commands_work_from_another_directory(wheel: Path, tmp_path: Path) -> None:
