@@ -381,7 +381,8 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_devices_alike(stage: in
     assert [m["skipped_steps"] for m in metrics] == [m["skipped_in_a_row"] for m in metrics] == [1, 2]
     assert not any(np.isfinite(m["gradient_norm"]) for m in metrics)
     # The schedule goes on, Adam's count does not.
-    assert [m["learning_rate"] for m in metrics] == [np.float32(RATE(1)), np.float32(RATE(2))]
+    rates = [float(RATE(1)), float(RATE(2))]  # compiled alone, so that the last bit may differ from the step's
+    assert [m["learning_rate"] for m in metrics] == pytest.approx(rates, rel=1e-6)
     assert np.asarray(state.step).tolist() == [3] * devices
     assert np.asarray(state.opt_state[0].count).tolist() == [1] * devices
     zero.check_replicated(
