@@ -2,12 +2,14 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import hydra
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
@@ -162,3 +164,16 @@ def test_ci_calls_the_test_command_of_the_readme() -> None:
     assert main == "./prepareTPUVM.sh && .venv/bin/python main_zero.py"
     assert test == "./prepareTPUVM.sh --test && .venv/bin/python -m pytest"
     assert test in (REPOSITORY / ".ci/run").read_text()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/launching.md"])
+def test_configuration_accepts_the_commands_of_a_page(page: str) -> None:
+    from zero.runtime.main import conf_directory  # with it comes the schema
+
+    text = (REPOSITORY / page).read_text().replace("\\\n", "")
+    commands = re.findall(r"(?:^|`)python main_zero\.py([^`\n]*)", text, re.MULTILINE)
+    assert any("mode=plan" in command for command in commands)
+    with hydra.initialize_config_dir(str(conf_directory()), version_base="1.3"):
+        for command in commands:
+            overrides = [word for word in shlex.split(command, comments=True) if not word.startswith("--")]
+            hydra.compose("config", overrides)  # raises for an unknown key or a wrong type
