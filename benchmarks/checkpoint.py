@@ -39,7 +39,7 @@ import tensorstore
 from jax.experimental import multihost_utils
 
 import zero
-from zero.runtime.checkpoints.checkpoints import Checkpoints
+from zero.runtime.checkpoints.manager import Checkpoints
 
 LAYERS, WIDTH, VOCAB = 16, 1024, 50304
 

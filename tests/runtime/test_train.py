@@ -16,7 +16,7 @@ import pytest
 
 import zero
 from tests import cli
-from zero.runtime.checkpoints.checkpoints import Checkpoints
+from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.configuration import load_sizes
 from zero.runtime.hosts.signals import stop_requests, unanswered
 from zero.runtime.run_directory import saved_steps

@@ -1,4 +1,4 @@
-"""One of two processes of one CPU device each; `test_failing_storage.py` gives its number, a port and a folder."""
+"""One of two processes of one CPU device each; `test_damage.py` gives its number, a port and a folder."""
 
 import os
 import shutil
@@ -16,7 +16,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import zero
-from zero.runtime.checkpoints.checkpoints import Checkpoints, Damaged
+from zero.runtime.checkpoints.damage import DamagedCheckpoint
+from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.agreement import AnyHost
 
@@ -74,9 +75,9 @@ def check(name: str, what: list[Callable[[Path], None]], kind: type[UserError] |
 
 
 check("fine", [fine, fine], None)
-check("meta-of-one", [fine, torn_meta], Damaged)
-check("meta-of-the-first", [torn_meta, fine], Damaged)
-check("arrays-of-one", [fine, torn_arrays], Damaged)
+check("meta-of-one", [fine, torn_meta], DamagedCheckpoint)
+check("meta-of-the-first", [torn_meta, fine], DamagedCheckpoint)
+check("arrays-of-one", [fine, torn_arrays], DamagedCheckpoint)
 check("outage-of-one", [unreadable, fine], UserError)
 check("damage-and-outage", [torn_meta, unreadable], UserError)
 

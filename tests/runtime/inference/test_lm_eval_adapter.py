@@ -16,7 +16,7 @@ import zero
 from zero.models.gpt import GPTConfig
 from zero.partition.layout import derive_layout
 from zero.partition.state import from_global
-from zero.runtime.checkpoints.checkpoints import Checkpoints
+from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 from zero.runtime.inference import harness_tasks
 from zero.runtime.inference.harness_tasks import adapter

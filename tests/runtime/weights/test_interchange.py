@@ -16,7 +16,7 @@ from jax import lax
 import zero
 from zero.models.gpt import GPT, GPTConfig, init_cache
 from zero.partition.layout import derive_layout
-from zero.runtime.checkpoints.checkpoints import Checkpoints
+from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 from zero.runtime.weights import interchange
 from zero.runtime.weights.interchange import average, export, repeated_blocks, warm_start

@@ -1,9 +1,11 @@
-"""Buckets as orbax sees them, through fsspec: as patient as `storage`, and listed anew each time (gcsfs)."""
+"""Buckets as orbax sees them, through fsspec: as patient as `zero.runtime.storage`, and never cached (gcsfs)."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import fsspec
@@ -12,13 +14,10 @@ from gcsfs.retry import is_retriable
 from zero.runtime.storage import DEADLINE
 
 log = logging.getLogger(__name__)
-# They tell of caches, of what they cannot find out, and of what they raise anyway.
-logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
-logging.getLogger("fsspec").setLevel(logging.WARNING)
 
 
-class Bucket(fsspec.get_filesystem_class("gs")):  # type: ignore[misc]
-    """gcsfs gives up after half a minute, and does not see what others change once it has listed a directory."""
+class PatientBucket(fsspec.get_filesystem_class("gs")):  # type: ignore[misc]
+    """gcsfs gives up after half a minute, and once it has listed a directory does not see what others change."""
 
     def __init__(self, *args: Any, use_listings_cache: bool = False, **options: Any) -> None:
         super().__init__(*args, use_listings_cache=use_listings_cache, **options)
@@ -34,5 +33,17 @@ class Bucket(fsspec.get_filesystem_class("gs")):  # type: ignore[misc]
                 log.warning("a bucket does not answer, trying again: %s", str(error).partition("\n")[0])
 
 
-for name in ("gs", "gcs"):
-    fsspec.register_implementation(name, Bucket, clobber=True)
+@contextmanager
+def patient_buckets() -> Iterator[None]:
+    """Who first opens gs:// through fsspec within gets a `PatientBucket`.
+
+    Orbax's paths keep what they first opened, so it is enough to create a checkpoint manager within.
+    """
+    before = {name: fsspec.get_filesystem_class(name) for name in ("gs", "gcs")}
+    try:
+        for name in before:
+            fsspec.register_implementation(name, PatientBucket, clobber=True)
+        yield
+    finally:
+        for name, filesystem in before.items():
+            fsspec.register_implementation(name, filesystem, clobber=True)

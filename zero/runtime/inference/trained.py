@@ -14,7 +14,7 @@ from zero.partition.collectives import Axis
 from zero.partition.layout import PyTree
 from zero.partition.state import from_global
 from zero.runtime.build import make_model
-from zero.runtime.checkpoints.checkpoints import Checkpoints
+from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.configuration import Config
 from zero.runtime.hosts import startup
 from zero.runtime.run_directory import saved_checkpoint_directory

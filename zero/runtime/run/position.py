@@ -9,7 +9,8 @@ from typing import Any
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout
 from zero.partition.state import checksums, from_global
-from zero.runtime.checkpoints.checkpoints import Checkpoints, Damaged
+from zero.runtime.checkpoints.damage import DamagedCheckpoint
+from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 from zero.training.step import TrainState
 
@@ -52,10 +53,10 @@ def restore(
             bad = [name for name, saved in meta["checksums"].items() if sums[name] != saved]
             if bad:
                 del state  # before the next one takes its place
-                raise Damaged(
+                raise DamagedCheckpoint(
                     f"checkpoint {source.directory}, step {candidate}: {', '.join(bad)} is not what was saved"
                 )
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             if step is not None:
                 raise
             log.error("%s; trying the one before", error)

@@ -20,7 +20,7 @@ from zero.models.gpt import GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout
 from zero.partition.state import checksums, from_global, to_global
-from zero.runtime.checkpoints.checkpoints import Checkpoints
+from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.configuration import Config
 from zero.runtime.data.loader import HostBatch, Loader
 from zero.runtime.data.prefetch import prefetch

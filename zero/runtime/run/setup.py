@@ -22,7 +22,7 @@ from zero.partition.state import memory
 from zero.runtime import run_directory as run_files
 from zero.runtime import storage
 from zero.runtime.build import make_job
-from zero.runtime.checkpoints.checkpoints import Checkpoints
+from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.configuration import Config, index_files
 from zero.runtime.corpus.on_demand import prepare_if_missing
 from zero.runtime.data.cache import ShardCache

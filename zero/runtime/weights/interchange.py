@@ -27,7 +27,7 @@ from zero.models.gpt import GPTConfig
 from zero.partition.layout import LeafLayout, PyTree, make_layout
 from zero.partition.state import from_global, global_shapes
 from zero.runtime import run_directory as run_files
-from zero.runtime.checkpoints.checkpoints import Checkpoints
+from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 from zero.runtime.tokenizers import FileTokenizer, load_tokenizer
 from zero.training.programs import repeat_blocks

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import hosts
-from tests.runtime.checkpoints.test_checkpoints import (
+from tests.runtime.checkpoints.test_manager import (
     assert_same,
     make_state,
     placed,
@@ -25,7 +25,8 @@ from tests.runtime.checkpoints.test_checkpoints import (
     save_small,
     small,
 )
-from zero.runtime.checkpoints.checkpoints import Checkpoints, Damaged
+from zero.runtime.checkpoints.damage import DamagedCheckpoint
+from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -52,7 +53,7 @@ def test_every_damage_is_told_in_one_line_or_does_no_harm(tmp_path: Path) -> Non
             try:
                 assert_same(restore_small(place, 5), expected, small(8)[0])
                 harmless.add((name, kind))
-            except Damaged as error:
+            except DamagedCheckpoint as error:
                 found[name, kind] = str(error)
                 assert str(error).startswith(f"checkpoint {place}, step 5: ")
                 assert " cannot be read: " in str(error) and "\n" not in str(error)
@@ -68,7 +69,7 @@ def test_every_damage_is_told_in_one_line_or_does_no_harm(tmp_path: Path) -> Non
     for kind in ("deleted", "empty", "torn"):
         assert any(re.search(r"leaf (w|b) cannot be read: ", line) for (_, k), line in found.items() if k == kind)
         assert re.search("file .*5/meta/metadata", found["meta/metadata", kind])
-    assert re.search("file .*5/state/_METADATA cannot be read: no JSON", found["state/_METADATA", "torn"])
+    assert re.search("file .*5/state/_METADATA cannot be read: not valid JSON", found["state/_METADATA", "torn"])
 
 
 def test_damaged_checkpoint_is_set_aside_and_its_step_is_free_again(tmp_path: Path) -> None:
@@ -79,7 +80,9 @@ def test_damaged_checkpoint_is_set_aside_and_its_step_is_free_again(tmp_path: Pa
             checkpoints.wait()
             files = {path.relative_to(tmp_path / "10") for path in (tmp_path / "10").rglob("*")}
             (tmp_path / "10" / "meta" / "metadata").write_text("")
-            with pytest.raises(Damaged, match=rf"checkpoint {tmp_path}, step 10: file .*10/meta/metadata cannot be"):
+            with pytest.raises(
+                DamagedCheckpoint, match=rf"checkpoint {tmp_path}, step 10: file .*10/meta/metadata cannot be"
+            ):
                 checkpoints.meta(10)
             checkpoints.set_aside(10)
             assert checkpoints.steps() == stand
@@ -166,9 +169,9 @@ FULL_DISK = """
 import resource, signal, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-import test_checkpoints as t
+import test_manager as t
 from zero.runtime.errors import UserError
-from zero.runtime.checkpoints.checkpoints import Checkpoints
+from zero.runtime.checkpoints.manager import Checkpoints
 
 directory = Path({directory!r})
 t.save(directory, 5)
@@ -287,9 +290,10 @@ OTHER_USER = """
 import os, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-import test_checkpoints as t
+import test_manager as t
 from zero.runtime.errors import UserError
-from zero.runtime.checkpoints.checkpoints import Checkpoints, Damaged
+from zero.runtime.checkpoints.damage import DamagedCheckpoint
+from zero.runtime.checkpoints.manager import Checkpoints
 
 directory = Path({directory!r})
 t.restore_small(directory, 1)
@@ -298,7 +302,7 @@ for locked in ({locked!r}).split():
     try:
         t.restore_small(Path(locked), 1)
     except UserError as error:
-        print(isinstance(error, Damaged), error)
+        print(isinstance(error, DamagedCheckpoint), error)
 """
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import zero
 from zero.models.gpt import GPTConfig
-from zero.runtime.checkpoints.checkpoints import Checkpoints
+from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 from zero.training.step import ShardedGPT, adamw, state_layout
 
@@ -216,8 +216,8 @@ LIFE = """
 import sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-import test_checkpoints as t
-from zero.runtime.checkpoints.checkpoints import Checkpoints
+import test_manager as t
+from zero.runtime.checkpoints.manager import Checkpoints
 
 with Checkpoints(Path({directory!r}), keep=2) as checkpoints:
     for step, loss in {losses!r}.items():

@@ -1,0 +1,26 @@
+"""Buckets through orbax: as patient as zero's own storage, without a change for other users of fsspec."""
+
+import fsspec
+import gcsfs
+import pytest
+
+from tests import bucket
+from tests.runtime.checkpoints.test_manager import assert_same, make_state, save_small, small
+from zero.runtime.checkpoints.manager import Checkpoints
+
+
+def test_orbax_gets_patient_buckets_and_other_users_of_fsspec_do_not(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zero.runtime.checkpoints.orbax_buckets import PatientBucket
+
+    bucket.use(monkeypatch, server)
+    before = fsspec.get_filesystem_class("gs")
+    assert issubclass(before, gcsfs.GCSFileSystem) and before is not PatientBucket
+    place = f"gs://{bucket.BUCKET}/patient"
+    with Checkpoints(place, keep=1) as checkpoints:
+        assert fsspec.get_filesystem_class("gs") is fsspec.get_filesystem_class("gcs") is before
+        save_small(checkpoints, 5)
+        checkpoints.wait()
+        assert isinstance(checkpoints._manager.directory._backend.fs(place), PatientBucket)
+        assert_same(checkpoints.restore(5, *small(8)), make_state(*small(8), seed=5), small(8)[0])

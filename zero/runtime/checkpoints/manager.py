@@ -1,0 +1,321 @@
+"""Checkpoints that any number of devices can read (orbax).
+
+A checkpoint is one directory per step: `state`, whole logical arrays stored with their padding under the leaf's name,
+and `meta`, JSON with the logical shapes and whatever the caller keeps beside them. It is written under a temporary
+name, synced, and then renamed; in a bucket, where nothing can be renamed, a last file marks it as complete.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from zero.partition.collectives import Axis
+from zero.partition.layout import Layout, PyTree
+from zero.partition.state import global_shapes
+from zero.runtime import storage
+from zero.runtime.checkpoints.damage import DamagedCheckpoint, first_line, move_aside, read_errors, write_errors
+from zero.runtime.checkpoints.orbax_commit import KeepNewestAndBest, barrier_unless_failing, temporary_path_class
+from zero.runtime.checkpoints.quiet_orbax import draining_event_loops, quiet_loggers
+from zero.runtime.errors import UserError
+from zero.runtime.hosts import agreement
+
+PACKAGES = ("zero-pmap", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_Result = TypeVar("_Result")
+log = logging.getLogger(__name__)
+
+
+class _PendingSave(NamedTuple):
+    step: int
+    size: int  # bytes
+    started: float
+
+
+class Checkpoints:
+    """The checkpoints of one run; a context manager, which waits for the last save when it is left.
+
+    All hosts call every method together, and where one host fails to read, all of them raise.
+
+    Args:
+      directory: a local path or `gs://bucket/path`; made at the first save.
+      keep: how many of the newest to keep, besides the one with the lowest validation loss; None only reads, and leaves
+        alone what another process may be writing there.
+    """
+
+    def __init__(self, directory: Path | str, keep: int | None) -> None:
+        self.directory = str(directory) if str(directory).startswith("gs://") else Path(directory).absolute()
+        self._keep = keep
+        self._losses: dict[int, float] | None = None
+        self._pending: _PendingSave | None = None
+        self._is_stale = False  # after a failed save orbax's list of steps may lack some that still exist
+        self._commit_times: dict[int, float] = {}
+        with ExitStack() as stack:
+            stack.enter_context(quiet_loggers())
+            self._arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
+            self._manager = self._open()
+            self._until_closed = stack.pop_all()
+
+    def _open(self) -> ocp.CheckpointManager:
+        is_remote = storage.is_remote(storage.join(self.directory, "0"))
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=None if self._keep is None else KeepNewestAndBest(self._keep, self._known_losses),
+            read_only=self._keep is None,
+            create=False,
+            cleanup_tmp_directories=self._keep is not None,
+            enable_async_checkpointing=True,
+            async_options=ocp.AsyncOptions(
+                barrier_sync_fn=barrier_unless_failing,
+                # Else threads wait minutes for a directory that could not be made, and the process for them at its end.
+                create_directories_asynchronously=False,
+            ),
+            temporary_path_class=temporary_path_class(is_remote, self._commit_times),
+            lightweight_initialize=True,  # else it reads a file of each checkpoint, which may be damaged
+        )
+
+        def create() -> ocp.CheckpointManager:
+            return ocp.CheckpointManager(
+                self.directory, item_names=("state", "meta"), item_handlers={"state": self._arrays}, options=options
+            )
+
+        try:
+            with _patient_buckets() if is_remote else nullcontext():
+                try:
+                    return create()
+                except FileNotFoundError:
+                    # A bucket's directory is gone with its last file: host 0 has just deleted an unfinished save.
+                    return create()
+        except Exception as error:
+            if not storage.is_outage(error):
+                raise
+            raise UserError(f"{self.directory} cannot be read now: {first_line(error)}") from error
+
+    def steps(self) -> list[int]:
+        """The steps that were saved, oldest first."""
+        if self._is_stale:
+            self._manager.reload()
+            self._is_stale = False
+        return sorted(self._manager.all_steps())
+
+    def choose(self, step: int | None) -> int:
+        """This step, or the newest where it is None.
+
+        Raises:
+          UserError: there is no such checkpoint.
+        """
+        steps = self.steps()
+        if not steps:
+            raise UserError(f"{self.directory} holds no checkpoint")
+        if step is not None and step not in steps:
+            raise UserError(f"data.resume_step={step}: {self.directory} holds steps {', '.join(map(str, steps))}")
+        return steps[-1] if step is None else step
+
+    def save(
+        self, step: int, state: PyTree, layout: Layout, meta: dict[str, Any], *, validation_loss: float | None = None
+    ) -> None:
+        """Copies whole arrays, as `zero.to_global` labels them, to the host, and writes them in the background.
+
+        `shapes`, `versions` and `validation_loss` are added to the caller's `meta`. For retention the order of saving
+        counts, not the step.
+
+        Raises:
+          UserError: the step exists already, or this save or the one before it failed; older checkpoints are intact.
+        """
+        self.wait()
+        if step in self.steps():
+            raise UserError(f"{self.directory}: step {step} is saved already, and nothing is overwritten")
+        arrays = {leaf.name: x for leaf, x in zip(layout.leaves, layout.treedef.flatten_up_to(state), strict=True)}
+        meta = meta | {
+            "shapes": {leaf.name: list(leaf.shape) for leaf in layout.leaves},
+            "versions": {name: version(name) for name in PACKAGES},
+            "validation_loss": validation_loss,
+        }
+        losses = self._known_losses()
+        if validation_loss is not None and math.isfinite(validation_loss):
+            losses[step] = validation_loss
+        started = time.monotonic()
+        self._commit_times.pop(step, None)  # of a checkpoint that was set aside
+        with self._write_errors():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta)),
+                force=True,  # else orbax skips a step lower than an existing one, and only its result tells
+            )
+        self._pending = _PendingSave(step, sum(x.nbytes for x in arrays.values()), started)
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """What the caller kept beside the arrays, and `shapes`, the logical shape of each leaf.
+
+        Raises:
+          DamagedCheckpoint: it is missing or cannot be decoded.
+          UserError: storage fails for the moment.
+        """
+        self.wait()
+        return self._on_all_hosts(step, lambda: self._read_meta(step))
+
+    def restore(self, step: int, layout: Layout, axis: Axis, *, within: str | None = None) -> PyTree:
+        """Whole arrays for `zero.from_global`, cropped or padded to this layout, from any number of devices.
+
+        Args:
+          step: of the checkpoint.
+          layout: of the state, or of the subtree `within`.
+          axis: of the pmap that will use it.
+          within: a subtree of the state, such as "params"; None restores all of it.
+
+        Raises:
+          DamagedCheckpoint: the stored data is truncated, missing, or cannot be decoded.
+          UserError: a leaf is missing, left over, or of another logical shape; or storage fails for the moment.
+        """
+        prefix = f"{within}/" if within else ""
+        saved = {name: tuple(shape) for name, shape in self.meta(step)["shapes"].items()}
+        expected = {prefix + leaf.name: leaf.shape for leaf in layout.leaves}
+        for name in dict.fromkeys([*expected, *(name for name in saved if name.startswith(prefix))]):
+            if saved.get(name) != expected.get(name):
+                raise UserError(
+                    f"{self._name(step)}, leaf {name}: "
+                    f"holds {saved.get(name, 'nothing')}, this run expects {expected.get(name, 'nothing')}"
+                )
+        shapes = layout.treedef.flatten_up_to(global_shapes(layout, axis))
+        targets = {prefix + leaf.name: x for leaf, x in zip(layout.leaves, shapes, strict=True)}
+        restore_args = {
+            name: ocp.ArrayRestoreArgs(dtype=x.dtype, sharding=x.sharding, global_shape=x.shape, strict=False)
+            for name, x in targets.items()
+        }
+        arrays = self._on_all_hosts(step, lambda: self._read_arrays(step, targets, restore_args))
+        return jax.tree.unflatten(layout.treedef, [arrays[prefix + leaf.name] for leaf in layout.leaves])
+
+    def read(self, step: int, name: str) -> np.ndarray:
+        """One leaf, whole on this host and without its padding; raises as `restore`."""
+        shape = self.meta(step)["shapes"][name]
+        restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
+        padded = self._on_all_hosts(step, lambda: self._read_arrays(step, {name: 0}, restore_args))[name]
+        return padded[tuple(slice(length) for length in shape)]
+
+    def set_aside(self, step: int) -> None:
+        """Renames a damaged checkpoint to STEP.damaged; nothing of it is deleted, and its step may be saved again.
+
+        Raises:
+          UserError: it could not be renamed.
+        """
+        if self._keep is None:
+            raise ValueError(f"{self.directory} was opened for reading only")
+
+        def rename() -> None:
+            if jax.process_index() == 0:
+                log.warning("checkpoint %d set aside as %s", step, move_aside(self.directory, step))
+
+        self._on_all_hosts(step, rename)
+        self._manager.reload()
+        self._losses = None
+
+    def check(self) -> None:
+        """Raises the error of a background save that has failed, as `save` does; logs one that has finished."""
+        if not self._manager.is_saving_in_progress():
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns once every save so far is durable; raises as `save`, logs as `check`."""
+        saved, self._pending = self._pending, None
+        failure = None
+        try:
+            with self._write_errors():
+                self._manager.wait_until_finished()
+        except UserError as error:
+            if saved is None or saved.step not in self._commit_times:
+                raise
+            failure = error
+        if saved is not None and jax.process_index() == 0:  # the host that commits
+            seconds = self._commit_times[saved.step] - saved.started
+            log.info("checkpoint %d saved: %.2f GB in %.1f s", saved.step, saved.size / 1e9, seconds)
+            if failure is not None:
+                log.warning("older checkpoints than %d could not be deleted: %s", saved.step, failure.__cause__)
+
+    def _known_losses(self) -> dict[int, float]:
+        """The finite validation losses of existing checkpoints, by step."""
+        if self._losses is None:
+            self._losses = {}
+            for step in self.steps():
+                try:
+                    loss = self._read_meta(step).get("validation_loss")
+                except DamagedCheckpoint as error:
+                    log.warning("%s", error)
+                    continue
+                if loss is not None and math.isfinite(loss):
+                    self._losses[step] = loss
+        return self._losses
+
+    def _read_meta(self, step: int) -> dict[str, Any]:
+        file = storage.join(self.directory, f"{step}/meta/metadata")
+        with read_errors(self._name(step), [file]):
+            return storage.read(file, json.load)
+
+    def _read_arrays(self, step: int, targets: PyTree, restore_args: PyTree) -> PyTree:
+        files = storage.list_files(storage.join(self.directory, f"{step}/state"))
+        json_files = [file for file in files if file.endswith("/_METADATA") or "/array_metadatas/" in file]
+        with read_errors(self._name(step), json_files), draining_event_loops():
+            # Not through the manager, whose hosts wait for each other, and so for one that cannot read.
+            return self._arrays.restore(
+                self._manager.directory / str(step) / "state",
+                args=ocp.args.PyTreeRestore(targets, restore_args=restore_args, partial_restore=True),
+            )
+
+    def _name(self, step: int) -> str:
+        return f"checkpoint {self.directory}, step {step}"
+
+    def _on_all_hosts(self, step: int, action: Callable[[], _Result]) -> _Result:
+        """The result; where any host raises UserError, all of them do."""
+        failure = None
+        try:
+            result = action()
+        except UserError as error:
+            failure = error
+        if jax.process_count() > 1:
+            failed, damaged = agreement.sum_over_hosts(failure is not None, isinstance(failure, DamagedCheckpoint))
+            if failed:
+                kind = DamagedCheckpoint if failed == damaged else UserError
+                raise kind(failure or f"{self._name(step)}: another host could not read it")
+        if failure is not None:
+            raise failure
+        return result
+
+    @contextmanager
+    def _write_errors(self) -> Iterator[None]:
+        try:
+            with write_errors(self.directory):
+                yield
+        except UserError:
+            self._is_stale = True
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.wait()
+        except UserError as late:
+            if error is None:
+                raise
+            log.error("%s", late)  # raised, it would hide the error that ended the block
+        finally:
+            self._manager.close()
+            self._until_closed.close()
+
+
+def _patient_buckets() -> AbstractContextManager[None]:
+    from zero.runtime.checkpoints.orbax_buckets import patient_buckets  # takes a second to import
+
+    return patient_buckets()

@@ -1,0 +1,86 @@
+"""When orbax may count a checkpoint as written: synced to disk, then renamed; and which ones it then deletes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import orbax.checkpoint as ocp
+
+
+def temporary_path_class(is_remote: bool, commit_times: dict[int, float]) -> type:
+    """The class of orbax's temporary directories; `time.monotonic()` of each commit goes to `commit_times`, by step."""
+    base: type = _BucketPath if is_remote else _LocalPath
+    return type("TemporaryPath", (base,), {"commit_times": commit_times})  # orbax takes a class, not an instance
+
+
+class _LocalPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """Renamed once everything in it is synced; committed once the rename is synced."""
+
+    commit_times: ClassVar[dict[int, float]]
+
+    async def finalize(self) -> None:
+        await asyncio.to_thread(_fsync_tree, Path(self.get()))
+        await super().finalize()  # writes two more files, which no reader needs, and renames
+        await asyncio.to_thread(_fsync_tree, Path(self.get_final()))
+        await asyncio.to_thread(_fsync, Path(self.get_final()).parent)
+        _record_commit(self)
+
+
+class _BucketPath(ocp.path.atomicity.CommitFileTemporaryPath):
+    """An object that was uploaded is durable, and the one that marks the commit comes last."""
+
+    commit_times: ClassVar[dict[int, float]]
+
+    async def finalize(self) -> None:
+        await super().finalize()
+        _record_commit(self)
+
+
+def _record_commit(path: Any) -> None:
+    if path.get_final().name.isdigit():  # orbax also finalizes the items of a checkpoint
+        path.commit_times[int(path.get_final().name)] = time.monotonic()
+
+
+def _fsync_tree(directory: Path) -> None:
+    for place, _, names in os.walk(directory):
+        for name in names:
+            _fsync(Path(place, name))
+        _fsync(Path(place))
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def barrier_unless_failing(*, key: str, timeout_ms: int) -> None:
+    """Orbax's barrier between hosts, skipped by a host whose save has failed: the others would hold it for minutes."""
+    if sys.exception() is None:
+        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
+
+@dataclass(frozen=True)
+class KeepNewestAndBest:
+    """Orbax's preservation policy: the newest so many checkpoints, and the one with the lowest validation loss.
+
+    Orbax's own `BestN` knows only losses of its own files (docs/decisions/checkpoints.md).
+    """
+
+    newest: int
+    losses: Callable[[], dict[int, float]]
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        steps = [checkpoint.step for checkpoint in checkpoints]  # in the order of saving
+        losses = self.losses()
+        best = min((step for step in steps if step in losses), key=lambda step: (losses[step], -step), default=None)
+        return [step in steps[-self.newest :] or step == best for step in steps]
