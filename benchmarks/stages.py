@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 
 from benchmarks.collectives import DEVICES
+from zero.models.gpt import STACKED
 from zero.partition.collectives import Axis
 from zero.partition.state import memory
 from zero.runtime.config.configuration import load_sizes
@@ -37,7 +38,7 @@ PEAK = (17.09, 5.18, 3.33, 1.43)  # GiB, printed by `mode=plan plan.topology=v3-
 def memory_by_stage() -> dict[str, list[float]]:
     """GiB a core of the 1.1B model computing in bfloat16, four stages a part; the rest is what remains of the peak."""
     shapes = ShardedGPT(SIZES["1_1b"], Axis("zero", (1, CORES)), 3).sharded_layout.shapes()
-    rows = memory(shapes, adamw(0.1), CORES, stacked=("blocks", "vocabulary"), compute_dtypes=[jnp.bfloat16]).rows
+    rows = memory(shapes, adamw(0.1), CORES, stacked=STACKED, compute_dtypes=[jnp.bfloat16]).rows
     return {
         "state: float32 weights, moments": [(row.parameters + row.state) / GIB for row in rows],
         "whole weights, bfloat16": [row.gathered / GIB for row in rows],

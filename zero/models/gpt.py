@@ -25,6 +25,10 @@ from jax.typing import DTypeLike
 
 Lift = Callable[[type[nn.Module], str], type[nn.Module]]
 
+# Top-level subtrees of the parameters whose leaves have a leading dimension: of layers, of chunks of the vocabulary.
+BLOCKS, VOCABULARY = "blocks", "vocabulary"
+STACKED = (BLOCKS, VOCABULARY)
+
 # What of a layer is kept for the backward pass besides its input, by name; the rest is computed once more.
 REMAT: dict[str, Callable[..., bool] | None] = {
     "full": None,
@@ -256,7 +260,7 @@ class GPT(nn.Module):
     def setup(self) -> None:
         config = self.config
         self.vocabulary = nn.scan(
-            nn.remat(self.lift(VocabularyChunk, "vocabulary"), prevent_cse=False),
+            nn.remat(self.lift(VocabularyChunk, VOCABULARY), prevent_cse=False),
             variable_axes={True: 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
@@ -266,7 +270,7 @@ class GPT(nn.Module):
         if config.embedding_norm:
             self.embedding_norm = self.lift(nn.LayerNorm, "embedding_norm")(config.norm_epsilon, dtype=self.dtype)
         self.blocks = nn.scan(
-            nn.remat(self.lift(Block, "blocks"), prevent_cse=False, policy=REMAT[self.remat]),
+            nn.remat(self.lift(Block, BLOCKS), prevent_cse=False, policy=REMAT[self.remat]),
             variable_axes={True: 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast),

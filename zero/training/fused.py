@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zero.models.gpt import BLOCKS
 from zero.partition.layout import PyTree
 
 Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -43,22 +44,22 @@ def backward_and_update(
       The loss, the new parameters and state, and a tree like `params` that has the norm of the gradients: of each leaf
       in blocks the norms of its layers, of others the gradient itself.
     """
-    is_block = {name: name == "blocks" for name in params}
+    is_block = {name: name == BLOCKS for name in params}
     rest, rest_state = _only(params, is_block, False), _subtrees(partial(_only, keys=is_block, chosen=False), opt_state)
-    layers = jnp.arange(jax.tree.leaves(params["blocks"])[0].shape[0])
+    layers = jnp.arange(jax.tree.leaves(params[BLOCKS])[0].shape[0])
 
     x, embed_backward = jax.vjp(embed, rest)
-    x, inputs = lax.scan(lambda x, layer: (block(layer[0], x, layer[1]), x), x, (params["blocks"], layers))
+    x, inputs = lax.scan(lambda x, layer: (block(layer[0], x, layer[1]), x), x, (params[BLOCKS], layers))
     loss, score_backward = jax.vjp(score, rest, x)
     grads, dx = score_backward(jnp.ones_like(loss))
 
     def layer_backward(carry: tuple[jax.Array, PyTree], xs: tuple[jax.Array, jax.Array]) -> tuple[Any, PyTree]:
         (dx, held), (x, layer) = carry, xs
         own, own_state = _subtrees(partial(jax.tree.map, lambda stack: stack[layer]), held)
-        _, backward = jax.vjp(lambda p, x: block(p, x, layer), own["blocks"], x)
+        _, backward = jax.vjp(lambda p, x: block(p, x, layer), own[BLOCKS], x)
         own_grads, dx = backward(dx)
         norms = jax.tree.map(lambda g: jnp.sqrt(jnp.sum(jnp.square(g))), own_grads)
-        new = update({"blocks": own_grads}, own_state, own)
+        new = update({BLOCKS: own_grads}, own_state, own)
         return (dx, _subtrees(partial(jax.tree.map, lambda stack, x: stack.at[layer].set(x)), held, new)), norms
 
     held = _subtrees(partial(_only, keys=is_block, chosen=True), (params, opt_state))
@@ -66,7 +67,7 @@ def backward_and_update(
     grads = jax.tree.map(jnp.add, grads, embed_backward(dx)[0])
     moved = update(grads, rest_state, rest)
     params, opt_state = _subtrees(lambda rest, blocks: {**rest, **blocks}, moved, held)
-    return loss, params, opt_state, {**grads, "blocks": norms}
+    return loss, params, opt_state, {**grads, BLOCKS: norms}
 
 
 def _only(tree: dict[str, PyTree], keys: dict[str, bool], chosen: bool) -> dict[str, PyTree]:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 
+from zero.models.gpt import BLOCKS
 from zero.partition.collectives import Axis
 from zero.partition.layout import PyTree
 from zero.training.inference import Sampling, evaluate_step, extend, prefill, score
@@ -110,5 +111,5 @@ def repeat_blocks(params: PyTree, order: Sequence[int], axis: Axis) -> PyTree:
 
     Per device: leaves under "blocks" of `(layers, ...)`, which become `(len(order), ...)`; no communication.
     """
-    blocks = jax.pmap(lambda blocks: jax.tree.map(lambda x: x[np.asarray(order)], blocks), axis.name)(params["blocks"])
-    return {**params, "blocks": blocks}
+    blocks = jax.pmap(lambda blocks: jax.tree.map(lambda x: x[np.asarray(order)], blocks), axis.name)(params[BLOCKS])
+    return {**params, BLOCKS: blocks}

@@ -18,7 +18,7 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.models.gpt import GPT, Block, GPTConfig
+from zero.models.gpt import BLOCKS, GPT, STACKED, VOCABULARY, Block, GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout, PyTree, derive_layout, make_layout
 from zero.partition.optimizer import global_norm
@@ -89,7 +89,7 @@ class ShardedGPT:
         """How stages 1 to 3 split the parameters."""
         tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
         params = jax.eval_shape(partial(self._plain.init, method="hidden"), jax.random.key(0), tokens, None)["params"]
-        return make_layout(params, self.axis.shards, stacked=("blocks", "vocabulary"))
+        return make_layout(params, self.axis.shards, stacked=STACKED)
 
     @cached_property
     def layout(self) -> Layout:
@@ -110,7 +110,7 @@ class ShardedGPT:
 
     def block(self, params: PyTree, x: jax.Array, layer: jax.Array, keys: jax.Array | None) -> jax.Array:
         """One layer at stage 3, from its shards."""
-        module = self._lift(Block, "blocks")(self.config, self.compute_dtype)
+        module = self._lift(Block, BLOCKS)(self.config, self.compute_dtype)
         (x, _), _ = module.apply({"params": params}, (x, None), layer, keys, 0)
         return x
 
@@ -169,7 +169,7 @@ def next_tokens(tokens: jax.Array | np.ndarray) -> jax.Array:
 def decayed(params: PyTree) -> PyTree:
     """Which leaves weight decay applies to: matrices and the vocabulary, not norms, biases or positions."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key == "kernel" or path[0].key == "vocabulary", params
+        lambda path, _: path[-1].key == "kernel" or path[0].key == VOCABULARY, params
     )
 
 

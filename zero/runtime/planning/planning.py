@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from zero.models.gpt import GPTConfig
+from zero.models.gpt import STACKED, GPTConfig
 from zero.partition.state import memory
 from zero.runtime.build import Job, make_job
 from zero.runtime.config.configuration import Config
@@ -166,7 +166,7 @@ def compile_step(request: Request) -> dict[str, Any]:
         sharded.shapes(),
         job.tx,
         sharded.shards,
-        stacked=("blocks", "vocabulary"),
+        stacked=STACKED,
         compute_dtypes=[job.model.compute_dtype],
     ).rows[zero.stage]
     gradients = formula.gradients
