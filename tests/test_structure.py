@@ -16,7 +16,6 @@ import zero
 
 REPOSITORY = Path(__file__).parent.parent
 FLOORS = {"zero.partition": 1, "zero.models": 1, "zero.training": 2, "zero.runtime": 3, "zero": 1}  # longest match
-FLOORS |= {"zero.weights": 4}
 MAIN_FLOOR = 4  # main_zero.py, data/prepare.py and commands
 ARRAYS = {"jax", "flax", "optax", "numpy"}
 # What a file below runtime/ may take from the standard library: nothing that touches files, networks or processes.

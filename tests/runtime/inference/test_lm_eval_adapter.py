@@ -23,7 +23,7 @@ from zero.runtime.inference.harness_tasks import adapter
 from zero.runtime.inference.scoring import Scorer
 from zero.runtime.inference.trained import TrainedModel
 from zero.runtime.tokenizers import load_tokenizer, train_tokenizer
-from zero.runtime.weights.interchange import export
+from zero.runtime.weights.export import export
 from zero.training.step import ShardedGPT
 
 CONTEXT = 48

@@ -1,27 +1,16 @@
-"""Weights in and out: Hugging Face folders, warm starts of any depth, averages (safetensors).
+"""The architectures of `transformers` that compute what a GPT of zero computes: names, shapes and layouts of tensors.
 
-A Hugging Face folder is what `transformers` loads: `config.json`, safetensors and, where the run has a file of one, the
-tokenizer. Two of its architectures compute what our model computes (docs/decisions/interchange.md). Reading goes leaf
-by leaf: a host holds one leaf whole at a time, and no device ever does.
+docs/decisions/interchange.md says which and why. In zero the layers are stacked and query, key and value are leaves of
+their own; `transformers` stores one tensor per layer, and query, key and value in one.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-import jax
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from zero.models.gpt import GPTConfig
 from zero.partition.layout import LeafLayout, PyTree, make_layout
@@ -33,26 +22,20 @@ from zero.runtime.tokenizers import FileTokenizer, load_tokenizer
 from zero.training.programs import repeat_blocks
 from zero.training.step import ShardedGPT
 
-log = logging.getLogger(__name__)
-
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-MAX_FILE_BYTES = 4 << 30  # a file is held whole while it is written; a leaf beyond gets one of its own
-FUSED = ("query", "key", "value")
+FUSED_QKV = ("query", "key", "value")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How `transformers` calls and stores what our model is made of.
+    """How `transformers` names and stores the parts of a GPT.
 
     Attributes:
       model_type, class_name: as in config.json.
-      sizes: keys of config.json and what of a `GPTConfig` they are.
-      fixed: keys that must have these values, which are also those of a config.json without them.
-      written: keys that say nothing about the weights.
-      modules: its modules for ours; `{}` stands for the layer.
-      is_linear: kernels are stored `(out, in)`, and those of query, key and value side by side head by head; else
+      sizes: keys of config.json, and the attribute of `GPTConfig` that each holds.
+      fixed: keys that must have these values, which are also the defaults where config.json lacks them.
+      written: keys of an export that say nothing about the weights.
+      modules: the names of zero's modules to those of `transformers`, with `{}` for the number of the layer.
+      is_linear: kernels are stored `(out, in)`, and query, key and value side by side head by head; otherwise
         `(in, out)`, one after the other.
     """
 
@@ -65,23 +48,23 @@ class Architecture:
     is_linear: bool
 
     def tensor_name(self, leaf: str) -> str:
-        """Of `blocks/query/kernel` in the first layer: `h.0.attn.c_attn.weight`, but with `{}` for the 0."""
+        """`h.{}.attn.c_attn.weight` for `blocks/query/kernel`, with `{}` for the number of the layer."""
         module, _, kind = leaf.rpartition("/")
         return f"{self.modules[module]}.{'bias' if kind == 'bias' else 'weight'}"
 
     def tensor_shape(self, leaf: LeafLayout, size: GPTConfig) -> tuple[int, ...]:
-        """Of one layer's tensor."""
-        if leaf.path[0] == "vocabulary":
+        """The shape of the tensor that holds this leaf, of one layer."""
+        if leaf.path[0] == VOCABULARY:
             return (size.vocab_size, size.embedding_dim)
         shape = leaf.shape[1:] if leaf.stacked else leaf.shape
-        if leaf.path[-2] in FUSED:
+        if leaf.path[-2] in FUSED_QKV:
             shape = (*shape[:-1], 3 * shape[-1])
         return shape[::-1] if self.is_linear and leaf.path[-1] == "kernel" else shape
 
     def pack(self, leaf: str, arrays: Sequence[np.ndarray], size: GPTConfig) -> np.ndarray:
-        """The tensor of our leaves, one or query, key and value; leading dimensions stay."""
+        """The tensor of a leaf, or of the leaves of query, key and value; leading dimensions stay."""
         whole = arrays[0]
-        if leaf == "vocabulary/table":
+        if leaf.startswith(f"{VOCABULARY}/"):
             return whole.reshape(-1, size.embedding_dim)[: size.vocab_size]
         if len(arrays) > 1:
             heads = [x.reshape(*x.shape[:-1], size.num_head, -1) for x in arrays]
@@ -89,18 +72,18 @@ class Architecture:
         return whole.swapaxes(-1, -2) if self.is_linear and leaf.endswith("kernel") else whole
 
     def unpack(self, leaf: LeafLayout, tensor: np.ndarray, size: GPTConfig) -> np.ndarray:
-        """Our leaf, or what the tensor holds of it."""
-        if leaf.path[0] == "vocabulary":
+        """The leaf, or one layer of it, from its tensor; the inverse of `pack`."""
+        if leaf.path[0] == VOCABULARY:
             rows = size.vocab_chunks * size.chunk_rows - size.vocab_size
             return np.pad(tensor, ((0, rows), (0, 0))).reshape(leaf.shape)
         if self.is_linear and leaf.path[-1] == "kernel":
             tensor = tensor.swapaxes(-1, -2)
-        if leaf.path[-2] not in FUSED:
+        if leaf.path[-2] not in FUSED_QKV:
             return tensor
-        outside = tensor.shape[:-1]
+        outer = tensor.shape[:-1]
         dims = (size.num_head, 3, -1) if self.is_linear else (3, size.num_head, -1)
-        heads = tensor.reshape(*outside, *dims).take(FUSED.index(leaf.path[-2]), axis=-2 if self.is_linear else -3)
-        return heads.reshape(*outside, -1)
+        heads = tensor.reshape(*outer, *dims).take(FUSED_QKV.index(leaf.path[-2]), axis=-2 if self.is_linear else -3)
+        return heads.reshape(*outer, -1)
 
 
 GPT2 = Architecture(
@@ -125,16 +108,16 @@ GPT2 = Architecture(
     },
     written={"embd_pdrop": 0.0},
     modules={
-        "vocabulary": "wte",
+        VOCABULARY: "wte",
         "positions": "wpe",
-        "blocks/norm_attention": "h.{}.ln_1",
-        "blocks/query": "h.{}.attn.c_attn",
-        "blocks/key": "h.{}.attn.c_attn",
-        "blocks/value": "h.{}.attn.c_attn",
-        "blocks/attention_out": "h.{}.attn.c_proj",
-        "blocks/norm_mlp": "h.{}.ln_2",
-        "blocks/mlp_in": "h.{}.mlp.c_fc",
-        "blocks/mlp_out": "h.{}.mlp.c_proj",
+        f"{BLOCKS}/norm_attention": "h.{}.ln_1",
+        f"{BLOCKS}/query": "h.{}.attn.c_attn",
+        f"{BLOCKS}/key": "h.{}.attn.c_attn",
+        f"{BLOCKS}/value": "h.{}.attn.c_attn",
+        f"{BLOCKS}/attention_out": "h.{}.attn.c_proj",
+        f"{BLOCKS}/norm_mlp": "h.{}.ln_2",
+        f"{BLOCKS}/mlp_in": "h.{}.mlp.c_fc",
+        f"{BLOCKS}/mlp_out": "h.{}.mlp.c_proj",
         "norm": "ln_f",
     },
     is_linear=False,
@@ -155,27 +138,28 @@ BLOOM = Architecture(
     fixed={"apply_residual_connection_post_layernorm": False, "tie_word_embeddings": True},
     written={},
     modules={
-        "vocabulary": "word_embeddings",
+        VOCABULARY: "word_embeddings",
         "embedding_norm": "word_embeddings_layernorm",
-        "blocks/norm_attention": "h.{}.input_layernorm",
-        "blocks/query": "h.{}.self_attention.query_key_value",
-        "blocks/key": "h.{}.self_attention.query_key_value",
-        "blocks/value": "h.{}.self_attention.query_key_value",
-        "blocks/attention_out": "h.{}.self_attention.dense",
-        "blocks/norm_mlp": "h.{}.post_attention_layernorm",
-        "blocks/mlp_in": "h.{}.mlp.dense_h_to_4h",
-        "blocks/mlp_out": "h.{}.mlp.dense_4h_to_h",
+        f"{BLOCKS}/norm_attention": "h.{}.input_layernorm",
+        f"{BLOCKS}/query": "h.{}.self_attention.query_key_value",
+        f"{BLOCKS}/key": "h.{}.self_attention.query_key_value",
+        f"{BLOCKS}/value": "h.{}.self_attention.query_key_value",
+        f"{BLOCKS}/attention_out": "h.{}.self_attention.dense",
+        f"{BLOCKS}/norm_mlp": "h.{}.post_attention_layernorm",
+        f"{BLOCKS}/mlp_in": "h.{}.mlp.dense_h_to_4h",
+        f"{BLOCKS}/mlp_out": "h.{}.mlp.dense_4h_to_h",
         "norm": "ln_f",
     },
     is_linear=True,
 )
+ARCHITECTURES = {one.model_type: one for one in (GPT2, BLOOM)}
 
 
-class Folder:
-    """A local Hugging Face folder to read weights from; a context manager that closes its files.
+def architecture_of(size: GPTConfig) -> Architecture:
+    """The architecture that computes the same as a GPT of this size.
 
     Raises:
-      UserError: it is of no architecture that equals ours, or holds no safetensors; other formats are never loaded.
+      UserError: there is none.
     """
 
     def __init__(self, path: Path) -> None:
@@ -413,64 +397,3 @@ def _architecture_of(size: GPTConfig) -> Architecture:
         f"no architecture of transformers equals a model that has {has}: GPT-2 equals learned positions without it, "
         "BLOOM equals ALiBi with it"
     )
-
-
-def _choose(checkpoints: Checkpoints, asked: Sequence[int] | None) -> list[int]:
-    """Steps that stand, ascending: those asked for, or all."""
-    stand = checkpoints.steps()
-    if not stand:
-        raise UserError(
-            f"{checkpoints.directory}: no weights; expected a run directory, a directory of checkpoints, or a Hugging "
-            "Face folder"
-        )
-    missing = sorted(set(asked or []) - set(stand))
-    if missing:
-        raise UserError(f"{checkpoints.directory}: no step {missing[0]}; there are {', '.join(map(str, stand))}")
-    return sorted(set(asked)) if asked else stand
-
-
-def _make_new(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True)
-    except FileExistsError:
-        raise UserError(f"{directory} is there already; nothing is overwritten, name another") from None
-
-
-def _save_tensors(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> None:
-    """One file, or several and their index, as `transformers` names them."""
-    written: list[list[str]] = []
-    pending: dict[str, np.ndarray] = {}
-    total = 0
-
-    def write() -> None:
-        save_file(pending, folder / f"{len(written)}.part", {"format": "pt"})
-        written.append(list(pending))
-        pending.clear()
-
-    for name, x in tensors:
-        if pending and sum(one.nbytes for one in pending.values()) + x.nbytes > MAX_FILE_BYTES:
-            write()
-        pending[name] = np.ascontiguousarray(x)  # save_file takes the memory as it lies
-        total += x.nbytes
-    write()
-    files = [WEIGHTS_FILE]
-    if len(written) > 1:
-        files = [f"model-{i + 1:05}-of-{len(written):05}.safetensors" for i in range(len(written))]
-        places = {name: file for file, names in zip(files, written, strict=True) for name in names}
-        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": places})
-    for i, file in enumerate(files):
-        (folder / f"{i}.part").rename(folder / file)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a JSON object")
-    return content
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,84 @@
+"""Checkpoints of small models with random weights. A helper of tests."""
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import zero
+from zero.models.gpt import GPTConfig
+from zero.partition.layout import derive_layout
+from zero.runtime.checkpoints.manager import Checkpoints
+from zero.training.step import ShardedGPT
+
+ALIBI = GPTConfig(
+    embedding_dim=42,
+    vocab_size=101,
+    num_head=3,  # not a power of two: the slopes interleave
+    block_size=128,
+    dropout=0.1,
+    N=3,
+    vocab_chunks=4,  # three rows of padding
+    embedding_norm=True,
+    norm_epsilon=1e-4,
+)
+LEARNED = dataclasses.replace(ALIBI, alibi_attn=False, embedding_norm=False)
+BOTH = pytest.mark.parametrize("size", [ALIBI, LEARNED], ids=["bloom", "gpt2"])
+RUN = {"data": {"tokenizer": "bytes"}}
+
+
+def model_of(size: GPTConfig, devices: int = 8, stage: int = 3) -> ShardedGPT:
+    return ShardedGPT(size, zero.Axis("zero", (1, devices)), stage)
+
+
+@cache
+def params(size: GPTConfig, seed: int = 0) -> Any:
+    """Whole arrays; every leaf random and large enough to matter, scales of both signs against endless repetition."""
+    rng = np.random.default_rng(seed)
+    spread = {"kernel": 0.5, "scale": 1.0, "bias": 0.1, "table": 0.1}
+
+    def one(leaf: zero.LeafLayout) -> np.ndarray:
+        return rng.normal(0, spread[leaf.path[-1]], leaf.shape).astype(leaf.dtype)
+
+    return model_of(size).layout.map(one)
+
+
+def save(place: Path, size: GPTConfig, *seeds: int, values: Any = None, meta: Any = RUN) -> None:
+    """A directory of checkpoints of weights, random ones unless given, steps as the seeds, from shards of 8 devices."""
+    model = model_of(size)
+
+    def one(leaf: zero.LeafLayout, target: jax.ShapeDtypeStruct, x: np.ndarray) -> jax.Array:
+        padded = np.pad(x, [(0, p - n) for n, p in zip(leaf.shape, leaf.padded_shape, strict=True)])
+        return jax.device_put(padded, target.sharding)
+
+    layout = derive_layout(lambda tree: {"params": tree}, model.layout)
+    with Checkpoints(place, keep=9) as checkpoints:
+        for seed in seeds:
+            whole = model.layout.map(one, zero.global_shapes(model.layout, model.axis), values or params(size, seed))
+            checkpoints.save(seed, {"params": whole}, layout, {"config": meta, "size": dataclasses.asdict(size)})
+
+
+def whole(shards: Any, model: ShardedGPT) -> Any:
+    """Logical arrays on this host, of what `warm_start` returned."""
+    return model.layout.map(
+        lambda leaf, x: np.asarray(x)[tuple(slice(n) for n in leaf.shape)],
+        zero.to_global(shards, model.layout, model.axis),
+    )
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
+
+
+def without_padding(tree: Any, size: GPTConfig) -> Any:
+    table = tree["vocabulary"]["table"].reshape(-1, size.embedding_dim)[: size.vocab_size]
+    return {**tree, "vocabulary": {"table": table}}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}

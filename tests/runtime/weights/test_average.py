@@ -1,0 +1,37 @@
+"""The mean of several checkpoints is a run directory of its own."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tests.runtime.weights.random_weights import ALIBI, model_of, params, save, whole
+from zero.runtime.errors import UserError
+from zero.runtime.weights.average import average
+from zero.runtime.weights.export import export
+from zero.runtime.weights.warm_start import warm_start
+
+
+def test_average_is_the_mean_of_the_steps_and_a_run_of_its_own(tmp_path: Path) -> None:
+    meta = {"data": {"tokenizer": "bytes", "bucket_path": "elsewhere", "checkpoint_directory": "there"}}
+    save(tmp_path / "run", ALIBI, 2, 5, 6, meta=meta)
+    assert average(str(tmp_path / "run"), tmp_path / "two", [6, 2]) == [2, 6]
+    assert average(str(tmp_path / "run"), tmp_path / "all") == [2, 5, 6]
+    model = model_of(ALIBI)
+    for name, seeds in (("two", (2, 6)), ("all", (2, 5, 6))):
+        got = whole(warm_start(str(tmp_path / name), model), model)
+        expected = jax.tree.map(lambda *xs: np.mean(xs, axis=0, dtype=np.float64), *(params(ALIBI, s) for s in seeds))
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
+    export(str(tmp_path / "two"), tmp_path / "hf")
+
+
+def test_average_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    save(tmp_path / "run", ALIBI, 2)
+    with pytest.raises(UserError, match="no step 7; there are 2"):
+        average(str(tmp_path / "run"), tmp_path / "mean", [2, 7])
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    (tmp_path / "mean").mkdir()
+    with pytest.raises(UserError, match="mean exists already; nothing is overwritten"):
+        average(str(tmp_path / "run"), tmp_path / "mean")

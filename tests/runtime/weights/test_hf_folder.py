@@ -1,0 +1,115 @@
+"""Hugging Face folders that are read: those that transformers wrote, and those that are refused."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.runtime.weights.random_weights import ALIBI, LEARNED, contents, model_of, save, whole
+from zero.runtime.errors import UserError
+from zero.runtime.weights.export import export
+from zero.runtime.weights.warm_start import warm_start
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("exported")
+    save(place / "run", LEARNED, 0)
+    export(str(place / "run"), place / "hf")
+    return place / "hf"
+
+
+def test_model_that_transformers_made_is_read(tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    config = transformers.BloomConfig(vocab_size=101, hidden_size=42, n_layer=2, n_head=3, layer_norm_epsilon=1e-4)
+    theirs: Any = transformers.BloomForCausalLM(config)
+    theirs.to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path)
+    size = dataclasses.replace(ALIBI, N=2)
+    model = model_of(size)
+    read = whole(warm_start(str(tmp_path), model), model)
+    fused = theirs.transformer.h[1].self_attention.query_key_value.weight.detach().float().numpy()  # (3 D, D)
+    np.testing.assert_array_equal(read["blocks"]["key"]["kernel"][1].T[14:28], fused[42 + 14 : 42 + 28])  # head 1
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"vocab_size": 128}, r"tensor wte.weight: holds \(101, 42\), leaf vocabulary/table expects \(128, 42\)"),
+        ({"block_size": 256}, r"tensor wpe.weight: holds \(128, 42\), leaf positions/table expects \(256, 42\)"),
+        ({"embedding_dim": 45}, r"tensor h.0.attn.c_proj.bias: holds \(42,\), leaf \S+ expects \(45,\)"),
+        ({"num_head": 6}, "num_head is 3, this run expects 6"),
+        ({"alibi_attn": True}, "tensor wpe.weight: this model has no leaf for it"),
+        ({"embedding_norm": True}, "gpt2 has nothing for leaf embedding_norm/"),
+    ],
+    ids=str,
+)
+def test_folder_that_does_not_fit_is_refused_in_a_line(
+    change: dict[str, Any], line: str, tmp_path: Path, hf: Path
+) -> None:
+    with pytest.raises(UserError, match=line) as caught:
+        warm_start(str(hf), model_of(dataclasses.replace(LEARNED, **change)))
+    assert str(hf) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("model_type", "llama", "model_type 'llama': expected one of 'gpt2', 'bloom'"),
+        ("activation_function", "relu", "activation_function is 'relu', a GPT of zero has 'gelu_new'"),
+        ("tie_word_embeddings", False, "tie_word_embeddings is False"),
+    ],
+)
+def test_another_architecture_is_refused_in_a_line(key: str, value: Any, line: str, hf: Path, tmp_path: Path) -> None:
+    for name, data in contents(hf).items():
+        (tmp_path / name).write_bytes(data)
+    said = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(said | {key: value}))
+    with pytest.raises(UserError, match=line):
+        warm_start(str(tmp_path), model_of(LEARNED))
+
+
+def test_broken_folders_are_refused_in_a_line(hf: Path, tmp_path: Path) -> None:
+    def refusal() -> str:
+        with pytest.raises(UserError) as caught:
+            warm_start(str(tmp_path), model_of(LEARNED))
+        return str(caught.value)
+
+    assert "expected a run directory, a directory of checkpoints, or a Hugging Face folder" in refusal()
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json: not JSON" in refusal()
+    (tmp_path / "config.json").write_bytes((hf / "config.json").read_bytes())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")
+    assert "model.safetensors is missing; weights are read from safetensors only" in refusal()
+    (tmp_path / "model.safetensors").write_bytes((hf / "model.safetensors").read_bytes()[:-7])
+    assert "model.safetensors: not a safetensors file" in refusal()
+
+
+@pytest.mark.parametrize(
+    "name", ["../elsewhere.safetensors", "sub/../../elsewhere.safetensors", "{parent}/elsewhere.safetensors"]
+)
+def test_weight_map_that_leads_out_of_the_folder_is_refused(name: str, hf: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.safetensors").write_bytes((hf / "model.safetensors").read_bytes())
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((hf / "config.json").read_bytes())
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"transformer.wte.weight": name.format(parent=tmp_path)}}))
+    with pytest.raises(UserError, match=r"weight_map names '.*elsewhere\.safetensors'; expected a file in this folder"):
+        warm_start(str(folder), model_of(LEARNED))
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": ["a"]}, {"weight_map": {"wte.weight": 3}}], ids=str)
+def test_index_without_a_usable_weight_map_is_refused(index: dict[str, Any], hf: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((hf / "config.json").read_bytes())
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"index\.json: expected a weight_map from the names of tensors"):
+        warm_start(str(tmp_path), model_of(LEARNED))

@@ -1,0 +1,47 @@
+"""Averages the weights of several checkpoints of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from zero.partition.layout import make_layout
+from zero.runtime.checkpoints.manager import Checkpoints
+from zero.runtime.run import runs
+from zero.runtime.weights.sources import choose_steps, new_directory, open_checkpoints
+
+
+def average(place: str, run_directory: Path, steps: Sequence[int] | None = None) -> list[int]:
+    """Writes a new run directory with one checkpoint of weights: the mean, in float32, of several of one run.
+
+    Args:
+      place: the run directory, or the directory of its checkpoints.
+      run_directory: created; every mode reads it as any other, but it cannot be resumed.
+      steps: which to average; None for all.
+
+    Returns:
+      The steps that were averaged. The new checkpoint has the number of the last one.
+
+    Raises:
+      UserError: a step does not exist, or the run directory does.
+    """
+    with open_checkpoints(place) as checkpoints, new_directory(run_directory) as unfinished:
+        chosen = choose_steps(checkpoints, steps)
+        meta = checkpoints.meta(chosen[-1])
+
+        def mean(name: str) -> np.ndarray:
+            total = checkpoints.read(chosen[0], name)
+            for step in chosen[1:]:
+                total = total + checkpoints.read(step, name)
+            return total / np.float32(len(chosen))
+
+        means = {name: mean(name) for name in meta["shapes"] if name.startswith("params/")}
+        config = meta["config"]
+        config["data"] |= {"bucket_path": None, "checkpoint_directory": "checkpoints"}
+        runs.save_config(unfinished, config)
+        kept = {key: value for key, value in meta.items() if key not in ("shapes", "checksums")}  # of other arrays
+        with Checkpoints(unfinished / "checkpoints", keep=1) as averaged:
+            averaged.save(chosen[-1], means, make_layout(means, 1), kept | {"averaged": chosen})
+    return chosen

@@ -1,0 +1,108 @@
+"""Writes a checkpoint as a Hugging Face folder, which `transformers` loads (safetensors)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from zero.models.gpt import GPTConfig
+from zero.runtime.checkpoints.manager import Checkpoints
+from zero.runtime.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
+from zero.runtime.weights.architectures import Architecture, architecture_of
+from zero.runtime.weights.hf_folder import CONFIG_FILE, INDEX_FILE, PREFIX, WEIGHTS_FILE
+from zero.runtime.weights.sources import choose_steps, new_directory, open_checkpoints
+
+MAX_FILE_BYTES = 4 << 30  # a file is held in memory while it is written; a larger tensor gets a file of its own
+
+
+def export(place: str, folder: Path, step: int | None = None) -> int:
+    """Writes one checkpoint as a new Hugging Face folder, with the tokenizer where that is a file.
+
+    The same checkpoint gives the same bytes. The folder appears once it is complete.
+
+    Returns:
+      The step; by default it is the newest.
+
+    Raises:
+      UserError: no architecture equals the model, the step does not exist, or the folder does.
+    """
+    with open_checkpoints(place) as checkpoints:
+        step = choose_steps(checkpoints, None if step is None else [step])[-1]
+        meta = checkpoints.meta(step)
+        size = GPTConfig(**meta["size"])
+        architecture = architecture_of(size)
+        tokenizer = load_tokenizer(meta["config"]["data"]["tokenizer"])
+        leaves = [name.removeprefix("params/") for name in meta["shapes"] if name.startswith("params/")]
+        with new_directory(folder) as unfinished:
+            _save_tensors(_tensors(checkpoints, step, leaves, architecture, size), unfinished)
+            _save_tokenizer(tokenizer, unfinished)
+            _save_config(architecture, size, tokenizer, unfinished)
+    return step
+
+
+def _tensors(
+    checkpoints: Checkpoints, step: int, leaves: list[str], architecture: Architecture, size: GPTConfig
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and values in the order of the architecture's modules; the leaves of one tensor are read at a time."""
+    order = list(architecture.modules)  # query, key, value
+    parts: dict[str, list[str]] = {}
+    for leaf in sorted(leaves, key=lambda leaf: order.index(leaf.rpartition("/")[0])):
+        parts.setdefault(PREFIX + architecture.tensor_name(leaf), []).append(leaf)
+    for name, parts_of_tensor in parts.items():
+        arrays = [checkpoints.read(step, f"params/{leaf}") for leaf in parts_of_tensor]
+        tensor = architecture.pack(parts_of_tensor[0], arrays, size)
+        if "{}" in name:
+            yield from ((name.format(i), layer) for i, layer in enumerate(tensor))
+        else:
+            yield name, tensor
+
+
+def _save_tensors(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> None:
+    """One file, or several and their index, with the names that `transformers` expects."""
+    written: list[list[str]] = []
+    pending: dict[str, np.ndarray] = {}
+    total = 0
+
+    def write() -> None:
+        save_file(pending, folder / f"{len(written)}.part", {"format": "pt"})
+        written.append(list(pending))
+        pending.clear()
+
+    for name, x in tensors:
+        if pending and sum(one.nbytes for one in pending.values()) + x.nbytes > MAX_FILE_BYTES:
+            write()
+        pending[name] = np.ascontiguousarray(x)  # save_file ignores strides
+        total += x.nbytes
+    write()
+    files = [WEIGHTS_FILE]
+    if len(written) > 1:
+        files = [f"model-{i + 1:05}-of-{len(written):05}.safetensors" for i in range(len(written))]
+        weight_map = {name: file for file, names in zip(files, written, strict=True) for name in names}
+        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    for i, file in enumerate(files):
+        (folder / f"{i}.part").rename(folder / file)
+
+
+def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    if isinstance(tokenizer, FileTokenizer):
+        token = tokenizer.end_of_text_token
+        (folder / "tokenizer.json").write_bytes(tokenizer.data)
+        # The tokenizer classes of GPT-2 and BLOOM would add rules of their own.
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": token, "eos_token": token}
+        _write_json(folder / "tokenizer_config.json", config)
+
+
+def _save_config(architecture: Architecture, size: GPTConfig, tokenizer: Tokenizer, folder: Path) -> None:
+    sizes = {key: getattr(size, attribute) for key, attribute in architecture.sizes.items()}
+    names = {"architectures": [architecture.class_name], "model_type": architecture.model_type, "dtype": "float32"}
+    ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
+    _write_json(folder / CONFIG_FILE, {**names, **sizes, **ends, **architecture.fixed, **architecture.written})
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

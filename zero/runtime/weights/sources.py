@@ -1,0 +1,61 @@
+"""Where weights are read from and written to: checkpoints of a run, and directories that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from zero.runtime.checkpoints.manager import Checkpoints
+from zero.runtime.errors import UserError
+from zero.runtime.run import runs
+
+
+def open_checkpoints(place: str) -> Checkpoints:
+    """The checkpoints of a run directory, or those in this directory itself, local or gs://, to be read only."""
+    directory: Path | str = place
+    if (Path(place) / runs.CONFIG_FILE).is_file():
+        data = runs.saved_config(Path(place)).data
+        directory = runs.checkpoint_directory(Path(place), data.bucket_path, data.checkpoint_directory)
+    return Checkpoints(directory, keep=None)
+
+
+def choose_steps(checkpoints: Checkpoints, steps: Sequence[int] | None) -> list[int]:
+    """These steps in ascending order, or all where they are None.
+
+    Raises:
+      UserError: there is no such step, or none at all.
+    """
+    existing = checkpoints.steps()
+    if not existing:
+        raise UserError(
+            f"{checkpoints.directory}: no weights; expected a run directory, a directory of checkpoints, or a Hugging "
+            "Face folder"
+        )
+    missing = sorted(set(steps or []) - set(existing))
+    if missing:
+        raise UserError(f"{checkpoints.directory}: no step {missing[0]}; there are {', '.join(map(str, existing))}")
+    return sorted(set(steps)) if steps else existing
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """An empty directory to fill, renamed to `path` when the block succeeds and deleted when it fails.
+
+    Raises:
+      UserError: `path` exists.
+    """
+    if os.path.lexists(path):
+        raise UserError(f"{path} exists already; nothing is overwritten, name another")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        unfinished.rename(path)
+    except BaseException:
+        shutil.rmtree(unfinished)
+        raise

@@ -1,0 +1,72 @@
+"""Starts training from the weights of a run or of a Hugging Face folder, also of a model with fewer layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from zero.partition.layout import PyTree
+from zero.partition.state import from_global
+from zero.runtime.errors import UserError
+from zero.runtime.weights.hf_folder import CONFIG_FILE, HuggingFaceFolder
+from zero.runtime.weights.sources import choose_steps, open_checkpoints
+from zero.training.programs import repeat_blocks
+from zero.training.step import ShardedGPT
+
+log = logging.getLogger(__name__)
+
+
+def warm_start(place: str, model: ShardedGPT) -> PyTree:
+    """Parameter shards for a pmap, from a Hugging Face folder, a run directory, or a directory of checkpoints.
+
+    A source with fewer layers is grown (`repeated_blocks`).
+
+    Raises:
+      UserError: it holds no weights, or they do not fit the model; the message says which and why.
+    """
+    read: Callable[[ShardedGPT], PyTree]
+    with ExitStack() as stack:
+        if (Path(place) / CONFIG_FILE).is_file():
+            folder = stack.enter_context(HuggingFaceFolder(Path(place)))
+            origin, size, read = place, folder.size, folder.params
+        else:
+            checkpoints = stack.enter_context(open_checkpoints(place))
+            step = choose_steps(checkpoints, None)[-1]
+            origin, size = f"{checkpoints.directory}, step {step}", checkpoints.meta(step)["size"]
+
+            def read(model: ShardedGPT) -> PyTree:
+                return checkpoints.restore(step, model.layout, model.axis, within="params")
+
+        for key in ("num_head", "norm_epsilon"):  # which show in no shape
+            if size[key] != getattr(model.config, key):
+                raise UserError(f"{origin}: {key} is {size[key]}, this run expects {getattr(model.config, key)}")
+        order = repeated_blocks(size["N"], model.config.N, origin)
+        source = dataclasses.replace(model, config=dataclasses.replace(model.config, N=size["N"]))
+        params = from_global(read(source), source.layout, model.axis, donate=True)
+    log.info("weights from %s", origin)
+    if size["N"] < model.config.N:
+        log.info("grown from %d blocks to %d, which repeat blocks %s", size["N"], model.config.N, order)
+        params = repeat_blocks(params, order, model.axis)
+    return params
+
+
+def repeated_blocks(blocks: int, deeper: int, origin: str) -> list[int]:
+    """Which block of a model each block of a deeper one repeats.
+
+    Source: Gopher (Rae et al., arXiv 2112.11446), appendix G.3.3: at twice the depth each block is repeated twice, at
+    4/3 of the depth every third one is.
+
+    Raises:
+      UserError: the depth is neither a multiple nor 4/3 of `blocks`; `origin` begins the message.
+
+    >>> repeated_blocks(3, 6, ""), repeated_blocks(3, 4, "")
+    ([0, 0, 1, 1, 2, 2], [0, 1, 2, 2])
+    """
+    if deeper % blocks and 3 * deeper != 4 * blocks:
+        raise UserError(
+            f"{origin}: N={blocks} blocks do not grow to N={deeper}, only to a multiple or to 4/3 of {blocks}"
+        )
+    return [-(-(i + 1) * blocks // deeper) - 1 for i in range(deeper)]
