@@ -111,7 +111,7 @@ def _setup(
         devices=used,
         **options,
     )
-    return Setup(model, programs, used, state_layout(model, tx), rate)
+    return Setup(model, programs, used, state_layout(model, tx, "ema_decay" in options), rate)
 
 
 def tokens(step: int, context: int = 12) -> np.ndarray:

@@ -46,6 +46,7 @@ def make_programs(
     skip_bad_steps: bool = True,
     skip_spikes: float | None = None,
     fused_update: bool = False,
+    ema_decay: float | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Programs:
     """Binds the model, the optimizer and what else does not change during a run. Nothing is compiled yet."""
@@ -61,10 +62,11 @@ def make_programs(
         skip_bad_steps=skip_bad_steps,
         skip_spikes=skip_spikes,
         fused_update=fused_update,
+        ema_decay=ema_decay,
     )
     return Programs(
         init=pmap(lambda key_data: model.init(jax.random.wrap_key_data(key_data))),
-        start=pmap(partial(new_state, tx=tx), donate_argnums=0),
+        start=pmap(partial(new_state, tx=tx, has_ema=ema_decay is not None), donate_argnums=0),
         step=pmap(step, donate_argnums=0, out_axes=(0, None)),
         evaluate=pmap(partial(evaluate_step, model=model, micro_batches=micro_batches), out_axes=None),
     )

@@ -23,6 +23,7 @@ from zero.partition.collectives import Axis
 from zero.partition.layout import Layout, PyTree, derive_layout, make_layout
 from zero.partition.optimizer import global_norm
 from zero.partition.stages import fully_shard, gather, scatter_sum, shard
+from zero.training.ema import update_ema
 from zero.training.fused import Update, backward_and_update
 
 
@@ -37,6 +38,7 @@ class TrainState(NamedTuple):
       skipped_in_a_row: updates skipped since the last one that was made, int32.
       skipped_spikes: those among `skipped` that were spikes, int32.
       running: statistics of the updates that were made, float32 `(2, 3)`, as `add_to_running` keeps them.
+      ema: the moving average of the parameters, float32 shards, or None where none is kept.
     """
 
     step: jax.Array
@@ -46,6 +48,7 @@ class TrainState(NamedTuple):
     skipped_in_a_row: jax.Array
     skipped_spikes: jax.Array
     running: jax.Array
+    ema: PyTree = None
 
 
 class Batch(NamedTuple):
@@ -181,15 +184,15 @@ def adamw(weight_decay: float, b1: float = 0.9, b2: float = 0.95) -> optax.Gradi
     return optax.chain(optax.scale_by_adam(b1, b2), optax.add_decayed_weights(weight_decay, decayed))
 
 
-def new_state(params: PyTree, tx: optax.GradientTransformation) -> TrainState:
+def new_state(params: PyTree, tx: optax.GradientTransformation, has_ema: bool = False) -> TrainState:
     """The state of a run that starts with these parameters, shards or whole."""
-    none = jnp.int32(0)
-    return TrainState(none, params, tx.init(params), none, none, none, jnp.zeros((2, 3), jnp.float32))
+    zero, running = jnp.int32(0), jnp.zeros((2, 3), jnp.float32)
+    return TrainState(zero, params, tx.init(params), zero, zero, zero, running, params if has_ema else None)
 
 
-def state_layout(model: ShardedGPT, tx: optax.GradientTransformation) -> Layout:
+def state_layout(model: ShardedGPT, tx: optax.GradientTransformation, has_ema: bool = False) -> Layout:
     """How the whole state is split; the same logical arrays at every stage."""
-    return derive_layout(partial(new_state, tx=tx), model.layout)
+    return derive_layout(partial(new_state, tx=tx, has_ema=has_ema), model.layout)
 
 
 # As OLMo-core's SkipStepOptimizer: of the last 128 updates, and no update is judged by fewer than 64.
@@ -235,12 +238,14 @@ def train_step(
     skip_bad_steps: bool = True,
     skip_spikes: float | None = None,
     fused_update: bool = False,
+    ema_decay: float | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One attempted update from this device's rows, and its metrics, which are the same on every device.
 
     The loss is the mean over all tokens scored in the global batch. With `skip_bad_steps` a gradient that is not finite
     leaves parameters and optimizer state as they were, on all devices alike; with `skip_spikes` so does a loss or a
-    gradient norm that exceeds its running mean by so many running standard deviations.
+    gradient norm that exceeds its running mean by so many running standard deviations. With `ema_decay` the state
+    contains `ema`, which every update that is made moves.
 
     Raises:
       ValueError: `fused_update` beside what it cannot do exactly.
@@ -293,6 +298,9 @@ def train_step(
                 (state.params, state.opt_state),
             )
     skipped = (is_bad | is_high).astype(jnp.int32)
+    ema = state.ema
+    if ema_decay is not None:
+        ema = update_ema(ema, params, ema_decay, state.step + 1 - state.skipped, is_bad | is_high)
     judged = jnp.stack([loss, norm])
     is_counted = jnp.isfinite(judged).all() & (skipped == 0)
     state = TrainState(
@@ -303,6 +311,7 @@ def train_step(
         skipped * (state.skipped_in_a_row + 1),
         state.skipped_spikes + is_high.astype(jnp.int32),
         jnp.where(is_counted, add_to_running(state.running, judged), state.running),
+        ema,
     )
     metrics = {
         "loss": loss,

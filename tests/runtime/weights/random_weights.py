@@ -47,19 +47,28 @@ def params(size: GPTConfig, seed: int = 0) -> Any:
     return model_of(size).layout.map(one)
 
 
-def save(place: Path, size: GPTConfig, *seeds: int, values: Any = None, meta: Any = RUN) -> None:
-    """A directory of checkpoints of weights, random ones unless given, steps as the seeds, from shards of 8 devices."""
+def save(
+    place: Path, size: GPTConfig, *seeds: int, values: Any = None, meta: Any = RUN, ema: int | None = None
+) -> None:
+    """A directory of checkpoints of weights, steps as the seeds, from shards of 8 devices.
+
+    The weights are random unless given; with `ema` there is a moving average, random from this seed.
+    """
     model = model_of(size)
 
     def one(leaf: zero.LeafLayout, target: jax.ShapeDtypeStruct, x: np.ndarray) -> jax.Array:
         padded = np.pad(x, [(0, p - n) for n, p in zip(leaf.shape, leaf.padded_shape, strict=True)])
         return jax.device_put(padded, target.sharding)
 
-    layout = derive_layout(lambda tree: {"params": tree}, model.layout)
+    def padded(tree: Any) -> Any:
+        return model.layout.map(one, zero.global_shapes(model.layout, model.axis), tree)
+
+    with_ema = {} if ema is None else {"ema": padded(params(size, ema))}
+    layout = derive_layout(lambda tree: {"params": tree} | dict.fromkeys(with_ema, tree), model.layout)
     with Checkpoints(place, keep=9) as checkpoints:
         for seed in seeds:
-            whole = model.layout.map(one, zero.global_shapes(model.layout, model.axis), values or params(size, seed))
-            checkpoints.save(seed, {"params": whole}, layout, {"config": meta, "size": dataclasses.asdict(size)})
+            state = {"params": padded(values or params(size, seed))} | with_ema
+            checkpoints.save(seed, state, layout, {"config": meta, "size": dataclasses.asdict(size)})
 
 
 def whole(shards: Any, model: ShardedGPT) -> Any:

@@ -162,3 +162,23 @@ def test_export_that_fails_leaves_nothing_and_can_be_repeated(tmp_path: Path, mo
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     export(str(tmp_path / "run"), tmp_path / "hf")
     assert sorted(contents(tmp_path / "hf")) == ["config.json", "model.safetensors"]
+
+
+def test_moving_average_is_exported_and_started_from_in_place_of_the_weights(tmp_path: Path) -> None:
+    save(tmp_path / "run", LEARNED, 4, ema=9)
+    save(tmp_path / "average", LEARNED, 9)
+    model = model_of(LEARNED)
+    assert export(str(tmp_path / "run"), tmp_path / "weights") == 4
+    assert export(str(tmp_path / "run"), tmp_path / "ema", ema=True) == 4
+    export(str(tmp_path / "average"), tmp_path / "expected")
+    assert contents(tmp_path / "ema") == contents(tmp_path / "expected") != contents(tmp_path / "weights")
+    for ema, seed in ((False, 4), (True, 9)):
+        assert_same(whole(warm_start(str(tmp_path / "run"), model, ema=ema), model), params(LEARNED, seed))
+    for refused in (
+        lambda: export(str(tmp_path / "average"), tmp_path / "x", ema=True),
+        lambda: warm_start(str(tmp_path / "average"), model, ema=True),
+    ):
+        with pytest.raises(UserError, match=r"average, step 9: holds no moving average of the weights; training.ema"):
+            refused()
+    with pytest.raises(UserError, match=r"weights: a Hugging Face folder holds no moving average"):
+        warm_start(str(tmp_path / "weights"), model, ema=True)

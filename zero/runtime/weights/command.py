@@ -20,6 +20,7 @@ def main() -> None:
     exporting.add_argument("run", help="a run directory, or a directory of checkpoints")
     exporting.add_argument("folder", type=Path, help="the folder to create")
     exporting.add_argument("--step", type=int, help="default: the newest")
+    exporting.add_argument("--ema", action="store_true", help="the moving average of the weights (training.ema)")
     averaging = commands.add_parser("average", help="write a run directory with the mean of several checkpoints")
     averaging.add_argument("run", help="a run directory, or a directory of checkpoints")
     averaging.add_argument("new_run", type=Path, help="the run directory to create")
@@ -28,7 +29,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # accelerators may be busy with training
     try:
         if arguments.command == "export":
-            step = export(arguments.run, arguments.folder, arguments.step)
+            step = export(arguments.run, arguments.folder, arguments.step, ema=arguments.ema)
             print(f"step {step} is in {arguments.folder}")
         else:
             steps = average(arguments.run, arguments.new_run, arguments.steps)

@@ -15,21 +15,27 @@ from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 from zero.runtime.weights.architectures import Architecture, architecture_of
 from zero.runtime.weights.hf_folder import CONFIG_FILE, INDEX_FILE, PREFIX, WEIGHTS_FILE
-from zero.runtime.weights.sources import choose_steps, new_directory, open_checkpoints
+from zero.runtime.weights.sources import choose_steps, new_directory, open_checkpoints, weights_subtree
 
 MAX_FILE_BYTES = 4 << 30  # a file is held in memory while it is written; a larger tensor gets a file of its own
 
 
-def export(place: str, folder: Path, step: int | None = None) -> int:
+def export(place: str, folder: Path, step: int | None = None, *, ema: bool = False) -> int:
     """Writes one checkpoint as a new Hugging Face folder, with the tokenizer where that is a file.
 
     The same checkpoint gives the same bytes. The folder appears once it is complete.
 
+    Args:
+      place: a run directory, or a directory of checkpoints.
+      folder: created.
+      step: None for the newest.
+      ema: the moving average of the weights in place of the weights.
+
     Returns:
-      The step; by default it is the newest.
+      The step.
 
     Raises:
-      UserError: no architecture equals the model, the step does not exist, or the folder does.
+      UserError: no architecture equals the model, there is no such step or no average, or the folder exists.
     """
     with open_checkpoints(place) as checkpoints:
         step = choose_steps(checkpoints, None if step is None else [step])[-1]
@@ -37,16 +43,17 @@ def export(place: str, folder: Path, step: int | None = None) -> int:
         size = GPTConfig(**meta["size"])
         architecture = architecture_of(size)
         tokenizer = load_tokenizer(meta["config"]["data"]["tokenizer"])
-        leaves = [name.removeprefix("params/") for name in meta["shapes"] if name.startswith("params/")]
+        prefix = weights_subtree(f"{checkpoints.directory}, step {step}", meta, ema) + "/"
+        leaves = [name.removeprefix(prefix) for name in meta["shapes"] if name.startswith(prefix)]
         with new_directory(folder) as unfinished:
-            _save_tensors(_tensors(checkpoints, step, leaves, architecture, size), unfinished)
+            _save_tensors(_tensors(checkpoints, step, leaves, prefix, architecture, size), unfinished)
             _save_tokenizer(tokenizer, unfinished)
             _save_config(architecture, size, tokenizer, unfinished)
     return step
 
 
 def _tensors(
-    checkpoints: Checkpoints, step: int, leaves: list[str], architecture: Architecture, size: GPTConfig
+    checkpoints: Checkpoints, step: int, leaves: list[str], prefix: str, architecture: Architecture, size: GPTConfig
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Names and values in the order of the architecture's modules; the leaves of one tensor are read at a time."""
     order = list(architecture.modules)  # query, key, value
@@ -54,7 +61,7 @@ def _tensors(
     for leaf in sorted(leaves, key=lambda leaf: order.index(leaf.rpartition("/")[0])):
         parts.setdefault(PREFIX + architecture.tensor_name(leaf), []).append(leaf)
     for name, parts_of_tensor in parts.items():
-        arrays = [checkpoints.read(step, f"params/{leaf}") for leaf in parts_of_tensor]
+        arrays = [checkpoints.read(step, prefix + leaf) for leaf in parts_of_tensor]
         tensor = architecture.pack(parts_of_tensor[0], arrays, size)
         if "{}" in name:
             yield from ((name.format(i), layer) for i, layer in enumerate(tensor))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
@@ -39,6 +40,18 @@ def choose_steps(checkpoints: Checkpoints, steps: Sequence[int] | None) -> list[
     if missing:
         raise UserError(f"{checkpoints.directory}: no step {missing[0]}; there are {', '.join(map(str, existing))}")
     return sorted(set(steps)) if steps else existing
+
+
+def weights_subtree(origin: str, meta: Mapping[str, Any], ema: bool) -> str:
+    """Which subtree of a checkpointed state is wanted: "params", or "ema" for their moving average.
+
+    Raises:
+      UserError: the run kept no average; `origin` begins the message.
+    """
+    name = "ema" if ema else "params"
+    if not any(leaf.startswith(f"{name}/") for leaf in meta["shapes"]):
+        raise UserError(f"{origin}: holds no moving average of the weights; training.ema keeps one from the first step")
+    return name
 
 
 @contextmanager

@@ -12,17 +12,17 @@ from zero.partition.layout import PyTree
 from zero.partition.state import from_global
 from zero.runtime.errors import UserError
 from zero.runtime.weights.hf_folder import CONFIG_FILE, HuggingFaceFolder
-from zero.runtime.weights.sources import choose_steps, open_checkpoints
+from zero.runtime.weights.sources import choose_steps, open_checkpoints, weights_subtree
 from zero.training.programs import repeat_blocks
 from zero.training.step import ShardedGPT
 
 log = logging.getLogger(__name__)
 
 
-def warm_start(place: str, model: ShardedGPT) -> PyTree:
+def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
     """Parameter shards for a pmap, from a Hugging Face folder, a run directory, or a directory of checkpoints.
 
-    A source with fewer layers is grown (`repeated_blocks`).
+    A source with fewer layers is grown (`repeated_blocks`). With `ema` a run's moving average of the weights is taken.
 
     Raises:
       UserError: it holds no weights, or they do not fit the model; the message says which and why.
@@ -30,15 +30,18 @@ def warm_start(place: str, model: ShardedGPT) -> PyTree:
     read: Callable[[ShardedGPT], PyTree]
     with ExitStack() as stack:
         if (Path(place) / CONFIG_FILE).is_file():
+            if ema:
+                raise UserError(f"{place}: a Hugging Face folder holds no moving average of the weights")
             folder = stack.enter_context(HuggingFaceFolder(Path(place)))
             origin, size, read = place, folder.size, folder.params
         else:
             checkpoints = stack.enter_context(open_checkpoints(place))
             step = choose_steps(checkpoints, None)[-1]
-            origin, size = f"{checkpoints.directory}, step {step}", checkpoints.meta(step)["size"]
+            origin, meta = f"{checkpoints.directory}, step {step}", checkpoints.meta(step)
+            size, within = meta["size"], weights_subtree(origin, meta, ema)
 
             def read(model: ShardedGPT) -> PyTree:
-                return checkpoints.restore(step, model.layout, model.axis, within="params")
+                return checkpoints.restore(step, model.layout, model.axis, within=within)
 
         for key in ("num_head", "norm_epsilon"):  # which show in no shape
             if size[key] != getattr(model.config, key):
