@@ -18,8 +18,6 @@ from tests import hosts
 from tests.runtime.checkpoints.test_manager import (
     assert_same,
     make_state,
-    placed,
-    restore,
     restore_small,
     run,
     save_small,
@@ -174,13 +172,13 @@ from zero.runtime.errors import UserError
 from zero.runtime.checkpoints.manager import Checkpoints
 
 directory = Path({directory!r})
-t.save(directory, 5)
-layout, axis = t.placed(8, 3)
+with Checkpoints(directory, keep=3) as checkpoints:
+    t.save_small(checkpoints, 5)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # no file may grow beyond: to us, a disk that is full
 try:
     with Checkpoints(directory, keep=3) as checkpoints:
-        checkpoints.save(10, t.make_state(layout, axis), layout, t.META)
+        t.save_small(checkpoints, 10)
         checkpoints.wait()
 except UserError as error:
     print(error)
@@ -194,8 +192,7 @@ def test_full_disk_is_told_in_one_line_and_takes_no_checkpoint_with_it(tmp_path:
     assert len(told.splitlines()) == 1
     with Checkpoints(tmp_path, None) as checkpoints:
         assert checkpoints.steps() == [5]
-    layout, axis = placed(8, 3)
-    assert_same(restore(tmp_path, 5), make_state(layout, axis, seed=5), layout)
+    assert_same(restore_small(tmp_path, 5), make_state(*small(8), seed=5), small(8)[0])
 
 
 @pytest.fixture

@@ -66,22 +66,29 @@ def test_any_number_of_devices_and_stage_reads_what_another_wrote(saved: tuple[i
     save(tmp_path, 5, devices=saved[0], stage=saved[1])
     for devices, stage in [(8, 3), (3, 2), (1, 1), (8, 0)]:
         layout, axis = placed(devices, stage)
-        assert_same(restore(tmp_path, 5, devices, stage), make_state(layout, axis, seed=5), layout)
-        zero.from_global(restore(tmp_path, 5, devices, stage), layout, axis)  # and pmap takes it
+        restored = restore(tmp_path, 5, devices, stage)
+        assert_same(restored, make_state(layout, axis, seed=5), layout)
+        zero.from_global(restored, layout, axis)  # and pmap takes it
 
 
-def test_weights_alone_can_be_read(tmp_path: Path) -> None:
-    save(tmp_path, 5)
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Step 5, to be read by several tests and changed by none."""
+    place = tmp_path_factory.mktemp("saved")
+    save(place, 5)
+    return place
+
+
+def test_weights_alone_can_be_read(saved_once: Path) -> None:
     model = ShardedGPT(CONFIG, zero.Axis("zero", (1, 3)), 2)
-    with Checkpoints(tmp_path, None) as checkpoints:
+    with Checkpoints(saved_once, None) as checkpoints:
         params = checkpoints.restore(5, model.layout, model.axis, within="params")
     layout, axis = placed(3, 2)
     assert_same(params, make_state(layout, axis, seed=5).params, model.layout)
 
 
-def test_what_lies_beside_the_arrays_comes_back(tmp_path: Path) -> None:
-    save(tmp_path, 5)
-    with Checkpoints(tmp_path, None) as checkpoints:
+def test_meta_comes_back(saved_once: Path) -> None:
+    with Checkpoints(saved_once, None) as checkpoints:
         meta = checkpoints.meta(5)
     assert {key: meta[key] for key in META} == META
     assert meta["shapes"] == {leaf.name: list(leaf.shape) for leaf in placed(8, 3)[0].leaves}
@@ -119,10 +126,9 @@ def test_steps_that_go_on_at_once_do_not_spoil_what_is_written(tmp_path: Path) -
     ],
     ids=str,
 )
-def test_checkpoint_of_another_model_is_refused_by_leaf(changes: dict[str, Any], line: str, tmp_path: Path) -> None:
-    save(tmp_path, 5)
-    with pytest.raises(UserError, match=rf"{tmp_path}, step 5, {line}") as caught:
-        restore(tmp_path, 5, **changes)
+def test_checkpoint_of_another_model_is_refused_by_leaf(changes: dict[str, Any], line: str, saved_once: Path) -> None:
+    with pytest.raises(UserError, match=rf"{saved_once}, step 5, {line}") as caught:
+        restore(saved_once, 5, **changes)
     assert "\n" not in str(caught.value)
 
 
@@ -132,43 +138,13 @@ def test_leaf_that_is_left_over_is_named(tmp_path: Path) -> None:
         restore(tmp_path, 5)
 
 
-def test_newest_are_kept(tmp_path: Path) -> None:
-    save(tmp_path, 1, 2, 3, 4, keep=2)
-    with Checkpoints(tmp_path, None) as checkpoints:
-        assert checkpoints.steps() == [3, 4]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]
-
-
 def test_a_place_that_does_not_exist_holds_nothing_and_is_made_at_the_first_save(tmp_path: Path) -> None:
     place = tmp_path / "not yet" / "there"
     with Checkpoints(place, keep=1) as checkpoints:
         assert checkpoints.steps() == [] and not place.exists()
-    save(place, 1)
+        save_small(checkpoints, 1)
     with Checkpoints(place, None) as checkpoints:
         assert checkpoints.steps() == [1]
-
-
-def half_write(directory: Path, step: int) -> Path:
-    """What a process that was killed in the middle leaves behind: some of its files, under the name it writes to."""
-    save(directory, step)
-    aside = directory / f"{step}.orbax-checkpoint-tmp"
-    (directory / str(step)).rename(aside)
-    (aside / "meta" / "metadata").unlink()
-    return aside
-
-
-def test_half_written_checkpoint_is_none_and_is_cleaned_up_by_its_own_run_only(tmp_path: Path) -> None:
-    save(tmp_path, 5)
-    aside = half_write(tmp_path, 10)
-    with Checkpoints(tmp_path, None) as checkpoints:
-        assert checkpoints.steps() == [5]
-    assert aside.exists()
-    save(tmp_path, 10)
-    with Checkpoints(tmp_path, None) as checkpoints:
-        assert checkpoints.steps() == [5, 10]
-    layout, axis = placed(8, 3)
-    assert_same(restore(tmp_path, 10), make_state(layout, axis, seed=10), layout)
-    assert not aside.exists()
 
 
 def test_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
@@ -212,28 +188,42 @@ def run(program: str) -> str:
     return done.stdout
 
 
-LIFE = """
-import sys
-sys.path.insert(0, {tests!r})
-from pathlib import Path
-import test_manager as t
-from zero.runtime.checkpoints.manager import Checkpoints
-
-with Checkpoints(Path({directory!r}), keep=2) as checkpoints:
-    for step, loss in {losses!r}.items():
-        t.save_small(checkpoints, step, validation_loss=loss)
-"""
+def half_write(directory: Path, step: int) -> Path:
+    """What a process that was killed in the middle leaves behind: some of its files, under the temporary name."""
+    with Checkpoints(directory, keep=3) as checkpoints:
+        save_small(checkpoints, step)
+    temporary = directory / f"{step}.orbax-checkpoint-tmp"
+    (directory / str(step)).rename(temporary)
+    (temporary / "meta" / "metadata").unlink()
+    return temporary
 
 
-def test_newest_and_best_are_kept_from_one_process_to_the_next(tmp_path: Path) -> None:
-    lives = [{1: 3.0, 2: 1.5, 3: 2.0, 4: None}, {5: 1.75, 6: float("nan")}, {7: 1.0, 8: 4.0, 9: 5.0}]
-    for losses, expected in zip(lives, [[2, 3, 4], [2, 5, 6], [7, 8, 9]], strict=True):
-        source = LIFE.format(tests=str(Path(__file__).parent), directory=str(tmp_path), losses=losses)
-        run(source.replace("nan", "float('nan')"))
+def test_half_written_checkpoint_is_none_and_is_cleaned_up_by_its_own_run_only(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        save_small(checkpoints, 5)
+    temporary = half_write(tmp_path, 10)
+    with Checkpoints(tmp_path, None) as checkpoints:
+        assert checkpoints.steps() == [5]
+    assert temporary.exists()
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        save_small(checkpoints, 10)
+        checkpoints.wait()
+        assert checkpoints.steps() == [5, 10]
+    assert_same(restore_small(tmp_path, 10), make_state(*small(8), seed=10), small(8)[0])
+    assert not temporary.exists()
+
+
+def test_newest_and_best_are_kept_from_one_start_to_the_next(tmp_path: Path) -> None:
+    starts = [{1: 3.0, 2: 1.5, 3: 2.0, 4: None}, {5: 1.75, 6: float("nan")}, {7: 1.0, 8: 4.0, 9: 5.0}]
+    for losses, expected in zip(starts, [[2, 3, 4], [2, 5, 6], [7, 8, 9]], strict=True):
+        with Checkpoints(tmp_path, keep=2) as checkpoints:
+            for step, loss in losses.items():
+                save_small(checkpoints, step, validation_loss=loss)
         with Checkpoints(tmp_path, None) as checkpoints:
             assert checkpoints.steps() == expected
             for step in expected:
                 assert_same(checkpoints.restore(step, *small(8)), make_state(*small(8), seed=step), small(8)[0])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["7", "8", "9"]
 
 
 def test_step_below_one_that_stands_is_saved_and_one_that_stands_is_refused(tmp_path: Path) -> None:
