@@ -27,7 +27,7 @@ import transformers
 from zero.models.gpt import GPT, GPTConfig
 from zero.partition.collectives import Axis
 from zero.runtime.inference.generate import generate
-from zero.runtime.weights.interchange import warm_start
+from zero.runtime.weights.warm_start import warm_start
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference
 from zero.training.step import ShardedGPT

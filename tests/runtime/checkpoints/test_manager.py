@@ -214,7 +214,11 @@ def test_half_written_checkpoint_is_none_and_is_cleaned_up_by_its_own_run_only(t
 
 
 def test_newest_and_best_are_kept_from_one_start_to_the_next(tmp_path: Path) -> None:
-    starts = [{1: 3.0, 2: 1.5, 3: 2.0, 4: None}, {5: 1.75, 6: float("nan")}, {7: 1.0, 8: 4.0, 9: 5.0}]
+    starts: list[dict[int, float | None]] = [
+        {1: 3.0, 2: 1.5, 3: 2.0, 4: None},
+        {5: 1.75, 6: float("nan")},
+        {7: 1.0, 8: 4.0, 9: 5.0},
+    ]
     for losses, expected in zip(starts, [[2, 3, 4], [2, 5, 6], [7, 8, 9]], strict=True):
         with Checkpoints(tmp_path, keep=2) as checkpoints:
             for step, loss in losses.items():

@@ -88,7 +88,7 @@ with Checkpoints(folder / "whole", keep=1) as checkpoints:
     checkpoints.wait()
     assert checkpoints.steps() == [5]
 
-# jax hears of the end of a host (by SIGTERM, to which no handler of ours stands here), and all stop at one step.
+# jax hears of the end of a host (by SIGTERM, for which this program has no handler), and all stop at one step.
 any_host = AnyHost(lag=0)
 for step in range(600):
     is_stop, is_due = any_host(step, False, step == 2 and process == 1)

@@ -208,7 +208,7 @@ def test_run_directory_that_was_lost_is_rebuilt_from_beside_its_checkpoints(in_t
     assert (Path("mine") / "samples.txt").read_text() == "text"
 
 
-def test_manager_inside_a_run_directory_are_not_mirrored(in_tmp_path: Path) -> None:
+def test_checkpoints_inside_a_run_directory_are_not_mirrored(in_tmp_path: Path) -> None:
     run = make_run(in_tmp_path / "mine", [5])
     mirror(run, run / "checkpoints")
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["5"]

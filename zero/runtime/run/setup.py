@@ -17,7 +17,7 @@ import optax
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from zero.models.gpt import GPTConfig
+from zero.models.gpt import STACKED, GPTConfig
 from zero.partition.state import memory
 from zero.runtime import run_directory as run_files
 from zero.runtime import storage
@@ -37,7 +37,7 @@ from zero.runtime.run.step_metrics import StepMetrics
 from zero.runtime.tokenizers import Tokenizer, load_tokenizer
 from zero.runtime.tracking.metrics import METRICS_FILE, read_metrics
 from zero.runtime.tracking.tracker import Tracker
-from zero.runtime.weights.interchange import warm_start
+from zero.runtime.weights.warm_start import warm_start
 from zero.training.programs import Programs, make_inference
 from zero.training.schedules import Context
 from zero.training.step import ShardedGPT, TrainState, state_layout
@@ -283,7 +283,7 @@ def _write_run_files(
         storage.write(run_directory / METRICS_FILE, "".join(inherited).encode())
     run_files.save_config(run_directory, config)
     shapes, shards = model.sharded_layout.shapes(), model.axis.shards
-    table = memory(shapes, tx, shards, stacked=("blocks", "vocabulary"), compute_dtypes=[model.compute_dtype])
+    table = memory(shapes, tx, shards, stacked=STACKED, compute_dtypes=[model.compute_dtype])
     (run_directory / run_files.LAYOUT_FILE).write_text(
         f"{model.layout}\n\nbytes per device without activations; this run is at stage {model.stage}\n{table}\n"
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from zero.partition.layout import make_layout
+from zero.runtime import run_directory as run_files
 from zero.runtime.checkpoints.manager import Checkpoints
-from zero.runtime.run import runs
 from zero.runtime.weights.sources import choose_steps, new_directory, open_checkpoints
 
 
@@ -40,7 +40,7 @@ def average(place: str, run_directory: Path, steps: Sequence[int] | None = None)
         means = {name: mean(name) for name in meta["shapes"] if name.startswith("params/")}
         config = meta["config"]
         config["data"] |= {"bucket_path": None, "checkpoint_directory": "checkpoints"}
-        runs.save_config(unfinished, config)
+        run_files.save_config(unfinished, config)
         kept = {key: value for key, value in meta.items() if key not in ("shapes", "checksums")}  # of other arrays
         with Checkpoints(unfinished / "checkpoints", keep=1) as averaged:
             averaged.save(chosen[-1], means, make_layout(means, 1), kept | {"averaged": chosen})

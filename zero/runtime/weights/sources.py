@@ -12,16 +12,13 @@ from typing import Any
 
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
-from zero.runtime.run import runs
+from zero.runtime.run_directory import CONFIG_FILE, saved_checkpoint_directory
 
 
 def open_checkpoints(place: str) -> Checkpoints:
     """The checkpoints of a run directory, or those in this directory itself, local or gs://, to be read only."""
-    directory: Path | str = place
-    if (Path(place) / runs.CONFIG_FILE).is_file():
-        data = runs.saved_config(Path(place)).data
-        directory = runs.checkpoint_directory(Path(place), data.bucket_path, data.checkpoint_directory)
-    return Checkpoints(directory, keep=None)
+    is_run = (Path(place) / CONFIG_FILE).is_file()
+    return Checkpoints(saved_checkpoint_directory(Path(place)) if is_run else place, keep=None)
 
 
 def choose_steps(checkpoints: Checkpoints, steps: Sequence[int] | None) -> list[int]:
