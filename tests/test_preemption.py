@@ -130,7 +130,7 @@ def test_a_machine_that_shuts_down_takes_the_reader_of_the_log_first(workplace: 
     assert saved_steps(workplace / "unheard") == [metrics(workplace / "unheard")[-1]["step"]]
 
 
-def test_manager_by_the_clock(workplace: Path) -> None:
+def test_checkpoints_by_the_clock(workplace: Path) -> None:
     done = cli.run(workplace, *JOB, "hydra.run.dir=clock", "data.checkpoint_minutes=1e-6", "data.keep_checkpoints=100")
     assert done.returncode == 0, done.stderr
     assert saved_steps(workplace / "clock") == list(range(1, 13))

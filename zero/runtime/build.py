@@ -10,18 +10,20 @@ import optax
 
 from zero.models.gpt import GPTConfig
 from zero.partition.collectives import Axis
+from zero.partition.layout import Layout
 from zero.runtime.config.configuration import Config
 from zero.training.programs import Programs, make_programs
 from zero.training.schedules import LearningRate
-from zero.training.step import ShardedGPT, adamw
+from zero.training.step import ShardedGPT, adamw, state_layout
 
 
 class Job(NamedTuple):
-    """A model on an axis of devices, its optimizer, and the programs made of them."""
+    """A model on an axis of devices, its optimizer, the programs made of them, and the layout of the whole state."""
 
     model: ShardedGPT
     tx: optax.GradientTransformation
     programs: Programs
+    layout: Layout
 
 
 def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> ShardedGPT:
@@ -56,6 +58,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         skip_bad_steps=training.skip_bad_steps,
         skip_spikes=training.skip_spikes,
         fused_update=config.zero.fused_update,
+        ema_decay=training.ema,
         devices=devices,
     )
-    return Job(model, tx, programs)
+    return Job(model, tx, programs, state_layout(model, tx, has_ema=training.ema is not None))

@@ -95,16 +95,22 @@ def _evaluate_and_log(run: Run, line: dict[str, Any]) -> bool:
 
 
 def _evaluate(run: Run, line: dict[str, Any]) -> bool:
-    """Adds `validation/loss` in nats per token to the metrics, and the results of tasks where they are due."""
-    training, losses, scored = run.config.training, 0.0, 0
+    """Adds losses in nats per token to the metrics, and the results of tasks where they are due."""
+    weights = {"validation/loss": run.state.params}
+    if run.state.ema is not None:
+        weights["validation/ema_loss"] = run.state.ema
+    training, losses, scored = run.config.training, dict.fromkeys(weights, 0.0), 0
     with closing(prefetch(run.validation.batches())) as batches:
         for batch in islice(batches, training.maximum_evaluation_steps):
-            loss, tokens = run.programs.evaluate(run.state.params, split_rows(batch.tokens, 0).tokens)
-            losses, scored = losses + loss.item(), scored + tokens.item()
+            rows = split_rows(batch.tokens, 0).tokens
+            for name, params in weights.items():
+                loss, tokens = run.programs.evaluate(params, rows)
+                losses[name] += loss.item()
+            scored += tokens.item()
             is_stop, _ = run.poll()
             if is_stop:
                 return False
-    line["validation/loss"] = losses / scored
+    line |= {name: loss / scored for name, loss in losses.items()}
     frequency = training.harness_frequency
     if frequency is not None and line["step"] % (frequency * training.evaluation_frequency) == 0:
         line |= run.harness_results()

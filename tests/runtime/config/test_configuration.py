@@ -191,6 +191,7 @@ def test_resume_reads_a_configuration_from_before_a_key_existed() -> None:
 
 CHANGES = {
     "seed": "1",
+    "training.ema": "0.9",
     "model.size": "test",
     "data.max_context": "128",
     "data.tokenizer": "other.json",

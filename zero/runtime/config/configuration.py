@@ -46,6 +46,7 @@ class Training:
     max_skipped_in_a_row: int = MISSING
     log_frequency: int = MISSING
     sample_tokens: int = MISSING
+    ema: float | None = MISSING
     harness_frequency: int | None = MISSING
 
 
@@ -54,6 +55,7 @@ class Model:
     size: str = MISSING
     warm_start: bool = MISSING
     model_path: str | None = MISSING
+    ema: bool = MISSING
 
 
 @dataclass
@@ -167,6 +169,7 @@ class Config:
 FIXED_KEYS = (
     "seed",
     "model.size",
+    "training.ema",
     "data.max_context",
     "data.tokenizer",
     "data.train_samples",
@@ -220,6 +223,9 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
         training.skip_spikes is None or 0 < training.skip_spikes < math.inf,
         "training.skip_spikes",
         "more than 0, or null for none",
+    )
+    require(
+        training.ema is None or 0 < training.ema < 1, "training.ema", "more than 0 and less than 1, or null for none"
     )
     require(
         0 <= training.warmup_steps < training.total_steps,
@@ -430,6 +436,7 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
     """
     try:
         merged = OmegaConf.merge(config, saved)
+        merged.model.ema = False  # chosen for that start, not for this one
         merged.data.resume_step = None  # asked of that start, not of this one
         for key in ("coordinator_address", "num_processes", "process_id"):  # of those machines
             merged.distributed[key] = config.distributed[key]

@@ -19,6 +19,7 @@ from zero.runtime.config.configuration import Config
 from zero.runtime.hosts import startup
 from zero.runtime.run_directory import saved_checkpoint_directory
 from zero.runtime.tokenizers import Tokenizer, load_tokenizer
+from zero.runtime.weights.sources import weights_subtree
 from zero.training.step import ShardedGPT
 
 log = logging.getLogger(__name__)
@@ -52,19 +53,22 @@ def open_model(config: Config, size: GPTConfig, rows: int) -> TrainedModel:
         "sharded over" if model.stage else "whole on",
         model.axis.size,
     )
-    params, step = load_weights(Path(str(config.model.model_path)), model, config.data.resume_step)
+    params, step = load_weights(Path(str(config.model.model_path)), model, config.data.resume_step, config.model.ema)
     return TrainedModel(model, params, load_tokenizer(config.data.tokenizer), step, host)
 
 
-def load_weights(run: Path, model: ShardedGPT, step: int | None) -> tuple[PyTree, int]:
+def load_weights(run: Path, model: ShardedGPT, step: int | None, ema: bool = False) -> tuple[PyTree, int]:
     """Shards of a run's parameters for these devices, and the step they are of; None is the newest.
 
+    With `ema` they are the moving average of the parameters.
+
     Raises:
-      UserError: the run has no such checkpoint, or one of another model.
+      UserError: the run has no such checkpoint, no average, or another model.
     """
     directory = saved_checkpoint_directory(run)
     with Checkpoints(directory, keep=None) as checkpoints:
         step = checkpoints.choose(step)
-        params = checkpoints.restore(step, model.layout, model.axis, within="params")
+        within = weights_subtree(f"{directory}, step {step}", checkpoints.meta(step), ema)
+        params = checkpoints.restore(step, model.layout, model.axis, within=within)
     log.info("weights from step %d of %s", step, directory)
     return from_global(params, model.layout, model.axis, donate=True), step

@@ -36,7 +36,7 @@ from zero.runtime.planning.topology import (
     prepare_environment,
 )
 from zero.training.flops import matmul_flops
-from zero.training.step import Batch, state_layout
+from zero.training.step import Batch
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def compile_step(request: Request) -> dict[str, Any]:
     devices = find_devices(config.plan.topology)
     job = make_job(config, request.size, devices)
     arguments = step_arguments(job, request.micro_batch * training.gradient_accumulation_steps, config.data.max_context)
-    state = state_layout(job.model, job.tx)
+    state = job.layout
     available = available_bytes(devices)
     flops = matmul_flops(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr)
     started = time.monotonic()
@@ -218,7 +218,7 @@ def _peak(analysis: Any, platform: str) -> int:
 
 def step_arguments(job: Job, rows: int, context: int) -> Any:
     """Shapes of what the step takes on all devices, for `rows` sequences a device."""
-    state = state_layout(job.model, job.tx).shard_shapes()
+    state = job.layout.shard_shapes()
     batch = jax.eval_shape(lambda: Batch(jnp.zeros((rows, context), jnp.int32), jnp.int32(0)))
     size = job.model.axis.size
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), (state, batch))

@@ -40,7 +40,7 @@ from zero.runtime.tracking.tracker import Tracker
 from zero.runtime.weights.warm_start import warm_start
 from zero.training.programs import Programs, make_inference
 from zero.training.schedules import Context
-from zero.training.step import ShardedGPT, TrainState, state_layout
+from zero.training.step import ShardedGPT, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[R
     log.info("%d %s devices, %d of this host; %s", count, backend, jax.local_device_count(), run_directory)
     tokenizer = _load_tokenizer(config, size)
     _prepare_corpus(config, tokenizer)
-    model, tx, programs = make_job(config, size)
-    layout = state_layout(model, tx)
+    model, tx, programs, layout = make_job(config, size)
 
     with ExitStack() as stack:
         if host == 0:
@@ -270,7 +269,7 @@ def _new_state(programs: Programs, config: Config, model: ShardedGPT) -> TrainSt
     key = np.asarray(jax.random.key_data(jax.random.key(config.seed)))
     if not config.model.warm_start:
         return programs.start(programs.init(np.stack([key] * jax.local_device_count())))
-    return programs.start(warm_start(str(config.model.model_path), model))
+    return programs.start(warm_start(str(config.model.model_path), model, ema=config.model.ema))
 
 
 def _write_run_files(
@@ -283,6 +282,8 @@ def _write_run_files(
         storage.write(run_directory / METRICS_FILE, "".join(inherited).encode())
     run_files.save_config(run_directory, config)
     shapes, shards = model.sharded_layout.shapes(), model.axis.shards
+    if config.training.ema is not None:  # counted as optimizer state
+        tx = optax.GradientTransformation(lambda params, init=tx.init: (init(params), params), tx.update)
     table = memory(shapes, tx, shards, stacked=STACKED, compute_dtypes=[model.compute_dtype])
     (run_directory / run_files.LAYOUT_FILE).write_text(
         f"{model.layout}\n\nbytes per device without activations; this run is at stage {model.stage}\n{table}\n"

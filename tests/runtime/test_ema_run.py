@@ -1,0 +1,122 @@
+"""A run that keeps a moving average of its weights: resumed, moved to other devices, and evaluated."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import zero
+from tests import cli
+from zero.models.gpt import STACKED
+from zero.partition.layout import derive_layout
+from zero.runtime.checkpoints.manager import Checkpoints
+from zero.runtime.config.configuration import load_sizes
+from zero.runtime.inference.trained import load_weights
+from zero.runtime.run_directory import saved_steps
+from zero.runtime.tracking.metrics import read_metrics
+from zero.runtime.weights.average import average
+from zero.training.step import ShardedGPT, adamw
+
+SIZE = load_sizes(cli.MAIN.parent / "conf" / "model_config.yaml")["test"]
+LAST = 8
+EMA = (
+    *cli.TINY,
+    "training.ema=0.6",
+    "training.staged_warmup_steps=0",
+    "training.evaluation_frequency=4",
+    f"training.total_steps={LAST}",
+    "data.max_context=16",
+)
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[cli.Forks]:
+    workplace = cli.make_workplace(tmp_path_factory.mktemp("ema"))
+    forks = cli.Forks(workplace)
+    done = forks.run(*EMA, "hydra.run.dir=whole")
+    assert done.returncode == 0, done.stderr
+    yield forks
+    forks.close()
+
+
+def trees(run: Path, step: int) -> Any:
+    """The weights and their moving average, whole."""
+    model = ShardedGPT(SIZE, zero.Axis("zero", (1, 8)), 3)
+    layout = derive_layout(lambda tree: {"params": tree, "ema": tree}, model.layout)
+    with Checkpoints(run / "checkpoints", None) as checkpoints:
+        names = [leaf.name for leaf in layout.leaves]
+        return {name: checkpoints.read(step, name) for name in names}
+
+
+def forked(forks: cli.Forks, *arguments: str) -> Path:
+    """A run that goes on from step 4 of the first one."""
+    before = set(forks.workplace.glob("runs/*/*"))
+    done = forks.run("--resume", "hydra.run.dir=whole", "data.resume_step=4", *arguments)
+    assert done.returncode == 0, done.stderr
+    (run,) = set(forks.workplace.glob("runs/*/*")) - before
+    assert saved_steps(run) == [LAST]
+    return run
+
+
+def losses(run: Path) -> list[float]:
+    return [line["validation/ema_loss"] for line in read_metrics(run / "metrics.jsonl") if "validation/loss" in line]
+
+
+def test_average_is_evaluated_and_goes_on_bit_for_bit(forks: cli.Forks) -> None:
+    whole = forks.workplace / "whole"
+    lines = [line for line in read_metrics(whole / "metrics.jsonl") if "validation/loss" in line]
+    assert [line["step"] for line in lines] == [4, 8]
+    for line in lines:
+        assert line["validation/ema_loss"] != line["validation/loss"]
+        assert abs(line["validation/ema_loss"] - line["validation/loss"]) < 0.5
+    run = forked(forks)
+    assert losses(run) == losses(whole)
+    for (name, x), y in zip(trees(run, LAST).items(), trees(whole, LAST).values(), strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+@pytest.mark.slow
+def test_average_goes_on_from_fewer_devices_and_another_stage(forks: cli.Forks) -> None:
+    run = forked(forks, "distributed.cpu_devices=4", "zero.stage=1")
+    np.testing.assert_allclose(losses(run), losses(forks.workplace / "whole"), rtol=1e-4)
+
+
+def test_average_is_used_by_evaluate_and_refused_where_there_is_none(forks: cli.Forks) -> None:
+    whole, mean = forks.workplace / "whole", forks.workplace / "mean"
+    model = ShardedGPT(SIZE, zero.Axis("zero", (1, 1)), 0)
+    saved = trees(whole, LAST)
+    for ema, prefix in ((False, "params"), (True, "ema")):
+        params = load_weights(whole, model, None, ema)[0]
+        for path, x in jax.tree_util.tree_leaves_with_path(params):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            np.testing.assert_array_equal(np.asarray(x)[0], saved[f"{prefix}/{name}"], err_msg=name)
+    found = []
+    for value in ("false", "true"):
+        out = f"evaluated-{value}"
+        done = forks.run("mode=evaluate", "model.model_path=whole", f"model.ema={value}", f"hydra.run.dir={out}")
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads((forks.workplace / out / "evaluation.json").read_text())["loss"])
+    assert found[0] != found[1] and abs(found[0] - found[1]) < 0.5
+    average(str(whole), mean)
+    done = forks.run("mode=evaluate", "model.model_path=mean", "model.ema=true", "hydra.run.dir=refused")
+    assert done.returncode and "holds no moving average of the weights; training.ema keeps one" in done.stderr
+    done = forks.run("--resume", "hydra.run.dir=whole", "training.ema=null")
+    assert done.returncode and "training.ema=None: a resume keeps training.ema=0.6 of the run" in done.stderr
+
+
+def test_memory_of_the_average_is_in_the_layout_file(forks: cli.Forks) -> None:
+    weights = ShardedGPT(SIZE, zero.Axis("zero", (1, 8)), 3).layout
+    bare = zero.memory(weights.shapes(), adamw(0.1), 8, stacked=STACKED, compute_dtypes=["float32"])
+    table = (forks.workplace / "whole" / "layout.txt").read_text().replace(",", "").splitlines()[-4:]
+    for row, line in zip(bare.rows, table, strict=True):
+        held = (weights if row.stage else weights.whole()).bytes_per_device()
+        assert line.split() == [
+            str(row.stage),
+            "float32",
+            *map(str, (row.parameters, row.state + held, row.gathered)),
+            *map(str, (row.gradients, row.total + held)),
+        ]
