@@ -1,4 +1,4 @@
-"""Checkpoints where storage fails: what is damaged is told, and what was reported as saved stands."""
+"""Checkpoints where storage fails: damage is reported, and what was reported as saved is still there."""
 
 import errno
 import logging
@@ -37,7 +37,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 UNREAD = r"_CHECKPOINT_METADATA|.*commit_success.txt|state/_sharding|state/ocdbt.process_0/manifest.ocdbt"
 
 
-def test_every_damage_is_told_in_one_line_or_does_no_harm(tmp_path: Path) -> None:
+def test_every_damage_is_reported_in_one_line_or_does_no_harm(tmp_path: Path) -> None:
     with Checkpoints(tmp_path / "whole", keep=1) as checkpoints:
         save_small(checkpoints, 5)
     expected, found, harmless = make_state(*small(8), seed=5), {}, set()
@@ -73,7 +73,7 @@ def test_every_damage_is_told_in_one_line_or_does_no_harm(tmp_path: Path) -> Non
 def test_damaged_checkpoint_is_set_aside_and_its_step_is_free_again(tmp_path: Path) -> None:
     with Checkpoints(tmp_path, keep=3) as checkpoints:
         save_small(checkpoints, 5)
-        for name, stand in [("10.damaged", [5]), ("10.damaged-2", [5, 7])]:
+        for name, steps in [("10.damaged", [5]), ("10.damaged-2", [5, 7])]:
             save_small(checkpoints, 10, validation_loss=0.0)
             checkpoints.wait()
             files = {path.relative_to(tmp_path / "10") for path in (tmp_path / "10").rglob("*")}
@@ -83,9 +83,9 @@ def test_damaged_checkpoint_is_set_aside_and_its_step_is_free_again(tmp_path: Pa
             ):
                 checkpoints.meta(10)
             checkpoints.set_aside(10)
-            assert checkpoints.steps() == stand
+            assert checkpoints.steps() == steps
             assert {path.relative_to(tmp_path / name) for path in (tmp_path / name).rglob("*")} == files
-            if stand == [5]:
+            if steps == [5]:
                 save_small(checkpoints, 7)
         save_small(checkpoints, 10)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "10.damaged", "10.damaged-2", "5", "7"]
@@ -140,7 +140,7 @@ def test_checkpoint_counts_as_saved_only_when_it_is_synced(
     assert len(caplog.messages) == 1
 
 
-def test_checkpoint_that_cannot_be_synced_is_none_and_takes_no_other_with_it(
+def test_checkpoint_that_cannot_be_synced_is_none_and_harms_no_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(opened: int) -> None:
@@ -185,11 +185,11 @@ except UserError as error:
 """
 
 
-def test_full_disk_is_told_in_one_line_and_takes_no_checkpoint_with_it(tmp_path: Path) -> None:
+def test_full_disk_is_reported_in_one_line_and_harms_no_other_checkpoint(tmp_path: Path) -> None:
     program = FULL_DISK.format(tests=str(Path(__file__).parent), directory=str(tmp_path))
-    told = run(program)
-    assert f"{tmp_path}: the checkpoint could not be written" in told
-    assert len(told.splitlines()) == 1
+    printed = run(program)
+    assert f"{tmp_path}: the checkpoint could not be written" in printed
+    assert len(printed.splitlines()) == 1
     with Checkpoints(tmp_path, None) as checkpoints:
         assert checkpoints.steps() == [5]
     assert_same(restore_small(tmp_path, 5), make_state(*small(8), seed=5), small(8)[0])
@@ -208,7 +208,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def assert_refused(checkpoints: Checkpoints, reason: str) -> None:
-    """A second checkpoint is told in one line to be none, and the first one stands."""
+    """Saving a second checkpoint fails with one line, and the first one is intact."""
     refusal = rf"{checkpoints.directory}: the checkpoint could not be written: .*({reason})"
     with pytest.raises(UserError, match=refusal) as caught:
         save_small(checkpoints, 2)
@@ -219,7 +219,7 @@ def assert_refused(checkpoints: Checkpoints, reason: str) -> None:
 
 # Orbax closes the loop of a save that fails, and the writes under way then complain on standard error.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_disk_that_fills_up_is_told_in_one_line_and_takes_no_checkpoint_with_it(disk: Path) -> None:
+def test_disk_that_fills_up_is_reported_in_one_line_and_harms_no_other_checkpoint(disk: Path) -> None:
     with Checkpoints(disk, keep=1) as checkpoints:
         save_small(checkpoints, 1)
         checkpoints.wait()
@@ -230,7 +230,7 @@ def test_disk_that_fills_up_is_told_in_one_line_and_takes_no_checkpoint_with_it(
     assert_same(restore_small(disk, 3), make_state(*small(8), seed=3), small(8)[0])
 
 
-def test_place_that_became_read_only_is_told_in_one_line(disk: Path) -> None:
+def test_place_that_became_read_only_is_reported_in_one_line(disk: Path) -> None:
     threads = set(threading.enumerate())
     with Checkpoints(disk, keep=1) as checkpoints:
         save_small(checkpoints, 1)
@@ -317,9 +317,9 @@ def test_missing_permission_is_not_taken_for_damage() -> None:
                 file.chmod(0o000)
         names = " ".join(f"{place}/{name}" for name in locked)
         whole = f"{place}/whole"
-        told = run(OTHER_USER.format(tests=str(Path(__file__).parent), directory=whole, locked=names)).splitlines()
-        assert len(told) == 3
-        for line, name in zip(told, locked, strict=True):
+        printed = run(OTHER_USER.format(tests=str(Path(__file__).parent), directory=whole, locked=names)).splitlines()
+        assert len(printed) == 3
+        for line, name in zip(printed, locked, strict=True):
             assert line.startswith(
                 (f"False checkpoint {place}/{name}, step 1 cannot be", f"False {place}/{name} cannot")
             )

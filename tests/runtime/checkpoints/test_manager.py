@@ -230,7 +230,7 @@ def test_newest_and_best_are_kept_from_one_start_to_the_next(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["7", "8", "9"]
 
 
-def test_step_below_one_that_stands_is_saved_and_one_that_stands_is_refused(tmp_path: Path) -> None:
+def test_step_lower_than_an_existing_one_is_saved_and_an_existing_one_is_refused(tmp_path: Path) -> None:
     with Checkpoints(tmp_path, keep=3) as checkpoints:
         for step in (10, 20, 15):
             save_small(checkpoints, step)

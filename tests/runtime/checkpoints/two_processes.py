@@ -70,8 +70,8 @@ def check(name: str, what: list[Callable[[Path], None]], kind: type[UserError] |
         for part in restored["w"].addressable_shards:
             np.testing.assert_array_equal(part.data, whole[part.index])
     else:
-        told = "another host could not read it" if what[process] is fine else "cannot be read"
-        assert told in str(caught) and f"{place}, step 5" in str(caught), (name, caught)
+        expected = "another host could not read it" if what[process] is fine else "cannot be read"
+        assert expected in str(caught) and f"{place}, step 5" in str(caught), (name, caught)
 
 
 check("fine", [fine, fine], None)
