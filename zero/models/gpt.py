@@ -29,11 +29,12 @@ Lift = Callable[[type[nn.Module], str], type[nn.Module]]
 BLOCKS, VOCABULARY = "blocks", "vocabulary"
 STACKED = (BLOCKS, VOCABULARY)
 
-# What of a layer is kept for the backward pass besides its input, by name; the rest is computed once more.
+# What of a layer is kept for the backward pass besides its input, by name; the rest is computed again. With "none"
+# there is no checkpoint at all: one that keeps everything still copies and rounds what it keeps.
 REMAT: dict[str, Callable[..., bool] | None] = {
     "full": None,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "none": jax.checkpoint_policies.everything_saveable,
+    "none": None,
 }
 
 
@@ -179,8 +180,8 @@ def attention(
     keys_B: jax.Array | None,
 ) -> jax.Array:
     """Causal attention, softmax in float32; query t stands at `position + t`, keys at 0, 1, 2, ..."""
-    scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
-    scores_BHTS = scores_BHTS / math.sqrt(q_BTHK.shape[-1])
+    q_BHTK, k_BHSK, v_BHSK = (x.transpose(0, 2, 1, 3) for x in (q_BTHK, k_BSHK, v_BSHK))
+    scores_BHTS = products(q_BHTK, k_BHSK) / math.sqrt(q_BTHK.shape[-1])
     t_T1 = position + jnp.arange(q_BTHK.shape[1])[:, None]
     s_1S = jnp.arange(k_BSHK.shape[1])[None, :]
     if config.alibi_attn:
@@ -188,7 +189,28 @@ def attention(
         scores_BHTS = scores_BHTS + slopes_1H11 * (s_1S - t_T1)[None, None].astype(jnp.float32)
     scores_BHTS = jnp.where((s_1S <= t_T1)[None, None], scores_BHTS, jnp.finfo(jnp.float32).min)
     probabilities_BHTS = dropout(jax.nn.softmax(scores_BHTS), config.dropout, keys_B).astype(q_BTHK.dtype)
-    return jnp.einsum("BHTS,BSHK->BTHK", probabilities_BHTS, v_BSHK)
+    return jnp.einsum("BHTS,BHSK->BHTK", probabilities_BHTS, v_BHSK).transpose(0, 2, 1, 3)
+
+
+@jax.custom_vjp
+def products(q_BHTK: jax.Array, k_BHSK: jax.Array) -> jax.Array:
+    """Every query times every key, float32 `(B, H, T, S)`.
+
+    The gradient is the usual one, but that of k is computed from a transposed q instead of transposed scores, which are
+    many times larger: XLA's CPU backend multiplies a matrix that is stored transposed at a fifth of its speed.
+    """
+    return jnp.einsum("BHTK,BHSK->BHTS", q_BHTK, k_BHSK, preferred_element_type=jnp.float32)
+
+
+def _products_backward(saved: tuple[jax.Array, jax.Array], grads_BHTS: jax.Array) -> tuple[jax.Array, jax.Array]:
+    q_BHTK, k_BHSK = saved
+    grads_BHTS = grads_BHTS.astype(q_BHTK.dtype)
+    q_grads_BHTK = jnp.einsum("BHTS,BHSK->BHTK", grads_BHTS, k_BHSK)
+    k_grads_BHKS = jnp.einsum("BHKT,BHTS->BHKS", q_BHTK.swapaxes(2, 3), grads_BHTS)
+    return q_grads_BHTK, k_grads_BHKS.swapaxes(2, 3)
+
+
+products.defvjp(lambda q_BHTK, k_BHSK: (products(q_BHTK, k_BHSK), (q_BHTK, k_BHSK)), _products_backward)
 
 
 class VocabularyChunk(nn.Module):
@@ -249,7 +271,7 @@ class GPT(nn.Module):
       dtype: of activations and matrix products; parameters are made in float32.
       lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
       remat: what of a block is computed once more in the backward pass: "full" for all of it, "dots" for all but
-        matrix products with parameters, "none".
+        matrix products with parameters, "none" for nothing, with the layers unrolled.
     """
 
     config: GPTConfig
@@ -269,12 +291,15 @@ class GPT(nn.Module):
             self.positions = self.lift(Positions, "positions")(config)
         if config.embedding_norm:
             self.embedding_norm = self.lift(nn.LayerNorm, "embedding_norm")(config.norm_epsilon, dtype=self.dtype)
+        block = self.lift(Block, BLOCKS)
         self.blocks = nn.scan(
-            nn.remat(self.lift(Block, BLOCKS), prevent_cse=False, policy=REMAT[self.remat]),
+            block if self.remat == "none" else nn.remat(block, prevent_cse=False, policy=REMAT[self.remat]),
             variable_axes={True: 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
             length=config.N,
+            # What a loop keeps for the backward pass is copied into stacks and out of them again.
+            unroll=config.N if self.remat == "none" else 1,
         )(config, self.dtype)
         self.norm = self.lift(nn.LayerNorm, "norm")(config.norm_epsilon, dtype=self.dtype)
 
