@@ -38,7 +38,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         zero.wire_dtype,
         zero.reduce_dtype,
         zero.gradient_dtype,
-        zero.remat,
+        ("none" if platform == "cpu" and not zero.fused_update else "full") if zero.remat == "auto" else zero.remat,
     )
 
 

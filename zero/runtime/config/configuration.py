@@ -277,11 +277,11 @@ def check(config: DictConfig, sizes: dict[str, GPTConfig]) -> Config:
     for key in ("wire_dtype", "reduce_dtype", "gradient_dtype"):
         require(getattr(zero, key) in DTYPES, f"zero.{key}", f"one of {', '.join(DTYPES)}")
     require(zero.compute_dtype in ("auto", *DTYPES), "zero.compute_dtype", f"one of auto, {', '.join(DTYPES)}")
-    require(zero.remat in REMAT, "zero.remat", f"one of {', '.join(REMAT)}")
+    require(zero.remat in ("auto", *REMAT), "zero.remat", f"one of auto, {', '.join(REMAT)}")
     if zero.fused_update:
         beside = "as zero.fused_update=true, which never holds the whole gradient"
         require(zero.stage == 3, "zero.stage", f"3, {beside}")
-        require(zero.remat == "full", "zero.remat", f"full, {beside}")
+        require(zero.remat in ("auto", "full"), "zero.remat", f"auto or full, {beside}")
         require(training.max_gradient_norm is None, "training.max_gradient_norm", f"null, {beside}")
         require(not training.skip_bad_steps, "training.skip_bad_steps", f"false, {beside}")
         require(training.skip_spikes is None, "training.skip_spikes", f"null, {beside}")

@@ -187,7 +187,7 @@ def compile_step(request: Request) -> dict[str, Any]:
         "stage": zero.stage,
         "micro_batch": request.micro_batch,
         "accumulation": training.gradient_accumulation_steps,
-        "remat": zero.remat,
+        "remat": job.model.remat,
         "context": config.data.max_context,
         "compute_dtype": jnp.dtype(job.model.compute_dtype).name,
         "gradient_dtype": zero.gradient_dtype,
