@@ -37,7 +37,8 @@ from zero.partition.optimizer import (
     on_shards,
     shard_optimizer,
 )
-from zero.partition.rewrite import NotElementwiseError, across_shards
+from zero.partition.rewrite.functions import across_shards
+from zero.partition.rewrite.runner import NotElementwiseError
 from zero.partition.stages import fully_shard, gather, scatter_mean, scatter_sum, shard
 from zero.partition.state import check_replicated, checksums, from_global, global_shapes, memory, to_global
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.partition.collectives import Axis, gather_array, pad_array, scatter_sum_array
+from zero.partition.collectives import Axis, as_dtype, gather_array, pad_array, scatter_sum_array
 from zero.partition.layout import LeafLayout, Split
 
 SMALL = 1 << 18  # elements of a leaf that shares; larger ones are not worth the copies
@@ -30,7 +30,7 @@ def gather_arrays(
     wire_dtype: DTypeLike | None = None,
 ) -> list[jax.Array]:
     """`gather_array` of each leaf, small ones together. Call inside pmap."""
-    cast = [x if dtype is None else x.astype(dtype) for x in shards]
+    cast = [as_dtype(x, dtype) for x in shards]
     full: dict[int, jax.Array] = {}
     for members in _buckets(cast, leaves, wire_dtype):
         if len(members) == 1:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from zero.partition.layout import LeafLayout
 
@@ -141,11 +141,12 @@ def gather_array(
 ) -> jax.Array:
     """The whole array from its shards: `all_gather`, in `dtype` on the wire and after (default: as it is).
 
-    With `wire_dtype=jnp.int8` floats travel as `quantise` makes them, which costs a quarter of float32.
+    With `wire_dtype=jnp.int8` floats travel as `quantise` makes them, which costs a quarter of float32. Integers,
+    booleans and complex numbers keep their dtype.
 
     Per device: `leaf.shard_shape` in, `leaf.shape` out. Call inside pmap.
     """
-    full_x = shard_x if dtype is None else shard_x.astype(dtype)
+    full_x = as_dtype(shard_x, dtype)
     if _is_quantised(full_x, wire_dtype) and leaf.splits:
         return _gather_quantised(full_x, leaf, axis)
     for split in leaf.splits:
@@ -176,9 +177,11 @@ def scatter_sum_array(
       full_x: this device's summand.
       leaf: its layout.
       axis: the pmap axis.
-      wire_dtype: None keeps the dtype of `full_x`.
-      reduce_dtype: None keeps the dtype of `full_x`, but sums 16-bit floats in float32.
+      wire_dtype: of floats; None keeps the dtype of `full_x`.
+      reduce_dtype: of floats; None keeps the dtype of `full_x`, but sums 16-bit floats in float32.
     """
+    if not jnp.issubdtype(full_x.dtype, jnp.floating):
+        wire_dtype = reduce_dtype = None
     reduce = np.dtype(reduce_dtype or sum_dtype(full_x.dtype))
     if _is_quantised(full_x, wire_dtype):
         if leaf.splits:
@@ -193,6 +196,11 @@ def scatter_sum_array(
         if axis.replicas > 1:
             x = lax.psum(x, axis.name, axis_index_groups=axis.groups(0))
     return x if leaf.splits else lax.psum(x.astype(reduce), axis.name)
+
+
+def as_dtype(x: jax.Array, dtype: DTypeLike | None) -> jax.Array:
+    """A float in another dtype; of integers and complex numbers a cast would lose more than digits."""
+    return x if dtype is None or not jnp.issubdtype(x.dtype, jnp.floating) else x.astype(dtype)
 
 
 BLOCK = 256  # elements that share a scale: 4 bytes of float32 to 256 of int8
@@ -223,7 +231,8 @@ def _is_quantised(x: jax.Array, wire_dtype: DTypeLike | None) -> bool:
 
 def _gather_quantised(shard_x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:
     (split,) = leaf.splits
-    values, scale = (lax.all_gather(x[0], axis.name, axis_index_groups=axis.copies()) for x in quantise(shard_x[None]))
+    rows = fill_padding(shard_x, leaf, axis, 0)[None]  # padding would share a scale with data
+    values, scale = (lax.all_gather(x[0], axis.name, axis_index_groups=axis.copies()) for x in quantise(rows))
     parts = jnp.moveaxis(dequantise(values, scale, leaf.shard_shape), 0, split.dim)
     full_x = parts.reshape(leaf.padded_shape).astype(shard_x.dtype)
     return lax.slice_in_dim(full_x, 0, split.size, axis=split.dim)
@@ -258,4 +267,17 @@ def _scatter_sum_phase(x: jax.Array, dim: int, axis: Axis, phase: int, reduce: n
 def pad_array(x: jax.Array, dim: int, amount: int) -> jax.Array:
     """Appends zeros along one dimension."""
     widths = [(0, amount if i == dim else 0, 0) for i in range(x.ndim)]
-    return lax.pad(x, jnp.zeros((), x.dtype), widths) if amount else x
+    return lax.pad(x, lax.full_like(x, 0, shape=()), widths) if amount else x  # full_like keeps a weak type
+
+
+def fill_padding(shard_x: jax.Array, leaf: LeafLayout, axis: Axis, fill: ArrayLike) -> jax.Array:
+    """A shard with something known in its padding, where an update may have left anything.
+
+    Per device: `leaf.shard_shape` in and out. Call inside pmap.
+    """
+    for split in leaf.splits:
+        if split.padding:
+            first = axis.shard_index() * split.shard_size
+            position = first + lax.broadcasted_iota(jnp.int32, shard_x.shape, split.dim)
+            shard_x = jnp.where(position < split.size, shard_x, jnp.asarray(fill, shard_x.dtype))
+    return shard_x

@@ -31,7 +31,7 @@ class Split:
 
     @property
     def padding(self) -> int:
-        """Zeros appended so that the dimension divides; they are zero in weights and state and stay so."""
+        """Elements appended so that the dimension divides: zeros, until updates make something of them; never read."""
         return self.shard_size * self.shards - self.size
 
 
@@ -83,6 +83,27 @@ class Layout:
         """
         columns = [self.treedef.flatten_up_to(tree) for tree in trees]
         return self.treedef.unflatten([fn(leaf, *column) for leaf, *column in zip(self.leaves, *columns, strict=True)])
+
+    def wholes_of(self, tree: PyTree) -> list[Any]:
+        """The leaves of a tree of whole arrays.
+
+        Raises:
+          ValueError: a leaf has another shape, or the tree another structure.
+        """
+        leaves = self.treedef.flatten_up_to(tree)
+        for leaf, x in zip(self.leaves, leaves, strict=True):
+            if np.shape(x) != leaf.shape:
+                raise ValueError(f"leaf {leaf.name}: expected the whole array, {leaf.shape}, got {np.shape(x)}")
+        return leaves
+
+    def shards_of(self, tree: PyTree) -> list[Any]:
+        """The leaves of a tree of shards; raises as `wholes_of`."""
+        leaves = self.treedef.flatten_up_to(tree)
+        for leaf, x in zip(self.leaves, leaves, strict=True):
+            if np.shape(x) != leaf.shard_shape:
+                whole = "; that is the whole array, which zero.shard slices" if np.shape(x) == leaf.shape else ""
+                raise ValueError(f"leaf {leaf.name}: expected a shard of {leaf.shard_shape}, got {np.shape(x)}{whole}")
+        return leaves
 
     def shapes(self) -> PyTree:
         """Whole logical shapes, as `jax.ShapeDtypeStruct`."""
@@ -203,6 +224,24 @@ def derive_layout(fn: Callable[[PyTree], PyTree], layout: Layout) -> Layout:
         splits, stacked = (model.splits, model.stacked) if model else ((), False)
         leaves.append(LeafLayout(path, x.shape, x.dtype, splits, stacked))
     return Layout(treedef, tuple(leaves), layout.shards)
+
+
+def match_layout(tree: PyTree, *layouts: Layout) -> Layout:
+    """The layout of a tree whose leaves are among those that the layouts describe, by path: some may be None.
+
+    Raises:
+      ValueError: no layout has a leaf of that path.
+    """
+    if jax.tree.structure(tree) == layouts[0].treedef:
+        return layouts[0]
+    by_path = {leaf.path: leaf for layout in reversed(layouts) for leaf in layout.leaves}
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [tuple(jax.tree_util.keystr((key,), simple=True) for key in keys) for keys, _ in flat]
+    unknown = ["/".join(path) for path in paths if path not in by_path]
+    if unknown:
+        known = ", ".join("/".join(path) for path in by_path)
+        raise ValueError(f"the layout has no leaf {unknown[0] or '(root)'}; it has {known or 'none'}")
+    return Layout(treedef, tuple(by_path[path] for path in paths), layouts[0].shards)
 
 
 def _choose_split(shape: tuple[int, ...], first: int, shards: int) -> Split | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal, NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,10 @@ import optax.contrib
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.partition.collectives import Axis, AxisLike, as_axis
-from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout
-from zero.partition.rewrite import NotElementwiseError, across_shards, run_on_shards
+from zero.partition.collectives import Axis, AxisLike, as_axis, as_dtype, fill_padding
+from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout, match_layout
+from zero.partition.rewrite.functions import across_shards, run_on_shards
+from zero.partition.rewrite.runner import NotElementwiseError
 from zero.partition.stages import checked_axis, gather, scatter_mean, scatter_sum, shard
 
 P = ParamSpec("P")
@@ -35,12 +36,30 @@ def global_norm(shards: PyTree, layout: Layout, axis: AxisLike) -> jax.Array:
     True
     """
     axis = checked_axis(layout, axis)
+    return norm_of(squares(shards, layout, axis), axis)
+
+
+class Squares(NamedTuple):
+    """This device's part of a square sum: of leaves that are split, and of those that are whole on every device."""
+
+    split: jax.Array
+    whole: jax.Array
+
+
+def squares(shards: PyTree, layout: Layout, axis: Axis) -> Squares:
+    """What `norm_of` completes; those of several trees may be added first."""
     split, whole = jnp.float32(0), jnp.float32(0)
-    for leaf, x in zip(layout.leaves, layout.treedef.flatten_up_to(shards), strict=True):
-        square = jnp.sum(jnp.square(x.astype(jnp.float32)))
+    for leaf, x in zip(layout.leaves, layout.shards_of(shards), strict=True):
+        size = jnp.abs(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
+        square = jnp.sum(jnp.square(fill_padding(size, leaf, axis, 0).astype(jnp.float32)))
         split, whole = (split + square, whole) if leaf.splits else (split, whole + square)
+    return Squares(split, whole)
+
+
+def norm_of(sums: Squares, axis: Axis) -> jax.Array:
+    """The norm of what `squares` summed up on each device: one `psum` of a scalar."""
     with jax.named_scope("zero_global_norm"):
-        return jnp.sqrt(lax.psum(split, axis.name) / axis.replicas + whole)
+        return jnp.sqrt(lax.psum(sums.split, axis.name) / axis.replicas + sums.whole)
 
 
 _LINE_SEARCH = "line searches and Hessian estimates do not work on shards"
@@ -72,28 +91,54 @@ def on_shards(
     >>> updates["w"].shape == (n, 4)
     True
     """
-    if isinstance(tx, optax.MultiSteps):
-        tx = tx.gradient_transformation()
-    inner = optax.with_extra_args_support(tx)
+    inner = _with_extra_args(tx)
     if trust:
         return inner
 
     def init(params: PyTree) -> PyTree:
-        on = checked_axis(layout, axis)
-        return run_on_shards(inner.init, on, [(params, layout)], derive_layout(inner.init, layout))
+        return _init(inner, layout, checked_axis(layout, axis), params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
-        for name, value in extra.items():
-            if callable(value):
-                raise NotElementwiseError(
-                    f"{name} is a function of whole parameters, which no device has: {_LINE_SEARCH}"
-                )
-        on = checked_axis(layout, axis)
-        state_layout = derive_layout(inner.init, layout)
-        inputs = [(updates, layout), (state, state_layout)] + ([] if params is None else [(params, layout)])
-        return run_on_shards(lambda *trees: inner.update(*trees, **extra), on, inputs, [layout, state_layout])
+        given = match_layout(updates, layout)
+        return _update(inner, checked_axis(layout, axis), (updates, given), state, (params, layout), extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _with_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    if isinstance(tx, optax.MultiSteps):
+        return optax.GradientTransformationExtraArgs(tx.init, tx.update)  # its gradient_transformation() drops them
+    return optax.with_extra_args_support(tx)
+
+
+def _init(inner: optax.GradientTransformation, layout: Layout, axis: Axis, params: PyTree) -> PyTree:
+    return run_on_shards(inner.init, axis, [(params, layout)], lambda _: derive_layout(inner.init, layout).leaves)
+
+
+def _update(
+    inner: optax.GradientTransformationExtraArgs,
+    axis: Axis,
+    updates: tuple[PyTree, Layout],
+    state: PyTree,
+    params: tuple[PyTree, Layout],
+    extra: dict[str, Any],
+) -> tuple[PyTree, PyTree]:
+    """New updates and state; of parameters that are not given only the layout counts."""
+    for name, value in extra.items():
+        if callable(value):
+            raise NotElementwiseError(f"{name} is a function of whole parameters, which no device has: {_LINE_SEARCH}")
+    state_layout = derive_layout(inner.init, params[1])
+
+    def layout_of(result: tuple[PyTree, PyTree]) -> tuple[LeafLayout, ...]:
+        layouts = match_layout(result[0], params[1], updates[1]), match_layout(result[1], state_layout)
+        for kind, tree, layout in zip(("update", "state"), result, layouts, strict=True):
+            for leaf, x in zip(layout.leaves, jax.tree.leaves(tree), strict=True):
+                if x.shape != leaf.shape:
+                    raise ValueError(f"leaf {leaf.name}: the {kind} of {leaf.shape} became one of {x.shape}")
+        return layouts[0].leaves + layouts[1].leaves
+
+    inputs = [updates, (state, match_layout(state, state_layout))] + ([] if params[0] is None else [params])
+    return run_on_shards(lambda *trees: inner.update(*trees, **extra), axis, inputs, layout_of)
 
 
 def shard_optimizer(
@@ -136,31 +181,42 @@ def shard_optimizer(
     if reduction not in ("mean", "sum", None):
         raise ValueError(f"reduction must be 'mean', 'sum' or None, got {reduction!r}")
 
+    inner = _with_extra_args(tx)
+
     def init(params: PyTree) -> PyTree:
         axis = _bound(axis_name)
         layout = make_layout(params, axis.shards)
-        return on_shards(tx, layout, axis, trust=trust).init(shard(params, layout, axis))
+        shards = shard(params, layout, axis)
+        return inner.init(shards) if trust else _init(inner, layout, axis, shards)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         axis = _bound(axis_name)
-        layout = make_layout(updates if params is None else params, axis.shards)
-        layout.map(_check_whole, updates)
+        given = make_layout(updates, axis.shards)
+        layout = given if params is None else make_layout(params, axis.shards)
+        _check_gradients(given, layout)
+        grads = updates
         if reduction is None:
-            grads = shard(updates, layout, axis)
+            grads = shard(updates, given, axis)
         else:
             scatter = scatter_mean if reduction == "mean" else scatter_sum
-            grads = scatter(updates, layout, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
-            grads = jax.tree.map(lambda reduced, own: reduced.astype(own.dtype), grads, updates)
+            reduced = scatter(updates, given, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
+            grads = jax.tree.map(lambda x, own: as_dtype(x, own.dtype), reduced, updates)
         param_shards = None if params is None else shard(params, layout, axis)
-        new, state = on_shards(tx, layout, axis, trust=trust).update(grads, state, param_shards, **extra)
-        return gather(new, layout, axis), state
+        if trust:
+            new, state = inner.update(grads, state, param_shards, **extra)
+        else:
+            new, state = _update(inner, axis, (grads, given), state, (param_shards, layout), extra)
+        return gather(new, match_layout(new, layout, given), axis), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_whole(leaf: LeafLayout, x: jax.Array) -> None:
-    if x.shape != leaf.shape:
-        raise ValueError(f"leaf {leaf.name}: the parameter has shape {leaf.shape}, its gradient {x.shape}")
+def _check_gradients(given: Layout, layout: Layout) -> None:
+    shapes = {leaf.path: leaf.shape for leaf in layout.leaves}
+    for leaf in given.leaves:
+        shape = shapes.get(leaf.path, leaf.shape)
+        if leaf.shape != shape:
+            raise ValueError(f"leaf {leaf.name}: the parameter has shape {shape}, its gradient {leaf.shape}")
 
 
 def _bound(axis: AxisLike) -> Axis:

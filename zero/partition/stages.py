@@ -43,7 +43,10 @@ def shard(tree: PyTree, layout: Layout, axis: AxisLike) -> PyTree:
     """
     axis = checked_axis(layout, axis)
     with jax.named_scope("zero_shard"):
-        return layout.map(lambda leaf, x: collectives.slice_array(x, leaf, axis), tree)
+        full = layout.wholes_of(tree)
+        return layout.treedef.unflatten(
+            [collectives.slice_array(jnp.asarray(x), leaf, axis) for leaf, x in zip(layout.leaves, full, strict=True)]
+        )
 
 
 def gather(
@@ -68,7 +71,7 @@ def gather(
     """
     axis = checked_axis(layout, axis)
     with jax.named_scope("zero_gather"):
-        shards = layout.treedef.flatten_up_to(tree)
+        shards = layout.shards_of(tree)
         return layout.treedef.unflatten(buckets.gather_arrays(shards, layout.leaves, axis, dtype, wire_dtype))
 
 
@@ -94,7 +97,7 @@ def scatter_sum(
     """
     axis = checked_axis(layout, axis)
     with jax.named_scope("zero_scatter"):
-        full = layout.treedef.flatten_up_to(tree)
+        full = layout.wholes_of(tree)
         dtypes: Any = {"wire_dtype": wire_dtype, "reduce_dtype": reduce_dtype}
         return layout.treedef.unflatten(buckets.scatter_sum_arrays(full, layout.leaves, axis, **dtypes))
 

@@ -1,0 +1,81 @@
+"""The way in: a function of whole trees on shards, and the leave to communicate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from zero.partition.collectives import Axis
+from zero.partition.layout import Layout, LeafLayout, PyTree, Split
+from zero.partition.rewrite import control, reductions
+from zero.partition.rewrite import shapes as shape_rules
+from zero.partition.rewrite.runner import ACROSS_SHARDS, Rule, Runner, Value, whole_shape
+
+RULES: dict[str, Rule] = {**shape_rules.RULES, **reductions.RULES, **control.RULES}
+
+
+def across_shards(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Lets an optax transform that is not element-wise communicate between shards, so that it is right on them.
+
+    Where arrays are split, its reductions over the split dimension end in an all-reduce; loops and factorisations run
+    on gathered arrays, each on one device that owns it; other operations that have no such form on every device alike.
+    Everywhere else it is the transform itself. Use it on the part of a chain that needs it.
+
+    >>> clip = across_shards(optax.adaptive_grad_clip(0.1))
+    >>> tx = optax.chain(clip, optax.adam(1e-3))
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: PyTree) -> PyTree:
+        return _marked(inner.init)(params)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        return _marked(lambda *trees: inner.update(*trees, **extra))(updates, state, params)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _marked(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def marked(*args: Any) -> Any:
+        return fn(*args)
+
+    marked.__name__ = ACROSS_SHARDS
+    return jax.jit(marked)
+
+
+def run_on_shards(
+    fn: Callable[..., PyTree],
+    axis: Axis,
+    inputs: Sequence[tuple[PyTree, Layout]],
+    outputs: Callable[[PyTree], Sequence[LeafLayout]],
+) -> PyTree:
+    """`fn(*trees)` of whole trees, computed from shards.
+
+    Per device: for each `(tree, layout)` of `inputs` shards in; shards as `outputs` says out. Call inside pmap.
+
+    Args:
+      fn: the function.
+      axis: the pmap axis.
+      inputs: the arguments.
+      outputs: from the shapes of the whole result to how its leaves are split.
+
+    Raises:
+      NotElementwiseError: an operation outside `across_shards` needs other devices, or draws random numbers.
+      ValueError: an input is no shard of its layout.
+    """
+    trees, values = [], list[Value]()
+    for tree, layout in inputs:
+        given = [Value(x, _split(leaf)) for x, leaf in zip(layout.shards_of(tree), layout.leaves, strict=True)]
+        trees.append(layout.treedef.unflatten(map(whole_shape, given)))
+        values += given
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*trees)
+    results = zip(Runner(axis, RULES).run(closed, values), outputs(shapes), strict=True)
+    place = Runner(axis, RULES, may_communicate=True).place
+    return jax.tree.unflatten(jax.tree.structure(shapes), [place(x, _split(leaf), None).x for x, leaf in results])
+
+
+def _split(leaf: LeafLayout) -> Split | None:
+    return leaf.splits[0] if leaf.splits else None

@@ -1,0 +1,119 @@
+"""Reductions and products: along other dimensions on slices, over the split one completed by a collective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from zero.partition.collectives import Axis, fill_padding, sum_dtype
+from zero.partition.rewrite.runner import Rule, Runner, Value, bind
+from zero.partition.rewrite.shapes import without
+
+
+def _reduction(identity: Callable[[Any], Any], collective: Callable[[jax.Array, Axis], jax.Array] | None) -> Rule:
+    """Without a collective the parts are gathered and reduced once more."""
+
+    def reduce(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+        (value,) = args
+        assert value.split
+        if value.split.dim not in eqn.params["axes"]:
+            return [Value(x, without(value, eqn.params["axes"])) for x in bind(eqn, [value.x])]
+        if not runner.may_communicate:
+            runner.refuse(eqn, "reduces over a dimension that is split")
+        (part,) = bind(eqn, [fill_padding(value.x, value.leaf, runner.axis, identity(value.x.dtype))])
+        if collective:
+            return [Value(collective(part, runner.axis), None)]
+        parts = lax.all_gather(part, runner.axis.name, axis_index_groups=runner.axis.copies())
+        return [Value(x, None) for x in bind(eqn.replace(params={**eqn.params, "axes": (0,)}), [parts])]
+
+    return reduce
+
+
+def _sum(x: jax.Array, axis: Axis) -> jax.Array:
+    """The sum over the shards of one copy, the same on all devices."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return lax.psum(x, axis.name, axis_index_groups=axis.copies())
+    # Over all replicas, so that no two devices can round differently; divided first, so that it does not overflow.
+    total = x.astype(sum_dtype(x.dtype))
+    return lax.psum(total if axis.replicas == 1 else total / axis.replicas, axis.name).astype(x.dtype)
+
+
+def _largest(x: jax.Array, axis: Axis) -> jax.Array:
+    return _with_nan(lax.pmax(x, axis.name), x, axis)
+
+
+def _smallest(x: jax.Array, axis: Axis) -> jax.Array:
+    return _with_nan(lax.pmin(x, axis.name), x, axis)
+
+
+def _with_nan(extreme: jax.Array, x: jax.Array, axis: Axis) -> jax.Array:
+    """NaN where any device has one: XLA's all-reduce by maximum swallows it on CPU."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return extreme
+    return jnp.where(lax.psum(jnp.isnan(x).astype(jnp.int32), axis.name) > 0, jnp.asarray(jnp.nan, x.dtype), extreme)
+
+
+def _lowest(dtype: Any) -> Any:
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else _iinfo(dtype).min
+
+
+def _highest(dtype: Any) -> Any:
+    return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else _iinfo(dtype).max
+
+
+def _iinfo(dtype: Any) -> Any:
+    return jnp.iinfo(jnp.uint8) if dtype == jnp.bool_ else jnp.iinfo(dtype)
+
+
+def _all_bits(dtype: Any) -> Any:
+    return True if dtype == jnp.bool_ else ~jnp.zeros((), dtype)
+
+
+def _dot_general(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+    """A contraction over the split dimension is completed by a sum; a batch or free dimension stays split."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    # The larger operand of those that are split stays where it is.
+    kept = max((i for i in (0, 1) if args[i].split), key=lambda i: math.prod(args[i].shape))
+    value, other = args[kept], args[1 - kept]
+    assert value.split
+    dim = value.split.dim
+
+    def together(dims: Any) -> list[Any]:
+        placed = runner.place(other, value.moved(dims[1 - kept][dims[kept].index(dim)]), eqn)
+        return [value, placed] if kept == 0 else [placed, value]
+
+    if dim in contracted[kept]:
+        if not runner.may_communicate:
+            runner.refuse(eqn, "sums over a dimension that is split")
+        xs = [fill_padding(arg.x, arg.leaf, runner.axis, 0) for arg in together(contracted)]
+        out: Any = eqn.outvars[0].aval
+        part = bind(eqn.replace(params={**eqn.params, "preferred_element_type": sum_dtype(out.dtype)}), xs)[0]
+        return [Value(_sum(part, runner.axis).astype(out.dtype), None)]
+    if dim in batch[kept]:
+        split = value.moved(batch[kept].index(dim))
+        return [Value(x, split) for x in bind(eqn, [arg.x for arg in together(batch)])]
+    free = [
+        [d for d in range(len(arg.shape)) if d not in (*c, *b)]
+        for arg, c, b in zip(args, contracted, batch, strict=True)
+    ]
+    split = value.moved(len(batch[0]) + kept * len(free[0]) + free[kept].index(dim))
+    xs = [arg.x if i == kept else runner.place(arg, None, eqn).x for i, arg in enumerate(args)]
+    return [Value(x, split) for x in bind(eqn, xs)]
+
+
+RULES: dict[str, Rule] = {
+    "dot_general": _dot_general,
+    "reduce_and": _reduction(_all_bits, None),
+    "reduce_max": _reduction(_lowest, _largest),
+    "reduce_min": _reduction(_highest, _smallest),
+    "reduce_or": _reduction(lambda dtype: 0, None),
+    "reduce_prod": _reduction(lambda dtype: 1, None),
+    "reduce_sum": _reduction(lambda dtype: 0, _sum),
+    "reduce_xor": _reduction(lambda dtype: 0, None),
+}

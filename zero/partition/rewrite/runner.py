@@ -1,0 +1,205 @@
+"""Carries out the operations of a traced function one by one, on values that are whole or split."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zero.partition.collectives import Axis, gather_array, slice_array
+from zero.partition.layout import LeafLayout, Split
+
+_ELEMENTWISE = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
+convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
+igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
+polygamma population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
+shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
+"""
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
+INLINED = {"jit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
+RANDOM = frozenset(["random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"])
+ACROSS_SHARDS = "zero_across_shards"  # the name of the jitted function that marks a region
+REMEDIES = {
+    "adafactor": "adafactor",
+    "clip_by_global_norm": "clip_by_global_norm",
+    "scale_by_factored_rms": "adafactor",
+    "scale_by_muon": "muon",
+    "scale_by_trust_ratio": "lamb or zero.lars",
+}
+
+
+class NotElementwiseError(ValueError):
+    """A transform would be wrong on shards; the message names it, the operation and what is right."""
+
+
+class Value(NamedTuple):
+    """What a device holds of an array: its shard along one dimension, or (no split) the whole, alike on all devices.
+
+    What lies in the padding of a shard is undefined.
+    """
+
+    x: Any
+    split: Split | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole shape."""
+        return self.leaf.shape
+
+    @property
+    def leaf(self) -> LeafLayout:
+        aval = jax.typeof(self.x)
+        shape = list(aval.shape)
+        if self.split:
+            shape[self.split.dim] = self.split.size
+        return LeafLayout((), tuple(shape), aval.dtype, (self.split,) if self.split else ())
+
+    def moved(self, dim: int) -> Split:
+        """This value's split, along another dimension."""
+        assert self.split
+        return dataclasses.replace(self.split, dim=dim)
+
+
+def whole_shape(value: Value) -> jax.ShapeDtypeStruct:
+    """What a function of whole arrays is traced on.
+
+    It says that the array lies on this device, as every array inside pmap does: where jax meets arrays that say so and
+    others that do not, it inserts a `reshard`.
+    """
+    mesh, aval = jax.sharding.get_abstract_mesh(), jax.typeof(value.x)
+    here = None if mesh.empty else NamedSharding(mesh, PartitionSpec(*[None] * len(value.shape)))
+    return jax.ShapeDtypeStruct(value.shape, aval.dtype, weak_type=aval.weak_type, sharding=here)
+
+
+# A rule carries out one kind of operation on values of which at least one is split. None: not for these arguments.
+Rule = Callable[["Runner", JaxprEqn, Sequence[Value]], Sequence[Value] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Runner:
+    """Where and how operations are carried out.
+
+    Attributes:
+      axis: the pmap axis.
+      rules: by the name of a primitive; for all but element-wise ones.
+      may_communicate: whether this is inside `across_shards`.
+      callers: the calls that lead to the current operation, innermost first.
+      owned: elements of the work that each device owns, filled as it is dealt out.
+    """
+
+    axis: Axis
+    rules: Mapping[str, Rule]
+    may_communicate: bool = False
+    callers: tuple[JaxprEqn, ...] = ()
+    owned: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def run(self, closed: ClosedJaxpr | Jaxpr, args: Sequence[Value]) -> list[Value]:
+        """The results of a traced function."""
+        jaxpr, consts = (closed.jaxpr, closed.consts) if isinstance(closed, ClosedJaxpr) else (closed, ())
+        values = dict(zip(jaxpr.invars, args, strict=True))
+        values |= {var: Value(x, None) for var, x in zip(jaxpr.constvars, consts, strict=True)}
+
+        def read(atom: Any) -> Value:
+            return Value(atom.val, None) if isinstance(atom, Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            results = self.apply(eqn, [read(atom) for atom in eqn.invars])
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def apply(self, eqn: JaxprEqn, args: Sequence[Value]) -> Sequence[Value]:
+        """The results of one operation."""
+        name = eqn.primitive.name
+        if name in INLINED:
+            may_communicate = self.may_communicate or eqn.params.get("name") == ACROSS_SHARDS
+            return self.inside(eqn, may_communicate).run(eqn.params[INLINED[name]], args)
+        if name in RANDOM and not self.may_communicate:
+            self.refuse(eqn, "draws random numbers, of the whole array on every device")
+        if all(arg.split is None for arg in args):
+            return [Value(x, None) for x in bind(eqn, [arg.x for arg in args])]
+        if name in ELEMENTWISE:
+            return self.elementwise(eqn, args)
+        rule = self.rules.get(name)
+        results = rule(self, eqn, args) if rule else None
+        if results is not None:
+            return results
+        return [Value(x, None) for x in bind(eqn, [self.place(arg, None, eqn).x for arg in args])]
+
+    def elementwise(self, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+        """Slices meet slices: of the largest operand's split. What is broadcast along it is whole."""
+        split = max((arg for arg in args if arg.split), key=lambda arg: np.size(arg.x)).split
+        assert split
+        placed = [self.place(arg, None if not arg.shape or arg.shape[split.dim] == 1 else split, eqn).x for arg in args]
+        return [Value(x, split) for x in bind(eqn, placed)]
+
+    def place(self, value: Value, split: Split | None, eqn: JaxprEqn | None) -> Value:
+        """The value, split like this, for an operation; only slicing a whole one needs no other device."""
+        if value.split == split:
+            return value
+        x = value.x
+        if value.split:
+            if eqn and not self.may_communicate:
+                self.refuse(eqn, "needs whole arrays")
+            x = gather_array(x, value.leaf, self.axis)
+        if split:
+            x = jnp.asarray(x)
+            x = slice_array(x, LeafLayout((), x.shape, x.dtype, (split,)), self.axis)
+        return Value(x, split)
+
+    def inside(self, eqn: JaxprEqn, may_communicate: bool) -> Runner:
+        """The runner of what an operation calls."""
+        return dataclasses.replace(self, may_communicate=may_communicate, callers=(eqn, *self.callers))
+
+    def splits(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Split | None]:
+        """How the results of a traced function are split; nothing is computed."""
+        found: list[Split | None] = []
+
+        def run(*xs: Any) -> None:
+            dry = dataclasses.replace(self, owned=dict(self.owned))
+            results = dry.run(closed, [Value(x, arg.split) for x, arg in zip(xs, args, strict=True)])
+            found.extend(value.split for value in results)
+
+        jax.eval_shape(run, *(arg.x for arg in args))
+        return found
+
+    def refuse(self, eqn: JaxprEqn, why: str) -> NoReturn:
+        """Raises `NotElementwiseError`."""
+        transform = _transform((eqn, *self.callers))
+        right = f"use zero.{REMEDIES[transform]}, or " if transform in REMEDIES else "use "
+        raise NotElementwiseError(
+            f"{transform} is not element-wise: {eqn.primitive.name} {why}. Run on shards as it is, it would be wrong; "
+            f"{right}zero.across_shards(...) around it, which communicates"
+        )
+
+
+def bind(eqn: JaxprEqn, xs: Sequence[Any]) -> list[Any]:
+    """The operation itself."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    result = eqn.primitive.bind(*functions, *xs, **params)
+    return list(result) if eqn.primitive.multiple_results else [result]
+
+
+def primitives(eqn: JaxprEqn) -> set[str]:
+    """The names of an operation and of all those that it calls."""
+    names = {eqn.primitive.name}
+    for jaxpr in jaxprs_in_params(eqn.params):
+        names |= set[str]().union(*map(primitives, jaxpr.eqns))
+    return names
+
+
+def _transform(eqns: Sequence[JaxprEqn]) -> str:
+    """The function that made the transform which an operation (and its callers) belongs to: `clip_by_global_norm`."""
+    tracebacks: list[Any] = [eqn.source_info.traceback for eqn in eqns]
+    for frame in [frame for traceback in tracebacks if traceback for frame in traceback.frames]:
+        maker, _, inner = frame.function_name.partition(".<locals>.")
+        if inner.split(".")[0] in ("update_fn", "init_fn", "update", "init"):
+            return maker
+    return "the transform"

@@ -1,0 +1,191 @@
+"""Operations that move dimensions, or that work along other dimensions than the split one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from zero.partition.layout import Split
+from zero.partition.rewrite.runner import Rule, Runner, Value, bind
+
+
+def _with_params(eqn: JaxprEqn, **params: Any) -> JaxprEqn:
+    return eqn.replace(params={**eqn.params, **params})
+
+
+def _replaced(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*sizes[:dim], size, *sizes[dim + 1 :])
+
+
+def _aligned(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> tuple[list[Any], Split]:
+    """Operands of one shape, split like the largest of them."""
+    split = max((arg for arg in args if arg.split), key=lambda arg: math.prod(arg.shape)).split
+    assert split
+    return [runner.place(arg, split, eqn).x for arg in args], split
+
+
+def _along_others(name: str) -> Rule:
+    """Along one or more dimensions, which the parameter `name` holds; all shapes stay, or change there alone."""
+
+    def rule(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+        dims = eqn.params[name]
+        xs, split = _aligned(runner, eqn, args)
+        if split.dim in (dims if isinstance(dims, tuple) else (dims,)):
+            return None
+        return [Value(x, split) for x in bind(eqn, xs)]
+
+    return rule
+
+
+def _stack(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+    xs, split = _aligned(runner, eqn, args)
+    dim = split.dim + (eqn.params["axis"] <= split.dim)
+    return [Value(x, dataclasses.replace(split, dim=dim)) for x in bind(eqn, xs)]
+
+
+def _each(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+    """Each result is an operand."""
+    return [Value(x, arg.split) for x, arg in zip(bind(eqn, [arg.x for arg in args]), args, strict=True)]
+
+
+def _broadcast_in_dim(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+    (value,) = args
+    assert value.split
+    dims = eqn.params["broadcast_dimensions"]
+    split = value.moved(dims[value.split.dim])
+    shape = _replaced(eqn.params["shape"], split.dim, split.shard_size)
+    return [Value(lax.broadcast_in_dim(value.x, shape, dims), split)]
+
+
+def _reshape(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+    """Where the split dimension survives."""
+    (value,) = args
+    assert value.split
+    before = math.prod(value.shape[: value.split.dim])
+    sizes = eqn.params["new_sizes"]
+    for dim, size in enumerate(sizes):
+        if size == value.split.size and math.prod(sizes[:dim]) == before and eqn.params["dimensions"] is None:
+            return [Value(lax.reshape(value.x, _replaced(sizes, dim, value.split.shard_size)), value.moved(dim))]
+    return None
+
+
+def without(value: Value, dims: Sequence[int]) -> Split:
+    """The split of what remains when other dimensions are removed."""
+    assert value.split and value.split.dim not in dims
+    return value.moved(value.split.dim - sum(dim < value.split.dim for dim in dims))
+
+
+def _squeeze(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+    (value,) = args
+    return [Value(x, without(value, eqn.params["dimensions"])) for x in bind(eqn, [value.x])]
+
+
+def _transpose(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+    (value,) = args
+    assert value.split
+    split = value.moved(eqn.params["permutation"].index(value.split.dim))
+    return [Value(x, split) for x in bind(eqn, [value.x])]
+
+
+def _tile(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+    (value,) = args
+    assert value.split
+    if eqn.params["reps"][value.split.dim] != 1:
+        return None
+    return [Value(x, value.split) for x in bind(eqn, [value.x])]
+
+
+def _slice(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+    (value,) = args
+    split, params = value.split, eqn.params
+    assert split
+    stride = params["strides"][split.dim] if params["strides"] else 1
+    if (params["start_indices"][split.dim], params["limit_indices"][split.dim], stride) != (0, split.size, 1):
+        return None
+    limits = _replaced(params["limit_indices"], split.dim, split.shard_size)
+    return [Value(x, split) for x in bind(_with_params(eqn, limit_indices=limits), [value.x])]
+
+
+def _pad(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+    value, fill = args
+    assert value.split
+    if eqn.params["padding_config"][value.split.dim] != (0, 0, 0):
+        return None
+    return [Value(x, value.split) for x in bind(eqn, [value.x, fill.x])]
+
+
+def _dynamic_slice(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+    value, *starts = args
+    split, sizes = value.split, eqn.params["slice_sizes"]
+    assert split
+    if sizes[split.dim] != split.size:
+        return None
+    sizes = _replaced(sizes, split.dim, split.shard_size)
+    return [Value(x, split) for x in bind(_with_params(eqn, slice_sizes=sizes), [value.x, *_all(starts, split.dim)])]
+
+
+def _dynamic_update_slice(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+    value, update, *starts = args
+    split = value.split or update.split
+    assert split
+    if value.shape[split.dim] != update.shape[split.dim]:
+        return None
+    placed = [runner.place(arg, split, eqn).x for arg in (value, update)]
+    return [Value(x, split) for x in bind(eqn, [*placed, *_all(starts, split.dim)])]
+
+
+def _all(starts: Sequence[Value], dim: int) -> list[Any]:
+    """Where a slice that takes all of one dimension starts: an index that would exceed an array is lowered."""
+    return [jnp.zeros_like(start.x) if i == dim else start.x for i, start in enumerate(starts)]
+
+
+def _bitcast_convert_type(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+    """A change of the size of an element appends a dimension, or takes the last one away."""
+    (value,) = args
+    assert value.split
+    out: Any = eqn.outvars[0].aval
+    if value.split.dim >= len(out.shape):
+        return None
+    return [Value(x, value.split) for x in bind(eqn, [value.x])]
+
+
+def _arg_reduction(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+    (value,) = args
+    assert value.split
+    if value.split.dim in eqn.params["axes"]:
+        return None
+    return [Value(x, without(value, eqn.params["axes"])) for x in bind(eqn, [value.x])]
+
+
+RULES: dict[str, Callable[..., Sequence[Value] | None]] = {
+    "argmax": _arg_reduction,
+    "argmin": _arg_reduction,
+    "bitcast_convert_type": _bitcast_convert_type,
+    "broadcast_in_dim": _broadcast_in_dim,
+    "concatenate": _along_others("dimension"),
+    "cumlogsumexp": _along_others("axis"),
+    "cummax": _along_others("axis"),
+    "cummin": _along_others("axis"),
+    "cumprod": _along_others("axis"),
+    "cumsum": _along_others("axis"),
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "optimization_barrier": _each,
+    "pad": _pad,
+    "reshape": _reshape,
+    "rev": _along_others("dimensions"),
+    "slice": _slice,
+    "sort": _along_others("dimension"),
+    "split": _along_others("axis"),
+    "squeeze": _squeeze,
+    "stack": _stack,
+    "tile": _tile,
+    "top_k": _along_others("axis"),
+    "transpose": _transpose,
+}
