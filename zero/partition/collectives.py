@@ -252,7 +252,8 @@ def _scatter_sum_quantised(full_x: jax.Array, leaf: LeafLayout, axis: Axis, redu
 
 def sum_dtype(dtype: DTypeLike) -> np.dtype:
     """Where sums over devices are made: in the dtype itself, but never in a float of less than 32 bits."""
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else np.dtype(dtype)
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
+    return np.dtype(jnp.float32 if is_narrow else dtype)
 
 
 def _scatter_sum_phase(x: jax.Array, dim: int, axis: Axis, phase: int, reduce: np.dtype) -> jax.Array:

@@ -185,11 +185,13 @@ def fully_shard(
     if not (isinstance(target, type) and issubclass(target, nn.Module)):
         return cast(Target, on_shards)
 
-    def enter(variables: PyTree) -> PyTree:
+    def use(variables: PyTree) -> PyTree:
+        return {"params": whole(variables["params"], variables.get("gathered"), variables.get("gradients"))}
+
+    def make(variables: PyTree) -> PyTree:
         if "params" not in variables:
             return variables  # The first call at init: the module makes its parameters, whole.
-        full = whole(variables["params"], variables.get("gathered"), variables.get("gradients"))
-        return {"params": full, "shards": variables["params"]}
+        return {**use(variables), "shards": variables["params"]}
 
     def leave(variables: PyTree) -> PyTree:
         if "shards" in variables:
@@ -197,7 +199,18 @@ def fully_shard(
         return {name: shard(params, layout, axis) for name, params in variables.items()}
 
     collections = ["params", "gathered", "gradients", "shards"]
-    return nn.map_variables(target, collections, trans_in_fn=enter, trans_out_fn=leave, mutable=True, methods=methods)
+    making = nn.map_variables(target, collections, make, leave, mutable=True, methods=methods)
+    # Not the same lift: a module that maps its own variables, such as WeightNorm, would map "shards" as well.
+    using = nn.map_variables(target, collections, use, mutable=False, methods=methods)
+
+    def lifted(name: str) -> Callable[..., Any]:
+        def method(module: Any, *args: Any, **kwargs: Any) -> Any:
+            is_made = module.is_mutable_collection("params")
+            return getattr(making if is_made else using, name)(module, *args, **kwargs)
+
+        return method
+
+    return cast(Target, type(target.__name__, (making,), {name: lifted(name) for name in methods or ["__call__"]}))
 
 
 def _unread(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
@@ -224,17 +237,26 @@ def _borrow(
     wire_dtype: DTypeLike | None,
     reduce_dtype: DTypeLike | None,
 ) -> PyTree:
-    """`full`, whose gradient is reduce-scattered to `shards` instead of flowing to where `full` came from."""
+    """`full`, whose gradient is reduce-scattered to `shards` instead of flowing to where `full` came from.
 
-    dtypes = jax.tree.map(lambda x: x.dtype, shards)
+    The two are each other's derivative, so that gradients of gradients are right in reverse mode, whatever travels on
+    the wire. jax refuses forward mode.
+    """
+    shard_dtypes, full_dtypes = (jax.tree.map(lambda x: x.dtype, tree) for tree in (shards, full))
+
+    def cast(tree: PyTree, dtypes: PyTree) -> PyTree:
+        return jax.tree.map(lambda x, dtype: x.astype(dtype), tree, dtypes)
 
     @jax.custom_vjp
     def borrow(shards: PyTree, full: PyTree) -> PyTree:
         return full
 
-    def backward(_: None, full_grads: PyTree) -> tuple[PyTree, None]:
-        grads = scatter_sum(full_grads, layout, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
-        return jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes), None
+    @jax.custom_vjp
+    def scatter(full_grads: PyTree) -> PyTree:
+        return cast(
+            scatter_sum(full_grads, layout, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype), shard_dtypes
+        )
 
-    borrow.defvjp(lambda shards, full: (full, None), backward)
+    borrow.defvjp(lambda shards, full: (borrow(shards, full), None), lambda _, grads: (scatter(grads), None))
+    scatter.defvjp(lambda grads: (scatter(grads), None), lambda _, x: (cast(gather(x, layout, axis), full_dtypes),))
     return borrow(shards, full)
