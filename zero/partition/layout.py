@@ -128,6 +128,12 @@ class Layout:
         leaves, treedef = jax.tree.flatten(tree[name])
         return Layout(treedef, tuple(_one_layer(leaf) for leaf in leaves), self.shards)
 
+    def only(self, names: Iterable[str]) -> Layout:
+        """The layout of the same tree with these top-level subtrees alone."""
+        tree = self.map(lambda leaf: leaf)
+        leaves, treedef = jax.tree.flatten({name: tree[name] for name in names})
+        return Layout(treedef, tuple(leaves), self.shards)
+
     def whole(self) -> Layout:
         """The same tree with every leaf on every device: stage 0."""
         return dataclasses.replace(self, leaves=tuple(dataclasses.replace(leaf, splits=()) for leaf in self.leaves))

@@ -13,6 +13,7 @@ import optax
 from zero.models.gpt import BLOCKS
 from zero.partition.collectives import Axis
 from zero.partition.layout import PyTree
+from zero.partition.optimizer import on_shards
 from zero.training.inference import Sampling, evaluate_step, extend, prefill, score
 from zero.training.step import ShardedGPT, new_state, train_step
 
@@ -49,7 +50,10 @@ def make_programs(
     ema_decay: float | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Programs:
-    """Binds the model, the optimizer and what else does not change during a run. Nothing is compiled yet."""
+    """Binds the model, the optimizer and what else does not change during a run. Nothing is compiled yet.
+
+    `tx` is any optax transform; `start` and `step` raise `NotElementwiseError` where it would be wrong on shards.
+    """
     pmap = partial(jax.pmap, axis_name=model.axis.name, devices=devices)
     step = partial(
         train_step,
@@ -66,7 +70,10 @@ def make_programs(
     )
     return Programs(
         init=pmap(lambda key_data: model.init(jax.random.wrap_key_data(key_data))),
-        start=pmap(partial(new_state, tx=tx, has_ema=ema_decay is not None), donate_argnums=0),
+        start=pmap(
+            lambda params: new_state(params, on_shards(tx, model.layout, model.axis), ema_decay is not None),
+            donate_argnums=0,
+        ),
         step=pmap(step, donate_argnums=0, out_axes=(0, None)),
         evaluate=pmap(partial(evaluate_step, model=model, micro_batches=micro_batches), out_axes=None),
     )

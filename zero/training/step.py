@@ -21,10 +21,10 @@ from jax.typing import DTypeLike
 from zero.models.gpt import BLOCKS, GPT, STACKED, VOCABULARY, Block, GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout, PyTree, derive_layout, make_layout
-from zero.partition.optimizer import global_norm
+from zero.partition.optimizer import Squares, global_norm, norm_of, on_shards
 from zero.partition.stages import fully_shard, gather, scatter_sum, shard
 from zero.training.ema import update_ema
-from zero.training.fused import Update, backward_and_update
+from zero.training.fused import backward_and_update
 
 
 class TrainState(NamedTuple):
@@ -185,7 +185,7 @@ def adamw(weight_decay: float, b1: float = 0.9, b2: float = 0.95) -> optax.Gradi
 
 
 def new_state(params: PyTree, tx: optax.GradientTransformation, has_ema: bool = False) -> TrainState:
-    """The state of a run that starts with these parameters, shards or whole."""
+    """The state of a run that starts with these parameters: whole, or shards where `tx` is for shards."""
     zero, running = jnp.int32(0), jnp.zeros((2, 3), jnp.float32)
     return TrainState(zero, params, tx.init(params), zero, zero, zero, running, params if has_ema else None)
 
@@ -248,24 +248,24 @@ def train_step(
     contains `ema`, which every update that is made moves.
 
     Raises:
+      NotElementwiseError: `tx` would be wrong on shards, or layer by layer where the update is fused.
       ValueError: `fused_update` beside what it cannot do exactly.
     """
     keys = _row_keys(seed, state.step, batch) if model.config.dropout else None
     scored = lax.psum(jnp.sum(next_tokens(batch.tokens) >= 0), model.axis.name).astype(jnp.float32)
     scored, rate = jnp.maximum(scored, 1), learning_rate(state.step)
 
-    def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return jax.tree.map(lambda p, u: p - rate * u, params, updates), opt_state
+    def moved(params: PyTree, updates: PyTree) -> PyTree:
+        return jax.tree.map(lambda p, u: p - rate * u, params, updates)
 
     is_bad, is_high = jnp.bool_(False), jnp.bool_(False)
     is_skipping = skip_bad_steps or skip_spikes is not None
     if fused_update:
         if model.stage != 3 or model.remat != "full" or micro_batches > 1 or max_gradient_norm or is_skipping:
             raise ValueError("fused_update needs stage 3, full remat, one micro-batch, no clipping and no skipping")
-        loss, params, opt_state, norms = _fused(state, batch.tokens, keys, scored, model, update)
+        loss, params, opt_state, sums = _fused(state, batch.tokens, keys, scored, model, tx, moved)
         loss = lax.psum(loss, model.axis.name)
-        norm = global_norm(norms, model.layout, model.axis)
+        norm = norm_of(sums, model.axis)
     else:
         variables = model.enter(state.params)
 
@@ -285,7 +285,8 @@ def train_step(
             shrink = jnp.minimum(1.0, max_gradient_norm / norm)
             grads = jax.tree.map(lambda g: g * shrink, grads)
 
-        params, opt_state = update(grads, state.opt_state, state.params)
+        updates, opt_state = on_shards(tx, model.layout, axis).update(grads, state.opt_state, state.params)
+        params = moved(state.params, updates)
         # Of sums over all devices: the decision is the same everywhere.
         if skip_bad_steps:
             is_bad = ~jnp.isfinite(norm)
@@ -330,9 +331,10 @@ def _fused(
     keys: jax.Array | None,
     scored: jax.Array,
     model: ShardedGPT,
-    update: Update,
-) -> tuple[jax.Array, PyTree, PyTree, PyTree]:
-    """Loss, new parameters and optimizer state, and norms, as `backward_and_update` returns them."""
+    tx: optax.GradientTransformation,
+    moved: Callable[[PyTree, PyTree], PyTree],
+) -> tuple[jax.Array, PyTree, PyTree, Squares]:
+    """As `backward_and_update`."""
     targets = next_tokens(tokens)
 
     def embed(params: PyTree) -> jax.Array:
@@ -343,7 +345,9 @@ def _fused(
         return _sum_scored(losses, targets) / scored
 
     block = partial(model.block, keys=keys)
-    return backward_and_update(embed, block, score, update, state.params, state.opt_state)
+    return backward_and_update(
+        embed, block, score, tx, moved, state.params, state.opt_state, layout=model.layout, axis=model.axis
+    )
 
 
 def _row_keys(seed: int, step: jax.Array, batch: Batch) -> jax.Array:
