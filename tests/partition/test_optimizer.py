@@ -1,5 +1,6 @@
 """The drop-in wrapper: what goes in and out, what is held, what is refused. Values are compared in `test_optax.py`."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,8 +12,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.core import freeze
+from optax.contrib import reduce_on_plateau
 
 import zero
+from zero.partition.collectives import fill_padding
 
 AXES = {
     "flat": zero.Axis("batch", (1, 8)),
@@ -63,6 +67,11 @@ def train_unsharded(
         updates, state = jax.jit(tx.update)(grads, state, params)
         params = optax.apply_updates(params, updates)
     return params
+
+
+def lower(fn: Callable[..., Any], *args: Any) -> Any:
+    """Traces in a real pmap; nothing is computed."""
+    return jax.pmap(fn, "batch").lower(*args)
 
 
 def assert_close(got: Any, expected: Any) -> None:
@@ -160,13 +169,17 @@ def test_mistakes_are_named() -> None:
         (optax.sm3(0.1), "scale_by_sm3"),
         (optax.masked(optax.lamb(0.1), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)), "scale_by_trust_ratio"),
         (optax.MultiSteps(optax.lamb(0.1), 2), "scale_by_trust_ratio"),
+        (
+            optax.stateless(lambda g, _: jax.tree.map(lambda x: jax.lax.fori_loop(0, 2, lambda _, y: y - y[0], x), g)),
+            "the transform is not element-wise: ",
+        ),
     ],
 )
 def test_guard_names_the_transform_and_what_is_right(tx: Any, message: str) -> None:
     params = {"w": jnp.zeros((13, 24)), "b": jnp.zeros((24,))}
     sharded = zero.shard_optimizer(tx, "batch")
     with pytest.raises(zero.NotElementwiseError, match=message):
-        jax.make_jaxpr(lambda p: sharded.update(p, sharded.init(p), p), axis_env=[("batch", 8)])(params)
+        lower(lambda p: sharded.update(p, sharded.init(p), p), replicate(params))
 
 
 def test_line_searches_are_refused() -> None:
@@ -176,7 +189,7 @@ def test_line_searches_are_refused() -> None:
         return tx.update(p, tx.init(p), p, value=1.0, grad=p, value_fn=lambda p: jnp.sum(p["w"]))
 
     with pytest.raises(zero.NotElementwiseError, match="value_fn is a function of whole parameters"):
-        jax.make_jaxpr(update, axis_env=[("batch", 8)])({"w": jnp.zeros((13, 24))})
+        lower(update, {"w": jnp.zeros((8, 13, 24))})
 
 
 def test_trust_runs_the_transform_as_it_is() -> None:
@@ -291,3 +304,194 @@ def test_global_norm_counts_each_element_once(axis: zero.Axis) -> None:
     got = jax.pmap(lambda _: zero.global_norm(zero.shard(params, layout, axis), layout, axis), "batch")(jnp.zeros(8))
     np.testing.assert_allclose(got, expected, rtol=1e-6)
     assert len(set(got.tolist())) == 1
+
+
+@pytest.mark.parametrize("axis", AXES.values(), ids=AXES)
+def test_global_norm_does_not_read_padding_and_knows_every_dtype(axis: zero.Axis) -> None:
+    params = {"w": np.ones((13, 3), np.float32), "c": np.full((9,), 3 + 4j, np.complex64), "n": np.full((9,), 2, int)}
+    layout = zero.make_layout(params, axis.shards)
+
+    def run(_: jax.Array) -> jax.Array:
+        # What an update without an epsilon leaves where there is no gradient: 0 / 0.
+        spoilt = layout.map(lambda leaf, x: fill_padding(x, leaf, axis, 7), zero.shard(params, layout, axis))
+        return zero.global_norm(spoilt, layout, axis)
+
+    np.testing.assert_allclose(jax.pmap(run, "batch")(jnp.zeros(8)), np.sqrt(39 + 9 * 25 + 9 * 4), rtol=1e-6)
+
+
+def test_an_update_of_another_shape_is_refused() -> None:
+    """Padded and sliced, a row for all rows would be a row for the first."""
+    for make in (lambda x: x[:1], lambda x: jnp.sum(x, 1, keepdims=True), lambda x: 0.0, lambda x: x[None]):
+        tx = zero.shard_optimizer(optax.stateless(lambda g, _, make=make: jax.tree.map(make, g)), "batch")
+        with pytest.raises(ValueError, match=r"leaf w: the update of \(13, 6\) became one of \("):
+            lower(lambda g, tx=tx: tx.update(g, tx.init(g), g), {"w": np.ones((8, 13, 6), np.float32)})
+
+
+def test_a_state_that_grows_or_changes_its_shape_is_refused() -> None:
+    p = {"w": np.ones((8, 13, 6), np.float32)}
+    grows = zero.shard_optimizer(optax.GradientTransformation(lambda p: [], lambda u, s, p=None: (u, [*s, u])), "batch")
+    with pytest.raises(ValueError, match="the layout has no leaf 0/w"):
+        lower(lambda g: grows.update(g, grows.init(g), g), p)
+    widens = zero.shard_optimizer(
+        optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (u, jax.tree.map(lambda x: x[:5], u))), "batch"
+    )
+    with pytest.raises(ValueError, match=r"leaf w: the state of \(13, 6\) became one of \(5, 6\)"):
+        lower(lambda g: widens.update(g, widens.init(g), g), p)
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.5, momentum=0.5), optax.sgd(0.5)])
+def test_gradients_may_be_none(tx: Any) -> None:
+    params, grads = make_params(), {**local_grads(0), "w": None}
+    mean = jax.tree.map(lambda g: jnp.mean(g, 0), grads)
+    expected = tx.update(mean, tx.update(mean, tx.init(params), params)[1], params)[0]
+    sharded = zero.shard_optimizer(tx, "batch")
+
+    def run(grads: Any, params: Any) -> Any:
+        state = sharded.update(grads, sharded.init(params), params)[1]
+        return sharded.update(grads, state, params)[0]
+
+    got = jax.pmap(run, "batch")(grads, replicate(params))
+    assert got["w"] is None
+    assert_close(got, expected)
+
+
+def test_float0_gradients_are_explained() -> None:
+    tx = zero.shard_optimizer(optax.sgd(0.5), "batch")
+
+    def run(params: Any) -> Any:
+        grads = jax.grad(lambda p: jnp.sum(p["w"]) * p["n"][0], allow_int=True)(params)
+        return tx.update(grads, tx.init(params), params)
+
+    with pytest.raises(ValueError, match="leaf n: its gradient is float0, that of an integer"):
+        lower(run, {"w": np.ones((8, 3), np.float32), "n": np.ones((8, 16), int)})
+
+
+def test_trees_that_differ_as_optax_allows() -> None:
+    """Parameters in a FrozenDict beside gradients in a dict; pairs of parameters beside gradients of one of them."""
+    params, grads = make_params(), local_grads(0)
+    mean = jax.tree.map(lambda g: jnp.mean(g, 0), grads)
+    sgd, lookahead = optax.sgd(0.5, momentum=0.5), optax.lookahead(optax.sgd(0.5), 1, 0.5)
+    pair = optax.LookaheadParams.init_synced(params)
+    moved = optax.LookaheadParams(params, jax.tree.map(lambda p: p + 1, params))
+    sharded = {name: zero.shard_optimizer(tx, "batch") for name, tx in {"sgd": sgd, "lookahead": lookahead}.items()}
+
+    def run(grads: Any, params: Any, moved: Any) -> Any:
+        first = sharded["sgd"].update(grads, sharded["sgd"].init(params), freeze(params))[0]
+        return first, sharded["lookahead"].update(grads, sharded["lookahead"].init(moved), moved)[0]
+
+    got = jax.pmap(run, "batch")(grads, replicate(params), replicate(moved))
+    assert_close(got[0], sgd.update(mean, sgd.init(params))[0])
+    assert_close(got[1], lookahead.update(mean, lookahead.init(pair), moved)[0])
+
+
+@pytest.mark.parametrize("wrapper", [lambda tx: tx, lambda tx: optax.MultiSteps(tx, 1)])
+def test_accumulation_passes_extra_arguments_on(wrapper: Any) -> None:
+    tx = zero.shard_optimizer(wrapper(optax.chain(optax.sgd(0.1), reduce_on_plateau(factor=0.5, patience=1))), "batch")
+    params, _ = train(tx, make_params(), steps=4, value=jnp.float32(1.0))
+    plain = optax.with_extra_args_support(optax.chain(optax.sgd(0.1), reduce_on_plateau(factor=0.5, patience=1)))
+    wanted = optax.GradientTransformation(plain.init, partial(plain.update, value=jnp.float32(1.0)))
+    assert_close(params, train_unsharded(wanted, make_params(), steps=4))
+
+
+def test_complex_and_integer_leaves() -> None:
+    """On a narrow wire as well: only floats are rounded."""
+    local = {"c": np.arange(8)[:, None] + 1j * np.arange(9)[None], "n": np.arange(8)[:, None] * 1000 + np.arange(9)}
+    local = {"c": local["c"].astype(np.complex64), "n": local["n"].astype(np.int32)}
+    whole = jax.tree.map(lambda x: x[0], local)
+    expected = jax.tree.map(lambda x: x.mean(0), local)
+
+    def run(grads: Any, wire: Any) -> Any:
+        tx = zero.shard_optimizer(optax.identity(), "batch", wire_dtype=wire)
+        return tx.update(grads, tx.init(whole), whole)[0]
+
+    for wire in (None, jnp.bfloat16, jnp.int8):
+        got = jax.pmap(partial(run, wire=wire), "batch")(local)
+        assert got["c"].dtype == np.complex64 and got["n"].dtype == np.float32  # as pmean
+        for name, x in expected.items():
+            np.testing.assert_allclose(got[name][3], x, rtol=1e-6)
+
+
+def test_sm3_after_a_nan() -> None:
+    """XLA's maximum over CPU devices loses it, and so would the accumulators."""
+    params, grads = {"w": np.ones((13, 6), np.float32)}, np.ones((13, 6), np.float32)
+    grads[12, 5] = np.nan
+    tx = zero.shard_optimizer(zero.across_shards(optax.sm3(0.1)), "batch")
+    plain = optax.sm3(0.1)
+
+    def run(tx: Any, grads: Any) -> Any:
+        _, state = tx.update({"w": grads}, tx.init(params), params)
+        return tx.update({"w": jnp.ones((13, 6))}, state, params)[0]
+
+    got = jax.pmap(partial(run, tx), "batch")(np.stack([grads] * 8))
+    np.testing.assert_allclose(got["w"][2], run(plain, grads)["w"], rtol=1e-6)
+
+
+def test_weak_types_are_kept_so_that_a_scan_accepts_the_state() -> None:
+    def run(_: jax.Array) -> Any:
+        params = {"w": jnp.broadcast_to(jnp.asarray(1.0), (13,)), "v": jnp.ones(9)}
+        assert jax.typeof(params["w"]).weak_type
+        tx = zero.shard_optimizer(optax.trace(0.5), "batch")
+        state = tx.init(params)
+        assert [x.weak_type for x in jax.tree.leaves(jax.tree.map(jax.typeof, state))] == [False, True]
+        return jax.lax.scan(lambda s, _: (tx.update(params, s, params)[1], None), state, None, length=3)[0]
+
+    assert float(jax.pmap(run, "batch")(jnp.zeros(8)).trace["w"][0, 0]) == 1.75
+
+
+def test_strict_promotion() -> None:
+    tx = zero.shard_optimizer(optax.chain(zero.clip_by_global_norm(1.0), optax.sgd(0.1, 0.9)), "batch")
+    grads = {"w": np.ones((8, 13, 6), np.float32), "h": np.ones((8, 13), np.float32)}
+    with jax.numpy_dtype_promotion("strict"):
+        lower(lambda g: tx.update(g, tx.init(g), g), grads)
+        narrow = zero.shard_optimizer(optax.sgd(0.1), "batch")
+        lower(lambda g: narrow.update(g, narrow.init(g), g), jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads))
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+        lambda tx: optax.named_chain(("clip", optax.clip(1.0)), ("sharded", tx)),
+        lambda tx: optax.apply_if_finite(tx, 3),
+    ],
+)
+def test_transforms_of_local_gradients_are_refused(around: Any) -> None:
+    grads = {"w": np.ones((8, 13, 6), np.float32)}
+    tx = around(zero.shard_optimizer(optax.sgd(0.1), "batch"))
+    with pytest.raises(ValueError, match="transforms each device's own gradients before they are reduced"):
+        lower(lambda g: tx.update(g, tx.init(g), g), grads)
+    reduced = around(zero.shard_optimizer(optax.sgd(0.1), "batch", reduction=None))
+    first = optax.chain(zero.shard_optimizer(optax.sgd(0.1), "batch"), optax.scale(0.5))
+    lower(lambda g: reduced.update(g, reduced.init(g), g), grads)
+    lower(lambda g: first.update(g, first.init(g), g), grads)
+
+
+def collectives(fn: Callable[..., Any], *args: Any) -> list[tuple[str, str]]:
+    """Each collective of the compiled program with its result: `('all-reduce', 'f32[]')`."""
+    text = lower(fn, *args).compile().as_text()
+    return re.findall(r"= \(?([^=]*?)\)? (all-reduce|all-gather|reduce-scatter|all-to-all)\(", text)
+
+
+# The norms of leaves, of factored rows and columns, or the matrices that one device iterates on.
+EXPECTED = {
+    "lamb": {"all-reduce": r"f32\[\]"},
+    "lars": {"all-reduce": r"f32\[\]"},
+    "clip_by_global_norm": {"all-reduce": r"f32\[\]"},
+    "adafactor": {"all-reduce": r"f32\[(129)?\].*", "all-gather": r"f32\[136\].*"},
+    "muon": {"all-reduce": r"f32\[1?\].*", "all-gather": r"f32\[1,129,136\].*", "reduce-scatter": r"f32\[1,129,17\].*"},
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_collectives_of_the_compiled_update(name: str) -> None:
+    layout = zero.make_layout({"w": np.zeros((129, 136)), "a": np.zeros((13, 6)), "b": np.zeros(9), "s": 0.0}, 8)
+    layout = layout.only(["w", "b"]) if name == "muon" else layout
+    make = getattr(zero, name)
+    tx = zero.on_shards(make(0.1), layout, "batch")
+    shards = jax.tree.map(lambda x: np.ones((8, *x.shape), np.float32), layout.shard_shapes())
+    found = collectives(lambda g, p: tx.update(g, tx.init(p), p), shards, shards)
+    assert {kind for _, kind in found} == set(EXPECTED[name])
+    for results, kind in found:
+        for result in re.sub(r"/\*.*?\*/", "", results).split(", "):
+            assert re.fullmatch(EXPECTED[name][kind], result), (kind, result)
+    assert sum(kind != "all-reduce" for _, kind in found) == len(EXPECTED[name]) - 1

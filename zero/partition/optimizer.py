@@ -13,7 +13,7 @@ import optax.contrib
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.partition.collectives import Axis, AxisLike, as_axis, as_dtype, fill_padding
+from zero.partition.collectives import Axis, AxisLike, as_axis, fill_padding
 from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout, match_layout
 from zero.partition.rewrite.functions import across_shards, run_on_shards
 from zero.partition.rewrite.runner import NotElementwiseError
@@ -171,6 +171,10 @@ def shard_optimizer(
       RuntimeError: called outside pmap.
       NotElementwiseError: as for `on_shards`.
 
+    `update` raises:
+      ValueError: a leaf has another shape than its parameter, or `optax.chain` or `optax.apply_if_finite` around this
+        transform came before it; they belong inside.
+
     >>> n = jax.local_device_count()
     >>> tx = shard_optimizer(optax.adam(0.1), "batch")
     >>> params = {"w": jnp.ones((n, 4 * n))}
@@ -198,9 +202,10 @@ def shard_optimizer(
         if reduction is None:
             grads = shard(updates, given, axis)
         else:
+            _check_gradients_come_first()
             scatter = scatter_mean if reduction == "mean" else scatter_sum
             reduced = scatter(updates, given, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
-            grads = jax.tree.map(lambda x, own: as_dtype(x, own.dtype), reduced, updates)
+            grads = jax.tree.map(_as_own, reduced, updates)
         param_shards = None if params is None else shard(params, layout, axis)
         if trust:
             new, state = inner.update(grads, state, param_shards, **extra)
@@ -211,12 +216,37 @@ def shard_optimizer(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _as_own(reduced: jax.Array, own: jax.Array) -> jax.Array:
+    """As `lax.pmean` does: a mean of narrow floats is as narrow, one of integers is a float."""
+    return reduced.astype(own.dtype) if jnp.issubdtype(own.dtype, jnp.inexact) else reduced
+
+
 def _check_gradients(given: Layout, layout: Layout) -> None:
     shapes = {leaf.path: leaf.shape for leaf in layout.leaves}
     for leaf in given.leaves:
         shape = shapes.get(leaf.path, leaf.shape)
         if leaf.shape != shape:
             raise ValueError(f"leaf {leaf.name}: the parameter has shape {shape}, its gradient {leaf.shape}")
+        if leaf.dtype == jax.dtypes.float0:
+            raise ValueError(
+                f"leaf {leaf.name}: its gradient is float0, that of an integer. Keep integers out of the parameters, "
+                "or make this gradient None"
+            )
+
+
+def _check_gradients_come_first() -> None:
+    """Refuses an outer transform of optax that has seen each device's own gradients, of which it knows no mean."""
+    frame = inspect.currentframe()
+    while frame:
+        maker = frame.f_code.co_qualname.partition(".<locals>.")[0]
+        is_later = maker in ("chain", "named_chain") and frame.f_locals.get("new_state")
+        if frame.f_globals.get("__name__", "").startswith("optax.") and (is_later or maker == "apply_if_finite"):
+            raise ValueError(
+                f"optax.{maker} around zero.shard_optimizer transforms each device's own gradients before they are "
+                f"reduced. Put it inside: zero.shard_optimizer(optax.{maker}(...), axis_name); or reduce the gradients "
+                "first and pass reduction=None"
+            )
+        frame = frame.f_back
 
 
 def _bound(axis: AxisLike) -> Axis:

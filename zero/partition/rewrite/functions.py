@@ -72,9 +72,10 @@ def run_on_shards(
         trees.append(layout.treedef.unflatten(map(whole_shape, given)))
         values += given
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*trees)
-    results = zip(Runner(axis, RULES).run(closed, values), outputs(shapes), strict=True)
+    wanted = [_split(leaf) for leaf in outputs(shapes)]
+    results = zip(Runner(axis, RULES).run(closed, values), wanted, strict=True)
     place = Runner(axis, RULES, may_communicate=True).place
-    return jax.tree.unflatten(jax.tree.structure(shapes), [place(x, _split(leaf), None).x for x, leaf in results])
+    return jax.tree.unflatten(jax.tree.structure(shapes), [place(x, split, None).x for x, split in results])
 
 
 def _split(leaf: LeafLayout) -> Split | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -134,10 +134,14 @@ class Runner:
 
     def elementwise(self, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
         """Slices meet slices: of the largest operand's split. What is broadcast along it is whole."""
-        split = max((arg for arg in args if arg.split), key=lambda arg: np.size(arg.x)).split
+        split = max((arg for arg in args if arg.split), key=lambda arg: math.prod(arg.shape)).split
         assert split
-        placed = [self.place(arg, None if not arg.shape or arg.shape[split.dim] == 1 else split, eqn).x for arg in args]
-        return [Value(x, split) for x in bind(eqn, placed)]
+
+        def placed(arg: Value) -> Any:
+            is_broadcast = arg.split != split and (not arg.shape or arg.shape[split.dim] == 1)
+            return self.place(arg, None if is_broadcast else split, eqn).x
+
+        return [Value(x, split) for x in bind(eqn, [placed(arg) for arg in args])]
 
     def place(self, value: Value, split: Split | None, eqn: JaxprEqn | None) -> Value:
         """The value, split like this, for an operation; only slicing a whole one needs no other device."""
