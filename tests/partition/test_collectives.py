@@ -166,3 +166,37 @@ def test_an_axis_says_what_does_not_fit() -> None:
     layout = zero.make_layout(jnp.zeros(16), 8)
     with pytest.raises(ValueError, match="the layout has 8 shards, but axis 'batch' spreads one copy over 4"):
         jax.pmap(lambda x: zero.shard(x, layout, "batch"), "batch")(jnp.zeros((4, 16)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize("axis", [AXES["three"], AXES["hybrid"]], ids=["three", "hybrid"])
+def test_only_floats_travel_in_another_dtype(axis: zero.Axis, dtype: Any) -> None:
+    """Imaginary parts, large integers and booleans would be lost."""
+    tree = {"c": (np.arange(13) * (1 + 1e-3j)).astype(np.complex64), "n": np.arange(13) * 1001, "b": np.arange(13) > 4}
+    layout = zero.make_layout(tree, axis.shards)
+    numbers = {name: tree[name] for name in "cn"}
+    number_layout = zero.make_layout(numbers, axis.shards)
+
+    def run(_: jax.Array) -> Any:
+        shards = zero.shard(tree, layout, axis)
+        gathered = zero.gather(shards, layout, axis, dtype=jnp.bfloat16, wire_dtype=dtype)
+        narrow: Any = {"wire_dtype": dtype, "reduce_dtype": jnp.float32}
+        sums = zero.scatter_sum(numbers, number_layout, axis, **narrow)
+        return gathered, zero.gather(sums, number_layout, axis)
+
+    gathered, sums = jax.pmap(run, "batch")(np.zeros(axis.size))
+    for name, x in tree.items():
+        np.testing.assert_array_equal(gathered[name][0], x)
+    for name, x in numbers.items():
+        np.testing.assert_allclose(sums[name][0], x * axis.size, rtol=1e-6)
+
+
+def test_padding_has_no_part_in_the_scale_of_its_block() -> None:
+    layout = zero.make_layout({"w": np.ones(13, np.float32)}, 8)
+
+    def run(x: jax.Array) -> jax.Array:
+        return zero.gather({"w": x}, layout, "batch", wire_dtype=jnp.int8)["w"]
+
+    shards = np.arange(16, dtype=np.float32).reshape(8, 2)
+    shards[6, 1], shards[7] = np.nan, 1e9
+    np.testing.assert_allclose(jax.pmap(run, "batch")(shards)[0], np.arange(13), atol=13 / 254)

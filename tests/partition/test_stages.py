@@ -1,5 +1,6 @@
 """Stages 2 and 3 through `fully_shard` against plain data parallelism: the same bits, on modules and on functions."""
 
+import re
 from functools import cache
 from typing import Any
 
@@ -187,3 +188,113 @@ def test_methods(method: str) -> None:
     got = jax.pmap(lambda v, x: model.apply(v, x, method=method), "batch")(shards, x)
     plain = Two().apply(Two().init(jax.random.key(0), x[0]), x[0], method=method)
     np.testing.assert_array_equal(got[0], plain)
+
+
+@pytest.mark.parametrize("wire_dtype", [None, jnp.bfloat16])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_of_gradients(stage: int, wire_dtype: Any) -> None:
+    """Of the sum over devices of sum(w^4) / 12 the product of the Hessian and ones is w^2 times the devices."""
+    axis = AXES["two phases"]
+    params = {"w": np.random.default_rng(1).integers(-8, 9, (13, 6)).astype(np.float32), "s": np.float32(3)}
+    layout = zero.make_layout(params, axis.shards)
+    lifted = zero.fully_shard(
+        lambda params: sum(jnp.sum(x**4) for x in jax.tree.leaves(params)) / 12, layout, axis, wire_dtype=wire_dtype
+    )
+
+    def run(_: jax.Array) -> Any:
+        shards = zero.shard(params, layout, axis)
+        given = {"gathered": zero.gather(shards, layout, axis)} if stage == 2 else {}
+
+        def slope(shards: Any) -> jax.Array:
+            return sum(jnp.sum(g) for g in jax.tree.leaves(jax.grad(lambda s: lifted(s, **given))(shards)))  # type: ignore[return-value]
+
+        return zero.gather(jax.grad(slope)(shards), layout, axis)
+
+    got = jax.pmap(run, "batch")(np.zeros(8))
+    for name, x in params.items():
+        np.testing.assert_allclose(got[name][0], 8 * x**2, rtol=1e-2 if wire_dtype else 1e-6)
+
+
+def test_forward_mode_is_refused() -> None:
+    layout = zero.make_layout({"w": np.ones(13)}, 8)
+    lifted = zero.fully_shard(lambda params: jnp.sum(params["w"] ** 2), layout, "batch")
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.pmap(lambda w: jax.jvp(lifted, ({"w": w},), ({"w": w},)), "batch").lower(np.ones((8, 2), np.float32))
+
+
+@pytest.mark.parametrize(("stage", "gathers"), [(2, 1), (3, 2)])
+def test_collectives_of_the_compiled_gradient(stage: int, gathers: int) -> None:
+    """Gathered as the table of stages says, and scattered once: what is known to be zero must not travel."""
+    layout = zero.make_layout({"layers": {"w": np.ones((4, 512, 1024), np.float32)}}, 8, stacked=["layers"])
+    layer = zero.fully_shard(lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T, layout.at("layers"), "batch")
+
+    def step(shards: Any, x: jax.Array) -> Any:
+        def loss(shards: Any) -> jax.Array:
+            full = zero.gather(shards, layout, "batch") if stage == 2 else {"layers": None}
+            block = jax.checkpoint(lambda x, layers: (layer(layers[0], x, gathered=layers[1]), None))
+            return jnp.sum(jax.lax.scan(block, x, (shards["layers"], full["layers"]))[0])
+
+        return jax.grad(loss)(shards)
+
+    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), jnp.float32), layout.shard_shapes())
+    compiled = jax.pmap(step, "batch").lower(stacked, jax.ShapeDtypeStruct((8, 4, 512), jnp.float32)).compile()
+    names = ("all-gather", "reduce-scatter", "all-reduce")
+    counts = {name: len(re.findall(rf" {name}\(", compiled.as_text())) for name in names}
+    assert counts == {"all-gather": gathers, "reduce-scatter": 1, "all-reduce": 0}
+
+
+class WeightNormed(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.WeightNorm(nn.Dense(13))(x)
+
+
+class SpectrallyNormed(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.SpectralNorm(nn.Dense(13))(x, update_stats=False)
+
+
+@pytest.mark.parametrize("module", [WeightNormed, SpectrallyNormed])
+def test_modules_that_map_variables_of_their_own(module: Any) -> None:
+    x = make_batch(8)
+    variables = module().init(jax.random.key(0), x[0])
+    layout = zero.make_layout(variables["params"], 8)
+    sharded = zero.fully_shard(module, layout, "batch")()
+    shards = jax.pmap(lambda x: sharded.init(jax.random.key(0), x), "batch")(x)
+    got = jax.pmap(sharded.apply, "batch")(shards, x)
+    np.testing.assert_allclose(got[0], module().apply(variables, x[0]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_method_that_is_not_lifted_says_what_it_got() -> None:
+    class Two(nn.Module):
+        def setup(self) -> None:
+            self.dense = nn.Dense(13)
+
+        def encode(self, x: jax.Array) -> jax.Array:
+            return self.dense(x)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.dense(x) * 2
+
+    x = make_batch(8)
+    layout = zero.make_layout(jax.eval_shape(Two().init, jax.random.key(0), x[0])["params"], 8)
+    model = zero.fully_shard(Two, layout, "batch", methods=["encode"])()
+    whole = jax.pmap(lambda x: model.init(jax.random.key(0), x), "batch")(x)  # by way of __call__
+    with pytest.raises(
+        ValueError, match=r"leaf dense/bias: expected a shard of \(2,\), got \(13,\).* zero.shard slices"
+    ):
+        jax.pmap(lambda v, x: model.apply(v, x, method="encode"), "batch").lower(whole, x)
+
+
+def test_shapes_are_checked() -> None:
+    layout = zero.make_layout({"w": np.ones((13, 6), np.float32)}, 8)
+    whole, slices = {"w": np.ones((8, 13, 6), np.float32)}, {"w": np.ones((8, 2, 6), np.float32)}
+    for fn in (zero.gather, zero.global_norm):
+        with pytest.raises(
+            ValueError, match=r"leaf w: expected a shard of \(2, 6\), got \(13, 6\).* zero.shard slices"
+        ):
+            jax.pmap(lambda x, fn=fn: fn(x, layout, "batch"), "batch").lower(whole)
+    for fn in (zero.shard, zero.scatter_sum, zero.scatter_mean):
+        with pytest.raises(ValueError, match=r"leaf w: expected the whole array, \(13, 6\), got \(2, 6\)"):
+            jax.pmap(lambda x, fn=fn: fn(x, layout, "batch"), "batch").lower(slices)

@@ -97,7 +97,7 @@ def scatter_sum(
     """
     axis = checked_axis(layout, axis)
     with jax.named_scope("zero_scatter"):
-        full = layout.wholes_of(tree)
+        full = [jnp.asarray(x) for x in layout.wholes_of(tree)]
         dtypes: Any = {"wire_dtype": wire_dtype, "reduce_dtype": reduce_dtype}
         return layout.treedef.unflatten(buckets.scatter_sum_arrays(full, layout.leaves, axis, **dtypes))
 
