@@ -172,7 +172,11 @@ def test_an_axis_says_what_does_not_fit() -> None:
 @pytest.mark.parametrize("axis", [AXES["three"], AXES["hybrid"]], ids=["three", "hybrid"])
 def test_only_floats_travel_in_another_dtype(axis: zero.Axis, dtype: Any) -> None:
     """Imaginary parts, large integers and booleans would be lost."""
-    tree = {"c": (np.arange(13) * (1 + 1e-3j)).astype(np.complex64), "n": np.arange(13) * 1001, "b": np.arange(13) > 4}
+    tree: dict[str, Any] = {
+        "c": (np.arange(13) * (1 + 1e-3j)).astype(np.complex64),
+        "n": np.arange(13) * 1001,
+        "b": np.arange(13) > 4,
+    }
     layout = zero.make_layout(tree, axis.shards)
     numbers = {name: tree[name] for name in "cn"}
     number_layout = zero.make_layout(numbers, axis.shards)

@@ -187,10 +187,10 @@ def train(tx: optax.GradientTransformation, grads: Any, params: Any, *, with_val
 def is_accepted(name: str, devices: int) -> bool:
     """Whether init and update may be traced; nothing is compiled."""
     sharded = zero.shard_optimizer(TRANSFORMS[name](), "batch")
-    one_step = jax.tree.map(lambda g: g[0, :1], local_grads(devices))
+    one_step = jax.tree.map(lambda g: g[:, :1], local_grads(devices))
     try:
         run = partial(train, sharded, with_value=name != "contrib.sam")
-        jax.make_jaxpr(run, axis_env=[("batch", devices)])(one_step, PARAMS)
+        jax.pmap(run, "batch", in_axes=(0, None)).lower(one_step, PARAMS)
     except zero.NotElementwiseError as error:
         assert "zero.across_shards" in str(error)
         return False

@@ -198,7 +198,10 @@ def test_gradients_of_gradients(stage: int, wire_dtype: Any) -> None:
     params = {"w": np.random.default_rng(1).integers(-8, 9, (13, 6)).astype(np.float32), "s": np.float32(3)}
     layout = zero.make_layout(params, axis.shards)
     lifted = zero.fully_shard(
-        lambda params: sum(jnp.sum(x**4) for x in jax.tree.leaves(params)) / 12, layout, axis, wire_dtype=wire_dtype
+        lambda params: sum(jnp.sum(jnp.square(jnp.square(x))) for x in jax.tree.leaves(params)) / 12,
+        layout,
+        axis,
+        wire_dtype=wire_dtype,
     )
 
     def run(_: jax.Array) -> Any:
@@ -226,7 +229,7 @@ def test_forward_mode_is_refused() -> None:
 def test_collectives_of_the_compiled_gradient(stage: int, gathers: int) -> None:
     """Gathered as the table of stages says, and scattered once: what is known to be zero must not travel."""
     layout = zero.make_layout({"layers": {"w": np.ones((4, 512, 1024), np.float32)}}, 8, stacked=["layers"])
-    layer = zero.fully_shard(lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T, layout.at("layers"), "batch")
+    layer: Any = zero.fully_shard(lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T, layout.at("layers"), "batch")
 
     def step(shards: Any, x: jax.Array) -> Any:
         def loss(shards: Any) -> jax.Array:
@@ -290,11 +293,13 @@ def test_a_method_that_is_not_lifted_says_what_it_got() -> None:
 def test_shapes_are_checked() -> None:
     layout = zero.make_layout({"w": np.ones((13, 6), np.float32)}, 8)
     whole, slices = {"w": np.ones((8, 13, 6), np.float32)}, {"w": np.ones((8, 2, 6), np.float32)}
-    for fn in (zero.gather, zero.global_norm):
+    of_shards: list[Any] = [zero.gather, zero.global_norm]
+    of_wholes: list[Any] = [zero.shard, zero.scatter_sum, zero.scatter_mean]
+    for fn in of_shards:
         with pytest.raises(
             ValueError, match=r"leaf w: expected a shard of \(2, 6\), got \(13, 6\).* zero.shard slices"
         ):
             jax.pmap(lambda x, fn=fn: fn(x, layout, "batch"), "batch").lower(whole)
-    for fn in (zero.shard, zero.scatter_sum, zero.scatter_mean):
+    for fn in of_wholes:
         with pytest.raises(ValueError, match=r"leaf w: expected the whole array, \(13, 6\), got \(2, 6\)"):
             jax.pmap(lambda x, fn=fn: fn(x, layout, "batch"), "batch").lower(slices)

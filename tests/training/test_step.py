@@ -1,6 +1,7 @@
 """The sharded step against one unsharded device: any stage, number of devices and micro-batches, dropout included."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -96,11 +97,12 @@ def _setup(
     dtype: Any,
     gradient_dtype: Any = jnp.float32,
     remat: str = "full",
+    tx: optax.GradientTransformation | None = None,
     **options: Any,
 ) -> Setup:
     axis = zero.Axis("zero", (1, devices))
     model = ShardedGPT(CONFIG, axis, stage, dtype, dtype, gradient_dtype=gradient_dtype, remat=remat)
-    tx, rate, used = adamw(0.1), CountedRate(), tuple(jax.devices()[:devices])
+    tx, rate, used = tx or adamw(0.1), CountedRate(), tuple(jax.devices()[:devices])
     programs = make_programs(
         model,
         tx,
@@ -261,6 +263,88 @@ def test_an_update_inside_the_backward_pass_is_the_same_update() -> None:
     assert expected.metrics["gradient_norm"] != reference().metrics["gradient_norm"]  # no step was clipped
 
 
+def shapes_of(on: Setup) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), on.layout.shard_shapes())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_optimizer_that_is_not_elementwise_is_refused(stage: int) -> None:
+    """On slices it would clip by the norm of a slice."""
+    on = _setup(8, stage, 1, None, jnp.float32, tx=optax.clip_by_global_norm(1.0))
+    with pytest.raises(zero.NotElementwiseError, match=r"use zero\.clip_by_global_norm"):
+        on.programs.step.lower(shapes_of(on), batch(on, 0))
+
+
+def test_an_optimizer_that_communicates_equals_one_device() -> None:
+    """Its clipping, of what AdamW made of the gradients, and a mask by the size of whole leaves."""
+
+    def large(params: Any) -> Any:
+        return jax.tree.map(lambda p: p.size > 600, params)
+
+    def make(clip: Any) -> optax.GradientTransformation:
+        return optax.chain(optax.scale_by_adam(), optax.masked(optax.scale(0.5), large), clip(0.5))
+
+    on, plain = (
+        _setup(devices, stage, 1, None, jnp.float32, tx=make(zero.clip_by_global_norm))
+        for devices, stage in ((8, 3), (1, 1))
+    )
+    expected = run_on(plain)
+    assert_close(run_on(on), expected, rtol=1e-5)
+    assert_close(expected, run_on(_setup(1, 0, 1, None, jnp.float32, tx=make(zero.clip_by_global_norm))), rtol=1e-6)
+
+
+def by_rank_and_size() -> optax.GradientTransformation:
+    """Element-wise, but the shapes of the leaves, all layers together, decide."""
+
+    def is_wide(params: Any) -> Any:
+        return jax.tree.map(lambda p: p.ndim == 2 and p.size > 200, params)
+
+    return optax.chain(optax.scale_by_adam(), optax.masked(optax.scale(0.1), is_wide))
+
+
+def test_an_update_inside_the_backward_pass_sees_the_shapes_of_all_layers() -> None:
+    options: dict[str, Any] = {"skip_bad_steps": False, "tx": by_rank_and_size()}
+    plain, fused = (_setup(8, 3, 1, None, jnp.float32, fused_update=f, **options) for f in (False, True))
+    kinds = {leaf.name: (len(leaf.shape), math.prod(leaf.shape)) for leaf in plain.model.layout.leaves}
+    assert any(rank == 2 and size > 200 and name.startswith("blocks") for name, (rank, size) in kinds.items())
+    assert_close(run_on(fused), run_on(plain), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.stateless(lambda g, _: jax.tree.map(lambda x: x - jnp.flip(x, 0), g)),
+        zero.clip_by_global_norm(1.0),
+    ],
+    ids=["other layers", "all leaves"],
+)
+def test_an_update_inside_the_backward_pass_that_needs_other_layers_is_refused(tx: Any) -> None:
+    on = _setup(8, 3, 1, None, jnp.float32, skip_bad_steps=False, fused_update=True, tx=tx)
+    with pytest.raises(zero.NotElementwiseError):
+        on.programs.step.lower(shapes_of(on), batch(on, 0))
+
+
+def test_a_gradient_whose_norm_is_infinite_is_skipped() -> None:
+    """Of a finite loss, without a NaN anywhere: a square overflows."""
+    on = setup(8, 3)
+    state = on.start()
+    norm = {**state.params["norm"], "scale": state.params["norm"]["scale"] * np.float32(1e25)}
+    _, (metrics,) = advance(on, state._replace(params={**state.params, "norm": norm}), range(1))
+    assert np.isfinite(metrics["loss"]) and metrics["gradient_norm"] == np.inf
+    assert metrics["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize("place", [(0, 0), (ROWS - 1, 3)])
+def test_a_token_past_the_vocabulary_is_not_scored_as_if_it_were_one(place: tuple[int, int]) -> None:
+    """The step is skipped and counted."""
+    on = setup(8, 3)
+    rows = batch(on, 0)
+    tokens = np.array(rows.tokens).reshape(ROWS, -1)
+    tokens[place] = CONFIG.vocab_size
+    _, metrics = on.programs.step(on.start(), rows._replace(tokens=tokens.reshape(rows.tokens.shape)))
+    assert np.isnan(metrics["loss"]) and metrics["skipped_steps"] == 1
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -276,10 +360,8 @@ def test_an_update_inside_the_backward_pass_is_the_same_update() -> None:
 def test_what_needs_the_whole_gradient_is_refused_beside_a_fused_update(changed: dict[str, Any]) -> None:
     options = {"stage": 3, "micro_batches": 1, "max_norm": None, "skip_bad_steps": False} | changed
     on = _setup(8, dtype=jnp.float32, fused_update=True, **options)
-    state = jax.eval_shape(on.layout.shard_shapes)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), state)
     with pytest.raises(ValueError, match="fused_update needs"):
-        on.programs.step.lower(shapes, batch(on, 0))
+        on.programs.step.lower(shapes_of(on), batch(on, 0))
 
 
 @pytest.mark.parametrize(

@@ -157,11 +157,13 @@ class ShardedGPT:
         """Summed negative log-likelihoods in nats, and how many tokens of `(rows, context)` were scored."""
         targets = next_tokens(tokens)
         losses = self.apply(variables, jnp.maximum(tokens, 0), targets, keys)
-        return _sum_scored(losses, targets), jnp.sum(targets >= 0)
+        return _sum_scored(losses, tokens, self.config), jnp.sum(targets >= 0)
 
 
-def _sum_scored(losses: jax.Array, targets: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.where(targets >= 0, losses, 0))
+def _sum_scored(losses: jax.Array, tokens: jax.Array | np.ndarray, config: GPTConfig) -> jax.Array:
+    """NaN, and so are its gradients, where a token is past the vocabulary."""
+    is_known = jnp.all(jnp.asarray(tokens) < config.vocab_size)
+    return jnp.sum(jnp.where(next_tokens(tokens) >= 0, losses, 0)) * jnp.where(is_known, 1.0, jnp.nan)
 
 
 def next_tokens(tokens: jax.Array | np.ndarray) -> jax.Array:
@@ -342,7 +344,7 @@ def _fused(
 
     def score(params: PyTree, x: jax.Array) -> jax.Array:
         losses, _ = model.apply({"params": params}, x, targets, method="score")
-        return _sum_scored(losses, targets) / scored
+        return _sum_scored(losses, tokens, model.config) / scored
 
     block = partial(model.block, keys=keys)
     return backward_and_update(
