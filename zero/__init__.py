@@ -26,6 +26,14 @@ Nothing here reads a configuration or a file; `print(layout)` and `print(zero.me
 """
 
 from zero.partition.collectives import Axis
+from zero.partition.host_state import (
+    ShardedOptimizer,
+    ShardedState,
+    from_host,
+    shard_state,
+    to_host,
+    whole_state,
+)
 from zero.partition.layout import Layout, LeafLayout, Split, derive_layout, make_layout
 from zero.partition.optimizer import (
     adafactor,
@@ -46,6 +54,8 @@ __all__ = [
     "Layout",
     "LeafLayout",
     "NotElementwiseError",
+    "ShardedOptimizer",
+    "ShardedState",
     "Split",
     "across_shards",
     "adafactor",
@@ -54,6 +64,7 @@ __all__ = [
     "clip_by_global_norm",
     "derive_layout",
     "from_global",
+    "from_host",
     "fully_shard",
     "gather",
     "global_norm",
@@ -68,5 +79,8 @@ __all__ = [
     "scatter_sum",
     "shard",
     "shard_optimizer",
+    "shard_state",
     "to_global",
+    "to_host",
+    "whole_state",
 ]

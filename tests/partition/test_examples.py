@@ -110,9 +110,10 @@ def test_flax_program() -> None:
     after, bytes_after = flax_program(sharded=True)
     np.testing.assert_allclose(after, before, rtol=1e-5)
     assert before[-1] < 0.8 * before[0]
-    # Moments of 28 x 256 + 256 + 256 x 10 and of ten biases, which split into eight with six of padding; and the count.
+    # Moments of 28 x 256 + 256 + 256 x 10 and of ten biases, which split into eight with six of padding; the count; and
+    # the number of the slice.
     assert bytes_before == 2 * 4 * (28 * 256 + 256 + 256 * 10 + 10) + 4
-    assert bytes_after == 2 * 4 * ((28 * 256 + 256 + 256 * 10) // 8 + 2) + 4
+    assert bytes_after == 2 * 4 * ((28 * 256 + 256 + 256 * 10) // 8 + 2) + 4 + 4
 
 
 def test_plain_program() -> None:
@@ -121,4 +122,4 @@ def test_plain_program() -> None:
     np.testing.assert_allclose(after, before, rtol=1e-5)
     assert before[-1] < before[0]
     assert bytes_before == 4 * (24 * 40 + 40 + 1) + 8  # the moment, and the counts of Lion and of the schedule
-    assert bytes_after == 4 * ((24 * 40 + 40) // 8 + 1) + 8
+    assert bytes_after == 4 * ((24 * 40 + 40) // 8 + 1) + 8 + 4

@@ -120,7 +120,8 @@ def run_on_shards(
 def _whole_shapes(tree: PyTree, layout: Layout) -> PyTree:
     def one(leaf: LeafLayout, x: jax.Array) -> jax.ShapeDtypeStruct:
         if np.shape(x) != leaf.shard_shape:
-            raise ValueError(f"leaf {leaf.name}: expected a shard of {leaf.shard_shape}, got {np.shape(x)}")
+            remedy = "; it is whole: zero.shard slices it inside pmap" if np.shape(x) == leaf.shape else ""
+            raise ValueError(f"leaf {leaf.name}: expected a shard of {leaf.shard_shape}, got {np.shape(x)}{remedy}")
         aval = jax.typeof(x)
         return jax.ShapeDtypeStruct(leaf.shape, aval.dtype, weak_type=aval.weak_type)
 
