@@ -152,7 +152,7 @@ def check_host_state(axis: zero.Axis) -> None:
 
 
 def check_lonely_call() -> None:
-    """What only one process calls ends in an error that says so, not in a hang. The last check: barriers are counted."""
+    """What only one process calls ends in an error that says so, not in a hang. Last, as barriers are counted."""
     layout = zero.make_layout(whole, 8)
     shards = jax.pmap(lambda _: zero.shard(whole, layout, "batch"), "batch")(ones)
     if process == 0:
