@@ -1,7 +1,6 @@
-"""The programs in examples/, as they were and with their diff applied: the same losses, whoever wrote the checkpoint."""
+"""The programs in examples/, with and without their diff: the same losses, whoever wrote the checkpoint."""
 
 import functools
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -14,25 +13,13 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.examples import EXAMPLES, NAMES, load
 from tests import cli, hosts
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/sharded.diff"))
 
 
 @functools.cache
 def program(name: str, sharded: bool, folder: Path) -> ModuleType:
-    """`train.py`, or what `patch` makes of it."""
-    path = folder / f"{name}_{'sharded' if sharded else 'plain'}.py"
-    shutil.copy(EXAMPLES / name / "train.py", path)
-    if sharded:
-        diff = (EXAMPLES / name / "sharded.diff").read_text()
-        subprocess.run(["patch", "--quiet", "--fuzz=0", str(path)], input=diff, text=True, check=True)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(name, sharded, folder)
 
 
 @pytest.fixture(scope="module")

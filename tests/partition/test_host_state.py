@@ -300,3 +300,42 @@ def test_parameters_that_pmap_takes_with_in_axes_none() -> None:
         p = optax.apply_updates(p, updates)
     for name in SHAPES:
         np.testing.assert_allclose(found[name], p[name], rtol=1e-5)
+
+
+REDUCTIONS = {
+    "mean": ("mean", lambda loss: loss, lambda grads: lax.pmean(grads, "batch")),
+    "sum of losses scaled beforehand": ("sum", lambda loss: loss / 8, lambda grads: lax.psum(grads, "batch")),
+    "weighted by counts": (
+        "sum",
+        lambda loss: loss * (n := lax.axis_index("batch") + 1) / lax.psum(n, "batch"),
+        lambda grads: lax.psum(grads, "batch"),
+    ),
+    "averaged inside the loss": (
+        "mean",
+        lambda loss: lax.pmean(loss, "batch"),
+        lambda grads: lax.pmean(grads, "batch"),
+    ),
+    "summed inside the loss": (
+        "mean",
+        lambda loss: lax.psum(loss, "batch") / 8,
+        lambda grads: lax.pmean(grads, "batch"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_each_reduction_means_what_the_page_says(name: str) -> None:
+    """Of docs/pmap-programs.md: sharded and plain agree, and are the gradient of the loss over all examples."""
+    reduction, of_loss, reduce = REDUCTIONS[name]
+    tx = zero.shard_optimizer(optax.sgd(1.0), "batch", reduction=reduction)  # type: ignore[arg-type]
+    x = np.random.default_rng(0).integers(-8, 9, (8, 11)).astype(np.float32)
+    w = np.ones((8, 11), np.float32)
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        grads = jax.grad(lambda w: of_loss(jnp.vdot(w, x)))(w)
+        return tx.update(grads, tx.init(w), w)[0], reduce(grads)
+
+    updates, expected = jax.pmap(step, "batch")(w, x)
+    np.testing.assert_allclose(updates, -expected, rtol=1e-6, atol=1e-6)
+    weights = np.arange(1, 9) / 36 if "counts" in name else np.full(8, 1 / 8)
+    np.testing.assert_allclose(expected[0], weights.astype(np.float32) @ x, rtol=1e-5, atol=1e-5)

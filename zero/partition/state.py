@@ -109,9 +109,10 @@ def from_global(
 
     def one(leaf: LeafLayout, x: jax.Array | np.ndarray) -> jax.Array:
         if x.shape != leaf.padded_shape or x.dtype != leaf.dtype:
+            remedy = "; zero.from_host takes arrays without padding" if x.shape == leaf.shape else ""
             raise ValueError(
                 f"leaf {leaf.name}: the layout says {leaf.dtype.name}{list(leaf.padded_shape)}, padding included, "
-                f"got {x.dtype.name}{list(x.shape)}"
+                f"got {x.dtype.name}{list(x.shape)}{remedy}"
             )
         whole = jax.device_put(x, _sharding(leaf, mesh))
         unsqueeze = _unsqueeze_donated if donate else _unsqueeze
