@@ -35,6 +35,7 @@ from zero.partition.host_state import (
     whole_state,
 )
 from zero.partition.layout import Layout, LeafLayout, Split, derive_layout, make_layout
+from zero.partition.memory import memory
 from zero.partition.optimizer import (
     adafactor,
     clip_by_global_norm,
@@ -47,7 +48,7 @@ from zero.partition.optimizer import (
 )
 from zero.partition.rewrite import NotElementwiseError, across_shards
 from zero.partition.stages import fully_shard, gather, scatter_mean, scatter_sum, shard
-from zero.partition.state import check_replicated, checksums, from_global, global_shapes, memory, to_global
+from zero.partition.state import check_replicated, checksums, from_global, global_shapes, to_global
 
 __all__ = [
     "Axis",

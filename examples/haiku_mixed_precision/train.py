@@ -97,7 +97,8 @@ def train(steps, checkpoint=None, resume=False):
     if checkpoint:
         whole = to_host(state)
         if jax.process_index() == 0:
-            np.savez(checkpoint, *jax.tree.leaves(whole))
+            with open(checkpoint, "wb") as file:
+                np.savez(file, *jax.tree.leaves(whole))
     return losses, state
 
 

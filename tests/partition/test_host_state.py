@@ -32,6 +32,10 @@ def replicate(tree: Any, devices: int) -> Any:
     return jax.tree.map(lambda x: np.broadcast_to(x, (devices, *np.shape(x))), tree)
 
 
+def structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
+
+
 def stepper(tx: Any) -> Any:
     @partial(jax.pmap, axis_name="batch")
     def step(params: Any, state: Any, grads: Any) -> Any:
@@ -85,13 +89,13 @@ def test_state_leaves_and_enters_as_the_unsharded_program_has_it(name: str, axis
     for i in range(3):
         updates, expected = update(grads_at(i), expected, expected_params)
         expected_params = optax.apply_updates(expected_params, updates)
-    assert jax.tree.structure(whole) == jax.tree.structure(expected)
+    assert structure(whole) == structure(expected)
     for found, right in zip(jax.tree.leaves(whole), jax.tree.leaves(expected), strict=True):
         assert isinstance(found, np.ndarray) and found.dtype == right.dtype
         np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-7)
 
     back = zero.shard_state(whole, tx, params)
-    assert jax.tree.structure(back) == jax.tree.structure(state)
+    assert structure(back) == structure(state)
     for found, right in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
         assert found.sharding == right.sharding  # or the step would be compiled again
     again, _ = step(sharded_params, back, replicate(grads_at(3), 8))
@@ -173,7 +177,7 @@ def test_mistakes_on_the_host_are_named(trained: Any) -> None:
     with pytest.raises(TypeError, match=r"a ShardedState, got a tuple: .* zero\.shard_state"):
         zero.whole_state(optax.adam(0.1).init(params), tx, params)
     with pytest.raises(TypeError, match=r"tx must be what zero\.shard_optimizer returned"):
-        zero.whole_state(state, optax.adam(0.1), params)  # type: ignore[arg-type]  # the mistake
+        zero.whole_state(state, optax.adam(0.1), params)
     with pytest.raises(ValueError, match="leaf 0/mu/few: expected what pmap returns"):
         zero.whole_state(state, tx, replicate(params, 8))
     with pytest.raises(ValueError, match="sharded already"):

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero.partition.collectives import Axis, AxisLike
 from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout
-from zero.partition.state import _local_shards, _mesh, pmap_devices
+from zero.partition.state import local_shards, mesh_of, pmap_devices
 
 _REMEDY = (
     "Checkpoints hold the whole state: save zero.whole_state(opt_state, tx, params), which all processes call, and "
@@ -189,9 +189,9 @@ def to_host(
     >>> to_host(shards, layout, "batch")["w"].tolist()
     [0.0, 1.0, 2.0, 3.0, 4.0]
     """
-    mesh = _mesh(layout, axis, devices)
+    mesh = mesh_of(layout, axis, devices)
     on = _axis(layout, axis)
-    layout.map(lambda leaf, x: _local_shards(leaf, x, mesh), tree)  # before a process waits for another
+    layout.map(lambda leaf, x: local_shards(leaf, x, mesh), tree)  # before a process waits for another
     _meet(timeout)
     exchange = _exchange(on, tuple(_devices(on, devices)))
 
@@ -222,7 +222,7 @@ def from_host(tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[ja
     >>> from_host({"w": np.ones(2 * n - 1, np.float32)}, layout, "batch")["w"][-1].tolist()
     [1.0, 0.0]
     """
-    _mesh(layout, axis, devices)
+    mesh_of(layout, axis, devices)
     on = _axis(layout, axis)
     local = _local_positions(on, devices)
     shard_of = on.shard_of_device()
