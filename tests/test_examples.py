@@ -84,3 +84,12 @@ def test_two_processes_resume_an_old_checkpoint_and_write_one(name: str, folder:
         np.testing.assert_allclose(found, losses[10:20], rtol=1e-6)
     resumed = program(name, False, folder).train(30, path, resume=True)[0]
     np.testing.assert_allclose(resumed, losses[20:], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_readme_counts_the_lines_that_change(name: str) -> None:
+    """Blank ones aside."""
+    lines = (EXAMPLES / name / "sharded.diff").read_text().splitlines()[2:]
+    removed, added = ([line for line in lines if line[0] == sign and line[1:].strip()] for sign in "-+")
+    row = next(line for line in (EXAMPLES / "README.md").read_text().splitlines() if line.startswith(f"| [{name}]"))
+    assert row.endswith(f"| {len(removed)}, {len(added)} |")
