@@ -27,7 +27,7 @@ def forward(images, is_training):
 
 
 network = hk.without_apply_rng(hk.transform_with_state(forward))
-optimizer = optax.adamw(3e-3)
+optimizer = optax.adamw(1e-3)
 
 
 class State(NamedTuple):
@@ -74,11 +74,11 @@ def train_step(state, images, labels):
 
 
 def batch(step):
-    """This process's rows of a global batch of 32, a row of devices in front."""
+    """This process's rows of a global batch of 128, a row of devices in front."""
     rng = np.random.default_rng(step)
-    labels = rng.integers(0, 10, 32)
-    images = rng.normal(size=(32, 8, 8, 3)).astype(np.float32) + 0.3 * labels[:, None, None, None]
-    rows = np.split(np.arange(32), jax.process_count())[jax.process_index()]
+    labels = rng.integers(0, 10, 128)
+    images = rng.normal(size=(128, 8, 8, 3)).astype(np.float32) + 0.3 * labels[:, None, None, None]
+    rows = np.split(np.arange(128), jax.process_count())[jax.process_index()]
     return [x[rows].reshape(jax.local_device_count(), -1, *x.shape[1:]) for x in (images, labels)]
 
 
