@@ -58,7 +58,10 @@ def test_losses_are_those_of_the_unsharded_program_through_checkpoints_of_both(n
         plain.to_host(state) if takes_first else jax.tree.map(lambda x: x[0], state.opt_state)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "language_model" else [pytest.mark.slow]) for n in NAMES])
+SHORT = "language_model"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == SHORT else [pytest.mark.slow]) for n in NAMES])
 def test_two_processes_resume_an_old_checkpoint_and_write_one(name: str, folder: Path) -> None:
     losses, path = expected(name, folder), folder / f"{name}.two"
     old = folder / f"{name}.old"
