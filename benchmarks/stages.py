@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 from benchmarks.collectives import DEVICES
 from zero.models.gpt import STACKED
 from zero.partition.collectives import Axis
-from zero.partition.state import memory
+from zero.partition.memory import memory
 from zero.runtime.config.configuration import load_sizes
 from zero.runtime.planning.hlo import collective_bytes
 from zero.training.programs import make_programs

@@ -26,7 +26,16 @@ Nothing here reads a configuration or a file; `print(layout)` and `print(zero.me
 """
 
 from zero.partition.collectives import Axis
+from zero.partition.host_state import (
+    ShardedOptimizer,
+    ShardedState,
+    from_host,
+    shard_state,
+    to_host,
+    whole_state,
+)
 from zero.partition.layout import Layout, LeafLayout, Split, derive_layout, make_layout
+from zero.partition.memory import memory
 from zero.partition.optimizer import (
     adafactor,
     clip_by_global_norm,
@@ -40,13 +49,15 @@ from zero.partition.optimizer import (
 from zero.partition.rewrite.functions import across_shards
 from zero.partition.rewrite.runner import NotElementwiseError
 from zero.partition.stages import fully_shard, gather, scatter_mean, scatter_sum, shard
-from zero.partition.state import check_replicated, checksums, from_global, global_shapes, memory, to_global
+from zero.partition.state import check_replicated, checksums, from_global, global_shapes, to_global
 
 __all__ = [
     "Axis",
     "Layout",
     "LeafLayout",
     "NotElementwiseError",
+    "ShardedOptimizer",
+    "ShardedState",
     "Split",
     "across_shards",
     "adafactor",
@@ -55,6 +66,7 @@ __all__ = [
     "clip_by_global_norm",
     "derive_layout",
     "from_global",
+    "from_host",
     "fully_shard",
     "gather",
     "global_norm",
@@ -69,5 +81,8 @@ __all__ = [
     "scatter_sum",
     "shard",
     "shard_optimizer",
+    "shard_state",
     "to_global",
+    "to_host",
+    "whole_state",
 ]

@@ -93,8 +93,9 @@ def test_groups_equal_unsharded(name: str, axis: zero.Axis) -> None:
     params, state = train(zero.shard_optimizer(sharded, axis), make_params())
     assert_close(params, train_unsharded(plain, make_params()))
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
-    # Two moments of 13 x 24 -> 13 x 3, 24 -> 3 (of 8), and whole: a scalar, three elements, Adam's count.
-    assert held <= 2 * 4 * (13 * 24 // axis.shards + 24 // axis.shards + 1 + 3) + 4
+    # Two moments of 13 x 24 -> 13 x 3, 24 -> 3 (of 8), and whole: a scalar, three elements, Adam's count, the number of
+    # the slice.
+    assert held <= 2 * 4 * (13 * 24 // axis.shards + 24 // axis.shards + 1 + 3) + 8
 
 
 @pytest.mark.parametrize(("reduction", "reduce"), [("mean", jnp.mean), ("sum", jnp.sum), (None, None)])
@@ -150,9 +151,16 @@ def test_mistakes_are_named() -> None:
         per_example = replicate(jax.tree.map(lambda p: np.stack([p, p]), make_params()))
         jax.pmap(lambda g, p: tx.update(g, tx.init(p), p), "batch")(per_example, replicate(make_params()))
     adam = zero.shard_optimizer(optax.adam(0.1), "batch")
-    with pytest.raises(ValueError, match=r"leaf 0/mu/b: expected a shard of \(3,\), got \(24,\)"):
-        whole = optax.adam(0.1).init(make_params())
+    whole = optax.adam(0.1).init(make_params())
+    with pytest.raises(TypeError, match=r"a ShardedState, got a tuple: .*zero.shard_state\(opt_state, tx, params\)"):
         jax.pmap(lambda g, p: adam.update(g, whole, p), "batch")(local_grads(0), replicate(make_params()))
+    with pytest.raises(
+        ValueError, match=r"leaf 0/mu/b: expected a shard of \(3,\), got \(24,\); it is whole: zero.shard"
+    ):
+        labelled = zero.ShardedState(whole, jnp.arange(8, dtype=jnp.int32))
+        jax.pmap(lambda g, p: adam.update(g, labelled, p), "batch")(local_grads(0), replicate(make_params()))
+    with pytest.raises(RuntimeError, match=r"inside pmap over 'batch'.*zero.shard_state\(opt_state, tx, params\)"):
+        adam.init(make_params())
 
 
 @pytest.mark.parametrize(
@@ -256,14 +264,14 @@ def test_accumulation_inside_and_outside() -> None:
 def test_extra_arguments_reach_the_transform() -> None:
     tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1))
     _, state = train(zero.shard_optimizer(tx, "batch"), make_params(), steps=4, value=jnp.float32(1.0))
-    assert state[1].scale[0] < 1
+    assert state.inner[1].scale[0] < 1
 
 
 def test_state_is_laid_out_like_the_parameters_and_moves_to_another_number_of_devices() -> None:
     tx = optax.inject_hyperparams(optax.adamw)(optax.constant_schedule(0.1))
     params, state = train(zero.shard_optimizer(tx, "batch"), make_params())
     layout = zero.derive_layout(tx.init, zero.make_layout(make_params(), 8))
-    whole = zero.to_global(state, layout, "batch")
+    whole = zero.to_global(state.inner, layout, "batch")
     mu = whole.inner_state[0].mu["w"]
     assert mu.shape == (13, 24)
 
@@ -274,7 +282,7 @@ def test_state_is_laid_out_like_the_parameters_and_moves_to_another_number_of_de
     )
     quarter = zero.derive_layout(tx.init, zero.make_layout(make_params(), 4))
     cropped = quarter.map(lambda leaf, x: np.asarray(x)[tuple(map(slice, leaf.padded_shape))], whole)
-    shards = zero.from_global(cropped, quarter, "batch")
+    shards = zero.ShardedState(zero.from_global(cropped, quarter, "batch"), jnp.arange(4, dtype=jnp.int32))
     mean = jax.tree.map(lambda g: np.stack([g.mean(0)] * 4), grads)
     four = jax.tree.map(lambda p: np.asarray(p[:4]), params)
     got = jax.pmap(lambda p, s, g: optax.apply_updates(p, sharded.update(g, s, p)[0]), "batch")(four, shards, mean)

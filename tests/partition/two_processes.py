@@ -135,8 +135,38 @@ def check_checksums() -> None:
         raise AssertionError("a difference between processes was not seen")
 
 
+def check_host_state(axis: zero.Axis) -> None:
+    """Optimizer state is whole and the same on both processes, and comes back as it was."""
+    tx = zero.shard_optimizer(optax.adam(0.1), axis)
+    params = jax.pmap(lambda _: whole, "batch")(ones)
+    _, state = jax.pmap(lambda p: tx.update(p, tx.init(p), p), "batch")(params)
+    found = zero.whole_state(state, tx, whole)
+    _, expected = jax.jit(lambda p: optax.adam(0.1).update(p, optax.adam(0.1).init(p), p))(whole)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+    back = zero.shard_state(found, tx, whole)
+    for x, y in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
+        assert x.sharding == y.sharding
+        for mine, theirs in zip(x.addressable_shards, y.addressable_shards, strict=True):
+            np.testing.assert_array_equal(mine.data, theirs.data)
+
+
+def check_lonely_call() -> None:
+    """What only one process calls ends in an error that says so, not in a hang. Last, as barriers are counted."""
+    layout = zero.make_layout(whole, 8)
+    shards = jax.pmap(lambda _: zero.shard(whole, layout, "batch"), "batch")(ones)
+    if process == 0:
+        try:
+            zero.to_host(shards, layout, "batch", timeout=1)
+        except RuntimeError as error:
+            assert "not every process gathered the sharded state" in str(error), error
+        else:
+            raise AssertionError("a process that gathered alone was not refused")
+
+
 for name, axis in AXES.items():
     check_state(axis, f"{folder}/{name}")
+    check_host_state(axis)
 check_checksums()
 check_divergence()
 for axis in AXES.values():
@@ -144,4 +174,5 @@ for axis in AXES.values():
     check_lift(axis)
 for plain, right in OPTIMIZERS.values():
     check_optimizer(AXES["flat"], plain, right)
+check_lonely_call()
 print("done")

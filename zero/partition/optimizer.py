@@ -14,6 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from zero.partition.collectives import Axis, AxisLike, as_axis, fill_padding
+from zero.partition.host_state import ShardedOptimizer, ShardedState, require_sharded
 from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout, match_layout
 from zero.partition.rewrite.functions import across_shards, run_on_shards
 from zero.partition.rewrite.runner import NotElementwiseError
@@ -145,21 +146,23 @@ def shard_optimizer(
     tx: optax.GradientTransformation,
     axis_name: AxisLike,
     *,
-    reduction: Literal["mean", "sum"] | None = "mean",
+    reduction: Literal["mean", "sum", "scattered"] | None = "mean",
     wire_dtype: DTypeLike | None = None,
     reduce_dtype: DTypeLike | None = None,
     trust: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> ShardedOptimizer:
     """Holds the state of an optax transform as one slice a device: the drop-in for data-parallel pmap code (stage 1).
 
     `init` takes whole parameters, alike on all devices. `update` takes each device's own gradients, not reduced, and
     returns whole updates: a reduce-scatter, the update of a slice, and a gather. Extra arguments of `update` reach
-    `tx`; arrays in them are whole and alike on all devices.
+    `tx`; arrays in them are whole and alike on all devices. State leaves and enters on the host by `whole_state` and
+    `shard_state`; a single device's slice of it is refused where it is taken, and a foreign one makes updates NaN.
 
     Args:
       tx: any transform; what is not element-wise belongs into `across_shards`, or has a version in `zero`.
       axis_name: the pmap axis, or an `Axis` that says how it is cut into groups.
-      reduction: of gradients over devices; None where they have been reduced already.
+      reduction: of gradients over devices. None where they have been reduced already and are whole; "scattered" where
+        `scatter_mean` or `scatter_sum` has reduced them to slices, which may have been clipped or measured since.
       wire_dtype: of gradients on the wire; None is their own.
       reduce_dtype: in which they are summed; None is their own, but float32 at least. They reach `tx` in their own.
       trust: run `tx` on shards as it is, for a transform that is known to be right there.
@@ -174,16 +177,17 @@ def shard_optimizer(
     `update` raises:
       ValueError: a leaf has another shape than its parameter, or `optax.chain` or `optax.apply_if_finite` around this
         transform came before it; they belong inside.
+      TypeError: the state was not made by `init` or `shard_state`.
 
     >>> n = jax.local_device_count()
     >>> tx = shard_optimizer(optax.adam(0.1), "batch")
     >>> params = {"w": jnp.ones((n, 4 * n))}
     >>> state = jax.pmap(tx.init, axis_name="batch")(params)
-    >>> state[0].mu["w"].shape == (n, 4)
+    >>> state.inner[0].mu["w"].shape == (n, 4)
     True
     """
-    if reduction not in ("mean", "sum", None):
-        raise ValueError(f"reduction must be 'mean', 'sum' or None, got {reduction!r}")
+    if reduction not in ("mean", "sum", "scattered", None):
+        raise ValueError(f"reduction must be 'mean', 'sum', 'scattered' or None, got {reduction!r}")
 
     inner = _with_extra_args(tx)
 
@@ -191,29 +195,48 @@ def shard_optimizer(
         axis = _bound(axis_name)
         layout = make_layout(params, axis.shards)
         shards = shard(params, layout, axis)
-        return inner.init(shards) if trust else _init(inner, layout, axis, shards)
+        state = inner.init(shards) if trust else _init(inner, layout, axis, shards)
+        return ShardedState(state, axis.shard_index().astype(jnp.int32))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         axis = _bound(axis_name)
-        given = make_layout(updates, axis.shards)
-        layout = given if params is None else make_layout(params, axis.shards)
-        _check_gradients(given, layout)
+        require_sharded(state)
+        if reduction == "scattered":
+            if params is None:
+                raise ValueError("update needs params where gradients are slices: their shapes say how slices are cut")
+            layout = make_layout(params, axis.shards)
+            given = match_layout(updates, layout)
+        else:
+            given = make_layout(updates, axis.shards)
+            layout = given if params is None else make_layout(params, axis.shards)
+            _check_gradients(given, layout)
         grads = updates
         if reduction is None:
             grads = shard(updates, given, axis)
-        else:
+        elif reduction != "scattered":
             _check_gradients_come_first()
             scatter = scatter_mean if reduction == "mean" else scatter_sum
             reduced = scatter(updates, given, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
             grads = jax.tree.map(_as_own, reduced, updates)
         param_shards = None if params is None else shard(params, layout, axis)
         if trust:
-            new, state = inner.update(grads, state, param_shards, **extra)
+            new, new_state = inner.update(grads, state.inner, param_shards, **extra)
         else:
-            new, state = _update(inner, axis, (grads, given), state, (param_shards, layout), extra)
-        return gather(new, match_layout(new, layout, given), axis), state
+            new, new_state = _update(inner, axis, (grads, given), state.inner, (param_shards, layout), extra)
+        is_own = state.shard == axis.shard_index()
+        new_layout = match_layout(new, layout, given)
+        new = new_layout.map(lambda leaf, x: _nan_unless(is_own, x) if leaf.splits else x, new)
+        return gather(new, new_layout, axis), ShardedState(new_state, state.shard)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    sharded = ShardedOptimizer(init, update)
+    plain = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
+    sharded.unsharded, sharded.axis = optax.with_extra_args_support(plain), axis_name
+    return sharded
+
+
+def _nan_unless(condition: jax.Array, x: jax.Array) -> jax.Array:
+    """A compiled program cannot raise; a NaN in the first update is seen, a loss that is 12 % off is not."""
+    return jnp.where(condition, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
 def _as_own(reduced: jax.Array, own: jax.Array) -> jax.Array:
@@ -256,7 +279,8 @@ def _bound(axis: AxisLike) -> Axis:
     except NameError as error:
         raise RuntimeError(
             f"init and update of a sharded optimizer run inside pmap over {name!r}, where each device keeps its own "
-            f"slice: jax.pmap(tx.init, axis_name={name!r})(replicated_params)"
+            f"slice: jax.pmap(tx.init, axis_name={name!r})(replicated_params). State that is built or restored on the "
+            "host gets in by zero.shard_state(opt_state, tx, params)"
         ) from error
     on = as_axis(axis)
     if on.size != size:

@@ -1,23 +1,19 @@
-"""Sharded state seen from the host: whole arrays and back, bytes a device, checksums, whether copies still agree."""
+"""Sharded state seen from the host: global arrays and back, checksums, whether copies still agree."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from zero.partition.collectives import Axis, AxisLike
-from zero.partition.layout import Layout, LeafLayout, PyTree, make_layout
+from zero.partition.layout import Layout, LeafLayout, PyTree
 
 
 def pmap_devices() -> tuple[jax.Device, ...]:
@@ -31,12 +27,13 @@ def global_shapes(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] 
     Raises:
       ValueError: axis, layout and devices do not fit each other.
 
+    >>> import zero
     >>> n = jax.local_device_count()
-    >>> layout = make_layout({"w": jax.ShapeDtypeStruct((n + 1,), jnp.float32)}, n)
+    >>> layout = zero.make_layout({"w": jax.ShapeDtypeStruct((n + 1,), jnp.float32)}, n)
     >>> global_shapes(layout, "batch")["w"].shape == (2 * n,)
     True
     """
-    mesh = _mesh(layout, axis, devices)
+    mesh = mesh_of(layout, axis, devices)
     return layout.map(lambda leaf: jax.ShapeDtypeStruct(leaf.padded_shape, leaf.dtype, sharding=_sharding(leaf, mesh)))
 
 
@@ -59,8 +56,9 @@ def to_global(
     Raises:
       ValueError: a leaf has another shape or lies on other devices than the layout and the axis say.
 
+    >>> import zero
     >>> n = jax.local_device_count()
-    >>> layout = make_layout({"w": jax.ShapeDtypeStruct((3, 5 * n), jnp.float32)}, n)
+    >>> layout = zero.make_layout({"w": jax.ShapeDtypeStruct((3, 5 * n), jnp.float32)}, n)
     >>> shards = {"w": jax.pmap(lambda i: jnp.full((3, 5), i, jnp.float32), axis_name="batch")(jnp.arange(n))}
     >>> whole = to_global(shards, layout, "batch")
     >>> whole["w"].shape == (3, 5 * n)
@@ -68,10 +66,10 @@ def to_global(
     >>> bool((from_global(whole, layout, "batch")["w"] == shards["w"]).all())
     True
     """
-    mesh = _mesh(layout, axis, devices)
+    mesh = mesh_of(layout, axis, devices)
 
     def one(leaf: LeafLayout, x: jax.Array) -> jax.Array:
-        parts = _local_shards(leaf, x, mesh)
+        parts = local_shards(leaf, x, mesh)
         squeeze = _squeeze_donated if donate else _squeeze
         shards = [squeeze(part.data) for part in parts]
         if donate:
@@ -96,12 +94,13 @@ def from_global(
     Raises:
       ValueError: a leaf has another shape or dtype than the layout says.
 
+    >>> import zero
     >>> n = jax.local_device_count()
-    >>> layout = make_layout({"w": jax.ShapeDtypeStruct((2 * n,), jnp.float32)}, n)
+    >>> layout = zero.make_layout({"w": jax.ShapeDtypeStruct((2 * n,), jnp.float32)}, n)
     >>> from_global({"w": np.arange(2 * n, dtype=np.float32)}, layout, "batch")["w"][0].tolist()
     [0.0, 1.0]
     """
-    mesh = _mesh(layout, axis, devices)
+    mesh = mesh_of(layout, axis, devices)
     local = [d for d in (devices or pmap_devices()[: mesh.size]) if d.process_index == jax.process_index()]
     # To the letter what pmap gives to its results: any other name, and the program that takes them is compiled again.
     name = axis.name if isinstance(axis, Axis) else axis
@@ -109,9 +108,10 @@ def from_global(
 
     def one(leaf: LeafLayout, x: jax.Array | np.ndarray) -> jax.Array:
         if x.shape != leaf.padded_shape or x.dtype != leaf.dtype:
+            remedy = "; zero.from_host takes arrays without padding" if x.shape == leaf.shape else ""
             raise ValueError(
                 f"leaf {leaf.name}: the layout says {leaf.dtype.name}{list(leaf.padded_shape)}, padding included, "
-                f"got {x.dtype.name}{list(x.shape)}"
+                f"got {x.dtype.name}{list(x.shape)}{remedy}"
             )
         whole = jax.device_put(x, _sharding(leaf, mesh))
         unsqueeze = _unsqueeze_donated if donate else _unsqueeze
@@ -123,7 +123,7 @@ def from_global(
     return layout.map(one, tree)
 
 
-def _mesh(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None) -> Mesh:
+def mesh_of(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None) -> Mesh:
     on = axis if isinstance(axis, Axis) else Axis(axis, (1, layout.shards))
     if on.shards != layout.shards:
         raise ValueError(f"the layout has {layout.shards} shards, but axis {on.name!r} spreads a copy over {on.shards}")
@@ -133,7 +133,7 @@ def _mesh(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None) 
     return Mesh(ordered[list(on.devices)].reshape(on.replicas, on.shards), ("replica", "shard"))
 
 
-def _local_shards(leaf: LeafLayout, x: jax.Array, mesh: Mesh) -> Sequence[Any]:
+def local_shards(leaf: LeafLayout, x: jax.Array, mesh: Mesh) -> Sequence[Any]:
     """One a local device, in the order of pmap."""
     parts = x.addressable_shards if isinstance(x, jax.Array) else []
     if any(part.data.shape != (1, *leaf.shard_shape) for part in parts) or {p.device for p in parts} != {
@@ -163,98 +163,6 @@ def _add_first(x: jax.Array) -> jax.Array:
 
 _squeeze, _squeeze_donated = jax.jit(_drop_first), jax.jit(_drop_first, donate_argnums=0)
 _unsqueeze, _unsqueeze_donated = jax.jit(_add_first), jax.jit(_add_first, donate_argnums=0)
-
-
-class MemoryRow(NamedTuple):
-    """Bytes a device at one stage.
-
-    Attributes:
-      stage: 0 to 3.
-      compute_dtype: of whole parameters and of matrix products.
-      parameters: master weights held between steps.
-      state: optimizer state held between steps.
-      gathered: whole parameters alive during a step; at stage 3 two layers of the largest subtree.
-      gradients: alive at the end of the backward pass.
-    """
-
-    stage: int
-    compute_dtype: str
-    parameters: int
-    state: int
-    gathered: int
-    gradients: int
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.state + self.gathered + self.gradients
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """A `MemoryRow` for each stage and precision; `print` shows a table."""
-
-    rows: tuple[MemoryRow, ...]
-
-    def __str__(self) -> str:
-        names = ("stage", "compute", "parameters", "state", "gathered", "gradients", "total")
-        cells = [names] + [(str(r[0]), r[1], *(f"{n:,}" for n in (*r[2:], r.total))) for r in self.rows]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
-        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
-
-
-def memory(
-    tree: PyTree,
-    tx: optax.GradientTransformation,
-    shards: int,
-    *,
-    stacked: Iterable[str] = (),
-    compute_dtypes: Sequence[DTypeLike] = (jnp.float32, jnp.bfloat16),
-) -> Memory:
-    """Bytes a device of parameters, optimizer state and gradients at stages 0 to 3, without building anything.
-
-    Activations are not counted. Where the compute dtype is the parameters' own, stage 0 computes with what it holds.
-
-    Args:
-      tree: master weights: arrays or `jax.ShapeDtypeStruct`s with whole shapes.
-      tx: the optimizer, not wrapped.
-      shards: the number of devices that one copy is spread over.
-      stacked: as for `make_layout`.
-      compute_dtypes: one block of four rows each.
-
-    >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
-    >>> print(memory(params, optax.adam(1e-3), shards=8, compute_dtypes=[jnp.float32]))
-    stage  compute  parameters      state   gathered  gradients       total
-        0  float32   4,194,304  8,388,612          0  4,194,304  16,777,220
-        1  float32     524,288  1,048,580  4,194,304  4,194,304   9,961,476
-        2  float32     524,288  1,048,580  4,194,304    524,288   6,291,460
-        3  float32     524,288  1,048,580  4,194,304    524,288   6,291,460
-    """
-    sharded = make_layout(tree, shards, stacked=stacked)
-    rows = []
-    for dtype in [np.dtype(dtype) for dtype in compute_dtypes]:
-        whole = sum(math.prod(leaf.shape) * _compute_itemsize(leaf, dtype) for leaf in sharded.leaves)
-        for stage in range(4):
-            layout = sharded if stage else sharded.whole()
-            is_cast = any(leaf.dtype != dtype for leaf in layout.leaves)
-            gathered = (whole if is_cast else 0, whole, whole, min(whole, _two_layers(layout, dtype)))[stage]
-            held = layout.bytes_per_device()
-            state = jax.tree.leaves(jax.eval_shape(tx.init, layout.shard_shapes()))
-            state_bytes = sum(x.size * x.dtype.itemsize for x in state)
-            rows.append(MemoryRow(stage, dtype.name, held, state_bytes, gathered, whole if stage < 2 else held))
-    return Memory(tuple(rows))
-
-
-def _compute_itemsize(leaf: LeafLayout, dtype: np.dtype) -> int:
-    return dtype.itemsize if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype.itemsize
-
-
-def _two_layers(layout: Layout, dtype: np.dtype) -> int:
-    sizes: dict[Any, int] = {}
-    for leaf in layout.leaves:
-        layer = leaf.shape[1:] if leaf.stacked else leaf.shape
-        count = min(2, leaf.shape[0]) if leaf.stacked else 1
-        sizes[leaf.path[:1]] = sizes.get(leaf.path[:1], 0) + count * math.prod(layer) * _compute_itemsize(leaf, dtype)
-    return max(sizes.values(), default=0)
 
 
 def check_replicated(tree: PyTree, axis_name: str, devices: Sequence[jax.Device] | None = None) -> None:
@@ -331,25 +239,27 @@ def checksums(
       devices: those that pmap was given, if any.
 
     Raises:
-      ValueError: a leaf has another shape or lies on other devices than the layout and the axis say, or copies differ;
-        all leaves that do are named.
+      ValueError: a leaf has another shape or lies on other devices than the layout and the axis say, or copies differ
+        (all leaves that do are named), or two leaves have one name, as "a/b" and "b" under "a".
 
     >>> import zero
     >>> n = jax.local_device_count()
     >>> whole = {"w": np.arange(5, dtype=np.float32)}
-    >>> layout = make_layout(whole, n)
+    >>> layout = zero.make_layout(whole, n)
     >>> shards = jax.pmap(lambda _: zero.shard(whole, layout, "batch"), "batch")(np.ones(n))
     >>> checksums(shards, layout, "batch")
     {'w': 352290347}
     """
-    mesh = _mesh(layout, axis, devices)
-    layout.map(lambda leaf, x: _local_shards(leaf, x, mesh), tree)
+    mesh = mesh_of(layout, axis, devices)
+    layout.map(lambda leaf, x: local_shards(leaf, x, mesh), tree)
+    names = [leaf.name for leaf in layout.leaves]
+    if len(set(names)) < len(names):
+        raise ValueError(f"leaves share the name {next(name for name in names if names.count(name) > 1)!r}: rename one")
     if not layout.leaves:
         return {}
     on = axis if isinstance(axis, Axis) else Axis(axis, (1, layout.shards))
     program = _checksum_program(layout.leaves, on, None if devices is None else tuple(devices))
     largest, smallest = np.asarray(program(layout.treedef.flatten_up_to(tree))).tolist()
-    names = [leaf.name for leaf in layout.leaves]
     bad = [name for name, high, low in zip(names, largest, smallest, strict=True) if high != low]
     if bad:
         raise ValueError(f"leaves differ between the copies on axis {on.name!r}: {', '.join(bad)}")

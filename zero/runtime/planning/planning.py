@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from zero.models.gpt import STACKED, GPTConfig
-from zero.partition.state import memory
+from zero.partition.memory import memory
 from zero.runtime.build import Job, make_job
 from zero.runtime.config.configuration import Config
 from zero.runtime.errors import UserError

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from zero.models.gpt import STACKED, GPTConfig
-from zero.partition.state import memory
+from zero.partition.memory import memory
 from zero.runtime import run_directory as run_files
 from zero.runtime import storage
 from zero.runtime.build import make_job

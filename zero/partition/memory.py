@@ -1,0 +1,107 @@
+"""Bytes per device of parameters, optimizer state and gradients at each stage, from shapes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout
+
+
+class MemoryRow(NamedTuple):
+    """Bytes a device at one stage.
+
+    Attributes:
+      stage: 0 to 3.
+      compute_dtype: of whole parameters and of matrix products.
+      parameters: master weights held between steps.
+      state: optimizer state held between steps.
+      gathered: whole parameters alive during a step; at stage 3 two layers of the largest subtree.
+      gradients: alive at the end of the backward pass.
+    """
+
+    stage: int
+    compute_dtype: str
+    parameters: int
+    state: int
+    gathered: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.state + self.gathered + self.gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """A `MemoryRow` for each stage and precision; `print` shows a table."""
+
+    rows: tuple[MemoryRow, ...]
+
+    def __str__(self) -> str:
+        names = ("stage", "compute", "parameters", "state", "gathered", "gradients", "total")
+        cells = [names] + [(str(r[0]), r[1], *(f"{n:,}" for n in (*r[2:], r.total))) for r in self.rows]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+
+def memory(
+    tree: PyTree,
+    tx: optax.GradientTransformation,
+    shards: int,
+    *,
+    stacked: Iterable[str] = (),
+    compute_dtypes: Sequence[DTypeLike] = (jnp.float32, jnp.bfloat16),
+) -> Memory:
+    """Bytes a device of parameters, optimizer state and gradients at stages 0 to 3, without building anything.
+
+    Activations are not counted. Where the compute dtype is the parameters' own, stage 0 computes with what it holds.
+
+    Args:
+      tree: master weights: arrays or `jax.ShapeDtypeStruct`s with whole shapes.
+      tx: the optimizer, not wrapped.
+      shards: the number of devices that one copy is spread over.
+      stacked: as for `make_layout`.
+      compute_dtypes: one block of four rows each.
+
+    >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
+    >>> print(memory(params, optax.adam(1e-3), shards=8, compute_dtypes=[jnp.float32]))
+    stage  compute  parameters      state   gathered  gradients       total
+        0  float32   4,194,304  8,388,612          0  4,194,304  16,777,220
+        1  float32     524,288  1,048,580  4,194,304  4,194,304   9,961,476
+        2  float32     524,288  1,048,580  4,194,304    524,288   6,291,460
+        3  float32     524,288  1,048,580  4,194,304    524,288   6,291,460
+    """
+    sharded = make_layout(tree, shards, stacked=stacked)
+    rows = []
+    for dtype in [np.dtype(dtype) for dtype in compute_dtypes]:
+        whole = sum(math.prod(leaf.shape) * _compute_itemsize(leaf, dtype) for leaf in sharded.leaves)
+        for stage in range(4):
+            layout = sharded if stage else sharded.whole()
+            is_cast = any(leaf.dtype != dtype for leaf in layout.leaves)
+            gathered = (whole if is_cast else 0, whole, whole, min(whole, _two_layers(layout, dtype)))[stage]
+            held = layout.bytes_per_device()
+            # Of whole shapes: what a transform holds may depend on them, as Adafactor's factors do.
+            state_bytes = derive_layout(tx.init, layout).bytes_per_device()
+            rows.append(MemoryRow(stage, dtype.name, held, state_bytes, gathered, whole if stage < 2 else held))
+    return Memory(tuple(rows))
+
+
+def _compute_itemsize(leaf: LeafLayout, dtype: np.dtype) -> int:
+    return dtype.itemsize if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype.itemsize
+
+
+def _two_layers(layout: Layout, dtype: np.dtype) -> int:
+    sizes: dict[Any, int] = {}
+    for leaf in layout.leaves:
+        layer = leaf.shape[1:] if leaf.stacked else leaf.shape
+        count = min(2, leaf.shape[0]) if leaf.stacked else 1
+        sizes[leaf.path[:1]] = sizes.get(leaf.path[:1], 0) + count * math.prod(layer) * _compute_itemsize(leaf, dtype)
+    return max(sizes.values(), default=0)
