@@ -1,30 +1,33 @@
-"""One training step of one GPT: stages 0 to 3 against plain pmap, GSPMD and, where torch is installed, FSDP2.
+"""One training step of one GPT: stages 0 to 3 against plain pmap, GSPMD and, where it is installed, torch.
 
-    python benchmarks/step.py [--shape default|optimizer] [--rounds 20]
+    python benchmarks/step.py [--shape default|optimizer] [--devices 8] [--remat none|full] [--rounds 20]
 
-Everything runs in one process, in turns, so that a noisy machine is noisy for all: each round times one step of every
-program, and what is printed is the median of the ratios to a peer in the same round. Bytes are the compiler's, for one
-device. The same model, rematerialisation, dtypes, clipping and AdamW everywhere.
+The programs take turns, so that a noisy machine is noisy for all: each round times one step of every program, and what
+is printed is the median of the ratios to a peer in the same round. All of JAX runs in one process; torch runs in
+another one with all cores, and FSDP2 in two, after the table. Bytes are the compiler's, for one device. The same model,
+rematerialisation, dtypes, clipping and AdamW everywhere.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("NPROC", "32")  # more devices than cores: zero/runtime/hosts/startup.py
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,11 +39,11 @@ from zero.models.gpt import GPT, GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.layout import LeafLayout
 from zero.partition.state import pmap_devices
+from zero.runtime.hosts.startup import start
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate
 from zero.training.step import Batch, ShardedGPT, adamw, decayed, next_tokens, state_layout
 
-DEVICES = 8
 RATE = LearningRate(3e-3, 3e-4, 50, 500)
 
 
@@ -60,20 +63,21 @@ SHAPES = {
 
 
 class Program(NamedTuple):
-    step: Callable[[Any, Any], tuple[Any, jax.Array]]  # state, batch -> state, loss
+    step: Callable[[Any, Any], tuple[Any, Any]]  # state, batch -> state, loss
     state: Any
     batch: Any
-    bytes: int
+    bytes: float
 
 
-def sharded(shape: Shape, stage: int, dtype: str, tokens: np.ndarray) -> Program:
+def sharded(shape: Shape, stage: int, dtype: str, remat: str, tokens: np.ndarray) -> Program:
     """This project's step."""
-    model = ShardedGPT(shape.config, Axis("zero", (1, DEVICES)), stage, dtype)
+    devices = jax.device_count()
+    model = ShardedGPT(shape.config, Axis("zero", (1, devices)), stage, dtype, remat=remat)
     programs = make_programs(model, adamw(0.1), learning_rate=RATE, seed=0, micro_batches=1, max_gradient_norm=1.0)
     key = np.asarray(jax.random.key_data(jax.random.key(0)))
-    state = programs.start(programs.init(np.stack([key] * DEVICES)))
-    rows = len(tokens) // DEVICES
-    batch = Batch(tokens.reshape(DEVICES, rows, -1), rows * np.arange(DEVICES, dtype=np.int32))
+    state = programs.start(programs.init(np.stack([key] * devices)))
+    rows = len(tokens) // devices
+    batch = Batch(tokens.reshape(devices, rows, -1), rows * np.arange(devices, dtype=np.int32))
     step = programs.step.lower(state, batch).compile()
 
     def run(state: Any, batch: Any) -> tuple[Any, jax.Array]:
@@ -93,9 +97,9 @@ def plain_optimizer() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE, b2=0.95, weight_decay=0.1, mask=decayed))
 
 
-def plain_pmap(shape: Shape, dtype: str, tokens: np.ndarray) -> Program:
+def plain_pmap(shape: Shape, dtype: str, remat: str, tokens: np.ndarray) -> Program:
     """Data parallelism as anyone would write it: everything on every device, gradients through `pmean`."""
-    model, tx = GPT(shape.config, dtype), plain_optimizer()
+    model, tx, devices = GPT(shape.config, dtype, remat=remat), plain_optimizer(), jax.device_count()
 
     @partial(jax.pmap, axis_name="batch")
     def init(_: jax.Array) -> tuple[Any, Any]:
@@ -110,16 +114,33 @@ def plain_pmap(shape: Shape, dtype: str, tokens: np.ndarray) -> Program:
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 
-    state, batch = init(jnp.zeros(DEVICES)), tokens.reshape(DEVICES, -1, tokens.shape[-1])
+    state, batch = init(jnp.zeros(devices)), tokens.reshape(devices, -1, tokens.shape[-1])
     compiled = step.lower(state, batch).compile()
     return Program(compiled, state, batch, compiled_bytes(compiled))
 
 
-def gspmd(shape: Shape, dtype: str, tokens: np.ndarray) -> Program:
-    """FSDP by the compiler: `jit` with a NamedSharding a leaf, split where our layout splits it."""
-    model, tx = GPT(shape.config, dtype), plain_optimizer()
+def gspmd(shape: Shape, dtype: str, remat: str, tokens: np.ndarray) -> Program:
+    """FSDP by the compiler: `jit` with a NamedSharding per leaf, split where our layout splits it.
+
+    As its users write it, what every module returns is pinned to the batch dimension, and the table of the vocabulary,
+    whose rows are looked up, is gathered whole; else XLA moves activations to where the weights are.
+    """
+    model, tx = GPT(shape.config, dtype, remat=remat), plain_optimizer()
     mesh = Mesh(np.asarray(jax.devices()), ("fsdp",))
-    ours = ShardedGPT(shape.config, Axis("zero", (1, DEVICES)), 3, dtype)
+    by_row, whole = (NamedSharding(mesh, PartitionSpec(*names)) for names in (("fsdp",), ()))
+    ours = ShardedGPT(shape.config, Axis("zero", (1, jax.device_count())), 3, dtype)
+
+    def pin(method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        def one(x: Any) -> Any:
+            is_activation = x.ndim >= 2 and x.shape[0] == shape.sequences
+            return lax.with_sharding_constraint(x, by_row) if is_activation else x
+
+        return jax.tree.map(one, method(*args, **kwargs))
+
+    def loss_of_pinned(params: Any, tokens: jax.Array) -> jax.Array:
+        params = {**params, "vocabulary": lax.with_sharding_constraint(params["vocabulary"], whole)}
+        with nn.intercept_methods(pin):
+            return loss_of(model, dtype, params, tokens)
 
     def init() -> tuple[Any, Any]:
         params = model.init(jax.random.key(0), jnp.zeros((1, 2), int), None, method="hidden")["params"]
@@ -128,12 +149,12 @@ def gspmd(shape: Shape, dtype: str, tokens: np.ndarray) -> Program:
     by_shape = {leaf.shape: sharding(leaf, mesh) for leaf in state_layout(ours, adamw(0.1)).leaves}
     shardings = jax.tree.map(lambda x: by_shape[x.shape], jax.eval_shape(init))
     state = jax.jit(init, out_shardings=shardings)()
-    batch = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("fsdp")))
+    batch = jax.device_put(tokens, by_row)
 
     @partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None))
     def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
         params, opt_state = state
-        loss, grads = jax.value_and_grad(partial(loss_of, model, dtype))(params, tokens)
+        loss, grads = jax.value_and_grad(loss_of_pinned)(params, tokens)
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 
@@ -144,6 +165,29 @@ def gspmd(shape: Shape, dtype: str, tokens: np.ndarray) -> Program:
 def sharding(leaf: LeafLayout, mesh: Mesh) -> NamedSharding:
     split = {split.dim for split in leaf.splits if not split.padding}
     return NamedSharding(mesh, PartitionSpec(*("fsdp" if dim in split else None for dim in range(len(leaf.shape)))))
+
+
+def torch_gpt(shape: Shape, remat: str, kind: str, rounds: int) -> list[str]:
+    """The command of PyTorch's side, `one` or `fsdp2`."""
+    config = shape.config
+    sizes = [config.embedding_dim, config.vocab_size, config.num_head, config.N, shape.context, shape.sequences]
+    return [sys.executable, str(Path(__file__).parent / "torch_gpt.py"), kind, remat, *map(str, sizes), str(rounds)]
+
+
+@contextmanager
+def torch_process(shape: Shape, remat: str) -> Iterator[Program]:
+    """PyTorch in a process of its own that has all cores: a line in, a step, its loss back."""
+    command = torch_gpt(shape, remat, "one", 0)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        requests, answers = process.stdin, process.stdout
+        assert requests and answers
+
+        def step(state: None, batch: None) -> tuple[None, float]:
+            print(file=requests, flush=True)
+            return None, float(answers.readline())
+
+        yield Program(step, None, None, math.nan)
+        requests.close()
 
 
 def compiled_bytes(compiled: Any) -> int:
@@ -157,14 +201,50 @@ def compiled_bytes(compiled: Any) -> int:
     )
 
 
-def measure(shape: Shape, dtype: str, rounds: int) -> dict[str, float]:
-    """Prints the table of one shape; returns the tokens a second of each program."""
+def measure(shape: Shape, dtype: str, remat: str, rounds: int) -> dict[str, float]:
+    """Prints the table of one shape; returns the tokens per second of each program."""
     tokens = np.random.default_rng(0).integers(0, shape.config.vocab_size, (shape.sequences, shape.context), np.int32)
     programs = {
-        "plain pmap": plain_pmap(shape, dtype, tokens),
-        "GSPMD (jit)": gspmd(shape, dtype, tokens),
-        **{f"zero stage {stage}": sharded(shape, stage, dtype, tokens) for stage in range(4)},
+        "plain pmap": plain_pmap(shape, dtype, remat, tokens),
+        "GSPMD (jit)": gspmd(shape, dtype, remat, tokens),
+        **{f"zero stage {stage}": sharded(shape, stage, dtype, remat, tokens) for stage in range(4)},
     }
+    with ExitStack() as stack:
+        if has_torch(dtype):
+            programs["torch"] = stack.enter_context(torch_process(shape, remat))
+        seconds, losses = time_in_turns(programs, rounds)
+    parameters = sum(np.prod(leaf.shape) for leaf in ShardedGPT(shape.config, Axis("z", (1, 1)), 0).layout.leaves)
+    print(
+        f"\n{shape.why}: {parameters / 1e6:.2f}M parameters, {shape.sequences} sequences of {shape.context} tokens, "
+        f"{dtype}, remat {remat}, {jax.device_count()} CPU devices on {os.cpu_count()} cores, {rounds} rounds"
+    )
+    peers = ("plain pmap", "GSPMD (jit)", "torch")
+    print(
+        f"{'program':<14} {'tokens/s':>9} {'vs pmap':>8} {'vs GSPMD':>9} {'vs torch':>9} {'MB/device':>10} "
+        f"{'vs GSPMD':>9} {'loss':>8}"
+    )
+    speeds = {name: tokens.size / statistics.median(seconds[name]) for name in programs}
+    for name, program in programs.items():
+        pmap, jit, torch = (
+            statistics.median(b / a for a, b in zip(seconds[name], seconds[peer], strict=True))
+            if peer in seconds
+            else math.nan
+            for peer in peers
+        )
+        print(
+            f"{name:<14} {speeds[name]:>9,.0f} {pmap:>8.3f} {jit:>9.3f} {torch:>9.3f} "
+            f"{program.bytes / 1e6:>10.1f} {program.bytes / programs['GSPMD (jit)'].bytes:>9.3f} {losses[name]:>8.4f}"
+        )
+    return speeds
+
+
+def has_torch(dtype: str) -> bool:
+    """Whether torch is installed; its model is float32 only."""
+    return dtype == "float32" and find_spec("torch") is not None
+
+
+def time_in_turns(programs: dict[str, Program], rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of each program's step in every round, and its last loss."""
     states = {name: program.state for name, program in programs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     losses = {}
@@ -177,32 +257,12 @@ def measure(shape: Shape, dtype: str, rounds: int) -> dict[str, float]:
             if round_ >= 2:
                 seconds[name].append(time.perf_counter() - started)
             losses[name] = float(loss)
-    parameters = sum(np.prod(leaf.shape) for leaf in ShardedGPT(shape.config, Axis("z", (1, 1)), 0).layout.leaves)
-    print(
-        f"\n{shape.why}: {parameters / 1e6:.2f}M parameters, {shape.sequences} sequences of {shape.context} tokens, "
-        f"{dtype}, {DEVICES} CPU devices on {os.cpu_count()} cores, {rounds} rounds"
-    )
-    print(
-        f"{'program':<14} {'tokens/s':>9} {'vs pmap':>8} {'vs GSPMD':>9} {'MB/device':>10} {'vs GSPMD':>9} {'loss':>8}"
-    )
-    speeds = {name: tokens.size / statistics.median(seconds[name]) for name in programs}
-    for name, program in programs.items():
-        ratio = {
-            peer: statistics.median(b / a for a, b in zip(seconds[name], seconds[peer], strict=True))
-            for peer in ("plain pmap", "GSPMD (jit)")
-        }
-        print(
-            f"{name:<14} {speeds[name]:>9,.0f} {ratio['plain pmap']:>8.3f} {ratio['GSPMD (jit)']:>9.3f} "
-            f"{program.bytes / 1e6:>10.1f} {program.bytes / programs['GSPMD (jit)'].bytes:>9.3f} {losses[name]:>8.4f}"
-        )
-    return speeds
+    return seconds, losses
 
 
-def compare_with_fsdp2(shape: Shape, rounds: int, speeds: dict[str, float]) -> None:
+def compare_with_fsdp2(shape: Shape, remat: str, rounds: int, speeds: dict[str, float]) -> None:
     """Adds PyTorch's FSDP2 to the table, and our speeds as ratios to it."""
-    config = shape.config
-    sizes = [config.embedding_dim, config.vocab_size, config.num_head, config.N, shape.context, shape.sequences]
-    command = [sys.executable, str(Path(__file__).parent / "fsdp2.py"), *map(str, sizes), str(rounds)]
+    command = torch_gpt(shape, remat, "fsdp2", rounds)
     rows = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     print(rows, end="")
     fsdp2 = float(rows.split()[2].replace(",", ""))
@@ -214,18 +274,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, help="one of them; both by default")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of compute")
+    parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices")
+    parser.add_argument("--remat", choices=("none", "full"), default="none", help="as zero.remat; auto is none on CPU")
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", DEVICES)
-    assert len(pmap_devices()) == DEVICES
+    start(arguments.devices, None, None, None, None)
+    assert len(pmap_devices()) == arguments.devices
     for name in [arguments.shape] if arguments.shape else SHAPES:
-        speeds = measure(SHAPES[name], arguments.dtype, arguments.rounds)
-        if arguments.dtype != "float32":
-            print("FSDP2: measured in float32 only")
-        elif find_spec("torch"):
-            compare_with_fsdp2(SHAPES[name], arguments.rounds, speeds)
+        speeds = measure(SHAPES[name], arguments.dtype, arguments.remat, arguments.rounds)
+        if has_torch(arguments.dtype):
+            compare_with_fsdp2(SHAPES[name], arguments.remat, arguments.rounds, speeds)
         else:
-            print("FSDP2: torch is not installed")
+            print("torch: not installed, or not float32")
 
 
 if __name__ == "__main__":

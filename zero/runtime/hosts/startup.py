@@ -56,7 +56,8 @@ def start(
 
     Without an accelerator there are `cpu_devices` virtual CPU devices a host. They outnumber the cores, and XLA's
     collectives hang when a later step holds the thread that an earlier one waits for; a larger thread pool and at most
-    one step in flight keep them apart. The pool is sized by the environment variable NPROC when jax starts.
+    one step in flight keep them apart. The pool is sized by the environment variable NPROC when jax starts; operations
+    are cut into as many parts, so that one device, which waits for no other, has one thread per core.
 
     Returns:
       The index of this process and the number of processes.
@@ -64,7 +65,8 @@ def start(
     Raises:
       UserError: jax cannot find or reach the other hosts.
     """
-    os.environ.setdefault("NPROC", str(4 * cpu_devices))
+    cores = os.cpu_count() or 1
+    os.environ.setdefault("NPROC", str(max(cores, 4 * cpu_devices) if cpu_devices > 1 else cores))
     in_order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"  # else devices run collectives in any order
     if in_order not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {in_order}".strip()

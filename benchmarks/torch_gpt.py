@@ -1,11 +1,13 @@
-"""PyTorch's FSDP2 on the GPT of benchmarks/step.py, in two gloo processes of one core each on this machine.
+"""PyTorch on the GPT of benchmarks/step.py: one process with all cores, or FSDP2 in two gloo processes of one core.
 
-    python benchmarks/fsdp2.py D VOCAB HEADS LAYERS CONTEXT SEQUENCES ROUNDS
+    python benchmarks/torch_gpt.py {one,fsdp2} {none,full} D VOCAB HEADS LAYERS CONTEXT SEQUENCES ROUNDS
 
 step.py calls it where torch is installed (`pip install torch==2.13.0` is a small CPU build). The same model, float32,
-every block checkpointed, AdamW with the same decay mask, clipping by global norm, and the same tokens; attention and
-AdamW are torch's fused kernels. Checked once with our weights copied in (D 48, 3 heads, 2 layers, 4 sequences of 32
-tokens): over three steps losses and gradient norms were those of our model under plain optax to a relative 3e-7.
+every block checkpointed if `full`, AdamW with the same decay mask, clipping by global norm, and the same tokens;
+attention and AdamW are torch's fused kernels. `one` takes a step for each line on standard input and answers with its
+loss; `fsdp2` takes all steps and prints a line of the table. Checked once with our weights copied in (D 48, 3 heads,
+2 layers, 4 sequences of 32 tokens): over three steps losses and gradient norms were those of our model under plain
+optax to a relative 3e-7.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -35,18 +37,20 @@ LIMIT = 600  # seconds that a process may run
 
 
 class Block(nn.Module):
-    """zero.models.gpt.Block without dropout; what its forward pass made is made again in the backward pass."""
+    """zero.models.gpt.Block without dropout; with `remat` the backward pass computes it again."""
 
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int, heads: int, remat: bool) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.remat = heads, remat
         self.norm_attention = nn.LayerNorm(dim, eps=1e-6)
         self.query, self.key, self.value, self.attention_out = (nn.Linear(dim, dim) for _ in range(4))
         self.norm_mlp = nn.LayerNorm(dim, eps=1e-6)
         self.mlp_in, self.mlp_out = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x_BTD: Tensor, alibi_HTT: Tensor) -> Tensor:
-        return checkpoint(self.compute, x_BTD, alibi_HTT, use_reentrant=False)
+        if self.remat:
+            return checkpoint(self.compute, x_BTD, alibi_HTT, use_reentrant=False)
+        return self.compute(x_BTD, alibi_HTT)
 
     def compute(self, x_BTD: Tensor, alibi_HTT: Tensor) -> Tensor:
         h_BTD = self.norm_attention(x_BTD)
@@ -62,10 +66,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """zero.models.gpt.GPT: tokens `(B, T)` in, the mean negative log-likelihood of the next ones out."""
 
-    def __init__(self, dim: int, vocab: int, heads: int, layers: int, context: int) -> None:
+    def __init__(self, dim: int, vocab: int, heads: int, layers: int, context: int, remat: bool) -> None:
         super().__init__()
         self.vocabulary = nn.Parameter(torch.empty(vocab, dim))
-        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(dim, heads, remat) for _ in range(layers))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.alibi_HTT = alibi(heads, context)
         nn.init.normal_(self.vocabulary, std=0.02)
@@ -132,15 +136,29 @@ def connect(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PROCESSES)
 
 
-def run(rank: int, store: str, sizes: list[int], sequences: int, rounds: int) -> None:
-    """One of the processes; the first prints the line of the table."""
-    connect(rank, store)
-    dim, vocab, heads, layers, context = sizes
+def make_model(sizes: list[int], remat: bool, sequences: int) -> tuple[GPT, Tensor]:
+    """The model, the same in every process, and the tokens of the global batch."""
     torch.manual_seed(0)
-    model = GPT(dim, vocab, heads, layers, context)
+    dim, vocab, heads, layers, context = sizes
+    tokens = np.random.default_rng(0).integers(0, vocab, (sequences, context), np.int32)
+    return GPT(dim, vocab, heads, layers, context, remat), torch.from_numpy(tokens).long()
+
+
+def serve(sizes: list[int], remat: bool, sequences: int) -> None:
+    """One process: a step for each line that is read, answered by its loss."""
+    model, tokens = make_model(sizes, remat, sequences)
+    step = make_step(model)
+    for index, _ in enumerate(sys.stdin):
+        loss, _ = step(tokens, index)
+        print(loss.item(), flush=True)
+
+
+def run(rank: int, store: str, sizes: list[int], remat: bool, sequences: int, rounds: int) -> None:
+    """One of two processes; the first prints the line of the table."""
+    connect(rank, store)
+    model, tokens = make_model(sizes, remat, sequences)
     shard(model)
     step = make_step(model)
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocab, (sequences, context), np.int32)).long()
     seconds = []
     for index in range(rounds + 2):
         started = time.perf_counter()
@@ -149,27 +167,32 @@ def run(rank: int, store: str, sizes: list[int], sequences: int, rounds: int) ->
     dist.all_reduce(loss)
     if rank == 0:
         speed = tokens.numel() / statistics.median(seconds[2:])
-        blank = f"{'-':>8} {'-':>9} {'-':>10} {'-':>9}"
+        blank = f"{'-':>8} {'-':>9} {'-':>9} {'-':>10} {'-':>9}"
         print(f"{'FSDP2 (gloo)':<14} {speed:>9,.0f} {blank} {loss.item() / PROCESSES:>8.4f}", flush=True)
     dist.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("one", "fsdp2"))
+    parser.add_argument("remat", choices=("none", "full"))
     for name in ("D", "VOCAB", "HEADS", "LAYERS", "CONTEXT", "SEQUENCES", "ROUNDS"):
         parser.add_argument(name, type=int)
-    *sizes, sequences, rounds = vars(parser.parse_args()).values()
+    kind, remat, *sizes, sequences, rounds = vars(parser.parse_args()).values()
+    if kind == "one":
+        serve(sizes, remat == "full", sequences)
+        return
     parent = os.getppid()
     with tempfile.TemporaryDirectory() as directory:
-        arguments = (f"{directory}/store", sizes, sequences, rounds)
+        arguments = (f"{directory}/store", sizes, remat == "full", sequences, rounds)
         context = torch.multiprocessing.spawn(run, arguments, PROCESSES, join=False)
         while not context.join(timeout=1):
             if os.getppid() != parent:
                 for process in context.processes:
                     process.kill()
-                sys.exit("fsdp2.py: stopped with its parent")
+                sys.exit("torch_gpt.py: stopped with its parent")
     print(
-        f"FSDP2: {PROCESSES} processes of one core each, timed after the table; the others: 8 virtual devices.\n"
+        f"FSDP2: {PROCESSES} processes of one core each, timed after the table.\n"
         "Its kernels for CPU are torch's, theirs are XLA's: a ratio to it compares those as well as the sharding."
     )
 
