@@ -31,6 +31,7 @@ TINY = (
     "training.log_frequency=1",
     "training.total_steps=40",
     "training.sample_tokens=0",
+    "distributed.cpu_devices=8",
 )
 
 
