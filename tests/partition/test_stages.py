@@ -195,7 +195,7 @@ def test_methods(method: str) -> None:
 def test_gradients_of_gradients(stage: int, wire_dtype: Any) -> None:
     """Of the sum over devices of sum(w^4) / 12 the product of the Hessian and ones is w^2 times the devices."""
     axis = AXES["two phases"]
-    params = {"w": np.random.default_rng(1).integers(-8, 9, (13, 6)).astype(np.float32), "s": np.float32(3)}
+    params: Any = {"w": np.random.default_rng(1).integers(-8, 9, (13, 6)).astype(np.float32), "s": np.float32(3)}
     layout = zero.make_layout(params, axis.shards)
     lifted = zero.fully_shard(
         lambda params: sum(jnp.sum(jnp.square(jnp.square(x))) for x in jax.tree.leaves(params)) / 12,

@@ -156,7 +156,7 @@ def fully_shard(
       dtype: of whole parameters, on the wire and in the target; None keeps each leaf's own.
       wire_dtype: of gradients on the wire.
       reduce_dtype: in which gradients are summed.
-      methods: the methods of a module class to lift, by default `__call__`.
+      methods: the methods of a module class to lift, by default `__call__`; the others must not use parameters.
 
     >>> import jax.numpy as jnp; from zero import make_layout
     >>> x = jnp.ones((jax.local_device_count(), 2, 5))
@@ -198,15 +198,15 @@ def fully_shard(
             return {"params": variables["shards"]}  # A further call at init: as they were, not rounded to dtype.
         return {name: shard(params, layout, axis) for name, params in variables.items()}
 
+    # Two lifts: a module that maps its own variables when it is used, such as WeightNorm, would map "shards" as well.
     collections = ["params", "gathered", "gradients", "shards"]
     making = nn.map_variables(target, collections, make, leave, mutable=True, methods=methods)
-    # Not the same lift: a module that maps its own variables, such as WeightNorm, would map "shards" as well.
     using = nn.map_variables(target, collections, use, mutable=False, methods=methods)
 
     def lifted(name: str) -> Callable[..., Any]:
         def method(module: Any, *args: Any, **kwargs: Any) -> Any:
-            is_made = module.is_mutable_collection("params")
-            return getattr(making if is_made else using, name)(module, *args, **kwargs)
+            lift = making if module.is_mutable_collection("params") else using
+            return getattr(lift, name)(module, *args, **kwargs)
 
         return method
 

@@ -35,7 +35,7 @@ def backward_and_update(
     layout: Layout,
     axis: Axis,
 ) -> tuple[jax.Array, PyTree, PyTree, Squares]:
-    """One step of `score(rest, block(... block(embed(rest)) ...))`, whose layers are stacked in `params["blocks"]`.
+    """One step of `score(rest, block(... block(embed(rest)) ...))`, whose layers are stacked in `params[BLOCKS]`.
 
     The layers' parameters and state are carried through the reverse loop and overwritten in place, so that XLA keeps
     one copy of them. What `tx` does depends on the shapes of all layers together, as without this function.
