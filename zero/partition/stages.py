@@ -170,9 +170,8 @@ def fully_shard(
 
     def whole(shards: PyTree, gathered: PyTree | None, gradients: PyTree | None) -> PyTree:
         on = checked_axis(layout, axis)
-        # No gradient flows into a gathered weight; left unsaid, zeros would be reduce-scattered to its shards.
         full = gather(_unread(shards, dtype), layout, on, dtype) if gathered is None else gathered
-        full = lax.stop_gradient(full)
+        full = lax.stop_gradient(full)  # else zeros would be reduce-scattered to its shards
         with jax.named_scope("zero_borrow"):
             flow_to = shards if gradients is None else gradients
             return _borrow(flow_to, full, layout, on, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
@@ -194,8 +193,8 @@ def fully_shard(
         return {**use(variables), "shards": variables["params"]}
 
     def leave(variables: PyTree) -> PyTree:
-        if "shards" in variables:
-            return {"params": variables["shards"]}  # A further call at init: as they were, not rounded to dtype.
+        if "shards" in variables:  # A further call at init: as they were, not rounded to dtype.
+            return {"params": variables["shards"]}
         return {name: shard(params, layout, axis) for name, params in variables.items()}
 
     # Two lifts: a module that maps its own variables when it is used, such as WeightNorm, would map "shards" as well.
@@ -205,8 +204,8 @@ def fully_shard(
 
     def lifted(name: str) -> Callable[..., Any]:
         def method(module: Any, *args: Any, **kwargs: Any) -> Any:
-            lift = making if module.is_mutable_collection("params") else using
-            return getattr(lift, name)(module, *args, **kwargs)
+            is_made = module.is_mutable_collection("params")
+            return getattr(making if is_made else using, name)(module, *args, **kwargs)
 
         return method
 
