@@ -201,15 +201,7 @@ def shard_optimizer(
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         axis = _bound(axis_name)
         require_sharded(state)
-        if reduction == "scattered":
-            if params is None:
-                raise ValueError("update needs params where gradients are slices: their shapes say how slices are cut")
-            layout = make_layout(params, axis.shards)
-            given = match_layout(updates, layout)
-        else:
-            given = make_layout(updates, axis.shards)
-            layout = given if params is None else make_layout(params, axis.shards)
-            _check_gradients(given, layout)
+        given, layout = _layouts(updates, params, axis, is_scattered=reduction == "scattered")
         grads = updates
         if reduction is None:
             grads = shard(updates, given, axis)
@@ -237,6 +229,19 @@ def shard_optimizer(
 def _nan_unless(condition: jax.Array, x: jax.Array) -> jax.Array:
     """A compiled program cannot raise; a NaN in the first update is seen, a loss that is 12 % off is not."""
     return jnp.where(condition, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+
+def _layouts(updates: PyTree, params: PyTree, axis: Axis, *, is_scattered: bool) -> tuple[Layout, Layout]:
+    """Of the gradients, which are whole unless they are scattered, and of the parameters."""
+    if not is_scattered:
+        given = make_layout(updates, axis.shards)
+        layout = given if params is None else make_layout(params, axis.shards)
+        _check_gradients(given, layout)
+        return given, layout
+    if params is None:
+        raise ValueError("update needs params where gradients are slices: their shapes say how slices are cut")
+    layout = make_layout(params, axis.shards)
+    return match_layout(updates, layout), layout
 
 
 def _as_own(reduced: jax.Array, own: jax.Array) -> jax.Array:

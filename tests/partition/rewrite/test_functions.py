@@ -80,6 +80,7 @@ ACROSS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "whole array first": lambda x: x * (jnp.exp(x).T @ jnp.arange(13.0))[None],
     "outer product": lambda x: (x @ x.T) @ x,
     "flattened": lambda x: jnp.cumsum(x.reshape(-1)).reshape(13, 6),
+    "concatenation of parts of other sizes": lambda x: jnp.concatenate([jnp.exp(x), x[:3], jnp.ones((1, 6))], 0)[3:16],
     "sorted": lambda x: jnp.sort(x, axis=0),
     "reversed": lambda x: x[::-1],
     "two splits": lambda x: x + jnp.resize(x.T, (13, 6)),

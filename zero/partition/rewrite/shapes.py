@@ -23,30 +23,28 @@ def _replaced(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
-def _aligned(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> tuple[list[Any], Split]:
-    """Operands of one shape, split like the largest of them."""
+def _largest_split(args: Sequence[Value]) -> Split:
     split = max((arg for arg in args if arg.split), key=lambda arg: math.prod(arg.shape)).split
     assert split
-    return [runner.place(arg, split, eqn).x for arg in args], split
+    return split
 
 
 def _along_others(name: str) -> Rule:
-    """Along one or more dimensions, which the parameter `name` holds; all shapes stay, or change there alone."""
+    """Along one or more dimensions, which the parameter `name` holds; all shapes stay, or differ there alone."""
 
     def rule(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
-        dims = eqn.params[name]
-        xs, split = _aligned(runner, eqn, args)
+        dims, split = eqn.params[name], _largest_split(args)
         if split.dim in (dims if isinstance(dims, tuple) else (dims,)):
             return None
-        return [Value(x, split) for x in bind(eqn, xs)]
+        return [Value(x, split) for x in bind(eqn, [runner.place(arg, split, eqn).x for arg in args])]
 
     return rule
 
 
 def _stack(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
-    xs, split = _aligned(runner, eqn, args)
-    dim = split.dim + (eqn.params["axis"] <= split.dim)
-    return [Value(x, dataclasses.replace(split, dim=dim)) for x in bind(eqn, xs)]
+    split = _largest_split(args)
+    moved = dataclasses.replace(split, dim=split.dim + (eqn.params["axis"] <= split.dim))
+    return [Value(x, moved) for x in bind(eqn, [runner.place(arg, split, eqn).x for arg in args])]
 
 
 def _each(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
