@@ -188,13 +188,11 @@ def shard_optimizer(
     """
     if reduction not in ("mean", "sum", "scattered", None):
         raise ValueError(f"reduction must be 'mean', 'sum', 'scattered' or None, got {reduction!r}")
-
     inner = _with_extra_args(tx)
 
     def init(params: PyTree) -> PyTree:
         axis = _bound(axis_name)
-        layout = make_layout(params, axis.shards)
-        shards = shard(params, layout, axis)
+        shards = shard(params, layout := make_layout(params, axis.shards), axis)
         state = inner.init(shards) if trust else _init(inner, layout, axis, shards)
         return ShardedState(state, axis.shard_index().astype(jnp.int32))
 
