@@ -21,7 +21,7 @@ from benchmarks.collectives import DEVICES
 from zero.models.gpt import STACKED
 from zero.partition.collectives import Axis
 from zero.partition.memory import memory
-from zero.runtime.config.configuration import load_sizes
+from zero.runtime.config.files import load_sizes
 from zero.runtime.planning.hlo import collective_bytes
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate

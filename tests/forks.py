@@ -8,7 +8,7 @@ from pathlib import Path
 
 import hydra
 
-import zero.runtime.config.configuration
+import zero.runtime.main
 import zero.runtime.train  # noqa: F401  what takes long to import
 
 program = sys.argv[1]

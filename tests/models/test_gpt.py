@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from zero.models.gpt import GPT, GPTConfig, alibi_slopes, dropout, init_cache
-from zero.runtime.config.configuration import load_sizes
+from zero.runtime.config.files import load_sizes
 
 SIZES_FILE = Path(__file__).parents[2] / "conf" / "model_config.yaml"
 SIZES = load_sizes(SIZES_FILE)

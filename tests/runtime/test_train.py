@@ -17,7 +17,7 @@ import pytest
 import zero
 from tests import cli
 from zero.runtime.checkpoints.manager import Checkpoints
-from zero.runtime.config.configuration import load_sizes
+from zero.runtime.config.files import load_sizes
 from zero.runtime.hosts.signals import stop_requests, unanswered
 from zero.runtime.run_directory import saved_steps
 from zero.runtime.tracking.metrics import read_metrics, read_resumes
@@ -144,7 +144,7 @@ from pathlib import Path
 import hydra
 from tests import cli
 from zero.models.gpt import GPTConfig
-from zero.runtime.config.configuration import check
+from zero.runtime.config.check import check
 from zero.runtime.train import train
 
 size = GPTConfig(embedding_dim=8, vocab_size=256, num_head=1, block_size=8, dropout=0.1, N=1)

@@ -1,4 +1,4 @@
-"""What a configuration runs on the devices: training starts it, a plan compiles it."""
+"""From a checked configuration to the model, the optimizer and the programs that training runs and a plan compiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import optax
 from zero.models.gpt import GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout
-from zero.runtime.config.configuration import Config
+from zero.runtime.config.sections import Config
 from zero.training.programs import Programs, make_programs
 from zero.training.schedules import LearningRate
 from zero.training.step import ShardedGPT, adamw, state_layout
@@ -40,6 +40,11 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         zero.gradient_dtype,
         ("none" if platform == "cpu" and not zero.fused_update else "full") if zero.remat == "auto" else zero.remat,
     )
+
+
+def evaluation_rows(config: Config, step_rows: int) -> int:
+    """Sequences per device in one call of `programs.evaluate`, for `step_rows` sequences per device and step."""
+    return step_rows
 
 
 def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> Job:

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from zero.runtime import storage
+from zero.runtime.config.resolve import upgrade
 from zero.runtime.errors import UserError
 
 CONFIG_FILE = "config.yaml"
@@ -27,7 +28,6 @@ SAMPLES_FILE = "samples.txt"
 WANDB_ID_FILE = "wandb_run_id"
 MIRRORED = (CONFIG_FILE, LAYOUT_FILE, METRICS_FILE, SAMPLES_FILE, WANDB_ID_FILE)
 GROWING = (METRICS_FILE, SAMPLES_FILE)
-DEFAULT_CONFIG = Path(__file__).parents[2] / "conf" / "config.yaml"
 
 
 def save_config(run_directory: Path, config: Any) -> None:
@@ -50,15 +50,7 @@ def saved_config(run_directory: Path) -> DictConfig:
         raise UserError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
     if not isinstance(config, DictConfig) or "data" not in config:
         raise UserError(f"{path} is damaged: expected the configuration of a run")
-    return config
-
-
-def default_config() -> DictConfig:
-    """The configuration of a run without overrides."""
-    config = OmegaConf.load(DEFAULT_CONFIG)
-    assert isinstance(config, DictConfig)
-    del config["defaults"], config["hydra"]
-    return config
+    return upgrade(config)
 
 
 def flat_config(config: Any) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from zero.models.gpt import GPTConfig
-from zero.runtime.config.configuration import Config
+from zero.runtime.config.sections import Config
 from zero.runtime.data.prefetch import prefetch
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together

@@ -15,7 +15,7 @@ import pytest
 from tests import cli
 from zero.models.gpt import GPT
 from zero.partition.collectives import Axis
-from zero.runtime.config.configuration import load_sizes
+from zero.runtime.config.files import load_sizes
 from zero.runtime.data.loader import Loader
 from zero.runtime.inference.scoring import windows
 from zero.runtime.inference.trained import load_weights
@@ -152,7 +152,7 @@ def test_prompts_come_from_a_file(forks: cli.Forks) -> None:
         (("mode=sample", f"model.model_path={RUN}", "sample.top_p=2"), "sample.top_p=2"),
         (("mode=sample", f"model.model_path={RUN}", "sample.prompt_file=none.txt"), "none.txt: no such file"),
         (("mode=sample", "model.model_path=nowhere"), "nowhere: not a run directory"),
-        (("mode=evaluate", f"model.model_path={RUN}", "evaluate.validation=false"), "validation=False: expected"),
+        (("mode=evaluate", f"model.model_path={RUN}", "evaluate.validation=false"), "validation=false: expected"),
         (("mode=sample",), "runs has no run with a checkpoint"),
         (("mode=evaluate", f"model.model_path={RUN}", "data.resume_step=7"), "data.resume_step=7: .* holds steps 20"),
         (("mode=evaluate", f"model.model_path={RUN}", "evaluate.stride=32"), "evaluate.stride=32: expected 1 to 31"),
@@ -161,6 +161,6 @@ def test_prompts_come_from_a_file(forks: cli.Forks) -> None:
 )  # fmt: skip
 def test_mistakes_are_one_line(forks: cli.Forks, arguments: tuple[str, ...], message: str) -> None:
     done = forks.run(*arguments, "hydra.run.dir=mistake")
-    assert done.returncode == 1
+    assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: ") and re.search(message, last), done.stderr

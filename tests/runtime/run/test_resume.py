@@ -6,7 +6,7 @@ from pathlib import Path
 import hydra
 import pytest
 
-import zero.runtime.config.configuration  # noqa: F401  declares the keys
+import zero.runtime.config.sections  # noqa: F401  declares the keys
 from zero.runtime.errors import UserError
 from zero.runtime.run.resume import DEFAULT_ROOT, newest_run, resume_overrides
 from zero.runtime.run_directory import (

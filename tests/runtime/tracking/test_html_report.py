@@ -11,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from zero.runtime import run_directory
+from zero.runtime.config.resolve import default_config
 from zero.runtime.tracking.html_report import PANELS, write_report
 from zero.runtime.tracking.tracker import Tracker
 
@@ -31,7 +32,7 @@ def make_run(directory: Path, rate: float, resumed_from: int | None = None, with
                 **dict.fromkeys(names, rate / step),
             }
             tracker.log(line | ({"validation/loss": 6 * rate / step} if step % 5 == 0 else {}))
-    config = run_directory.default_config()
+    config = default_config()
     config.training.peak_learning_rate = rate
     OmegaConf.save(config, directory / run_directory.CONFIG_FILE)
     (directory / run_directory.LAYOUT_FILE).write_text("12 elements in 1 leaves\n")

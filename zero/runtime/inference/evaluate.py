@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from zero.models.gpt import GPTConfig
-from zero.runtime.config.configuration import Config, index_files
+from zero.runtime.config.resolve import index_files
+from zero.runtime.config.sections import Config
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.harness_tasks import run_tasks

@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from zero.models.gpt import GPTConfig
-from zero.runtime.config.configuration import Config
+from zero.runtime.config.sections import Config
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.generate import generate

@@ -15,7 +15,7 @@ from zero.partition.layout import PyTree
 from zero.partition.state import from_global
 from zero.runtime.build import make_model
 from zero.runtime.checkpoints.manager import Checkpoints
-from zero.runtime.config.configuration import Config
+from zero.runtime.config.sections import Config
 from zero.runtime.hosts import startup
 from zero.runtime.run_directory import saved_checkpoint_directory
 from zero.runtime.tokenizers import Tokenizer, load_tokenizer

@@ -11,12 +11,12 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 
+from zero.runtime.config.resolve import default_config
 from zero.runtime.errors import UserError
 from zero.runtime.run_directory import (
     CONFIG_FILE,
     LAYOUT_FILE,
     checkpoint_directory,
-    default_config,
     rebuild,
     saved_checkpoint_directory,
     saved_steps,

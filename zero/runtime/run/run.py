@@ -21,7 +21,7 @@ from zero.partition.collectives import Axis
 from zero.partition.layout import Layout
 from zero.partition.state import checksums, from_global, to_global
 from zero.runtime.checkpoints.manager import Checkpoints
-from zero.runtime.config.configuration import Config
+from zero.runtime.config.sections import Config
 from zero.runtime.data.loader import HostBatch, Loader
 from zero.runtime.data.prefetch import prefetch
 from zero.runtime.errors import UserError

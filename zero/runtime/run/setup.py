@@ -23,7 +23,8 @@ from zero.runtime import run_directory as run_files
 from zero.runtime import storage
 from zero.runtime.build import make_job
 from zero.runtime.checkpoints.manager import Checkpoints
-from zero.runtime.config.configuration import Config, index_files
+from zero.runtime.config.resolve import index_files
+from zero.runtime.config.sections import Config
 from zero.runtime.corpus.on_demand import prepare_if_missing
 from zero.runtime.data.cache import ShardCache
 from zero.runtime.data.loader import Loader
@@ -223,7 +224,7 @@ def _loaders(config: Config, size: GPTConfig, global_rows: int) -> tuple[Loader,
         train_samples=data.train_samples,
         host=host,
         hosts=hosts,
-        shuffle_shards=data.window,
+        shuffle_shards=data.shuffle_shards,
         skip_bad=data.max_skipped_rows > 0,
         cache=cache,
     )

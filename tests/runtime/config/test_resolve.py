@@ -1,0 +1,93 @@
+"""Configurations of saved runs: merged with the overrides given now, and read from earlier versions."""
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.runtime.config.composing import compose
+from zero.runtime.config.check import check
+from zero.runtime.config.files import load_sizes
+from zero.runtime.config.resolve import FIXED_KEYS, default_config, index_files, merge_resumed, upgrade
+from zero.runtime.errors import UserError
+
+RESUMED = ["resume=runs/a"]
+CHANGES = {
+    "seed": "1",
+    "training.ema": "0.9",
+    "model.size": "test",
+    "data.max_context": "128",
+    "data.tokenizer": "other.json",
+    "data.train_samples": "9",
+    "data.index_path_train": "[a.index,b.index]",
+    "data.shuffle_shards": "4",
+}
+
+
+def test_resume_takes_the_saved_values_and_the_overrides_given_now() -> None:
+    saved = compose("training.total_steps=70", "training.warmup_steps=7", "zero.stage=1")
+    merged = merge_resumed(saved, compose(*RESUMED, "training.total_steps=90"), ["training.total_steps=90"])
+    assert (merged.training.total_steps, merged.training.warmup_steps, merged.zero.stage) == (90, 7, 1)
+    assert merged.resume == "runs/a"
+
+
+def test_resume_forgets_the_step_that_an_earlier_resume_asked_for() -> None:
+    saved = compose(*RESUMED, "data.resume_step=5")
+    assert merge_resumed(saved, compose(*RESUMED), []).data.resume_step is None
+    again = ["data.resume_step=10"]
+    assert merge_resumed(saved, compose(*RESUMED, *again), again).data.resume_step == 10
+
+
+def test_resume_reads_a_configuration_from_before_a_key_existed() -> None:
+    saved = compose()
+    older = OmegaConf.create({k: v for k, v in saved.items() if k != "zero"})
+    assert merge_resumed(older, compose(*RESUMED), []).zero.stage == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "bucket_path", "index"),
+    [
+        ("a/b.index", None, "a/b.index"),
+        ("a/b.index", "gs://bucket/place/", "gs://bucket/place/a/b.index"),
+        ("/a/b.index", "bucket", "/a/b.index"),
+        (["a", "gs://other/b"], "bucket", ["gs://bucket/a", "gs://other/b"]),
+        ([{"index": "a", "weight": 0.7}, {"index": "b", "weight": 3}], None, {"a": 0.7, "b": 3}),
+        ([{"index": "a", "weight": 0.7}], "bucket", {"gs://bucket/a": 0.7}),
+    ],
+)
+def test_index_files_lie_in_the_bucket_or_where_they_say(value: Any, bucket_path: str | None, index: Any) -> None:
+    assert index_files(value, bucket_path) == index
+
+
+@pytest.mark.parametrize("key", FIXED_KEYS)
+def test_resume_refuses_what_changes_model_seed_or_order(key: str) -> None:
+    override = f"{key}={CHANGES[key]}"
+    with pytest.raises(UserError, match=rf"{key}=.*: a resume keeps {key}="):
+        merge_resumed(compose(), compose(*RESUMED, override), [override])
+    merge_resumed(compose(override), compose(*RESUMED, override), [override])
+
+
+def test_resume_refuses_an_unknown_key_in_the_saved_file() -> None:
+    saved = OmegaConf.create({"traning": {"batch_size": 8}})
+    with pytest.raises(UserError, match=r"run to resume: .*traning"):
+        merge_resumed(saved, compose(*RESUMED), [])
+
+
+def test_a_configuration_of_an_earlier_version_is_read() -> None:
+    old = OmegaConf.to_container(compose("data.shuffle_shards=5"))
+    assert isinstance(old, dict)
+    old["evaluate"]["tasks"] = []
+    old["data"]["window"] = old["data"].pop("shuffle_shards")
+    for search, largest, new in ((False, None, "none"), (True, False, "fastest"), (True, True, "largest")):
+        plan = old["plan"] | {"search": search, "largest": largest}
+        saved = upgrade(OmegaConf.create(old | {"plan": plan}))
+        merged = merge_resumed(saved, compose(*RESUMED), [])
+        assert (merged.data.shuffle_shards, merged.plan.search) == (5, new)
+        check(merged, load_sizes())
+        assert upgrade(saved) == saved
+
+
+def test_the_default_configuration_is_what_a_run_without_overrides_saves() -> None:
+    saved = default_config()
+    assert saved == OmegaConf.structured(check(compose(), load_sizes()))
+    assert saved.data.max_context == 256 and isinstance(saved.data.checkpoint_minutes, float)

@@ -1,0 +1,97 @@
+"""Checks a configuration before anything starts, and lists every mistake in it (hydra, omegaconf)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args, get_type_hints
+
+from hydra.errors import MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from zero.models.gpt import GPTConfig
+from zero.runtime.config.sections import Config, shown
+from zero.runtime.errors import UserError
+
+# Keys of earlier versions, and what replaces them. Saved configurations with them go on working (resolve.py).
+RENAMED = {
+    "data.window": "data.shuffle_shards",
+    "plan.largest": "plan.search=largest",
+    "evaluate.tasks": "evaluate.harness",
+}
+
+
+def check(config: DictConfig, sizes: Mapping[str, GPTConfig]) -> Config:
+    """The configuration as plain typed values, if it can be run at all.
+
+    Raises:
+      UserError: a line for each key that is unknown or missing, or whose value cannot be right, alone or with others:
+        the key, its value and what was expected.
+    """
+    typed = OmegaConf.structured(Config)
+    values: dict[Any, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]  # a mapping, as config is
+    mistakes = list(_assign(typed, values))
+    missing = OmegaConf.missing_keys(typed)
+    mistakes += [f"{key}: missing" for key in sorted(missing) if not any(f"{key}=" in line for line in mistakes)]
+    wrong = dict(_wrong_values(typed))
+    if "model.size" not in missing and typed.model.size not in sizes:
+        wrong["model.size"] = f"one of {', '.join(sizes)} (conf/model_config.yaml)"
+    if not missing and not wrong.keys() & {"model.size", "data.max_context"}:  # on which the other rules depend
+        checked: Config = OmegaConf.to_object(typed)  # type: ignore[assignment]  # what a structured config becomes
+        size = sizes[checked.model.size]
+        if checked.data.max_context is None:
+            checked.data.max_context = size.block_size
+        for key, expected in checked.mistakes(size):
+            wrong.setdefault(key, expected)
+    mistakes += [f"{key}={shown(OmegaConf.select(typed, key))}: expected {expected}" for key, expected in wrong.items()]
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+    return checked
+
+
+def _assign(section: DictConfig, values: dict[Any, Any], prefix: str = "") -> Iterator[str]:
+    """Sets the values of a section key by key; a line for each unknown key or wrong type."""
+    names = [field.name for field in dataclasses.fields(OmegaConf.get_type(section))]  # type: ignore[arg-type]
+    for key, value in values.items():
+        if isinstance(value, dict) and key in names and OmegaConf.is_dict(section.get(key)):
+            yield from _assign(section[key], value, f"{prefix}{key}.")
+            continue
+        try:
+            section[key] = value
+        except (ConfigKeyError, ConfigAttributeError) as error:
+            yield describe(error)
+        except OmegaConfBaseException as error:
+            yield f"{prefix}{key}={shown(value)}: {str(error).splitlines()[0]}"
+
+
+def _wrong_values(section: DictConfig, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Keys whose value does not pass the check of their field, and what was expected."""
+    kind: Any = OmegaConf.get_type(section)
+    types = get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        key, is_optional = f"{prefix}{field.name}", type(None) in get_args(types[field.name])
+        if dataclasses.is_dataclass(types[field.name]):
+            yield from _wrong_values(section[field.name], f"{key}.")
+        elif "check" in field.metadata and not OmegaConf.is_missing(section, field.name):
+            value, (holds, expected) = section[field.name], field.metadata["check"]
+            value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+            if not (value is None and is_optional) and not holds(value):
+                yield key, expected + (", or null" if is_optional else "")
+
+
+def describe(error: Exception) -> str:
+    """One line for what Hydra or OmegaConf found wrong: the key, why, and which keys there are."""
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    lines = str(error).splitlines()
+    parts = lines[:2]
+    if isinstance(cause, OmegaConfBaseException):
+        if cause.full_key in RENAMED:
+            return f"{cause.full_key}: expected {RENAMED[cause.full_key]}, which replaces it"
+        subject = str(cause.full_key) if cause is error else lines[0]
+        parts = [part for part in (subject, str(cause).splitlines()[0]) if part]
+        if isinstance(cause, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(cause.object_type):
+            parts.append("expected one of " + ", ".join(field.name for field in dataclasses.fields(cause.object_type)))
+    if isinstance(error, MissingConfigException) and error.options:
+        parts = [lines[0].rstrip(": "), "expected one of " + ", ".join(sorted(error.options))]
+    return ": ".join(part.rstrip(".") for part in parts)

@@ -1,0 +1,96 @@
+"""The default configuration, and those of saved runs, also of earlier versions (omegaconf)."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from functools import cache
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from zero.runtime import storage
+from zero.runtime.config.check import check, describe
+from zero.runtime.config.files import conf_directory, load_sizes
+from zero.runtime.config.sections import shown
+from zero.runtime.errors import UserError
+
+# What a resume may not change: the model, the seed and the order of the data.
+FIXED_KEYS = (
+    "seed",
+    "model.size",
+    "training.ema",
+    "data.max_context",
+    "data.tokenizer",
+    "data.train_samples",
+    "data.index_path_train",
+    "data.shuffle_shards",
+)
+
+
+@cache
+def _default() -> DictConfig:
+    config = OmegaConf.load(conf_directory() / "config.yaml")
+    assert isinstance(config, DictConfig)
+    del config["defaults"], config["hydra"]
+    return OmegaConf.create(dataclasses.asdict(check(config, load_sizes())))
+
+
+def default_config() -> DictConfig:
+    """The configuration of a run without overrides, as the run saves it: checked and typed."""
+    return copy.deepcopy(_default())
+
+
+def upgrade(saved: DictConfig) -> DictConfig:
+    """A saved configuration, maybe of an earlier version, with the keys of this version."""
+    upgraded: dict[str, Any] = OmegaConf.to_container(saved)  # type: ignore[assignment]  # string keys
+    data, plan = upgraded.get("data", {}), upgraded.get("plan", {})
+    if "window" in data:  # until 0.1
+        data["shuffle_shards"] = data.pop("window")
+    if isinstance(plan.get("search"), bool):  # until 0.1, with plan.largest beside it
+        plan["search"] = ("largest" if plan.get("largest") else "fastest") if plan["search"] else "none"
+    plan.pop("largest", None)
+    upgraded.get("evaluate", {}).pop("tasks", None)  # until 0.1; evaluate.harness has them
+    return OmegaConf.create(upgraded)
+
+
+def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictConfig:
+    """The saved configuration with the overrides that were given now.
+
+    Raises:
+      UserError: overrides that would change the model, the seed or the order of the data, a line for each.
+    """
+    try:
+        merged = OmegaConf.merge(config, saved)
+        merged.model.ema = False  # it was chosen for that start
+        merged.data.resume_step = None  # it was meant for that start
+        for key in ("coordinator_address", "num_processes", "process_id"):  # they belong to the machines of that start
+            merged.distributed[key] = config.distributed[key]
+        for key in [override.lstrip("+~").split("=", 1)[0] for override in overrides]:
+            OmegaConf.update(merged, key, OmegaConf.select(config, key))
+    except OmegaConfBaseException as error:
+        raise UserError(f"configuration of the run to resume: {describe(error)}") from error
+    pairs = {key: (OmegaConf.select(saved, key), OmegaConf.select(merged, key)) for key in FIXED_KEYS}
+    changed = [
+        f"{key}={shown(now)}: a resume keeps {key}={shown(before)} of the run"
+        for key, (before, now) in pairs.items()
+        if now != before
+    ]
+    if changed:
+        raise UserError("\n".join(changed))
+    merged.resume = config.resume
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def index_files(value: Any, bucket_path: str | None) -> str | list[str] | dict[str, float]:
+    """What `data.index_path_train` or `..._validation` says, for a Loader: index files, or their weights.
+
+    Relative paths are in the bucket, if there is one.
+    """
+    if isinstance(value, str):
+        return storage.join(storage.bucket(bucket_path), value) if bucket_path else value
+    if all(isinstance(entry, str) for entry in value):
+        return [str(index_files(entry, bucket_path)) for entry in value]
+    return {str(index_files(entry["index"], bucket_path)): entry["weight"] for entry in value}

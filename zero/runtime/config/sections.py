@@ -1,0 +1,288 @@
+"""The sections of conf/config.yaml: each key with its type and its check, each section with its rules between keys.
+
+Values and explanations are in conf/config.yaml alone. Below the training loop functions take plain values, and nothing
+sees these classes (hydra, omegaconf).
+"""
+# ruff: noqa: RUF009  the functions of keys.py return dataclass fields
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from zero.models.gpt import REMAT, GPTConfig
+from zero.runtime.config.keys import at_least, checked, fraction, list_of, one_of, positive, random_seed, zero_or_more
+
+DTYPES = ("float32", "bfloat16")
+Mistakes = Iterator[tuple[str, str]]  # key, and what was expected
+_PATHS = "the path of an index file, or a list of them"
+_MIXTURE = "[{index: path, weight: 0.7}, ...] of files of different names"
+
+
+@dataclass
+class Training:
+    max_epochs: int | None = at_least(1)
+    batch_size: int = at_least(1)
+    peak_learning_rate: float = zero_or_more()
+    end_learning_rate: float = zero_or_more()
+    warmup_steps: int = zero_or_more()
+    total_steps: int = at_least(1)
+    weight_decay: float = zero_or_more()
+    gradient_accumulation_steps: int = at_least(1)
+    evaluation_frequency: int = at_least(1)
+    maximum_evaluation_steps: int = at_least(1)
+    staged_warmup_steps: int = zero_or_more()
+    warmup_train_context: int = MISSING
+    max_gradient_norm: float | None = checked(lambda value: value > 0, "more than 0")
+    skip_bad_steps: bool = MISSING
+    skip_spikes: float | None = positive()
+    max_skipped_in_a_row: int = at_least(1)
+    log_frequency: int = at_least(1)
+    sample_tokens: int = zero_or_more()
+    ema: float | None = checked(lambda value: 0 < value < 1, "more than 0, less than 1")
+    harness_frequency: int | None = at_least(1)
+
+    def mistakes(self, config: Config, size: GPTConfig) -> Mistakes:
+        if self.warmup_steps >= self.total_steps:
+            yield "training.warmup_steps", f"fewer than training.total_steps={self.total_steps}"
+        context, longest = self.warmup_train_context, config.data.max_context
+        if self.staged_warmup_steps and longest <= size.block_size and (context < 2 or longest % context):
+            yield "training.warmup_train_context", f"a divisor of data.max_context={longest}, at least 2"
+        if not size.alibi_attn and self.sample_tokens >= size.block_size:
+            learned = f"the learned positions of model.size={config.model.size} less one"
+            yield "training.sample_tokens", f"at most {size.block_size - 1}, {learned}"
+        if self.harness_frequency is not None and not config.evaluate.harness:
+            yield "training.harness_frequency", "tasks in evaluate.harness beside it, or null"
+
+
+@dataclass
+class Model:
+    size: str = MISSING
+    warm_start: bool = MISSING
+    model_path: str | None = MISSING
+    ema: bool = MISSING
+
+    def mistakes(self, config: Config, size: GPTConfig) -> Mistakes:
+        if config.mode == "train" and self.warm_start and not self.model_path:
+            places = "a run, a directory of checkpoints or a Hugging Face folder"
+            yield "model.model_path", f"{places}, as model.warm_start=true"
+
+
+@dataclass
+class Data:
+    corpus: str | None = MISSING
+    tokenizer: str = MISSING
+    max_context: Any = checked(  # an integer, once it is checked
+        lambda value: value is None or (isinstance(value, int) and value >= 2), "at least 2, or null"
+    )
+    train_samples: int | None = at_least(1)
+    checkpoint_directory: str = MISSING
+    bucket_path: str | None = MISSING
+    index_path_train: Any = checked(lambda value: is_paths(value) or _is_mixture(value), f"{_PATHS}, or {_MIXTURE}")
+    index_path_validation: Any = checked(lambda value: is_paths(value), _PATHS)
+    shuffle_shards: int = at_least(1)
+    max_skipped_rows: int = zero_or_more()
+    cache_directory: str | None = MISSING
+    cache_bytes: int = at_least(1)
+    wandb_project: str | None = MISSING
+    tensorboard: bool = MISSING
+    resume_step: int | None = MISSING
+    keep_checkpoints: int = at_least(1)
+    checkpoint_minutes: float | None = positive()
+
+    def mistakes(self, config: Config, size: GPTConfig) -> Mistakes:
+        if self.max_context > size.block_size:
+            yield (
+                "data.max_context",
+                f"2 to {size.block_size}, the block_size of model.size={config.model.size}, or null",
+            )
+        if not is_paths(self.index_path_train) and self.train_samples is not None:
+            yield "data.train_samples", "null, as data.index_path_train is a mixture"
+        if self.resume_step is not None and config.resume is None and config.mode == "train":
+            yield "data.resume_step", "--resume beside it"
+
+
+@dataclass
+class Zero:
+    stage: int = one_of(0, 1, 2, 3)
+    compute_dtype: str = one_of("auto", *DTYPES)
+    wire_dtype: str = one_of(*DTYPES)
+    reduce_dtype: str = one_of(*DTYPES)
+    gradient_dtype: str = one_of(*DTYPES)
+    remat: str = one_of("auto", *REMAT)
+    fused_update: bool = MISSING
+    replicate: bool | None = MISSING
+
+    def mistakes(self, config: Config, size: GPTConfig) -> Mistakes:
+        if not self.fused_update:
+            return
+        training = config.training
+        needed: dict[str, tuple[Any, list[Any]]] = {
+            "zero.stage": (self.stage, [3]),
+            "zero.remat": (self.remat, ["auto", "full"]),
+            "training.max_gradient_norm": (training.max_gradient_norm, [None]),
+            "training.skip_bad_steps": (training.skip_bad_steps, [False]),
+            "training.skip_spikes": (training.skip_spikes, [None]),
+            "training.gradient_accumulation_steps": (training.gradient_accumulation_steps, [1]),
+        }
+        for key, (value, choices) in needed.items():
+            if value not in choices:
+                possible = " or ".join(map(shown, choices))
+                yield key, f"{possible}, as zero.fused_update=true never holds the whole gradient"
+
+
+@dataclass
+class Evaluate:
+    validation: bool = MISSING
+    harness: list[str] = MISSING
+    context: int | None = at_least(2)
+    stride: int | None = at_least(1)
+
+    def mistakes(self, config: Config, size: GPTConfig) -> Mistakes:
+        if config.mode == "evaluate" and not (self.validation or self.harness):
+            yield "evaluate.validation", "true, or evaluate.harness beside it"
+        context = self.context or config.data.max_context
+        if self.stride is not None and self.stride >= context:
+            yield "evaluate.stride", f"1 to {context - 1}, or null"
+
+
+@dataclass
+class Sample:
+    prompt: Any = MISSING
+    prompt_file: str | None = MISSING
+    copies: int = at_least(1)
+    tokens: int = at_least(1)
+    seed: int = random_seed()
+    temperature: float = zero_or_more()
+    top_k: int | None = at_least(1)
+    top_p: float | None = fraction()
+    typical_p: float | None = fraction()
+    repetition_penalty: float = positive()
+
+
+@dataclass
+class Profile:
+    steps: list[int] | None = checked(
+        lambda steps: len(steps) == 2 and 1 <= steps[0] <= steps[1], "the first and the last step, such as [20,25]"
+    )
+    peak_flops: float | None = positive()
+
+
+@dataclass
+class Grid:
+    stage: list[int] = list_of(one_of(0, 1, 2, 3))
+    micro_batch: list[int] = list_of(at_least(1))
+    accumulation: list[int] = list_of(at_least(1))
+    remat: list[str] = list_of(one_of(*REMAT))
+    context: list[int] | None = list_of(at_least(2))
+
+
+@dataclass
+class Plan:
+    topology: str = MISSING
+    micro_batch: int = at_least(1)
+    search: str = checked(
+        lambda value: value in ("none", "fastest", "largest"),
+        "none, fastest or largest; what was true is fastest, or largest without a model.size",
+    )
+    grid: Grid = field(default_factory=Grid)
+    dollars_per_hour: float | None = positive()
+    mfu: float = fraction()
+    processes: int | None = at_least(1)
+
+    def mistakes(self, config: Config, size: GPTConfig) -> Mistakes:
+        if self.search != "largest" and max(self.grid.context or [0]) > size.block_size:
+            limit = f"the block_size of model.size={config.model.size}"
+            yield "plan.grid.context", f"a list, each element 2 to {size.block_size}, {limit}, or null"
+
+
+@dataclass
+class Distributed:
+    cpu_devices: int = at_least(1)
+    coordinator_address: str | None = checked(
+        lambda value: re.fullmatch(r".+:\d+", value) is not None, "host:port of the first process"
+    )
+    num_processes: int | None = at_least(1)
+    process_id: int | None = zero_or_more()
+    compilation_cache: str | None = MISSING
+
+    def mistakes(self, config: Config, size: GPTConfig) -> Mistakes:
+        number, count = self.process_id, self.num_processes
+        if self.coordinator_address is None:
+            for key, value in (("num_processes", count), ("process_id", number)):
+                if value is not None:
+                    yield f"distributed.{key}", "null, as there is no distributed.coordinator_address"
+        elif count is None:
+            yield "distributed.num_processes", "the number of processes, as there is a distributed.coordinator_address"
+        elif number is None or number >= count:
+            yield "distributed.process_id", f"0 to {count - 1}, another one for each process"
+
+
+@dataclass
+class Config:
+    """All of `conf/config.yaml`; its comments say what each key means."""
+
+    mode: str = one_of("train", "evaluate", "sample", "plan")
+    resume: str | None = MISSING
+    seed: int = random_seed()
+    training: Training = field(default_factory=Training)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    zero: Zero = field(default_factory=Zero)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    sample: Sample = field(default_factory=Sample)
+    profile: Profile = field(default_factory=Profile)
+    distributed: Distributed = field(default_factory=Distributed)
+    plan: Plan = field(default_factory=Plan)
+
+    def mistakes(self, size: GPTConfig) -> Mistakes:
+        """What does not fit together. Each key by itself is checked by its field."""
+        for section in (
+            self.training,
+            self.model,
+            self.data,
+            self.zero,
+            self.evaluate,
+            self.distributed,
+            self.plan,
+        ):
+            yield from section.mistakes(self, size)
+
+
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+def shown(value: Any) -> str:
+    """A value as the command line takes it.
+
+    >>> shown(None), shown(True), shown(0.5), shown([1, 2])
+    ('null', 'true', '0.5', '[1, 2]')
+    """
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def is_paths(value: Any) -> bool:
+    """Whether a value is the path of an index file or a list of them, and not a mixture."""
+    paths = value if isinstance(value, list) else [value]
+    return bool(paths) and all(isinstance(path, str) and path for path in paths)
+
+
+def _is_mixture(value: Any) -> bool:
+    if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
+        return False
+    is_whole = all(
+        entry.keys() == {"index", "weight"}
+        and isinstance(entry["index"], str)
+        and isinstance(entry["weight"], int | float)
+        and 0 < entry["weight"] < math.inf
+        for entry in value
+    )
+    # The metrics name a corpus by the stem of its index file.
+    return is_whole and len({Path(entry["index"]).stem for entry in value}) == len(value)

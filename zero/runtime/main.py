@@ -1,0 +1,154 @@
+"""The command line (hydra): checks the configuration and hands over to train, evaluate, sample or plan."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+from zero.models.gpt import GPTConfig
+from zero.runtime.config.check import check, describe
+from zero.runtime.config.files import conf_directory, load_sizes
+from zero.runtime.config.resolve import merge_resumed
+from zero.runtime.config.sections import Config
+from zero.runtime.errors import Unavailable, UserError
+from zero.runtime.hosts.signals import SIGNALS, exit_immediately, unanswered
+from zero.runtime.run.resume import resume_overrides, trained_run
+from zero.runtime.run_directory import saved_config
+
+# The run directory cannot be made or written: a mistake, or a disk that may have room again later.
+BAD_PLACE = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EPERM}
+BAD_PLACE |= {errno.EROFS}
+FULL_DISK = {errno.EDQUOT, errno.ENOSPC}
+
+
+def main() -> None:
+    """Runs what `sys.argv` says. Exit status: see the README, "Train"."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra itself prints what it catches, over many lines
+    with errors_in_lines():
+        for number in SIGNALS:
+            signal.signal(number, interrupt)
+        sys.argv[1:] = resume_overrides(sys.argv[1:])
+        try:
+            run()
+        except HydraException as error:
+            raise UserError("\n".join(all_mistakes(sys.argv[1:], error))) from error
+
+
+def plan() -> None:
+    """`main` with mode=plan."""
+    sys.argv.insert(1, "mode=plan")
+    main()
+
+
+@hydra.main(version_base="1.3", config_path=str(conf_directory()), config_name="config")
+def run(config: DictConfig) -> None:
+    hydra_config = HydraConfig.get()
+    with errors_in_lines():
+        checked, size = resolve(config, list(hydra_config.overrides.task))
+        status = program(checked.mode)(checked, size, Path(hydra_config.runtime.output_dir))
+    if status:
+        exit_immediately(status)  # a status of 0 returns, so that --multirun goes on
+
+
+def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig]:
+    """The checked configuration, merged with that of the run that it resumes or uses, and the size of its model.
+
+    Raises:
+      UserError: a line for each mistake.
+    """
+    if config.resume is not None:
+        config = merge_resumed(saved_config(Path(config.resume)), config, overrides)
+    elif config.mode in ("evaluate", "sample"):
+        config.model.model_path = str(trained_run(config.model.model_path))
+        saved = saved_config(Path(config.model.model_path))
+        config = merge_resumed(saved, config, [*overrides, "model.model_path"])
+    sizes = load_sizes()
+    checked = check(config, sizes)
+    return checked, sizes[checked.model.size]
+
+
+def program(mode: str) -> Callable[[Config, GPTConfig, Path], int]:
+    """What a mode runs. Imported here: that takes seconds, and mistakes in the configuration are told before."""
+    if mode == "plan":
+        from zero.runtime.planning.plan import plan
+
+        return plan
+    if mode == "evaluate":
+        from zero.runtime.inference.evaluate import evaluate
+
+        return evaluate
+    if mode == "sample":
+        from zero.runtime.inference.sample import sample
+
+        return sample
+    from zero.runtime.train import train
+
+    return train
+
+
+def all_mistakes(arguments: Sequence[str], first: HydraException) -> list[str]:
+    """A line for each mistake in the overrides, of which Hydra has told the first: each is composed alone."""
+    if any(argument.startswith("-") for argument in arguments):  # Hydra's own options: not all arguments are overrides
+        return [describe(first)]
+    found, right = [], []
+    with hydra.initialize_config_dir(str(conf_directory()), version_base="1.3"):
+        for override in arguments:
+            try:
+                hydra.compose("config", [override])
+                right.append(override)
+            except HydraException as error:
+                found.append(describe(error))
+        try:
+            resolve(hydra.compose("config", right), right)
+        except HydraException as error:
+            found.append(describe(error))
+        except UserError as error:
+            found += str(error).splitlines()
+    return found or [describe(first)]
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Ends what is under way; also where the exception gets lost, as in a callback of the garbage collector."""
+    timer = threading.Timer(5, say_interrupted, [number])
+    timer.daemon = True
+    unanswered.append((number, timer))
+    timer.start()
+    raise KeyboardInterrupt(number)
+
+
+def say_interrupted(number: int) -> None:
+    print("error: interrupted", file=sys.stderr, flush=True)
+    os._exit(128 + number)  # Python's own exit waits for threads that compile, and crashes some of them
+
+
+@contextmanager
+def errors_in_lines() -> Iterator[None]:
+    """Ends the program with a line for each mistake, without a traceback, and with the status of the error."""
+    try:
+        yield
+    except UserError as error:
+        end(str(error), error.status)
+    except OSError as error:
+        if error.errno not in BAD_PLACE | FULL_DISK:
+            raise
+        end(str(error), Unavailable.status if error.errno in FULL_DISK else UserError.status)
+    except KeyboardInterrupt as error:  # there is nothing to save yet, or a model is only used
+        say_interrupted(error.args[0])
+
+
+def end(message: str, status: int) -> None:
+    for line in message.splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    sys.exit(status)
