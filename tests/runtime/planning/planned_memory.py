@@ -1,20 +1,29 @@
-"""Started by test_planning.py: plans a step on 8 virtual CPU devices, takes it, and prints both as JSON."""
+"""Started by test_plan.py: plans a step on 8 virtual CPU devices, takes it, and prints both as JSON."""
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
-from hydra import compose, initialize_config_dir
 
+from tests.runtime.config.composing import compose
 from zero.models.gpt import GPTConfig
 from zero.runtime.build import make_job
-from zero.runtime.config.configuration import check, load_sizes
-from zero.runtime.planning.planning import Request, compile_step, step_arguments
+from zero.runtime.config.check import check
+from zero.runtime.config.files import load_sizes
+from zero.runtime.inference.generate import generate
+from zero.runtime.planning.compile import (
+    Request,
+    compile_step,
+    evaluation_arguments,
+    sampling_arguments,
+    step_arguments,
+)
 from zero.runtime.run.run import split_rows
+from zero.training.programs import make_inference
 
-CONF = Path(__file__).parents[3] / "conf"
 SIZE = GPTConfig(embedding_dim=384, vocab_size=2048, num_head=8, block_size=64, dropout=0.0, N=4, vocab_chunks=2)
 
 
@@ -25,10 +34,10 @@ def resident(field: str) -> int:
 
 
 jax.config.update("jax_num_cpu_devices", 8)
-with initialize_config_dir(str(CONF), version_base="1.3"):
-    composed = compose("config", ["plan.topology=cpu", "data.max_context=64", *sys.argv[1:]])
-config = check(composed, load_sizes(CONF / "model_config.yaml"))
-row = compile_step(Request(config, SIZE, micro_batch=1))
+overrides = ("plan.topology=cpu", "data.max_context=64", "training.sample_tokens=0", *sys.argv[1:])
+config = check(compose(*overrides), load_sizes())
+request = Request(config, SIZE, micro_batch=1)
+row = compile_step(request)
 
 job = make_job(config, SIZE)  # as training does
 key = np.asarray(jax.random.key_data(jax.random.key(0)))
@@ -43,4 +52,27 @@ before = resident("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
 state, metrics = step(state, batch)
 jax.block_until_ready((state, metrics))
-print(json.dumps({"row": row, "is_same": is_same, "live": live, "grown": (resident("VmHWM") - before) // 8}))
+grown = (resident("VmHWM") - before) // 8
+
+
+def shapes(arguments: Any) -> Any:
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(arguments) if hasattr(x, "shape")]
+
+
+# What training passes to the programs that it pauses for.
+params, tokens = evaluation_arguments(job, request)
+is_same &= shapes((params, tokens)) == shapes((state.params, batch.tokens))
+inference = make_inference(job.model)
+recorded: list[Any] = []
+
+
+def extend(params: Any, state: Any, keys: Any, count: int) -> Any:
+    recorded.append(shapes((params, state, keys)))
+    return state, np.zeros((8, 1 + count), np.int32)
+
+
+not_compiled = inference._replace(prefill=lambda *args: inference.prefill.lower(*args).out_info, extend=extend)
+for _ in generate(not_compiled, state.params, [np.zeros(1, np.int32)], 16, seed=1, chunk=16):  # as at an evaluation
+    pass
+is_same &= recorded == [shapes(sampling_arguments(job, inference, 16))]
+print(json.dumps({"row": row, "is_same": is_same, "live": live, "grown": grown}))

@@ -1,4 +1,4 @@
-"""What a compiled program does, read from its text: XLA's own totals count the body of a loop once."""
+"""Traffic of a compiled program, read from its text: XLA's own totals count the body of a loop once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "coll
 
 
 def collective_bytes(text: str) -> dict[str, int]:
-    """Bytes that one device sends for each kind of collective while the program runs once, loops as often as they run.
+    """Bytes that one device sends in one run of the program, by kind of collective; a loop counts once per iteration.
 
     Of n bytes on k devices, in a ring: a gather or a scatter sends n (k - 1) / k, an all-reduce twice as much.
 
     Raises:
-      ValueError: how often a loop runs cannot be read.
+      ValueError: the number of iterations of a loop cannot be read.
     """
     bodies, entry = _computations(text)
     totals: Counter[str] = Counter()
@@ -51,7 +51,7 @@ def _sent(kind: str, result: str, op: str, rest: str) -> float:
         if iota is None:
             raise ValueError(f"replica groups of {op} not understood: {rest[:200]}")
         k = int(iota[1])
-    # What a scatter returns is a k-th of what it sends on.
+    # The result of a reduce-scatter is 1/k of its operand.
     return size * {"all-reduce": 2 * (k - 1) / k, "reduce-scatter": k - 1}.get(kind, (k - 1) / k)
 
 
@@ -75,7 +75,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _runs(bodies: dict[str, list[str]], entry: str) -> dict[str, int]:
-    """How often each computation runs."""
+    """How many times each computation runs."""
     runs: defaultdict[str, int] = defaultdict(int)
 
     def visit(name: str, times: int) -> None:
@@ -98,12 +98,12 @@ def _runs(bodies: dict[str, list[str]], entry: str) -> dict[str, int]:
 
 
 def _trips(rest: str, bodies: dict[str, list[str]], condition: str) -> int:
-    """From what XLA noted, or from a condition that compares a counter, which starts at 0, with a constant."""
+    """Iterations of a loop: as XLA has noted, or from a condition that compares a counter from 0 with a constant."""
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', rest):
         return int(noted[1])
     lines = bodies[condition]
     text = "\n".join(lines + [line for other in _CALLED.findall("\n".join(lines)) for line in bodies[other]])
     limits = re.findall(r"= s32\[\]\S* constant\((\d+)\)", text)
     if len(limits) != 1 or "direction=LT" not in text:
-        raise ValueError(f"how often a loop runs cannot be read from its condition:\n{text}")
+        raise ValueError(f"the number of iterations of a loop cannot be read from its condition:\n{text}")
     return int(limits[0])

@@ -1,4 +1,4 @@
-"""Devices to compile for, here or not (libtpu by way of jax), and what one of them is able to do."""
+"""The devices to compile for, present or not (libtpu by way of jax), and the published peaks of each kind."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Speed(NamedTuple):
     """Published peaks of one device as jax counts them: half a chip on v3.
 
     Attributes:
-      flops: bfloat16 operations a second.
-      memory: bytes a second between HBM and the core.
-      network: bytes a second that leave the device for others of the slice.
+      flops: bfloat16 operations per second.
+      memory: bytes per second between HBM and the device.
+      network: bytes per second that leave the device for others of the slice.
     """
 
     flops: float
@@ -42,7 +42,7 @@ SPEEDS = {
     "TPU v6 lite": Speed(918e12, 1640e9, 102.4e12 / 256),
     "NVIDIA H200": Speed(989e12, 4800e9, 450e9),
 }
-# Of each generation: what counts in a slice's name a chip, and dimensions of its torus.
+# For each generation: how many of the numbered units of a slice's name a chip has, and the dimensions of its torus.
 GENERATIONS = {"v2": (2, 2), "v3": (2, 2), "v4": (2, 3), "v5e": (1, 2), "v5p": (2, 3), "v6e": (1, 2)}
 ALIASES = {"v5litepod": "v5e", "v5lite": "v5e"}
 
@@ -54,7 +54,7 @@ def peak_flops(device: Any) -> float | None:
 
 
 def slice_shape(name: str) -> str:
-    """What libtpu calls the slice that people call `v3-32`; other names are returned as they are.
+    """libtpu's name of a slice such as `v3-32`; names such as `v3:4x4` are returned unchanged.
 
     Raises:
       UserError: there is no such slice.
@@ -73,14 +73,17 @@ def slice_shape(name: str) -> str:
     cores, dims = GENERATIONS[generation]
     chips = count // cores
     if count % cores or chips < 1 or chips & (chips - 1):
-        raise UserError(f"plan.topology={name}: expected {cores} x a power of two; other slices as {generation}:2x4")
+        raise UserError(
+            f"plan.topology={name}: expected {cores} times a power of two; name other slices by their shape, "
+            f"such as {generation}:2x4"
+        )
     power = chips.bit_length() - 1
     shape = [2 ** ((power + dim) // dims) for dim in range(dims)]
     return f"{generation}:{'x'.join(map(str, sorted(shape, key=lambda size: (size == 1, size))))}"
 
 
 def prepare_environment(topology: str) -> None:
-    """Sets what processes that compile need to find in their environment when jax starts.
+    """Sets the environment variables that jax has to find when it starts in the processes that compile.
 
     Raises:
       UserError: the TPU compiler is not installed.
@@ -91,10 +94,10 @@ def prepare_environment(topology: str) -> None:
         return
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
-            f"plan.topology={topology}: the TPU compiler (libtpu) is not installed, and it needs no TPU; on Linux "
-            './prepareTPUVM.sh --test or pip install "jax[tpu]" brings it'
+            f"plan.topology={topology}: the TPU compiler (libtpu) is not installed. On x86-64 Linux, without a TPU: "
+            "./prepareTPUVM.sh --plan or pip install 'zero-pmap[plan]'"
         )
-    # No metadata server is asked for a TPU, and several processes may load libtpu at once.
+    # Do not ask a metadata server for a TPU, and let several processes load libtpu at once.
     os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
 
@@ -107,7 +110,7 @@ def find_devices(topology: str) -> list[Any]:
     if topology in LOCAL:
         try:
             return list(jax.local_devices())
-        except (RuntimeError, AssertionError) as error:  # the second without a word, where jax has no CUDA plugin
+        except (RuntimeError, AssertionError) as error:  # AssertionError: jax has no CUDA plugin
             raise UserError(f"plan.topology={topology}: jax finds no such device on this machine") from error
     from jax.experimental import topologies
 
@@ -118,13 +121,13 @@ def find_devices(topology: str) -> list[Any]:
         return topologies.get_topology_desc(topology_name=shape, platform="tpu", **options).devices
     except jax.errors.JaxRuntimeError as error:
         status, _, reason = str(error).splitlines()[0].partition(": ")
-        if status != "INVALID_ARGUMENT":  # anything else is no mistake of the user
+        if status != "INVALID_ARGUMENT":  # not a mistake of the user
             raise
         raise UserError(f"plan.topology={topology}: {reason}") from error
 
 
 def available_bytes(devices: list[Any]) -> int:
-    """Memory of one device for programs and their data: what its compiler or allocator says, on CPU a fair share."""
+    """Memory of one device for programs and their data, as its compiler or allocator says; on CPU an equal share."""
     device = devices[0]
     if device.platform != "tpu" or device.client is jax.local_devices()[0].client:
         return device_memory()
@@ -134,11 +137,11 @@ def available_bytes(devices: list[Any]) -> int:
         program.lower(too_much).compile()
     except jax.errors.JaxRuntimeError as error:
         return out_of_memory(error)[1]
-    raise AssertionError("4 TiB fitted a core")
+    raise AssertionError("4 TiB fitted on a device")
 
 
 def out_of_memory(error: Exception) -> tuple[int, int]:
-    """Bytes that a program wanted and bytes there are, from the error of the TPU compiler.
+    """Bytes that a program needs and bytes that there are, from the error of the TPU compiler.
 
     Raises:
       Exception: the error itself, if it is about something else.

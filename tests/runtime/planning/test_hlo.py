@@ -1,0 +1,46 @@
+"""Traffic and operations of programs whose cost is known."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from zero.runtime.planning.hlo import collective_bytes
+from zero.training.flops import matmul_flops
+
+
+def program(steps: int) -> tuple[Any, jax.ShapeDtypeStruct]:
+    """A scan of `steps` turns, each a matrix product, a gather, a scatter and, in a scan of two more, an all-reduce."""
+
+    def turn(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        whole = lax.all_gather(x, "i", tiled=True)  # (8 x 16, 16)
+        x = lax.psum_scatter(whole @ x, "i", tiled=True)
+        return lax.scan(lambda x, _: (lax.psum(jnp.sin(x), "i"), None), x, length=2)[0], None
+
+    step = jax.pmap(lambda x: lax.scan(turn, x, length=steps)[0], axis_name="i")
+    return step, jax.ShapeDtypeStruct((8, 16, 16), jnp.float32)
+
+
+@pytest.mark.parametrize("steps", [3, 70])
+def test_a_loop_counts_as_often_as_it_runs(steps: int) -> None:
+    step, x = program(steps)
+    shard = 16 * 16 * 4
+    assert collective_bytes(step.lower(x).compile().as_text()) == {
+        "all-gather": steps * 7 * shard,
+        "reduce-scatter": steps * 7 * shard,
+        "all-reduce": steps * 2 * (2 * 7 * shard // 8),
+    }
+    assert matmul_flops(jax.make_jaxpr(step)(x).jaxpr) == steps * 2 * 128 * 16 * 16
+
+
+def test_a_loop_of_unknown_length_is_refused() -> None:
+    def halve(x: jax.Array) -> jax.Array:
+        return lax.while_loop(lambda x: x.sum() > 1, lambda x: lax.psum(x @ x, "i") / 2, x)
+
+    step, x = jax.pmap(halve, axis_name="i"), jax.ShapeDtypeStruct((8, 4, 4), jnp.float32)
+    with pytest.raises(ValueError, match="cannot be read"):
+        collective_bytes(step.lower(x).compile().as_text())
+    with pytest.raises(ValueError, match="while loop"):
+        matmul_flops(jax.make_jaxpr(step)(x).jaxpr)

@@ -1,0 +1,147 @@
+"""Plans against what they plan: the table of a slice that is not here, and a step that was really made."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from omegaconf import OmegaConf
+
+from tests import cli
+from zero.runtime.config.resolve import default_config
+from zero.runtime.config.sections import Config
+from zero.runtime.planning.table import table
+
+KEYS = {"stage", "micro_batch", "accumulation", "remat", "context", "gradient_dtype", "clipping", "fused_update"}
+KEYS |= {"fits", "state_bytes", "peak_bytes", "available_bytes", "collective_bytes", "flops", "seconds_lower_bound"}
+KEYS |= {"compile_seconds", "evaluation_peak_bytes", "sampling_peak_bytes", "model_flops"}
+
+
+def plan(place: Path, *overrides: str, timeout: float = 280) -> dict[str, Any]:
+    done = cli.finish(cli.start(place, "mode=plan", "hydra.run.dir=plan", *overrides), timeout)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    return json.loads((place / "plan" / "plan.json").read_text())
+
+
+@pytest.mark.timeout(300)
+def test_plan_of_a_v3_8(tmp_path: Path) -> None:
+    pytest.importorskip("libtpu")
+    grid = ("plan.search=fastest", "plan.grid.stage=[0,3]", "plan.grid.accumulation=[1]", "plan.grid.remat=[full]")
+    price = ("plan.dollars_per_hour=12", "plan.mfu=0.5", "training.total_steps=1_000_000")
+    slice_of_8 = ("plan.topology=v3-8", "plan.processes=2")
+    result = plan(tmp_path, *slice_of_8, *grid, *price, "model.size=test", "plan.grid.micro_batch=[2]")
+    rows = result["rows"]
+    assert (result["devices"], result["parameters"], [row["stage"] for row in rows]) == (8, 69024, [0, 3])
+    assert all(KEYS <= row.keys() for row in rows)
+    for row in rows:
+        assert row["fits"] and row["clipping"] and (row["micro_batch"], row["context"]) == (2, 64)
+        assert row["state_bytes"] < row["peak_bytes"] < row["available_bytes"] == int(15.48 * 2**30)
+    plain, third = rows
+    assert 7 * third["state_bytes"] < plain["state_bytes"] and third["peak_bytes"] < plain["peak_bytes"]
+    assert result["best"] in (0, 1)
+    # All-reduced once: 2 x 7/8 of 4 bytes per parameter, and a few scalars.
+    assert 0 <= plain["collective_bytes"]["all-reduce"] - 7 * 69024 < 100
+    for row in rows:  # the model's operations are the same at each stage: 6 per parameter and token, and attention
+        assert row["model_flops"] == plain["model_flops"]
+        for name, seconds in (
+            ("lower_bound", row["seconds_lower_bound"]),
+            ("at_mfu", row["model_flops"] / (0.5 * 61.5e12)),
+        ):
+            assert row[f"days_{name}"] == pytest.approx(1e6 * seconds / 86400)
+            assert row[f"dollars_{name}"] == pytest.approx(12 * 24 * row[f"days_{name}"])
+        # The optimizer's two moments stay while the parameters are used.
+        moments = 2 * row["state_bytes"] // 3
+        assert moments < row["evaluation_peak_bytes"] < row["peak_bytes"] and moments < row["sampling_peak_bytes"]
+    assert 0.9 < plain["model_flops"] / (6 * 69024 * 2 * 64) < 1.3
+    # 8 operations per parameter and token: forward, forward again, and twice that backward; attention comes on top.
+    assert 0.9 < plain["flops"] / (8 * 69024 * 2 * 64) < 1.3
+
+
+@pytest.mark.timeout(300)
+def test_a_program_that_does_not_fit_is_a_row(tmp_path: Path) -> None:
+    pytest.importorskip("libtpu")
+    overrides = ("plan.topology=v3-8", "model.size=1_3b", "plan.grid.stage=[0]", "plan.grid.accumulation=[1]")
+    result = plan(tmp_path, *overrides, "plan.search=fastest", "plan.grid.micro_batch=[1, 2]", "plan.grid.remat=[full]")
+    (row,) = result["rows"]  # with two sequences it would not fit either
+    assert not row["fits"] and row["peak_bytes"] > row["available_bytes"] and result["best"] is None
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "arguments",
+    [("zero.stage=1",), pytest.param(("zero.gradient_dtype=bfloat16",), marks=pytest.mark.slow)],
+    ids=lambda a: a[0],
+)
+def test_planned_bytes_are_those_of_a_real_step(arguments: tuple[str, ...]) -> None:
+    script = Path(__file__).parent / "planned_memory.py"
+    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    row = found["row"]
+    assert found["is_same"]  # training and plan lower the same program, to the letter
+    assert found["live"] == pytest.approx(row["state_bytes"], abs=100)  # and a scalar or two
+    assert row["peak_bytes"] - row["state_bytes"] == pytest.approx(found["grown"], rel=0.3)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+def test_a_signal_leaves_no_compiler_behind(number: int, tmp_path: Path) -> None:
+    pytest.importorskip("libtpu")
+    options = ("plan.topology=v3-8", "model.size=1_3b", "plan.processes=2")
+    process = cli.start(tmp_path, "mode=plan", "hydra.run.dir=plan", *options)
+    log = tmp_path / "plan" / "compiler.log"
+    while not (log.exists() and log.stat().st_size):  # libtpu is loaded, and a program is traced or compiled
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(2)
+    compilers = psutil.Process(process.pid).children(recursive=True)
+    assert len(compilers) >= 2
+    process.send_signal(number)
+    try:
+        assert process.wait(60) == (128 + number if number == signal.SIGTERM else -number)
+        assert psutil.wait_procs(compilers, timeout=30)[1] == []
+    finally:
+        for compiler in compilers:
+            with suppress(psutil.NoSuchProcess):
+                compiler.kill()
+    if number == signal.SIGTERM:
+        assert cli.finish(process).stderr.endswith("error: interrupted\n")
+
+
+def test_days_and_dollars_are_shown_where_there_is_a_price() -> None:
+    row = dict.fromkeys(("state_bytes", "gradient_bytes", "gathered_bytes", "evaluation_peak_bytes"), 2**30)
+    row |= {"peak_bytes": 2**32, "sampling_peak_bytes": 5 * 2**30, "available_bytes": 2**33, "parameters": 10**9}
+    row |= {"stage": 3, "micro_batch": 2, "accumulation": 1, "context": 64, "tokens": 1024, "flops": 10**12}
+    found: dict[str, Any] = row | {"remat": "full", "fused_update": False, "fits": True, "collective_bytes": None}
+    found |= {"seconds_lower_bound": None, "compile_seconds": 3.0, "days_lower_bound": 1234.5, "days_at_mfu": 2000.0}
+    found |= {"dollars_lower_bound": 98765.4, "dollars_at_mfu": None}
+    result = {"topology": "v3-8", "devices": 8, "parameters": 10**9, "best": None, "rows": [found]}
+    config: Config = OmegaConf.to_object(OmegaConf.merge(Config, default_config()))  # type: ignore[assignment]
+    plain = table(result, config)
+    assert "fits, 3.00 to spare" in plain and "dollars" not in plain  # sampling needs the most
+    config.plan.dollars_per_hour, config.plan.mfu = 8.8, 0.35
+    priced = table(result, config)
+    assert "1,234.50" in priced and "98,765" in priced and "days at 35%" in priced
+    assert "220 steps, at 8.8 dollars per hour" in priced
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_one_billion_parameters_on_32_v3_cores(tmp_path: Path) -> None:
+    pytest.importorskip("libtpu")
+    overrides = ("plan.topology=v3-32", "model.size=1_1b", "plan.micro_batch=4", "plan.processes=1")
+    rows = plan(tmp_path, *overrides, timeout=1100)["rows"]
+    assert [row["fits"] for row in rows] == [False, True, True, True]
+    for row, gib in zip(rows[1:], (5.3, 3.4, 1.5), strict=True):
+        assert row["peak_bytes"] <= gib * 2**30 and row["clipping"] and row["skipping"]

@@ -1,0 +1,52 @@
+"""Searches over rows that are made up: no compiler is needed to see what they choose."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from zero.models.gpt import GPTConfig
+from zero.runtime.config.sections import Config
+from zero.runtime.planning import search
+from zero.runtime.planning.compile import Request
+
+
+def test_search_prefers_what_is_fast_and_leaves_headroom() -> None:
+    row: dict[str, Any] = {"fits": True, "parameters": 1, "tokens": 100, "peak_bytes": 50, "available_bytes": 100}
+    row |= {"evaluation_peak_bytes": 10, "sampling_peak_bytes": None}
+    slow, fast = row | {"seconds_lower_bound": 2.0}, row | {"seconds_lower_bound": 1.0}
+    full = row | {"seconds_lower_bound": 0.1, "peak_bytes": 96}
+    too_big = row | {"seconds_lower_bound": 0.1, "fits": False}
+    assert search.best([slow, full, fast, too_big], headroom=0.05) is fast
+    assert search.best([full, too_big], headroom=0.05) is None
+    evaluates = row | {"seconds_lower_bound": 0.1, "evaluation_peak_bytes": 96}
+    assert search.best([evaluates, slow], headroom=0.05) is slow
+
+
+def test_without_a_search_each_stage_has_a_row_and_a_fused_update_only_stage_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "compile_steps", lambda requests: [{"stage": r.config.zero.stage} for r in requests])
+    request = Request(Config(), GPTConfig(512, 50304, 2, 64, 0.0, 4), 1)
+    with ThreadPoolExecutor(1) as pool:
+        for is_fused, stages in ((False, [0, 1, 2, 3]), (True, [3])):
+            request.config.zero.fused_update = is_fused
+            assert [row["stage"] for row in search.every_stage(pool, request)] == stages
+
+
+@pytest.mark.parametrize("fits_up_to", [4, 5, 8, 61])
+def test_the_deepest_that_fits_is_found_in_a_few_programs(fits_up_to: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def compile_step(request: Request) -> dict[str, Any]:
+        layers = request.size.N
+        tried.append(layers)
+        peak = 1000 + 100 * layers + (layers % 3) * 2  # a line, but for rounding
+        available = 1000 + 100 * fits_up_to + 50
+        peaks = {"peak_bytes": peak, "evaluation_peak_bytes": None, "sampling_peak_bytes": None}
+        return peaks | {"fits": layers <= fits_up_to, "available_bytes": available, "layers": layers}
+
+    monkeypatch.setattr(search, "compile_step", compile_step)
+    size = GPTConfig(512, 50304, 2, 64, 0.0, 4)
+    (row,) = search.deepest(Request(Config(), size, 1))
+    assert row["layers"] == fits_up_to and len(tried) <= 6
+    monkeypatch.setattr(search, "compile_step", lambda request: compile_step(request) | {"fits": False})
+    assert search.deepest(Request(Config(), size, 1)) == []

@@ -1,0 +1,219 @@
+"""Compiles the programs of a training run for a slice that need not exist, and reads from them what they need."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero.models.gpt import STACKED, GPTConfig
+from zero.partition.layout import Layout
+from zero.partition.memory import memory
+from zero.runtime.build import Job, evaluation_rows, make_job
+from zero.runtime.config.sections import Config
+from zero.runtime.inference.generate import bucket
+from zero.runtime.planning.hlo import collective_bytes
+from zero.runtime.planning.topology import SPEEDS, available_bytes, find_devices, out_of_memory
+from zero.training.flops import matmul_flops, model_flops
+from zero.training.programs import Inference, make_inference
+from zero.training.step import Batch
+
+Row = dict[str, Any]  # of plan.json
+
+
+@dataclass(frozen=True)
+class Request:
+    """A step to compile: a checked configuration on a slice.
+
+    Attributes:
+      config: its `training` and `zero` sections are those of the step; `data.max_context` is the context.
+      size: the model.
+      micro_batch: sequences per device and micro-batch.
+    """
+
+    config: Config
+    size: GPTConfig
+    micro_batch: int
+
+    @property
+    def rows(self) -> int:
+        """Sequences per device and step."""
+        return self.micro_batch * self.config.training.gradient_accumulation_steps
+
+    def but(self, micro_batch: int | None = None, **keys: Any) -> Request:
+        """The same with other values: of `stage`, `remat`, `accumulation`, `context`."""
+        config = copy.deepcopy(self.config)
+        for key, value in keys.items():
+            match key:
+                case "accumulation":
+                    config.training.gradient_accumulation_steps = value
+                case "context":
+                    config.data.max_context = value
+                case _:
+                    setattr(config.zero, key, value)
+        return replace(self, config=config, micro_batch=micro_batch or self.micro_batch)
+
+
+def compile_steps(requests: Sequence[Request]) -> list[Row]:
+    """One row for each request, up to the first that does not fit: each of the others needs more."""
+    rows: list[Row] = []
+    for request in requests:
+        rows.append(compile_step(request))
+        if not rows[-1]["fits"]:
+            break
+    return rows
+
+
+def compile_step(request: Request) -> Row:
+    """What a training run needs; bytes and operations per device, operations, traffic and seconds per step.
+
+    It compiles the step, and, where that fits, the evaluation and the sampling that the run would stop for.
+    """
+    config, training, zero = request.config, request.config.training, request.config.zero
+    devices = find_devices(config.plan.topology)
+    job = make_job(config, request.size, devices)
+    state, available = job.layout, available_bytes(devices)
+    arguments = step_arguments(job, request.rows, config.data.max_context)
+    started = time.monotonic()
+    moved: dict[str, int] | None = None
+    peaks: dict[str, int | None] = {"evaluation": None, "sampling": None}
+    try:
+        compiled = job.programs.step.lower(*arguments).compile()
+    except jax.errors.JaxRuntimeError as error:
+        peak, available = out_of_memory(error)
+    else:
+        peak = _peak(compiled.memory_analysis(), devices[0].platform)
+        moved = collective_bytes(compiled.as_text())
+        if peak <= available:
+            peaks = _pause_peaks(request, job, state, devices)
+    seconds = time.monotonic() - started
+
+    sharded = job.model.sharded_layout
+    formula = memory(
+        sharded.shapes(),
+        job.tx,
+        sharded.shards,
+        stacked=STACKED,
+        compute_dtypes=[job.model.compute_dtype],
+    ).rows[zero.stage]
+    gradients = formula.gradients
+    if zero.stage >= 2:
+        gradients = 0 if zero.fused_update else gradients * jnp.dtype(zero.gradient_dtype).itemsize // 4
+    return {
+        "devices": len(devices),
+        "hosts": len({device.process_index for device in devices}),
+        "parameters": sum(math.prod(leaf.shape) for leaf in sharded.leaves),
+        "model": dataclasses.asdict(request.size),
+        "stage": zero.stage,
+        "micro_batch": request.micro_batch,
+        "accumulation": training.gradient_accumulation_steps,
+        "remat": job.model.remat,
+        "context": config.data.max_context,
+        "compute_dtype": jnp.dtype(job.model.compute_dtype).name,
+        "gradient_dtype": zero.gradient_dtype,
+        "clipping": training.max_gradient_norm is not None,
+        "skipping": training.skip_bad_steps,
+        "fused_update": zero.fused_update,
+        "fits": moved is not None and max([peak, *filter(None, peaks.values())]) <= available,
+        "state_bytes": state.bytes_per_device(),
+        "gradient_bytes": gradients,
+        "gathered_bytes": formula.gathered,
+        "peak_bytes": peak,
+        **{f"{name}_peak_bytes": n for name, n in peaks.items()},
+        "available_bytes": available,
+        "collective_bytes": moved,
+        **_time_and_cost(request, job, arguments, state, moved, devices),
+        "tokens": len(devices) * request.rows * config.data.max_context,
+        "compile_seconds": seconds,
+    }
+
+
+def highest_peak(row: Row) -> int:
+    """Bytes per device that the run needs at its most, in a step, an evaluation or while it samples."""
+    return max(row[key] or 0 for key in ("peak_bytes", "evaluation_peak_bytes", "sampling_peak_bytes"))
+
+
+def step_arguments(job: Job, rows: int, context: int) -> Any:
+    """Shapes of what the step takes on all devices, for `rows` sequences per device."""
+    state = job.layout.shard_shapes()
+    batch = jax.eval_shape(lambda: Batch(jnp.zeros((rows, context), jnp.int32), jnp.int32(0)))
+    return _on_devices((state, batch), job)
+
+
+def evaluation_arguments(job: Job, request: Request) -> Any:
+    """Shapes of what an evaluation during training takes on all devices, in one call."""
+    rows = evaluation_rows(request.config, request.rows)
+    tokens = jax.ShapeDtypeStruct((rows, request.config.data.max_context), jnp.int32)
+    return _on_devices((job.model.layout.shard_shapes(), tokens), job)
+
+
+def sampling_arguments(job: Job, inference: Inference, count: int) -> tuple[Any, ...]:
+    """Shapes of what extends a text by `count` tokens: a text per device, which begins with one token."""
+    text, length = jax.ShapeDtypeStruct((1, bucket(1 + count)), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))[None])
+    params, text, length, key = _on_devices((job.model.layout.shard_shapes(), text, length, key), job)
+    state = inference.prefill.lower(params, text, length, bucket(1)).out_info
+    return params, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state), key, count
+
+
+def _on_devices(shapes: Any, job: Job) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((job.model.axis.size, *x.shape), x.dtype), shapes)
+
+
+def _peak(analysis: Any, platform: str) -> int:
+    if platform == "tpu":
+        return analysis.peak_memory_in_bytes
+    # Other compilers leave temporaries out of their peak; the sum is an upper bound.
+    held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return held + analysis.temp_size_in_bytes
+
+
+def _pause_peaks(request: Request, job: Job, state: Layout, devices: list[Any]) -> dict[str, int | None]:
+    """Peaks while a run evaluates and samples between two steps.
+
+    These programs take the parameters alone, but the rest of the state stays where it is.
+    """
+    rest = state.bytes_per_device() - job.model.layout.bytes_per_device()
+
+    def peak(program: Any, *arguments: Any) -> int:
+        try:
+            return rest + _peak(program.lower(*arguments).compile().memory_analysis(), devices[0].platform)
+        except jax.errors.JaxRuntimeError as error:
+            return rest + out_of_memory(error)[0]
+
+    evaluation = peak(job.programs.evaluate, *evaluation_arguments(job, request))
+    if not request.config.training.sample_tokens:
+        return {"evaluation": evaluation, "sampling": None}
+    inference = make_inference(job.model, devices=devices)
+    sampling = peak(inference.extend, *sampling_arguments(job, inference, request.config.training.sample_tokens))
+    return {"evaluation": evaluation, "sampling": sampling}
+
+
+def _time_and_cost(
+    request: Request, job: Job, arguments: Any, state: Layout, moved: dict[str, int] | None, devices: list[Any]
+) -> Row:
+    """Operations and the roofline's bound on the time of a step; with a price, days and dollars of the run."""
+    plan, steps = request.config.plan, request.config.training.total_steps
+    flops = matmul_flops(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr)
+    of_model = model_flops(request.size, request.rows, request.config.data.max_context)
+    speed = SPEEDS.get(devices[0].device_kind)
+    bound = at_mfu = None
+    if speed is not None:
+        sent = sum((moved or {}).values())
+        held = 2 * state.bytes_per_device()  # read and written once
+        bound = max(flops / speed.flops, held / speed.memory, sent / speed.network)
+        at_mfu = of_model / (plan.mfu * speed.flops)
+    found: Row = {"flops": flops, "model_flops": of_model, "seconds_lower_bound": bound}
+    if plan.dollars_per_hour is not None:
+        for name, seconds in (("lower_bound", bound), ("at_mfu", at_mfu)):
+            hours = None if seconds is None else steps * seconds / 3600
+            found[f"days_{name}"] = None if hours is None else hours / 24
+            found[f"dollars_{name}"] = None if hours is None else hours * plan.dollars_per_hour
+    return found

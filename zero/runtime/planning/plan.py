@@ -1,0 +1,107 @@
+"""`mode=plan`: memory, traffic, time and cost of a training run, before any hardware is rented."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+
+from zero.models.gpt import GPTConfig
+from zero.runtime.config.sections import Config
+from zero.runtime.errors import UserError
+from zero.runtime.planning import search
+from zero.runtime.planning.compile import Request
+from zero.runtime.planning.table import table, training_command
+from zero.runtime.planning.topology import prepare_environment
+
+PLAN_FILE = "plan.json"
+COMPILER_LOG = "compiler.log"
+
+
+def plan(config: Config, size: GPTConfig, run_directory: Path) -> int:
+    """Prints what a training run needs on `plan.topology`, and writes it to plan.json beside the compiler's log.
+
+    Returns:
+      The exit status, 0.
+
+    Raises:
+      UserError: there is no such slice, or no compiler for it.
+    """
+    asked, request = config.plan, Request(config, size, config.plan.micro_batch)
+    prepare_environment(asked.topology)
+    with _compilers(config, run_directory / COMPILER_LOG) as pool:
+        match asked.search:
+            case "largest":
+                rows = search.largest(pool, config)
+            case "fastest":
+                rows = search.fastest(pool, request)
+            case _:
+                rows = search.every_stage(pool, request)
+    if not rows:
+        raise UserError(f"plan.topology={asked.topology}: not even the smallest model fits")
+    best = None
+    if asked.search != "none":
+        best = search.best(rows, headroom=0.0 if asked.search == "largest" else search.HEADROOM)
+    result = {
+        "topology": asked.topology,
+        "devices": rows[0]["devices"],
+        "parameters": (best or rows[0])["parameters"],
+        "best": best and rows.index(best),
+        "rows": rows,
+    }
+    (run_directory / PLAN_FILE).write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result, config))
+    if best is not None and asked.search == "largest":
+        print(f"\nThe largest model that fits, as an entry of conf/model_config.yaml: {best['model']}")
+    elif best is not None:
+        print(f"\nThe fastest that fits, with {search.HEADROOM:.0%} of the memory to spare:")
+        print(training_command(best, config))
+    print(f"\n{run_directory / PLAN_FILE}")
+    return 0
+
+
+@contextmanager
+def _compilers(config: Config, log: Path) -> Iterator[ProcessPoolExecutor]:
+    """Fresh processes: each starts jax for the topology, and a compiler that dies takes no other plan with it.
+
+    They are killed where this process is interrupted, and end by themselves where it is killed.
+    """
+    pool = ProcessPoolExecutor(
+        config.plan.processes or min(os.cpu_count() or 1, 4),
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_compiler,
+        initargs=(str(log), config.plan.topology, config.distributed.cpu_devices),
+    )
+    try:
+        yield pool
+    except BaseException:
+        for compiler in multiprocessing.active_children():  # else the shutdown waits for what they compile
+            compiler.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_compiler(log: str, topology: str, cpu_devices: int) -> None:
+    """In a process that compiles: what libtpu writes to stderr goes to a file."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    if topology in ("local", "cpu"):
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)

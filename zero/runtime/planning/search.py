@@ -1,0 +1,86 @@
+"""Searches for the fastest setting, or for the largest model, that fits on a slice (tqdm)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from concurrent.futures import Executor, Future, as_completed
+from dataclasses import replace
+
+from tqdm import tqdm
+
+from zero.models.gpt import GPTConfig
+from zero.runtime.config.sections import Config
+from zero.runtime.planning.compile import Request, Row, compile_step, compile_steps, highest_peak
+
+HEADROOM = 0.05  # of the memory, which a search for the fastest leaves for what the compiler does not know of
+WIDTHS = (2048, 3072, 4096, 6144, 8192)  # of the models that a search for the largest tries, with heads of 256
+
+
+def every_stage(pool: Executor, request: Request) -> list[Row]:
+    """A row for each stage; a fused update has stage 3 only."""
+    stages = [3] if request.config.zero.fused_update else [0, 1, 2, 3]
+    return gather(pool.submit(compile_steps, [request.but(stage=stage)]) for stage in stages)
+
+
+def fastest(pool: Executor, request: Request) -> list[Row]:
+    """A row for each setting of the grid, but those with more sequences than one that does not fit."""
+    grid = request.config.plan.grid
+    contexts = grid.context or [request.config.data.max_context]
+    jobs = []
+    for stage, accumulation, remat, context in itertools.product(grid.stage, grid.accumulation, grid.remat, contexts):
+        other = request.but(stage=stage, accumulation=accumulation, remat=remat, context=context)
+        jobs.append(pool.submit(compile_steps, [other.but(micro_batch) for micro_batch in sorted(grid.micro_batch)]))
+    return gather(jobs)
+
+
+def largest(pool: Executor, config: Config) -> list[Row]:
+    """A row for the deepest model of each width, where one fits."""
+    context = max(config.plan.grid.context or [1024])
+    sizes = (GPTConfig(width, 50304, width // 256, context, 0.0, 4, vocab_chunks=12) for width in WIDTHS)
+    requests = (Request(config, size, config.plan.micro_batch).but(context=context) for size in sizes)
+    return gather([pool.submit(deepest, request) for request in requests])
+
+
+def deepest(request: Request) -> list[Row]:
+    """The row of the deepest model of this width that fits, if any does.
+
+    Memory is almost linear in the number of layers. Two programs give the line, the third is where the line reaches the
+    available memory, and from there it is a few steps at most.
+    """
+    tried: dict[int, Row] = {}
+
+    def try_layers(layers: int) -> Row:
+        if layers not in tried:
+            tried[layers] = compile_step(replace(request, size=replace(request.size, N=layers)))
+        return tried[layers]
+
+    low, high = try_layers(4), try_layers(8)
+    if not low["fits"]:
+        return []
+    per_layer = (highest_peak(high) - highest_peak(low)) / 4
+    layers = 4 + int((low["available_bytes"] - highest_peak(low)) / per_layer)
+    while not try_layers(layers)["fits"]:
+        layers -= 1
+    while layers + 1 not in tried and try_layers(layers + 1)["fits"]:
+        layers += 1
+    return [tried[layers]]
+
+
+def best(rows: list[Row], headroom: float) -> Row | None:
+    """Of the rows that fit with headroom, the one with the most parameters, then the fastest by the roofline."""
+    fitting = [row for row in rows if row["fits"] and highest_peak(row) <= (1 - headroom) * row["available_bytes"]]
+
+    def value(row: Row) -> tuple[float, ...]:
+        seconds = row["seconds_lower_bound"] or 1.0
+        return row["parameters"], row["tokens"] / seconds, -highest_peak(row)
+
+    return max(fitting, key=value, default=None)
+
+
+def gather(jobs: Iterable[Future[list[Row]]]) -> list[Row]:
+    """All rows in the order of the jobs; a progress bar counts the jobs that are done."""
+    jobs = list(jobs)
+    for _ in tqdm(as_completed(jobs), total=len(jobs), unit="plan", dynamic_ncols=True):
+        pass
+    return [row for job in jobs for row in job.result()]

@@ -1,0 +1,101 @@
+"""The table that `mode=plan` prints, and the command that trains what one of its rows has planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from zero.runtime.config.sections import Config
+from zero.runtime.planning.compile import Row, highest_peak
+from zero.runtime.planning.topology import GIB
+
+
+def table(result: dict[str, Any], config: Config) -> str:
+    """A line per row: sizes in GiB per device, operations, traffic and time per step."""
+    columns = _COLUMNS | (_cost_columns(config.plan.mfu) if config.plan.dollars_per_hour is not None else {})
+    cells = [[*columns, ""]]
+    for i, row in enumerate(result["rows"]):
+        spare = (row["available_bytes"] - highest_peak(row)) / GIB
+        verdict = f"fits, {spare:.2f} to spare" if row["fits"] else f"does not fit by {-spare:.2f}"
+        mark = " <- best" if i == result["best"] else ""
+        cells.append([*(show(row) for show in columns.values()), verdict + mark])
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    lines = ["  ".join(cell.rjust(w) for cell, w in zip(line[:-1], widths, strict=False)) for line in cells]
+    head = (
+        f"{result['topology']}: {result['devices']} devices of {result['rows'][0]['available_bytes'] / GIB:.2f} GiB; "
+        f"{result['parameters']:,} parameters"
+    )
+    legend = [
+        "memory in GiB per device: of the step, and while the run evaluates and samples between two steps",
+        "per step: GB that a device sends, TFLOP that it computes, a lower bound on the time, tokens of all devices",
+    ]
+    if config.plan.dollars_per_hour is not None:
+        legend.append(
+            f"days and dollars of {config.training.total_steps:,} steps, at {config.plan.dollars_per_hour:g} dollars "
+            f"per hour: at least, and at a model FLOPs utilization of {config.plan.mfu:.0%}"
+        )
+    return "\n".join(
+        [head, *(f"{line}  {cell[-1]}".rstrip() for line, cell in zip(lines, cells, strict=True)), *legend]
+    )
+
+
+def training_command(row: Row, config: Config) -> str:
+    """The command line that trains what a row has planned."""
+    rows_per_host = row["micro_batch"] * row["accumulation"] * row["devices"] // row["hosts"]
+    keys = {
+        "model.size": config.model.size,
+        "data.max_context": row["context"],
+        "training.batch_size": rows_per_host,
+        "training.gradient_accumulation_steps": row["accumulation"],
+        "zero.stage": row["stage"],
+        "zero.remat": row["remat"],
+        "zero.gradient_dtype": row["gradient_dtype"],
+    }
+    return "python main_zero.py " + " ".join(f"{key}={value}" for key, value in keys.items())
+
+
+def _number(key: str, form: str, unit: float = 1) -> Callable[[Row], str]:
+    return lambda row: "-" if row[key] is None else form.format(row[key] / unit)
+
+
+def _activations(row: Row) -> str:
+    """What the peak of a step holds beside state, gradients and gathered parameters."""
+    if not row["fits"]:
+        return "-"
+    named = sum(row[f"{name}_bytes"] for name in ("state", "gradient", "gathered"))
+    return f"{(row['peak_bytes'] - named) / GIB:.3f}"
+
+
+def _traffic(row: Row) -> str:
+    kinds = row["collective_bytes"]
+    return "-" if kinds is None else " ".join(f"{kind} {n / 1e9:.2f}" for kind, n in sorted(kinds.items()) if n > 1e6)
+
+
+def _cost_columns(mfu: float) -> dict[str, Callable[[Row], str]]:
+    return {
+        "days": _number("days_lower_bound", "{:,.2f}"),
+        "dollars": _number("dollars_lower_bound", "{:,.0f}"),
+        f"days at {mfu:.0%}": _number("days_at_mfu", "{:,.2f}"),
+        f"dollars at {mfu:.0%}": _number("dollars_at_mfu", "{:,.0f}"),
+    }
+
+
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "stage": lambda row: str(row["stage"]),
+    "rows x steps": lambda row: f"{row['micro_batch']} x {row['accumulation']}",
+    "context": lambda row: str(row["context"]),
+    "remat": lambda row: row["remat"] + (", fused" if row["fused_update"] else ""),
+    "parameters": _number("parameters", "{:.3f}B", 1e9),
+    "state": _number("state_bytes", "{:.3f}", GIB),
+    "gradients": _number("gradient_bytes", "{:.3f}", GIB),
+    "gathered": _number("gathered_bytes", "{:.3f}", GIB),
+    "activations": _activations,
+    "peak": _number("peak_bytes", "{:.3f}", GIB),
+    "evaluation": _number("evaluation_peak_bytes", "{:.3f}", GIB),
+    "sampling": _number("sampling_peak_bytes", "{:.3f}", GIB),
+    "traffic": _traffic,
+    "TFLOP": _number("flops", "{:.2f}", 1e12),
+    "at least": _number("seconds_lower_bound", "{:.3f} s"),
+    "tokens": lambda row: f"{row['tokens']:,}",
+    "compiled in": _number("compile_seconds", "{:.0f} s"),
+}
