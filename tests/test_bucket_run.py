@@ -100,14 +100,14 @@ def test_a_mixture_counts_its_tokens_and_what_it_skips_and_goes_on_after_a_resum
 
     shutil.rmtree(tmp_path / "checkpoints" / "6")  # the budget is the run's, resumes included
     over = run(mixture, f"data.max_skipped_rows={skipped - 1}", "--resume")
-    assert over.returncode == 1
+    assert over.returncode == 2
     assert over.stderr.splitlines()[-1].startswith("error: step ") and "Traceback" not in over.stderr
     assert f"rows of the data had to be skipped, and data.max_skipped_rows={skipped - 1}" in over.stderr
 
 
 def test_what_is_wrong_in_a_bucket_is_one_line(run: Run) -> None:
     done = run("data.index_path_train=corpus/none.index")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"error: index file gs://{PLACE}/corpus/none.index: no such file")
     assert "Traceback" not in done.stderr
 

@@ -139,11 +139,11 @@ def test_a_host_that_fails_takes_the_run_down_with_its_reason(tmp_path: Path, ba
         "training.staged_warmup_steps=0",
         "data.index_path_train=train.index",
         "data.index_path_validation=validation.index",
-        "data.window=4",
+        "data.shuffle_shards=4",
         "hydra.run.dir=run",
     )
     done = hosts.finish(processes)
-    assert [one.returncode for one in done] == [1, 1] or done[1 - first].returncode == -signal.SIGABRT
+    assert [one.returncode for one in done] == [2, 2] or done[1 - first].returncode == -signal.SIGABRT
     assert f"error: shard {bad}.tar is truncated or damaged" in done[first].stderr
     assert "Traceback" not in done[first].stderr
     if first == 1:  # the coordinator lives to tell the reason

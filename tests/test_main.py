@@ -1,5 +1,6 @@
 """main_zero.py from the outside: every mistake is one clear line and a status, and nothing is overwritten."""
 
+import errno
 import gzip
 import io
 import json
@@ -16,6 +17,8 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from tests import cli
+from zero.runtime.errors import Unavailable, UserError
+from zero.runtime.main import errors_in_lines
 from zero.runtime.run_directory import locked, saved_steps
 from zero.runtime.tracking.metrics import read_metrics
 
@@ -71,8 +74,8 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def check_refusal(done: subprocess.CompletedProcess[str], *named: str) -> None:
-    """Status 1, one line at the end of stderr that names what is wrong, no traceback anywhere."""
-    assert done.returncode == 1, done.stderr
+    """Status 2, one line at the end of stderr that names what is wrong, no traceback anywhere."""
+    assert done.returncode == 2, done.stderr
     *before, last = done.stderr.strip().splitlines()
     assert last.startswith("error: ") and [name for name in named if name not in last] == [], done.stderr
     assert not any("error" in line.lower() for line in before), done.stderr
@@ -90,6 +93,35 @@ def check_refusal(done: subprocess.CompletedProcess[str], *named: str) -> None:
 )
 def test_mistake_in_a_real_process(arguments: list[str], named: list[str], tmp_path: Path) -> None:
     check_refusal(cli.run(tmp_path, *arguments), *named)
+
+
+def test_every_mistake_has_a_line(forks: cli.Forks) -> None:
+    """Those that Hydra refuses one at a time, and those that the check finds in what is left."""
+    done = forks.run("model.sizee=test", "data.window=4", "training.total_steps=many", "zero.stage=7", "seed=-1")
+    named = [
+        "model.sizee",
+        "data.window: expected data.shuffle_shards",
+        "training.total_steps",
+        "seed=-1",
+        "zero.stage=7",
+    ]
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and len(lines) == len(named), done.stderr
+    for line, name in zip(lines, named, strict=True):
+        assert line.startswith("error: ") and name in line
+
+
+def test_status_says_whether_a_repeat_may_succeed(capsys: pytest.CaptureFixture[str]) -> None:
+    for error, status in (
+        (OSError(errno.ENOSPC, "full"), 1),
+        (PermissionError(errno.EACCES, "no"), 2),
+        (Unavailable("the bucket does not answer"), 1),
+        (UserError("one\ntwo"), 2),
+    ):
+        with pytest.raises(SystemExit) as ended, errors_in_lines():
+            raise error
+        assert ended.value.code == status
+    assert capsys.readouterr().err.endswith("error: the bucket does not answer\nerror: one\nerror: two\n")
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,8 @@ import hydra
 import jax
 from zero.runtime.errors import UserError
 from zero.runtime import train as loop
-from zero.runtime.config.configuration import check, load_sizes
+from zero.runtime.config.check import check
+from zero.runtime.config.files import load_sizes
 
 def diverging(config, size, make=loop.make_job):
     job = make(config, size)
@@ -192,7 +193,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(workplace: Path, undistur
     largest = max((run / "checkpoints" / "12").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
     done = cli.run(workplace, "--resume", "hydra.run.dir=damaged", "data.resume_step=12")
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: checkpoint "), done.stderr
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: checkpoint "), done.stderr
     assert "seconds_to_first_step" in read_metrics(run / "metrics.jsonl")[0]
     done = cli.run(workplace, "--resume", "hydra.run.dir=damaged")
     assert done.returncode == 0, done.stderr

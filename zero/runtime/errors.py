@@ -1,5 +1,16 @@
-"""Mistakes of the person at the keyboard, as opposed to faults of the program."""
+"""Errors that are shown as one line, and the exit status that they end a program with."""
 
 
 class UserError(Exception):
-    """A mistake of the person at the keyboard: shown as one line, without a traceback."""
+    """A mistake of the person at the keyboard: shown without a traceback, a line for each mistake.
+
+    The same command would fail again, so a launcher does not repeat it.
+    """
+
+    status = 2  # as argparse and Hydra end on a wrong command line
+
+
+class Unavailable(UserError):
+    """Storage, the network or another host failed: shown as one line as well, but a repeat may succeed."""
+
+    status = 1

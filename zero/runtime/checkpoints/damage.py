@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from zero.runtime import storage
-from zero.runtime.errors import UserError
+from zero.runtime.errors import Unavailable, UserError
 
 # Codes of tensorstore's errors that say nothing about the stored bytes.
 OUTAGE_CODES = {"ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"}
@@ -50,7 +50,7 @@ def read_errors(checkpoint: str, json_files: Sequence[str]) -> Iterator[None]:
             if isinstance(cause, FileNotFoundError):
                 raise DamagedCheckpoint(f"{checkpoint}: a file cannot be read: {first_line(cause)}") from error
             if _is_outage(cause):
-                raise UserError(f"{checkpoint} cannot be read now: {first_line(cause)}") from error
+                raise Unavailable(f"{checkpoint} cannot be read now: {first_line(cause)}") from error
             if isinstance(cause, ValueError) and TENSORSTORE_ERROR.match(str(cause)):
                 leaf = LEAF_IN_ERROR.search(str(cause))
                 what = f"leaf {leaf[1]}" if leaf else "a file"
@@ -71,7 +71,7 @@ def write_errors(directory: Path | str) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, ValueError) and not storage.is_outage(error):
             raise
-        raise UserError(f"{directory}: the checkpoint could not be written: {first_line(error)}") from error
+        raise Unavailable(f"{directory}: the checkpoint could not be written: {first_line(error)}") from error
 
 
 def move_aside(directory: Path | str, step: int) -> str:

@@ -29,7 +29,7 @@ from zero.runtime import storage
 from zero.runtime.checkpoints.damage import DamagedCheckpoint, first_line, move_aside, read_errors, write_errors
 from zero.runtime.checkpoints.orbax_commit import KeepNewestAndBest, barrier_unless_failing, temporary_path_class
 from zero.runtime.checkpoints.quiet_orbax import draining_event_loops, quiet_loggers
-from zero.runtime.errors import UserError
+from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.hosts import agreement
 
 PACKAGES = ("zero-pmap", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -99,7 +99,7 @@ class Checkpoints:
         except Exception as error:
             if not storage.is_outage(error):
                 raise
-            raise UserError(f"{self.directory} cannot be read now: {first_line(error)}") from error
+            raise Unavailable(f"{self.directory} cannot be read now: {first_line(error)}") from error
 
     def steps(self) -> list[int]:
         """The steps that were saved, oldest first."""
@@ -283,7 +283,7 @@ class Checkpoints:
         if jax.process_count() > 1:
             failed, damaged = agreement.sum_over_hosts(failure is not None, isinstance(failure, DamagedCheckpoint))
             if failed:
-                kind = DamagedCheckpoint if failed == damaged else UserError
+                kind = DamagedCheckpoint if failed == damaged else Unavailable
                 raise kind(failure or f"{self._name(step)}: another host could not read it")
         if failure is not None:
             raise failure

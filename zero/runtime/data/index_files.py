@@ -12,7 +12,7 @@ from pathlib import Path
 from zero.runtime import storage
 from zero.runtime.data import shards
 from zero.runtime.data.shards import BadData
-from zero.runtime.errors import UserError
+from zero.runtime.errors import Unavailable, UserError
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
     except FileNotFoundError:
         raise UserError(f"index file {index}: no such file; zero-prepare writes one") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"index file {index} cannot be read: {error}") from error
+        raise Unavailable(f"index file {index} cannot be read: {error}") from error
     listed: list[tuple[str, int | None]] = []
     for line in lines:
         name, *comment = re.split(r"(?:^|\s+)#", line.strip(), maxsplit=1)
@@ -56,7 +56,7 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
     try:
         missing = _missing([path for path, _ in listed])
     except UserError as error:
-        raise UserError(f"index file {index}: shard {error}") from error
+        raise type(error)(f"index file {index}: shard {error}") from error
     if missing and not skip_bad:
         raise BadData(f"index file {index}: shard {missing[0]} is missing")
     return [Shard(path, shards.count_rows(path) if rows is None else rows) for path, rows in listed]

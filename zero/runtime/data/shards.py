@@ -19,7 +19,7 @@ import numpy as np
 from webdataset.tariterators import group_by_keys
 
 from zero.runtime import storage
-from zero.runtime.errors import UserError
+from zero.runtime.errors import Unavailable, UserError
 
 _UNREADABLE = (EOFError, ValueError)  # raised while parsing a truncated or damaged shard
 _NPY_HEADER = 1024  # bytes to read for it; numpy writes 128
@@ -48,7 +48,7 @@ def count_rows(path: str | Path) -> int:
     except _UNREADABLE as error:
         raise BadData(f"shard {path} is truncated or damaged: {error}") from error
     except OSError as error:
-        raise UserError(f"shard {path} cannot be read: {error}") from error
+        raise Unavailable(f"shard {path} cannot be read: {error}") from error
 
 
 def row_tokens(path: str) -> int:
@@ -66,7 +66,7 @@ def read_samples(path: str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
     except _UNREADABLE as error:
         raise BadData(f"shard {path} is truncated or damaged: {error.args[0]}") from error
     except UserError as error:
-        raise UserError(error.args[0]) from error
+        raise type(error)(error.args[0]) from error
 
 
 def decode(sample: dict[str, Any], name: str, context: int, vocab_size: int) -> Rows:

@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import psutil
 
-from zero.runtime.errors import UserError
+from zero.runtime.errors import Unavailable
 from zero.runtime.hosts import watchdog
 from zero.runtime.hosts.agreement import JOIN_SECONDS
 from zero.runtime.hosts.watchdog import SILENCE_SECONDS
@@ -63,7 +63,7 @@ def start(
       The index of this process and the number of processes.
 
     Raises:
-      UserError: jax cannot find or reach the other hosts.
+      Unavailable: jax cannot find or reach the other hosts.
     """
     cores = os.cpu_count() or 1
     os.environ.setdefault("NPROC", str(max(cores, 4 * cpu_devices) if cpu_devices > 1 else cores))
@@ -96,7 +96,7 @@ def start(
             remedy = (
                 "expected TPU pods, Slurm or Open MPI, or HOST:PORT with num_processes and process_id (1 and 0 alone)"
             )
-            raise UserError(
+            raise Unavailable(
                 f"distributed.coordinator_address={coordinator_address}: {str(error).splitlines()[0]}; {remedy}"
             ) from error
         if jax.process_count() > 1:

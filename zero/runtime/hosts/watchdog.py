@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from zero.runtime.errors import UserError
 from zero.runtime.hosts.agreement import key_value_store, wait_for_all
 from zero.runtime.hosts.signals import exit_immediately
 
@@ -62,8 +63,9 @@ class _Watchdog(threading.Thread):
             messages = {int(key.rsplit("/", 1)[1]): text for key, text in entries}
             for host, (before, since) in last.items():
                 message = messages.get(host, "")
-                if message.startswith("error"):
-                    self._end(host, f"ended: {message}")
+                if message.startswith("error "):
+                    failed_with, _, text = message.removeprefix("error ").partition(": ")
+                    self._end(host, f"ended: error: {text}", int(failed_with))
                 if message.startswith(_STOPPED):
                     self._end(host, f"was {message}", status=128 + int(message.rpartition(" ")[2]))
                 if message not in (before, _FINISHED):
@@ -108,11 +110,12 @@ def ending_together() -> Iterator[None]:
             if isinstance(error, jax.errors.JaxRuntimeError):
                 # A lost connection: the watchdog ends this process and names the host that caused it.
                 _watchdog.join(SILENCE_SECONDS + 3 * HEARTBEAT_SECONDS)
+            status = error.status if isinstance(error, UserError) else 1
             if isinstance(error, KeyboardInterrupt):  # there was nothing to save yet
                 _leave(f"{_STOPPED} {int(error.args[0] if error.args else signal.SIGINT)}")
             else:
-                _leave(f"error: {_first_line(error)}")
-            atexit.register(exit_immediately, 1)  # runs before jax's exit handler, and after the error was printed
+                _leave(f"error {status}: {_first_line(error)}")
+            atexit.register(exit_immediately, status)  # runs before jax's exit handler, and after the error was printed
         raise
     if _watchdog is not None:
         _leave(_FINISHED)

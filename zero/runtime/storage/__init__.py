@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from zero.runtime.errors import UserError
+from zero.runtime.errors import Unavailable
 from zero.runtime.storage import gcs, local
 from zero.runtime.storage.backend import AccessDenied, Backend, ChecksumMismatch, FileStat
 from zero.runtime.storage.gcs import DEADLINE, is_outage
@@ -98,7 +98,7 @@ def read(
         except ChecksumMismatch as error:
             message = str(error.args[0])  # readers of a stream, as webdataset, may append their own arguments
             _log.warning("%s; attempt %d of %d", message, attempt + 1, CHECKSUM_ATTEMPTS)
-    raise UserError(f"{message}, {CHECKSUM_ATTEMPTS} times in a row")
+    raise Unavailable(f"{message}, {CHECKSUM_ATTEMPTS} times in a row")
 
 
 def read_bytes(url: str | Path) -> bytes:

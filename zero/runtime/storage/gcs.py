@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from zero.runtime.errors import UserError
+from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.storage.backend import AccessDenied, ChecksumMismatch, FileStat
 from zero.runtime.storage.checksummed import open_checksummed
 from zero.runtime.storage.urls import SCHEME, split
@@ -153,9 +153,9 @@ def _translated_errors(url: str | Path) -> Iterator[None]:
             f"(gcloud auth application-default login): {_first_line(error)}"
         ) from error
     except exceptions.RetryError as error:
-        raise UserError(f"{url}: no answer within {DEADLINE} s: {_first_line(error.cause or error)}") from error
+        raise Unavailable(f"{url}: no answer within {DEADLINE} s: {_first_line(error.cause or error)}") from error
     except (exceptions.GoogleAPIError, InvalidResponse, OSError) as error:
-        raise UserError(f"{url}: request failed: {_first_line(error)}") from error
+        raise Unavailable(f"{url}: request failed: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:
