@@ -30,8 +30,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-os.environ.setdefault("NPROC", "64")
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,7 +118,7 @@ def run_two_processes(directory: Path) -> None:
 def as_one_of_two(process: int, port: str, directory: Path) -> None:
     """What one of the two processes does, and prints when its turn comes."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_num_cpu_devices", 4)
+    zero.use_cpu_devices(4)
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
     layout, axis = placed(8)
     state = make_state(layout, axis)
@@ -156,7 +154,7 @@ def main() -> None:
     if options.process is not None:
         as_one_of_two(options.process, options.port, Path(options.directory))
         return
-    jax.config.update("jax_num_cpu_devices", 16)
+    zero.use_cpu_devices(16)
     layout, axis = placed(8)
     state = make_state(layout, axis)
     arrays = jax.tree.leaves(state)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 
 from benchmarks.collectives import DEVICES
+from zero.cpu import use_cpu_devices
 from zero.models.gpt import STACKED
 from zero.partition.collectives import Axis
 from zero.partition.memory import memory
@@ -85,7 +86,7 @@ def megabytes_sent(stage: int, micro_batches: int) -> float:
 
 
 def main() -> None:
-    jax.config.update("jax_num_cpu_devices", DEVICES)
+    use_cpu_devices(DEVICES)
     parts = memory_by_stage()
     print(f"GiB a core, 1_1b on {CORES} cores\n{'stage':<40}" + "".join(f"{stage:>8}" for stage in range(4)))
     for name, gib in parts.items():

@@ -8,11 +8,6 @@ import pytest
 
 # Before jax is imported for the first time.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8"
-    " --xla_cpu_enable_concurrency_optimized_scheduler=false"  # else devices run collectives in different orders
-)
-os.environ["NPROC"] = "32"  # more devices than cores hang in a collective unless XLA's thread pool holds them all
 os.environ["TPU_SKIP_MDS_QUERY"] = (
     "1"  # libtpu, which only compiles here, would ask a metadata server that is not there
 )
@@ -21,6 +16,9 @@ os.environ["WANDB_MODE"] = "offline"
 
 import jax
 
+import zero
+
+zero.use_cpu_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

@@ -22,9 +22,13 @@ dimension. The stages of ZeRO are placements of these two:
     grads = zero.scatter_mean(grads, layout, "batch")    # this device's slice of the mean
     sharded_layer = zero.fully_shard(Layer, layout, "batch")     # gathers in, scatters in the backward pass
 
+To try it without an accelerator, `zero.use_cpu_devices(8)` before the first jax operation makes eight virtual devices
+whose collectives stay in order on a busy machine too.
+
 Nothing here reads a configuration or a file; `print(layout)` and `print(zero.memory(...))` show what is held where.
 """
 
+from zero.cpu import use_cpu_devices
 from zero.partition.collectives import Axis
 from zero.partition.host_state import (
     ShardedOptimizer,
@@ -46,6 +50,7 @@ from zero.partition.optimizer import (
     on_shards,
     shard_optimizer,
 )
+from zero.partition.ordering import in_order
 from zero.partition.rewrite.functions import across_shards
 from zero.partition.rewrite.runner import NotElementwiseError
 from zero.partition.stages import fully_shard, gather, scatter_mean, scatter_sum, shard
@@ -71,6 +76,7 @@ __all__ = [
     "gather",
     "global_norm",
     "global_shapes",
+    "in_order",
     "lamb",
     "lars",
     "make_layout",
@@ -84,5 +90,6 @@ __all__ = [
     "shard_state",
     "to_global",
     "to_host",
+    "use_cpu_devices",
     "whole_state",
 ]

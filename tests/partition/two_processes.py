@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["NPROC"] = "32"
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ import zero
 
 process, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.config.update("jax_num_cpu_devices", 4)
+zero.use_cpu_devices(4)
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
 
 AXES = {

@@ -14,6 +14,7 @@ from zero.models.gpt import BLOCKS
 from zero.partition.collectives import Axis
 from zero.partition.layout import PyTree
 from zero.partition.optimizer import on_shards
+from zero.partition.ordering import in_order
 from zero.training.inference import Sampling, evaluate_step, extend, prefill, score
 from zero.training.step import ShardedGPT, new_state, train_step
 
@@ -54,7 +55,7 @@ def make_programs(
 
     `tx` is any optax transform; `start` and `step` raise `NotElementwiseError` where it would be wrong on shards.
     """
-    pmap = partial(jax.pmap, axis_name=model.axis.name, devices=devices)
+    pmap = _pmap(model.axis.name, devices)
     step = partial(
         train_step,
         model=model,
@@ -98,7 +99,7 @@ def make_inference(
     model: ShardedGPT, sampling: Sampling | None = None, *, devices: Sequence[Any] | None = None
 ) -> Inference:
     """Binds the model and how text is drawn from it. Nothing is compiled yet."""
-    pmap = partial(jax.pmap, axis_name=model.axis.name, devices=devices)
+    pmap = _pmap(model.axis.name, devices)
     bound = partial(extend, model=model, sampling=sampling or Sampling())
     return Inference(
         score=pmap(partial(score, model=model), out_axes=None),
@@ -113,6 +114,12 @@ def make_inference(
             out_axes=(0, None),
         ),
     )
+
+
+def _pmap(axis_name: str, devices: Sequence[Any] | None) -> Callable[..., Any]:
+    pmap = partial(jax.pmap, axis_name=axis_name, devices=devices)
+    is_cpu = (devices or jax.devices())[0].platform == "cpu"
+    return (lambda fn, **options: pmap(in_order(fn), **options)) if is_cpu else pmap
 
 
 def repeat_blocks(params: PyTree, order: Sequence[int], axis: Axis) -> PyTree:

@@ -23,7 +23,7 @@ from zero.runtime.hosts.agreement import AnyHost
 
 process, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.config.update("jax_num_cpu_devices", 1)
+zero.use_cpu_devices(1)
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
 
 axis = zero.Axis("zero", (1, 2))

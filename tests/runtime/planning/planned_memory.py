@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+import zero
 from tests.runtime.config.composing import compose
 from zero.models.gpt import GPTConfig
 from zero.runtime.build import make_job
@@ -33,7 +34,7 @@ def resident(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
-jax.config.update("jax_num_cpu_devices", 8)
+zero.use_cpu_devices(8)
 overrides = ("plan.topology=cpu", "data.max_context=64", "training.sample_tokens=0", *sys.argv[1:])
 config = check(compose(*overrides), load_sizes())
 request = Request(config, SIZE, micro_batch=1)

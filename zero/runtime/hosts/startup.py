@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 import psutil
 
+from zero.cpu import use_cpu_devices
 from zero.runtime.errors import Unavailable
 from zero.runtime.hosts import watchdog
 from zero.runtime.hosts.agreement import JOIN_SECONDS
@@ -54,10 +55,8 @@ def start(
 
     On TPU pods, under Slurm and under Open MPI jax finds the other hosts itself; elsewhere the arguments name them.
 
-    Without an accelerator there are `cpu_devices` virtual CPU devices a host. They outnumber the cores, and XLA's
-    collectives hang when a later step holds the thread that an earlier one waits for; a larger thread pool and at most
-    one step in flight keep them apart. The pool is sized by the environment variable NPROC when jax starts; operations
-    are cut into as many parts, so that one device, which waits for no other, has one thread per core.
+    Without an accelerator there are `cpu_devices` virtual CPU devices per host (`zero.use_cpu_devices`). XLA cuts
+    operations into as many parts as its pool has threads, which NPROC says: one per core where one device waits for none.
 
     Returns:
       The index of this process and the number of processes.
@@ -67,13 +66,10 @@ def start(
     """
     cores = os.cpu_count() or 1
     os.environ.setdefault("NPROC", str(max(cores, 4 * cpu_devices) if cpu_devices > 1 else cores))
-    in_order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"  # else devices run collectives in any order
-    if in_order not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {in_order}".strip()
     if not any(next(Path("/dev").glob(pattern), None) for pattern in ACCELERATORS):
         jax.config.update("jax_platforms", "cpu")  # else an installed libtpu looks for a TPU, at length and aloud
         keep_freed_memory()
-    jax.config.update("jax_num_cpu_devices", cpu_devices)
+    use_cpu_devices(cpu_devices)
     if compilation_cache is not None and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(compilation_cache))
     if not jax.distributed.is_initialized() and (coordinator_address is not None or _jax_finds_hosts()):

@@ -12,8 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import jax
-
+from zero.cpu import use_cpu_devices
 from zero.models.gpt import GPTConfig
 from zero.runtime.config.sections import Config
 from zero.runtime.errors import UserError
@@ -97,7 +96,7 @@ def _start_compiler(log: str, topology: str, cpu_devices: int) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     if topology in ("local", "cpu"):
-        jax.config.update("jax_num_cpu_devices", cpu_devices)
+        use_cpu_devices(cpu_devices)
 
 
 def _end_with_parent() -> None:

@@ -1,0 +1,39 @@
+"""Several virtual CPU devices in one process: the settings that keep XLA's collectives in order."""
+
+import os
+
+import jax
+
+IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+
+
+def use_cpu_devices(count: int) -> None:
+    """Gives jax's CPU backend `count` devices, and XLA a scheduler that keeps their collectives in program order.
+
+    Call it before the first jax operation of the process; a second call with the same count does nothing. It sets
+    `jax_num_cpu_devices`, adds a flag to `XLA_FLAGS` and sizes XLA's thread pool (`NPROC`, unless it is set). With XLA's
+    own default a pmapped program can hang or abort on a machine that does other work as well
+    (docs/decisions/virtual-devices.md). On a machine with an accelerator set `JAX_PLATFORMS=cpu` too.
+
+    Raises:
+      RuntimeError: jax has started its backends already, so the settings would have no effect.
+
+    >>> jax.device_count()
+    8
+    >>> use_cpu_devices(4)
+    Traceback (most recent call last):
+    RuntimeError: use_cpu_devices(4) comes too late: jax has started its devices; call it before any jax operation
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if IN_ORDER in flags and jax.config.jax_num_cpu_devices == count:
+        return
+    try:
+        for value in (count + 1, count):  # jax accepts the value that it has even when it is too late
+            jax.config.update("jax_num_cpu_devices", value)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"use_cpu_devices({count}) comes too late: jax has started its devices; call it before any jax operation"
+        ) from error
+    os.environ.setdefault("NPROC", str(4 * count))
+    if IN_ORDER not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {IN_ORDER}".strip()

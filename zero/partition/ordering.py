@@ -1,0 +1,174 @@
+"""Keeps the collectives of a per-device program in one order on all devices: XLA's CPU backend does not.
+
+XLA runs the operations of a CPU program as their inputs become ready. Collectives of one list of operations wait for
+each other, but a loop counts as done when it has been *started*, so a later collective that does not use its result
+meets the collectives inside the loop. jax gives all of them one channel, so they share a rendezvous: devices hang,
+abort, or exchange the wrong arrays (docs/decisions/virtual-devices.md). An `optimization_barrier` does not help, since
+the backend drops it before it orders operations; a dependency that is computed does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from zero.partition.layout import PyTree
+
+COLLECTIVES = ("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all", "reduce_scatter")
+INLINED = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+
+def in_order(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """The same per-device function, with every collective after a loop that holds collectives made to wait for it.
+
+    Call it on what is given to `jax.pmap`, outside any `jax.grad`. Values are the same, bit for bit. Programs without
+    such loops are left as they are.
+
+    >>> n = jax.device_count()
+    >>> def step(x):
+    ...     total, _ = jax.lax.scan(lambda total, x: (total + jax.lax.psum(x, "batch"), None), 0.0, x)
+    ...     return total, jax.lax.pmean(x, "batch")
+    >>> total, mean = jax.pmap(in_order(step), axis_name="batch")(jnp.ones((n, 3)))
+    >>> total[0].item() == 3 * n, mean[0].tolist()
+    (True, [1.0, 1.0, 1.0])
+    """
+
+    def ordered(*args: Any, **kwargs: Any) -> PyTree:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        arrays = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+
+        def flat(arrays: dict[int, jax.Array]) -> PyTree:
+            args, kwargs = jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+            return fn(*args, **kwargs)
+
+        closed, out = jax.make_jaxpr(flat, return_shape=True)(arrays)
+        results = _Runner(closed.jaxpr).run(closed.jaxpr, closed.consts, list(arrays.values()))
+        return jax.tree.unflatten(jax.tree.structure(out), results)
+
+    return ordered
+
+
+class _Runner:
+    """Carries out the operations of one level: of the program, or of the body of a loop or branch in it."""
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self.is_tied = any(_is_nested(eqn) for eqn in _level(jaxpr))
+        self.zero: jax.Array | None = None  # uint32, computed from what the last collective gave
+
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            results = self.apply(eqn, [read(atom) for atom in eqn.invars])
+            values |= dict(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def apply(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
+        if eqn.primitive.name in INLINED:
+            inner = eqn.params[INLINED[eqn.primitive.name]]
+            return self.run(*((inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())), args)
+        if not _has_collective(eqn):
+            return _bind(eqn, eqn.params, args)
+        if self.is_tied and self.zero is not None:
+            args = [_tie(x, self.zero) if index in _waiting(eqn) else x for index, x in enumerate(args)]
+        params = {name: _map_jaxprs(_ordered_jaxpr, value) for name, value in eqn.params.items()}
+        results = _bind(eqn, params, args)
+        if self.is_tied:
+            self.zero = sum((_zero_of(x) for x in results), jnp.uint32(0))
+        return results
+
+
+def _level(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in INLINED:
+            inner = eqn.params[INLINED[eqn.primitive.name]]
+            yield from _level(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+        else:
+            yield eqn
+
+
+def _is_nested(eqn: JaxprEqn) -> bool:
+    return not eqn.primitive.name.startswith(COLLECTIVES) and _has_collective(eqn)
+
+
+def _has_collective(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name.startswith(COLLECTIVES) or any(
+        _has_collective(inner) for jaxpr in _jaxprs(eqn.params.values()) for inner in jaxpr.eqns
+    )
+
+
+def _jaxprs(values: Any) -> Iterator[Jaxpr]:
+    for value in values:
+        if isinstance(value, ClosedJaxpr | Jaxpr):
+            yield value.jaxpr if isinstance(value, ClosedJaxpr) else value
+        elif isinstance(value, tuple | list):
+            yield from _jaxprs(value)
+
+
+def _map_jaxprs(fn: Callable[[Jaxpr, Sequence[Any]], ClosedJaxpr], value: Any) -> Any:
+    if isinstance(value, ClosedJaxpr):
+        return fn(value.jaxpr, value.consts)
+    if isinstance(value, Jaxpr):
+        closed = fn(value, ())
+        return closed.jaxpr if not closed.consts else value
+    return tuple(_map_jaxprs(fn, one) for one in value) if isinstance(value, tuple) else value
+
+
+def _ordered_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
+    if not any(_has_collective(eqn) for eqn in jaxpr.eqns):
+        return ClosedJaxpr(jaxpr, consts)
+    shapes = [
+        jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type) for var in jaxpr.invars
+    ]
+    run = partial(_Runner(jaxpr).run, jaxpr, consts)
+    return jax.make_jaxpr(lambda *args: run(args))(*shapes)
+
+
+def _waiting(eqn: JaxprEqn) -> range:
+    """Which operands wait: those of a collective, the carry of a loop, the index of a branch."""
+    params, count = eqn.params, len(eqn.invars)
+    if eqn.primitive.name == "scan" and params["num_carry"]:
+        return range(params["num_consts"], params["num_consts"] + params["num_carry"])
+    if eqn.primitive.name == "while":
+        return range(params["cond_nconsts"] + params["body_nconsts"], count)
+    return range(1) if eqn.primitive.name == "cond" else range(count)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def _is_tied(x: Any) -> bool:
+    return x.size > 0 and jnp.issubdtype(x.dtype, jnp.number) and not jnp.issubdtype(x.dtype, jnp.complexfloating)
+
+
+def _zero_of(x: jax.Array) -> jax.Array:
+    """A zero that XLA cannot know before x is there."""
+    if not _is_tied(x):
+        return jnp.uint32(0)
+    first = _bits(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()))
+    return (first >> (8 * x.dtype.itemsize - 1) >> 1).astype(jnp.uint32)
+
+
+def _tie(x: Any, zero: jax.Array) -> Any:
+    x = jnp.asarray(x) if not isinstance(x, jax.Array) else x
+    return lax.bitcast_convert_type(_bits(x) + zero.astype(_bits(x).dtype), x.dtype) if _is_tied(x) else x
+
+
+def _bind(eqn: JaxprEqn, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
+    results = eqn.primitive.bind(*args, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
