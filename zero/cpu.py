@@ -1,4 +1,4 @@
-"""Several virtual CPU devices in one process: the settings that keep XLA's collectives in order."""
+"""Several virtual CPU devices in one process: the settings of jax and XLA."""
 
 import os
 
@@ -8,11 +8,11 @@ IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 
 def use_cpu_devices(count: int) -> None:
-    """Gives jax's CPU backend `count` devices, and XLA a scheduler that keeps their collectives in program order.
+    """Gives jax's CPU backend `count` devices, and XLA the scheduler that reorders fewer of their collectives.
 
     Call it before the first jax operation of the process; a second call with the same count does nothing. It sets
-    `jax_num_cpu_devices`, adds a flag to `XLA_FLAGS` and sizes XLA's thread pool (`NPROC`, unless it is set). With XLA's
-    own default a pmapped program can hang or abort on a machine that does other work as well
+    `jax_num_cpu_devices` and adds a flag to `XLA_FLAGS` that makes it rarer that collectives meet each other on a
+    machine that does other work as well; `zero.in_order` around a pmapped function prevents it
     (docs/decisions/virtual-devices.md). On a machine with an accelerator set `JAX_PLATFORMS=cpu` too.
 
     Raises:
@@ -25,7 +25,7 @@ def use_cpu_devices(count: int) -> None:
     RuntimeError: use_cpu_devices(4) comes too late: jax has started its devices; call it before any jax operation
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    if IN_ORDER in flags and jax.config.jax_num_cpu_devices == count:
+    if IN_ORDER in flags and jax.config.values["jax_num_cpu_devices"] == count:
         return
     try:
         for value in (count + 1, count):  # jax accepts the value that it has even when it is too late
@@ -34,6 +34,5 @@ def use_cpu_devices(count: int) -> None:
         raise RuntimeError(
             f"use_cpu_devices({count}) comes too late: jax has started its devices; call it before any jax operation"
         ) from error
-    os.environ.setdefault("NPROC", str(4 * count))
     if IN_ORDER not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {IN_ORDER}".strip()

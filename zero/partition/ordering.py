@@ -80,7 +80,8 @@ class _Runner:
     def apply(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
         if eqn.primitive.name in INLINED:
             inner = eqn.params[INLINED[eqn.primitive.name]]
-            return self.run(*((inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())), args)
+            closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+            return self.run(closed.jaxpr, closed.consts, args)
         if not _has_collective(eqn):
             return _bind(eqn, eqn.params, args)
         if self.is_tied and self.zero is not None:
@@ -131,9 +132,8 @@ def _map_jaxprs(fn: Callable[[Jaxpr, Sequence[Any]], ClosedJaxpr], value: Any) -
 def _ordered_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
     if not any(_has_collective(eqn) for eqn in jaxpr.eqns):
         return ClosedJaxpr(jaxpr, consts)
-    shapes = [
-        jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type) for var in jaxpr.invars
-    ]
+    avals: list[Any] = [var.aval for var in jaxpr.invars]
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
     run = partial(_Runner(jaxpr).run, jaxpr, consts)
     return jax.make_jaxpr(lambda *args: run(args))(*shapes)
 

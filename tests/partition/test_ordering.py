@@ -1,0 +1,120 @@
+"""Collectives wait for loops that hold collectives, and nothing else changes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import zero
+
+REPRODUCTION = Path(__file__).parents[2] / "benchmarks" / "collective_order.py"
+
+
+def gathers_in_scan(x: jax.Array) -> jax.Array:
+    return lax.scan(lambda c, w: (c + lax.all_gather(w, "batch").sum(0), None), jnp.zeros(x.shape[1:]), x)[0]
+
+
+def loop_then_mean(x: jax.Array) -> Any:
+    return gathers_in_scan(x), lax.pmean(x, "batch")
+
+
+def mean_then_loop(x: jax.Array) -> Any:
+    return lax.pmean(x, "batch"), gathers_in_scan(x)
+
+
+def two_loops(x: jax.Array) -> Any:
+    return gathers_in_scan(x), gathers_in_scan(x + 1)
+
+
+def while_and_branch(x: jax.Array) -> Any:
+    total = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, lax.psum(c[1], "batch") / 8), (0, x))[1]
+    return total, lax.cond(lax.pmax(x[0, 0], "batch") > 0, lambda x: lax.psum(x, "batch"), lambda x: x, x)
+
+
+def gradient_through_remat(x: jax.Array) -> Any:
+    def loss(x: jax.Array) -> jax.Array:
+        inner = jax.checkpoint(lambda c, w: (jnp.sin(c + lax.all_gather(w, "batch").sum(0)), None))
+        return lax.scan(inner, jnp.zeros(x.shape[1:]), x)[0].sum()
+
+    value, grads = jax.value_and_grad(loss)(x)
+    return lax.pmean(value, "batch"), lax.psum_scatter(jnp.tile(x, (8, 1)), "batch", tiled=True), grads
+
+
+def loop_in_a_loop(x: jax.Array) -> Any:
+    def body(c: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return c + gathers_in_scan(w[None]), lax.pmean(w, "batch")
+
+    return lax.scan(body, jnp.zeros(x.shape[1:]), x)
+
+
+PROGRAMS = [loop_then_mean, mean_then_loop, two_loops, while_and_branch, gradient_through_remat, loop_in_a_loop]
+
+
+def unordered(jaxpr: Any) -> list[tuple[str, str]]:
+    """Pairs of operations with collectives, the second without a path from the first, on any level."""
+    found, levels = [], [jaxpr]
+    while levels:
+        level = levels.pop()
+        reached: dict[Any, set[int]] = {}  # by variable: the operations with collectives that it depends on
+        seen: list[str] = []
+        for eqn in level.eqns:
+            inner = [sub.jaxpr if hasattr(sub, "jaxpr") else sub for sub in jax.tree.leaves(list(eqn.params.values()))]
+            inner = [sub for sub in inner if hasattr(sub, "eqns")]
+            levels += inner
+            before = set().union(*(reached.get(v, set()) for v in eqn.invars if not hasattr(v, "val")))
+            if "batch" in str(eqn):  # an operation of the axis, or one that holds some
+                found += [(seen[i], eqn.primitive.name) for i in range(len(seen)) if i not in before]
+                before = before | {len(seen)}
+                seen.append(eqn.primitive.name)
+            reached |= dict.fromkeys(eqn.outvars, before)
+        if not {"scan", "while", "cond", "checkpoint"} & set(seen):
+            found = [pair for pair in found if pair[0] not in seen]  # a level without loops is in order anyway
+    return found
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_results_are_the_same_and_collectives_follow_each_other(program):
+    x = np.random.default_rng(0).normal(size=(8, 3, 5)).astype(np.float32)
+    ordered = zero.in_order(program)
+    got = jax.pmap(ordered, axis_name="batch")(x)
+    # Arrays this small are not split over threads, so that the loops end before they return and the order is right.
+    expected = jax.pmap(program, axis_name="batch")(x)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert unordered(jax.make_jaxpr(ordered, axis_env=[("batch", 8)])(x[0]).jaxpr) == []
+
+
+def test_the_check_sees_a_collective_that_does_not_wait():
+    x = np.ones((3, 5), np.float32)
+    assert unordered(jax.make_jaxpr(loop_then_mean, axis_env=[("batch", 8)])(x).jaxpr) == [("scan", "psum")]
+
+
+def test_flat_programs_are_left_alone():
+    def program(x: jax.Array) -> Any:
+        return lax.pmean(x, "batch"), lax.all_gather(x, "batch")
+
+    x = np.ones((3, 5), np.float32)
+    plain, ordered = (str(jax.make_jaxpr(f, axis_env=[("batch", 8)])(x)) for f in (program, zero.in_order(program)))
+    assert plain == ordered
+
+
+def test_the_program_that_aborts_without_it_is_right():
+    spinning = [
+        subprocess.Popen(["timeout", "60", sys.executable, "-c", "while True: pass"])
+        for _ in range(os.cpu_count() or 1)
+    ]
+    try:
+        done = subprocess.run([sys.executable, REPRODUCTION, "--rounds", "20"], capture_output=True, text=True)
+    finally:
+        for process in spinning:
+            process.terminate()
+            process.wait()
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "20 rounds, 0 wrong" in done.stdout
