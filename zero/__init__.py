@@ -22,8 +22,8 @@ dimension. The stages of ZeRO are placements of these two:
     grads = zero.scatter_mean(grads, layout, "batch")    # this device's slice of the mean
     sharded_layer = zero.fully_shard(Layer, layout, "batch")     # gathers in, scatters in the backward pass
 
-To try it without an accelerator, `zero.use_cpu_devices(8)` before the first jax operation makes eight virtual devices
-whose collectives stay in order on a busy machine too.
+Without an accelerator call `zero.use_cpu_devices(8)` before the first jax operation, and give `jax.pmap` your function
+as `zero.in_order(train_step)` where it has loops with collectives: XLA's CPU backend mixes them up otherwise.
 
 Nothing here reads a configuration or a file; `print(layout)` and `print(zero.memory(...))` show what is held where.
 """

@@ -56,7 +56,7 @@ def start(
     On TPU pods, under Slurm and under Open MPI jax finds the other hosts itself; elsewhere the arguments name them.
 
     Without an accelerator there are `cpu_devices` virtual CPU devices per host (`zero.use_cpu_devices`). XLA cuts
-    operations into as many parts as its pool has threads, which NPROC says: one per core where one device waits for none.
+    operations into as many parts as its pool has threads, which NPROC says: one device has one per core.
 
     Returns:
       The index of this process and the number of processes.
