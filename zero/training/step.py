@@ -269,16 +269,7 @@ def train_step(
         loss = lax.psum(loss, model.axis.name)
         norm = norm_of(sums, model.axis)
     else:
-        variables = model.enter(state.params)
-
-        def loss_of(differentiated: PyTree, tokens: jax.Array, keys: jax.Array | None) -> jax.Array:
-            return model.losses({**variables, model.differentiated: differentiated}, tokens, keys)[0] / scored
-
-        value_and_grad = jax.value_and_grad(loss_of)
-        loss, grads = _accumulate(value_and_grad, variables[model.differentiated], batch.tokens, keys, micro_batches)
-        loss = lax.psum(loss, model.axis.name)
-        grads = model.leave(grads)
-
+        loss, grads = _loss_and_gradients(model, state.params, batch.tokens, keys, scored, micro_batches)
         # Stage 0 takes the norm of slices as well: the same sums in the same order at every stage.
         layout, axis = model.sharded_layout, model.axis
         norm = global_norm(grads if model.stage else shard(grads, layout, axis), layout, axis)
@@ -300,22 +291,10 @@ def train_step(
                 (params, opt_state),
                 (state.params, state.opt_state),
             )
-    skipped = (is_bad | is_high).astype(jnp.int32)
     ema = state.ema
     if ema_decay is not None:
         ema = update_ema(ema, params, ema_decay, state.step + 1 - state.skipped, is_bad | is_high)
-    judged = jnp.stack([loss, norm])
-    is_counted = jnp.isfinite(judged).all() & (skipped == 0)
-    state = TrainState(
-        state.step + 1,
-        params,
-        opt_state,
-        state.skipped + skipped,
-        skipped * (state.skipped_in_a_row + 1),
-        state.skipped_spikes + is_high.astype(jnp.int32),
-        jnp.where(is_counted, add_to_running(state.running, judged), state.running),
-        ema,
-    )
+    state = _next_state(state, params, opt_state, ema, is_bad, is_high, jnp.stack([loss, norm]))
     metrics = {
         "loss": loss,
         "gradient_norm": norm,
@@ -325,6 +304,49 @@ def train_step(
         "skipped_spikes": state.skipped_spikes,
     }
     return state, metrics
+
+
+def _loss_and_gradients(
+    model: ShardedGPT,
+    params: PyTree,
+    tokens: jax.Array | np.ndarray,
+    keys: jax.Array | None,
+    scored: jax.Array,
+    micro_batches: int,
+) -> tuple[jax.Array, PyTree]:
+    """The mean loss of the global batch, and its gradient as shards (whole at stage 0) in `gradient_dtype`."""
+    variables = model.enter(params)
+
+    def loss_of(differentiated: PyTree, tokens: jax.Array, keys: jax.Array | None) -> jax.Array:
+        return model.losses({**variables, model.differentiated: differentiated}, tokens, keys)[0] / scored
+
+    value_and_grad = jax.value_and_grad(loss_of)
+    loss, grads = _accumulate(value_and_grad, variables[model.differentiated], tokens, keys, micro_batches)
+    return lax.psum(loss, model.axis.name), model.leave(grads)
+
+
+def _next_state(
+    state: TrainState,
+    params: PyTree,
+    opt_state: PyTree,
+    ema: PyTree | None,
+    is_bad: jax.Array,
+    is_high: jax.Array,
+    judged: jax.Array,
+) -> TrainState:
+    """The state after an update, or after one that was skipped because it was bad or high, with its counters."""
+    skipped = (is_bad | is_high).astype(jnp.int32)
+    is_counted = jnp.isfinite(judged).all() & (skipped == 0)
+    return TrainState(
+        state.step + 1,
+        params,
+        opt_state,
+        state.skipped + skipped,
+        skipped * (state.skipped_in_a_row + 1),
+        state.skipped_spikes + is_high.astype(jnp.int32),
+        jnp.where(is_counted, add_to_running(state.running, judged), state.running),
+        ema,
+    )
 
 
 def _fused(

@@ -302,7 +302,7 @@ def _tracker(run_directory: Path, config: Config, resumed_from: int | None) -> T
 
 
 def _steps_in_flight() -> int:
-    # Virtual CPU devices hang in a collective when a step is dispatched while another runs (startup.start).
+    """Steps that are dispatched ahead of the one whose metrics are read: on CPU the host's cores are the devices."""
     return 0 if jax.default_backend() == "cpu" else 1
 
 
