@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +106,44 @@ def test_tasks_give_what_transformers_gets_for_the_exported_model(place: Path, o
     assert got["choice"]["acc,none"] == expected["choice"]["acc,none"]
     for metric in ("bits_per_byte,none", "word_perplexity,none"):
         assert got["rolling"][metric] == pytest.approx(expected["rolling"][metric], rel=1e-5)
+
+
+def test_task_of_the_readme_runs_from_its_file(place: Path, ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
+    lines = [{"text": words(i, 3), "choices": ["shard", "gather stage"], "gold": i % 2} for i in range(8)]
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(place / "cache"))
+    (place / "my_choices.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (place / "my_choices.yaml").write_text(text)
+    results = harness_tasks._adapter_module().run(ours, ["my_choices.yaml"])
+    assert 0 <= results["my_choices"]["acc,none"] <= 1
+
+
+def test_prompts_are_batched_by_length_and_end_with_their_last_stop(place: Path) -> None:
+    from lm_eval.api.instance import Instance
+
+    from zero.runtime.inference.lm_eval_adapter import HarnessModel
+
+    tokenizer = load_tokenizer(str(place / "bpe.json"))
+    batches, yielded = [], []
+
+    def write(prompts: Any, count: int) -> Iterator[list[np.ndarray]]:
+        batches.append([len(prompt) for prompt in prompts])
+        for length in range(4, count + 1, 4):
+            yielded.append(length)
+            yield [tokenizer.encode("shard gather" * 9)[:length] for _ in prompts]
+
+    model = HarnessModel(tokenizer, 200, lambda passages: iter(()), write, rows=2)
+    prompts = [words(i, n) for i, n in enumerate((40, 3, 41, 4))]
+    requests = [
+        Instance("generate_until", {}, (text, {"until": [" gather"], "max_gen_toks": 100}), i)
+        for i, text in enumerate(prompts)
+    ]
+    texts = model.generate_until(requests)
+    assert len(set(texts)) == 1 and "gather" not in texts[0] and texts[0].startswith("shard")
+    assert [len(batch) for batch in batches] == [2, 2] and max(batches[0]) < min(batches[1])
+    assert max(yielded) < 20  # not all 100 tokens
 
 
 def test_losses_and_texts_are_those_of_transformers(ours: Any, theirs: Any) -> None:
