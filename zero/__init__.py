@@ -1,4 +1,4 @@
-"""ZeRO for any `jax.pmap` program: training state is held as one slice a device, and three lines change.
+"""ZeRO for any `jax.pmap` program: training state is held as one slice per device, and three lines change.
 
     import zero
 

@@ -85,7 +85,7 @@ class GPTConfig:
 
 
 class Cache(NamedTuple):
-    """Keys and values of the positions so far, one entry a layer: float `(L, B, S, H, K)`."""
+    """Keys and values of the positions so far, one entry per layer: float `(L, B, S, H, K)`."""
 
     k_LBSHK: jax.Array
     v_LBSHK: jax.Array
@@ -99,7 +99,7 @@ def init_cache(config: GPTConfig, rows: int, positions: int, dtype: DTypeLike) -
 
 
 def alibi_slopes(num_head: int) -> np.ndarray:
-    """One slope a head: `2^(-8 h / H)` for powers of two, the paper's interleaving for other counts.
+    """One slope per head: `2^(-8 h / H)` for powers of two, the paper's interleaving for other counts.
 
     Source: Press et al., arXiv 2108.12409, section 3 and the reference implementation.
 
@@ -113,7 +113,7 @@ def alibi_slopes(num_head: int) -> np.ndarray:
 
 
 def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
-    """Dropout with one key a row, so that a mask depends on its sequence and on nothing else; no keys, no dropout."""
+    """Dropout with one key per row, so that a mask depends on its sequence and on nothing else; no keys, no dropout."""
     if keys_B is None or rate == 0:
         return x
     keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys_B)
@@ -179,7 +179,7 @@ def attention(
     config: GPTConfig,
     keys_B: jax.Array | None,
 ) -> jax.Array:
-    """Causal attention, softmax in float32; query t stands at `position + t`, keys at 0, 1, 2, ..."""
+    """Causal attention, softmax in float32; query t is at `position + t`, keys at 0, 1, 2, ..."""
     q_BHTK, k_BHSK, v_BHSK = (x.transpose(0, 2, 1, 3) for x in (q_BTHK, k_BSHK, v_BSHK))
     scores_BHTS = products(q_BHTK, k_BHSK) / math.sqrt(q_BTHK.shape[-1])
     t_T1 = position + jnp.arange(q_BTHK.shape[1])[:, None]
@@ -304,13 +304,13 @@ class GPT(nn.Module):
         self.norm = self.lift(nn.LayerNorm, "norm")(config.norm_epsilon, dtype=self.dtype)
 
     def __call__(self, tokens_BT: jax.Array, targets_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
-        """Negative log-likelihood of each target in nats, float32 `(B, T)`; one dropout key a row, or none."""
+        """Negative log-likelihood of each target in nats, float32 `(B, T)`; one dropout key per row, or none."""
         return self.scores(tokens_BT, targets_BT, keys_B)[0]
 
     def scores(
         self, tokens_BT: jax.Array, targets_BT: jax.Array, keys_B: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Negative log-likelihood of each target in nats, float32 `(B, T)`, and whether no token is likelier."""
+        """Negative log-likelihood of each target in nats, float32 `(B, T)`, and whether the target is the most likely token."""
         x_BTD = self.embed(tokens_BT)
         (x_BTD, _), _ = self.blocks((x_BTD, None), jnp.arange(self.config.N), keys_B, 0)
         return self.score(x_BTD, targets_BT)

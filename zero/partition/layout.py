@@ -39,7 +39,7 @@ class Split:
 class LeafLayout:
     """The entry of one leaf: its whole logical shape and how it is split. No splits: every device holds it whole.
 
-    A stacked leaf carries one layer a row of its leading dimension (`nn.scan`), which is never split.
+    A stacked leaf carries one layer per row of its leading dimension (`nn.scan`), which is never split.
     """
 
     path: tuple[str, ...]
@@ -69,7 +69,7 @@ class LeafLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One `LeafLayout` a leaf, in the structure of the tree that it describes. Hashable; `print` shows a table."""
+    """One `LeafLayout` per leaf, in the structure of the tree that it describes. Hashable; `print` shows a table."""
 
     treedef: Any
     leaves: tuple[LeafLayout, ...]
@@ -147,7 +147,7 @@ class Layout:
         padding = sum(math.prod(leaf.padded_shape) for leaf in self.leaves) - elements
         lines = [
             f"{elements:,} elements in {len(self.leaves)} leaves over {self.shards} shards: "
-            f"{self.bytes_per_device():,} bytes a device, {padding:,} elements of padding, "
+            f"{self.bytes_per_device():,} bytes per device, {padding:,} elements of padding, "
             f"{sum(math.prod(leaf.shape) for leaf in whole):,} elements in {len(whole)} leaves whole on every device"
         ]
         rows = [("leaf", "dtype", "whole", "split", "shard", "padding")]
@@ -225,7 +225,7 @@ def derive_layout(fn: Callable[[PyTree], PyTree], layout: Layout) -> Layout:
         path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
         parts = [path[i:j] for i in range(len(path) + 1) for j in range(i, len(path) + 1)]
         same = [by_path[part] for part in parts if part in by_path and by_path[part].shape == x.shape]
-        # The longest path is the leaf itself, a shorter one a namesake.
+        # The longest path is the leaf itself, a shorter one a leaf of the same name.
         model = max(same, key=lambda leaf: len(leaf.path), default=None)
         splits, stacked = (model.splits, model.stacked) if model else ((), False)
         leaves.append(LeafLayout(path, x.shape, x.dtype, splits, stacked))

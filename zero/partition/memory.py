@@ -16,7 +16,7 @@ from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, mak
 
 
 class MemoryRow(NamedTuple):
-    """Bytes a device at one stage.
+    """Bytes per device at one stage.
 
     Attributes:
       stage: 0 to 3.
@@ -60,7 +60,7 @@ def memory(
     stacked: Iterable[str] = (),
     compute_dtypes: Sequence[DTypeLike] = (jnp.float32, jnp.bfloat16),
 ) -> Memory:
-    """Bytes a device of parameters, optimizer state and gradients at stages 0 to 3, without building anything.
+    """Bytes per device of parameters, optimizer state and gradients at stages 0 to 3, without building anything.
 
     Activations are not counted. Where the compute dtype is the parameters' own, stage 0 computes with what it holds.
 

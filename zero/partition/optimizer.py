@@ -151,12 +151,12 @@ def shard_optimizer(
     reduce_dtype: DTypeLike | None = None,
     trust: bool = False,
 ) -> ShardedOptimizer:
-    """Holds the state of an optax transform as one slice a device: the drop-in for data-parallel pmap code (stage 1).
+    """Holds the state of an optax transform as one slice per device: the drop-in for data-parallel pmap code (stage 1).
 
     `init` takes whole parameters, alike on all devices. `update` takes each device's own gradients, not reduced, and
     returns whole updates: a reduce-scatter, the update of a slice, and a gather. Extra arguments of `update` reach
     `tx`; arrays in them are whole and alike on all devices. State leaves and enters on the host by `whole_state` and
-    `shard_state`; a single device's slice of it is refused where it is taken, and a foreign one makes updates NaN.
+    `shard_state`; a single device's slice of it is refused where it is taken, and another device's slice makes updates NaN.
 
     Args:
       tx: any transform; what is not element-wise belongs into `across_shards`, or has a version in `zero`.
@@ -261,7 +261,7 @@ def _check_gradients(given: Layout, layout: Layout) -> None:
 
 
 def _check_gradients_come_first() -> None:
-    """Refuses an outer transform of optax that has seen each device's own gradients, of which it knows no mean."""
+    """Refuses an outer transform of optax that has seen each device's own gradients, without averaging them."""
     frame = inspect.currentframe()
     while frame:
         maker = frame.f_code.co_qualname.partition(".<locals>.")[0]
@@ -303,7 +303,7 @@ def _across(
     made.__name__ = made.__qualname__ = name
     made.__signature__ = inspect.signature(make)  # type: ignore[attr-defined]
     made.__doc__ = (
-        f"Optax's `{name}` with leave to communicate, and so right on shards: {how}.\n\n"
+        f"Optax's `{name}` with permission to communicate, and so right on shards: {how}.\n\n"
         f"    The arguments are optax's. Use it inside `shard_optimizer` or `on_shards`.\n\n    >>> {example}\n    "
     )
     return made

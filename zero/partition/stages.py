@@ -57,7 +57,7 @@ def gather(
     *,
     wire_dtype: DTypeLike | None = None,
 ) -> PyTree:
-    """The whole tree from its shards: an `all_gather` a split leaf, small ones together, in `dtype` on the wire.
+    """The whole tree from its shards: one `all_gather` per split leaf, small ones together, in `dtype` on the wire.
 
     Per device: shards in, whole leaves out. `dtype=None` keeps each leaf's own. With `wire_dtype=jnp.int8` blocks
     of 256 floats travel as int8 with a scale, each element off by at most its block's largest / 254. Call inside pmap.

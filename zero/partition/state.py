@@ -230,7 +230,7 @@ def checksums(
 
     Copies of what is held more than once are compared by their checksums as well; `check_replicated` compares all bits.
     Call outside pmap, on all processes: each gets the result. Every element is read once, on the device that holds it;
-    a few bytes a leaf travel, in one `psum` and one `pmax`. The program is compiled once for a layout.
+    a few bytes per leaf travel, in one `psum` and one `pmax`. The program is compiled once for a layout.
 
     Args:
       tree: per leaf `(local devices, *leaf.shard_shape)`, as it came out of pmap.

@@ -1,1 +1,1 @@
-"""All that touches the world: files, networks, processes, the terminal. One outside library a file."""
+"""All that touches the world: files, networks, processes, the terminal; about one outside library per file."""

@@ -42,11 +42,6 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
     )
 
 
-def evaluation_rows(config: Config, step_rows: int) -> int:
-    """Sequences per device in one call of `programs.evaluate`, for `step_rows` sequences per device and step."""
-    return step_rows
-
-
 def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> Job:
     """Binds a checked configuration to devices, by default all there are. Nothing is compiled yet."""
     training, model = config.training, make_model(config, size, devices)

@@ -1,7 +1,7 @@
 """The optimizer's update inside the backward pass: a layer moves as soon as its gradient is known.
 
-No more than one layer's gradient exists, so stage 3 needs no memory for gradients. What asks for the whole gradient
-before the first update cannot be had: clipping by global norm, skipping a bad step, adding up micro-batches.
+No more than one layer's gradient exists, so stage 3 needs no memory for gradients. What needs the whole gradient
+before the first update is not available: clipping by global norm, skipping a bad step, adding up micro-batches.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _Layers(Axis):
 def _one_layer(
     tx: optax.GradientTransformation, layout: Layout, axis: Axis, layer: jax.Array
 ) -> optax.GradientTransformationExtraArgs:
-    """The update of one layer of a stack, `(1, ...)` a leaf, as part of the update of the whole stack."""
+    """The update of one layer of a stack, `(1, ...)` per leaf, as part of the update of the whole stack."""
     count = layout.leaves[0].shape[0]
     leaves = tuple(
         LeafLayout(leaf.path, leaf.shard_shape, np.dtype(leaf.dtype), (Split(0, count, count),))

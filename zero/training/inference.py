@@ -75,7 +75,7 @@ class Sampling:
 
 
 class DecodeState(NamedTuple):
-    """Unfinished texts of one device, with the state of their state.
+    """Unfinished texts of one device, and the state of their decoding.
 
     Attributes:
       tokens: int32 `(R, S)`: prompts and what was drawn; -1 where there is nothing yet.

@@ -25,7 +25,7 @@ class Programs(NamedTuple):
     Every argument and result has a leading dimension of local devices, unless it is said to be shared.
 
     Attributes:
-      init: `(key data)`, one row a device, all alike, to parameter shards.
+      init: `(key data)`, one row per device, all alike, to parameter shards.
       start: parameter shards, donated, to a new `TrainState`.
       step: `(TrainState, Batch)`, the state donated, to the next state and shared metrics.
       evaluate: `(params, tokens)` to the shared sum of losses and number of tokens scored.

@@ -33,7 +33,7 @@ class LearningRate:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Staged sequence-length warmup: short sequences first, at an unchanged number of tokens a step.
+    """Staged sequence-length warmup: short sequences first, at an unchanged number of tokens per step.
 
     Source: Li et al., The Stability-Efficiency Dilemma, arXiv 2108.06084.
 

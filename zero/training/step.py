@@ -375,7 +375,7 @@ def _fused(
 
 
 def _row_keys(seed: int, step: jax.Array, batch: Batch) -> jax.Array:
-    """One dropout key a row, from its place in the global batch: never from a device, a host or a micro-batch."""
+    """One dropout key per row, from its place in the global batch: never from a device, a host or a micro-batch."""
     step_key = jax.random.fold_in(jax.random.key(seed), step)
     rows = batch.first_row + jnp.arange(batch.tokens.shape[0])
     return jax.vmap(jax.random.fold_in, (None, 0))(step_key, rows)

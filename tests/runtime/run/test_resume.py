@@ -139,7 +139,7 @@ def test_damaged_run_is_named_and_passed_over(
     damaged = make_run(DEFAULT_ROOT / "newer", [5])
     (damaged / CONFIG_FILE).write_text(content)
     assert f"resume='{in_tmp_path / good}'" in resume_overrides(["--resume"])
-    assert f"passed over: {damaged}/{CONFIG_FILE} is damaged: " in caplog.text
+    assert f"skipped: {damaged}/{CONFIG_FILE} is damaged: " in caplog.text
     with pytest.raises(UserError, match=f"{damaged}/{CONFIG_FILE} is damaged: "):  # where it is the one that is named
         resume_overrides(["--resume=auto", f"hydra.run.dir={damaged}"])
 

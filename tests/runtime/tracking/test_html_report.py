@@ -23,7 +23,7 @@ def make_run(directory: Path, rate: float, resumed_from: int | None = None, with
     with Tracker(directory, project=None, config={}, resumed_from=resumed_from) as tracker:
         for step in range((resumed_from or 0) + 1, (resumed_from or 0) + 21):
             names = ["learning_rate", "sequence_length", "tokens_per_second", "gradient_norm", "data_wait", "step_time"]
-            names += ["mfu", "memory_in_use"] if with_device else []
+            names += ["mfu", "peak_memory"] if with_device else []
             line = {
                 "step": step,
                 "train/loss": 5 * rate / step,
@@ -110,7 +110,7 @@ def test_page_opens_in_a_browser_without_errors_or_requests(page: Path, tmp_path
 def test_quantities_that_no_run_has_logged_have_no_panel(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 0.5, with_device=False)
     text = write_report([run], tmp_path / "page.html").read_text()
-    assert "throughput" in text and "utilization" not in text and "memory in use" not in text
+    assert "throughput" in text and "utilization" not in text and "peak memory" not in text
 
 
 def test_command_writes_into_the_first_run_and_names_what_is_no_run(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rewrites a function of whole arrays into one of shards, or says which of its operations stands in the way.
+"""Rewrites a function of whole arrays into one of shards, or says which of its operations prevents it.
 
 An optimizer is written for whole arrays. Run on shards as it is, an element-wise one is right and any other is
 silently wrong: a norm becomes the norm of a slice. So the function is traced on whole shapes, without computing

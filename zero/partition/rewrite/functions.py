@@ -1,4 +1,4 @@
-"""The way in: a function of whole trees on shards, and the leave to communicate."""
+"""The entry points: a function of whole trees run on shards, and the permission to communicate."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Runner:
       rules: by the name of a primitive; for all but element-wise ones.
       may_communicate: whether this is inside `across_shards`.
       callers: the calls that lead to the current operation, innermost first.
-      owned: elements of the work that each device owns, filled as it is dealt out.
+      owned: elements of the work that each device owns, filled as work is assigned.
     """
 
     axis: Axis

@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         (_verify if options.pop("verify") else _prepare)(**options)
     except (UserError, OSError) as error:  # an OSError concerns a directory here, and names it
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.status if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
         sys.exit("stopped; the same call continues")
 

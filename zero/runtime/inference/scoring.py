@@ -64,7 +64,7 @@ class Scorer:
             mine = tokens.reshape(devices, self._rows, -1)[self.trained.host * local :][:local]
             losses, is_greedy = (np.asarray(x) for x in self._score(self.trained.params, mine))
             for row, (text, first) in enumerate(pending):
-                part = slice(first - 1, len(text) - 1)  # the loss of token t stands at t - 1
+                part = slice(first - 1, len(text) - 1)  # the loss of token t is at t - 1
                 yield Score(losses[row, part].astype(np.float64), is_greedy[row, part])
             pending.clear()
 

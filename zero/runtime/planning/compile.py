@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from zero.models.gpt import STACKED, GPTConfig
 from zero.partition.layout import Layout
 from zero.partition.memory import memory
-from zero.runtime.build import Job, evaluation_rows, make_job
+from zero.runtime.build import Job, make_job
 from zero.runtime.config.sections import Config
 from zero.runtime.inference.generate import bucket
 from zero.runtime.planning.hlo import collective_bytes
@@ -47,7 +47,7 @@ class Request:
         """Sequences per device and step."""
         return self.micro_batch * self.config.training.gradient_accumulation_steps
 
-    def but(self, micro_batch: int | None = None, **keys: Any) -> Request:
+    def with_changes(self, micro_batch: int | None = None, **keys: Any) -> Request:
         """The same with other values: of `stage`, `remat`, `accumulation`, `context`."""
         config = copy.deepcopy(self.config)
         for key, value in keys.items():
@@ -149,8 +149,7 @@ def step_arguments(job: Job, rows: int, context: int) -> Any:
 
 def evaluation_arguments(job: Job, request: Request) -> Any:
     """Shapes of what an evaluation during training takes on all devices, in one call."""
-    rows = evaluation_rows(request.config, request.rows)
-    tokens = jax.ShapeDtypeStruct((rows, request.config.data.max_context), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((request.rows, request.config.data.max_context), jnp.int32)
     return _on_devices((job.model.layout.shard_shapes(), tokens), job)
 
 

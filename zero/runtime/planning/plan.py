@@ -34,10 +34,10 @@ def plan(config: Config, size: GPTConfig, run_directory: Path) -> int:
     Raises:
       UserError: there is no such slice, or no compiler for it.
     """
-    asked, request = config.plan, Request(config, size, config.plan.micro_batch)
-    prepare_environment(asked.topology)
+    settings, request = config.plan, Request(config, size, config.plan.micro_batch)
+    prepare_environment(settings.topology)
     with _compilers(config, run_directory / COMPILER_LOG) as pool:
-        match asked.search:
+        match settings.search:
             case "largest":
                 rows = search.largest(pool, config)
             case "fastest":
@@ -45,12 +45,12 @@ def plan(config: Config, size: GPTConfig, run_directory: Path) -> int:
             case _:
                 rows = search.every_stage(pool, request)
     if not rows:
-        raise UserError(f"plan.topology={asked.topology}: not even the smallest model fits")
+        raise UserError(f"plan.topology={settings.topology}: not even the smallest model fits")
     best = None
-    if asked.search != "none":
-        best = search.best(rows, headroom=0.0 if asked.search == "largest" else search.HEADROOM)
+    if settings.search != "none":
+        best = search.best(rows, headroom=0.0 if settings.search == "largest" else search.HEADROOM)
     result = {
-        "topology": asked.topology,
+        "topology": settings.topology,
         "devices": rows[0]["devices"],
         "parameters": (best or rows[0])["parameters"],
         "best": best and rows.index(best),
@@ -58,7 +58,7 @@ def plan(config: Config, size: GPTConfig, run_directory: Path) -> int:
     }
     (run_directory / PLAN_FILE).write_text(json.dumps(result, indent=1) + "\n")
     print(table(result, config))
-    if best is not None and asked.search == "largest":
+    if best is not None and settings.search == "largest":
         print(f"\nThe largest model that fits, as an entry of conf/model_config.yaml: {best['model']}")
     elif best is not None:
         print(f"\nThe fastest that fits, with {search.HEADROOM:.0%} of the memory to spare:")

@@ -20,7 +20,7 @@ WIDTHS = (2048, 3072, 4096, 6144, 8192)  # of the models that a search for the l
 def every_stage(pool: Executor, request: Request) -> list[Row]:
     """A row for each stage; a fused update has stage 3 only."""
     stages = [3] if request.config.zero.fused_update else [0, 1, 2, 3]
-    return gather(pool.submit(compile_steps, [request.but(stage=stage)]) for stage in stages)
+    return gather(pool.submit(compile_steps, [request.with_changes(stage=stage)]) for stage in stages)
 
 
 def fastest(pool: Executor, request: Request) -> list[Row]:
@@ -29,8 +29,10 @@ def fastest(pool: Executor, request: Request) -> list[Row]:
     contexts = grid.context or [request.config.data.max_context]
     jobs = []
     for stage, accumulation, remat, context in itertools.product(grid.stage, grid.accumulation, grid.remat, contexts):
-        other = request.but(stage=stage, accumulation=accumulation, remat=remat, context=context)
-        jobs.append(pool.submit(compile_steps, [other.but(micro_batch) for micro_batch in sorted(grid.micro_batch)]))
+        other = request.with_changes(stage=stage, accumulation=accumulation, remat=remat, context=context)
+        jobs.append(
+            pool.submit(compile_steps, [other.with_changes(micro_batch) for micro_batch in sorted(grid.micro_batch)])
+        )
     return gather(jobs)
 
 
@@ -38,7 +40,7 @@ def largest(pool: Executor, config: Config) -> list[Row]:
     """A row for the deepest model of each width, where one fits."""
     context = max(config.plan.grid.context or [1024])
     sizes = (GPTConfig(width, 50304, width // 256, context, 0.0, 4, vocab_chunks=12) for width in WIDTHS)
-    requests = (Request(config, size, config.plan.micro_batch).but(context=context) for size in sizes)
+    requests = (Request(config, size, config.plan.micro_batch).with_changes(context=context) for size in sizes)
     return gather([pool.submit(deepest, request) for request in requests])
 
 

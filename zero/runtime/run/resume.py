@@ -30,8 +30,8 @@ DEFAULT_ROOT = Path("runs")
 def newest_run(root: Path, place: Path | str | None = None) -> Path | None:
     """The run under `root` that was started or resumed last and has a checkpoint (in `place`, where that is given).
 
-    Runs are examined newest first, up to the first valid one. A run that is damaged, or whose bucket is gone, is passed
-    over with a warning.
+    Runs are examined newest first, up to the first valid one. A run that is damaged, or whose bucket is gone, is
+    skipped with a warning.
     """
     runs = [layout.parent for layout in root.rglob(LAYOUT_FILE)]  # W&B keeps files called config.yaml as well
     for run in sorted(runs, key=_last_started, reverse=True):
@@ -39,7 +39,7 @@ def newest_run(root: Path, place: Path | str | None = None) -> Path | None:
             if place in (None, saved_checkpoint_directory(run)) and saved_steps(run):
                 return run
         except UserError as error:
-            log.warning("passed over: %s", error)
+            log.warning("skipped: %s", error)
     return None
 
 

@@ -32,7 +32,7 @@ from zero.runtime.inference.scoring import Scorer
 from zero.runtime.inference.trained import TrainedModel
 from zero.runtime.run.position import TrainingPosition
 from zero.runtime.run.profiling import Profiler
-from zero.runtime.run.step_metrics import StepMetrics, memory_in_use
+from zero.runtime.run.step_metrics import StepMetrics, peak_memory
 from zero.runtime.run_directory import mirror
 from zero.runtime.tokenizers import Tokenizer
 from zero.runtime.tracking.tracker import Tracker
@@ -198,7 +198,7 @@ class Run:
             "sequence_length": self.context.at(position.step - 1),
             "tokens_seen": position.step * position.global_rows * row_tokens,
             "samples_checksum": position.samples_checksum,
-            **memory_in_use(),
+            **peak_memory(),
         }
         for corpus, rows_seen in self.loader.rows_seen(position.cursor["batches"]).items():
             line[f"tokens_seen/{corpus}"] = rows_seen * row_tokens

@@ -77,6 +77,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[R
             position, state = restore(source, config.data.resume_step, layout, model.axis, is_own=not is_fork)
         elif checkpoints.steps():
             raise UserError(f"{place} has checkpoints: --resume continues, another hydra.run.dir starts a new run")
+        _explain_batch(config, position.global_rows)
         loader, validation = _loaders(config, size, position.global_rows)
         last_step = _last_step(config, loader)
         if position.unevaluated is not None and _is_evaluated(run_directory, position.step):
@@ -196,6 +197,20 @@ def _check_division(global_rows: int, micro_batches: int) -> None:
         raise UserError(
             f"training.batch_size: a global batch of {global_rows} sequences does not divide into {hosts} hosts x "
             f"{devices} devices x training.gradient_accumulation_steps={micro_batches} = {parts} parts"
+        )
+
+
+def _explain_batch(config: Config, global_rows: int) -> None:
+    """A resume keeps the global batch, whatever `training.batch_size` and the number of hosts are now."""
+    wanted = config.training.batch_size * jax.process_count()
+    if wanted != global_rows:
+        log.warning(
+            "training.batch_size=%d on %d hosts would be a global batch of %d sequences; it stays at %d, which the "
+            "first checkpoint of the run has fixed",
+            config.training.batch_size,
+            jax.process_count(),
+            wanted,
+            global_rows,
         )
 
 

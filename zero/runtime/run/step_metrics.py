@@ -45,7 +45,7 @@ class StepMetrics:
         return int(self._newest["skipped_in_a_row"])
 
     def exclude(self, seconds: float, steps: int = 0) -> None:
-        """Time that does not count for the throughput, as of compilation, and the newest steps, if it was theirs."""
+        """Time that does not count for the throughput, such as compilation; the newest `steps` do not count either."""
         self._untimed += steps
         self._started += seconds
 
@@ -99,7 +99,7 @@ class StepMetrics:
         return line
 
 
-def memory_in_use() -> dict[str, int]:
+def peak_memory() -> dict[str, int]:
     """The peak of the first local device's memory in bytes, where its allocator reports one (not on CPU)."""
     stats = jax.local_devices()[0].memory_stats() or {}
-    return {"memory_in_use": int(stats["peak_bytes_in_use"])} if "peak_bytes_in_use" in stats else {}
+    return {"peak_memory": int(stats["peak_bytes_in_use"])} if "peak_bytes_in_use" in stats else {}

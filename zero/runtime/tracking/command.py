@@ -17,7 +17,8 @@ def main() -> None:
     try:
         print(write_report(options.runs, options.to or options.runs[0] / REPORT_FILE))
     except (UserError, OSError) as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.status if isinstance(error, UserError) else 1)
 
 
 if __name__ == "__main__":

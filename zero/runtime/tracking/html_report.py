@@ -32,7 +32,7 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
     ("throughput (tokens/s)", (("tokens_per_second", "solid"),), False),
     ("gradient norm", (("gradient_norm", "solid"),), True),
     ("model FLOPs utilization (share of the published peak)", (("mfu", "solid"),), False),
-    ("memory in use (bytes per device)", (("memory_in_use", "solid"),), False),
+    ("peak memory (bytes per device)", (("peak_memory", "solid"),), False),
     ("data wait (share of a step)", (("data_wait", "solid"),), False),
     ("skipped steps, spikes dashed", (("skipped_steps", "solid"), ("skipped_spikes", "dash")), False),
     ("step time (s)", (("step_time", "solid"),), False),

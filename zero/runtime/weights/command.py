@@ -35,7 +35,8 @@ def main() -> None:
             steps = average(arguments.run, arguments.new_run, arguments.steps)
             print(f"the mean of steps {', '.join(map(str, steps))} is in {arguments.new_run}")
     except UserError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.status)
 
 
 if __name__ == "__main__":
