@@ -111,7 +111,10 @@ def test_every_mistake_has_a_line(forks: cli.Forks) -> None:
         assert line.startswith("error: ") and name in line
 
 
-def test_status_says_whether_a_repeat_may_succeed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_says_whether_a_repeat_may_succeed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zero.runtime.main.exit_immediately", sys.exit)
     for error, status in (
         (OSError(errno.ENOSPC, "full"), 1),
         (PermissionError(errno.EACCES, "no"), 2),
@@ -138,7 +141,13 @@ def test_status_says_whether_a_repeat_may_succeed(capsys: pytest.CaptureFixture[
         (["data.index_path_train=bad/big.index"], ["big.tar", "sample 007", "token 300", "vocabulary of 257"]),
         (["data.max_context=64"], [".tar", "rows of 32 tokens", "reads 64"]),
         (["training.max_epochs=1", "data.train_samples=15"], ["15 rows", "16"]),
-        (["data.corpus=nowhere", "data.index_path_train=bad/not_yet.index"], ["nowhere", "no such file or folder"]),
+        (
+            (
+                ["data.corpus=nowhere", "data.index_path_train=bad/not_yet.index"],
+                ["bad/not_yet.index", "no such file", "data.corpus=nowhere"],
+            ),
+            ["bad/not_yet.index", "no such file", "data.corpus=nowhere"],
+        ),
         (["model.warm_start=true", "model.model_path=nowhere"], ["nowhere", "Hugging Face folder"]),
         (["training.skip_bad_steps=false", "training.peak_learning_rate=1e30"], ["not finite", "skip_bad_steps=false"]),
         (["hydra.run.dir=text/0.txt"], ["text/0.txt"]),

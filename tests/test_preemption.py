@@ -143,11 +143,12 @@ from pathlib import Path
 import hydra
 import jax
 from zero.runtime.errors import UserError
-from zero.runtime import train as loop
+from zero.runtime.run import setup
+from zero.runtime.train import train
 from zero.runtime.config.check import check
 from zero.runtime.config.files import load_sizes
 
-def diverging(config, size, make=loop.make_job):
+def diverging(config, size, make=setup.make_job):
     job = make(config, size)
     whole_step = job.programs.step.__wrapped__
 
@@ -161,14 +162,14 @@ def diverging(config, size, make=loop.make_job):
     step = jax.pmap(step, "zero", donate_argnums=0, out_axes=(0, None))
     return job._replace(programs=job.programs._replace(step=step))
 
-loop.make_job = diverging
+setup.make_job = diverging
 root = Path("{cli.MAIN.parent}")
 with hydra.initialize_config_dir(str(root / "conf"), version_base="1.3"):
     config = hydra.compose("config", sys.argv[1:])
 sizes = load_sizes(root / "conf" / "model_config.yaml")
 Path("diverged").mkdir()
 try:
-    loop.train(check(config, sizes), sizes["test"], Path("diverged"))
+    train(check(config, sizes), sizes["test"], Path("diverged"))
 except UserError as error:
     print(error)
 """
@@ -183,7 +184,7 @@ def test_replicas_that_differ_stop_the_run_by_the_name_of_the_leaf_and_are_not_s
         capture_output=True, text=True, timeout=200, check=True,
     )  # fmt: skip
     assert done.stdout.startswith("step 12: leaves differ"), done.stdout + done.stderr
-    assert "params/vocabulary/table" in done.stdout and "--resume goes on from the checkpoint before" in done.stdout
+    assert "params/vocabulary/table" in done.stdout and "--resume continues from the checkpoint before" in done.stdout
     assert saved_steps(workplace / "diverged") == [6]
 
 

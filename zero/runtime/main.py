@@ -151,4 +151,4 @@ def errors_in_lines() -> Iterator[None]:
 def end(message: str, status: int) -> None:
     for line in message.splitlines():
         print(f"error: {line}", file=sys.stderr)
-    sys.exit(status)
+    exit_immediately(status)  # libraries' threads would go on and log after the last line

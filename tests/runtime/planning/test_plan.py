@@ -133,7 +133,7 @@ def test_days_and_dollars_are_shown_where_there_is_a_price() -> None:
     config.plan.dollars_per_hour, config.plan.mfu = 8.8, 0.35
     priced = table(result, config)
     assert "1,234.50" in priced and "98,765" in priced and "days at 35%" in priced
-    assert "220 steps, at 8.8 dollars per hour" in priced
+    assert f"{config.training.total_steps} steps, at 8.8 dollars per hour" in priced
 
 
 @pytest.mark.slow
