@@ -310,7 +310,7 @@ class GPT(nn.Module):
     def scores(
         self, tokens_BT: jax.Array, targets_BT: jax.Array, keys_B: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Negative log-likelihood of each target in nats, float32 `(B, T)`, and whether the target is the most likely token."""
+        """Negative log-likelihood of each target in nats, float32 `(B, T)`, and whether it is the most likely token."""
         x_BTD = self.embed(tokens_BT)
         (x_BTD, _), _ = self.blocks((x_BTD, None), jnp.arange(self.config.N), keys_B, 0)
         return self.score(x_BTD, targets_BT)

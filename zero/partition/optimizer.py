@@ -156,7 +156,7 @@ def shard_optimizer(
     `init` takes whole parameters, alike on all devices. `update` takes each device's own gradients, not reduced, and
     returns whole updates: a reduce-scatter, the update of a slice, and a gather. Extra arguments of `update` reach
     `tx`; arrays in them are whole and alike on all devices. State leaves and enters on the host by `whole_state` and
-    `shard_state`; a single device's slice of it is refused where it is taken, and another device's slice makes updates NaN.
+    `shard_state`; one device's slice of it is refused where it is taken, and another device's slice gives NaN updates.
 
     Args:
       tx: any transform; what is not element-wise belongs into `across_shards`, or has a version in `zero`.

@@ -121,9 +121,9 @@ def test_command_writes_into_the_first_run_and_names_what_is_no_run(tmp_path: Pa
     (run / "metrics.jsonl").unlink()
     done = subprocess.run([*command, str(run)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (
-        1,
+        2,
         f"error: {run}: metrics.jsonl is missing; expected a run that has made a step\n",
     )
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr == f"error: {tmp_path}: not a run directory, config.yaml is missing\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 from zero.runtime.corpus.sources import documents
 from zero.runtime.corpus.sources.documents import Document, Unit
-from zero.runtime.errors import UserError
+from zero.runtime.errors import Unavailable, UserError
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class HubDataset:
         try:
             builder = datasets.load_dataset_builder(path, config or None)
             self._rows: Any = builder.as_streaming_dataset(split=split or "train")
-        except (OSError, ValueError) as error:  # unreachable, unknown, no such config or split
+        except OSError as error:  # the Hub cannot be reached
+            raise Unavailable(f"hf:{name}: {_one_line(error)}") from error
+        except ValueError as error:  # no such dataset, configuration or split
             raise UserError(f"hf:{name}: {_one_line(error)}") from error
         self.fingerprint = str(builder.hash)  # of the configuration and the revision, or the files
 
