@@ -1,0 +1,87 @@
+"""Runs beside processes that keep every core busy: status 0, and what the quiet runs wrote, bit for bit.
+
+Virtual CPU devices used to abort there (docs/decisions/virtual-devices.md).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import cli
+from zero.runtime.tracking.metrics import read_metrics, read_resumes
+
+CLOCKED = ("step_time", "tokens_per_second", "tokens_per_second_per_device", "data_wait", "seconds_to_first_step")
+IN_CI = (0, 3)
+SPIN = """
+import os, time
+parent, end = os.getppid(), time.monotonic() + 900
+while os.getppid() == parent and time.monotonic() < end:  # ends by itself where the tests were killed
+    pass
+"""
+pytestmark = pytest.mark.timeout(900)  # of which the spinning processes take most
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[cli.Forks]:
+    forks = cli.Forks(cli.make_workplace(tmp_path_factory.mktemp("busy")))
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="module")
+def quiet(forks: cli.Forks, request: pytest.FixtureRequest) -> dict[int, Any]:
+    """What the runs of each stage of this session write while nothing else runs; also compiles their programs."""
+    names = {item.name for item in request.session.items}
+    stages = [stage for stage in range(4) if any(f"[{stage}]" in name for name in names)]
+    return {stage: run_all(forks, f"quiet{stage}", stage) for stage in stages}
+
+
+@pytest.fixture(scope="module")
+def spinning(quiet: dict[int, Any]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A process per core, and one more, that only spin; started after the quiet runs."""
+    processes = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(1 + (os.cpu_count() or 1))]
+    yield processes
+    for process in processes:
+        process.terminate()
+        process.wait()
+
+
+def run_all(forks: cli.Forks, name: str, stage: int) -> dict[str, Any]:
+    """Trains, resumes twice, evaluates and samples with sharded weights; what was written, without what clocks say."""
+    run = f"hydra.run.dir={name}"
+    job = (*cli.TINY, "training.staged_warmup_steps=0", "training.evaluation_frequency=10", f"zero.stage={stage}", run)
+    use = ("zero.replicate=false", f"model.model_path={name}")
+    for arguments in (
+        (*job, "training.total_steps=20"),
+        ("--resume=auto", run, "training.total_steps=30"),
+        ("--resume=auto", run, "training.total_steps=40"),
+        ("mode=evaluate", *use, f"hydra.run.dir={name}/evaluate"),
+        ("mode=sample", *use, "sample.prompt=[shard,gather]", "sample.tokens=40", f"hydra.run.dir={name}/sample"),
+    ):
+        done = forks.run(*arguments)
+        assert done.returncode == 0, f"{arguments}: status {done.returncode}\n{done.stderr[-3000:]}"
+    directory: Path = forks.workplace / name
+    lines = read_metrics(directory / "metrics.jsonl")
+    assert read_resumes(directory / "metrics.jsonl") == [20, 30]
+    assert [line["step"] for line in lines if "validation/loss" in line] == [10, 20, 30, 40]
+    return {
+        "metrics": [{key: value for key, value in line.items() if key not in CLOCKED} for line in lines],
+        "bits_per_byte": json.loads((directory / "evaluate" / "evaluation.json").read_text())["bits_per_byte"],
+        "text": done.stdout,
+    }
+
+
+@pytest.mark.parametrize(
+    "stage", [stage if stage in IN_CI else pytest.param(stage, marks=pytest.mark.slow) for stage in range(4)]
+)
+def test_runs_beside_spinning_processes_write_what_the_quiet_ones_did(
+    forks: cli.Forks, quiet: dict[int, Any], spinning: list[subprocess.Popen[bytes]], stage: int
+) -> None:
+    assert run_all(forks, f"busy{stage}", stage) == quiet[stage]
+    assert [process.poll() for process in spinning] == [None] * len(spinning)  # none had ended early
