@@ -120,6 +120,7 @@ keep() {
                         [[ $(state) != ACTIVE ]] || launch "$@" || pause "launch failed"
                         ;;
                     2) fail "training refused its settings (status 2); ./slice.sh watch $name $zone shows which" ;;
+                    134) fail "a library aborted (SIGABRT, status 134), XLA most likely; ./slice.sh watch $name $zone shows why" ;;
                     *) fail "training ended with status $status; ./slice.sh watch $name $zone shows why" ;;
                 esac
                 ;;

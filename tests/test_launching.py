@@ -221,6 +221,7 @@ def test_status_of_training_on_a_worker(
 def test_keep_stops_when_training_failed(tpus: Slice, status: str) -> None:
     done = tpus.run("keep", "run", "us-a", "v3-8", statuses=f"none,{status}")
     assert done.returncode == 1 and f"status {status}" in done.stderr
+    assert ("SIGABRT" in done.stderr) == (status == "134")
 
 
 @pytest.mark.parametrize(
@@ -259,6 +260,7 @@ def test_loop_starts_again_until_finished_stopped_or_refused(tmp_path: Path, sta
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TRAIN_ATTEMPTS": "3"}
     done = subprocess.run(["bash", script, "a=b c"], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == ended, done.stderr
+    assert done.stderr.count("a library aborted (SIGABRT), XLA most likely") == statuses.split().count("134")
     starts = min(3, len(statuses.split()))
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls[::2] == ["main_zero.py|--resume=auto|a=b c|"] * starts

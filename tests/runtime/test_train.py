@@ -95,6 +95,20 @@ def test_run_killed_in_the_middle_ends_as_if_nothing_had_been(workplace: Path, u
     assert len(offline) == 2 and all(name.endswith(wandb_id) for name in offline)
 
 
+@pytest.mark.slow
+def test_run_that_a_library_aborts_ends_as_if_nothing_had_been(workplace: Path, undisturbed: Path) -> None:
+    again = ("--resume=auto", *cli.TINY, "hydra.run.dir=aborted")
+    run = workplace / "aborted"
+    aborted = interrupt(cli.start(workplace, *again), run, 23, signal.SIGABRT)
+    assert aborted.returncode == -signal.SIGABRT, aborted.stderr
+    assert saved_steps(run) == [20]
+
+    done = cli.run(workplace, *again)
+    assert done.returncode == 0, done.stderr
+    assert read_resumes(run / "metrics.jsonl") == [20]
+    assert_same_run(run, undisturbed)
+
+
 def test_run_that_is_told_to_stop_saves_and_ends_as_if_nothing_had_been(workplace: Path, undisturbed: Path) -> None:
     run = workplace / "stopped"
     stopped = interrupt(cli.start(workplace, *cli.TINY, "hydra.run.dir=stopped"), run, 23, signal.SIGTERM)
