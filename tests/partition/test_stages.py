@@ -20,6 +20,10 @@ AXES = {
     "hybrid": zero.Axis("batch", (2, 4)),
 }
 
+LAST_BIT = (
+    2.5e-7  # XLA may contract the polynomial of a random normal differently in two programs (it does in jax 0.12)
+)
+
 
 class Layer(nn.Module):
     """A residual layer with awkward widths, as it stands in a scan."""
@@ -62,21 +66,25 @@ def square_sum(y: Any) -> jax.Array:
 
 @cache
 def reference(axis: zero.Axis, layout: zero.Layout) -> Any:
-    """Parameters, and shards of the summed gradient, of plain data parallelism."""
+    """Shards of the parameters, and of the summed gradient, of plain data parallelism."""
 
-    def run(x: jax.Array) -> Any:
-        params = Model().init(jax.random.key(0), x)["params"]
+    def run(params: Any, x: jax.Array) -> Any:
         grads = jax.grad(lambda p: square_sum(Model().apply({"params": p}, x)))(params)
         return zero.shard(params, layout, axis), zero.scatter_sum(grads, layout, axis)
 
-    return jax.pmap(run, "batch")(make_batch(axis.size))
+    batch = make_batch(axis.size)
+    params = Model().init(jax.random.key(0), batch[0])["params"]
+    return jax.pmap(run, "batch", in_axes=(None, 0))(params, batch)
 
 
-def assert_same(got: Any, expected: Any, exact: bool = True) -> None:
+def assert_same(got: Any, expected: Any, rtol: float = 0) -> None:
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
         assert x.dtype == y.dtype
-        # Where phases sum in another order, the last bit may differ.
-        np.testing.assert_allclose(x, y, rtol=0, atol=0 if exact else 1e-5 * np.max(np.abs(y)), err_msg=str(path))
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=0, err_msg=str(path))
+
+
+def initial(model: Model, batch: np.ndarray) -> Any:
+    return jax.pmap(lambda x: model.init(jax.random.key(0), x)["params"], "batch")(batch)
 
 
 @pytest.mark.parametrize(
@@ -87,19 +95,18 @@ def test_lifted_model_equals_plain_data_parallelism(name: str, stage: int) -> No
     layout = make_layout(axis.shards)
     model = sharded_model(layout, axis)
 
-    def run(x: jax.Array) -> Any:
-        params = model.init(jax.random.key(0), x)["params"]
+    def grads_of(params: Any, x: jax.Array) -> Any:
         gathered = {"gathered": zero.gather(params, layout, axis)} if stage == 2 else {}
 
         def loss(params: Any) -> jax.Array:
             return square_sum(model.apply({"params": params, **gathered}, x))
 
-        return params, jax.grad(loss)(params)
+        return jax.grad(loss)(params)
 
-    params, grads = jax.pmap(run, "batch")(make_batch(axis.size))
-    expected_params, expected_grads = reference(axis, layout)
-    assert_same(params, expected_params)
-    assert_same(grads, expected_grads)
+    batch = make_batch(axis.size)
+    params, expected = reference(axis, layout)
+    assert_same(jax.pmap(grads_of, "batch")(params, batch), expected)
+    assert_same(initial(model, batch), params, rtol=LAST_BIT)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -130,20 +137,16 @@ def test_dtypes() -> None:
     model = sharded_model(layout, axis, dtype=jnp.bfloat16, wire_dtype=jnp.bfloat16, reduce_dtype=jnp.float32)
     seen = []
 
-    def run(x: jax.Array) -> Any:
-        params = model.init(jax.random.key(0), x)["params"]
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        y: Any = model.apply({"params": params}, x.astype(jnp.bfloat16))
+        seen.append(y.dtype)
+        return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
-        def loss(params: Any) -> jax.Array:
-            y: Any = model.apply({"params": params}, x.astype(jnp.bfloat16))
-            seen.append(y.dtype)
-            return jnp.sum(jnp.square(y.astype(jnp.float32)))
-
-        return params, jax.grad(loss)(params)
-
-    params, grads = jax.pmap(run, "batch")(make_batch(8))
-    expected_params, expected_grads = reference(axis, layout)
+    batch = make_batch(8)
+    params, expected_grads = reference(axis, layout)
+    grads = jax.pmap(jax.grad(loss), "batch")(params, batch)
     assert seen == [jnp.bfloat16]
-    assert_same(params, expected_params)  # made in float32, not rounded to what is gathered
+    assert_same(initial(model, batch), params, rtol=LAST_BIT)  # made in float32, not rounded to what is gathered
     for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         assert x.dtype == jnp.float32
         np.testing.assert_allclose(x, y, atol=0.03 * float(jnp.max(jnp.abs(y))))
