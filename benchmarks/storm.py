@@ -1,11 +1,11 @@
-# python benchmarks/storm.py [--kills 100] [--steady] [--bucket] [--seed 0]
+# python benchmarks/storm.py [--kills 100] [--steady] [--bucket] [--busy 0] [--seed 0]
 #
 # A run is started again and again with `--resume=auto` and ended at random moments by SIGKILL or SIGTERM, now as 1
 # process with 8 devices, now as 2 with 4 each, now as 1 with 4, at stages 1 to 3. When it has finished all the same,
 # it is compared with the same run undisturbed: the samples (a checksum over all rows in their order) exactly, losses to
 # rounding. With --steady the devices stay the same, and all metrics and the state have to be the same, bit for bit.
 # With --bucket checkpoints lie in a storage server behind a proxy that refuses requests at random, and now and then the
-# run directory is lost as well.
+# run directory is lost as well. With --busy N as many processes beside it only spin.
 #
 # Takes about half an hour on two quiet cores.
 """A run that is killed a hundred times ends as if nothing had been."""
@@ -69,7 +69,14 @@ class Storm:
 
 
 def weather(
-    place: Path, kills: int, steps: int, *, seed: int = 0, is_steady: bool = False, is_bucket: bool = False
+    place: Path,
+    kills: int,
+    steps: int,
+    *,
+    seed: int = 0,
+    is_steady: bool = False,
+    is_bucket: bool = False,
+    busy: int = 0,
 ) -> Storm:
     """Runs undisturbed, then through a storm, and compares.
 
@@ -83,6 +90,7 @@ def weather(
     calm = cli.finish(cli.start(place, *job, "hydra.run.dir=calm", f"training.batch_size={GLOBAL_ROWS}"), 600)
     assert calm.returncode == 0, calm.stderr
     with ExitStack() as stack:
+        spinning = stack.enter_context(cli.spinning(busy))
         if is_bucket:
             proxy = bucket.Proxy(stack.enter_context(bucket.serving()), sys.maxsize, REFUSED, bucket.REFUSALS)
             address = stack.enter_context(bucket.disturbed(proxy))
@@ -143,6 +151,7 @@ def weather(
                 storm.lost_directories += 1
         if is_bucket:
             storm.refused = proxy.injected.total()
+        assert all(process.poll() is None for process in spinning)
     return storm
 
 
@@ -242,10 +251,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steady", action="store_true")
     parser.add_argument("--bucket", action="store_true")
+    parser.add_argument("--busy", type=int, default=0)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         storm = weather(
-            Path(place), given.kills, given.steps, seed=given.seed, is_steady=given.steady, is_bucket=given.bucket
+            Path(place),
+            given.kills,
+            given.steps,
+            seed=given.seed,
+            is_steady=given.steady,
+            is_bucket=given.bucket,
+            busy=given.busy,
         )
     print(storm)
 

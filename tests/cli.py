@@ -5,6 +5,8 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,12 @@ TINY = (
     "training.sample_tokens=0",
     "distributed.cpu_devices=8",
 )
+SPIN = """
+import os, sys, time
+parent, end = os.getppid(), time.monotonic() + float(sys.argv[1])
+while os.getppid() == parent and time.monotonic() < end:  # ends by itself where its parent was killed
+    pass
+"""
 
 
 def make_workplace(place: Path) -> Path:
@@ -117,3 +125,15 @@ class Forks:
 
     def close(self) -> None:
         self.server.communicate()
+
+
+@contextmanager
+def spinning(count: int, seconds: float = 7200) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """As many processes that only use a core each; ended at the end, and after `seconds`."""
+    processes = [subprocess.Popen([sys.executable, "-c", SPIN, str(seconds)]) for _ in range(count)]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait()

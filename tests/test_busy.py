@@ -6,7 +6,6 @@ Virtual CPU devices used to abort there (docs/decisions/virtual-devices.md).
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,6 @@ from zero.runtime.tracking.metrics import read_metrics, read_resumes
 
 CLOCKED = ("step_time", "tokens_per_second", "tokens_per_second_per_device", "data_wait", "seconds_to_first_step")
 IN_CI = (0, 3)
-SPIN = """
-import os, time
-parent, end = os.getppid(), time.monotonic() + 900
-while os.getppid() == parent and time.monotonic() < end:  # ends by itself where the tests were killed
-    pass
-"""
 pytestmark = pytest.mark.timeout(900)  # of which the spinning processes take most
 
 
@@ -45,11 +38,8 @@ def quiet(forks: cli.Forks, request: pytest.FixtureRequest) -> dict[int, Any]:
 @pytest.fixture(scope="module")
 def spinning(quiet: dict[int, Any]) -> Iterator[list[subprocess.Popen[bytes]]]:
     """A process per core, and one more, that only spin; started after the quiet runs."""
-    processes = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(1 + (os.cpu_count() or 1))]
-    yield processes
-    for process in processes:
-        process.terminate()
-        process.wait()
+    with cli.spinning(1 + (os.cpu_count() or 1), seconds=900) as processes:
+        yield processes
 
 
 def run_all(forks: cli.Forks, name: str, stage: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 import zero
+from tests import cli
 
 REPRODUCTION = Path(__file__).parents[2] / "benchmarks" / "collective_order.py"
 
@@ -106,15 +107,7 @@ def test_flat_programs_are_left_alone():
 
 
 def test_the_program_that_aborts_without_it_is_right():
-    spinning = [
-        subprocess.Popen(["timeout", "60", sys.executable, "-c", "while True: pass"])
-        for _ in range(os.cpu_count() or 1)
-    ]
-    try:
+    with cli.spinning(os.cpu_count() or 1, seconds=60):
         done = subprocess.run([sys.executable, REPRODUCTION, "--rounds", "20"], capture_output=True, text=True)
-    finally:
-        for process in spinning:
-            process.terminate()
-            process.wait()
     assert done.returncode == 0, done.stderr[-2000:]
     assert "20 rounds, 0 wrong" in done.stdout
