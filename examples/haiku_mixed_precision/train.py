@@ -1,4 +1,4 @@
-"""A Haiku classifier with batch statistics and dynamic loss scaling: steps whose gradients are not finite are skipped.
+"""A Haiku classifier in float16 with dynamic loss scaling: steps whose gradients are not finite are skipped.
 
 python train.py --steps 30 --checkpoint /tmp/haiku.npz
 python train.py --steps 60 --checkpoint /tmp/haiku.npz --resume
@@ -26,8 +26,10 @@ def forward(images, is_training):
     return hk.Linear(10)(x)
 
 
+# float16 in the matrix products; batch statistics, the loss and the parameters are float32.
+hk.mixed_precision.set_policy(hk.Linear, jmp.get_policy("params=float32,compute=float16,output=float32"))
 network = hk.without_apply_rng(hk.transform_with_state(forward))
-optimizer = optax.adamw(1e-3)
+optimizer = optax.adamw(2.0**-10)
 
 
 class State(NamedTuple):
@@ -40,8 +42,8 @@ class State(NamedTuple):
 
 def create_state():
     params, statistics = network.init(jax.random.PRNGKey(0), jnp.zeros((1, 8, 8, 3)), is_training=True)
-    # 2^127 overflows in the first steps, on purpose: they are skipped and the scale is halved.
-    loss_scale = jmp.DynamicLossScale(jnp.float32(2.0**127), period=10)
+    # Too large for float16 on purpose: the first steps overflow, are skipped, and halve it.
+    loss_scale = jmp.DynamicLossScale(jnp.float32(2.0**24), period=10)
     return State(jnp.int32(0), params, statistics, optimizer.init(params), loss_scale)
 
 
