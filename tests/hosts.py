@@ -1,5 +1,6 @@
 """Processes on this machine that find each other over gloo, as the hosts of a slice do."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -38,19 +39,27 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[subprocess.CompletedP
     return done
 
 
+def run_together(
+    lines: Sequence[Sequence[str]], env: dict[str, str] | None = None, timeout: float = 4 * MINUTE
+) -> list[str]:
+    """What each command line printed; all run at the same time, all must succeed, and none is left behind."""
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for line in lines:
+            process = subprocess.Popen(
+                line, cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            processes.append(stack.enter_context(process))  # closes its pipe
+            stack.callback(process.kill)
+        printed = [process.communicate(timeout=timeout)[0] for process in processes]
+    for process, text in zip(processes, printed, strict=True):
+        assert process.returncode == 0, text
+    return printed
+
+
 def run_two(program: Path, folder: Path) -> None:
     """A program of tests that takes its number, a port and a folder, and prints `done` when all is well."""
     port = str(free_port())
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(number), port, str(folder)],
-            cwd=REPOSITORY,
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    for one in [cli.finish(process) for process in processes]:
-        assert one.returncode == 0 and one.stdout.endswith("done\n"), one.stdout
+    lines = [[sys.executable, str(program), str(number), port, str(folder)] for number in range(2)]
+    for text in run_together(lines, os.environ | {"PYTHONPATH": str(REPOSITORY)}):
+        assert text.endswith("done\n"), text

@@ -39,7 +39,7 @@ class TrainState(train_state.TrainState):
 
 def create_state():
     """On the host, one copy."""
-    variables = model.init(jax.random.key(0), np.zeros((1, 8, 8, 3), np.float32), train=False)
+    variables = jax.jit(partial(model.init, train=False))(jax.random.key(0), np.zeros((1, 8, 8, 3), np.float32))
     return TrainState.create(
         apply_fn=model.apply,
         params=variables["params"],

@@ -29,7 +29,7 @@ def forward(images, is_training):
 # float16 in the matrix products; batch statistics, the loss and the parameters are float32.
 hk.mixed_precision.set_policy(hk.Linear, jmp.get_policy("params=float32,compute=float16,output=float32"))
 network = hk.without_apply_rng(hk.transform_with_state(forward))
-optimizer = optax.adamw(2.0**-10)
+optimizer = optax.adamw(2.0**-10)  # a power of two, so that no rounding of the last product meets float16
 
 
 class State(NamedTuple):
@@ -41,7 +41,8 @@ class State(NamedTuple):
 
 
 def create_state():
-    params, statistics = network.init(jax.random.PRNGKey(0), jnp.zeros((1, 8, 8, 3)), is_training=True)
+    init = jax.jit(partial(network.init, is_training=True))
+    params, statistics = init(jax.random.PRNGKey(0), jnp.zeros((1, 8, 8, 3)))
     # Too large for float16 on purpose: the first steps overflow, are skipped, and halve it.
     loss_scale = jmp.DynamicLossScale(jnp.float32(2.0**24), period=10)
     return State(jnp.int32(0), params, statistics, optimizer.init(params), loss_scale)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import jax_utils, serialization, traverse_util
@@ -52,7 +51,8 @@ optimizer = optax.chain(
 
 
 def create_state():
-    params = model.init(jax.random.key(0), np.zeros((1, 16), np.int32), deterministic=True)["params"]
+    init = jax.jit(partial(model.init, deterministic=True))
+    params = init(jax.random.key(0), np.zeros((1, 16), np.int32))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer, dropout_rng=jax.random.PRNGKey(1))
 
 
@@ -109,7 +109,7 @@ def batch(step):
     start, stride = rng.integers(0, 97, (32, 1)), rng.integers(1, 4, (32, 1))
     tokens = (start + stride * np.arange(16)) % 97
     rows = np.split(tokens, jax.process_count())[jax.process_index()]
-    return jnp.asarray(rows.reshape(jax.local_device_count(), -1, 16))
+    return [rows.reshape(jax.local_device_count(), -1, 16)]
 
 
 def train(steps, checkpoint=None, resume=False):
@@ -121,9 +121,9 @@ def train(steps, checkpoint=None, resume=False):
     state = to_devices(state)
     losses = []
     for step in range(first, steps):
-        state, loss = train_step(state, batch(step))
+        state, loss = train_step(state, *batch(step))
         losses.append(float(loss[0]))
-    print(f"validation loss: {float(eval_step(state, batch(10_000))[0]):.3f}")
+    print(f"validation loss: {float(eval_step(state, *batch(10_000))[0]):.3f}")
     if checkpoint:
         save(state, Path(checkpoint))
     return losses, state

@@ -42,7 +42,7 @@ class TrainingState:
 
 
 def create_state():
-    params = model.init(jax.random.PRNGKey(0), jnp.zeros(2))
+    params = jax.jit(model.init)(jax.random.PRNGKey(0), jnp.zeros(2))
     return TrainingState(step=jnp.int32(0), params=params, opt_state=optimizer.init(params), scale=jnp.ones(2))
 
 
