@@ -146,6 +146,7 @@ def test_taking_one_slice_is_refused_where_it_happens(take: Any, trained: Any) -
 def test_slices_that_stay_together_pass(trained: Any) -> None:
     _, params, step, state = trained
     assert jax.tree.map(lambda x: x.nbytes, state).shard == 32
+    assert all(jax.tree.leaves(jax.tree.map(lambda x: jnp.isfinite(x).all(), state)))  # a scalar, but no slice number
     on_host = jax.device_get(state)
     restored = serialization.from_bytes(state, serialization.to_bytes(on_host))
     for same in (on_host, restored, jax.tree.map(lambda x: x + 0, state)):
@@ -185,6 +186,9 @@ def test_mistakes_on_the_host_are_named(trained: Any) -> None:
     plain = optax.adam(0.1).init(params)
     with pytest.raises(ValueError, match=r"leaf 0/count: expected the whole int32\[\].*unreplicate it"):
         zero.shard_state(jax_utils.replicate(plain), tx, params)
+    narrow = jax.tree.map(lambda x: np.asarray(x, np.float16) if x.dtype == np.float32 else x, plain)
+    with pytest.raises(ValueError, match=r"leaf 0/mu/few: expected the whole float32\[3\].* got float16\[3\]"):
+        zero.shard_state(narrow, tx, params)
     padded = jax.tree.map(lambda x: np.pad(x, (0, 7)) if x.shape == (9,) else x, plain)
     with pytest.raises(
         ValueError, match=r"leaf 0/mu/odd: expected the whole float32\[9\], without padding, got .*\[16\]"
