@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zero.models.gpt import GPT, GPTConfig, alibi_slopes, dropout, init_cache
+from zero.models.attention import alibi_slopes, dropout
+from zero.models.gpt import GPT, GPTConfig, init_cache
 from zero.runtime.config.files import load_sizes
 
 SIZES_FILE = Path(__file__).parents[2] / "conf" / "model_config.yaml"

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
+
+from zero.models.attention import blockwise_attention, dense_attention, dropout
 
 Lift = Callable[[type[nn.Module], str], type[nn.Module]]
 
@@ -98,33 +99,12 @@ def init_cache(config: GPTConfig, rows: int, positions: int, dtype: DTypeLike) -
     return Cache(k, k)
 
 
-def alibi_slopes(num_head: int) -> np.ndarray:
-    """One slope per head: `2^(-8 h / H)` for powers of two, the paper's interleaving for other counts.
-
-    Source: Press et al., arXiv 2108.12409, section 3 and the reference implementation.
-
-    >>> alibi_slopes(4).tolist()
-    [0.25, 0.0625, 0.015625, 0.00390625]
-    """
-    power = 2 ** math.floor(math.log2(num_head))
-    slopes = 2.0 ** (-8.0 * np.arange(1, power + 1) / power)
-    between = 2.0 ** (-4.0 * np.arange(1, 2 * (num_head - power), 2) / power)
-    return np.concatenate([slopes, between]).astype(np.float32)
-
-
-def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
-    """Dropout with one key per row, so that a mask depends on its sequence and on nothing else; no keys, no dropout."""
-    if keys_B is None or rate == 0:
-        return x
-    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys_B)
-    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
-
-
 class Block(nn.Module):
     """Attention and MLP, each behind a LayerNorm and added to the residual stream."""
 
     config: GPTConfig
     dtype: DTypeLike
+    blockwise_from: int | None = None
 
     @nn.compact
     def __call__(
@@ -161,7 +141,16 @@ class Block(nn.Module):
                 *(lax.dynamic_update_slice(c, x[None], start) for c, x in zip(cache, (k_BSHK, v_BSHK), strict=True))
             )
             k_BSHK, v_BSHK = (lax.dynamic_index_in_dim(c, layer, keepdims=False) for c in cache)
-        attended_BTHK = attention(q_BTHK, k_BSHK, v_BSHK, position, config, site_keys[0])
+        is_blockwise = self.blockwise_from is not None and q_BTHK.shape[1] >= self.blockwise_from
+        attended_BTHK = (blockwise_attention if is_blockwise else dense_attention)(
+            q_BTHK,
+            k_BSHK,
+            v_BSHK,
+            position,
+            has_alibi=config.alibi_attn,
+            dropout_rate=config.dropout,
+            keys_B=site_keys[0],
+        )
         attended_BTD = dense(config.embedding_dim, "attention_out", residual_stddev)(attended_BTHK.reshape(x_BTD.shape))
         x_BTD = x_BTD + dropout(attended_BTD, config.dropout, site_keys[1])
 
@@ -169,48 +158,6 @@ class Block(nn.Module):
         h_BTF = nn.gelu(dense(4 * config.embedding_dim, "mlp_in")(h_BTD), approximate=True)
         h_BTD = dense(config.embedding_dim, "mlp_out", residual_stddev)(h_BTF)
         return (x_BTD + dropout(h_BTD, config.dropout, site_keys[2]), cache), None
-
-
-def attention(
-    q_BTHK: jax.Array,
-    k_BSHK: jax.Array,
-    v_BSHK: jax.Array,
-    position: jax.Array | int,
-    config: GPTConfig,
-    keys_B: jax.Array | None,
-) -> jax.Array:
-    """Causal attention, softmax in float32; query t is at `position + t`, keys at 0, 1, 2, ..."""
-    q_BHTK, k_BHSK, v_BHSK = (x.transpose(0, 2, 1, 3) for x in (q_BTHK, k_BSHK, v_BSHK))
-    scores_BHTS = products(q_BHTK, k_BHSK) / math.sqrt(q_BTHK.shape[-1])
-    t_T1 = position + jnp.arange(q_BTHK.shape[1])[:, None]
-    s_1S = jnp.arange(k_BSHK.shape[1])[None, :]
-    if config.alibi_attn:
-        slopes_1H11 = alibi_slopes(config.num_head)[None, :, None, None]
-        scores_BHTS = scores_BHTS + slopes_1H11 * (s_1S - t_T1)[None, None].astype(jnp.float32)
-    scores_BHTS = jnp.where((s_1S <= t_T1)[None, None], scores_BHTS, jnp.finfo(jnp.float32).min)
-    probabilities_BHTS = dropout(jax.nn.softmax(scores_BHTS), config.dropout, keys_B).astype(q_BTHK.dtype)
-    return jnp.einsum("BHTS,BHSK->BHTK", probabilities_BHTS, v_BHSK).transpose(0, 2, 1, 3)
-
-
-@jax.custom_vjp
-def products(q_BHTK: jax.Array, k_BHSK: jax.Array) -> jax.Array:
-    """Every query times every key, float32 `(B, H, T, S)`.
-
-    The gradient is the usual one, but that of k is computed from a transposed q instead of transposed scores, which are
-    many times larger: XLA's CPU backend multiplies a matrix that is stored transposed at a fifth of its speed.
-    """
-    return jnp.einsum("BHTK,BHSK->BHTS", q_BHTK, k_BHSK, preferred_element_type=jnp.float32)
-
-
-def _products_backward(saved: tuple[jax.Array, jax.Array], grads_BHTS: jax.Array) -> tuple[jax.Array, jax.Array]:
-    q_BHTK, k_BHSK = saved
-    grads_BHTS = grads_BHTS.astype(q_BHTK.dtype)
-    q_grads_BHTK = jnp.einsum("BHTS,BHSK->BHTK", grads_BHTS, k_BHSK)
-    k_grads_BHKS = jnp.einsum("BHKT,BHTS->BHKS", q_BHTK.swapaxes(2, 3), grads_BHTS)
-    return q_grads_BHTK, k_grads_BHKS.swapaxes(2, 3)
-
-
-products.defvjp(lambda q_BHTK, k_BHSK: (products(q_BHTK, k_BHSK), (q_BHTK, k_BHSK)), _products_backward)
 
 
 class VocabularyChunk(nn.Module):
@@ -272,12 +219,14 @@ class GPT(nn.Module):
       lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
       remat: what of a block is computed once more in the backward pass: "full" for all of it, "dots" for all but
         matrix products with parameters, "none" for nothing, with the layers unrolled.
+      blockwise_from: the number of query positions from which attention is blockwise; None for never.
     """
 
     config: GPTConfig
     dtype: DTypeLike = jnp.float32
     lift: Lift = lambda module_class, name: module_class
     remat: str = "full"
+    blockwise_from: int | None = None
 
     def setup(self) -> None:
         config = self.config
@@ -300,7 +249,7 @@ class GPT(nn.Module):
             length=config.N,
             # What a loop keeps for the backward pass is copied into stacks and out of them again.
             unroll=config.N if self.remat == "none" else 1,
-        )(config, self.dtype)
+        )(config, self.dtype, self.blockwise_from)
         self.norm = self.lift(nn.LayerNorm, "norm")(config.norm_epsilon, dtype=self.dtype)
 
     def __call__(self, tokens_BT: jax.Array, targets_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from zero.models.attention import blockwise_from
 from zero.models.gpt import GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout
@@ -39,6 +40,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         zero.reduce_dtype,
         zero.gradient_dtype,
         ("none" if platform == "cpu" and not zero.fused_update else "full") if zero.remat == "auto" else zero.remat,
+        blockwise_from(config.model.attention, platform),
     )
 
 

@@ -76,6 +76,7 @@ class ShardedGPT:
       reduce_dtype: in which gradients are summed over devices.
       gradient_dtype: in which the sums are held until the update; micro-batches add up in float32 all the same.
       remat: what the backward pass computes again, as for `GPT`.
+      blockwise_from: the number of query positions from which attention is blockwise, as for `GPT`.
     """
 
     config: GPTConfig
@@ -86,6 +87,7 @@ class ShardedGPT:
     reduce_dtype: DTypeLike = jnp.float32
     gradient_dtype: DTypeLike = jnp.float32
     remat: str = "full"
+    blockwise_from: int | None = None
 
     @cached_property
     def sharded_layout(self) -> Layout:
@@ -101,7 +103,7 @@ class ShardedGPT:
 
     @cached_property
     def _plain(self) -> GPT:
-        return GPT(self.config, self.compute_dtype, remat=self.remat)
+        return GPT(self.config, self.compute_dtype, remat=self.remat, blockwise_from=self.blockwise_from)
 
     def _lift(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
         dtypes: Any = {"dtype": self.compute_dtype, "wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
@@ -109,11 +111,11 @@ class ShardedGPT:
 
     @cached_property
     def _lifted(self) -> GPT:
-        return GPT(self.config, self.compute_dtype, self._lift, self.remat)
+        return GPT(self.config, self.compute_dtype, self._lift, self.remat, self.blockwise_from)
 
     def block(self, params: PyTree, x: jax.Array, layer: jax.Array, keys: jax.Array | None) -> jax.Array:
         """One layer at stage 3, from its shards."""
-        module = self._lift(Block, BLOCKS)(self.config, self.compute_dtype)
+        module = self._lift(Block, BLOCKS)(self.config, self.compute_dtype, self.blockwise_from)
         (x, _), _ = module.apply({"params": params}, (x, None), layer, keys, 0)
         return x
 

@@ -17,6 +17,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from zero.models.attention import CHOICES as ATTENTION
 from zero.models.gpt import REMAT, GPTConfig
 from zero.runtime.config.keys import at_least, checked, fraction, list_of, one_of, positive, random_seed, zero_or_more
 
@@ -68,6 +69,7 @@ class Model:
     warm_start: bool = MISSING
     model_path: str | None = MISSING
     ema: bool = MISSING
+    attention: str = one_of(*ATTENTION)
 
     def mistakes(self, config: Config, size: GPTConfig) -> Mistakes:
         if config.mode == "train" and self.warm_start and not self.model_path:
