@@ -261,42 +261,42 @@ def _forward(
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     def add_pair(carry: tuple[jax.Array, ...], pair_2: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
         i, j = pair_2
-        out_BHQK, most_BHQ1, sum_BHQ1 = (x[i] for x in carry)
+        out_BHQK, most_BHQ, sum_BHQ = (x[i] for x in carry)
         scores_BHQR = _scores(form, q_NBHQK[i], k_NBHRK[j], pair_2, position)
-        new_most_BHQ1 = jnp.maximum(most_BHQ1, scores_BHQR.max(-1, keepdims=True))
-        weights_BHQR = jnp.exp(scores_BHQR - new_most_BHQ1)
-        shrink_BHQ1 = jnp.exp(most_BHQ1 - new_most_BHQ1)
-        sum_BHQ1 = shrink_BHQ1 * sum_BHQ1 + weights_BHQR.sum(-1, keepdims=True)
+        new_most_BHQ = jnp.maximum(most_BHQ, scores_BHQR.max(-1))
+        weights_BHQR = jnp.exp(scores_BHQR - new_most_BHQ[..., None])
+        shrink_BHQ = jnp.exp(most_BHQ - new_most_BHQ)
+        sum_BHQ = shrink_BHQ * sum_BHQ + weights_BHQR.sum(-1)
         weights_BHQR = _dropped(form, weights_BHQR, key_data_B2, pair_2).astype(v_NBHRK.dtype)
         added_BHQK = jnp.einsum("BHQR,BHRK->BHQK", weights_BHQR, v_NBHRK[j], preferred_element_type=jnp.float32)
-        new = (shrink_BHQ1 * out_BHQK + added_BHQK, new_most_BHQ1, sum_BHQ1)
+        new = (shrink_BHQ[..., None] * out_BHQK + added_BHQK, new_most_BHQ, sum_BHQ)
         return tuple(x.at[i].set(block) for x, block in zip(carry, new, strict=True)), None
 
     zeros_NBHQK = jnp.zeros(q_NBHQK.shape, jnp.float32)
-    zeros_NBHQ1 = zeros_NBHQK[..., :1]
-    start = (zeros_NBHQK, jnp.full_like(zeros_NBHQ1, -jnp.inf), zeros_NBHQ1)
-    (out_NBHQK, most_NBHQ1, sum_NBHQ1), _ = lax.scan(add_pair, start, form.pairs())
-    out_NBHQK = (out_NBHQK / sum_NBHQ1).astype(q_NBHQK.dtype)
-    lse_NBHQ1 = most_NBHQ1 + jnp.log(sum_NBHQ1)
-    return out_NBHQK, (q_NBHQK, k_NBHRK, v_NBHRK, position, key_data_B2, out_NBHQK, lse_NBHQ1)
+    zeros_NBHQ = zeros_NBHQK[..., 0]
+    start = (zeros_NBHQK, jnp.full_like(zeros_NBHQ, -jnp.inf), zeros_NBHQ)
+    (out_NBHQK, most_NBHQ, sum_NBHQ), _ = lax.scan(add_pair, start, form.pairs())
+    out_NBHQK = (out_NBHQK / sum_NBHQ[..., None]).astype(q_NBHQK.dtype)
+    lse_NBHQ = most_NBHQ + jnp.log(sum_NBHQ)
+    return out_NBHQK, (q_NBHQK, k_NBHRK, v_NBHRK, position, key_data_B2, out_NBHQK, lse_NBHQ)
 
 
 def _backward(
     form: _Form, saved: tuple[jax.Array, ...], out_grads_NBHQK: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
-    q_NBHQK, k_NBHRK, v_NBHRK, position, key_data_B2, out_NBHQK, lse_NBHQ1 = saved
+    q_NBHQK, k_NBHRK, v_NBHRK, position, key_data_B2, out_NBHQK, lse_NBHQ = saved
     dtype, scale = q_NBHQK.dtype, 1 / math.sqrt(q_NBHQK.shape[-1])
     products_NBHQK = out_grads_NBHQK.astype(jnp.float32) * out_NBHQK.astype(jnp.float32)
-    mean_NBHQ1 = products_NBHQK.sum(-1, keepdims=True)  # of each query's probability gradients, by its probabilities
+    mean_NBHQ = products_NBHQK.sum(-1)  # of each query's probability gradients, by its probabilities
 
     def add_pair(carry: tuple[jax.Array, ...], pair_2: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
         i, j = pair_2
         q_grads_NBHQK, k_grads_NBHKR, v_grads_NBHKR = carry
         q_BHQK, k_BHRK, v_BHRK, out_grads_BHQK = q_NBHQK[i], k_NBHRK[j], v_NBHRK[j], out_grads_NBHQK[i]
-        probabilities_BHQR = jnp.exp(_scores(form, q_BHQK, k_BHRK, pair_2, position) - lse_NBHQ1[i])
+        probabilities_BHQR = jnp.exp(_scores(form, q_BHQK, k_BHRK, pair_2, position) - lse_NBHQ[i][..., None])
         grads_BHQR = jnp.einsum("BHQK,BHRK->BHQR", out_grads_BHQK, v_BHRK, preferred_element_type=jnp.float32)
         grads_BHQR = _dropped(form, grads_BHQR, key_data_B2, pair_2)
-        grads_BHQR = (probabilities_BHQR * (grads_BHQR - mean_NBHQ1[i])).astype(dtype)
+        grads_BHQR = (probabilities_BHQR * (grads_BHQR - mean_NBHQ[i][..., None])).astype(dtype)
         dropped_BHQR = _dropped(form, probabilities_BHQR, key_data_B2, pair_2).astype(dtype)
         # From transposed queries and gradients, as in `products`: those of a block of scores are larger.
         multiply = partial(jnp.einsum, preferred_element_type=jnp.float32)

@@ -1,0 +1,128 @@
+"""Attention block by block against attention with the whole matrix of scores: time and compiled bytes.
+
+    python benchmarks/attention.py [--contexts 512 1024 ...] [--blocks 128 256 512] [--rows 1] [--rounds 7]
+    python benchmarks/attention.py --topology v3-32 --size 1_1b --contexts 8192
+
+First form: forward and backward pass of one layer's attention alone, float32 on CPU, 6 heads of 64, with ALiBi. The
+programs are compiled first and take turns; medians of paired ratios are printed. Dense is left out where it would need
+more than 4 GiB. Second form: the peak of a whole training step by the TPU compiler, without a TPU: stage 3, bfloat16
+compute, one row per core, clipping and skipping on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+from zero.models.attention import BLOCK, blockwise_attention, dense_attention
+
+HEADS, HEAD_DIM = 6, 64
+DENSE_LIMIT = 4 * 2**30
+SIZES_FILE = Path(__file__).parent.parent / "conf" / "model_config.yaml"
+
+
+def compiled(attention: Callable[..., jax.Array], rows: int, context: int) -> tuple[Any, Any]:
+    """Output and gradients of one layer's attention, and arguments."""
+    q, k, v, weights = jax.random.normal(jax.random.key(0), (4, rows, context, HEADS, HEAD_DIM))
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return (attention(q, k, v, has_alibi=True) * weights).sum()
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(q, k, v).compile(), (q, k, v)
+
+
+def measure(rows: int, context: int, blocks: list[int], rounds: int) -> Iterator[str]:
+    """Rows of the table: a program, the median of its times, its compiled bytes, its time relative to the first."""
+    programs = {f"blockwise {block}": partial(blockwise_attention, block=block) for block in blocks}
+    # Measured: three arrays of float32 scores are alive at once.
+    if 3 * 4 * rows * HEADS * context**2 <= DENSE_LIMIT:
+        programs = {"dense": dense_attention, **programs}  # type: ignore[dict-item]
+    ready = {name: compiled(attention, rows, context) for name, attention in programs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in ready}
+    for _ in range(rounds + 1):
+        for name, (program, arguments) in ready.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program(*arguments))
+            seconds[name].append(time.perf_counter() - start)
+    seconds = {name: times[1:] for name, times in seconds.items()}  # the first warms up
+    for name, times in seconds.items():
+        held = ready[name][0].memory_analysis().temp_size_in_bytes / 2**20
+        ratio = "-"
+        if "dense" in seconds:
+            ratio = f"{median(mine / dense for mine, dense in zip(times, seconds['dense'], strict=True)):.2f}"
+        yield f"| {context:,} | {name} | {1000 * median(times):.1f} | {ratio} | {held:.1f} |"
+
+
+def plan(topology: str, size: str, context: int) -> Iterator[str]:
+    """Peak memory of a training step, dense and blockwise; both would take minutes on a TPU to find out."""
+    from zero.models.gpt import GPTConfig
+    from zero.partition.collectives import Axis
+    from zero.runtime.build import Job
+    from zero.runtime.config.files import load_sizes
+    from zero.runtime.planning.compile import step_arguments
+    from zero.runtime.planning.topology import find_devices, out_of_memory
+    from zero.training.programs import make_programs
+    from zero.training.step import ShardedGPT, adamw, state_layout
+
+    devices = find_devices(topology)
+    config: GPTConfig = dataclasses.replace(load_sizes(SIZES_FILE)[size], block_size=context)
+    for name, blockwise_from in (("blockwise", 2), ("dense", None)):
+        axis = Axis("zero", (1, len(devices)))
+        model = ShardedGPT(config, axis, 3, "bfloat16", blockwise_from=blockwise_from)
+        tx = adamw(0.1)
+        programs = make_programs(
+            model,
+            tx,
+            learning_rate=lambda step: 1e-4 + 0 * step,
+            seed=0,
+            micro_batches=1,
+            max_gradient_norm=1.0,
+            devices=devices,
+        )
+        job = Job(model, tx, programs, state_layout(model, tx))
+        start = time.perf_counter()
+        try:
+            analysis: Any = programs.step.lower(*step_arguments(job, 1, context)).compile().memory_analysis()
+            peak = f"{analysis.peak_memory_in_bytes / 2**30:.2f}"
+        except jax.errors.JaxRuntimeError as error:
+            peak = f"does not fit: {out_of_memory(error)[0] / 2**30:.2f}"
+        yield f"| {context:,} | {name} | {peak} | {time.perf_counter() - start:.0f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[BLOCK])
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--topology", help="compile a training step for this slice instead, such as v3-32")
+    parser.add_argument("--size", default="1_1b", help="an entry of conf/model_config.yaml, with --topology")
+    arguments = parser.parse_args()
+    if arguments.topology:
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        print("| context | attention | peak, GiB per core | seconds to compile |\n|---|---|---|---|")
+        for context in arguments.contexts:
+            for row in plan(arguments.topology, arguments.size, context):
+                print(row, flush=True)
+        return
+    print(f"{arguments.rows} rows, {jax.device_count()} CPU device on {os.cpu_count()} cores\n")
+    print("| context | attention | ms | relative to dense | MiB of temporaries |\n|---|---|---|---|---|")
+    for context in arguments.contexts:
+        for row in measure(arguments.rows, context, arguments.blocks, arguments.rounds):
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
