@@ -14,6 +14,8 @@ import pytest
 from jax.typing import ArrayLike
 
 import zero
+from zero.models import gpt
+from zero.models.attention import blockwise_attention
 from zero.models.gpt import GPT, GPTConfig
 from zero.training.programs import Programs, make_programs
 from zero.training.schedules import LearningRate
@@ -97,11 +99,12 @@ def _setup(
     dtype: Any,
     gradient_dtype: Any = jnp.float32,
     remat: str = "full",
+    blockwise_from: int | None = None,
     tx: optax.GradientTransformation | None = None,
     **options: Any,
 ) -> Setup:
     axis = zero.Axis("zero", (1, devices))
-    model = ShardedGPT(CONFIG, axis, stage, dtype, dtype, gradient_dtype=gradient_dtype, remat=remat)
+    model = ShardedGPT(CONFIG, axis, stage, dtype, dtype, jnp.float32, gradient_dtype, remat, blockwise_from)
     tx, rate, used = tx or adamw(0.1), CountedRate(), tuple(jax.devices()[:devices])
     programs = make_programs(
         model,
@@ -380,6 +383,13 @@ def test_gradients_held_in_bfloat16_are_rounded_once(stage: int, micro_batches: 
 @pytest.mark.parametrize("remat", ["dots", "none"])
 def test_what_is_computed_again_does_not_matter(remat: str) -> None:
     assert_close(run_on(_setup(8, 3, 1, MAX_NORM, jnp.float32, remat=remat)), run(8, 3), rtol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_blockwise_attention_trains_as_dense_attention_does(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same dropout masks, in blocks of 5 positions of 12."""
+    monkeypatch.setattr(gpt, "blockwise_attention", partial(blockwise_attention, block=5))
+    assert_close(run_on(_setup(8, stage, 1, MAX_NORM, jnp.float32, blockwise_from=2)), run(8, 3), rtol=1e-6)
 
 
 def held(tree: Any) -> list[int]:

@@ -259,6 +259,11 @@ def _forward(
     position: jax.Array,
     key_data_B2: jax.Array | None,
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
+    # Bias and masks follow from the pairs alone. Where layers are scanned, jax would compute what does not depend on
+    # the input of a layer before all layers, for all pairs at once: T x S again. So the pairs are made
+    # to depend on the queries.
+    q_NBHQK, pairs = lax.optimization_barrier((q_NBHQK, jnp.asarray(form.pairs())))
+
     def add_pair(carry: tuple[jax.Array, ...], pair_2: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
         i, j = pair_2
         out_BHQK, most_BHQ, sum_BHQ = (x[i] for x in carry)
@@ -275,7 +280,7 @@ def _forward(
     zeros_NBHQK = jnp.zeros(q_NBHQK.shape, jnp.float32)
     zeros_NBHQ = zeros_NBHQK[..., 0]
     start = (zeros_NBHQK, jnp.full_like(zeros_NBHQ, -jnp.inf), zeros_NBHQ)
-    (out_NBHQK, most_NBHQ, sum_NBHQ), _ = lax.scan(add_pair, start, form.pairs())
+    (out_NBHQK, most_NBHQ, sum_NBHQ), _ = lax.scan(add_pair, start, pairs)
     out_NBHQK = (out_NBHQK / sum_NBHQ[..., None]).astype(q_NBHQK.dtype)
     lse_NBHQ = most_NBHQ + jnp.log(sum_NBHQ)
     return out_NBHQK, (q_NBHQK, k_NBHRK, v_NBHRK, position, key_data_B2, out_NBHQK, lse_NBHQ)
