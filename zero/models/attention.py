@@ -164,7 +164,7 @@ def blockwise_attention(
     queries, keys = q_BTHK.shape[1], k_BSHK.shape[1]
     key_data_B2 = None
     if keys_B is not None and dropout_rate > 0:
-        if str(jax.random.key_impl(keys_B)) != "threefry2x32" or not jax.config.jax_threefry_partitionable:
+        if str(jax.random.key_impl(keys_B)) != "threefry2x32" or not jax.threefry_partitionable.value:
             raise ValueError("dropout in blockwise attention needs threefry2x32 keys and jax_threefry_partitionable")
         key_data_B2 = jax.random.key_data(keys_B)
     form = _Form(queries, keys, min(block, max(queries, keys)), has_alibi, dropout_rate)
@@ -260,8 +260,8 @@ def _forward(
     key_data_B2: jax.Array | None,
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     # Bias and masks follow from the pairs alone. Where layers are scanned, jax would compute what does not depend on
-    # the input of a layer before all layers, for all pairs at once: T x S again. So the pairs are made
-    # to depend on the queries.
+    # the input of a layer before all layers, for all pairs at once: T x S again. So the pairs are
+    # made to depend on the queries.
     q_NBHQK, pairs = lax.optimization_barrier((q_NBHQK, jnp.asarray(form.pairs())))
 
     def add_pair(carry: tuple[jax.Array, ...], pair_2: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
@@ -279,7 +279,7 @@ def _forward(
 
     zeros_NBHQK = jnp.zeros(q_NBHQK.shape, jnp.float32)
     zeros_NBHQ = zeros_NBHQK[..., 0]
-    start = (zeros_NBHQK, jnp.full_like(zeros_NBHQ, -jnp.inf), zeros_NBHQ)
+    start: tuple[jax.Array, ...] = (zeros_NBHQK, jnp.full_like(zeros_NBHQ, -jnp.inf), zeros_NBHQ)
     (out_NBHQK, most_NBHQ, sum_NBHQ), _ = lax.scan(add_pair, start, pairs)
     out_NBHQK = (out_NBHQK / sum_NBHQ[..., None]).astype(q_NBHQK.dtype)
     lse_NBHQ = most_NBHQ + jnp.log(sum_NBHQ)
@@ -315,8 +315,8 @@ def _backward(
         ), None
 
     zeros_NBHKR = jnp.zeros(k_NBHRK.swapaxes(3, 4).shape, jnp.float32)
-    start = (jnp.zeros(q_NBHQK.shape, jnp.float32), zeros_NBHKR, zeros_NBHKR)
-    (q_grads_NBHQK, *kv_grads_NBHKR), _ = lax.scan(add_pair, start, form.pairs())
+    start: tuple[jax.Array, ...] = (jnp.zeros(q_NBHQK.shape, jnp.float32), zeros_NBHKR, zeros_NBHKR)
+    (q_grads_NBHQK, *kv_grads_NBHKR), _ = lax.scan(add_pair, start, jnp.asarray(form.pairs()))
     k_grads_NBHRK, v_grads_NBHRK = (x.swapaxes(3, 4).astype(dtype) for x in kv_grads_NBHKR)
     return q_grads_NBHQK.astype(dtype), k_grads_NBHRK, v_grads_NBHRK, None, None
 

@@ -110,6 +110,7 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("data.max_context=long", ["data.max_context=long", "null"]),
         ("zero.gradient_dtype=int8", ["zero.gradient_dtype=int8", "float32, bfloat16"]),
         ("zero.remat=some", ["zero.remat=some", "full, dots, none"]),
+        ("model.attention=some", ["model.attention=some", "auto, dense, blockwise"]),
         ("plan.micro_batch=0", ["plan.micro_batch=0", "at least 1"]),
         ("plan.grid.stage=[4]", ["plan.grid.stage=[4]", "0, 1, 2, 3"]),
         ("plan.grid.remat=[]", ["plan.grid.remat=[]", "full, dots, none"]),
