@@ -88,13 +88,13 @@ def dense_attention(
       dropout_rate: of probabilities.
       keys_B: one random key per row, or None for no dropout.
     """
-    q_BHTK, k_BHSK, v_BHSK = (x.transpose(0, 2, 1, 3) for x in (q_BTHK, k_BSHK, v_BSHK))
-    scores_BHTS = products(q_BHTK, k_BHSK) / math.sqrt(q_BTHK.shape[-1])
+    scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
+    scores_BHTS = scores_BHTS / math.sqrt(q_BTHK.shape[-1])
     t_T1 = position + jnp.arange(q_BTHK.shape[1])[:, None]
     s_1S = jnp.arange(k_BSHK.shape[1])[None, :]
     scores_BHTS = _bias_and_mask(scores_BHTS, t_T1, s_1S, has_alibi)
     probabilities_BHTS = dropout(jax.nn.softmax(scores_BHTS), dropout_rate, keys_B).astype(q_BTHK.dtype)
-    return jnp.einsum("BHTS,BHSK->BHTK", probabilities_BHTS, v_BHSK).transpose(0, 2, 1, 3)
+    return jnp.einsum("BHTS,BSHK->BTHK", probabilities_BHTS, v_BSHK)
 
 
 def _bias_and_mask(scores_BHTS: jax.Array, t_T1: jax.Array, s_1S: jax.Array, has_alibi: bool) -> jax.Array:
@@ -102,27 +102,6 @@ def _bias_and_mask(scores_BHTS: jax.Array, t_T1: jax.Array, s_1S: jax.Array, has
         slopes_1H11 = alibi_slopes(scores_BHTS.shape[1])[None, :, None, None]
         scores_BHTS = scores_BHTS + slopes_1H11 * (s_1S - t_T1)[None, None].astype(jnp.float32)
     return jnp.where((s_1S <= t_T1)[None, None], scores_BHTS, LOWEST)
-
-
-@jax.custom_vjp
-def products(q_BHTK: jax.Array, k_BHSK: jax.Array) -> jax.Array:
-    """Every query times every key, float32 `(B, H, T, S)`.
-
-    The gradient is the usual one, but that of k is computed from a transposed q instead of transposed scores, which are
-    many times larger: XLA's CPU backend multiplies a matrix that is stored transposed at a fifth of its speed.
-    """
-    return jnp.einsum("BHTK,BHSK->BHTS", q_BHTK, k_BHSK, preferred_element_type=jnp.float32)
-
-
-def _products_backward(saved: tuple[jax.Array, jax.Array], grads_BHTS: jax.Array) -> tuple[jax.Array, jax.Array]:
-    q_BHTK, k_BHSK = saved
-    grads_BHTS = grads_BHTS.astype(q_BHTK.dtype)
-    q_grads_BHTK = jnp.einsum("BHTS,BHSK->BHTK", grads_BHTS, k_BHSK)
-    k_grads_BHKS = jnp.einsum("BHKT,BHTS->BHKS", q_BHTK.swapaxes(2, 3), grads_BHTS)
-    return q_grads_BHTK, k_grads_BHKS.swapaxes(2, 3)
-
-
-products.defvjp(lambda q_BHTK, k_BHSK: (products(q_BHTK, k_BHSK), (q_BHTK, k_BHSK)), _products_backward)
 
 
 def blockwise_attention(
@@ -304,7 +283,8 @@ def _backward(
         grads_BHQR = _dropped(form, grads_BHQR, key_data_B2, pair_2)
         grads_BHQR = (probabilities_BHQR * (grads_BHQR - mean_NBHQ[i][..., None])).astype(dtype)
         dropped_BHQR = _dropped(form, probabilities_BHQR, key_data_B2, pair_2).astype(dtype)
-        # From transposed queries and gradients, as in `products`: those of a block of scores are larger.
+        # From transposed queries and gradients, which are smaller than scores: XLA's CPU backend multiplies a matrix
+        # that is stored transposed at a fifth of its speed.
         multiply = partial(jnp.einsum, preferred_element_type=jnp.float32)
         q_grads_BHQK = multiply("BHQR,BHRK->BHQK", grads_BHQR, k_BHRK) * scale
         k_grads_BHKR = multiply("BHKQ,BHQR->BHKR", q_BHQK.swapaxes(2, 3), grads_BHQR) * scale
