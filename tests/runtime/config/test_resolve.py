@@ -78,11 +78,13 @@ def test_a_configuration_of_an_earlier_version_is_read() -> None:
     assert isinstance(old, dict)
     old["evaluate"]["tasks"] = []
     old["data"]["window"] = old["data"].pop("shuffle_shards")
+    del old["model"]["attention"]
     for search, largest, new in ((False, None, "none"), (True, False, "fastest"), (True, True, "largest")):
         plan = old["plan"] | {"search": search, "largest": largest}
         saved = upgrade(OmegaConf.create(old | {"plan": plan}))
         merged = merge_resumed(saved, compose(*RESUMED), [])
         assert (merged.data.shuffle_shards, merged.plan.search) == (5, new)
+        assert merged.model.attention == "dense"
         check(merged, load_sizes())
         assert upgrade(saved) == saved
 

@@ -52,6 +52,8 @@ def upgrade(saved: DictConfig) -> DictConfig:
         plan["search"] = ("largest" if plan.get("largest") else "fastest") if plan["search"] else "none"
     plan.pop("largest", None)
     upgraded.get("evaluate", {}).pop("tasks", None)  # until 0.1; evaluate.harness has them
+    # Until 0.1 there was no other form: a resumed run keeps its rounding.
+    upgraded.get("model", {}).setdefault("attention", "dense")
     return OmegaConf.create(upgraded)
 
 
