@@ -55,7 +55,24 @@ def loop_in_a_loop(x: jax.Array) -> Any:
     return lax.scan(body, jnp.zeros(x.shape[1:]), x)
 
 
-PROGRAMS = [loop_then_mean, mean_then_loop, two_loops, while_and_branch, gradient_through_remat, loop_in_a_loop]
+def remat_with_a_constant(x: jax.Array) -> Any:
+    shift = jax.jit(lambda x: x + np.arange(5, dtype=np.float32))  # whose program holds the array
+
+    def part(x: jax.Array) -> jax.Array:
+        return shift(jnp.sin(lax.pmean(gathers_in_scan(x), "batch")))
+
+    return jax.checkpoint(part)(x), jax.grad(lambda x: jax.checkpoint(part)(x).sum())(x), lax.pmean(x, "batch")
+
+
+PROGRAMS = [
+    loop_then_mean,
+    mean_then_loop,
+    two_loops,
+    while_and_branch,
+    gradient_through_remat,
+    remat_with_a_constant,
+    loop_in_a_loop,
+]
 
 
 def unordered(jaxpr: Any) -> list[tuple[str, str]]:

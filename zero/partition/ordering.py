@@ -86,8 +86,11 @@ class _Runner:
             return _bind(eqn, eqn.params, args)
         if self.is_tied and self.zero is not None:
             args = [_tie(x, self.zero) if index in _waiting(eqn) else x for index, x in enumerate(args)]
-        params = {name: _map_jaxprs(_ordered_jaxpr, value) for name, value in eqn.params.items()}
-        results = _bind(eqn, params, args)
+        constants: list[Any] = []
+        params = {name: _map_jaxprs(value, constants) for name, value in eqn.params.items()}
+        if constants and eqn.primitive.name not in ("remat2", "checkpoint"):
+            raise NotImplementedError(f"in_order cannot pass constants of an inner jax.jit to {eqn.primitive.name}")
+        results = _bind(eqn, params, [*args, *constants])
         if self.is_tied:
             self.zero = sum((_zero_of(x) for x in results), jnp.uint32(0))
         return results
@@ -120,13 +123,21 @@ def _jaxprs(values: Any) -> Iterator[Jaxpr]:
             yield from _jaxprs(value)
 
 
-def _map_jaxprs(fn: Callable[[Jaxpr, Sequence[Any]], ClosedJaxpr], value: Any) -> Any:
+def _map_jaxprs(value: Any, constants: list[Any]) -> Any:
+    """The value with every jaxpr in it ordered.
+
+    A jaxpr without room for constants (that of `jax.checkpoint`) gets those of inlined functions as further inputs, and
+    `constants` what to pass for them.
+    """
     if isinstance(value, ClosedJaxpr):
-        return fn(value.jaxpr, value.consts)
+        return _ordered_jaxpr(value.jaxpr, value.consts)
     if isinstance(value, Jaxpr):
-        closed = fn(value, ())
-        return closed.jaxpr if not closed.consts else value
-    return tuple(_map_jaxprs(fn, one) for one in value) if isinstance(value, tuple) else value
+        closed = _ordered_jaxpr(value, ())
+        constants += closed.consts
+        inputs = [*closed.jaxpr.invars, *closed.jaxpr.constvars]
+        info = closed.jaxpr.debug_info.with_unknown_names() if closed.consts else closed.jaxpr.debug_info
+        return closed.jaxpr.replace(constvars=[], invars=inputs, debug_info=info)
+    return tuple(_map_jaxprs(one, constants) for one in value) if isinstance(value, tuple) else value
 
 
 def _ordered_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
@@ -141,11 +152,20 @@ def _ordered_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
 def _waiting(eqn: JaxprEqn) -> range:
     """Which operands wait: those of a collective, the carry of a loop, the index of a branch."""
     params, count = eqn.params, len(eqn.invars)
-    if eqn.primitive.name == "scan" and params["num_carry"]:
-        return range(params["num_consts"], params["num_consts"] + params["num_carry"])
+    if eqn.primitive.name == "scan":
+        carry = scan_carry(params)
+        return carry if carry else range(count)
     if eqn.primitive.name == "while":
         return range(params["cond_nconsts"] + params["body_nconsts"], count)
     return range(1) if eqn.primitive.name == "cond" else range(count)
+
+
+def scan_carry(params: dict[str, Any]) -> range:
+    """Which operands of a `scan` are its carry: after the constants, before what it goes through."""
+    if "num_carry" in params:
+        return range(params["num_consts"], params["num_consts"] + params["num_carry"])
+    consts, carry, _ = (len(tree) for tree in params["ft_in"].unpack())  # jax 0.12
+    return range(consts, consts + carry)
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from zero.partition.collectives import scatter_sum_array
 from zero.partition.layout import LeafLayout, Split
+from zero.partition.ordering import scan_carry
 from zero.partition.rewrite.runner import NotElementwiseError, Rule, Runner, Value, bind, primitives, whole_shape
 
 # What meets on all devices: it must not run on one of them alone.
@@ -48,8 +49,8 @@ def _cond(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
 def _scan(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     """An element-wise body runs on slices; the carry is split where any iteration makes it so."""
     params, body = eqn.params, eqn.params["jaxpr"]
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-    consts, carry, xs = args[:first], args[first:last], args[last:]
+    inside = scan_carry(params)
+    consts, carry, xs = args[: inside.start], args[inside.start : inside.stop], args[inside.stop :]
     if any(value.split and value.split.dim == 0 for value in xs):
         return None
     steps = [Value(jax.eval_shape(lambda x: x[0], value.x), _shifted(value.split, -1)) for value in xs]
