@@ -1,11 +1,15 @@
 """One training step of one GPT: stages 0 to 3 against plain pmap, GSPMD and, where it is installed, torch.
 
     python benchmarks/step.py [--shape default|optimizer] [--devices 8] [--remat none|full] [--rounds 20]
+                              [--plain-order]
 
 The programs take turns, so that a noisy machine is noisy for all: each round times one step of every program, and what
 is printed is the median of the ratios to a peer in the same round. All of JAX runs in one process; torch runs in
 another one with all cores, and FSDP2 in two, after the table. Bytes are the compiler's, for one device. The same model,
 rematerialisation, dtypes, clipping and AdamW everywhere.
+
+With --plain-order each stage is compared with itself without `zero.in_order` instead, and with nothing else; that may
+abort on a busy machine (docs/decisions/virtual-devices.md).
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -238,6 +243,21 @@ def measure(shape: Shape, dtype: str, remat: str, rounds: int) -> dict[str, floa
     return speeds
 
 
+def compare_orders(shape: Shape, dtype: str, remat: str, rounds: int) -> None:
+    """Prints what `zero.in_order` costs: speed of each stage with it as a ratio to the same stage without."""
+    tokens = np.random.default_rng(0).integers(0, shape.config.vocab_size, (shape.sequences, shape.context), np.int32)
+    ordered = {f"stage {stage}": sharded(shape, stage, dtype, remat, tokens) for stage in range(4)}
+    with patch("zero.training.programs.in_order", lambda fn: fn):
+        plain = {f"stage {stage}, plain": sharded(shape, stage, dtype, remat, tokens) for stage in range(4)}
+    seconds, losses = time_in_turns({**ordered, **plain}, rounds)
+    print(f"\n{shape.why}, {rounds} rounds: speed with in_order against without, bytes per device likewise")
+    for name, program in ordered.items():
+        other = f"{name}, plain"
+        assert losses[name] == losses[other]
+        ratio = statistics.median(b / a for a, b in zip(seconds[name], seconds[other], strict=True))
+        print(f"{name}  {ratio:.3f}  {program.bytes / plain[other].bytes:.3f}")
+
+
 def has_torch(dtype: str) -> bool:
     """Whether torch is installed; its model is float32 only."""
     return dtype == "float32" and find_spec("torch") is not None
@@ -277,10 +297,14 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices")
     parser.add_argument("--remat", choices=("none", "full"), default="none", help="as zero.remat; auto is none on CPU")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--plain-order", action="store_true", help="what zero.in_order costs, and nothing else")
     arguments = parser.parse_args()
     start(arguments.devices, None, None, None, None)
     assert len(pmap_devices()) == arguments.devices
     for name in [arguments.shape] if arguments.shape else SHAPES:
+        if arguments.plain_order:
+            compare_orders(SHAPES[name], arguments.dtype, arguments.remat, arguments.rounds)
+            continue
         speeds = measure(SHAPES[name], arguments.dtype, arguments.remat, arguments.rounds)
         if has_torch(arguments.dtype):
             compare_with_fsdp2(SHAPES[name], arguments.remat, arguments.rounds, speeds)
