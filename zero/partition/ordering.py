@@ -87,8 +87,9 @@ class _Runner:
         if self.is_tied and self.zero is not None:
             args = [_tie(x, self.zero) if index in _waiting(eqn) else x for index, x in enumerate(args)]
         constants: list[Any] = []
-        params = {name: _map_jaxprs(value, constants) for name, value in eqn.params.items()}
-        if constants and eqn.primitive.name not in ("remat2", "checkpoint"):
+        is_remat = eqn.primitive.name in ("remat2", "checkpoint")
+        params = {name: _map_jaxprs(value, constants, is_remat) for name, value in eqn.params.items()}
+        if constants and not is_remat:
             raise NotImplementedError(f"in_order cannot pass constants of an inner jax.jit to {eqn.primitive.name}")
         results = _bind(eqn, params, [*args, *constants])
         if self.is_tied:
@@ -123,13 +124,13 @@ def _jaxprs(values: Any) -> Iterator[Jaxpr]:
             yield from _jaxprs(value)
 
 
-def _map_jaxprs(value: Any, constants: list[Any]) -> Any:
+def _map_jaxprs(value: Any, constants: list[Any], is_remat: bool) -> Any:
     """The value with every jaxpr in it ordered.
 
     A jaxpr without room for constants (that of `jax.checkpoint`) gets those of inlined functions as further inputs, and
     `constants` what to pass for them.
     """
-    if isinstance(value, ClosedJaxpr):
+    if isinstance(value, ClosedJaxpr) and not is_remat:  # in jax 0.12 every Jaxpr is one
         return _ordered_jaxpr(value.jaxpr, value.consts)
     if isinstance(value, Jaxpr):
         closed = _ordered_jaxpr(value, ())
@@ -137,7 +138,7 @@ def _map_jaxprs(value: Any, constants: list[Any]) -> Any:
         inputs = [*closed.jaxpr.invars, *closed.jaxpr.constvars]
         info = closed.jaxpr.debug_info.with_unknown_names() if closed.consts else closed.jaxpr.debug_info
         return closed.jaxpr.replace(constvars=[], invars=inputs, debug_info=info)
-    return tuple(_map_jaxprs(one, constants) for one in value) if isinstance(value, tuple) else value
+    return tuple(_map_jaxprs(one, constants, is_remat) for one in value) if isinstance(value, tuple) else value
 
 
 def _ordered_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
