@@ -68,7 +68,9 @@ def make_workplace(place: Path) -> Path:
 
 def environment(workplace: Path) -> dict[str, str]:
     """Nothing of what tests/conftest.py sets but what keeps a run off the network; programs are compiled once."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC", "JAX_NUM_CPU_DEVICES")
+    }
     return inherited | {
         "JAX_COMPILATION_CACHE_DIR": str(workplace / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

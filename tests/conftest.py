@@ -8,6 +8,7 @@ import pytest
 
 # Before jax is imported for the first time.
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # of programs that tests start
 os.environ["TPU_SKIP_MDS_QUERY"] = (
     "1"  # libtpu, which only compiles here, would ask a metadata server that is not there
 )

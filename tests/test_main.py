@@ -142,10 +142,7 @@ def test_status_says_whether_a_repeat_may_succeed(
         (["data.max_context=64"], [".tar", "rows of 32 tokens", "reads 64"]),
         (["training.max_epochs=1", "data.train_samples=15"], ["15 rows", "16"]),
         (
-            (
-                ["data.corpus=nowhere", "data.index_path_train=bad/not_yet.index"],
-                ["bad/not_yet.index", "no such file", "data.corpus=nowhere"],
-            ),
+            ["data.corpus=nowhere", "data.index_path_train=bad/not_yet.index"],
             ["bad/not_yet.index", "no such file", "data.corpus=nowhere"],
         ),
         (["model.warm_start=true", "model.model_path=nowhere"], ["nowhere", "Hugging Face folder"]),

@@ -69,7 +69,7 @@ def test_choice_of_the_dimension(shape: tuple[int, ...], shards: int, shard_shap
 def test_table_says_what_is_split_padded_and_whole() -> None:
     layout = zero.make_layout({"w": of((13, 3)), "b": of((3,))}, 8)
     assert str(layout).splitlines() == [
-        "42 elements in 2 leaves over 8 shards: 36 bytes a device, 9 elements of padding, "
+        "42 elements in 2 leaves over 8 shards: 36 bytes per device, 9 elements of padding, "
         "3 elements in 1 leaves whole on every device",
         "leaf  dtype    whole  split  shard  padding",
         "b     float32  3      -      3      -",

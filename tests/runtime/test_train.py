@@ -145,7 +145,7 @@ def test_fork_on_other_devices_and_another_stage_sees_the_same_samples(workplace
     # Checkpoints that lie outside the run directory would be those of the run itself.
     kept = f"data.checkpoint_directory={undisturbed / 'checkpoints'}"
     done = cli.run(workplace, "--resume", "hydra.run.dir=undisturbed", "data.resume_step=20", kept)
-    assert done.returncode == 1 and "name another data.checkpoint_directory" in done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and "name another data.checkpoint_directory" in done.stderr.splitlines()[-1]
     # The fork is the newest run now, and is resumed at its own newest step.
     done = cli.run(workplace, "--resume")
     assert done.returncode == 0 and "nothing left to do: the run is at step 40 of 40" in done.stderr, done.stderr

@@ -71,6 +71,7 @@ def memory(
       stacked: as for `make_layout`.
       compute_dtypes: one block of four rows each.
 
+    >>> import jax
     >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
     >>> print(memory(params, optax.adam(1e-3), shards=8, compute_dtypes=[jnp.float32]))
     stage  compute  parameters      state   gathered  gradients       total

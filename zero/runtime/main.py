@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import sys
@@ -36,6 +37,7 @@ FULL_DISK = {errno.EDQUOT, errno.ENOSPC}
 def main() -> None:
     """Runs what `sys.argv` says. Exit status: see the README, "Train"."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra itself prints what it catches, over many lines
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax's threads would log after the last line
     with errors_in_lines():
         for number in SIGNALS:
             signal.signal(number, interrupt)

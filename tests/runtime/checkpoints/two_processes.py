@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 import zero
 from zero.runtime.checkpoints.damage import DamagedCheckpoint
 from zero.runtime.checkpoints.manager import Checkpoints
-from zero.runtime.errors import UserError
+from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.hosts.agreement import AnyHost
 
 process, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
@@ -78,8 +78,8 @@ check("fine", [fine, fine], None)
 check("meta-of-one", [fine, torn_meta], DamagedCheckpoint)
 check("meta-of-the-first", [torn_meta, fine], DamagedCheckpoint)
 check("arrays-of-one", [fine, torn_arrays], DamagedCheckpoint)
-check("outage-of-one", [unreadable, fine], UserError)
-check("damage-and-outage", [torn_meta, unreadable], UserError)
+check("outage-of-one", [unreadable, fine], Unavailable)
+check("damage-and-outage", [torn_meta, unreadable], Unavailable)
 
 with Checkpoints(folder / "whole", keep=1) as checkpoints:
     checkpoints.set_aside(5)

@@ -227,7 +227,7 @@ def test_ctrl_c_is_one_line(mixed: Path, tmp_path: Path, bpe: Path):
     )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     wait(lambda: len(children.read_text().split()) == 3)  # multiprocessing has a process of its own
-    time.sleep(0.5)  # they import
+    time.sleep(0.05)  # they import
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1 and said == "stopped; the same call continues\n"
