@@ -90,7 +90,9 @@ class _Runner:
         is_remat = eqn.primitive.name in ("remat2", "checkpoint")
         params = {name: _map_jaxprs(value, constants, is_remat) for name, value in eqn.params.items()}
         if constants and not is_remat:
-            raise NotImplementedError(f"in_order cannot pass constants of an inner jax.jit to {eqn.primitive.name}")
+            raise ValueError(
+                f"in_order: a jax.jit inside {eqn.primitive.name} uses an array from outside; pass it as an argument"
+            )
         results = _bind(eqn, params, [*args, *constants])
         if self.is_tied:
             self.zero = sum((_zero_of(x) for x in results), jnp.uint32(0))
