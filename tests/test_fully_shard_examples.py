@@ -3,6 +3,7 @@
 import importlib
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,10 +14,13 @@ FOLDER = Path(__file__).parents[1] / "examples" / "fully_shard"
 def test_stages_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     training = importlib.import_module("training")
-    params, layers = importlib.import_module(name).build()
-    expected, whole = training.train(params, layers, 0)
-    assert expected[-1] < expected[0]
-    for stage in (2, 3):
-        losses, held = training.train(params, layers, stage)
-        np.testing.assert_allclose(losses, expected, rtol=1e-6)
-        assert held < 0.2 * whole
+    # In float32, Adam turns the rounding of a gradient near zero into a part of a step: 8e-6 of a loss on some CPUs.
+    with jax.enable_x64(True):
+        params, layers = importlib.import_module(name).build()
+        params = jax.tree.map(lambda x: x.astype(np.float64), params)
+        expected, whole = training.train(params, layers, 0)
+        assert expected[-1] < expected[0]
+        for stage in (2, 3):
+            losses, held = training.train(params, layers, stage)
+            np.testing.assert_allclose(losses, expected, rtol=1e-12)
+            assert held < 0.2 * whole

@@ -24,7 +24,7 @@ def train(params, layers, stage, steps=5):
     devices = jax.device_count()
     layout = zero.make_layout(params, devices)
     layout = layout if stage else layout.whole()
-    tx = zero.on_shards(optax.adamw(2.0**-10), layout, "batch")
+    tx = zero.on_shards(optax.adamw(1e-3), layout, "batch")
     lifted = {name: zero.fully_shard(layer, layout.at(name), "batch") for name, layer in layers.items()}
     # Without rematerialisation the backward pass would keep the whole weights of every layer.
     lifted = {name: jax.checkpoint(layer) for name, layer in lifted.items()}
