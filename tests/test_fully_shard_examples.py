@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[1] / "examples" / "fully_shard"
 def test_stages_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     training = importlib.import_module("training")
-    # In float32, Adam turns the rounding of a gradient near zero into a part of a step: 8e-6 of a loss on some CPUs.
+    # In float64 no mistake can pass for rounding.
     with jax.enable_x64(True):
         params, layers = importlib.import_module(name).build()
         params = jax.tree.map(lambda x: x.astype(np.float64), params)

@@ -18,16 +18,19 @@ from flax import jax_utils
 from jax import lax
 
 
-def forward(images, is_training):
-    x = hk.Flatten()(images)
-    for width in (64, 48):
-        x = hk.Linear(width, with_bias=False)(x)
-        x = jax.nn.relu(hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.9)(x, is_training))
-    return hk.Linear(10)(x)
-
-
 # float16 in the matrix products; batch statistics, the loss and the parameters are float32.
-hk.mixed_precision.set_policy(hk.Linear, jmp.get_policy("params=float32,compute=float16,output=float32"))
+POLICY = jmp.get_policy("params=float32,compute=float16,output=float32")
+
+
+def forward(images, is_training):
+    with hk.mixed_precision.push_policy(hk.Linear, POLICY):
+        x = hk.Flatten()(images)
+        for width in (64, 48):
+            x = hk.Linear(width, with_bias=False)(x)
+            x = jax.nn.relu(hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.9)(x, is_training))
+        return hk.Linear(10)(x)
+
+
 network = hk.without_apply_rng(hk.transform_with_state(forward))
 optimizer = optax.adamw(2.0**-10)  # a power of two, so that no rounding of the last product meets float16
 
