@@ -17,7 +17,6 @@ import optax
 from flax import jax_utils
 from jax import lax
 
-
 # float16 in the matrix products; batch statistics, the loss and the parameters are float32.
 POLICY = jmp.get_policy("params=float32,compute=float16,output=float32")
 
