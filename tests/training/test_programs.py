@@ -1,0 +1,38 @@
+"""All programs of the trainer keep their collectives in order on virtual CPU devices, and pay nothing elsewhere."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import zero
+from zero.models.gpt import GPTConfig
+from zero.partition.collectives import Axis
+from zero.training import programs
+from zero.training.step import ShardedGPT, adamw
+
+CONFIG = GPTConfig(embedding_dim=8, vocab_size=11, num_head=2, block_size=8, dropout=0.0, N=1)
+
+
+def make(devices: Any = None) -> int:
+    """How many programs there are."""
+    model = ShardedGPT(CONFIG, Axis("batch", (1, 8)), 3)
+    made = programs.make_programs(
+        model, adamw(0.1), learning_rate=jnp.float32, seed=0, micro_batches=1, max_gradient_norm=None, devices=devices
+    )
+    return len(made) + len(programs.make_inference(model, devices=devices))
+
+
+def test_every_program_is_put_in_order_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_order = Mock(side_effect=zero.in_order)
+    monkeypatch.setattr(programs, "in_order", in_order)
+    assert make() == in_order.call_count > 0
+
+
+def test_no_program_is_put_in_order_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "in_order", lambda fn: pytest.fail("in_order on an accelerator"))
+    monkeypatch.setattr(jax, "pmap", lambda fn, **_: fn)
+    assert make([SimpleNamespace(platform="tpu")] * 8)
