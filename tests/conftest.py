@@ -28,6 +28,14 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if collection_path.suffix == ".py" and not collection_path.name.startswith("test_") else None
 
 
+@pytest.fixture(scope="module")
+def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leaves out most of XLA's optimizations, which halves compilation; `-m slow` compiles as users do."""
+    jax.config.update("jax_disable_most_optimizations", request.config.getoption("-m") != "slow")
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
     """The address of a storage server on loopback (tests/bucket.py)."""

@@ -23,15 +23,10 @@ from zero.training.inference import Sampling
 from zero.training.programs import make_inference
 from zero.training.step import ShardedGPT
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ROWS = 2
 CONFIG = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=64, dropout=0.0, N=2, vocab_chunks=3)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def arrays(count: int, *shape: int, dtype: Any = jnp.float32) -> list[jax.Array]:

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,14 @@ from zero.models.attention import alibi_slopes, dropout
 from zero.models.gpt import GPT, GPTConfig, init_cache
 from zero.runtime.config.files import load_sizes
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SIZES_FILE = Path(__file__).parents[2] / "conf" / "model_config.yaml"
 SIZES = load_sizes(SIZES_FILE)
 ODD = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=12, dropout=0.0, N=2, vocab_chunks=3)
 LEARNED = dataclasses.replace(ODD, alibi_attn=False, vocab_chunks=1)
 NORMED = dataclasses.replace(ODD, embedding_norm=True, norm_epsilon=1e-2)  # one that shows
 ALL = pytest.mark.parametrize("config", [ODD, LEARNED, NORMED], ids=["alibi", "learned", "embedding_norm"])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def shapes(config: GPTConfig) -> Any:

@@ -1,6 +1,5 @@
 """The moving average of the weights: that of optax on whole parameters, at any stage and number of devices."""
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -11,24 +10,19 @@ import optax
 import pytest
 
 import zero
-from tests.training.test_step import MAX_NORM, STEPS, Setup, _setup, advance, bits, setup
+from tests.training.small_gpt import STEPS, Setup, advance, bits, setup
 from zero.training.ema import update_ema
 from zero.training.step import TrainState
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 DECAY = 0.9
 CASES: list[Any] = [(8, 3, 1), (3, 1, 2)]  # devices, stage, micro-batches
 CASES += [pytest.param(case, marks=pytest.mark.slow) for case in ((8, 0, 1), (1, 2, 1))]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def averaging(devices: int, stage: int, micro_batches: int) -> Setup:
-    return _setup(devices, stage, micro_batches, MAX_NORM, jnp.float32, ema_decay=DECAY)
+    return setup(devices, stage, micro_batches, ema_decay=DECAY)
 
 
 @cache
@@ -105,7 +99,7 @@ def test_skipped_update_does_not_move_the_average() -> None:
 
 
 def test_fused_update_moves_the_average_too() -> None:
-    on = _setup(8, 3, 1, None, jnp.float32, skip_bad_steps=False, fused_update=True, ema_decay=DECAY)
+    on = setup(8, 3, max_norm=None, skip_bad_steps=False, fused_update=True, ema_decay=DECAY)
     state, params = on.start(), []
     for step in range(STEPS):
         state, _ = advance(on, state, range(step, step + 1))

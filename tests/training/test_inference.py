@@ -1,6 +1,5 @@
 """The model in use, on shards of eight devices, against the whole model on one."""
 
-from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -16,16 +15,11 @@ from zero.training.inference import Sampling, evaluate_step, filtered, penalised
 from zero.training.programs import Inference, make_inference, make_programs
 from zero.training.step import ShardedGPT, adamw
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONFIG = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=12, dropout=0.5, N=2, vocab_chunks=3)
 PROMPT = np.array([5, 100, 7], np.int32)
 LENGTH, TEMPERATURE = 8, 0.8
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 class Setup(NamedTuple):

@@ -1,0 +1,215 @@
+"""Training steps of a small GPT, and one unsharded device to compare them with. A helper of tests."""
+
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+import zero
+from zero.models.gpt import GPT, GPTConfig
+from zero.training.programs import Programs, make_programs
+from zero.training.schedules import LearningRate
+from zero.training.step import Batch, ShardedGPT, TrainState, adamw, state_layout
+
+CONFIG = GPTConfig(
+    embedding_dim=42,
+    vocab_size=101,
+    num_head=3,
+    block_size=12,
+    dropout=0.1,
+    N=2,
+    vocab_chunks=3,
+    embedding_norm=True,
+)
+ROWS, STEPS, SEED, MAX_NORM = 24, 4, 7, 0.65
+RATE = LearningRate(peak=1e-2, end=1e-3, warmup_steps=2, total_steps=6)
+KEY = np.asarray(jax.random.key_data(jax.random.key(SEED)))
+
+
+class CountedRate:
+    """The learning rate, and how often a step was traced with it."""
+
+    def __init__(self) -> None:
+        self.traces = 0
+
+    def __call__(self, step: ArrayLike) -> jax.Array:
+        self.traces += 1
+        return RATE(step)
+
+
+class Setup(NamedTuple):
+    model: ShardedGPT
+    programs: Programs
+    devices: tuple[jax.Device, ...]
+    layout: zero.Layout
+    rate: CountedRate
+
+    def start(self) -> TrainState:
+        return self.programs.start(self.programs.init(np.stack([KEY] * len(self.devices))))
+
+    def whole(self, tree: Any, layout: zero.Layout) -> dict[str, np.ndarray]:
+        """Logical arrays by name, put together on the host; their padding is zero."""
+        found = {}
+        for leaf, x in zip(layout.leaves, layout.treedef.flatten_up_to(tree), strict=True):
+            shards = list(np.asarray(x))
+            padded = np.concatenate(shards, leaf.splits[0].dim) if leaf.splits else shards[0]
+            found[leaf.name] = padded[tuple(slice(size) for size in leaf.shape)]
+            assert np.count_nonzero(padded) == np.count_nonzero(found[leaf.name]), f"padding of {leaf.name} is not zero"
+        return found
+
+
+def setup(
+    devices: int,
+    stage: int,
+    micro_batches: int = 1,
+    max_norm: float | None = MAX_NORM,
+    dtype: Any = jnp.float32,
+    **options: Any,
+) -> Setup:
+    """A step that is compiled once per process, whichever test is the first to need it."""
+    return _setup(devices, stage, micro_batches, max_norm, dtype, **options)
+
+
+@cache
+def _setup(
+    devices: int,
+    stage: int,
+    micro_batches: int,
+    max_norm: float | None,
+    dtype: Any,
+    gradient_dtype: Any = jnp.float32,
+    remat: str = "full",
+    blockwise_from: int | None = None,
+    tx: optax.GradientTransformation | None = None,
+    **options: Any,
+) -> Setup:
+    axis = zero.Axis("zero", (1, devices))
+    model = ShardedGPT(CONFIG, axis, stage, dtype, dtype, jnp.float32, gradient_dtype, remat, blockwise_from)
+    tx, rate, used = tx or adamw(0.1), CountedRate(), tuple(jax.devices()[:devices])
+    programs = make_programs(
+        model,
+        tx,
+        learning_rate=rate,
+        seed=SEED,
+        micro_batches=micro_batches,
+        max_gradient_norm=max_norm,
+        devices=used,
+        **options,
+    )
+    return Setup(model, programs, used, state_layout(model, tx, "ema_decay" in options), rate)
+
+
+def tokens(step: int, context: int = 12) -> np.ndarray:
+    """Rows of the global batch; those of the first devices are padded, so that a mean of means would be wrong."""
+    rows = np.random.default_rng(step).integers(0, CONFIG.vocab_size, (ROWS, context), np.int32)
+    rows[np.arange(context) >= np.linspace(2, 2 * context, ROWS).astype(int)[:, None]] = -1
+    return rows
+
+
+def batch(setup: Setup, step: int, context: int = 12) -> Batch:
+    devices = len(setup.devices)
+    rows = tokens(step, context).reshape(devices, -1, context)
+    first: Any = (np.arange(devices) * rows.shape[1]).astype(np.int32)
+    return Batch(rows, first)
+
+
+class Run(NamedTuple):
+    metrics: dict[str, list[float]]
+    params: dict[str, np.ndarray]
+    state: TrainState | None
+
+
+def advance(setup: Setup, state: TrainState, steps: range) -> tuple[TrainState, list[dict[str, float]]]:
+    metrics = []
+    for step in steps:
+        state, now = setup.programs.step(state, batch(setup, step))
+        metrics.append({name: x.item() for name, x in now.items()})  # one step in flight at most
+    return state, metrics
+
+
+def run(devices: int, stage: int, micro_batches: int = 1) -> Run:
+    return _run(devices, stage, micro_batches)
+
+
+@cache
+def _run(devices: int, stage: int, micro_batches: int) -> Run:
+    return run_on(setup(devices, stage, micro_batches))
+
+
+def run_on(on: Setup, start: TrainState | None = None) -> Run:
+    state, metrics = advance(on, start or on.start(), range(STEPS))
+    whole = on.whole(state, on.layout)  # of the optimizer too: its padding has to stay zero
+    params = {name.removeprefix("params/"): x for name, x in whole.items() if name.startswith("params/")}
+    return Run({name: [m[name] for m in metrics] for name in metrics[0]}, params, state)
+
+
+def named(tree: Any) -> dict[str, np.ndarray]:
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in flat}
+
+
+@cache
+def first_params() -> Any:
+    init = jax.jit(partial(GPT(CONFIG).init, method="hidden"))
+    variables: Any = init(jax.random.key(SEED), jnp.zeros((1, 2), int), None)
+    return variables["params"]
+
+
+@cache
+def reference() -> Run:
+    """One device, nothing of `zero` but the model: what DESIGN.md says a step is."""
+    model = GPT(CONFIG)
+    params = first_params()
+    no_decay = {"bias", "scale"}
+    mask = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in no_decay, params)
+    tx = optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(RATE, b2=0.95, weight_decay=0.1, mask=mask))
+
+    @jax.jit
+    def step(params: Any, state: Any, rows: jax.Array, number: jax.Array) -> Any:
+        step_key = jax.random.fold_in(jax.random.key(SEED), number)
+        keys = jnp.stack([jax.random.fold_in(step_key, row) for row in range(ROWS)])
+
+        def loss(params: Any) -> jax.Array:
+            targets = jnp.concatenate([rows[:, 1:], jnp.full((ROWS, 1), -1)], axis=1)
+            losses: Any = model.apply({"params": params}, jnp.maximum(rows, 0), targets, keys)
+            return jnp.sum(losses * (targets >= 0)) / jnp.sum(targets >= 0)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value, optax.tree.norm(grads)
+
+    state, losses, norms = tx.init(params), [], []
+    for number in range(STEPS):
+        params, state, loss, norm = step(params, state, tokens(number), jnp.int32(number))
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return Run({"loss": losses, "gradient_norm": norms}, named(params), None)
+
+
+def assert_equal(got: Run, expected: Run) -> None:
+    assert got.metrics == expected.metrics
+    for name, x in expected.params.items():
+        np.testing.assert_array_equal(got.params[name], x, err_msg=name)
+
+
+def assert_close(got: Run, expected: Run, rtol: float) -> None:
+    for name in ("loss", "gradient_norm"):
+        np.testing.assert_allclose(got.metrics[name], expected.metrics[name], rtol=rtol, err_msg=name)
+    start = named(first_params())
+    for name, x in expected.params.items():
+        # Adam blows the rounding of small gradients up, and the gradient of the keys' bias, which softmax does not see,
+        # is nothing else: so the whole of a leaf is compared, beside how far it has moved.
+        if name != "blocks/key/bias":
+            assert np.linalg.norm(got.params[name] - x) < 100 * rtol * np.linalg.norm(x - start[name]), name
+
+
+def shapes_of(on: Setup) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), on.layout.shard_shapes())
+
+
+def bits(tree: Any) -> list[np.ndarray]:
+    return [np.asarray(x).view(np.uint32) for x in jax.tree.leaves(tree)]

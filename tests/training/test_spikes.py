@@ -1,0 +1,168 @@
+"""Updates far above the running statistics of loss and gradient norm, which are skipped at any stage."""
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zero
+from tests.training.small_gpt import (
+    RATE,
+    STEPS,
+    Run,
+    Setup,
+    advance,
+    assert_close,
+    assert_equal,
+    batch,
+    bits,
+    reference,
+    run,
+    run_on,
+    setup,
+)
+from zero.training.spikes import add_to_running, is_spike
+from zero.training.step import TrainState
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def with_running(state: TrainState, running: Any) -> TrainState:
+    copies = np.stack([np.asarray(running, np.float32)] * len(state.running))
+    return state._replace(running=jax.device_put(copies, state.running.sharding))
+
+
+def spiky(devices: int, stage: int, limit: tuple[float, float], deviations: float = 6.0) -> tuple[Setup, TrainState]:
+    """A run that skips spikes, and its start, as if loss and norm had often been so far below these limits."""
+    on = setup(devices, stage, skip_spikes=deviations)
+    mean, deviation = np.asarray(limit) - 1e-3, 1e-3 / deviations
+    return on, with_running(on.start(), np.stack([mean, np.full(2, deviation**2), np.ones(2)], axis=1))
+
+
+def test_running_statistics_are_weighted_means_of_what_was_seen() -> None:
+    values = np.random.default_rng(0).normal([100, 2], [0.01, 1], (200, 2))  # a variance of 1e-8 of the square
+    running, add = jnp.zeros((2, 3)), jax.jit(add_to_running)
+    for n, value in enumerate(values, 1):
+        running = add(running, jnp.asarray(value, jnp.float32))
+        if n in (1, 2, 63, 64, 200):
+            weights = (127 / 128) ** np.arange(n)[::-1]
+            mean = np.average(values[:n], axis=0, weights=weights)
+            variance = np.average((values[:n] - mean) ** 2, axis=0, weights=weights)
+            np.testing.assert_allclose(running[:, 0], mean, rtol=1e-5)
+            np.testing.assert_allclose(running[:, 1], variance, rtol=5e-3, atol=1e-9)
+            for kind in range(2):
+                for deviations, is_above in ((5.9, True), (6.1, False)):
+                    value = mean.copy()
+                    value[kind] += 6 * np.sqrt(variance[kind])
+                    judged = is_spike(running, jnp.asarray(value, jnp.float32), deviations)
+                    assert judged.item() == (is_above and n >= 64), (n, kind)
+    assert not is_spike(running, jnp.asarray([np.nan, 2], jnp.float32), 6.0)
+    assert not is_spike(running, jnp.asarray([0.0, -1e9], jnp.float32), 6.0)
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient_norm"])
+@pytest.mark.parametrize(
+    ("stage", "devices"),
+    [(3, 8), pytest.param(0, 8, marks=pytest.mark.slow), (1, 3), pytest.param(2, 1, marks=pytest.mark.slow)],
+)
+def test_a_spike_is_skipped_and_leaves_everything_as_it_was(stage: int, devices: int, kind: str) -> None:
+    usual = reference().metrics[kind][0]
+    limits = {"loss": 1e3, "gradient_norm": 1e3, kind: usual * 0.99}
+    on, state = spiky(devices, stage, (limits["loss"], limits["gradient_norm"]))
+    before = bits((state.params, state.opt_state, state.running))
+    state, metrics = advance(on, state, range(2))
+    for got, expected in zip(bits((state.params, state.opt_state, state.running)), before, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    for name in ("skipped_spikes", "skipped_steps", "skipped_in_a_row"):
+        assert [m[name] for m in metrics] == [1, 2]
+    assert metrics[0][kind] == pytest.approx(usual, rel=1e-5)
+    assert [m["learning_rate"] for m in metrics] == [np.float32(RATE(0)), np.float32(RATE(1))]
+    assert np.asarray(state.step).tolist() == [2] * devices
+
+    never = [[1e3, 1, 1], [1e3, 1, 1]]
+    state, metrics = advance(on, with_running(state, never), range(2, 3))
+    assert [metrics[0][name] for name in ("skipped_spikes", "skipped_steps", "skipped_in_a_row")] == [2, 2, 0]
+    zero.check_replicated((state.step, state.skipped, state.skipped_spikes, state.running), "zero", on.devices)
+    # As if the two steps had not been, but for the place in the schedule.
+    start = with_running(on.start(), never)
+    other, _ = advance(on, start._replace(step=start.step + 2), range(2, 3))
+    for got, expected in zip(bits((state.params, state.opt_state)), bits((other.params, other.opt_state)), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@cache
+def spiky_run(devices: int, stage: int) -> Run:
+    losses = reference().metrics["loss"]
+    low, high = sorted(losses)[1:3]
+    on, state = spiky(devices, stage, ((low + high) / 2, 1e3))
+    return run_on(on, state)
+
+
+@pytest.mark.slow
+def test_stages_and_devices_agree_on_what_is_a_spike() -> None:
+    runs = [spiky_run(8, stage) for stage in range(4)]
+    assert 0 < runs[0].metrics["skipped_spikes"][-1] < STEPS
+    assert_equal(runs[1], runs[0])
+    assert_equal(runs[3], runs[2])
+    for other in (*runs[1:], spiky_run(3, 3), spiky_run(1, 3)):
+        for name in ("skipped_spikes", "skipped_steps", "skipped_in_a_row"):
+            assert other.metrics[name] == runs[0].metrics[name]
+        np.testing.assert_allclose(other.metrics["loss"], runs[0].metrics["loss"], rtol=1e-5)
+        assert other.state is not None and runs[0].state is not None
+        np.testing.assert_allclose(other.state.running[0], runs[0].state.running[0], rtol=1e-3)
+
+
+def test_a_limit_that_nothing_reaches_changes_nothing() -> None:
+    got = run_on(*spiky(8, 3, (1e3, 1e3)))
+    assert got.metrics["skipped_steps"] == [0] * STEPS
+    assert_close(got, run(8, 3), rtol=1e-6)  # of two programs: not bit for bit
+
+
+def test_shuffled_tokens_are_skipped_once_enough_updates_were_made_and_after_a_checkpoint() -> None:
+    on = setup(8, 3, skip_spikes=6.0)
+    text = batch(on, 0)._replace(tokens=np.broadcast_to(np.arange(12, dtype=np.int32), (8, 3, 12)))
+    noise = text._replace(tokens=np.random.default_rng(0).permuted(text.tokens, axis=-1))
+    # The model has learnt the text before the statistics begin; what is left is the noise of dropout.
+    state = on.start()
+    for _ in range(100):
+        state, _ = on.programs.step(state, text)
+    state = with_running(state, np.zeros((2, 3)))
+    spikes = []
+    for updates in (63, 1):
+        for _ in range(updates):
+            state, metrics = on.programs.step(state, text)
+            assert metrics["skipped_steps"].item() == 0
+        arrays = zero.to_global(state, on.layout, on.model.axis, on.devices)
+        judged = zero.from_global(arrays, on.layout, on.model.axis, on.devices)
+        before = bits(judged.params)
+        judged, metrics = on.programs.step(judged, noise)
+        spikes.append(metrics["skipped_spikes"].item())
+        is_same = all((got == x).all() for got, x in zip(bits(judged.params), before, strict=True))
+        assert is_same == bool(spikes[-1])
+    assert spikes == [0, 1]
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("skip_bad_steps", [True, False])
+def test_what_is_not_finite_is_no_spike_and_never_enters_the_statistics(poison: float, skip_bad_steps: bool) -> None:
+    on = setup(8, 3, skip_spikes=6.0, skip_bad_steps=skip_bad_steps)
+    state = with_running(on.start(), [[5, 1, 1], [1, 1, 1]])
+    before = bits(state.running)
+    sick = jax.tree.map(lambda x: x * poison, state.params)
+    state, metrics = on.programs.step(state._replace(params=sick), batch(on, 0))
+    assert not np.isfinite(metrics["gradient_norm"].item())
+    assert (metrics["skipped_spikes"].item(), metrics["skipped_steps"].item()) == (0, int(skip_bad_steps))
+    np.testing.assert_array_equal(bits(state.running), before)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_statistics_are_kept_where_nothing_is_skipped(fused: bool) -> None:
+    on = setup(8, 3, max_norm=None, skip_bad_steps=False, fused_update=fused)
+    state, metrics = advance(on, on.start(), range(2))
+    running = jnp.zeros((2, 3))
+    for m in metrics:
+        running = add_to_running(running, jnp.asarray([m["loss"], m["gradient_norm"]]))
+    np.testing.assert_allclose(state.running, np.stack([running] * 8), rtol=1e-6, atol=1e-7)
