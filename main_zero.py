@@ -1,4 +1,4 @@
-"""Trains a GPT with ZeRO on `jax.pmap`: `python main_zero.py [key=value ...] [--resume]`.
+"""Trains a GPT with ZeRO on `jax.pmap`: `python main_zero.py [key=value ...] [--resume]`, installed as `zero-train`.
 
 Exit status: 0 when finished, 75 when preempted after a saved checkpoint, 2 for a mistake that the same command would
 repeat, others on error.
@@ -20,6 +20,12 @@ def main() -> None:
         signal.signal(number, interrupted)
     from zero.runtime.main import main
 
+    main()
+
+
+def plan() -> None:
+    """`zero-plan`: the same with mode=plan."""
+    sys.argv.insert(1, "mode=plan")
     main()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from zero.runtime.corpus import command
+from zero.runtime.corpus import zero_prepare
 from zero.runtime.corpus.prepare import Corpus, prepare
 from zero.runtime.data.loader import Loader
 from zero.runtime.tokenizers import ByteTokenizer
@@ -31,7 +31,7 @@ def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     status: Any = 0
     with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
         try:
-            command.main([*map(str, arguments)])
+            zero_prepare.main([*map(str, arguments)])
         except SystemExit as exit:
             status = exit.code
             if isinstance(status, str):  # Python prints it and exits with status 1

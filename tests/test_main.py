@@ -289,7 +289,7 @@ def test_warm_start_takes_the_weights_of_another_run(forks: cli.Forks, finished:
 
 def test_average_of_checkpoints_is_a_run_to_start_from(forks: cli.Forks, finished: Path, workplace: Path) -> None:
     def weights(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "zero.runtime.weights.command", *arguments]
+        command = [sys.executable, "-m", "zero.runtime.weights.zero_weights", *arguments]
         where = cli.environment(workplace) | {"PYTHONPATH": str(cli.MAIN.parent)}
         return subprocess.run(command, cwd=workplace, env=where, capture_output=True, text=True)
 

@@ -6,9 +6,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+import time
 import tomllib
 import venv
 import zipfile
@@ -49,7 +51,7 @@ def run(place: Path, program: Path, *arguments: str) -> subprocess.CompletedProc
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built without a network from a copy, because setuptools writes beside the sources."""
     place = tmp_path_factory.mktemp("wheel")
-    for name in ("LICENSE", "README.md", "pyproject.toml"):
+    for name in ("LICENSE", "README.md", "main_zero.py", "pyproject.toml"):
         shutil.copy(REPOSITORY / name, place)
     for name in ("conf", "zero"):
         shutil.copytree(REPOSITORY / name, place / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -63,7 +65,7 @@ def test_wheel_holds_the_package_and_its_configuration(wheel: Path) -> None:
     sources = {path.relative_to(REPOSITORY) for path in REPOSITORY.glob("zero/**/*.py")}
     conf = {Path("zero") / path.relative_to(REPOSITORY) for path in REPOSITORY.glob("conf/**/*.yaml")}
     assert Path("zero/conf/preset/v3-32.yaml") in conf
-    assert names == {path.as_posix() for path in (*sources, *conf, Path("zero/py.typed"))}
+    assert names == {path.as_posix() for path in (*sources, *conf, Path("main_zero.py"), Path("zero/py.typed"))}
 
 
 def test_primitives_depend_on_four_packages_and_the_rest_are_extras(wheel: Path) -> None:
@@ -118,6 +120,15 @@ def test_installed_commands_work_from_another_directory(wheel: Path, tmp_path: P
     assert "seed: 3" in done.stdout and "mode: train" in done.stdout and "size: 1_1b" in done.stdout
     assert "mode: plan" in run(place, programs / "zero-plan", "--cfg", "job").stdout
     assert [*place.iterdir()] == []
+
+    (place / "jax.py").write_text("import pathlib, time; pathlib.Path('reached').touch(); time.sleep(60)")
+    environment = ON_CPU | {"PYTHONPATH": str(place)}
+    process = subprocess.Popen([programs / "zero-train"], cwd=place, env=environment, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not (place / "reached").exists():  # its modules are being imported
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30)[1] == "error: interrupted\n"
+    assert process.returncode == 128 + signal.SIGINT
 
 
 @pytest.mark.slow  # installs from the package index

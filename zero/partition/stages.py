@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.partition import buckets, collectives
+from zero.partition import coalesced, collectives
 from zero.partition.collectives import Axis, AxisLike, as_axis
 from zero.partition.layout import Layout, PyTree
 
@@ -72,7 +72,7 @@ def gather(
     axis = checked_axis(layout, axis)
     with jax.named_scope("zero_gather"):
         shards = layout.shards_of(tree)
-        return layout.treedef.unflatten(buckets.gather_arrays(shards, layout.leaves, axis, dtype, wire_dtype))
+        return layout.treedef.unflatten(coalesced.gather_arrays(shards, layout.leaves, axis, dtype, wire_dtype))
 
 
 def scatter_sum(
@@ -99,7 +99,7 @@ def scatter_sum(
     with jax.named_scope("zero_scatter"):
         full = [jnp.asarray(x) for x in layout.wholes_of(tree)]
         dtypes: Any = {"wire_dtype": wire_dtype, "reduce_dtype": reduce_dtype}
-        return layout.treedef.unflatten(buckets.scatter_sum_arrays(full, layout.leaves, axis, **dtypes))
+        return layout.treedef.unflatten(coalesced.scatter_sum_arrays(full, layout.leaves, axis, **dtypes))
 
 
 def scatter_mean(tree: PyTree, layout: Layout, axis: AxisLike, **dtypes: DTypeLike | None) -> PyTree:

@@ -25,7 +25,7 @@ from zero.runtime.config.resolve import merge_resumed
 from zero.runtime.config.sections import Config
 from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.hosts.signals import SIGNALS, exit_immediately, unanswered
-from zero.runtime.run.resume import resume_overrides, trained_run
+from zero.runtime.run.find_run import resume_overrides, trained_run
 from zero.runtime.run_directory import saved_config
 
 # The run directory cannot be made or written: a mistake, or a disk that may have room again later.
@@ -46,12 +46,6 @@ def main() -> None:
             run()
         except HydraException as error:
             raise UserError("\n".join(all_mistakes(sys.argv[1:], error))) from error
-
-
-def plan() -> None:
-    """`main` with mode=plan."""
-    sys.argv.insert(1, "mode=plan")
-    main()
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_directory()), config_name="config")

@@ -16,7 +16,7 @@ from zero.runtime.data.prefetch import prefetch
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.generate import generate
-from zero.runtime.run.run import Run, split_rows
+from zero.runtime.run.active_run import ActiveRun, split_rows
 from zero.runtime.run.setup import open_run
 from zero.runtime.run_directory import SAMPLES_FILE, mirror
 from zero.runtime.tracking.html_report import REPORT_FILE, write_report
@@ -55,7 +55,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         return 0
 
 
-def _loop(run: Run) -> bool:
+def _loop(run: ActiveRun) -> bool:
     """Trains to the last step; False where the run was told to stop before."""
     pending = run.position.unevaluated  # a signal came before the evaluation of the checkpoint
     if pending is not None:
@@ -86,7 +86,7 @@ def _loop(run: Run) -> bool:
     return run.position.step == run.last_step
 
 
-def _evaluate_and_log(run: Run, line: dict[str, Any]) -> bool:
+def _evaluate_and_log(run: ActiveRun, line: dict[str, Any]) -> bool:
     """Logs the metrics with the mean loss of held-out tokens; False where told to stop before that is known."""
     is_evaluated = _evaluate(run, line)
     run.position.unevaluated = None if is_evaluated else line
@@ -94,7 +94,7 @@ def _evaluate_and_log(run: Run, line: dict[str, Any]) -> bool:
     return is_evaluated
 
 
-def _evaluate(run: Run, line: dict[str, Any]) -> bool:
+def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
     """Adds losses in nats per token to the metrics, and the results of tasks where they are due."""
     weights = {"validation/loss": run.state.params}
     if run.state.ema is not None:
@@ -117,7 +117,7 @@ def _evaluate(run: Run, line: dict[str, Any]) -> bool:
     return True
 
 
-def _report(run: Run, line: dict[str, Any]) -> None:
+def _report(run: ActiveRun, line: dict[str, Any]) -> None:
     """A sample, the picture and the HTML report, after an evaluation; all hosts sample, and the first one writes.
 
     Training goes on without what cannot be written: a checkpoint that can be continued matters more than a picture.

@@ -101,7 +101,7 @@ def prefill(params: PyTree, tokens: jax.Array, length: jax.Array, *, model: Shar
       tokens: the rows of this device.
       length: at most `width`; it does not change the compiled program.
       model: the model.
-      width: positions to compute, the same for all lengths of a bucket. Those from `length` on are computed in vain:
+      width: positions to compute, the same for a range of lengths. Those from `length` on are computed in vain:
         no later position attends to them before they are overwritten.
     """
     if not model.config.alibi_attn:

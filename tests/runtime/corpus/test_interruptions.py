@@ -286,7 +286,7 @@ def test_a_bucket_gets_the_same_bytes(folder: Path, tmp_path: Path, monkeypatch:
 def test_a_full_disk_is_one_line_and_the_next_call_goes_on(mixed: Path, tmp_path: Path):
     limited = """
 import resource
-from zero.runtime.corpus.command import main
+from zero.runtime.corpus.zero_prepare import main
 resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))  # of a file, in bytes: to the program, a full disk
 main()
 """

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,9 +16,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests import cli
+from tests.runtime.config.composing import compose
+from zero.runtime.config.check import check
+from zero.runtime.config.files import load_sizes
 from zero.runtime.config.resolve import default_config
 from zero.runtime.config.sections import Config
-from zero.runtime.planning.table import table
+from zero.runtime.planning.table import table, training_command
 
 KEYS = {"stage", "micro_batch", "accumulation", "remat", "context", "gradient_dtype", "clipping", "fused_update"}
 KEYS |= {"fits", "state_bytes", "peak_bytes", "available_bytes", "collective_bytes", "flops", "seconds_lower_bound"}
@@ -134,6 +138,36 @@ def test_days_and_dollars_are_shown_where_there_is_a_price() -> None:
     priced = table(result, config)
     assert "1,234.50" in priced and "98,765" in priced and "days at 35%" in priced
     assert f"{config.training.total_steps} steps, at 8.8 dollars per hour" in priced
+
+
+MIXTURE = "[{index: 'my text.index', weight: 0.7}, {index: gs://b/c.index, weight: 0.3}]"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["+preset=v3-8-fused", "data.index_path_train=a.index"],
+        ["model.size=1_1b", "zero.wire_dtype=bfloat16", "zero.reduce_dtype=bfloat16", "zero.compute_dtype=float32"],
+        ["training.max_gradient_norm=null", "training.skip_bad_steps=false", "training.skip_spikes=6", "seed=3"],
+        ["training.ema=0.999", "model.attention=blockwise", f"data.index_path_train={MIXTURE}", "profile.steps=[2,3]"],
+    ],
+    ids=lambda overrides: overrides[0] if overrides else "defaults",
+)
+def test_the_training_command_composes_to_what_was_planned(overrides: list[str]) -> None:
+    """Every key of it, but those of the plan: the step is then the one that was compiled."""
+    planned = check(compose("mode=plan", "plan.topology=v3-32", *overrides), load_sizes())
+    row = {"micro_batch": 2, "devices": 32, "hosts": 4, "stage": 3, "remat": "dots", "context": 128, "accumulation": 1}
+    row |= {} if planned.zero.fused_update else {"stage": 2, "accumulation": 4}
+    python, program, *command = shlex.split(training_command(row, planned))
+    assert (python, program) == ("python", "main_zero.py")
+    trained = check(compose(*command), load_sizes())
+    assert (trained.mode, trained.training.batch_size) == ("train", 16 * row["accumulation"])
+    planned.data.max_context, planned.zero.stage, planned.zero.remat = 128, row["stage"], "dots"
+    planned.training.batch_size = trained.training.batch_size
+    planned.training.gradient_accumulation_steps = row["accumulation"]
+    planned.mode, planned.plan = trained.mode, trained.plan
+    assert trained == planned
 
 
 @pytest.mark.slow

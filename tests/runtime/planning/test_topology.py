@@ -40,7 +40,7 @@ def test_slices_that_do_not_exist(name: str) -> None:
 
 def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"libtpu.*prepareTPUVM.sh --plan or pip install 'zero-pmap\[plan\]'"):
+    with pytest.raises(UserError, match=r"libtpu.*pip install -e '.*\[plan\]'"):
         prepare_environment("v3-8")
 
 

@@ -115,7 +115,7 @@ def test_quantities_that_no_run_has_logged_have_no_panel(tmp_path: Path) -> None
 
 def test_command_writes_into_the_first_run_and_names_what_is_no_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 0.5)
-    command = [sys.executable, "-m", "zero.runtime.tracking.command"]
+    command = [sys.executable, "-m", "zero.runtime.tracking.zero_report"]
     done = subprocess.run([*command, str(run)], capture_output=True, text=True)
     assert done.stdout == f"{run / 'report.html'}\n", done.stderr
     (run / "metrics.jsonl").unlink()

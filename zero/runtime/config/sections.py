@@ -3,7 +3,7 @@
 Values and explanations are in conf/config.yaml alone. Below the training loop functions take plain values, and nothing
 sees these classes (hydra, omegaconf).
 """
-# ruff: noqa: RUF009  the functions of keys.py return dataclass fields
+# ruff: noqa: RUF009  the functions of constraints.py return dataclass fields
 
 from __future__ import annotations
 
@@ -19,7 +19,16 @@ from omegaconf import MISSING
 
 from zero.models.attention import CHOICES as ATTENTION
 from zero.models.gpt import REMAT, GPTConfig
-from zero.runtime.config.keys import at_least, checked, fraction, list_of, one_of, positive, random_seed, zero_or_more
+from zero.runtime.config.constraints import (
+    at_least,
+    checked,
+    fraction,
+    list_of,
+    one_of,
+    positive,
+    random_seed,
+    zero_or_more,
+)
 
 DTYPES = ("float32", "bfloat16")
 Mistakes = Iterator[tuple[str, str]]  # key, and what was expected

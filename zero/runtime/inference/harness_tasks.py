@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from zero.runtime.errors import UserError
+from zero.runtime.errors import UserError, install_command
 from zero.runtime.inference.generate import generate
 from zero.runtime.inference.scoring import Passage, Score, Scorer
 from zero.training.inference import Sampling
@@ -50,5 +50,5 @@ def _adapter_module() -> Any:
     try:
         from zero.runtime.inference import lm_eval_adapter
     except ModuleNotFoundError as error:
-        raise UserError(f"evaluate.harness: {error.name} is missing; pip install 'zero-pmap[lm-eval]'") from error
+        raise UserError(f"evaluate.harness: {error.name} is missing; {install_command('lm-eval')}") from error
     return lm_eval_adapter

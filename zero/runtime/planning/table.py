@@ -1,11 +1,20 @@
-"""The table that `mode=plan` prints, and the command that trains what one of its rows has planned."""
+"""The table that `mode=plan` prints, and the command that trains what one of its rows has planned (hydra)."""
 
 from __future__ import annotations
 
+import copy
+import shlex
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
-from zero.runtime.config.sections import Config
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from zero.runtime.config.resolve import default_config
+from zero.runtime.config.sections import Config, shown
 from zero.runtime.planning.compile import Row, highest_peak
 from zero.runtime.planning.topology import GIB
 
@@ -39,19 +48,48 @@ def table(result: dict[str, Any], config: Config) -> str:
     )
 
 
+# Keys that the command always names: the model and what a search chooses.
+_CHOSEN = ("model.size", "data.max_context", "training.batch_size", "training.gradient_accumulation_steps")
+_CHOSEN += ("zero.stage", "zero.remat")
+
+
 def training_command(row: Row, config: Config) -> str:
-    """The command line that trains what a row has planned."""
-    rows_per_host = row["micro_batch"] * row["accumulation"] * row["devices"] // row["hosts"]
-    keys = {
-        "model.size": config.model.size,
-        "data.max_context": row["context"],
-        "training.batch_size": rows_per_host,
-        "training.gradient_accumulation_steps": row["accumulation"],
-        "zero.stage": row["stage"],
-        "zero.remat": row["remat"],
-        "zero.gradient_dtype": row["gradient_dtype"],
-    }
-    return "python main_zero.py " + " ".join(f"{key}={value}" for key, value in keys.items())
+    """The command line that trains what a row has planned: it names every key whose value is not the default."""
+    config = copy.deepcopy(config)
+    config.data.max_context = row["context"]
+    config.training.batch_size = row["micro_batch"] * row["accumulation"] * row["devices"] // row["hosts"]
+    config.training.gradient_accumulation_steps = row["accumulation"]
+    config.zero.stage, config.zero.remat = row["stage"], row["remat"]
+    default, planned = (_by_key(values) for values in (OmegaConf.to_container(default_config()), asdict(config)))
+    changed = [key for key in planned if planned[key] != default[key] and key not in _CHOSEN]
+    overrides = [f"{key}={_override_value(planned[key])}" for key in (*_CHOSEN, *changed)]
+    return shlex.join(["python", "main_zero.py", *overrides])
+
+
+def _by_key(config: Any) -> dict[str, Any]:
+    """The values of a configuration by their keys, such as `zero.stage`, without those of other modes."""
+    sections = {name: values for name, values in config.items() if name not in ("mode", "resume", "plan")}
+    by_key = {"seed": sections.pop("seed")}
+    return by_key | {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
+
+
+def _override_value(value: Any) -> str:
+    """A value in the syntax of Hydra's overrides.
+
+    >>> _override_value([{"index": "a.index", "weight": 0.7}]), _override_value("two words"), _override_value("1_1b")
+    ('[{index:a.index,weight:0.7}]', "'two words'", '1_1b')
+    """
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_override_value(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_override_value, value)) + "]"
+    if not isinstance(value, str):
+        return shown(value)
+    try:
+        is_plain = OverridesParser.create().parse_override(f"key={value}").value() == value
+    except HydraException:
+        is_plain = False
+    return value if is_plain else QuotedString(value, Quote.single).with_quotes()
 
 
 def _number(key: str, form: str, unit: float = 1) -> Callable[[Row], str]:

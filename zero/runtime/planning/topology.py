@@ -1,4 +1,4 @@
-"""The devices to compile for, present or not (libtpu by way of jax), and the published peaks of each kind."""
+"""The devices to compile for, present or not (libtpu, through jax), and the published peaks of each kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zero.runtime.errors import UserError
+from zero.runtime.errors import UserError, install_command
 from zero.runtime.hosts.startup import device_memory
 
 LOCAL = ("local", "cpu", "gpu")
@@ -95,7 +95,7 @@ def prepare_environment(topology: str) -> None:
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             f"plan.topology={topology}: the TPU compiler (libtpu) is not installed. On x86-64 Linux, without a TPU: "
-            "./prepareTPUVM.sh --plan or pip install 'zero-pmap[plan]'"
+            + install_command("plan")
         )
     # Do not ask a metadata server for a TPU, and let several processes load libtpu at once.
     os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")

@@ -31,9 +31,9 @@ from zero.runtime.data.loader import Loader
 from zero.runtime.errors import UserError
 from zero.runtime.hosts import agreement, signals, startup
 from zero.runtime.planning.topology import peak_flops
-from zero.runtime.run.position import TrainingPosition, restore
+from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.profiling import Profiler
-from zero.runtime.run.run import Run
+from zero.runtime.run.restore import TrainingPosition, restore
 from zero.runtime.run.step_metrics import StepMetrics
 from zero.runtime.tokenizers import Tokenizer, load_tokenizer
 from zero.runtime.tracking.metrics import METRICS_FILE, read_metrics
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[Run | None]:
+def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[ActiveRun | None]:
     """Everything that training needs, from the hosts to the first batch; closed in reverse order at the end.
 
     Yields:
@@ -100,7 +100,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[R
         profiler = Profiler(config.profile.steps, run_directory)
         stack.callback(profiler.stop)
         in_flight = _steps_in_flight()
-        yield Run(
+        yield ActiveRun(
             config=config,
             size=size,
             directory=run_directory,

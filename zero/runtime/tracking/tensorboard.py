@@ -1,11 +1,11 @@
-"""Metrics as TensorBoard's event files (tensorboardX, an extra: `pip install zero-pmap[tensorboard]`)."""
+"""Metrics as TensorBoard's event files (tensorboardX, of the extra tensorboard)."""
 
 import math
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from zero.runtime.errors import UserError
+from zero.runtime.errors import UserError, install_command
 
 TENSORBOARD_DIRECTORY = "tensorboard"
 
@@ -25,7 +25,7 @@ class TensorBoard:
         try:
             from tensorboardX import SummaryWriter
         except ModuleNotFoundError as error:
-            raise UserError("data.tensorboard=true: pip install 'zero-pmap[tensorboard]' brings its writer") from error
+            raise UserError(f"data.tensorboard=true: tensorboardX is missing; {install_command('tensorboard')}") from error
         self._directory, self._resumed_from, self._make = (
             run_directory / TENSORBOARD_DIRECTORY,
             resumed_from,

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, streamed (datasets, an extra: `pip install zero-pmap[hub]`)."""
+"""Datasets of the Hugging Face hub, streamed (datasets, of the extra hub)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from zero.runtime.corpus.sources import documents
 from zero.runtime.corpus.sources.documents import Document, Unit
-from zero.runtime.errors import Unavailable, UserError
+from zero.runtime.errors import Unavailable, UserError, install_command
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class HubDataset:
         try:
             import datasets
         except ImportError:
-            raise UserError(f"hf:{name} needs the datasets library: pip install datasets") from None
+            raise UserError(f"hf:{name}: the datasets library is missing; {install_command('hub')}") from None
         self._name, self._key = name, key
         parts = name.split(":")
         if not parts[0] or len(parts) > 3:

@@ -8,7 +8,7 @@ import pytest
 
 import zero.runtime.config.sections  # noqa: F401  declares the keys
 from zero.runtime.errors import UserError
-from zero.runtime.run.resume import DEFAULT_ROOT, newest_run, resume_overrides
+from zero.runtime.run.find_run import DEFAULT_ROOT, newest_run, resume_overrides
 from zero.runtime.run_directory import (
     CONFIG_FILE,
     LAYOUT_FILE,
@@ -153,7 +153,7 @@ def test_runs_older_than_the_newest_valid_one_are_not_examined(monkeypatch: pyte
         examined.append(run)
         return saved_steps(run)
 
-    monkeypatch.setattr("zero.runtime.run.resume.saved_steps", count)
+    monkeypatch.setattr("zero.runtime.run.find_run.saved_steps", count)
     assert newest_run(DEFAULT_ROOT) == newest and examined == [newest]
 
 

@@ -1,6 +1,6 @@
-"""What the value of a configuration key may be: fields of the dataclasses in sections.py (omegaconf).
+"""Constraints on the values of configuration keys, as fields of the dataclasses in sections.py (omegaconf).
 
-The type says whether a key may be null; the check is not asked about null.
+The type says whether a key may be null; null is not checked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from omegaconf import MISSING
 
 
 class Check(NamedTuple):
-    """What a value has to satisfy, and how a person is told."""
+    """What a value has to satisfy, and how a message says it."""
 
     holds: Callable[[Any], bool]
     expected: str

@@ -1,4 +1,4 @@
-"""Where a run is between two steps: its place in the data and its counters, restored with the state of a checkpoint."""
+"""Restores a checkpoint: the state, and where the data and the counters were."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ import pytest
 from zero.runtime import train
 from zero.runtime.errors import UserError
 from zero.runtime.run import run as run_module
-from zero.runtime.run.position import TrainingPosition
-from zero.runtime.run.run import Run
+from zero.runtime.run.active_run import ActiveRun
+from zero.runtime.run.restore import TrainingPosition
 from zero.runtime.run.step_metrics import StepMetrics
 from zero.runtime.tracking.tracker import Tracker
 from zero.training.schedules import Context
@@ -33,11 +33,11 @@ class NoCheckpoints:
         return []
 
 
-def make_run(directory: Path, tracker: Tracker | None, **metrics: float) -> Run:
+def make_run(directory: Path, tracker: Tracker | None, **metrics: float) -> ActiveRun:
     training = SimpleNamespace(
         max_skipped_in_a_row=20, skip_bad_steps=False, skip_spikes=None, sample_tokens=0, harness_frequency=2
     )
-    run: Any = object.__new__(Run)
+    run: Any = object.__new__(ActiveRun)
     run.config = SimpleNamespace(
         training=training,
         data=SimpleNamespace(max_skipped_rows=0),

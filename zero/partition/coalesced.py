@@ -1,7 +1,8 @@
-"""Many arrays, inside pmap: small leaves share a collective, since there latency outweighs bytes.
+"""Coalesced collectives, inside pmap: small leaves share one, because for them latency outweighs bytes.
 
-A bucket is one array with a row for each shard; a leaf's part of a row is its shard, split dimension first. The sums
-are those of leaf by leaf, in the same order, and barriers keep XLA from computing the leaves themselves another way.
+Leaves that share are joined into one array with a row for each shard; a leaf's part of a row is its shard, split
+dimension first. The sums are those of one collective per leaf, in the same order, and barriers keep XLA from computing
+the leaves themselves in another order.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from zero.partition.collectives import Axis, as_dtype, gather_array, pad_array, 
 from zero.partition.layout import LeafLayout, Split
 
 SMALL = 1 << 18  # elements of a leaf that shares; larger ones are not worth the copies
-FULL = 1 << 20  # elements of a bucket, which is copied twice
+FULL = 1 << 20  # elements of a joined array, which is copied twice
 
 
 def gather_arrays(
@@ -32,12 +33,12 @@ def gather_arrays(
     """`gather_array` of each leaf, small ones together. Call inside pmap."""
     cast = [as_dtype(x, dtype) for x in shards]
     full: dict[int, jax.Array] = {}
-    for members in _buckets(cast, leaves, wire_dtype):
+    for members in _coalesce(cast, leaves, wire_dtype):
         if len(members) == 1:
             full[members[0]] = gather_array(cast[members[0]], leaves[members[0]], axis, wire_dtype=wire_dtype)
             continue
         row = jnp.concatenate([_rows(cast[i], leaves[i].splits[0], 1) for i in members], axis=1)
-        rows = gather_array(row, _bucket_layout(row, axis), axis, wire_dtype=wire_dtype)
+        rows = gather_array(row, _joined_layout(row, axis), axis, wire_dtype=wire_dtype)
         for i, part in _parts(rows, members, leaves):
             split = leaves[i].splits[0]
             full_x = lax.slice_in_dim(_from_rows(part, leaves[i], split.shards), 0, split.size, axis=split.dim)
@@ -55,7 +56,7 @@ def scatter_sum_arrays(
 ) -> list[jax.Array]:
     """`scatter_sum_array` of each leaf, small ones together. Call inside pmap."""
     shards: dict[int, jax.Array] = {}
-    for members in _buckets(full, leaves, wire_dtype):
+    for members in _coalesce(full, leaves, wire_dtype):
         if len(members) == 1:
             i = members[0]
             shards[i] = scatter_sum_array(full[i], leaves[i], axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
@@ -67,13 +68,13 @@ def scatter_sum_arrays(
             rows.append(_rows(padded, split, axis.shards))
         joined = jnp.concatenate(rows, axis=1)
         row = scatter_sum_array(
-            joined, _bucket_layout(joined, axis), axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype
+            joined, _joined_layout(joined, axis), axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype
         )
         shards |= {i: _from_rows(part, leaves[i], 1) for i, part in _parts(row, members, leaves)}
     return [shards[i] for i in range(len(leaves))]
 
 
-def _buckets(
+def _coalesce(
     arrays: Sequence[jax.Array], leaves: Sequence[LeafLayout], wire_dtype: DTypeLike | None
 ) -> Iterator[list[int]]:
     """Which leaves travel together: neighbours among the small split ones of a dtype; all others alone.
@@ -107,6 +108,6 @@ def _parts(rows: jax.Array, members: Sequence[int], leaves: Sequence[LeafLayout]
     yield from zip(members, jnp.split(rows, np.cumsum(widths)[:-1].tolist(), axis=1), strict=True)
 
 
-def _bucket_layout(x: jax.Array, axis: Axis) -> LeafLayout:
+def _joined_layout(x: jax.Array, axis: Axis) -> LeafLayout:
     shape = (axis.shards, x.shape[1])
-    return LeafLayout(("bucket",), shape, np.dtype(x.dtype), (Split(0, axis.shards, axis.shards),))
+    return LeafLayout(("joined",), shape, np.dtype(x.dtype), (Split(0, axis.shards, axis.shards),))

@@ -30,8 +30,8 @@ from zero.runtime.hosts.startup import process_age
 from zero.runtime.inference.harness_tasks import run_tasks
 from zero.runtime.inference.scoring import Scorer
 from zero.runtime.inference.trained import TrainedModel
-from zero.runtime.run.position import TrainingPosition
 from zero.runtime.run.profiling import Profiler
+from zero.runtime.run.restore import TrainingPosition
 from zero.runtime.run.step_metrics import StepMetrics, peak_memory
 from zero.runtime.run_directory import mirror
 from zero.runtime.tokenizers import Tokenizer
@@ -54,7 +54,7 @@ class Due(NamedTuple):
 
 
 @dataclass
-class Run:
+class ActiveRun:
     """A run in progress on this host; `zero.runtime.run.setup.open_run` makes it.
 
     Attributes:
