@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zero.training.schedules import Context, LearningRate
 
@@ -31,15 +33,26 @@ def test_rate_without_a_peak_is_nought() -> None:
 
 
 def test_short_contexts_come_first_with_as_many_tokens() -> None:
-    context = Context(full=12, warmup=4, warmup_steps=3)
-    assert [context.at(step) for step in range(5)] == [4, 4, 4, 12, 12]
+    context = Context(12, ((3, 4), (1, 6)))
+    assert [context.at(step) for step in range(6)] == [4, 4, 4, 6, 12, 12]
     rows = np.arange(24).reshape(2, 12)
     cut = context.cut(rows, 2)
     np.testing.assert_array_equal(cut, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], *(cut[:3] + 12)])
-    np.testing.assert_array_equal(context.cut(rows, 3), rows)
+    assert context.cut(rows, 3).shape == (4, 6)
+    np.testing.assert_array_equal(context.cut(rows, 4), rows)
 
 
-def test_context_that_does_not_divide_is_refused_where_it_is_used() -> None:
-    with pytest.raises(ValueError, match=r"max_context 12 .* warmup_train_context 5"):
-        Context(full=12, warmup=5, warmup_steps=1)
-    assert Context(full=12, warmup=5, warmup_steps=0).at(0) == 12
+@given(full=st.integers(2, 2048), data=st.data(), steps=st.integers(0, 500))
+def test_linear_growth_is_never_above_its_line_and_ends_in_time(full: int, data: st.DataObject, steps: int) -> None:
+    divisors = [length for length in range(1, full + 1) if full % length == 0]
+    shortest = data.draw(st.sampled_from(divisors))
+    context = Context.linear(full, shortest, steps)
+    for step in range(steps):
+        line = shortest + (full - shortest) * step / steps
+        assert context.at(step) == max(length for length in divisors if length <= line + 1e-6)
+    assert context.at(steps) == full
+
+
+def test_context_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="rows of 12 tokens cannot be cut into sequences of 5"):
+        Context(12, ((1, 5),))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -38,22 +39,39 @@ class Context:
     Source: Li et al., The Stability-Efficiency Dilemma, arXiv 2108.06084.
 
     Attributes:
-      full: tokens of a sequence after the warmup, `max_context`.
-      warmup: tokens of a sequence during the warmup; divides `full`.
-      warmup_steps: steps with the short context.
+      full: tokens of a sequence after the last stage, `max_context`.
+      stages: `(steps, tokens of a sequence)`, one stage after the other.
+
+    Raises:
+      ValueError: rows of `full` tokens cannot be cut into sequences of a stage.
     """
 
     full: int
-    warmup: int
-    warmup_steps: int
+    stages: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.warmup_steps and self.full % self.warmup:
-            raise ValueError(f"max_context {self.full} does not divide into warmup_train_context {self.warmup}")
+        for _, context in self.stages:
+            if context < 1 or self.full % context:
+                raise ValueError(f"rows of {self.full} tokens cannot be cut into sequences of {context}")
+
+    @classmethod
+    def linear(cls, full: int, shortest: int, steps: int) -> Context:
+        """Grows to `full` within `steps`: always the longest divisor of `full` on or below a line from `shortest`.
+
+        >>> Context.linear(1024, 128, 70).stages
+        ((10, 128), (20, 256), (40, 512))
+        """
+        lengths = [length for length in range(shortest, full + 1) if full % length == 0]
+        starts = [math.ceil(steps * (length - shortest) / max(full - shortest, 1)) for length in lengths]
+        return cls(full, tuple(zip(np.diff(starts).tolist(), lengths[:-1], strict=True)))
 
     def at(self, step: int) -> int:
         """Tokens of a sequence at this step."""
-        return self.warmup if step < self.warmup_steps else self.full
+        for steps, context in self.stages:
+            if step < steps:
+                return context
+            step -= steps
+        return self.full
 
     def cut(self, tokens: np.ndarray, step: int) -> np.ndarray:
         """Cuts rows `(B, full)` into `(B * full / context, context)`; the pieces of a row stay neighbours."""

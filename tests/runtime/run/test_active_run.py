@@ -46,7 +46,7 @@ def make_run(directory: Path, tracker: Tracker | None, **metrics: float) -> Acti
     run.directory, run.tracker, run.checkpoints = directory, tracker, NoCheckpoints()
     run.position = TrainingPosition(8, step=3, cursor={"batches": 3})
     run.loader = SimpleNamespace(rows_seen=lambda batches: {})
-    run.context, run.last_step, run.stop_requests = Context(16, 16, 0), 10, [15]
+    run.context, run.last_step, run.stop_requests = Context(16), 10, [15]
     run.metrics = StepMetrics(128, 8, peak_flops=1e6)
     run._uncounted = (0, 0)
     run.metrics.add(values(**metrics), leave=1, flops=500)

@@ -33,6 +33,7 @@ from zero.runtime.config.constraints import (
 DTYPES = ("float32", "bfloat16")
 Mistakes = Iterator[tuple[str, str]]  # key, and what was expected
 _PATHS = "the path of an index file, or a list of them"
+_STAGES = "[[steps, tokens per sequence], ...]"
 _MIXTURE = "[{index: path, weight: 0.7}, ...] of files of different names"
 
 
@@ -50,6 +51,9 @@ class Training:
     maximum_evaluation_steps: int = at_least(1)
     staged_warmup_steps: int = zero_or_more()
     warmup_train_context: int = MISSING
+    context_stages: Any = checked(
+        lambda value: value in (None, "linear") or _is_stages(value), f"linear, {_STAGES}, or null"
+    )
     max_gradient_norm: float | None = checked(lambda value: value > 0, "more than 0")
     skip_bad_steps: bool = MISSING
     skip_spikes: float | None = positive()
@@ -62,14 +66,21 @@ class Training:
     def mistakes(self, config: Config, size: GPTConfig) -> Mistakes:
         if self.warmup_steps >= self.total_steps:
             yield "training.warmup_steps", f"fewer than training.total_steps={self.total_steps}"
-        context, longest = self.warmup_train_context, config.data.max_context
-        if self.staged_warmup_steps and longest <= size.block_size and (context < 2 or longest % context):
-            yield "training.warmup_train_context", f"a divisor of data.max_context={longest}, at least 2"
+        longest = config.data.max_context
+        key = "context_stages" if isinstance(self.context_stages, list) else "warmup_train_context"
+        if longest <= size.block_size and any(length < 2 or longest % length for _, length in self.stages()):
+            yield f"training.{key}", f"a divisor of data.max_context={longest}, at least 2"
         if not size.alibi_attn and self.sample_tokens >= size.block_size:
             learned = f"the learned positions of model.size={config.model.size} less one"
             yield "training.sample_tokens", f"at most {size.block_size - 1}, {learned}"
         if self.harness_frequency is not None and not config.evaluate.harness:
             yield "training.harness_frequency", "tasks in evaluate.harness beside it, or null"
+
+    def stages(self) -> tuple[tuple[int, int], ...]:
+        """Steps and tokens per sequence of each stage of the warmup; linear growth counts as one."""
+        if isinstance(self.context_stages, list):
+            return tuple((steps, length) for steps, length in self.context_stages)
+        return ((self.staged_warmup_steps, self.warmup_train_context),) if self.staged_warmup_steps else ()
 
 
 @dataclass
@@ -283,6 +294,13 @@ def is_paths(value: Any) -> bool:
     """Whether a value is the path of an index file or a list of them, and not a mixture."""
     paths = value if isinstance(value, list) else [value]
     return bool(paths) and all(isinstance(path, str) and path for path in paths)
+
+
+def _is_stages(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(stage, list) and len(stage) == 2 and all(isinstance(x, int) and x >= 1 for x in stage)
+        for stage in value
+    )
 
 
 def _is_mixture(value: Any) -> bool:

@@ -109,7 +109,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             programs=programs,
             inference=make_inference(model),
             layout=layout,
-            context=_context(config),
+            context=staged_context(config),
             loader=loader,
             validation=validation,
             checkpoints=checkpoints,
@@ -214,9 +214,11 @@ def _explain_batch(config: Config, global_rows: int) -> None:
         )
 
 
-def _context(config: Config) -> Context:
-    training = config.training
-    return Context(config.data.max_context, training.warmup_train_context, training.staged_warmup_steps)
+def staged_context(config: Config) -> Context:
+    training, full = config.training, config.data.max_context
+    if training.context_stages == "linear":
+        return Context.linear(full, training.warmup_train_context, training.staged_warmup_steps)
+    return Context(full, training.stages())
 
 
 def _loaders(config: Config, size: GPTConfig, global_rows: int) -> tuple[Loader, Loader]:
