@@ -51,6 +51,7 @@ from zero.partition.optimizer import (
     shard_optimizer,
 )
 from zero.partition.ordering import in_order
+from zero.partition.quantised import quantised_adamw, quantised_lion, round_stochastically
 from zero.partition.rewrite.functions import across_shards
 from zero.partition.rewrite.runner import NotElementwiseError
 from zero.partition.stages import fully_shard, gather, scatter_mean, scatter_sum, shard
@@ -83,6 +84,9 @@ __all__ = [
     "memory",
     "muon",
     "on_shards",
+    "quantised_adamw",
+    "quantised_lion",
+    "round_stochastically",
     "scatter_mean",
     "scatter_sum",
     "shard",

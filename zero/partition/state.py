@@ -298,11 +298,11 @@ def _checksum(x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:
         if dim in offsets:
             is_inside &= index < size
     for bits in _bits(x):
-        hashed = _mix(hashed ^ bits.astype(jnp.uint32))
+        hashed = mix(hashed ^ bits.astype(jnp.uint32))
     return jnp.sum(jnp.where(is_inside, hashed, 0), dtype=jnp.uint32)
 
 
-def _mix(x: jax.Array) -> jax.Array:
+def mix(x: jax.Array) -> jax.Array:
     """A bijection of uint32 in which each bit of x moves about half of the result's.
 
     Source: the finaliser of MurmurHash3 (Appleby, 2011).

@@ -107,6 +107,7 @@ def _loop(rule: Rule) -> Rule:
     """On slices where all of a loop is element-wise; else its owner runs it, inside `across_shards`."""
 
     def run(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> Sequence[Value] | None:
+        args = [Value(arg.x, arg.split) for arg in args]  # a shard computed inside the loop must not be used outside
         try:
             results = rule(runner.inside(eqn, may_communicate=False), eqn, args)
         except NotElementwiseError:

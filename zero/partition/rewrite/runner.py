@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -43,10 +45,16 @@ class Value(NamedTuple):
     """What a device holds of an array: its shard along one dimension, or (no split) the whole, alike on all devices.
 
     What lies in the padding of a shard is undefined.
+
+    Attributes:
+      x: the array.
+      split: how it is split.
+      shard: of a whole array that was computed from positions alone: computes a shard of it instead, without the whole.
     """
 
     x: Any
     split: Split | None
+    shard: Callable[[Split], Any] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -123,7 +131,8 @@ class Runner:
         if name in RANDOM and not self.may_communicate:
             self.refuse(eqn, "draws random numbers, of the whole array on every device")
         if all(arg.split is None for arg in args):
-            return [Value(x, None) for x in bind(eqn, [arg.x for arg in args])]
+            shard = self.shard_of_positions(eqn, args)
+            return [Value(x, None, shard) for x in bind(eqn, [arg.x for arg in args])]
         if name in ELEMENTWISE:
             return self.elementwise(eqn, args)
         rule = self.rules.get(name)
@@ -143,10 +152,37 @@ class Runner:
 
         return [Value(x, split) for x in bind(eqn, [placed(arg) for arg in args])]
 
+    def shard_of_positions(self, eqn: JaxprEqn, args: Sequence[Value]) -> Callable[[Split], Any] | None:
+        """The `Value.shard` of a result: of an `iota`, and of what is computed from one element by element.
+
+        Where only shards are used, XLA removes the computation of the whole array.
+        """
+        if eqn.primitive.name == "iota" and not eqn.invars:
+            params = eqn.params
+
+            def iota(split: Split) -> jax.Array:
+                shape = list(params["shape"])
+                shape[split.dim] = split.shard_size
+                index = lax.broadcasted_iota(params["dtype"], shape, params["dimension"])
+                first = self.axis.shard_index() * split.shard_size if split.dim == params["dimension"] else 0
+                return index + jnp.asarray(first, index.dtype)
+
+            return cache(iota)
+        if eqn.primitive.name not in ELEMENTWISE or not any(arg.shard for arg in args):
+            return None
+
+        def elementwise(split: Split) -> jax.Array:
+            placed = [self.place(arg, split, eqn) if arg.shard else arg for arg in args]
+            return self.elementwise(eqn, placed)[0].x
+
+        return cache(elementwise)
+
     def place(self, value: Value, split: Split | None, eqn: JaxprEqn | None) -> Value:
         """The value, split like this, for an operation; only slicing a whole one needs no other device."""
         if value.split == split:
             return value
+        if split and value.shard:
+            return Value(value.shard(split), split)
         x = value.x
         if value.split:
             if eqn and not self.may_communicate:

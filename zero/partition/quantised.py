@@ -1,0 +1,346 @@
+"""Adam and Lion with moments of one byte, and bfloat16 weights that are rounded stochastically: plain optax transforms.
+
+Every code is element-wise. No two elements share a scale, so a slice is encoded as in the whole array, however it is
+cut. Adam needs no scale because each of its moments is the scale of the other:
+
+- `nu`, the mean square, is a float of 8 bits: 3 levels per octave (factor of 2) over 85 octaves, from far below eps.
+- `mu`, the mean, is held as the fraction mu / sqrt(nu), the direction of the update. By the Cauchy-Schwarz inequality
+  it lies between two bounds that depend on b1 and b2 alone; 255 equally spaced levels divide that interval.
+
+Rounding is stochastic: a moment that changes by less than a level per step would otherwise never change. The random
+bits are a hash of step, leaf path and position in the whole array: the same on any number of devices, after any resume.
+Measured against scales per block: docs/decisions/quantised-state.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.typing import DTypeLike
+
+from zero.partition.layout import PyTree
+from zero.partition.state import mix
+
+Mask = PyTree | Callable[[PyTree], PyTree]
+
+# In bits of a float32: seen as integers, floats are a logarithm that is linear within each octave.
+_LEVEL = (1 << 23) / 3
+_LION_LOWEST = -32  # exponent of the smallest level of Lion's momentum; the largest is 2^9.7
+
+
+def is_large(params: PyTree) -> PyTree:
+    """The default choice of leaves to quantise: those of at least 4,096 elements.
+
+    >>> is_large({"w": jnp.ones((64, 64)), "b": jnp.ones(64)})
+    {'b': False, 'w': True}
+    """
+    return jax.tree.map(lambda x: x.size >= 4096, params)
+
+
+def scale_by_adam(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, *, state_dtype: DTypeLike = jnp.int8, mask: Mask = is_large
+) -> optax.GradientTransformation:
+    """Optax's `scale_by_adam` with moments held in int8, bfloat16 or float32, exact on shards.
+
+    The state is an `optax.ScaleByAdamState`. An update is computed in float32; only what is kept of it is rounded.
+
+    Args:
+      b1, b2, eps: as for optax.
+      state_dtype: of the moments of floating-point leaves that `mask` selects; all others are float32.
+      mask: a tree of booleans, or a function from the parameters to one.
+
+    Raises:
+      ValueError: `state_dtype` is none of the three, or it is int8 and b1 * b1 >= b2, where mu / sqrt(nu) has no bound.
+
+    Source: Kingma and Ba, arXiv 1412.6980; moments in 8 bits: Dettmers et al., arXiv 2110.02861, with scales per block.
+
+    >>> tx = scale_by_adam()
+    >>> state = tx.init({"w": jnp.ones((64, 64)), "b": jnp.ones(64)})
+    >>> [str(state.mu[name].dtype) for name in ("w", "b")]
+    ['int8', 'float32']
+    """
+    dtype = _checked(state_dtype)
+    code = AdamCode.of(b1, b2, eps) if dtype == np.int8 else None
+
+    def init(params: PyTree) -> optax.ScaleByAdamState:
+        mu = _zeros(params, dtype, mask)
+        nu = jax.tree.map(lambda x: x.astype(jnp.uint8) if x.dtype == np.int8 else x, mu)
+        return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), mu, nu)
+
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, optax.ScaleByAdamState]:
+        count = optax.safe_increment(state.count)
+        correction1, correction2 = 1 - b1**count, 1 - b2**count
+
+        def one(name: str, g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            m, v = code.decode(mu, nu) if code and mu.dtype == np.int8 else (_wide(mu), _wide(nu))
+            g = _wide(g)
+            m, v = (1 - b1) * g + b1 * m, (1 - b2) * jnp.square(jnp.abs(g)) + b2 * v
+            new = (m / correction1) / (jnp.sqrt(v / correction2) + eps)
+            if mu.dtype not in (np.int8, jnp.bfloat16):
+                return new, m.astype(mu.dtype), v.astype(nu.dtype)
+            high, low = _random_halves(g.shape, name, count)
+            if code and mu.dtype == np.int8:
+                return new, *code.encode(m, v, high, low)
+            return new, to_bfloat16(m, high), to_bfloat16(v, low)
+
+        new, mu, nu = _map_leaves(one, updates, state.mu, state.nu)
+        return new, optax.ScaleByAdamState(count, mu, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def scale_by_lion(
+    b1: float = 0.9, b2: float = 0.99, *, state_dtype: DTypeLike = jnp.int8, mask: Mask = is_large
+) -> optax.GradientTransformation:
+    """Optax's `scale_by_lion` with its momentum held in int8, bfloat16 or float32, exact on shards.
+
+    In int8 it has a sign and 3 levels per octave from 2^-32 to 2^9.7. Arguments and errors as for `scale_by_adam`.
+
+    Source: Chen et al., arXiv 2302.06675.
+
+    >>> state = scale_by_lion().init({"w": jnp.ones((64, 64))})
+    >>> str(state.mu["w"].dtype)
+    'int8'
+    """
+    dtype = _checked(state_dtype)
+
+    def init(params: PyTree) -> optax.ScaleByLionState:
+        return optax.ScaleByLionState(jnp.zeros((), jnp.int32), _zeros(params, dtype, mask))
+
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, optax.ScaleByLionState]:
+        count = optax.safe_increment(state.count)
+
+        def one(name: str, g: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
+            g, m = _wide(g), _from_levels(mu, _LION_LOWEST) if mu.dtype == np.int8 else _wide(mu)
+            new, m = jnp.sign((1 - b1) * g + b1 * m), (1 - b2) * g + b2 * m
+            if mu.dtype not in (np.int8, jnp.bfloat16):
+                return new, m.astype(mu.dtype)
+            high, _ = _random_halves(g.shape, name, count)
+            if mu.dtype == jnp.bfloat16:
+                return new, to_bfloat16(m, high)
+            levels = jnp.minimum(_to_levels(jnp.abs(m), _LION_LOWEST, _fraction(high)), 127)
+            return new, jnp.where(m < 0, -levels, levels).astype(jnp.int8)
+
+        new, mu = _map_leaves(one, updates, state.mu)
+        return new, optax.ScaleByLionState(count, mu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def quantised_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-4,
+    mask: Mask | None = None,
+    *,
+    state_dtype: DTypeLike = jnp.int8,
+) -> optax.GradientTransformation:
+    """Optax's `adamw` with moments of one byte each, for leaves of at least 4,096 elements; exact on shards.
+
+    The arguments are optax's, `state_dtype` is that of `scale_by_adam`, which says what is raised.
+
+    >>> tx = quantised_adamw(1e-3)
+    >>> params = {"w": jnp.ones((64, 64))}
+    >>> sum(x.nbytes for x in jax.tree.leaves(tx.init(params))) / params["w"].nbytes  # optax.adamw: 2
+    0.500244140625
+    """
+    return optax.chain(
+        scale_by_adam(b1, b2, eps, state_dtype=state_dtype),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def quantised_lion(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    weight_decay: float = 1e-3,
+    mask: Mask | None = None,
+    *,
+    state_dtype: DTypeLike = jnp.int8,
+) -> optax.GradientTransformation:
+    """Optax's `lion` with a momentum of one byte, for leaves of at least 4,096 elements; exact on shards.
+
+    The arguments are optax's, `state_dtype` is that of `scale_by_lion`, which says what is raised.
+
+    >>> tx = quantised_lion(1e-4)
+    >>> params = {"w": jnp.ones((64, 64))}
+    >>> sum(x.nbytes for x in jax.tree.leaves(tx.init(params))) / params["w"].nbytes  # optax.lion: 1
+    0.250244140625
+    """
+    return optax.chain(
+        scale_by_lion(b1, b2, state_dtype=state_dtype),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+class RoundingState(NamedTuple):
+    """The number of updates so far, int32."""
+
+    step: jax.Array
+
+
+def round_stochastically() -> optax.GradientTransformation:
+    """Trains bfloat16 parameters without a float32 copy: the last transform of a chain, exact on shards.
+
+    `optax.apply_updates` then gives parameters that are rounded up or down at random, such that their mean is right.
+    Rounded to the nearest, a weight ignores each update below 1/512 of itself. Other parameters are left alone.
+
+    Source: Zamirai et al., arXiv 2010.06192, section 3.
+
+    >>> tx = optax.chain(optax.sgd(1.0), round_stochastically())
+    >>> params = jnp.ones(1000, jnp.bfloat16)
+    >>> updates, _ = tx.update(jnp.full(1000, -1 / 1024), tx.init(params), params)
+    >>> moved = optax.apply_updates(params, updates)
+    >>> bool((moved > 1).sum() > 80), str(moved.dtype)  # by 1/128 in one of eight
+    (True, 'bfloat16')
+    """
+
+    def update(updates: PyTree, state: RoundingState, params: PyTree = None) -> tuple[PyTree, RoundingState]:
+        if params is None:
+            raise ValueError(optax.NO_PARAMS_MSG)
+        return rounded_updates(updates, params, state.step), RoundingState(optax.safe_increment(state.step))
+
+    return optax.GradientTransformation(lambda params: RoundingState(jnp.zeros((), jnp.int32)), update)
+
+
+def rounded_updates(updates: PyTree, params: PyTree, step: jax.Array) -> PyTree:
+    """Updates after which bfloat16 parameters need no more rounding; of other parameters they stay as they are.
+
+    `p + update` is exact up to bits that the cast back to bfloat16 drops.
+    """
+
+    def one(name: str, u: jax.Array, p: jax.Array) -> tuple[jax.Array]:
+        if p.dtype != jnp.bfloat16:
+            return (u,)
+        before = p.astype(jnp.float32)
+        high, _ = _random_halves(p.shape, name, step, salt=1)
+        return (to_bfloat16(before + u, high).astype(jnp.float32) - before,)
+
+    return _map_leaves(one, updates, params)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamCode:
+    """How Adam's two moments are held in a byte each.
+
+    Attributes:
+      bound: of mu / sqrt(nu).
+      lowest: the exponent of the smallest level of nu above 0.
+    """
+
+    bound: float
+    lowest: int
+
+    @classmethod
+    def of(cls, b1: float, b2: float, eps: float) -> AdamCode:
+        """The code for these decay rates, whose smallest level of sqrt(nu) is at most eps / 32, or 2^-32."""
+        if b1 * b1 >= b2:
+            raise ValueError(f"int8 moments need b1 * b1 < b2, got b1={b1} and b2={b2}: mu / sqrt(nu) has no bound")
+        bound = (1 - b1) / math.sqrt((1 - b2) * (1 - b1 * b1 / b2))
+        return cls(bound, max(math.floor(2 * math.log2(eps / 32)), -64) if eps else -64)
+
+    def encode(self, m: jax.Array, v: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The int8 mean and the uint8 mean square of float32 ones; 16 random bits for each."""
+        nu = jnp.minimum(_to_levels(v, self.lowest, _fraction(low)), 255)
+        # Of nu as it will be read, so that the rounding of nu does not become one of mu.
+        root = jnp.sqrt(_from_levels(nu, self.lowest))
+        scaled = jnp.where(nu > 0, m * (127 / self.bound) / root, 0)
+        mu = jnp.clip(jnp.floor(scaled + _fraction(high)), -127, 127)
+        return mu.astype(jnp.int8), nu.astype(jnp.uint8)
+
+    def decode(self, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The float32 mean and mean square."""
+        v = _from_levels(nu, self.lowest)
+        return mu.astype(jnp.float32) * (self.bound / 127) * jnp.sqrt(v), v
+
+
+def _to_levels(x: jax.Array, lowest: int, fraction: jax.Array) -> jax.Array:
+    """The int32 levels of float32 numbers that are not negative; 0 is level 0, 2^lowest is level 1."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) - _first(lowest)
+    level = jnp.where(bits > 0, bits.astype(jnp.float32) * (1 / _LEVEL) + 1, x * 2.0**-lowest)
+    return jnp.floor(level + fraction).astype(jnp.int32)
+
+
+def _from_levels(levels: jax.Array, lowest: int) -> jax.Array:
+    """The float32 numbers of levels; a negative level is that of a negative number."""
+    level = jnp.abs(levels.astype(jnp.int32))
+    bits = _first(lowest) + ((level - 1).astype(jnp.float32) * _LEVEL).astype(jnp.int32)
+    x = jnp.where(level > 0, lax.bitcast_convert_type(bits, jnp.float32), 0)
+    return jnp.where(levels < 0, -x, x) if jnp.issubdtype(levels.dtype, jnp.signedinteger) else x
+
+
+def _first(lowest: int) -> int:
+    """The bits of 2^lowest."""
+    return (lowest + 127) << 23
+
+
+def to_bfloat16(x: jax.Array, random: jax.Array) -> jax.Array:
+    """Float32 numbers rounded up or down at random, from 16 random bits for each; NaN stays NaN."""
+    bits = (lax.bitcast_convert_type(x, jnp.uint32) + random) & np.uint32(0xFFFF0000)
+    return jnp.where(jnp.isnan(x), x, lax.bitcast_convert_type(bits, jnp.float32)).astype(jnp.bfloat16)
+
+
+def _random_halves(shape: tuple[int, ...], name: str, step: jax.Array, salt: int = 0) -> tuple[jax.Array, jax.Array]:
+    """Two arrays of 16 random bits as uint32, which depend on the arguments and the position alone.
+
+    Positions are made along each dimension by `iota`, which the rewriter for shards shifts to where a slice lies.
+    """
+    seed = salt
+    for byte in name.encode():
+        seed = (seed ^ byte) * 0x01000193 % 2**32  # FNV-1a
+    key = mix(mix(jnp.uint32(seed)) ^ jnp.asarray(step).astype(jnp.uint32))
+    position = key
+    for dim in range(len(shape)):
+        index = lax.broadcasted_iota(jnp.uint32, shape, dim)
+        position = position + index * np.uint32(pow(0x9E3779B1, dim + 1, 2**32))
+    bits = mix(position)
+    return bits >> 16, bits & np.uint32(0xFFFF)
+
+
+def _fraction(random: jax.Array) -> jax.Array:
+    """Uniform in (0, 1) from 16 random bits."""
+    return (random.astype(jnp.int32).astype(jnp.float32) + 0.5) * 2.0**-16
+
+
+def _checked(state_dtype: DTypeLike) -> np.dtype:
+    dtype = np.dtype(state_dtype)
+    if dtype not in (np.dtype(np.int8), np.dtype(jnp.bfloat16), np.dtype(np.float32)):
+        raise ValueError(f"state_dtype must be int8, bfloat16 or float32, got {dtype.name}")
+    return dtype
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _zeros(params: PyTree, dtype: np.dtype, mask: Mask) -> PyTree:
+    def one(is_chosen: bool, p: jax.Array) -> jax.Array:
+        own = jnp.promote_types(p.dtype, jnp.float32)
+        return jnp.zeros_like(p, dtype if is_chosen and jnp.issubdtype(p.dtype, jnp.floating) else own)
+
+    return jax.tree.map(one, mask(params) if callable(mask) else mask, params)
+
+
+def _map_leaves(fn: Callable[..., tuple[jax.Array, ...]], first: PyTree, *others: PyTree) -> tuple[PyTree, ...]:
+    """Trees of the results of `fn(path, *leaves)`; where the first tree has None, leaves stay as they are."""
+    treedef: Any
+    flat, treedef = jax.tree_util.tree_flatten_with_path(first, is_leaf=lambda x: x is None)
+    rows: list[tuple[Any, ...]] = []
+    for (path, x), *rest in zip(flat, *map(treedef.flatten_up_to, others), strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        rows.append((None, *rest) if x is None else fn(name, x, *rest))
+    width = len(rows[0]) if rows else 1 + len(others)
+    return tuple(treedef.unflatten([row[i] for row in rows]) for i in range(width))
