@@ -30,8 +30,11 @@ def gather_arrays(
     dtype: DTypeLike | None,
     wire_dtype: DTypeLike | None = None,
 ) -> list[jax.Array]:
-    """`gather_array` of each leaf, small ones together. Call inside pmap."""
-    cast = [as_dtype(x, dtype) for x in shards]
+    """`gather_array` of each leaf, small ones together. Call inside pmap.
+
+    A leaf travels in `dtype` or in its own, whichever is narrower.
+    """
+    cast = [x if dtype and x.dtype.itemsize < np.dtype(dtype).itemsize else as_dtype(x, dtype) for x in shards]
     full: dict[int, jax.Array] = {}
     for members in _coalesce(cast, leaves, wire_dtype):
         if len(members) == 1:
@@ -43,7 +46,7 @@ def gather_arrays(
             split = leaves[i].splits[0]
             full_x = lax.slice_in_dim(_from_rows(part, leaves[i], split.shards), 0, split.size, axis=split.dim)
             full[i] = lax.optimization_barrier(full_x)
-    return [full[i] for i in range(len(leaves))]
+    return [as_dtype(full[i], dtype) for i in range(len(leaves))]
 
 
 def scatter_sum_arrays(

@@ -195,7 +195,11 @@ def fully_shard(
     def leave(variables: PyTree) -> PyTree:
         if "shards" in variables:  # A further call at init: as they were, not rounded to dtype.
             return {"params": variables["shards"]}
-        return {name: shard(params, layout, axis) for name, params in variables.items()}
+        # Layer by layer in the dtypes that are held: a stack of them would exist twice if it were rounded later.
+        return {
+            name: layout.map(lambda leaf, x: x.astype(leaf.dtype), shard(params, layout, axis))
+            for name, params in variables.items()
+        }
 
     # Two lifts: a module that maps its own variables when it is used, such as WeightNorm, would map "shards" as well.
     collections = ["params", "gathered", "gradients", "shards"]

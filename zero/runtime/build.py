@@ -41,13 +41,14 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         zero.gradient_dtype,
         ("none" if platform == "cpu" and not zero.fused_update else "full") if zero.remat == "auto" else zero.remat,
         blockwise_from(config.model.attention, platform),
+        zero.master_dtype,
     )
 
 
 def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> Job:
     """Binds a checked configuration to devices, by default all there are. Nothing is compiled yet."""
     training, model = config.training, make_model(config, size, devices)
-    tx = adamw(training.weight_decay)
+    tx = adamw(training.weight_decay, state_dtype=config.optimizer.state_dtype)
     programs = make_programs(
         model,
         tx,

@@ -22,6 +22,7 @@ from zero.models.gpt import BLOCKS, GPT, STACKED, VOCABULARY, Block, GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout, PyTree, derive_layout, make_layout
 from zero.partition.optimizer import Squares, global_norm, norm_of, on_shards
+from zero.partition.quantised import rounded_updates, scale_by_adam
 from zero.partition.stages import fully_shard, gather, scatter_sum, shard
 from zero.training.ema import update_ema
 from zero.training.fused import backward_and_update
@@ -33,7 +34,7 @@ class TrainState(NamedTuple):
 
     Attributes:
       step: updates attempted, int32.
-      params: float32 shards.
+      params: shards, in the dtypes of the model's layout.
       opt_state: shards.
       skipped: updates skipped so far, int32.
       skipped_in_a_row: updates skipped since the last one that was made, int32.
@@ -72,12 +73,13 @@ class ShardedGPT:
       config: the model.
       axis: the pmap axis.
       stage: 0 to 3.
-      compute_dtype: of whole parameters, on the wire and in matrix products; master weights are float32.
+      compute_dtype: of whole parameters and of matrix products.
       wire_dtype: of gradients on the wire.
       reduce_dtype: in which gradients are summed over devices.
       gradient_dtype: in which the sums are held until the update; micro-batches add up in float32 all the same.
       remat: what the backward pass computes again, as for `GPT`.
       blockwise_from: the number of query positions from which attention is blockwise, as for `GPT`.
+      master_dtype: of the parameters that are held, where weight decay applies to them; the others are float32.
     """
 
     config: GPTConfig
@@ -89,13 +91,19 @@ class ShardedGPT:
     gradient_dtype: DTypeLike = jnp.float32
     remat: str = "full"
     blockwise_from: int | None = None
+    master_dtype: DTypeLike = jnp.float32
 
     @cached_property
     def sharded_layout(self) -> Layout:
         """How stages 1 to 3 split the parameters."""
         tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
         params = jax.eval_shape(partial(self._plain.init, method="hidden"), jax.random.key(0), tokens, None)["params"]
-        return make_layout(params, self.axis.shards, stacked=STACKED)
+        held = jax.tree.map(
+            lambda p, is_matrix: jax.ShapeDtypeStruct(p.shape, self.master_dtype if is_matrix else p.dtype),
+            params,
+            decayed(params),
+        )
+        return make_layout(held, self.axis.shards, stacked=STACKED)
 
     @cached_property
     def layout(self) -> Layout:
@@ -131,7 +139,8 @@ class ShardedGPT:
         A gradient has the dtype of what it is the gradient of: to be held in another than the shards' own, it flows to
         "gradients", which has that dtype and no other use.
         """
-        return "gradients" if self.stage >= 2 and self.gradient_dtype != jnp.float32 else "params"
+        is_own = all(leaf.dtype == self.gradient_dtype for leaf in self.layout.leaves)
+        return "params" if self.stage < 2 or is_own else "gradients"
 
     def enter(self, params: PyTree) -> dict[str, PyTree]:
         """Flax variables for a step, from shards."""
@@ -181,18 +190,36 @@ def decayed(params: PyTree) -> PyTree:
     )
 
 
-def adamw(weight_decay: float, b1: float = 0.9, b2: float = 0.95) -> optax.GradientTransformation:
-    """AdamW without a learning rate, element-wise and so right on shards.
+def adamw(
+    weight_decay: float, b1: float = 0.9, b2: float = 0.95, *, state_dtype: DTypeLike = jnp.float32
+) -> optax.GradientTransformation:
+    """AdamW without a learning rate, element-wise and so right on shards; moments of decayed leaves in `state_dtype`.
 
     Source: Loshchilov and Hutter, arXiv 1711.05101; b2 as in GPT-3, arXiv 2005.14165, appendix B.
     """
-    return optax.chain(optax.scale_by_adam(b1, b2), optax.add_decayed_weights(weight_decay, decayed))
+    return optax.chain(
+        scale_by_adam(b1, b2, state_dtype=state_dtype, mask=decayed), optax.add_decayed_weights(weight_decay, decayed)
+    )
+
+
+def _scaled(
+    tx: optax.GradientTransformation, rate: jax.Array, step: jax.Array
+) -> optax.GradientTransformationExtraArgs:
+    """`tx` followed by the learning rate, and by the stochastic rounding of what is held in bfloat16."""
+    inner = optax.with_extra_args_support(tx)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        updates, state = inner.update(updates, state, params, **extra)
+        return rounded_updates(jax.tree.map(lambda u: -rate * u, updates), params, step), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def new_state(params: PyTree, tx: optax.GradientTransformation, has_ema: bool = False) -> TrainState:
     """The state of a run that starts with these parameters: whole, or shards where `tx` is for shards."""
     zero, running = jnp.int32(0), jnp.zeros((2, 3), jnp.float32)
-    return TrainState(zero, params, tx.init(params), zero, zero, zero, running, params if has_ema else None)
+    ema = jax.tree.map(lambda p: p.astype(jnp.float32), params) if has_ema else None
+    return TrainState(zero, params, tx.init(params), zero, zero, zero, running, ema)
 
 
 def state_layout(model: ShardedGPT, tx: optax.GradientTransformation, has_ema: bool = False) -> Layout:
@@ -229,16 +256,14 @@ def train_step(
     keys = _row_keys(seed, state.step, batch) if model.config.dropout else None
     scored = lax.psum(jnp.sum(next_tokens(batch.tokens) >= 0), model.axis.name).astype(jnp.float32)
     scored, rate = jnp.maximum(scored, 1), learning_rate(state.step)
-
-    def moved(params: PyTree, updates: PyTree) -> PyTree:
-        return jax.tree.map(lambda p, u: p - rate * u, params, updates)
+    tx = _scaled(tx, rate, state.step)
 
     is_bad, is_high = jnp.bool_(False), jnp.bool_(False)
     is_skipping = skip_bad_steps or skip_spikes is not None
     if fused_update:
         if model.stage != 3 or model.remat != "full" or micro_batches > 1 or max_gradient_norm or is_skipping:
             raise ValueError("fused_update needs stage 3, full remat, one micro-batch, no clipping and no skipping")
-        loss, params, opt_state, sums = _fused(state, batch.tokens, keys, scored, model, tx, moved)
+        loss, params, opt_state, sums = _fused(state, batch.tokens, keys, scored, model, tx)
         loss = lax.psum(loss, model.axis.name)
         norm = norm_of(sums, model.axis)
     else:
@@ -252,7 +277,7 @@ def train_step(
             grads = jax.tree.map(lambda g: g * shrink, grads)
 
         updates, opt_state = on_shards(tx, model.layout, axis).update(grads, state.opt_state, state.params)
-        params = moved(state.params, updates)
+        params = optax.apply_updates(state.params, updates)
         # Of sums over all devices: the decision is the same everywhere.
         if skip_bad_steps:
             is_bad = ~jnp.isfinite(norm)
@@ -329,7 +354,6 @@ def _fused(
     scored: jax.Array,
     model: ShardedGPT,
     tx: optax.GradientTransformation,
-    moved: Callable[[PyTree, PyTree], PyTree],
 ) -> tuple[jax.Array, PyTree, PyTree, Squares]:
     """As `backward_and_update`."""
     targets = next_tokens(tokens)
@@ -343,7 +367,15 @@ def _fused(
 
     block = partial(model.block, keys=keys)
     return backward_and_update(
-        embed, block, score, tx, moved, state.params, state.opt_state, layout=model.layout, axis=model.axis
+        embed,
+        block,
+        score,
+        tx,
+        optax.apply_updates,
+        state.params,
+        state.opt_state,
+        layout=model.layout,
+        axis=model.axis,
     )
 
 

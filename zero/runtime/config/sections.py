@@ -132,12 +132,18 @@ class Data:
 
 
 @dataclass
+class Optimizer:
+    state_dtype: str = one_of(*DTYPES, "int8")
+
+
+@dataclass
 class Zero:
     stage: int = one_of(0, 1, 2, 3)
     compute_dtype: str = one_of("auto", *DTYPES)
     wire_dtype: str = one_of(*DTYPES)
     reduce_dtype: str = one_of(*DTYPES)
     gradient_dtype: str = one_of(*DTYPES)
+    master_dtype: str = one_of(*DTYPES)
     remat: str = one_of("auto", *REMAT)
     fused_update: bool = MISSING
     replicate: bool | None = MISSING
@@ -158,6 +164,8 @@ class Zero:
             if value not in choices:
                 possible = " or ".join(map(shown, choices))
                 yield key, f"{possible}, as zero.fused_update=true never holds the whole gradient"
+        if self.master_dtype == "bfloat16" and self.gradient_dtype != "bfloat16":
+            yield "zero.gradient_dtype", "bfloat16, the dtype of zero.master_dtype, as zero.fused_update=true"
 
 
 @dataclass
@@ -257,6 +265,7 @@ class Config:
     training: Training = field(default_factory=Training)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
     zero: Zero = field(default_factory=Zero)
     evaluate: Evaluate = field(default_factory=Evaluate)
     sample: Sample = field(default_factory=Sample)
