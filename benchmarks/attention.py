@@ -72,8 +72,9 @@ def plan(topology: str, size: str, context: int) -> Iterator[str]:
     from zero.runtime.config.files import load_sizes
     from zero.runtime.planning.compile import step_arguments
     from zero.runtime.planning.topology import find_devices, out_of_memory
+    from zero.training.optimizers import adamw
     from zero.training.programs import make_programs
-    from zero.training.step import ShardedGPT, adamw, state_layout
+    from zero.training.step import ShardedGPT, state_layout
 
     devices = find_devices(topology)
     config: GPTConfig = dataclasses.replace(load_sizes(SIZES_FILE)[size], block_size=context)

@@ -11,9 +11,10 @@ from jax.typing import ArrayLike
 
 import zero
 from zero.models.gpt import GPT, GPTConfig
+from zero.training.optimizers import adamw
 from zero.training.programs import Programs, make_programs
 from zero.training.schedules import LearningRate
-from zero.training.step import Batch, ShardedGPT, TrainState, adamw, state_layout
+from zero.training.step import Batch, ShardedGPT, TrainState, state_layout
 
 CONFIG = GPTConfig(
     embedding_dim=42,

@@ -12,8 +12,9 @@ import zero
 from zero.models.gpt import GPT, GPTConfig
 from zero.runtime.inference.generate import generate
 from zero.training.inference import Sampling, evaluate_step, filtered, penalised
+from zero.training.optimizers import adamw
 from zero.training.programs import Inference, make_inference, make_programs
-from zero.training.step import ShardedGPT, adamw
+from zero.training.step import ShardedGPT
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -33,7 +33,8 @@ from tests.training.small_gpt import (
 )
 from zero.models import gpt
 from zero.models.attention import blockwise_attention
-from zero.training.step import ShardedGPT, TrainState, decayed
+from zero.training.optimizers import decayed
+from zero.training.step import ShardedGPT, TrainState
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -13,9 +13,10 @@ from zero.models.gpt import GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout
 from zero.runtime.config.sections import Config
+from zero.training.optimizers import make_optimizer
 from zero.training.programs import Programs, make_programs
 from zero.training.schedules import LearningRate
-from zero.training.step import ShardedGPT, adamw, state_layout
+from zero.training.step import ShardedGPT, state_layout
 
 
 class Job(NamedTuple):
@@ -48,12 +49,20 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
 def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> Job:
     """Binds a checked configuration to devices, by default all there are. Nothing is compiled yet."""
     training, model = config.training, make_model(config, size, devices)
-    tx = adamw(training.weight_decay, state_dtype=config.optimizer.state_dtype)
+    optimizer = config.optimizer
+    tx = make_optimizer(
+        optimizer.name, training.weight_decay, state_dtype=optimizer.state_dtype, **optimizer.hyperparameters()
+    )
     programs = make_programs(
         model,
         tx,
         learning_rate=LearningRate(
-            training.peak_learning_rate, training.end_learning_rate, training.warmup_steps, training.total_steps
+            training.peak_learning_rate,
+            training.end_learning_rate,
+            training.warmup_steps,
+            training.total_steps,
+            config.schedule.name,
+            config.schedule.decay_steps or training.total_steps // 10,
         ),
         seed=config.seed,
         micro_batches=training.gradient_accumulation_steps,

@@ -6,17 +6,28 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+SCHEDULES = ("cosine", "linear", "inverse_sqrt", "constant", "wsd")
+
 
 @dataclasses.dataclass(frozen=True)
 class LearningRate:
-    """Linear warmup to `peak` over `warmup_steps`, then a cosine to `end` at `total_steps`.
+    """Linear warmup to `peak` over `warmup_steps`, then what `schedule` says.
 
     Called with the number of updates attempted before this one: the first update already moves, the last one is made
-    at `end`.
+    at `end`, if the schedule has one.
+
+    Attributes:
+      peak, end: the largest rate, and that at `total_steps`, which inverse_sqrt and constant do not have.
+      warmup_steps, total_steps: updates.
+      schedule: cosine or linear from `peak` to `end`; inverse_sqrt, `peak` times the root of `warmup_steps / step`
+        (arXiv 1706.03762, section 5.3); constant; or wsd, warmup-stable-decay: constant, then linear to `end` (arXiv
+        2404.06395, section 4).
+      decay_steps: of wsd.
 
     >>> float(LearningRate(1.0, 0.1, warmup_steps=4, total_steps=10)(0))
     0.25
@@ -26,10 +37,27 @@ class LearningRate:
     end: float
     warmup_steps: int
     total_steps: int
+    schedule: str = "cosine"
+    decay_steps: int = 0
 
     def __call__(self, step: ArrayLike) -> jax.Array:
-        schedule = optax.warmup_cosine_decay_schedule(0.0, self.peak, self.warmup_steps, self.total_steps, self.end)
-        return schedule(step + 1)
+        return self._schedule(step + 1)
+
+    @property
+    def _schedule(self) -> optax.Schedule:
+        peak, warmup, left = self.peak, self.warmup_steps, self.total_steps - self.warmup_steps
+        if self.schedule == "cosine":
+            return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, self.total_steps, self.end)
+        after: optax.Schedule
+        if self.schedule == "linear":
+            after = optax.linear_schedule(peak, self.end, left)
+        elif self.schedule == "inverse_sqrt":
+            after = lambda step: peak * jnp.sqrt(max(warmup, 1) / (step + max(warmup, 1)))  # noqa: E731
+        elif self.schedule == "constant":
+            after = optax.constant_schedule(peak)
+        else:
+            after = optax.linear_schedule(peak, self.end, self.decay_steps, left - self.decay_steps)
+        return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,14 +18,15 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.models.gpt import BLOCKS, GPT, STACKED, VOCABULARY, Block, GPTConfig
+from zero.models.gpt import BLOCKS, GPT, STACKED, Block, GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout, PyTree, derive_layout, make_layout
 from zero.partition.optimizer import Squares, global_norm, norm_of, on_shards
-from zero.partition.quantised import rounded_updates, scale_by_adam
+from zero.partition.quantised import rounded_updates
 from zero.partition.stages import fully_shard, gather, scatter_sum, shard
 from zero.training.ema import update_ema
 from zero.training.fused import backward_and_update
+from zero.training.optimizers import decayed
 from zero.training.spikes import add_to_running, is_spike
 
 
@@ -181,25 +182,6 @@ def _sum_scored(losses: jax.Array, tokens: jax.Array | np.ndarray, config: GPTCo
 def next_tokens(tokens: jax.Array | np.ndarray) -> jax.Array:
     """What each position has to predict; -1 at the last position and before padding, where nothing is scored."""
     return jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
-
-
-def decayed(params: PyTree) -> PyTree:
-    """Which leaves weight decay applies to: matrices and the vocabulary, not norms, biases or positions."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key == "kernel" or path[0].key == VOCABULARY, params
-    )
-
-
-def adamw(
-    weight_decay: float, b1: float = 0.9, b2: float = 0.95, *, state_dtype: DTypeLike = jnp.float32
-) -> optax.GradientTransformation:
-    """AdamW without a learning rate, element-wise and so right on shards; moments of decayed leaves in `state_dtype`.
-
-    Source: Loshchilov and Hutter, arXiv 1711.05101; b2 as in GPT-3, arXiv 2005.14165, appendix B.
-    """
-    return optax.chain(
-        scale_by_adam(b1, b2, state_dtype=state_dtype, mask=decayed), optax.add_decayed_weights(weight_decay, decayed)
-    )
 
 
 def _scaled(

@@ -41,6 +41,10 @@ def fraction() -> Any:
     return checked(lambda value: 0 < value <= 1, "more than 0, at most 1")
 
 
+def fraction_below_one() -> Any:
+    return checked(lambda value: 0 <= value < 1, "at least 0, less than 1")
+
+
 def random_seed() -> Any:
     return checked(lambda value: 0 <= value < 2**32, "0 to 4294967295")
 

@@ -26,6 +26,7 @@ FIXED_KEYS = (
     "data.train_samples",
     "data.index_path_train",
     "data.shuffle_shards",
+    "optimizer.name",
 )
 
 
@@ -54,6 +55,7 @@ def upgrade(saved: DictConfig) -> DictConfig:
     upgraded.get("evaluate", {}).pop("tasks", None)  # until 0.1; evaluate.harness has them
     # Until 0.1 there was no other form: a resumed run keeps its rounding.
     upgraded.get("model", {}).setdefault("attention", "dense")
+    upgraded.setdefault("optimizer", {}).setdefault("name", "adamw")
     return OmegaConf.create(upgraded)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,15 @@ from zero.runtime.config.constraints import (
     at_least,
     checked,
     fraction,
+    fraction_below_one,
     list_of,
     one_of,
     positive,
     random_seed,
     zero_or_more,
 )
+from zero.training.optimizers import ELEMENTWISE, NAMES, QUANTISABLE, hyperparameters
+from zero.training.schedules import SCHEDULES
 
 DTYPES = ("float32", "bfloat16")
 Mistakes = Iterator[tuple[str, str]]  # key, and what was expected
@@ -133,7 +136,45 @@ class Data:
 
 @dataclass
 class Optimizer:
+    name: str = one_of(*NAMES)
     state_dtype: str = one_of(*DTYPES, "int8")
+    b1: float | None = fraction_below_one()
+    b2: float | None = fraction_below_one()
+    eps: float | None = positive()
+    nesterov: bool | None = MISSING
+    decay_rate: float | None = positive()
+    factored_from: int | None = at_least(2)
+    max_update_rms: float | None = positive()
+    newton_schulz_steps: int | None = at_least(1)
+    update_rms: float | None = positive()
+    adam_b1: float | None = fraction_below_one()
+    adam_b2: float | None = fraction_below_one()
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """Those that are not null."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {key: value for key, value in values.items() if key not in ("name", "state_dtype") and value is not None}
+
+    def mistakes(self, config: Config, size: GPTConfig) -> Mistakes:
+        for key in self.hyperparameters().keys() - hyperparameters(self.name).keys():
+            yield f"optimizer.{key}", f"null, as optimizer.name={self.name} does not have it"
+        if self.name not in QUANTISABLE and self.state_dtype != "float32":
+            yield "optimizer.state_dtype", f"float32, as optimizer.name={self.name}"
+        if self.name not in ELEMENTWISE and config.zero.fused_update:
+            yield "optimizer.name", f"{', '.join(ELEMENTWISE)}, as zero.fused_update=true updates one layer at a time"
+
+
+@dataclass
+class Schedule:
+    name: str = one_of(*SCHEDULES)
+    decay_steps: int | None = at_least(1)
+
+    def mistakes(self, config: Config, size: GPTConfig) -> Mistakes:
+        left = config.training.total_steps - config.training.warmup_steps
+        if self.name != "wsd" and self.decay_steps is not None:
+            yield "schedule.decay_steps", f"null, as schedule.name={self.name}"
+        elif self.decay_steps is not None and self.decay_steps > left:
+            yield "schedule.decay_steps", f"at most {left}, the steps after the warmup"
 
 
 @dataclass
@@ -266,6 +307,7 @@ class Config:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
     zero: Zero = field(default_factory=Zero)
     evaluate: Evaluate = field(default_factory=Evaluate)
     sample: Sample = field(default_factory=Sample)

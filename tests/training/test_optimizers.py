@@ -1,0 +1,161 @@
+"""Every optimizer of the configuration on shards, layer by layer, and in steps of the trainer."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zero
+from tests.training import small_gpt
+from zero.models.gpt import BLOCKS, VOCABULARY
+from zero.partition.layout import make_layout
+from zero.partition.optimizer import on_shards
+from zero.training.optimizers import NAMES, PER_LAYER, hyperparameters, make_optimizer
+from zero.training.schedules import SCHEDULES, LearningRate
+
+RATE, DECAY = 0.01, 0.1
+SMALL: dict[str, dict[str, Any]] = {"adafactor": {"factored_from": 8}}  # of matrices this small
+
+
+def random_like(rng: np.random.Generator, tree: Any) -> Any:
+    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), tree)
+
+
+def make_params(rng: np.random.Generator) -> Any:
+    kernel, bias = np.zeros((3, 13, 20)), np.zeros((3, 20))
+    blocks = {"a": {"kernel": kernel, "bias": bias}, "b": {"kernel": np.zeros((3, 32, 16))}}
+    return random_like(rng, {BLOCKS: blocks, VOCABULARY: np.zeros((2, 11, 16)), "norm": {"scale": np.zeros(16)}})
+
+
+@partial(jax.jit, static_argnums=0)
+def moved(tx: optax.GradientTransformation, params: Any, gradients: list[Any]) -> Any:
+    state = tx.init(params)
+    for grads in gradients:
+        updates, state = tx.update(grads, state, params)
+        params = jax.tree.map(lambda p, u: p - RATE * u, params, updates)
+    return params
+
+
+@pytest.mark.parametrize(("name", "devices"), [*((name, 8) for name in NAMES), *((name, 3) for name in PER_LAYER)])
+def test_shards_move_as_whole_parameters_do(name: str, devices: int) -> None:
+    rng = np.random.default_rng(0)
+    params = make_params(rng)
+    gradients = [random_like(rng, params) for _ in range(3)]
+    layout = make_layout(params, devices, stacked=(BLOCKS, VOCABULARY))
+    tx = make_optimizer(name, DECAY, **SMALL.get(name, {}))
+
+    def on_a_device(_: jax.Array) -> Any:
+        cut = [zero.shard(tree, layout, "batch") for tree in (params, *gradients)]
+        return zero.gather(moved(on_shards(tx, layout, "batch"), cut[0], cut[1:]), layout, "batch")
+
+    found = jax.pmap(zero.in_order(on_a_device), "batch")(np.arange(devices))
+    expected = moved(tx, params, gradients)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got[0], want, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", PER_LAYER)
+def test_a_layer_moves_as_if_it_were_alone(name: str) -> None:
+    rng = np.random.default_rng(1)
+    params = make_params(rng)
+    grads = random_like(rng, params)
+    tx = make_optimizer(name, DECAY, **SMALL.get(name, {}))
+    together = moved(tx, params, [grads])[BLOCKS]
+    for layer in range(3):
+        alone, alone_grads = (
+            {**tree, BLOCKS: jax.tree.map(lambda x, layer=layer: x[layer : layer + 1], tree[BLOCKS])}
+            for tree in (params, grads)
+        )
+        for got, want in zip(
+            jax.tree.leaves(together), jax.tree.leaves(moved(tx, alone, [alone_grads])[BLOCKS]), strict=True
+        ):
+            np.testing.assert_allclose(got[layer], want[0], rtol=1e-5, atol=1e-6)
+
+
+def plain(name: str) -> optax.GradientTransformation:
+    """Optax's own, for a tree without stacks of layers."""
+
+    def mask(params: Any) -> Any:
+        return {key: key != "bias" for key in params}
+
+    contrib = optax.contrib.muon(
+        RATE, weight_decay=DECAY, adam_b2=0.95, adam_weight_decay=DECAY, weight_decay_mask=mask, consistent_rms=0.2,
+        muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: None, params),
+    )  # fmt: skip
+    return {
+        "adamw": optax.adamw(RATE, b2=0.95, weight_decay=DECAY, mask=mask),
+        "lion": optax.lion(RATE, weight_decay=DECAY, mask=mask),
+        "sgd": optax.chain(optax.add_decayed_weights(DECAY, mask), optax.sgd(RATE, 0.9)),
+        "adafactor": optax.adafactor(
+            RATE, min_dim_size_to_factor=8, weight_decay_rate=DECAY * RATE, weight_decay_mask=mask
+        ),
+        "lamb": optax.lamb(RATE, weight_decay=DECAY, mask=mask),
+        "muon": contrib,
+    }[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_rest_moves_as_by_optax(name: str) -> None:
+    rng = np.random.default_rng(2)
+    params = {VOCABULARY: rng.normal(size=(11, 16)).astype(np.float32), "bias": np.ones(5, np.float32)}
+    gradients = [random_like(rng, params) for _ in range(3)]
+    blocks: Any = {BLOCKS: {"bias": np.zeros((1, 2), np.float32)}}
+    tx = make_optimizer(name, DECAY, **SMALL.get(name, {}))
+    found = moved(tx, params | blocks, [grads | blocks for grads in gradients])
+    expected, optaxs = params, plain(name)
+    state = optaxs.init(expected)
+    for grads in gradients:
+        updates, state = optaxs.update(grads, state, expected)
+        expected = optax.apply_updates(expected, updates)
+    for key in params:
+        np.testing.assert_allclose(found[key], expected[key], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "adamw"])
+def test_stages_agree_and_learn(name: str) -> None:
+    losses: dict[int, list[float]] = {}
+    for stage in (0, 3):
+        setup = small_gpt.setup(8, stage, tx=TRANSFORMS[name])
+        state, losses[stage] = setup.start(), []
+        for _ in range(3):
+            state, metrics = setup.programs.step(state, small_gpt.batch(setup, 0))
+            losses[stage].append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses[3], losses[0], rtol=1e-6)
+    assert losses[3][-1] < losses[3][0]
+
+
+TRANSFORMS = {name: make_optimizer(name, DECAY, **SMALL.get(name, {})) for name in NAMES}  # one object a program
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hyperparameters_reach_their_optimizer(name: str) -> None:
+    rng = np.random.default_rng(3)
+    shapes = {BLOCKS: {"kernel": np.zeros((1, 8, 9))}, VOCABULARY: np.zeros((4, 5))}
+    params = random_like(rng, shapes)
+    gradients = [random_like(rng, params) for _ in range(2)]
+    default = moved(TRANSFORMS[name], params, gradients)
+    for key, value in hyperparameters(name).items():
+        other = {"factored_from": 1000, "newton_schulz_steps": 2, "nesterov": True}.get(key, value * 0.9 + 0.01)
+        tx = make_optimizer(name, DECAY, **{**SMALL.get(name, {}), key: other})
+        changed = moved(tx, params, gradients)
+        pairs = zip(jax.tree.leaves(default), jax.tree.leaves(changed), strict=True)
+        assert any((np.asarray(a) != np.asarray(b)).any() for a, b in pairs), key
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_warm_up_to_the_peak_and_end_where_they_say(schedule: str) -> None:
+    rate = LearningRate(2.0, 0.2, 10, 110, schedule, decay_steps=20)
+    got = [float(rate(step)) for step in range(112)]
+    np.testing.assert_allclose(got[:10], 0.2 * np.arange(1, 11), rtol=1e-6)
+    expected = {"inverse_sqrt": 2 * (10 / 110) ** 0.5, "constant": 2.0}.get(schedule, 0.2)
+    assert got[109] == pytest.approx(expected) and np.argmax(got) == 9
+    middle = {"cosine": 1.1, "linear": 1.1, "inverse_sqrt": 2 * (10 / 60) ** 0.5}.get(schedule, 2.0)
+    assert got[59] == pytest.approx(middle, rel=1e-5)
+    assert schedule != "wsd" or (got[89] == 2.0 and got[99] == pytest.approx(1.1))
+    same = dataclasses.replace(rate, peak=2.0)
+    assert float(jax.jit(same)(jnp.int32(59))) == got[59]

@@ -1,0 +1,176 @@
+"""Optimizers by name: optax's, exact on shards, without a learning rate.
+
+What is not element-wise sees each layer's own arrays, not stacks of all layers: the norms of LAMB, the factors and
+root mean squares of Adafactor and the matrices of Muon are those of one layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+from jax.typing import DTypeLike
+
+from zero.models.gpt import BLOCKS, VOCABULARY
+from zero.partition.layout import PyTree
+from zero.partition.quantised import scale_by_adam, scale_by_lion
+from zero.partition.rewrite.functions import across_shards
+
+
+def decayed(params: PyTree) -> PyTree:
+    """Which leaves weight decay applies to: matrices and the vocabulary, not norms, biases or positions."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key == "kernel" or path[0].key == VOCABULARY, params
+    )
+
+
+def adamw(
+    weight_decay: float, b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8, *, state_dtype: DTypeLike = jnp.float32
+) -> optax.GradientTransformation:
+    """AdamW without a learning rate, element-wise and so right on shards; moments of decayed leaves in `state_dtype`.
+
+    Source: Loshchilov and Hutter, arXiv 1711.05101; b2 as in GPT-3, arXiv 2005.14165, appendix B.
+    """
+    adam = scale_by_adam(b1, b2, eps, state_dtype=state_dtype, mask=decayed)
+    return optax.chain(adam, optax.add_decayed_weights(weight_decay, decayed))
+
+
+def _lion(weight_decay: float, b1: float = 0.9, b2: float = 0.99, *, state_dtype: DTypeLike = jnp.float32) -> Any:
+    lion = scale_by_lion(b1, b2, state_dtype=state_dtype, mask=decayed)
+    return optax.chain(lion, optax.add_decayed_weights(weight_decay, decayed))
+
+
+def _sgd(weight_decay: float, b1: float = 0.9, nesterov: bool = False) -> Any:
+    return optax.chain(optax.add_decayed_weights(weight_decay, decayed), optax.trace(b1, nesterov))
+
+
+def _lamb(weight_decay: float, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-6) -> Any:
+    return _ascending(optax.lamb(1.0, b1, b2, eps, weight_decay=weight_decay, mask=decayed))
+
+
+def _adafactor(
+    weight_decay: float, decay_rate: float = 0.8, factored_from: int = 128, max_update_rms: float = 1.0
+) -> Any:
+    return _ascending(
+        optax.adafactor(
+            min_dim_size_to_factor=factored_from,
+            decay_rate=decay_rate,
+            clipping_threshold=max_update_rms,
+            weight_decay_rate=weight_decay,
+            weight_decay_mask=decayed,
+        )
+    )
+
+
+def _muon(
+    weight_decay: float,
+    b1: float = 0.95,
+    newton_schulz_steps: int = 5,
+    update_rms: float = 0.2,
+    adam_b1: float = 0.9,
+    adam_b2: float = 0.95,
+    eps: float = 1e-8,
+) -> Any:
+    muon = optax.contrib.muon(
+        1.0,
+        ns_steps=newton_schulz_steps,
+        beta=b1,
+        eps=eps,
+        weight_decay=weight_decay,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_weight_decay=weight_decay,
+        weight_decay_mask=decayed,
+        consistent_rms=update_rms,
+        muon_weight_dimension_numbers=_matrices,
+    )
+    return _ascending(muon)
+
+
+def _matrices(params: PyTree) -> PyTree:
+    """The matrices of layers, which Muon is for; the vocabulary and vectors are Adam's."""
+    numbers = optax.contrib.MuonDimensionNumbers()
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: numbers if path[0].key == BLOCKS and path[-1].key == "kernel" and x.ndim == 2 else None, params
+    )
+
+
+def _ascending(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`tx` with the sign of its updates turned: the step multiplies by minus the learning rate."""
+    return optax.chain(tx, optax.scale(-1))
+
+
+ELEMENTWISE: Mapping[str, Callable[..., optax.GradientTransformation]] = MappingProxyType(
+    {"adamw": adamw, "lion": _lion, "sgd": _sgd}
+)
+PER_LAYER: Mapping[str, Callable[..., optax.GradientTransformation]] = MappingProxyType(
+    {"adafactor": _adafactor, "lamb": _lamb, "muon": _muon}
+)
+NAMES = (*ELEMENTWISE, *PER_LAYER)
+QUANTISABLE = ("adamw", "lion")  # which hold moments in `state_dtype`
+
+
+def make_optimizer(
+    name: str, weight_decay: float, *, state_dtype: DTypeLike = jnp.float32, **hyperparameters: Any
+) -> optax.GradientTransformation:
+    """An optimizer whose updates the step multiplies by minus the learning rate.
+
+    Args:
+      name: one of NAMES. Sources: adamw arXiv 1711.05101, lion 2302.06675, adafactor 1804.04235, lamb 1904.00962,
+        muon https://kellerjordan.github.io/posts/muon/ with the scale of arXiv 2502.16982, section 2.2.
+      weight_decay: of matrices and the vocabulary, multiplied by the learning rate; sgd adds it to the gradient.
+      state_dtype: of the moments of adamw and lion.
+      hyperparameters: as `hyperparameters(name)` lists them.
+    """
+    if name in ELEMENTWISE:
+        dtype = {"state_dtype": state_dtype} if name in QUANTISABLE else {}
+        return ELEMENTWISE[name](weight_decay, **dtype, **hyperparameters)
+    return across_shards(per_layer(PER_LAYER[name](weight_decay, **hyperparameters)))
+
+
+def hyperparameters(name: str) -> dict[str, Any]:
+    """The hyperparameters of an optimizer with their defaults.
+
+    >>> hyperparameters("lion")
+    {'b1': 0.9, 'b2': 0.99}
+    """
+    arguments = inspect.signature({**ELEMENTWISE, **PER_LAYER}[name]).parameters.values()
+    return {a.name: a.default for a in arguments if a.name not in ("weight_decay", "state_dtype")}
+
+
+def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`tx` applied to each layer of the stacks in `params[BLOCKS]` as if it were alone, and to the other leaves.
+
+    >>> lamb = per_layer(optax.scale_by_trust_ratio())
+    >>> params = {BLOCKS: {"w": jnp.array([[3.0, 4.0], [30.0, 40.0]])}}  # two layers, with norms 5 and 50
+    >>> lamb.update({BLOCKS: {"w": jnp.ones((2, 2))}}, lamb.init(params), params)[0][BLOCKS]["w"].tolist()
+    [[3.535..., 3.535...], [35.35..., 35.35...]]
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: PyTree) -> dict[str, PyTree]:
+        layers, rest = _cut(params)
+        return {"layers": jax.vmap(inner.init)(layers), "rest": inner.init(rest)}
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        one = partial(inner.update, **extra)
+        (layers, rest), (layer_params, rest_params) = _cut(updates), _cut(params)
+        layers, layers_state = jax.vmap(one)(layers, state["layers"], layer_params)
+        rest, rest_state = one(rest, state["rest"], rest_params)
+        return {**rest, **layers}, {"layers": layers_state, "rest": rest_state}
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _cut(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """The stacks of layers, and the rest."""
+    if tree is None:
+        return None, None
+    return {BLOCKS: tree[BLOCKS]}, {name: subtree for name, subtree in tree.items() if name != BLOCKS}
