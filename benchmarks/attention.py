@@ -72,7 +72,7 @@ def plan(topology: str, size: str, context: int) -> Iterator[str]:
     from zero.runtime.config.files import load_sizes
     from zero.runtime.planning.compile import step_arguments
     from zero.runtime.planning.topology import find_devices, out_of_memory
-    from zero.training.optimizers import adamw
+    from zero.training.optimizer import adamw
     from zero.training.programs import make_programs
     from zero.training.step import ShardedGPT, state_layout
 

@@ -36,13 +36,13 @@ import optax
 
 from zero.models.gpt import GPTConfig
 from zero.partition.collectives import Axis
-from zero.partition.quantised import quantised_adamw
+from zero.partition.quantised import quantised_adamw, rounded_updates
 from zero.runtime.config.files import load_sizes
 from zero.runtime.corpus.on_demand import prepare_if_missing
 from zero.runtime.data.loader import Loader
 from zero.runtime.tokenizers import load_tokenizer
-from zero.training import step as training
-from zero.training.optimizers import adamw, decayed
+from zero.training import optimizer
+from zero.training.optimizer import adamw, decayed
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate
 from zero.training.step import Batch, ShardedGPT
@@ -60,7 +60,7 @@ class Form(NamedTuple):
 
     tx: optax.GradientTransformation
     master_dtype: Any = jnp.float32
-    rounding: Callable[..., Any] = training.rounded_updates
+    rounding: Callable[..., Any] = rounded_updates
 
 
 def nearest(x: jax.Array, grid: jax.Array, key: jax.Array) -> jax.Array:
@@ -181,7 +181,7 @@ def train(form: Form, size: GPTConfig, steps: int, seed: int, factor: float) -> 
         for index, is_training in zip(INDEX, (True, False), strict=True)
     )
     validation = [batch.tokens for batch, _ in zip(validation_rows.batches(None), range(16), strict=False)]
-    with mock.patch.object(training, "rounded_updates", form.rounding):
+    with mock.patch.object(optimizer, "rounded_updates", form.rounding):
         programs = make_programs(
             model,
             form.tx,

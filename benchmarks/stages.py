@@ -24,7 +24,7 @@ from zero.partition.collectives import Axis
 from zero.partition.memory import memory
 from zero.runtime.config.files import load_sizes
 from zero.runtime.planning.hlo import collective_bytes
-from zero.training.optimizers import adamw
+from zero.training.optimizer import adamw
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate
 from zero.training.step import Batch, ShardedGPT, state_layout

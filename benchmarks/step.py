@@ -45,7 +45,7 @@ from zero.partition.collectives import Axis
 from zero.partition.layout import LeafLayout
 from zero.partition.state import pmap_devices
 from zero.runtime.hosts.startup import start
-from zero.training.optimizers import adamw, decayed
+from zero.training.optimizer import adamw, decayed
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate
 from zero.training.step import Batch, ShardedGPT, next_tokens, state_layout

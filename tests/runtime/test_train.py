@@ -21,7 +21,7 @@ from zero.runtime.config.files import load_sizes
 from zero.runtime.hosts.signals import stop_requests, unanswered
 from zero.runtime.run_directory import saved_steps
 from zero.runtime.tracking.metrics import read_metrics, read_resumes
-from zero.training.optimizers import adamw
+from zero.training.optimizer import adamw
 from zero.training.step import ShardedGPT, state_layout
 
 SIZE = load_sizes(cli.MAIN.parent / "conf" / "model_config.yaml")["test"]

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 import zero
 from zero.models.gpt import GPT, GPTConfig
-from zero.training.optimizers import adamw
+from zero.training.optimizer import adamw
 from zero.training.programs import Programs, make_programs
 from zero.training.schedules import LearningRate
 from zero.training.step import Batch, ShardedGPT, TrainState, state_layout

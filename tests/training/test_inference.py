@@ -12,7 +12,7 @@ import zero
 from zero.models.gpt import GPT, GPTConfig
 from zero.runtime.inference.generate import generate
 from zero.training.inference import Sampling, evaluate_step, filtered, penalised
-from zero.training.optimizers import adamw
+from zero.training.optimizer import adamw
 from zero.training.programs import Inference, make_inference, make_programs
 from zero.training.step import ShardedGPT
 

@@ -12,7 +12,7 @@ import zero
 from zero.models.gpt import GPTConfig
 from zero.partition.collectives import Axis
 from zero.training import programs
-from zero.training.optimizers import adamw
+from zero.training.optimizer import adamw
 from zero.training.step import ShardedGPT
 
 CONFIG = GPTConfig(embedding_dim=8, vocab_size=11, num_head=2, block_size=8, dropout=0.0, N=1)

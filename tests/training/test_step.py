@@ -33,7 +33,7 @@ from tests.training.small_gpt import (
 )
 from zero.models import gpt
 from zero.models.attention import blockwise_attention
-from zero.training.optimizers import decayed
+from zero.training.optimizer import decayed
 from zero.training.step import ShardedGPT, TrainState
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

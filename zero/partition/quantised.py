@@ -210,7 +210,7 @@ def round_stochastically() -> optax.GradientTransformation:
 
     def update(updates: PyTree, state: RoundingState, params: PyTree = None) -> tuple[PyTree, RoundingState]:
         if params is None:
-            raise ValueError(optax.NO_PARAMS_MSG)
+            raise ValueError("round_stochastically rounds parameters: update needs params")
         return rounded_updates(updates, params, state.step), RoundingState(optax.safe_increment(state.step))
 
     return optax.GradientTransformation(lambda params: RoundingState(jnp.zeros((), jnp.int32)), update)
@@ -230,6 +230,31 @@ def rounded_updates(updates: PyTree, params: PyTree, step: jax.Array) -> PyTree:
         return (to_bfloat16(before + u, high).astype(jnp.float32) - before,)
 
     return _map_leaves(one, updates, params)[0]
+
+
+def convert_adam(
+    state: optax.ScaleByAdamState, dtypes: optax.ScaleByAdamState, b1: float, b2: float, eps: float = 1e-8
+) -> optax.ScaleByAdamState:
+    """The same moments in other dtypes, each rounded to the nearest; `dtypes` is a state of dtypes.
+
+    Element-wise: shards or whole arrays in and out, no communication.
+    """
+
+    def one(mu: jax.Array, nu: jax.Array, mu_dtype: np.dtype, nu_dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+        if (mu.dtype, nu.dtype) == (mu_dtype, nu_dtype):
+            return mu, nu
+        m, v = AdamCode.of(b1, b2, eps).decode(mu, nu) if mu.dtype == np.int8 else (mu, nu)
+        if mu_dtype != np.int8:
+            return m.astype(mu_dtype), v.astype(nu_dtype)
+        middle = jnp.uint32(1 << 15)
+        return AdamCode.of(b1, b2, eps).encode(_wide(m), _wide(v), middle, middle)
+
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(state.mu)
+    rows = zip(leaves, *map(treedef.flatten_up_to, (state.nu, dtypes.mu, dtypes.nu)), strict=True)
+    pairs = [one(*row) for row in rows]
+    mu, nu = (treedef.unflatten([pair[i] for pair in pairs]) for i in range(2))
+    return optax.ScaleByAdamState(state.count, mu, nu)
 
 
 @dataclasses.dataclass(frozen=True)

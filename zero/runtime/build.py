@@ -13,7 +13,7 @@ from zero.models.gpt import GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout
 from zero.runtime.config.sections import Config
-from zero.training.optimizers import make_optimizer
+from zero.training.optimizer import make_optimizer
 from zero.training.programs import Programs, make_programs
 from zero.training.schedules import LearningRate
 from zero.training.step import ShardedGPT, state_layout

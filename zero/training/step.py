@@ -22,11 +22,10 @@ from zero.models.gpt import BLOCKS, GPT, STACKED, Block, GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout, PyTree, derive_layout, make_layout
 from zero.partition.optimizer import Squares, global_norm, norm_of, on_shards
-from zero.partition.quantised import rounded_updates
 from zero.partition.stages import fully_shard, gather, scatter_sum, shard
 from zero.training.ema import update_ema
 from zero.training.fused import backward_and_update
-from zero.training.optimizers import decayed
+from zero.training.optimizer import decayed, scaled
 from zero.training.spikes import add_to_running, is_spike
 
 
@@ -184,19 +183,6 @@ def next_tokens(tokens: jax.Array | np.ndarray) -> jax.Array:
     return jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
 
 
-def _scaled(
-    tx: optax.GradientTransformation, rate: jax.Array, step: jax.Array
-) -> optax.GradientTransformationExtraArgs:
-    """`tx` followed by the learning rate, and by the stochastic rounding of what is held in bfloat16."""
-    inner = optax.with_extra_args_support(tx)
-
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
-        updates, state = inner.update(updates, state, params, **extra)
-        return rounded_updates(jax.tree.map(lambda u: -rate * u, updates), params, step), state
-
-    return optax.GradientTransformationExtraArgs(inner.init, update)
-
-
 def new_state(params: PyTree, tx: optax.GradientTransformation, has_ema: bool = False) -> TrainState:
     """The state of a run that starts with these parameters: whole, or shards where `tx` is for shards."""
     zero, running = jnp.int32(0), jnp.zeros((2, 3), jnp.float32)
@@ -238,7 +224,7 @@ def train_step(
     keys = _row_keys(seed, state.step, batch) if model.config.dropout else None
     scored = lax.psum(jnp.sum(next_tokens(batch.tokens) >= 0), model.axis.name).astype(jnp.float32)
     scored, rate = jnp.maximum(scored, 1), learning_rate(state.step)
-    tx = _scaled(tx, rate, state.step)
+    tx = scaled(tx, rate, state.step)
 
     is_bad, is_high = jnp.bool_(False), jnp.bool_(False)
     is_skipping = skip_bad_steps or skip_spikes is not None

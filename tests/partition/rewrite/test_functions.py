@@ -16,6 +16,11 @@ import zero
 rounded = jax.custom_vjp(lambda x: jnp.round(x))
 rounded.defvjp(lambda x: (rounded(x), None), lambda _, g: (g,))  # a straight-through estimator
 
+
+def positions_in_a_loop(x: jax.Array, row: jax.Array) -> jax.Array:
+    return row * 2 * lax.fori_loop(0, 3, lambda _, y: y * 0.5 + row * 2, x)
+
+
 MASK = np.random.default_rng(0).integers(0, 2, (13, 6)).astype(np.float32)
 # 13 rows over eight devices: three rows of padding. exp(x) is 1 there and -exp(x) is -1, so that padding shows.
 ELEMENTWISE: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -24,6 +29,10 @@ ELEMENTWISE: dict[str, Callable[[jax.Array], jax.Array]] = {
     "broadcast along rows": lambda x: x * jnp.arange(6.0)[None],
     "broadcast along the split dimension": lambda x: x * jnp.arange(13.0)[:, None],
     "constant of the whole shape": lambda x: x * MASK,
+    "positions": lambda x: x * jnp.sin(sum(lax.broadcasted_iota(jnp.float32, x.shape, d) * 10**d for d in range(2))),
+    "positions inside a loop and after it": lambda x: positions_in_a_loop(
+        x, lax.broadcasted_iota(jnp.float32, (13, 6), 0)
+    ),
     "size decides": lambda x: x if x.size > 70 else -x,
     "reduction of other dimensions": lambda x: x * jnp.sum(jnp.exp(x), axis=1, keepdims=True),
     "product over other dimensions": lambda x: (

@@ -18,7 +18,7 @@ import zero
 from zero.models.gpt import GPTConfig
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
-from zero.training.optimizers import adamw
+from zero.training.optimizer import adamw
 from zero.training.step import ShardedGPT, state_layout
 
 CONFIG = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=12, dropout=0.0, N=2, vocab_chunks=3)

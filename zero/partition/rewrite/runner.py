@@ -49,7 +49,7 @@ class Value(NamedTuple):
     Attributes:
       x: the array.
       split: how it is split.
-      shard: of a whole array that was computed from positions alone: computes a shard of it instead, without the whole.
+      shard: of a whole array that was made of positions or of one number: computes a shard of it without the whole.
     """
 
     x: Any
@@ -73,6 +73,10 @@ class Value(NamedTuple):
         """This value's split, along another dimension."""
         assert self.split
         return dataclasses.replace(self.split, dim=dim)
+
+
+def _shard_shape(shape: Sequence[int], split: Split) -> tuple[int, ...]:
+    return (*shape[: split.dim], split.shard_size, *shape[split.dim + 1 :])
 
 
 def whole_shape(value: Value) -> jax.ShapeDtypeStruct:
@@ -131,7 +135,7 @@ class Runner:
         if name in RANDOM and not self.may_communicate:
             self.refuse(eqn, "draws random numbers, of the whole array on every device")
         if all(arg.split is None for arg in args):
-            shard = self.shard_of_positions(eqn, args)
+            shard = self.shard_of_made(eqn, args)
             return [Value(x, None, shard) for x in bind(eqn, [arg.x for arg in args])]
         if name in ELEMENTWISE:
             return self.elementwise(eqn, args)
@@ -152,30 +156,30 @@ class Runner:
 
         return [Value(x, split) for x in bind(eqn, [placed(arg) for arg in args])]
 
-    def shard_of_positions(self, eqn: JaxprEqn, args: Sequence[Value]) -> Callable[[Split], Any] | None:
-        """The `Value.shard` of a result: of an `iota`, and of what is computed from one element by element.
+    def shard_of_made(self, eqn: JaxprEqn, args: Sequence[Value]) -> Callable[[Split], Any] | None:
+        """The `Value.shard` of a result: positions, one number repeated, and what is made of these by element.
 
         Where only shards are used, XLA removes the computation of the whole array.
         """
-        if eqn.primitive.name == "iota" and not eqn.invars:
-            params = eqn.params
+        name, params = eqn.primitive.name, eqn.params
 
-            def iota(split: Split) -> jax.Array:
-                shape = list(params["shape"])
-                shape[split.dim] = split.shard_size
-                index = lax.broadcasted_iota(params["dtype"], shape, params["dimension"])
-                first = self.axis.shard_index() * split.shard_size if split.dim == params["dimension"] else 0
-                return index + jnp.asarray(first, index.dtype)
+        def positions(split: Split) -> jax.Array:
+            index = lax.broadcasted_iota(params["dtype"], _shard_shape(params["shape"], split), params["dimension"])
+            first = self.axis.shard_index() * split.shard_size if split.dim == params["dimension"] else 0
+            return index + jnp.asarray(first, index.dtype)
 
-            return cache(iota)
-        if eqn.primitive.name not in ELEMENTWISE or not any(arg.shard for arg in args):
-            return None
+        def repeated(split: Split) -> jax.Array:
+            return lax.broadcast_in_dim(args[0].x, _shard_shape(params["shape"], split), ())
 
         def elementwise(split: Split) -> jax.Array:
             placed = [self.place(arg, split, eqn) if arg.shard else arg for arg in args]
             return self.elementwise(eqn, placed)[0].x
 
-        return cache(elementwise)
+        if name == "iota" and not args:
+            return cache(positions)
+        if name == "broadcast_in_dim" and len(args) == 1 and not args[0].shape:
+            return cache(repeated)
+        return cache(elementwise) if name in ELEMENTWISE and any(arg.shard for arg in args) else None
 
     def place(self, value: Value, split: Split | None, eqn: JaxprEqn | None) -> Value:
         """The value, split like this, for an operation; only slicing a whole one needs no other device."""

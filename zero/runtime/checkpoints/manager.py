@@ -7,6 +7,7 @@ name, synced, and then renamed; in a bucket, where nothing can be renamed, a las
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -23,7 +24,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from zero.partition.collectives import Axis
-from zero.partition.layout import Layout, PyTree
+from zero.partition.layout import Layout, LeafLayout, PyTree
 from zero.partition.state import global_shapes
 from zero.runtime import storage
 from zero.runtime.checkpoints.damage import DamagedCheckpoint, first_line, move_aside, read_errors, write_errors
@@ -126,8 +127,8 @@ class Checkpoints:
     ) -> None:
         """Copies whole arrays, as `zero.to_global` labels them, to the host, and writes them in the background.
 
-        `shapes`, `versions` and `validation_loss` are added to the caller's `meta`. For retention the order of saving
-        counts, not the step.
+        `shapes`, `dtypes`, `versions` and `validation_loss` are added to the caller's `meta`. For retention the order
+        of saving counts, not the step.
 
         Raises:
           UserError: the step exists already, or this save or the one before it failed; older checkpoints are intact.
@@ -138,6 +139,7 @@ class Checkpoints:
         arrays = {leaf.name: x for leaf, x in zip(layout.leaves, layout.treedef.flatten_up_to(state), strict=True)}
         meta = meta | {
             "shapes": {leaf.name: list(leaf.shape) for leaf in layout.leaves},
+            "dtypes": {name: x.dtype.name for name, x in arrays.items()},
             "versions": {name: version(name) for name in PACKAGES},
             "validation_loss": validation_loss,
         }
@@ -164,8 +166,23 @@ class Checkpoints:
         self.wait()
         return self._on_all_hosts(step, lambda: self._read_meta(step))
 
+    def as_saved(self, step: int, layout: Layout) -> Layout:
+        """This layout of a state with the dtypes that the checkpoint holds; raises as `meta`."""
+        dtypes = self.meta(step).get("dtypes")
+
+        def saved(leaf: LeafLayout) -> np.dtype:
+            if dtypes is not None:
+                return jax.numpy.dtype(dtypes.get(leaf.name, leaf.dtype))
+            return np.dtype(np.float32) if leaf.dtype.itemsize < 4 else leaf.dtype  # until 0.1 nothing was narrower
+
+        return dataclasses.replace(
+            layout, leaves=tuple(dataclasses.replace(leaf, dtype=saved(leaf)) for leaf in layout.leaves)
+        )
+
     def restore(self, step: int, layout: Layout, axis: Axis, *, within: str | None = None) -> PyTree:
         """Whole arrays for `zero.from_global`, cropped or padded to this layout, from any number of devices.
+
+        Floats are cast to the layout's dtypes. Moments in 8 bits are restored `as_saved`, and converted after.
 
         Args:
           step: of the checkpoint.
@@ -175,7 +192,8 @@ class Checkpoints:
 
         Raises:
           DamagedCheckpoint: the stored data is truncated, missing, or cannot be decoded.
-          UserError: a leaf is missing, left over, or of another logical shape; or storage fails for the moment.
+          UserError: a leaf is missing, left over, of another logical shape, or of a dtype that no cast converts; or
+            storage fails for the moment.
         """
         prefix = f"{within}/" if within else ""
         saved = {name: tuple(shape) for name, shape in self.meta(step)["shapes"].items()}
@@ -186,6 +204,12 @@ class Checkpoints:
                     f"{self._name(step)}, leaf {name}: "
                     f"holds {saved.get(name, 'nothing')}, this run expects {expected.get(name, 'nothing')}"
                 )
+        dtypes = self.meta(step).get("dtypes", {})
+        for leaf in layout.leaves:
+            held = jax.numpy.dtype(dtypes.get(prefix + leaf.name, leaf.dtype))
+            if held != leaf.dtype and not all(jax.numpy.issubdtype(x, np.floating) for x in (held, leaf.dtype)):
+                name = f"{self._name(step)}, leaf {prefix + leaf.name}"
+                raise UserError(f"{name}: holds {held.name}, this run expects {leaf.dtype.name}")
         shapes = layout.treedef.flatten_up_to(global_shapes(layout, axis))
         targets = {prefix + leaf.name: x for leaf, x in zip(layout.leaves, shapes, strict=True)}
         restore_args = {

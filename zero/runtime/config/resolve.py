@@ -27,6 +27,9 @@ FIXED_KEYS = (
     "data.index_path_train",
     "data.shuffle_shards",
     "optimizer.name",
+    "optimizer.b1",
+    "optimizer.b2",
+    "optimizer.eps",
 )
 
 
@@ -75,7 +78,8 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
             OmegaConf.update(merged, key, OmegaConf.select(config, key))
     except OmegaConfBaseException as error:
         raise UserError(f"configuration of the run to resume: {describe(error)}") from error
-    pairs = {key: (OmegaConf.select(saved, key), OmegaConf.select(merged, key)) for key in FIXED_KEYS}
+    fixed = (*FIXED_KEYS, "optimizer.state_dtype") if merged.optimizer.name == "lion" else FIXED_KEYS
+    pairs = {key: (OmegaConf.select(saved, key), OmegaConf.select(merged, key)) for key in fixed}
     changed = [
         f"{key}={shown(now)}: a resume keeps {key}={shown(before)} of the run"
         for key, (before, now) in pairs.items()

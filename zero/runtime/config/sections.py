@@ -30,7 +30,7 @@ from zero.runtime.config.constraints import (
     random_seed,
     zero_or_more,
 )
-from zero.training.optimizers import ELEMENTWISE, NAMES, QUANTISABLE, hyperparameters
+from zero.training.optimizer import ELEMENTWISE, NAMES, QUANTISABLE, hyperparameters
 from zero.training.schedules import SCHEDULES
 
 DTYPES = ("float32", "bfloat16")

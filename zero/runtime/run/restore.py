@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
+
+import jax
 
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout
@@ -12,6 +15,7 @@ from zero.partition.state import checksums, from_global
 from zero.runtime.checkpoints.damage import DamagedCheckpoint
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
+from zero.training.optimizer import convert_state
 from zero.training.step import TrainState
 
 log = logging.getLogger(__name__)
@@ -30,7 +34,7 @@ class TrainingPosition:
 
 
 def restore(
-    source: Checkpoints, step: int | None, layout: Layout, axis: Axis, is_own: bool
+    source: Checkpoints, step: int | None, layout: Layout, axis: Axis, is_own: bool, **adam: float
 ) -> tuple[TrainingPosition, TrainState]:
     """The checkpoint of `step`, or for None the newest that can be read; damaged ones of this run are set aside.
 
@@ -39,6 +43,7 @@ def restore(
       step: a step, or None for the newest.
       layout: of the whole state.
       axis: the pmap axis.
+      adam: decay rates and epsilon that differ from AdamW's defaults; moments in 8 bits depend on them.
       is_own: whether the checkpoints are this run's; those of another run are left as they are.
 
     Raises:
@@ -48,8 +53,9 @@ def restore(
     for candidate in [newest] if step is not None else source.steps()[::-1]:
         try:
             meta = source.meta(candidate)
-            state = from_global(source.restore(candidate, layout, axis), layout, axis, donate=True)
-            sums = checksums(state, layout, axis)
+            saved = source.as_saved(candidate, layout)
+            state = from_global(source.restore(candidate, saved, axis), saved, axis, donate=True)
+            sums = checksums(state, saved, axis)
             bad = [name for name, saved in meta["checksums"].items() if sums[name] != saved]
             if bad:
                 del state  # before the next one takes its place
@@ -66,5 +72,13 @@ def restore(
             source.set_aside(number)
         known = {field.name for field in fields(TrainingPosition)}
         log.info("resumed from step %d of %s", candidate, source.directory)
+        if saved != layout:
+            changes = {
+                f"{old.path[0]} from {old.dtype.name} to {new.dtype.name}"
+                for old, new in zip(saved.leaves, layout.leaves, strict=True)
+                if old.dtype != new.dtype
+            }
+            log.info("the state is held in other dtypes from here on: %s", ", ".join(sorted(changes)))
+            state = jax.pmap(partial(convert_state, layout=layout, **adam), axis.name, donate_argnums=0)(state)
         return TrainingPosition(**{key: value for key, value in meta.items() if key in known}), state
     raise UserError(f"{source.directory}: none of its checkpoints can be read; the lines above say why")

@@ -74,7 +74,9 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
         if config.resume is not None:
             origin = _origin(config, run_directory, place) if is_fork else None
             source = checkpoints if origin is None else stack.enter_context(Checkpoints(origin, keep=None))
-            position, state = restore(source, config.data.resume_step, layout, model.axis, is_own=not is_fork)
+            given = config.optimizer.hyperparameters()
+            adam = {key: given[key] for key in ("b1", "b2", "eps") if key in given}
+            position, state = restore(source, config.data.resume_step, layout, model.axis, not is_fork, **adam)
         elif checkpoints.steps():
             raise UserError(f"{place} has checkpoints: --resume continues, another hydra.run.dir starts a new run")
         _explain_batch(config, position.global_rows)

@@ -32,16 +32,18 @@ def average(place: str, run_directory: Path, steps: Sequence[int] | None = None)
         meta = checkpoints.meta(chosen[-1])
 
         def mean(name: str) -> np.ndarray:
-            total = checkpoints.read(chosen[0], name)
+            total = checkpoints.read(chosen[0], name).astype(np.float32)
             for step in chosen[1:]:
-                total = total + checkpoints.read(step, name)
+                total += checkpoints.read(step, name).astype(np.float32)
             return total / np.float32(len(chosen))
 
         means = {name: mean(name) for name in meta["shapes"] if name.startswith("params/")}
         config = meta["config"]
         config["data"] |= {"bucket_path": None, "checkpoint_directory": "checkpoints"}
         run_files.save_config(unfinished, config)
-        kept = {key: value for key, value in meta.items() if key not in ("shapes", "checksums")}  # of other arrays
+        kept = {
+            key: value for key, value in meta.items() if key not in ("shapes", "dtypes", "checksums")
+        }  # of other arrays
         with Checkpoints(unfinished / "checkpoints", keep=1) as averaged:
             averaged.save(chosen[-1], means, make_layout(means, 1), kept | {"averaged": chosen})
     return chosen

@@ -21,7 +21,7 @@ MAX_FILE_BYTES = 4 << 30  # a file is held in memory while it is written; a larg
 
 
 def export(place: str, folder: Path, step: int | None = None, *, ema: bool = False) -> int:
-    """Writes one checkpoint as a new Hugging Face folder, with the tokenizer where that is a file.
+    """Writes one checkpoint as a new Hugging Face folder in float32, with the tokenizer where that is a file.
 
     The same checkpoint gives the same bytes. The folder appears once it is complete.
 
@@ -61,7 +61,7 @@ def _tensors(
     for leaf in sorted(leaves, key=lambda leaf: order.index(leaf.rpartition("/")[0])):
         parts.setdefault(PREFIX + architecture.tensor_name(leaf), []).append(leaf)
     for name, parts_of_tensor in parts.items():
-        arrays = [checkpoints.read(step, prefix + leaf) for leaf in parts_of_tensor]
+        arrays = [checkpoints.read(step, prefix + leaf).astype(np.float32) for leaf in parts_of_tensor]
         tensor = architecture.pack(parts_of_tensor[0], arrays, size)
         if "{}" in name:
             yield from ((name.format(i), layer) for i, layer in enumerate(tensor))

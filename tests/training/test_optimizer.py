@@ -15,7 +15,7 @@ from tests.training import small_gpt
 from zero.models.gpt import BLOCKS, VOCABULARY
 from zero.partition.layout import make_layout
 from zero.partition.optimizer import on_shards
-from zero.training.optimizers import NAMES, PER_LAYER, hyperparameters, make_optimizer
+from zero.training.optimizer import NAMES, PER_LAYER, hyperparameters, make_optimizer
 from zero.training.schedules import SCHEDULES, LearningRate
 
 RATE, DECAY = 0.01, 0.1

@@ -1,4 +1,4 @@
-"""Optimizers by name: optax's, exact on shards, without a learning rate.
+"""Optimizers by name: optax's, exact on shards, without a learning rate; and the dtypes of their state.
 
 What is not element-wise sees each layer's own arrays, not stacks of all layers: the norms of LAMB, the factors and
 root mean squares of Adafactor and the matrices of Muon are those of one layer.
@@ -19,9 +19,11 @@ import optax.contrib
 from jax.typing import DTypeLike
 
 from zero.models.gpt import BLOCKS, VOCABULARY
-from zero.partition.layout import PyTree
-from zero.partition.quantised import scale_by_adam, scale_by_lion
+from zero.partition.layout import Layout, PyTree
+from zero.partition.quantised import convert_adam, rounded_updates, scale_by_adam, scale_by_lion
 from zero.partition.rewrite.functions import across_shards
+
+B1, B2, EPS = 0.9, 0.95, 1e-8  # of AdamW; b2 as in GPT-3, arXiv 2005.14165, appendix B
 
 
 def decayed(params: PyTree) -> PyTree:
@@ -32,11 +34,11 @@ def decayed(params: PyTree) -> PyTree:
 
 
 def adamw(
-    weight_decay: float, b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8, *, state_dtype: DTypeLike = jnp.float32
+    weight_decay: float, b1: float = B1, b2: float = B2, eps: float = EPS, *, state_dtype: DTypeLike = jnp.float32
 ) -> optax.GradientTransformation:
     """AdamW without a learning rate, element-wise and so right on shards; moments of decayed leaves in `state_dtype`.
 
-    Source: Loshchilov and Hutter, arXiv 1711.05101; b2 as in GPT-3, arXiv 2005.14165, appendix B.
+    Source: Loshchilov and Hutter, arXiv 1711.05101.
     """
     adam = scale_by_adam(b1, b2, eps, state_dtype=state_dtype, mask=decayed)
     return optax.chain(adam, optax.add_decayed_weights(weight_decay, decayed))
@@ -174,3 +176,24 @@ def _cut(tree: PyTree) -> tuple[PyTree, PyTree]:
     if tree is None:
         return None, None
     return {BLOCKS: tree[BLOCKS]}, {name: subtree for name, subtree in tree.items() if name != BLOCKS}
+
+
+def scaled(tx: optax.GradientTransformation, rate: jax.Array, step: jax.Array) -> optax.GradientTransformationExtraArgs:
+    """`tx` followed by the learning rate, and by the stochastic rounding of what is held in bfloat16."""
+    inner = optax.with_extra_args_support(tx)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        updates, state = inner.update(updates, state, params, **extra)
+        return rounded_updates(jax.tree.map(lambda u: -rate * u, updates), params, step), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def convert_state(state: PyTree, layout: Layout, b1: float = B1, b2: float = B2, eps: float = EPS) -> PyTree:
+    """A state whose weights and AdamW moments were held in other dtypes, in those of this layout; element-wise."""
+    dtypes = layout.map(lambda leaf: leaf.dtype)
+
+    def convert(x: Any, dtype: Any) -> Any:
+        return convert_adam(x, dtype, b1, b2, eps) if isinstance(x, optax.ScaleByAdamState) else x.astype(dtype)
+
+    return jax.tree.map(convert, state, dtypes, is_leaf=lambda x: isinstance(x, optax.ScaleByAdamState))
