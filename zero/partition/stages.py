@@ -195,11 +195,7 @@ def fully_shard(
     def leave(variables: PyTree) -> PyTree:
         if "shards" in variables:  # A further call at init: as they were, not rounded to dtype.
             return {"params": variables["shards"]}
-        # Layer by layer in the dtypes that are held: a stack of them would exist twice if it were rounded later.
-        return {
-            name: layout.map(lambda leaf, x: x.astype(leaf.dtype), shard(params, layout, axis))
-            for name, params in variables.items()
-        }
+        return {name: shard(_as_held(params, layout), layout, axis) for name, params in variables.items()}
 
     # Two lifts: a module that maps its own variables when it is used, such as WeightNorm, would map "shards" as well.
     collections = ["params", "gathered", "gradients", "shards"]
@@ -214,6 +210,11 @@ def fully_shard(
         return method
 
     return cast(Target, type(target.__name__, (making,), {name: lifted(name) for name in methods or ["__call__"]}))
+
+
+def _as_held(full: PyTree, layout: Layout) -> PyTree:
+    """New parameters of a layer in the layout's dtypes; rounded later, whole stacks of them would exist twice."""
+    return layout.map(lambda leaf, x: x.astype(leaf.dtype), full)
 
 
 def _unread(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
