@@ -81,6 +81,35 @@ def check_optimizer(axis: zero.Axis, plain: Any, right: Any) -> None:
         np.testing.assert_allclose(x[0], expected[name], rtol=1e-5, atol=1e-6)
 
 
+def check_quantised(axis: zero.Axis) -> None:
+    """Moments of a byte and bfloat16 weights are on both processes what they are in the whole, bit for bit."""
+    large = {"w": rng.normal(size=(13, 512)), "odd": rng.normal(size=(7, 601))}
+    params = {name: jnp.asarray(x, jnp.bfloat16) for name, x in large.items()}
+    tx = optax.chain(zero.quantised_adamw(0.1), zero.round_stochastically())
+    layout = zero.make_layout(params, axis.shards)
+    on = zero.on_shards(tx, layout, axis)
+
+    def three_steps(tx: Any, params: Any, grads: Any) -> Any:
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    def run(_: jax.Array) -> Any:
+        held = three_steps(on, *(zero.shard(tree, layout, axis) for tree in (params, large)))
+        return tuple(
+            zero.gather(x, zero.derive_layout(fn, layout), axis) for x, fn in zip(held, (dict, tx.init), strict=True)
+        )
+
+    large = {name: jnp.asarray(x, jnp.float32) for name, x in large.items()}
+    got, expected = jax.pmap(run, "batch")(ones), jax.jit(partial(three_steps, tx))(params, large)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        for part in x.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(part.data)[0], y)
+
+
 def check_lift(axis: zero.Axis) -> None:
     """The gradient of a lifted function is the reduce-scattered plain one."""
     layout = zero.make_layout(whole, axis.shards)
@@ -170,6 +199,7 @@ check_checksums()
 check_divergence()
 for axis in AXES.values():
     check_optimizer(axis, *OPTIMIZERS["a norm"])
+    check_quantised(axis)
     check_lift(axis)
 for plain, right in OPTIMIZERS.values():
     check_optimizer(AXES["flat"], plain, right)

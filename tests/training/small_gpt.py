@@ -86,10 +86,12 @@ def _setup(
     remat: str = "full",
     blockwise_from: int | None = None,
     tx: optax.GradientTransformation | None = None,
+    master_dtype: Any = jnp.float32,
     **options: Any,
 ) -> Setup:
     axis = zero.Axis("zero", (1, devices))
-    model = ShardedGPT(CONFIG, axis, stage, dtype, dtype, jnp.float32, gradient_dtype, remat, blockwise_from)
+    dtypes = (dtype, dtype, jnp.float32, gradient_dtype)
+    model = ShardedGPT(CONFIG, axis, stage, *dtypes, remat, blockwise_from, master_dtype)
     tx, rate, used = tx or adamw(0.1), CountedRate(), tuple(jax.devices()[:devices])
     programs = make_programs(
         model,

@@ -182,3 +182,11 @@ def test_moving_average_is_exported_and_started_from_in_place_of_the_weights(tmp
             refused()
     with pytest.raises(UserError, match=r"weights: a Hugging Face folder holds no moving average"):
         warm_start(str(tmp_path / "weights"), model, ema=True)
+
+
+def test_bfloat16_weights_are_exported_in_float32(tmp_path: Path) -> None:
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params(ALIBI, 3))
+    for name, values in (("narrow", rounded), ("wide", jax.tree.map(lambda x: x.astype(np.float32), rounded))):
+        save(tmp_path / name, ALIBI, 3, values=values)
+        export(str(tmp_path / name), tmp_path / f"{name}-hf")
+    assert contents(tmp_path / "narrow-hf") == contents(tmp_path / "wide-hf")

@@ -1,0 +1,115 @@
+"""A run with moments of a byte and bfloat16 weights: resumed, moved, converted, evaluated."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import cli
+from zero.runtime.checkpoints.manager import Checkpoints
+from zero.runtime.run_directory import saved_steps
+from zero.runtime.tracking.metrics import read_metrics
+from zero.runtime.weights.average import average
+
+LAST = 8
+SMALL = ("optimizer.state_dtype=int8", "zero.master_dtype=bfloat16")
+FLOAT32 = ("optimizer.state_dtype=float32", "zero.master_dtype=float32")
+RUN = (
+    *cli.TINY,
+    "training.ema=0.6",
+    "training.staged_warmup_steps=0",
+    "training.evaluation_frequency=4",
+    f"training.total_steps={LAST}",
+    "data.max_context=16",
+)
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[cli.Forks]:
+    forks = cli.Forks(cli.make_workplace(tmp_path_factory.mktemp("quantised")))
+    for name, keys in (("whole", SMALL), ("float32", FLOAT32)):
+        done = forks.run(*RUN, *keys, f"hydra.run.dir={name}")
+        assert done.returncode == 0, done.stderr
+    yield forks
+    forks.close()
+
+
+def leaves(run: Path, step: int) -> dict[str, np.ndarray]:
+    with Checkpoints(run / "checkpoints", None) as checkpoints:
+        return {name: checkpoints.read(step, name) for name in checkpoints.meta(step)["shapes"]}
+
+
+def forked(forks: cli.Forks, run: str, *arguments: str) -> tuple[Path, str]:
+    """A run that goes on from step 4 of another, and its log."""
+    before = set(forks.workplace.glob("runs/*/*"))
+    done = forks.run("--resume", f"hydra.run.dir={run}", "data.resume_step=4", *arguments)
+    assert done.returncode == 0, done.stderr
+    (new,) = set(forks.workplace.glob("runs/*/*")) - before
+    assert saved_steps(new) == [LAST]
+    return new, (new / "main_zero.log").read_text()
+
+
+def losses(run: Path) -> list[float]:
+    return [line["validation/loss"] for line in read_metrics(run / "metrics.jsonl") if "validation/loss" in line]
+
+
+def stored(run: Path, step: int, name: str) -> int:
+    with Checkpoints(run / "checkpoints", None) as checkpoints:
+        meta = checkpoints.meta(step)
+    sizes = {
+        key: int(np.prod(shape)) * jnp.dtype(meta["dtypes"][key]).itemsize for key, shape in meta["shapes"].items()
+    }
+    return sum(size for key, size in sizes.items() if key.startswith(name))
+
+
+def test_it_goes_on_bit_for_bit_and_checkpoints_are_smaller(forks: cli.Forks) -> None:
+    whole = forks.workplace / "whole"
+    run, log = forked(forks, "whole")
+    assert losses(run) == losses(whole) and "other dtypes" not in log
+    for (name, x), y in zip(leaves(run, LAST).items(), leaves(whole, LAST).values(), strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=name)
+    assert stored(whole, LAST, "opt_state/") < 0.3 * stored(forks.workplace / "float32", LAST, "opt_state/")
+    assert stored(whole, LAST, "params/") < 0.55 * stored(forks.workplace / "float32", LAST, "params/")
+    np.testing.assert_allclose(losses(whole), losses(forks.workplace / "float32"), rtol=2e-2)
+
+
+def test_it_goes_on_from_other_devices_and_another_stage(forks: cli.Forks) -> None:
+    run, log = forked(forks, "whole", "distributed.cpu_devices=4", "zero.stage=1")
+    np.testing.assert_allclose(losses(run), losses(forks.workplace / "whole"), rtol=1e-3)
+    assert "other dtypes" not in log
+
+
+@pytest.mark.parametrize(("run", "keys"), [("whole", FLOAT32), ("float32", SMALL)])
+def test_it_goes_on_in_other_dtypes_with_one_line(run: str, keys: tuple[str, ...], forks: cli.Forks) -> None:
+    new, log = forked(forks, run, *keys)
+    (line,) = [line for line in log.splitlines() if "other dtypes" in line]
+    narrow, wide = ("int8", "float32") if run == "whole" else ("float32", "int8")
+    assert f"opt_state from {narrow} to {wide}" in line and "params from" in line
+    np.testing.assert_allclose(losses(new), losses(forks.workplace / run), rtol=2e-2)
+    got, expected = (leaves(path, LAST) for path in (new, forks.workplace / ("float32" if run == "whole" else "whole")))
+    assert {name: x.dtype for name, x in got.items()} == {name: x.dtype for name, x in expected.items()}
+
+
+def test_its_weights_are_used_by_evaluate_sample_average_and_warm_start(forks: cli.Forks, tmp_path: Path) -> None:
+    whole = forks.workplace / "whole"
+    found = {}
+    for name, keys in (("held", ()), ("float32", FLOAT32), ("ema", ("model.ema=true",))):
+        done = forks.run("mode=evaluate", "model.model_path=whole", f"hydra.run.dir=evaluated-{name}", *keys)
+        assert done.returncode == 0, done.stderr
+        found[name] = json.loads((forks.workplace / f"evaluated-{name}" / "evaluation.json").read_text())["loss"]
+    assert found["held"] == found["float32"] != found["ema"]
+    done = forks.run("mode=sample", "model.model_path=whole", "sample.tokens=4", "hydra.run.dir=sampled")
+    assert done.returncode == 0, done.stderr
+
+    done = forks.run(
+        *RUN, "model.warm_start=true", "model.model_path=whole", "hydra.run.dir=warm", "training.total_steps=4"
+    )
+    assert done.returncode == 0, done.stderr
+    average(str(whole), tmp_path / "mean")
+    mean, expected = leaves(tmp_path / "mean", LAST), [leaves(whole, step) for step in (4, LAST)]
+    table = "params/vocabulary/table"
+    assert mean[table].dtype == np.float32
+    np.testing.assert_array_equal(mean[table], sum(x[table].astype(np.float32) for x in expected) / np.float32(2))
