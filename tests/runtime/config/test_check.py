@@ -112,6 +112,9 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("distributed.cpu_devices=0", ["distributed.cpu_devices=0"]),
         ("data.max_context=long", ["data.max_context=long", "null"]),
         ("zero.gradient_dtype=int8", ["zero.gradient_dtype=int8", "float32, bfloat16"]),
+        ("zero.master_dtype=int8", ["zero.master_dtype=int8", "float32, bfloat16"]),
+        ("optimizer.state_dtype=float16", ["optimizer.state_dtype=float16", "float32, bfloat16, int8"]),
+        ("plan.grid.state_dtype=[int8,int4]", ["plan.grid.state_dtype", "float32, bfloat16, int8"]),
         ("zero.remat=some", ["zero.remat=some", "full, dots, none"]),
         ("model.attention=some", ["model.attention=some", "auto, dense, blockwise"]),
         ("plan.micro_batch=0", ["plan.micro_batch=0", "at least 1"]),
@@ -165,6 +168,13 @@ def test_a_fused_update_refuses_what_needs_the_whole_gradient(override: str) -> 
     check(compose(*FUSED), SIZES)
     line = refusal(*FUSED, override)
     assert override.split("=")[0] in line and "zero.fused_update=true" in line
+
+
+def test_a_fused_update_of_bfloat16_weights_has_bfloat16_gradients() -> None:
+    keys = (*FUSED, "zero.master_dtype=bfloat16", "optimizer.state_dtype=int8")
+    check(compose(*keys, "zero.gradient_dtype=bfloat16"), SIZES)
+    assert refusal(*keys).startswith("zero.gradient_dtype=float32: expected bfloat16, the dtype of zero.master_dtype")
+    check(compose("zero.master_dtype=bfloat16", "optimizer.state_dtype=int8"), SIZES)
 
 
 def test_sample_has_to_fit_into_learned_positions(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from zero.runtime.planning.table import table, training_command
 
 KEYS = {"stage", "micro_batch", "accumulation", "remat", "context", "gradient_dtype", "clipping", "fused_update"}
 KEYS |= {"fits", "state_bytes", "peak_bytes", "available_bytes", "collective_bytes", "flops", "seconds_lower_bound"}
+KEYS |= {"state_dtype", "master_dtype", "state_bytes_per_parameter"}
 KEYS |= {"compile_seconds", "evaluation_peak_bytes", "sampling_peak_bytes", "model_flops"}
 
 
@@ -129,7 +130,7 @@ def test_days_and_dollars_are_shown_where_there_is_a_price() -> None:
     row |= {"stage": 3, "micro_batch": 2, "accumulation": 1, "context": 64, "tokens": 1024, "flops": 10**12}
     found: dict[str, Any] = row | {"remat": "full", "fused_update": False, "fits": True, "collective_bytes": None}
     found |= {"seconds_lower_bound": None, "compile_seconds": 3.0, "days_lower_bound": 1234.5, "days_at_mfu": 2000.0}
-    found |= {"dollars_lower_bound": 98765.4, "dollars_at_mfu": None}
+    found |= {"dollars_lower_bound": 98765.4, "dollars_at_mfu": None, "state_bytes_per_parameter": 12.0}
     result = {"topology": "v3-8", "devices": 8, "parameters": 10**9, "best": None, "rows": [found]}
     config: Config = OmegaConf.to_object(OmegaConf.merge(Config, default_config()))  # type: ignore[assignment]
     plain = table(result, config)
@@ -150,6 +151,7 @@ MIXTURE = "[{index: 'my text.index', weight: 0.7}, {index: gs://b/c.index, weigh
         ["+preset=v3-8-fused", "data.index_path_train=a.index"],
         ["model.size=1_1b", "zero.wire_dtype=bfloat16", "zero.reduce_dtype=bfloat16", "zero.compute_dtype=float32"],
         ["training.max_gradient_norm=null", "training.skip_bad_steps=false", "training.skip_spikes=6", "seed=3"],
+        ["zero.master_dtype=bfloat16"],
         ["training.ema=0.999", "model.attention=blockwise", f"data.index_path_train={MIXTURE}", "profile.steps=[2,3]"],
     ],
     ids=lambda overrides: overrides[0] if overrides else "defaults",
@@ -159,6 +161,7 @@ def test_the_training_command_composes_to_what_was_planned(overrides: list[str])
     planned = check(compose("mode=plan", "plan.topology=v3-32", *overrides), load_sizes())
     row = {"micro_batch": 2, "devices": 32, "hosts": 4, "stage": 3, "remat": "dots", "context": 128, "accumulation": 1}
     row |= {} if planned.zero.fused_update else {"stage": 2, "accumulation": 4}
+    row |= {"state_dtype": "int8", "master_dtype": planned.zero.master_dtype}
     python, program, *command = shlex.split(training_command(row, planned))
     assert (python, program) == ("python", "main_zero.py")
     trained = check(compose(*command), load_sizes())
@@ -166,6 +169,7 @@ def test_the_training_command_composes_to_what_was_planned(overrides: list[str])
     planned.data.max_context, planned.zero.stage, planned.zero.remat = 128, row["stage"], "dots"
     planned.training.batch_size = trained.training.batch_size
     planned.training.gradient_accumulation_steps = row["accumulation"]
+    planned.optimizer.state_dtype = "int8"
     planned.mode, planned.plan = trained.mode, trained.plan
     assert trained == planned
 

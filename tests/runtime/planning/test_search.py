@@ -32,6 +32,24 @@ def test_without_a_search_each_stage_has_a_row_and_a_fused_update_only_stage_3(m
             assert [row["stage"] for row in search.every_stage(pool, request)] == stages
 
 
+def test_a_search_goes_over_all_combinations_of_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "compile_steps", lambda requests: [r.config for r in requests])
+    config = Config()
+    grid = config.plan.grid
+    grid.stage, grid.accumulation, grid.remat, grid.micro_batch, grid.context = [2, 3], [1], ["full"], [4, 1], None
+    config.data.max_context, config.optimizer.state_dtype, config.zero.master_dtype = 64, "bfloat16", "float32"
+    for state_dtypes, master_dtypes in ((None, None), (["float32", "int8"], ["float32", "bfloat16"])):
+        grid.state_dtype, grid.master_dtype = state_dtypes, master_dtypes
+        with ThreadPoolExecutor(1) as pool:
+            found: list[Any] = search.fastest(pool, Request(config, GPTConfig(512, 50304, 2, 64, 0.0, 4), 1))
+        assert [(c.zero.stage, c.optimizer.state_dtype, c.zero.master_dtype) for c in found[::2]] == [
+            (stage, state_dtype, master_dtype)
+            for stage in (2, 3)
+            for state_dtype in state_dtypes or ["bfloat16"]
+            for master_dtype in master_dtypes or ["float32"]
+        ]
+
+
 @pytest.mark.parametrize("fits_up_to", [4, 5, 8, 61])
 def test_the_deepest_that_fits_is_found_in_a_few_programs(fits_up_to: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []

@@ -34,6 +34,7 @@ from zero.training.optimizer import ELEMENTWISE, NAMES, QUANTISABLE, hyperparame
 from zero.training.schedules import SCHEDULES
 
 DTYPES = ("float32", "bfloat16")
+STATE_DTYPES = (*DTYPES, "int8")
 Mistakes = Iterator[tuple[str, str]]  # key, and what was expected
 _PATHS = "the path of an index file, or a list of them"
 _STAGES = "[[steps, tokens per sequence], ...]"
@@ -137,7 +138,7 @@ class Data:
 @dataclass
 class Optimizer:
     name: str = one_of(*NAMES)
-    state_dtype: str = one_of(*DTYPES, "int8")
+    state_dtype: str = one_of(*STATE_DTYPES)
     b1: float | None = fraction_below_one()
     b2: float | None = fraction_below_one()
     eps: float | None = positive()
@@ -253,6 +254,8 @@ class Grid:
     accumulation: list[int] = list_of(at_least(1))
     remat: list[str] = list_of(one_of(*REMAT))
     context: list[int] | None = list_of(at_least(2))
+    state_dtype: list[str] | None = list_of(one_of(*STATE_DTYPES))
+    master_dtype: list[str] | None = list_of(one_of(*DTYPES))
 
 
 @dataclass

@@ -48,7 +48,7 @@ class Request:
         return self.micro_batch * self.config.training.gradient_accumulation_steps
 
     def with_changes(self, micro_batch: int | None = None, **keys: Any) -> Request:
-        """The same with other values: of `stage`, `remat`, `accumulation`, `context`."""
+        """The same with other values of `accumulation`, `context`, `state_dtype`, or keys of the section `zero`."""
         config = copy.deepcopy(self.config)
         for key, value in keys.items():
             match key:
@@ -56,6 +56,8 @@ class Request:
                     config.training.gradient_accumulation_steps = value
                 case "context":
                     config.data.max_context = value
+                case "state_dtype":
+                    config.optimizer.state_dtype = value
                 case _:
                     setattr(config.zero, key, value)
         return replace(self, config=config, micro_batch=micro_batch or self.micro_batch)
@@ -105,11 +107,13 @@ def compile_step(request: Request) -> Row:
     ).rows[zero.stage]
     gradients = formula.gradients
     if zero.stage >= 2:
-        gradients = 0 if zero.fused_update else gradients * jnp.dtype(zero.gradient_dtype).itemsize // 4
+        held = sum(math.prod(leaf.shard_shape) for leaf in sharded.leaves)
+        gradients = 0 if zero.fused_update else held * jnp.dtype(zero.gradient_dtype).itemsize
+    parameters = sum(math.prod(leaf.shape) for leaf in sharded.leaves)
     return {
         "devices": len(devices),
         "hosts": len({device.process_index for device in devices}),
-        "parameters": sum(math.prod(leaf.shape) for leaf in sharded.leaves),
+        "parameters": parameters,
         "model": dataclasses.asdict(request.size),
         "stage": zero.stage,
         "micro_batch": request.micro_batch,
@@ -118,11 +122,14 @@ def compile_step(request: Request) -> Row:
         "context": config.data.max_context,
         "compute_dtype": jnp.dtype(job.model.compute_dtype).name,
         "gradient_dtype": zero.gradient_dtype,
+        "state_dtype": config.optimizer.state_dtype,
+        "master_dtype": zero.master_dtype,
         "clipping": training.max_gradient_norm is not None,
         "skipping": training.skip_bad_steps,
         "fused_update": zero.fused_update,
         "fits": moved is not None and max([peak, *filter(None, peaks.values())]) <= available,
         "state_bytes": state.bytes_per_device(),
+        "state_bytes_per_parameter": state.bytes_per_device() * (sharded.shards if zero.stage else 1) / parameters,
         "gradient_bytes": gradients,
         "gathered_bytes": formula.gathered,
         "peak_bytes": peak,

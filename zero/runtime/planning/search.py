@@ -26,10 +26,17 @@ def every_stage(pool: Executor, request: Request) -> list[Row]:
 def fastest(pool: Executor, request: Request) -> list[Row]:
     """A row for each setting of the grid, but those with more sequences than one that does not fit."""
     grid = request.config.plan.grid
-    contexts = grid.context or [request.config.data.max_context]
+    choices = {
+        "stage": grid.stage,
+        "accumulation": grid.accumulation,
+        "remat": grid.remat,
+        "context": grid.context or [request.config.data.max_context],
+        "state_dtype": grid.state_dtype or [request.config.optimizer.state_dtype],
+        "master_dtype": grid.master_dtype or [request.config.zero.master_dtype],
+    }
     jobs = []
-    for stage, accumulation, remat, context in itertools.product(grid.stage, grid.accumulation, grid.remat, contexts):
-        other = request.with_changes(stage=stage, accumulation=accumulation, remat=remat, context=context)
+    for values in itertools.product(*choices.values()):
+        other = request.with_changes(**dict(zip(choices, values, strict=True)))
         jobs.append(
             pool.submit(compile_steps, [other.with_changes(micro_batch) for micro_batch in sorted(grid.micro_batch)])
         )

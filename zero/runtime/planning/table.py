@@ -35,6 +35,7 @@ def table(result: dict[str, Any], config: Config) -> str:
         f"{result['parameters']:,} parameters"
     )
     legend = [
+        "state: weights and optimizer state between steps; bytes/parameter: of one copy of it",
         "memory in GiB per device: of the step, and while the run evaluates and samples between two steps",
         "per step: GB that a device sends, TFLOP that it computes, a lower bound on the time, tokens of all devices",
     ]
@@ -60,6 +61,7 @@ def training_command(row: Row, config: Config) -> str:
     config.training.batch_size = row["micro_batch"] * row["accumulation"] * row["devices"] // row["hosts"]
     config.training.gradient_accumulation_steps = row["accumulation"]
     config.zero.stage, config.zero.remat = row["stage"], row["remat"]
+    config.optimizer.state_dtype, config.zero.master_dtype = row["state_dtype"], row["master_dtype"]
     default, planned = (_by_key(values) for values in (OmegaConf.to_container(default_config()), asdict(config)))
     changed = [key for key in planned if planned[key] != default[key] and key not in _CHOSEN]
     overrides = [f"{key}={_override_value(planned[key])}" for key in (*_CHOSEN, *changed)]
@@ -124,6 +126,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "context": lambda row: str(row["context"]),
     "remat": lambda row: row["remat"] + (", fused" if row["fused_update"] else ""),
     "parameters": _number("parameters", "{:.3f}B", 1e9),
+    "bytes/parameter": _number("state_bytes_per_parameter", "{:.2f}"),
     "state": _number("state_bytes", "{:.3f}", GIB),
     "gradients": _number("gradient_bytes", "{:.3f}", GIB),
     "gathered": _number("gathered_bytes", "{:.3f}", GIB),
