@@ -87,11 +87,12 @@ def _setup(
     blockwise_from: int | None = None,
     tx: optax.GradientTransformation | None = None,
     master_dtype: Any = jnp.float32,
+    config: GPTConfig = CONFIG,
     **options: Any,
 ) -> Setup:
     axis = zero.Axis("zero", (1, devices))
     dtypes = (dtype, dtype, jnp.float32, gradient_dtype)
-    model = ShardedGPT(CONFIG, axis, stage, *dtypes, remat, blockwise_from, master_dtype)
+    model = ShardedGPT(config, axis, stage, *dtypes, remat, blockwise_from, master_dtype)
     tx, rate, used = tx or adamw(0.1), CountedRate(), tuple(jax.devices()[:devices])
     programs = make_programs(
         model,
@@ -156,20 +157,23 @@ def named(tree: Any) -> dict[str, np.ndarray]:
 
 
 @cache
-def first_params() -> Any:
-    init = jax.jit(partial(GPT(CONFIG).init, method="hidden"))
+def first_params(config: GPTConfig = CONFIG) -> Any:
+    init = jax.jit(partial(GPT(config).init, method="hidden"))
     variables: Any = init(jax.random.key(SEED), jnp.zeros((1, 2), int), None)
     return variables["params"]
 
 
+CLIP = optax.clip_by_global_norm(MAX_NORM)
+
+
 @cache
-def reference() -> Run:
+def reference(config: GPTConfig = CONFIG, clip: optax.GradientTransformation = CLIP) -> Run:
     """One device, nothing of `zero` but the model: what DESIGN.md says a step is."""
-    model = GPT(CONFIG)
-    params = first_params()
+    model = GPT(config)
+    params = first_params(config)
     no_decay = {"bias", "scale"}
     mask = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in no_decay, params)
-    tx = optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(RATE, b2=0.95, weight_decay=0.1, mask=mask))
+    tx = optax.chain(clip, optax.adamw(RATE, b2=0.95, weight_decay=0.1, mask=mask))
 
     @jax.jit
     def step(params: Any, state: Any, rows: jax.Array, number: jax.Array) -> Any:
@@ -199,10 +203,10 @@ def assert_equal(got: Run, expected: Run) -> None:
         np.testing.assert_array_equal(got.params[name], x, err_msg=name)
 
 
-def assert_close(got: Run, expected: Run, rtol: float) -> None:
+def assert_close(got: Run, expected: Run, rtol: float, config: GPTConfig = CONFIG) -> None:
     for name in ("loss", "gradient_norm"):
         np.testing.assert_allclose(got.metrics[name], expected.metrics[name], rtol=rtol, err_msg=name)
-    start = named(first_params())
+    start = named(first_params(config))
     for name, x in expected.params.items():
         # Adam blows the rounding of small gradients up, and the gradient of the keys' bias, which softmax does not see,
         # is nothing else: so the whole of a leaf is compared, beside how far it has moved.

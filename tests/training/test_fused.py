@@ -1,17 +1,39 @@
-"""The update inside the backward pass against the update after it, and what it refuses."""
+"""The update inside the backward pass against the update after it: clipping, skipping, layers in groups, refusals."""
 
+import dataclasses
 import math
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax import lax
 
 import zero
-from tests.training.small_gpt import assert_close, batch, reference, run_on, setup, shapes_of
+from tests.training.small_gpt import (
+    CLIP,
+    CONFIG,
+    MAX_NORM,
+    Run,
+    advance,
+    assert_close,
+    assert_equal,
+    batch,
+    bits,
+    reference,
+    run_on,
+    setup,
+    shapes_of,
+)
+from zero.models.gpt import BLOCKS
+from zero.training.fused import Guard, backward_and_update
+from zero.training.nested import group_size
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+DEEP = dataclasses.replace(CONFIG, N=6)  # three groups of two layers
 
 
 def test_an_update_inside_the_backward_pass_is_the_same_update() -> None:
@@ -57,15 +79,131 @@ def test_an_update_inside_the_backward_pass_that_needs_other_layers_is_refused(t
     [
         {"stage": 2},
         {"micro_batches": 3},
-        {"max_norm": 1.0},
-        {"skip_bad_steps": True},
         {"skip_spikes": 6.0},
         {"remat": "dots"},
     ],
     ids=lambda changed: next(iter(changed)),
 )
 def test_what_needs_the_whole_gradient_is_refused_beside_a_fused_update(changed: dict[str, Any]) -> None:
-    options = {"stage": 3, "micro_batches": 1, "max_norm": None, "skip_bad_steps": False} | changed
+    options = {"stage": 3, "micro_batches": 1} | changed
     on = setup(8, fused_update=True, **options)
     with pytest.raises(ValueError, match="fused_update needs"):
         on.programs.step.lower(shapes_of(on), batch(on, 0))
+
+
+def clip_parts(max_norm: float) -> optax.GradientTransformation:
+    """Each layer, and all that is in no layer, to its share of the norm; of whole gradients."""
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        limit = max_norm / np.sqrt(DEEP.N + 1)
+
+        def clipped(part: Any) -> Any:
+            shrink = jnp.minimum(1, limit / optax.tree.norm(part))
+            return jax.tree.map(lambda g: g * shrink, part)
+
+        rest = clipped({name: part for name, part in grads.items() if name != BLOCKS})
+        return {**rest, BLOCKS: jax.vmap(clipped)(grads[BLOCKS])}, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+CLIP_PARTS = clip_parts(MAX_NORM)
+
+
+@cache
+def run(
+    devices: int, stage: int = 3, max_norm: float | None = MAX_NORM, remat: str = "full", fused: bool = True
+) -> Run:
+    return run_on(setup(devices, stage, max_norm=max_norm, remat=remat, config=DEEP, fused_update=fused))
+
+
+@pytest.mark.parametrize("devices", [8, 3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_fused_update_clips_each_layer_and_the_rest(devices: int) -> None:
+    assert_close(run(devices), reference(DEEP, CLIP_PARTS), rtol=1e-5, config=DEEP)
+
+
+def test_the_reference_clips_some_parts_and_not_others() -> None:
+    """What it does differs from clipping nothing, and from clipping all that the global norm asks for."""
+    losses = [reference(DEEP, clip).metrics["loss"] for clip in (CLIP_PARTS, optax.identity(), CLIP)]
+    assert len({loss[-1] for loss in losses}) == 3
+
+
+@pytest.mark.parametrize("stages", [(2, 3), pytest.param((0, 1), marks=pytest.mark.slow)])
+def test_layers_in_groups_are_the_same_layers(stages: tuple[int, int]) -> None:
+    low, high = (run(8, stage, remat="nested", fused=False) for stage in stages)
+    assert_equal(low, high)
+    assert_close(high, run(8, stages[1], fused=False), rtol=1e-6, config=DEEP)
+
+
+@pytest.mark.parametrize("devices", [8, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_fused_update_of_layers_in_groups_is_the_same_update(devices: int) -> None:
+    assert_equal(run(devices, remat="nested"), run(devices))
+
+
+def test_groups_keep_fewer_inputs() -> None:
+    assert [group_size(layers) for layers in (1, 2, 6, 7, 36, 136)] == [1, 1, 2, 1, 6, 8]
+
+
+@pytest.mark.parametrize("remat", ["full", "nested"])
+def test_nothing_moves_where_the_loss_is_not_finite(remat: str) -> None:
+    on = setup(8, 3, remat=remat, config=DEEP, fused_update=True)
+    state, _ = advance(on, on.start(), range(1))
+    healthy, sick = state.params["norm"]["scale"], np.array(state.params["norm"]["scale"])
+    sick[0] = np.nan  # on the first device alone
+    state = state._replace(params={**state.params, "norm": {**state.params["norm"], "scale": sick}})
+    before = bits((state.params, state.opt_state))
+    state, metrics = advance(on, state, range(1, 3))
+    for got, expected in zip(bits((state.params, state.opt_state)), before, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    assert [m["skipped_steps"] for m in metrics] == [m["skipped_in_a_row"] for m in metrics] == [1, 2]
+    state = state._replace(params={**state.params, "norm": {**state.params["norm"], "scale": healthy}})
+    _, (metrics_after,) = advance(on, state, range(3, 4))
+    assert (metrics_after["skipped_steps"], metrics_after["skipped_in_a_row"]) == (2, 0)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("bad", [None, 0, 2, "rest"])
+def test_a_part_whose_gradient_is_not_finite_stays_and_the_others_move(bad: Any, group: int) -> None:
+    """Of a toy whose derivative is poisoned on one device, by a part's number; its values are finite."""
+    layers, n = 4, jax.device_count()
+    sick = jnp.zeros(layers).at[bad].set(jnp.nan) if isinstance(bad, int) else jnp.zeros(layers)
+
+    @jax.custom_vjp
+    def poisoned(w: jax.Array, poison: jax.Array) -> jax.Array:
+        return w
+
+    poisoned.defvjp(lambda w, poison: (w, poison), lambda poison, g: (g + poison, None))
+    whole = {BLOCKS: {"w": jnp.ones((layers, 2 * n))}, "rest": {"w": jnp.ones(2 * n)}}
+    layout = zero.make_layout(whole, n, stacked=(BLOCKS,))
+    axis, tx = zero.Axis("zero", (1, n)), optax.sgd(0.5)
+
+    def step(params: Any) -> Any:
+        last = lax.axis_index("zero") == n - 1
+
+        def poison(of: jax.Array) -> jax.Array:
+            return jnp.where(last, of, 0)
+
+        return backward_and_update(
+            lambda rest: rest["rest"]["w"],
+            lambda p, x, layer: x + poisoned(p["w"], poison(sick[layer])),
+            lambda rest, x: jnp.sum(
+                x * poisoned(rest["rest"]["w"], poison(jnp.float32(jnp.nan if bad == "rest" else 0)))
+            ),
+            tx,
+            lambda params, updates: jax.tree.map(jnp.add, params, updates),
+            params,
+            tx.init(params),
+            layout=layout,
+            axis=axis,
+            group=group,
+            guard=Guard(None, skips=True),
+        )
+
+    shards = jax.pmap(lambda _: zero.shard(whole, layout, axis), "zero")(np.ones(n))
+    _, params, _, norm, is_bad = jax.pmap(step, "zero")(shards)
+    is_moved = [bool((np.asarray(params[BLOCKS]["w"])[:, layer] != 1).all()) for layer in range(layers)]
+    assert is_moved == [layer != bad for layer in range(layers)]
+    assert (np.asarray(params["rest"]["w"]) != 1).all() == (bad != "rest")
+    stays = [np.asarray(params[BLOCKS]["w"])[:, bad]] if isinstance(bad, int) else []
+    assert all((x == 1).all() for x in stays)
+    assert np.isfinite(norm).all() == (bad is None) and is_bad.all() == is_bad.any() == (bad is not None)

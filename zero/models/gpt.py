@@ -31,9 +31,11 @@ BLOCKS, VOCABULARY = "blocks", "vocabulary"
 STACKED = (BLOCKS, VOCABULARY)
 
 # What of a layer is kept for the backward pass besides its input, by name; the rest is computed again. With "none"
-# there is no checkpoint at all: one that keeps everything still copies and rounds what it keeps.
+# there is no checkpoint at all: one that keeps everything still copies and rounds what it keeps. "nested" is for
+# callers that run the layers in groups and keep only the inputs of groups; by itself it is "full".
 REMAT: dict[str, Callable[..., bool] | None] = {
     "full": None,
+    "nested": None,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "none": None,
 }
@@ -217,8 +219,8 @@ class GPT(nn.Module):
       config: the size.
       dtype: of activations and matrix products; parameters are made in float32.
       lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
-      remat: what of a block is computed once more in the backward pass: "full" for all of it, "dots" for all but
-        matrix products with parameters, "none" for nothing, with the layers unrolled.
+      remat: what of a block is computed once more in the backward pass: "full" or "nested" for all of it, "dots"
+        for all but matrix products with parameters, "none" for nothing, with the layers unrolled.
       blockwise_from: the number of query positions from which attention is blockwise; None for never.
     """
 

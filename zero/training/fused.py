@@ -1,15 +1,17 @@
 """The optimizer's update inside the backward pass: a layer moves as soon as its gradient is known.
 
 No more than one layer's gradient exists, so stage 3 needs no memory for gradients. What needs the whole gradient
-before the first update is not available: clipping by global norm, skipping a bad step, adding up micro-batches.
+before the first update is not available: adding up micro-batches, clipping by the global norm. Instead the gradient is
+clipped, and skipped where it is not finite, part by part: each layer is a part, and all that is in no layer is one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,19 @@ from jax import lax
 from zero.models.gpt import BLOCKS
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split
-from zero.partition.optimizer import Squares, on_shards, squares
+from zero.partition.optimizer import Squares, norm_of, on_shards, squares
+
+
+class Guard(NamedTuple):
+    """What is done about a gradient that is too large or not finite.
+
+    Attributes:
+      max_norm: each of n parts is clipped to the norm `max_norm / sqrt(n)`, so the whole to `max_norm`; None: none is.
+      skips: leave a part as it was if its gradient, or the loss, is not finite.
+    """
+
+    max_norm: float | None = None
+    skips: bool = False
 
 
 def backward_and_update(
@@ -34,7 +48,9 @@ def backward_and_update(
     *,
     layout: Layout,
     axis: Axis,
-) -> tuple[jax.Array, PyTree, PyTree, Squares]:
+    group: int,
+    guard: Guard,
+) -> tuple[jax.Array, PyTree, PyTree, jax.Array, jax.Array]:
     """One step of `score(rest, block(... block(embed(rest)) ...))`, whose layers are stacked in `params[BLOCKS]`.
 
     The layers' parameters and state are carried through the reverse loop and overwritten in place, so that XLA keeps
@@ -43,15 +59,18 @@ def backward_and_update(
     Args:
       embed: what enters the first layer, from the parameters that are not in blocks.
       block: `(a layer's parameters, its input, its number)` to its output.
-      score: the loss, from the same parameters as `embed` and what leaves the last layer.
+      score: this device's part of the loss, from the same parameters as `embed` and what leaves the last layer.
       tx: the optimizer.
       moved: `(params, updates)` to new params.
       params, opt_state: shards.
       layout: of the parameters.
       axis: the pmap axis.
+      group: layers of which only the first one's input is kept for the backward pass; divides their number.
+      guard: what is clipped and skipped.
 
     Returns:
-      The loss, the new parameters and state, and the square sum of the gradients.
+      The loss, the new parameters and state, the norm of the gradient before it was clipped, and whether a part was
+      skipped: all but the shards are the same on every device.
 
     Raises:
       NotElementwiseError: `tx` needs other devices, or other layers.
@@ -61,30 +80,71 @@ def backward_and_update(
     rest_layout, layers_layout, layer_layout = layout.only(rest), layout.only([BLOCKS]), layout.at(BLOCKS)
     layers = jnp.arange(jax.tree.leaves(params[BLOCKS])[0].shape[0])
 
+    def layer_of(stacks: PyTree, layer: jax.Array) -> PyTree:
+        return jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, layer, keepdims=False), stacks)
+
+    def through(stacks: PyTree, x: jax.Array, layers: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What leaves a few layers, and what enters each of them. A slice of the stacks would be a copy."""
+        return lax.scan(lambda x, layer: (block(layer_of(stacks, layer), x, layer), x), x, layers)
+
+    def through_group(x: jax.Array, layers: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return through(params[BLOCKS], x, layers)[0], x
+
     x, embed_backward = jax.vjp(embed, rest)
-    x, inputs = lax.scan(lambda x, layer: (block(layer[0], x, layer[1]), x), x, (params[BLOCKS], layers))
+    x, kept = lax.scan(through_group, x, layers.reshape(-1, group))
     loss, score_backward = jax.vjp(score, rest, x)
     grads, dx = score_backward(jnp.ones_like(loss))
+    loss = lax.psum(loss, axis.name)
+    guarded = partial(_guarded, guard=guard, loss=loss, parts=len(layers) + 1, axis=axis)
 
-    def layer_backward(carry: tuple[jax.Array, PyTree], xs: tuple[jax.Array, jax.Array]) -> tuple[Any, Squares]:
+    def layer_backward(carry: tuple[jax.Array, PyTree], xs: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
         (dx, held), (x, layer) = carry, xs
         own, own_state = _subtrees(partial(jax.tree.map, lambda stack: lax.dynamic_slice_in_dim(stack, layer, 1)), held)
         _, backward = jax.vjp(lambda p, x: block(jax.tree.map(lambda stack: stack[0], p), x, layer), own[BLOCKS], x)
         own_grads, dx = backward(dx)
         sums = squares(jax.tree.map(lambda stack: stack[0], own_grads), layer_layout, axis)
-        updates, own_state = _one_layer(tx, layers_layout, axis, layer).update({BLOCKS: own_grads}, own_state, own)
-        new = moved(own, updates), own_state
+        own_grads, is_bad = guarded({BLOCKS: own_grads}, sums)
+        updates, new_state = _one_layer(tx, layers_layout, axis, layer).update(own_grads, own_state, own)
+        new = unless(is_bad, (moved(own, updates), new_state), (own, own_state))
         place = partial(jax.tree.map, lambda stack, x: lax.dynamic_update_slice_in_dim(stack, x, layer, 0))
-        return (dx, _subtrees(place, held, new)), sums
+        return (dx, _subtrees(place, held, new)), (sums, is_bad)
+
+    def group_backward(carry: tuple[jax.Array, PyTree], xs: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
+        (_, (now, _)), (x, layers) = carry, xs
+        inputs = x[None]
+        if group > 1:
+            last, inputs = through(now[BLOCKS], x, layers[:-1])
+            inputs = jnp.concatenate([inputs, last[None]])
+        return lax.scan(layer_backward, carry, (inputs, layers), reverse=True)
 
     held = _subtrees(partial(_only, keys=is_block, chosen=True), (params, opt_state))
-    (dx, held), sums = lax.scan(layer_backward, (dx, held), (inputs, layers), reverse=True)
+    (dx, held), of_layers = lax.scan(group_backward, (dx, held), (kept, layers.reshape(-1, group)), reverse=True)
     grads = jax.tree.map(jnp.add, grads, embed_backward(dx)[0])
-    updates, rest_state = on_shards(tx, rest_layout, axis).update(grads, rest_state, rest)
-    new = moved(rest, updates), rest_state
+    sums = squares(grads, rest_layout, axis)
+    grads, is_bad = guarded(grads, sums)
+    updates, new_state = on_shards(tx, rest_layout, axis).update(grads, rest_state, rest)
+    new = unless(is_bad, (moved(rest, updates), new_state), (rest, rest_state))
+    sums, is_bad = jax.tree.map(lambda rest, layers: rest + layers.sum().astype(rest.dtype), (sums, is_bad), of_layers)
     params, opt_state = _subtrees(lambda rest, blocks: {**rest, **blocks}, new, held)
-    sums = jax.tree.map(lambda rest, of_layers: rest + jnp.sum(of_layers), squares(grads, rest_layout, axis), sums)
-    return loss, params, opt_state, sums
+    return loss, params, opt_state, norm_of(sums, axis), is_bad
+
+
+def _guarded(
+    grads: PyTree, sums: Squares, *, guard: Guard, loss: jax.Array, parts: int, axis: Axis
+) -> tuple[PyTree, jax.Array]:
+    """A part's gradient, clipped, and whether the part is to be skipped; from its own square sum."""
+    if guard == Guard():
+        return grads, jnp.bool_(False)
+    norm = norm_of(sums, axis)
+    if guard.max_norm is not None:
+        shrink = jnp.minimum(1.0, guard.max_norm / math.sqrt(parts) / norm)
+        grads = jax.tree.map(lambda g: g * shrink, grads)
+    return grads, jnp.bool_(guard.skips) & ~(jnp.isfinite(norm) & jnp.isfinite(loss))
+
+
+def unless(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """The new tree, or the old one where a condition holds."""
+    return jax.tree.map(lambda new, old: jnp.where(condition, old, new), new, old)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,10 +21,11 @@ from jax.typing import DTypeLike
 from zero.models.gpt import BLOCKS, GPT, STACKED, Block, GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout, PyTree, derive_layout, make_layout
-from zero.partition.optimizer import Squares, global_norm, norm_of, on_shards
+from zero.partition.optimizer import global_norm, on_shards
 from zero.partition.stages import fully_shard, gather, scatter_sum, shard
 from zero.training.ema import update_ema
-from zero.training.fused import backward_and_update
+from zero.training.fused import Guard, backward_and_update, unless
+from zero.training.nested import group_size, nested_layers
 from zero.training.optimizer import decayed, scaled
 from zero.training.spikes import add_to_running, is_spike
 
@@ -77,7 +78,7 @@ class ShardedGPT:
       wire_dtype: of gradients on the wire.
       reduce_dtype: in which gradients are summed over devices.
       gradient_dtype: in which the sums are held until the update; micro-batches add up in float32 all the same.
-      remat: what the backward pass computes again, as for `GPT`.
+      remat: what the backward pass computes again, as for `GPT`; "nested" keeps the inputs of groups of layers alone.
       blockwise_from: the number of query positions from which attention is blockwise, as for `GPT`.
       master_dtype: of the parameters that are held, where weight decay applies to them; the others are float32.
     """
@@ -122,10 +123,11 @@ class ShardedGPT:
     def _lifted(self) -> GPT:
         return GPT(self.config, self.compute_dtype, self._lift, self.remat, self.blockwise_from)
 
-    def block(self, params: PyTree, x: jax.Array, layer: jax.Array, keys: jax.Array | None) -> jax.Array:
-        """One layer at stage 3, from its shards."""
-        module = self._lift(Block, BLOCKS)(self.config, self.compute_dtype, self.blockwise_from)
-        (x, _), _ = module.apply({"params": params}, (x, None), layer, keys, 0)
+    def block(self, variables: dict[str, PyTree], x: jax.Array, layer: jax.Array, keys: jax.Array | None) -> jax.Array:
+        """One layer, from its own part of the variables."""
+        module_class = self._lift(Block, BLOCKS) if self.stage >= 2 else Block
+        module = module_class(self.config, self.compute_dtype, self.blockwise_from)
+        (x, _), _ = module.apply(variables, (x, None), layer, keys, 0)
         return x
 
     def init(self, key: jax.Array) -> PyTree:
@@ -167,8 +169,13 @@ class ShardedGPT:
         self, variables: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Summed negative log-likelihoods in nats, and how many tokens of `(rows, context)` were scored."""
-        targets = next_tokens(tokens)
-        losses = self.apply(variables, jnp.maximum(tokens, 0), targets, keys)
+        targets, tokens_in = next_tokens(tokens), jnp.maximum(tokens, 0)
+        if self.remat == "nested":
+            stacked = {name: tree[BLOCKS] for name, tree in variables.items()}
+            x = nested_layers(partial(self.block, keys=keys), stacked, self.apply(variables, tokens_in, method="embed"))
+            losses, _ = self.apply(variables, x, targets, method="score")
+        else:
+            losses = self.apply(variables, tokens_in, targets, keys)
         return _sum_scored(losses, tokens, self.config), jnp.sum(targets >= 0)
 
 
@@ -227,13 +234,11 @@ def train_step(
     tx = scaled(tx, rate, state.step)
 
     is_bad, is_high = jnp.bool_(False), jnp.bool_(False)
-    is_skipping = skip_bad_steps or skip_spikes is not None
     if fused_update:
-        if model.stage != 3 or model.remat != "full" or micro_batches > 1 or max_gradient_norm or is_skipping:
-            raise ValueError("fused_update needs stage 3, full remat, one micro-batch, no clipping and no skipping")
-        loss, params, opt_state, sums = _fused(state, batch.tokens, keys, scored, model, tx)
-        loss = lax.psum(loss, model.axis.name)
-        norm = norm_of(sums, model.axis)
+        if model.stage != 3 or model.remat not in ("full", "nested") or micro_batches > 1 or skip_spikes is not None:
+            raise ValueError("fused_update needs stage 3, full or nested remat, one micro-batch and no skip_spikes")
+        guard = Guard(max_gradient_norm, skip_bad_steps)
+        loss, params, opt_state, norm, is_bad = _fused(state, batch.tokens, keys, scored, model, tx, guard)
     else:
         loss, grads = _loss_and_gradients(model, state.params, batch.tokens, keys, scored, micro_batches)
         # Stage 0 takes the norm of slices as well: the same sums in the same order at every stage.
@@ -251,12 +256,8 @@ def train_step(
             is_bad = ~jnp.isfinite(norm)
         if skip_spikes is not None:
             is_high = jnp.isfinite(norm) & is_spike(state.running, jnp.stack([loss, norm]), skip_spikes)
-        if is_skipping:
-            params, opt_state = jax.tree.map(
-                lambda new, old: jnp.where(is_bad | is_high, old, new),
-                (params, opt_state),
-                (state.params, state.opt_state),
-            )
+        if skip_bad_steps or skip_spikes is not None:
+            params, opt_state = unless(is_bad | is_high, (params, opt_state), (state.params, state.opt_state))
     ema = state.ema
     if ema_decay is not None:
         ema = update_ema(ema, params, ema_decay, state.step + 1 - state.skipped, is_bad | is_high)
@@ -322,29 +323,24 @@ def _fused(
     scored: jax.Array,
     model: ShardedGPT,
     tx: optax.GradientTransformation,
-) -> tuple[jax.Array, PyTree, PyTree, Squares]:
+    guard: Guard,
+) -> tuple[jax.Array, PyTree, PyTree, jax.Array, jax.Array]:
     """As `backward_and_update`."""
     targets = next_tokens(tokens)
 
     def embed(params: PyTree) -> jax.Array:
         return model.apply({"params": params}, jnp.maximum(tokens, 0), method="embed")
 
+    def block(params: PyTree, x: jax.Array, layer: jax.Array) -> jax.Array:
+        return model.block({"params": params}, x, layer, keys)
+
     def score(params: PyTree, x: jax.Array) -> jax.Array:
         losses, _ = model.apply({"params": params}, x, targets, method="score")
         return _sum_scored(losses, tokens, model.config) / scored
 
-    block = partial(model.block, keys=keys)
-    return backward_and_update(
-        embed,
-        block,
-        score,
-        tx,
-        optax.apply_updates,
-        state.params,
-        state.opt_state,
-        layout=model.layout,
-        axis=model.axis,
-    )
+    size = group_size(model.config.N) if model.remat == "nested" else 1
+    placement: Any = {"layout": model.layout, "axis": model.axis, "group": size, "guard": guard}
+    return backward_and_update(embed, block, score, tx, optax.apply_updates, state.params, state.opt_state, **placement)
 
 
 def _row_keys(seed: int, step: jax.Array, batch: Batch) -> jax.Array:

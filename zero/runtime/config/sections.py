@@ -30,6 +30,7 @@ from zero.runtime.config.constraints import (
     random_seed,
     zero_or_more,
 )
+from zero.training.nested import group_size
 from zero.training.optimizer import ELEMENTWISE, NAMES, QUANTISABLE, hyperparameters
 from zero.training.schedules import SCHEDULES
 
@@ -191,16 +192,15 @@ class Zero:
     replicate: bool | None = MISSING
 
     def mistakes(self, config: Config, size: GPTConfig) -> Mistakes:
+        if self.remat == "nested" and group_size(size.N) == 1:
+            yield "zero.remat", f"full, as the {size.N} layers of model.size={config.model.size} make no equal groups"
         if not self.fused_update:
             return
-        training = config.training
         needed: dict[str, tuple[Any, list[Any]]] = {
             "zero.stage": (self.stage, [3]),
-            "zero.remat": (self.remat, ["auto", "full"]),
-            "training.max_gradient_norm": (training.max_gradient_norm, [None]),
-            "training.skip_bad_steps": (training.skip_bad_steps, [False]),
-            "training.skip_spikes": (training.skip_spikes, [None]),
-            "training.gradient_accumulation_steps": (training.gradient_accumulation_steps, [1]),
+            "zero.remat": (self.remat, ["auto", "full", "nested"]),
+            "training.skip_spikes": (config.training.skip_spikes, [None]),
+            "training.gradient_accumulation_steps": (config.training.gradient_accumulation_steps, [1]),
         }
         for key, (value, choices) in needed.items():
             if value not in choices:
