@@ -20,6 +20,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout as ArrayLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.typing import DTypeLike
 
 from zero.partition import coalesced, collectives
@@ -170,7 +172,7 @@ def fully_shard(
 
     def whole(shards: PyTree, gathered: PyTree | None, gradients: PyTree | None) -> PyTree:
         on = checked_axis(layout, axis)
-        full = gather(_unread(shards, dtype), layout, on, dtype) if gathered is None else gathered
+        full = gather(_pinned(shards, dtype), layout, on, dtype) if gathered is None else gathered
         full = lax.stop_gradient(full)  # else zeros would be reduce-scattered to its shards
         with jax.named_scope("zero_borrow"):
             flow_to = shards if gradients is None else gradients
@@ -217,14 +219,18 @@ def _as_held(full: PyTree, layout: Layout) -> PyTree:
     return layout.map(lambda leaf, x: x.astype(leaf.dtype), full)
 
 
-def _unread(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
-    """The same floats, where they are going to be rounded to `dtype`, by way of bits that XLA does not look into.
+def _pinned(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
+    """The same shards, which XLA for TPU cannot prepare for all turns of a loop ahead of it.
 
-    What a loop over layers slices and then rounds to the dtype on the wire, XLA for TPU would round as a whole before
-    the loop, and hold both.
+    What a loop over layers slices and then rounds to the dtype on the wire, it would round as a whole before the loop,
+    and hold both: so it is passed on as bits, which it does not look into. What the loop slices and gathers without
+    rounding, it would transpose as a whole where the product with the gathered weight prefers that: so the layout in
+    memory is fixed.
     """
 
     def one(x: jax.Array) -> jax.Array:
+        if x.dtype.itemsize < 4:
+            return with_layout_constraint(x, ArrayLayout(tuple(range(x.ndim))))
         if dtype is None or x.dtype != jnp.float32 or x.dtype == dtype:
             return x
         return lax.bitcast_convert_type(lax.optimization_barrier(lax.bitcast_convert_type(x, jnp.uint32)), x.dtype)

@@ -326,7 +326,6 @@ def _fused(
     guard: Guard,
 ) -> tuple[jax.Array, PyTree, PyTree, jax.Array, jax.Array]:
     """As `backward_and_update`."""
-    targets = next_tokens(tokens)
 
     def embed(params: PyTree) -> jax.Array:
         return model.apply({"params": params}, jnp.maximum(tokens, 0), method="embed")
@@ -335,7 +334,7 @@ def _fused(
         return model.block({"params": params}, x, layer, keys)
 
     def score(params: PyTree, x: jax.Array) -> jax.Array:
-        losses, _ = model.apply({"params": params}, x, targets, method="score")
+        losses, _ = model.apply({"params": params}, x, next_tokens(tokens), method="score")
         return _sum_scored(losses, tokens, model.config) / scored
 
     size = group_size(model.config.N) if model.remat == "nested" else 1

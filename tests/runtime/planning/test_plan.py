@@ -129,8 +129,9 @@ def test_days_and_dollars_are_shown_where_there_is_a_price() -> None:
     row |= {"peak_bytes": 2**32, "sampling_peak_bytes": 5 * 2**30, "available_bytes": 2**33, "parameters": 10**9}
     row |= {"stage": 3, "micro_batch": 2, "accumulation": 1, "context": 64, "tokens": 1024, "flops": 10**12}
     found: dict[str, Any] = row | {"remat": "full", "fused_update": False, "fits": True, "collective_bytes": None}
+    found |= {"state_bytes_per_parameter": 12.0}
     found |= {"seconds_lower_bound": None, "compile_seconds": 3.0, "days_lower_bound": 1234.5, "days_at_mfu": 2000.0}
-    found |= {"dollars_lower_bound": 98765.4, "dollars_at_mfu": None, "state_bytes_per_parameter": 12.0}
+    found |= {"dollars_lower_bound": 98765.4, "dollars_at_mfu": None}
     result = {"topology": "v3-8", "devices": 8, "parameters": 10**9, "best": None, "rows": [found]}
     config: Config = OmegaConf.to_object(OmegaConf.merge(Config, default_config()))  # type: ignore[assignment]
     plain = table(result, config)
@@ -159,17 +160,22 @@ MIXTURE = "[{index: 'my text.index', weight: 0.7}, {index: gs://b/c.index, weigh
 def test_the_training_command_composes_to_what_was_planned(overrides: list[str]) -> None:
     """Every key of it, but those of the plan: the step is then the one that was compiled."""
     planned = check(compose("mode=plan", "plan.topology=v3-32", *overrides), load_sizes())
-    row = {"micro_batch": 2, "devices": 32, "hosts": 4, "stage": 3, "remat": "dots", "context": 128, "accumulation": 1}
-    row |= {} if planned.zero.fused_update else {"stage": 2, "accumulation": 4}
-    row |= {"state_dtype": "int8", "master_dtype": planned.zero.master_dtype}
+    row: dict[str, Any] = {"micro_batch": 2, "devices": 32, "hosts": 4, "context": 128, "state_dtype": "bfloat16"}
+    is_fused = planned.zero.fused_update
+    row |= (
+        {"stage": 3, "remat": "nested", "accumulation": 1}
+        if is_fused
+        else {"stage": 2, "remat": "dots", "accumulation": 4}
+    )
+    row["master_dtype"] = planned.zero.master_dtype
     python, program, *command = shlex.split(training_command(row, planned))
     assert (python, program) == ("python", "main_zero.py")
     trained = check(compose(*command), load_sizes())
     assert (trained.mode, trained.training.batch_size) == ("train", 16 * row["accumulation"])
-    planned.data.max_context, planned.zero.stage, planned.zero.remat = 128, row["stage"], "dots"
+    planned.data.max_context, planned.zero.stage, planned.zero.remat = 128, row["stage"], row["remat"]
+    planned.optimizer.state_dtype = row["state_dtype"]
     planned.training.batch_size = trained.training.batch_size
     planned.training.gradient_accumulation_steps = row["accumulation"]
-    planned.optimizer.state_dtype = "int8"
     planned.mode, planned.plan = trained.mode, trained.plan
     assert trained == planned
 

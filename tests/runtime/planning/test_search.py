@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from zero.models.gpt import GPTConfig
-from zero.runtime.config.sections import Config
+from zero.runtime.config.sections import Config, Grid
 from zero.runtime.planning import search
 from zero.runtime.planning.compile import Request
 
@@ -50,8 +50,10 @@ def test_a_search_goes_over_all_combinations_of_the_grid(monkeypatch: pytest.Mon
         ]
 
 
-@pytest.mark.parametrize("fits_up_to", [4, 5, 8, 61])
-def test_the_deepest_that_fits_is_found_in_a_few_programs(fits_up_to: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("fits_up_to", "remat"), [(4, "full"), (5, "full"), (8, "full"), (61, "full"), (77, "nested")])
+def test_the_deepest_that_fits_is_found_in_a_few_programs(
+    fits_up_to: int, remat: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried = []
 
     def compile_step(request: Request) -> dict[str, Any]:
@@ -63,8 +65,24 @@ def test_the_deepest_that_fits_is_found_in_a_few_programs(fits_up_to: int, monke
         return peaks | {"fits": layers <= fits_up_to, "available_bytes": available, "layers": layers}
 
     monkeypatch.setattr(search, "compile_step", compile_step)
-    size = GPTConfig(512, 50304, 2, 64, 0.0, 4)
-    (row,) = search.deepest(Request(Config(), size, 1))
-    assert row["layers"] == fits_up_to and len(tried) <= 6
+    request = Request(Config(), GPTConfig(512, 50304, 2, 64, 0.0, 4), 1).with_changes(remat=remat)
+    (row,) = search.deepest(request)
+    assert row["layers"] == (72 if remat == "nested" else fits_up_to) and len(tried) <= 6
     monkeypatch.setattr(search, "compile_step", lambda request: compile_step(request) | {"fits": False})
-    assert search.deepest(Request(Config(), size, 1)) == []
+    assert search.deepest(request) == []
+
+
+def test_searches_go_over_the_dtypes_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config()
+    config.plan.grid = Grid([3], [1], [1], ["full"], ["float32", "bfloat16"], ["int8"], [64])
+
+    def dtypes(request: Request) -> dict[str, Any]:
+        return {"dtypes": (request.config.zero.master_dtype, request.config.optimizer.state_dtype)}
+
+    monkeypatch.setattr(search, "compile_steps", lambda requests: [dtypes(request) for request in requests])
+    monkeypatch.setattr(search, "deepest", lambda request: [dtypes(request)])
+    monkeypatch.setattr(search, "WIDTHS", (512,))
+    size = GPTConfig(512, 50304, 2, 64, 0.0, 4)
+    with ThreadPoolExecutor(1) as pool:
+        for rows in (search.fastest(pool, Request(config, size, 1)), search.largest(pool, config)):
+            assert [row["dtypes"] for row in rows] == [("float32", "int8"), ("bfloat16", "int8")]

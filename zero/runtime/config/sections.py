@@ -253,9 +253,9 @@ class Grid:
     micro_batch: list[int] = list_of(at_least(1))
     accumulation: list[int] = list_of(at_least(1))
     remat: list[str] = list_of(one_of(*REMAT))
-    context: list[int] | None = list_of(at_least(2))
-    state_dtype: list[str] | None = list_of(one_of(*STATE_DTYPES))
     master_dtype: list[str] | None = list_of(one_of(*DTYPES))
+    state_dtype: list[str] | None = list_of(one_of(*STATE_DTYPES))
+    context: list[int] | None = list_of(at_least(2))
 
 
 @dataclass

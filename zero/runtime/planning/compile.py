@@ -122,14 +122,14 @@ def compile_step(request: Request) -> Row:
         "context": config.data.max_context,
         "compute_dtype": jnp.dtype(job.model.compute_dtype).name,
         "gradient_dtype": zero.gradient_dtype,
-        "state_dtype": config.optimizer.state_dtype,
         "master_dtype": zero.master_dtype,
+        "state_dtype": config.optimizer.state_dtype,
         "clipping": training.max_gradient_norm is not None,
         "skipping": training.skip_bad_steps,
         "fused_update": zero.fused_update,
         "fits": moved is not None and max([peak, *filter(None, peaks.values())]) <= available,
         "state_bytes": state.bytes_per_device(),
-        "state_bytes_per_parameter": state.bytes_per_device() * (sharded.shards if zero.stage else 1) / parameters,
+        "state_bytes_per_parameter": _bytes_per_parameter(state, sharded),
         "gradient_bytes": gradients,
         "gathered_bytes": formula.gathered,
         "peak_bytes": peak,
@@ -140,6 +140,12 @@ def compile_step(request: Request) -> Row:
         "tokens": len(devices) * request.rows * config.data.max_context,
         "compile_seconds": seconds,
     }
+
+
+def _bytes_per_parameter(state: Layout, params: Layout) -> float:
+    """Of the logical arrays: without padding and copies."""
+    held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in state.leaves)
+    return held / sum(math.prod(leaf.shape) for leaf in params.leaves)
 
 
 def highest_peak(row: Row) -> int:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable
 from concurrent.futures import Executor, Future, as_completed
 from dataclasses import replace
+from typing import Any
 
 from tqdm import tqdm
 
@@ -26,37 +27,42 @@ def every_stage(pool: Executor, request: Request) -> list[Row]:
 def fastest(pool: Executor, request: Request) -> list[Row]:
     """A row for each setting of the grid, but those with more sequences than one that does not fit."""
     grid = request.config.plan.grid
-    choices = {
-        "stage": grid.stage,
-        "accumulation": grid.accumulation,
-        "remat": grid.remat,
-        "context": grid.context or [request.config.data.max_context],
-        "state_dtype": grid.state_dtype or [request.config.optimizer.state_dtype],
-        "master_dtype": grid.master_dtype or [request.config.zero.master_dtype],
-    }
+    keys: dict[str, Any] = {"stage": grid.stage, "accumulation": grid.accumulation, "remat": grid.remat}
     jobs = []
-    for values in itertools.product(*choices.values()):
-        other = request.with_changes(**dict(zip(choices, values, strict=True)))
-        jobs.append(
-            pool.submit(compile_steps, [other.with_changes(micro_batch) for micro_batch in sorted(grid.micro_batch)])
-        )
+    for values in itertools.product(*keys.values()):
+        for other in _state_dtypes(request.with_changes(**dict(zip(keys, values, strict=True)))):
+            for context in grid.context or [request.config.data.max_context]:
+                rows = [other.with_changes(rows, context=context) for rows in sorted(grid.micro_batch)]
+                jobs.append(pool.submit(compile_steps, rows))
     return gather(jobs)
 
 
 def largest(pool: Executor, config: Config) -> list[Row]:
-    """A row for the deepest model of each width, where one fits."""
+    """A row for the deepest model of each width and each dtype of the state in the grid, where one fits."""
     context = max(config.plan.grid.context or [1024])
     sizes = (GPTConfig(width, 50304, width // 256, context, 0.0, 4, vocab_chunks=12) for width in WIDTHS)
     requests = (Request(config, size, config.plan.micro_batch).with_changes(context=context) for size in sizes)
-    return gather([pool.submit(deepest, request) for request in requests])
+    return gather([pool.submit(deepest, other) for request in requests for other in _state_dtypes(request)])
+
+
+def _state_dtypes(request: Request) -> list[Request]:
+    """The request with each dtype of weights and moments in the grid."""
+    grid, config = request.config.plan.grid, request.config
+    masters, states = (
+        grid.master_dtype or [config.zero.master_dtype],
+        grid.state_dtype or [config.optimizer.state_dtype],
+    )
+    return [request.with_changes(master_dtype=m, state_dtype=s) for m, s in itertools.product(masters, states)]
 
 
 def deepest(request: Request) -> list[Row]:
     """The row of the deepest model of this width that fits, if any does.
 
     Memory is almost linear in the number of layers. Two programs give the line, the third is where the line reaches the
-    available memory, and from there it is a few steps at most.
+    available memory, and from there it is a few steps at most. Layers in groups are added by eight, because of other
+    numbers some have no groups of similar size and number.
     """
+    unit = 8 if request.config.zero.remat == "nested" else 1
     tried: dict[int, Row] = {}
 
     def try_layers(layers: int) -> Row:
@@ -64,15 +70,16 @@ def deepest(request: Request) -> list[Row]:
             tried[layers] = compile_step(replace(request, size=replace(request.size, N=layers)))
         return tried[layers]
 
-    low, high = try_layers(4), try_layers(8)
+    fewest = max(4, unit)
+    low, high = try_layers(fewest), try_layers(2 * fewest)
     if not low["fits"]:
         return []
-    per_layer = (highest_peak(high) - highest_peak(low)) / 4
-    layers = 4 + int((low["available_bytes"] - highest_peak(low)) / per_layer)
+    per_layer = (highest_peak(high) - highest_peak(low)) / fewest
+    layers = fewest + unit * int((low["available_bytes"] - highest_peak(low)) / per_layer / unit)
     while not try_layers(layers)["fits"]:
-        layers -= 1
-    while layers + 1 not in tried and try_layers(layers + 1)["fits"]:
-        layers += 1
+        layers -= unit
+    while layers + unit not in tried and try_layers(layers + unit)["fits"]:
+        layers += unit
     return [tried[layers]]
 
 

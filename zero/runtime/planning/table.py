@@ -61,7 +61,7 @@ def training_command(row: Row, config: Config) -> str:
     config.training.batch_size = row["micro_batch"] * row["accumulation"] * row["devices"] // row["hosts"]
     config.training.gradient_accumulation_steps = row["accumulation"]
     config.zero.stage, config.zero.remat = row["stage"], row["remat"]
-    config.optimizer.state_dtype, config.zero.master_dtype = row["state_dtype"], row["master_dtype"]
+    config.zero.master_dtype, config.optimizer.state_dtype = row["master_dtype"], row["state_dtype"]
     default, planned = (_by_key(values) for values in (OmegaConf.to_container(default_config()), asdict(config)))
     changed = [key for key in planned if planned[key] != default[key] and key not in _CHOSEN]
     overrides = [f"{key}={_override_value(planned[key])}" for key in (*_CHOSEN, *changed)]
