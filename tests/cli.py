@@ -1,12 +1,17 @@
 """Starts main_zero.py as a person does, with a model and a corpus that take seconds. A helper of tests."""
 
+import atexit
 import json
 import os
 import random
+import select
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +31,12 @@ TINY = (
     "training.batch_size=16",
     "training.gradient_accumulation_steps=2",
     "training.warmup_steps=3",
-    "training.staged_warmup_steps=6",
+    "training.staged_warmup_steps=0",
     "training.warmup_train_context=8",
-    "training.evaluation_frequency=20",
+    "training.evaluation_frequency=6",
     "training.maximum_evaluation_steps=2",
     "training.log_frequency=1",
-    "training.total_steps=40",
+    "training.total_steps=12",  # a part of the program, as all schedules are: tests that keep it share what is compiled
     "training.sample_tokens=0",
     "distributed.cpu_devices=8",
 )
@@ -43,11 +48,18 @@ while os.getppid() == parent and time.monotonic() < end:  # ends by itself where
 """
 
 
+@cache
+def _session() -> Path:
+    """A directory for what all programs share that this process starts."""
+    place = Path(tempfile.mkdtemp(prefix="zero-tests-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    (place / "absent").mkdir()
+    (place / "absent" / "torch.py").write_text('raise ModuleNotFoundError("torch is for tests alone")')
+    return place
+
+
 def make_workplace(place: Path) -> Path:
     """A directory to start from, with a corpus of nonsense in it; the index files are named relative to it."""
-    absent = place / "absent" / "torch.py"
-    absent.parent.mkdir(parents=True)
-    absent.write_text('raise ModuleNotFoundError("torch is for tests alone")')
     words = random.Random(0)
     source = place / "text"
     source.mkdir(parents=True)
@@ -66,16 +78,19 @@ def make_workplace(place: Path) -> Path:
     return place
 
 
-def environment(workplace: Path) -> dict[str, str]:
-    """Nothing of what tests/conftest.py sets but what keeps a run off the network; programs are compiled once."""
+def environment() -> dict[str, str]:
+    """Nothing of what tests/conftest.py sets but what keeps a run off the network; programs are compiled once.
+
+    Each process of tests has a cache of its own: two that write the same program at once would spoil it.
+    """
     inherited = {
         name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC", "JAX_NUM_CPU_DEVICES")
     }
     return inherited | {
-        "JAX_COMPILATION_CACHE_DIR": str(workplace / "compiled"),
+        "JAX_COMPILATION_CACHE_DIR": str(_session() / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "PYTHONPATH": str(workplace / "absent"),  # webdataset would import torch, which takes seconds, for nothing
+        "PYTHONPATH": str(_session() / "absent"),  # webdataset would import torch, which takes seconds, for nothing
     }
 
 
@@ -84,15 +99,50 @@ def start(workplace: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, str(MAIN), *arguments],
         cwd=workplace,
-        env=environment(workplace),
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 100) -> subprocess.CompletedProcess[str]:
-    """What it printed and its exit status; it is killed if it takes longer."""
+class Fork:
+    """A run that `Forks` has started."""
+
+    def __init__(self, server: subprocess.Popen[str], workplace: Path, arguments: tuple[str, ...]) -> None:
+        request = {"cwd": str(workplace), "environment": environment(), "arguments": arguments}
+        print(json.dumps(request), file=server.stdin, flush=True)
+        self._server, self._arguments = server, arguments
+        self._pid: int = self._answer()["pid"]
+        self._done: subprocess.CompletedProcess[str] | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status, or None while it runs."""
+        if self._done is None and not select.select([self._server.stdout], [], [], 0)[0]:
+            return None
+        return self.finish().returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self._pid, number)
+
+    def finish(self) -> subprocess.CompletedProcess[str]:
+        """What it printed and its exit status."""
+        if self._done is None:
+            answer = self._answer()
+            results = answer["status"], answer["output"], answer["errors"]
+            self._done = subprocess.CompletedProcess(self._arguments, *results)
+        return self._done
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._server.stdout is not None
+        return json.loads(self._server.stdout.readline())
+
+
+def finish(process: subprocess.Popen[str] | Fork, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+    """What it printed and its exit status; unless it is a fork, it is killed if it takes longer."""
+    if isinstance(process, Fork):
+        return process.finish()
     try:
         output, errors = process.communicate(timeout=timeout)
     finally:
@@ -105,28 +155,32 @@ def run(workplace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 class Forks:
-    """Many short runs from one process that has imported everything; each is a process with a status of its own."""
+    """Short runs in a workplace, one at a time; each is a process with a status of its own.
+
+    They are forked from one process that has imported everything, which saves each of them two seconds.
+    """
 
     def __init__(self, workplace: Path) -> None:
         self.workplace = workplace
-        self.server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("forks.py")), str(MAIN)],
-            cwd=workplace,
-            env=environment(workplace) | {"PYTHONPATH": f"{workplace / 'absent'}:{MAIN.parent}"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+
+    def start(self, *arguments: str) -> Fork:
+        return Fork(_fork_server(), self.workplace, arguments)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        assert self.server.stdin is not None and self.server.stdout is not None
-        self.server.stdin.write(json.dumps(arguments) + "\n")
-        self.server.stdin.flush()
-        answer: dict[str, Any] = json.loads(self.server.stdout.readline())
-        return subprocess.CompletedProcess(arguments, answer["status"], answer["output"], answer["errors"])
+        return self.start(*arguments).finish()
 
-    def close(self) -> None:
-        self.server.communicate()
+
+@cache
+def _fork_server() -> subprocess.Popen[str]:
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("forks.py")), str(MAIN)],
+        env=environment() | {"PYTHONPATH": f"{_session() / 'absent'}:{MAIN.parent}"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(server.communicate)  # it ends when its input does
+    return server
 
 
 @contextmanager

@@ -1,32 +1,48 @@
-"""Forks once a line of stdin, a JSON list of arguments, runs the program there and answers with what came of it."""
+"""Runs the program in a fork for each line of stdin, and answers with its process id, then with what came of it.
+
+A line is JSON: `{"cwd": ..., "environment": {...}, "arguments": [...]}`.
+"""
 
 import json
 import os
 import runpy
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import hydra
 
 import zero.runtime.main
 import zero.runtime.train  # noqa: F401  what takes long to import
+from zero.runtime.tracking import html_report, plot  # noqa: F401
 
 program = sys.argv[1]
 with hydra.initialize_config_dir(str(Path(program).parent / "conf"), version_base="1.3"):
     hydra.compose("config", ["seed=1"])  # whose parser takes long to make
+
+
+def answer(**message: Any) -> None:
+    print(json.dumps(message), flush=True)
+
+
 for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        for name, descriptor in (("output", 1), ("errors", 2)):
-            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-        sys.argv = [program, *json.loads(line)]
-        sys.path[0] = str(Path(program).parent)
-        runpy.run_path(program, run_name="__main__")
-        sys.exit()
-    _, status = os.waitpid(child, 0)
-    answer = {
-        "status": os.waitstatus_to_exitcode(status),
-        "output": Path("output").read_text(),
-        "errors": Path("errors").read_text(),
-    }
-    print(json.dumps(answer), flush=True)
+    request = json.loads(line)
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        child = os.fork()
+        if child == 0:
+            os.dup2(output.fileno(), 1)
+            os.dup2(errors.fileno(), 2)
+            os.chdir(request["cwd"])
+            os.environ.update(request["environment"])
+            sys.argv = [program, *request["arguments"]]
+            sys.path[0] = str(Path(program).parent)
+            runpy.run_path(program, run_name="__main__")
+            sys.exit()
+        answer(pid=child)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read().decode())
+    answer(status=status, output=texts[0], errors=texts[1])

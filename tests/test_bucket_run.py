@@ -13,14 +13,7 @@ from zero.runtime import storage
 from zero.runtime.tracking.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(400)
-SHORT = (
-    *cli.TINY,
-    "training.total_steps=6",
-    "training.evaluation_frequency=3",
-    "training.staged_warmup_steps=0",
-    "training.gradient_accumulation_steps=1",
-    "hydra.run.dir=run",
-)
+JOB = (*cli.TINY, "hydra.run.dir=run")
 PLACE = f"{bucket.BUCKET}/training"
 Run = Callable[..., Any]
 
@@ -35,12 +28,10 @@ def run(server: str, workplace: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     """Runs in a place where nothing lies, with the workplace's corpus in the bucket."""
     bucket.use(monkeypatch, server)
     bucket.upload(workplace / "corpus", f"gs://{PLACE}/corpus")
-    (workplace / "compiled").mkdir(exist_ok=True)
-    (tmp_path / "compiled").symlink_to(workplace / "compiled")
 
     def run(*arguments: str) -> Any:
         checkpoints = f"data.checkpoint_directory={tmp_path}/checkpoints"
-        return cli.run(tmp_path, *SHORT, f"data.bucket_path={PLACE}", checkpoints, *arguments)
+        return cli.Forks(tmp_path).run(*JOB, f"data.bucket_path={PLACE}", checkpoints, *arguments)
 
     return run
 
@@ -52,7 +43,7 @@ def losses(run_directory: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def calm(workplace: Path) -> list[float]:
     """The losses of the same run from disk."""
-    done = cli.run(workplace, *SHORT)
+    done = cli.Forks(workplace).run(*JOB)
     assert done.returncode == 0, done.stderr
     return losses(workplace / "run")
 
@@ -62,12 +53,7 @@ def test_a_run_from_a_bucket_is_the_run_from_disk(run: Run, calm: list[float], t
     there = run()
     assert there.returncode == 0, there.stderr
     assert losses(tmp_path / "run") == calm
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "checkpoints",
-        "checkpoints-run",
-        "compiled",
-        "run",
-    ]  # nothing was downloaded
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "run"]  # nothing was downloaded
 
 
 @pytest.mark.slow
@@ -90,15 +76,15 @@ def test_a_mixture_counts_its_tokens_and_what_it_skips_and_goes_on_after_a_resum
     assert whole.returncode == 0, whole.stderr
     assert "skipped: shard gs://" in whole.stderr and "gone.tar is missing" in whole.stderr
     uninterrupted = counted()
-    shutil.rmtree(tmp_path / "checkpoints" / "6")
+    shutil.rmtree(tmp_path / "checkpoints" / "12")
     resumed = run(mixture, "data.max_skipped_rows=1000", "--resume")
-    assert resumed.returncode == 0 and "resumed from step 3" in resumed.stderr, resumed.stderr
+    assert resumed.returncode == 0 and "resumed from step 6" in resumed.stderr, resumed.stderr
     assert counted() == uninterrupted
     seen, first_corpus, second_corpus, skipped, _ = uninterrupted[-1]
-    assert seen == first_corpus + second_corpus == 6 * 16 * cli.CONTEXT
-    assert abs(second_corpus - seen / 4) <= 4 * cli.CONTEXT and 0 < skipped < 6 * 16 / 4
+    assert seen == first_corpus + second_corpus == 12 * 16 * cli.CONTEXT
+    assert abs(second_corpus - seen / 4) <= 4 * cli.CONTEXT and 0 < skipped < 12 * 16 / 4
 
-    shutil.rmtree(tmp_path / "checkpoints" / "6")  # the budget is the run's, resumes included
+    shutil.rmtree(tmp_path / "checkpoints" / "12")  # the budget is the run's, resumes included
     over = run(mixture, f"data.max_skipped_rows={skipped - 1}", "--resume")
     assert over.returncode == 2
     assert over.stderr.splitlines()[-1].startswith("error: step ") and "Traceback" not in over.stderr
@@ -113,16 +99,16 @@ def test_what_is_wrong_in_a_bucket_is_one_line(run: Run) -> None:
 
 
 def test_a_machine_that_was_replaced_goes_on_from_the_bucket(run: Run, tmp_path: Path) -> None:
-    launcher = ("--resume=auto", "data.checkpoint_directory=kept", "data.wandb_project=zero", "training.total_steps=9")
+    launcher = ("--resume=auto", "data.checkpoint_directory=kept", "data.wandb_project=zero")
     assert run(*launcher).returncode == 0
     assert not list(tmp_path.rglob("kept"))
     expected = losses(tmp_path / "run")
     run_id = (tmp_path / "run" / "wandb_run_id").read_text()
     kept = f"gs://{PLACE}/kept"
-    for url in storage.list_files(f"{kept}/9"):
+    for url in storage.list_files(f"{kept}/12"):
         storage.remove(url)
     # A checkpoint that was being written when the machine was lost is none.
-    storage.write(f"{kept}/9/_CHECKPOINT_METADATA", b"{}")
+    storage.write(f"{kept}/12/_CHECKPOINT_METADATA", b"{}")
     shutil.rmtree(tmp_path / "run")
     resumed = run(*launcher, "hydra.run.dir=another")
     assert resumed.returncode == 0 and "resumed from step 6" in resumed.stderr, resumed.stderr
@@ -130,13 +116,13 @@ def test_a_machine_that_was_replaced_goes_on_from_the_bucket(run: Run, tmp_path:
     assert (tmp_path / "another" / "wandb_run_id").read_text() == run_id
     assert not (tmp_path / "run").exists()
     # A damaged one is set aside, and its step is saved again.
-    storage.write(f"{kept}/9/meta/metadata", b"")
+    storage.write(f"{kept}/12/meta/metadata", b"")
     resumed = run(*launcher, "hydra.run.dir=another")
     assert resumed.returncode == 0 and "resumed from step 6" in resumed.stderr, resumed.stderr
-    assert f"checkpoint 9 set aside as {kept}/9.damaged" in resumed.stderr
+    assert f"checkpoint 12 set aside as {kept}/12.damaged" in resumed.stderr
     assert losses(tmp_path / "another") == expected
     standing = {url.removeprefix(f"{kept}/").split("/")[0] for url in storage.list_files(kept)}
-    assert standing == {"3", "6", "9", "9.damaged"}
+    assert standing == {"6", "12", "12.damaged"}
 
 
 def test_a_bucket_that_answers_503_for_a_while_costs_time_and_nothing_else(
@@ -145,15 +131,15 @@ def test_a_bucket_that_answers_503_for_a_while_costs_time_and_nothing_else(
     proxy = bucket.Proxy(server, budget=10**9, rate=0.0, faults=("503",))
     with bucket.disturbed(proxy) as address:
         bucket.use(monkeypatch, address)
-        process = cli.start(tmp_path, *SHORT, f"data.bucket_path={PLACE}", "data.checkpoint_directory=outage")
+        process = cli.Forks(tmp_path).start(*JOB, f"data.bucket_path={PLACE}", "data.checkpoint_directory=outage")
         metrics = tmp_path / "run" / "metrics.jsonl"
-        while process.poll() is None and not (metrics.exists() and '"step": 2' in metrics.read_text()):
+        while process.poll() is None and not (metrics.exists() and '"step": 4' in metrics.read_text()):
             time.sleep(0.01)
         proxy.rate = 1.0  # before the first checkpoint
         time.sleep(12)
         refused = proxy.injected["503"]
         proxy.rate = 0.0
-        done = cli.finish(process, 200)
+        done = process.finish()
     assert done.returncode == 0 and refused > 0, done.stderr
-    assert "checkpoint 3 saved" in done.stderr and "checkpoint 6 saved" in done.stderr
+    assert "checkpoint 6 saved" in done.stderr and "checkpoint 12 saved" in done.stderr
     assert losses(tmp_path / "run") == calm

@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +20,6 @@ from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.main import errors_in_lines
 from zero.runtime.run_directory import locked, saved_steps
 from zero.runtime.tracking.metrics import read_metrics
-
-TEN = ("training.total_steps=10",)  # one learning rate, one program: it is compiled once
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +45,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def forks(workplace: Path) -> Iterator[cli.Forks]:
-    forks = cli.Forks(workplace)
-    yield forks
-    forks.close()
+def forks(workplace: Path) -> cli.Forks:
+    return cli.Forks(workplace)
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +54,9 @@ def finished(workplace: Path) -> Path:
     """A run that ended, in a directory whose name a careless program would take apart."""
     place = "runs/it's a run, a=b"
     quoted = place.replace("'", "\\'")
-    often = ("training.evaluation_frequency=5", "training.sample_tokens=5")
+    job = ("training.staged_warmup_steps=6", "training.sample_tokens=5")
     watched = ("data.tensorboard=true", "profile.steps=[8,9]", "profile.peak_flops=1e12")
-    done = cli.run(workplace, *cli.TINY, *TEN, *often, *watched, f"hydra.run.dir='{quoted}'", "data.wandb_project=zero")
+    done = cli.run(workplace, *cli.TINY, *job, *watched, f"hydra.run.dir='{quoted}'", "data.wandb_project=zero")
     assert done.returncode == 0, done.stderr
     assert f"run directory: {workplace / place}" in done.stderr
     return workplace / place
@@ -177,7 +172,7 @@ def test_fresh_start_where_checkpoints_stand_overwrites_nothing(forks: cli.Forks
         (["model.size=bytes"], ["model.size=bytes", "model.size=test"]),
         (["seed=1"], ["seed=1", "seed=0"]),
         (["data.max_context=16"], ["data.max_context=16", "data.max_context=32"]),
-        (["data.resume_step=7"], ["data.resume_step=7", "holds steps 5, 10"]),
+        (["data.resume_step=7"], ["data.resume_step=7", "holds steps 6, 12"]),
         (["training.gradient_accumulation_steps=3"], ["global batch of 16", "gradient_accumulation_steps=3"]),
         (["distributed.cpu_devices=3"], ["global batch of 16", "3 devices"]),
     ],
@@ -199,7 +194,7 @@ def test_checkpoint_of_another_model_is_refused_by_leaf(forks: cli.Forks, finish
     (other / "config.yaml").write_text(config.replace("  size: test\n", "  size: bytes\n"))
     before = contents(other)
     done = forks.run("--resume", "hydra.run.dir=other", "training.total_steps=20")
-    check_refusal(done, "other/checkpoints, step 10, leaf params/", "holds (2,", "expects (4,")
+    check_refusal(done, "other/checkpoints, step 12, leaf params/", "holds (2,", "expects (4,")
     assert contents(other) == before
 
 
@@ -211,14 +206,12 @@ def test_data_that_changed_is_refused(forks: cli.Forks, finished: Path, workplac
     check_refusal(forks.run("--resume", "hydra.run.dir=moved", "training.total_steps=20"), "cursor", "shards")
 
 
-@pytest.mark.parametrize("flag", ["--resume", "--resume=auto"])
-def test_finished_run_that_is_resumed_changes_nothing(forks: cli.Forks, finished: Path, flag: str) -> None:
+def test_finished_run_that_is_resumed_changes_nothing(forks: cli.Forks, finished: Path) -> None:
     before = contents(finished)
-    done = forks.run(flag, hydra_quoted(finished))
-    assert done.returncode == 0 and "nothing left to do" in done.stderr, done.stderr
-    done = forks.run(flag)  # the newest, and here the only one
-    assert done.returncode == 0 and "nothing left to do" in done.stderr, done.stderr
-    assert contents(finished) == before
+    for arguments in (["--resume", hydra_quoted(finished)], ["--resume=auto"]):  # the newest, and here the only one
+        done = forks.run(*arguments)
+        assert done.returncode == 0 and "nothing left to do" in done.stderr, done.stderr
+        assert contents(finished) == before
 
 
 def test_second_process_in_one_run_is_refused(forks: cli.Forks, finished: Path) -> None:
@@ -232,17 +225,17 @@ def test_run_directory_tells_what_was_done(finished: Path, workplace: Path) -> N
     names = {path.name for path in finished.iterdir()}
     assert {"metrics.jsonl", "config.yaml", "layout.txt", "run.png", "samples.txt", "main_zero.log"} <= names
     lines = read_metrics(finished / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert [line["step"] for line in lines] == list(range(1, 13))
     for line in lines:
         assert {"train/loss", "learning_rate", "sequence_length", "tokens_seen"} <= set(line)
         assert {"gradient_norm", "skipped_steps"} <= set(line)
         assert ("tokens_per_second" in line) == (line["step"] not in (1, 7))  # the steps that were compiled
         assert line["tokens_seen"] == line["step"] * 16 * 32
         assert line["sequence_length"] == (8 if line["step"] <= 6 else 32)
-        assert ("validation/loss" in line) == (line["step"] in (5, 10))
+        assert ("validation/loss" in line) == (line["step"] in (6, 12))
     assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 0.5
     text = (finished / "samples.txt").read_text()
-    assert "--- step 5\n" in text and "--- step 10\n" in text
+    assert "--- step 6\n" in text and "--- step 12\n" in text
     assert 0 < lines[-1]["mfu"] < 1 and lines[-1]["tokens_per_second_per_device"] > 0
     (events,) = (finished / "tensorboard").glob("events*")
     assert scalars(events, "train/loss") == pytest.approx({line["step"]: line["train/loss"] for line in lines})
@@ -278,8 +271,8 @@ def test_help_and_the_composed_configuration_need_no_device(forks: cli.Forks) ->
 def test_warm_start_takes_the_weights_of_another_run(forks: cli.Forks, finished: Path, workplace: Path) -> None:
     before = contents(finished)
     path = str(finished).replace("'", "\\'")
-    warm = ("model.warm_start=true", f"model.model_path='{path}'", "training.staged_warmup_steps=0")
-    done = forks.run(*cli.TINY, *TEN, *warm, "hydra.run.dir=warm")
+    warm = ("model.warm_start=true", f"model.model_path='{path}'")
+    done = forks.run(*cli.TINY, *warm, "hydra.run.dir=warm")
     assert done.returncode == 0, done.stderr
     line = read_metrics(workplace / "warm" / "metrics.jsonl")[0]
     assert line["train/loss"] < read_metrics(finished / "metrics.jsonl")[-1]["train/loss"] + 0.1
@@ -290,14 +283,14 @@ def test_warm_start_takes_the_weights_of_another_run(forks: cli.Forks, finished:
 def test_average_of_checkpoints_is_a_run_to_start_from(forks: cli.Forks, finished: Path, workplace: Path) -> None:
     def weights(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "zero.runtime.weights.zero_weights", *arguments]
-        where = cli.environment(workplace) | {"PYTHONPATH": str(cli.MAIN.parent)}
+        where = cli.environment() | {"PYTHONPATH": str(cli.MAIN.parent)}
         return subprocess.run(command, cwd=workplace, env=where, capture_output=True, text=True)
 
     before = contents(finished)
     done = weights("average", str(finished), "averaged")
     assert done.returncode == 0 and "is in averaged" in done.stdout, done.stderr
-    warm = ("model.warm_start=true", "model.model_path=averaged", "training.staged_warmup_steps=0")
-    done = forks.run(*cli.TINY, *TEN, *warm, "hydra.run.dir=from_averaged")
+    warm = ("model.warm_start=true", "model.model_path=averaged")
+    done = forks.run(*cli.TINY, *warm, "hydra.run.dir=from_averaged")
     assert done.returncode == 0, done.stderr
     assert "weights from" in done.stderr
     done = weights("export", "averaged", "exported")
@@ -308,16 +301,16 @@ def test_average_of_checkpoints_is_a_run_to_start_from(forks: cli.Forks, finishe
 
 def test_run_that_runs_out_of_data_is_finished(forks: cli.Forks, workplace: Path) -> None:
     epochs = ("training.max_epochs=2", "data.train_samples=40", "training.evaluation_frequency=3")
-    done = forks.run(*cli.TINY, *epochs, *TEN, "hydra.run.dir=epochs")
+    done = forks.run(*cli.TINY, *epochs, "hydra.run.dir=epochs")
     assert done.returncode == 0, done.stderr
-    assert "ends the data at step 5, before training.total_steps=10" in done.stderr
+    assert "ends the data at step 5, before training.total_steps=12" in done.stderr
     assert saved_steps(workplace / "epochs") == [3, 5]
     done = forks.run("--resume", "hydra.run.dir=epochs")
     assert done.returncode == 0 and "nothing left to do: the run is at step 5 of 5" in done.stderr, done.stderr
 
 
 def test_multirun_runs_every_job(forks: cli.Forks, workplace: Path) -> None:
-    done = forks.run("--multirun", *cli.TINY, *TEN, "data.train_samples=100,200", "hydra.sweep.dir=sweep")
+    done = forks.run("--multirun", *cli.TINY, "data.train_samples=100,200", "hydra.sweep.dir=sweep")
     assert done.returncode == 0, done.stderr
     losses = [read_metrics(workplace / "sweep" / job / "metrics.jsonl")[-1]["train/loss"] for job in "01"]
     assert losses[0] != losses[1]

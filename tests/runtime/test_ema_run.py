@@ -1,7 +1,6 @@
 """A run that keeps a moving average of its weights: resumed, moved to other devices, and evaluated."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,12 @@ EMA = (
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[cli.Forks]:
+def forks(tmp_path_factory: pytest.TempPathFactory) -> cli.Forks:
     workplace = cli.make_workplace(tmp_path_factory.mktemp("ema"))
     forks = cli.Forks(workplace)
     done = forks.run(*EMA, "hydra.run.dir=whole")
     assert done.returncode == 0, done.stderr
-    yield forks
-    forks.close()
+    return forks
 
 
 def trees(run: Path, step: int) -> Any:

@@ -27,6 +27,7 @@ from zero.training.step import ShardedGPT, state_layout
 SIZE = load_sizes(cli.MAIN.parent / "conf" / "model_config.yaml")["test"]
 TIMING = ("step_time", "tokens_per_second", "tokens_per_second_per_device", "data_wait", "seconds_to_first_step")
 LAST = 40
+JOB = (*cli.TINY, f"training.total_steps={LAST}", "training.evaluation_frequency=20", "training.staged_warmup_steps=6")
 pytestmark = pytest.mark.timeout(400)  # of which most is for machines that do much else
 
 
@@ -36,9 +37,14 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(workplace: Path) -> Path:
+def forks(workplace: Path) -> cli.Forks:
+    return cli.Forks(workplace)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workplace: Path, forks: cli.Forks) -> Path:
     """The run that the others are compared with; dropout, two contexts, two micro-batches, stage 3."""
-    done = cli.run(workplace, *cli.TINY, "hydra.run.dir=undisturbed")
+    done = forks.run(*JOB, "hydra.run.dir=undisturbed")
     assert done.returncode == 0, done.stderr
     assert SIZE.dropout > 0
     return workplace / "undisturbed"
@@ -66,7 +72,9 @@ def assert_same_run(run: Path, expected: Path) -> None:
         np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
 
 
-def interrupt(process: subprocess.Popen[str], run: Path, step: int, number: int) -> subprocess.CompletedProcess[str]:
+def interrupt(
+    process: subprocess.Popen[str] | cli.Fork, run: Path, step: int, number: int
+) -> subprocess.CompletedProcess[str]:
     """Sends a signal as soon as the run has logged a step."""
     while process.poll() is None:
         if (run / "metrics.jsonl").exists() and any(
@@ -80,7 +88,7 @@ def interrupt(process: subprocess.Popen[str], run: Path, step: int, number: int)
 
 @pytest.mark.slow
 def test_run_killed_in_the_middle_ends_as_if_nothing_had_been(workplace: Path, undisturbed: Path) -> None:
-    again = ("--resume=auto", *cli.TINY, "hydra.run.dir=killed", "data.wandb_project=zero")  # what a launcher loops on
+    again = ("--resume=auto", *JOB, "hydra.run.dir=killed", "data.wandb_project=zero")  # what a launcher loops on
     run = workplace / "killed"
     killed = interrupt(cli.start(workplace, *again), run, 23, signal.SIGKILL)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -98,7 +106,7 @@ def test_run_killed_in_the_middle_ends_as_if_nothing_had_been(workplace: Path, u
 
 @pytest.mark.slow
 def test_run_that_a_library_aborts_ends_as_if_nothing_had_been(workplace: Path, undisturbed: Path) -> None:
-    again = ("--resume=auto", *cli.TINY, "hydra.run.dir=aborted")
+    again = ("--resume=auto", *JOB, "hydra.run.dir=aborted")
     run = workplace / "aborted"
     aborted = interrupt(cli.start(workplace, *again), run, 23, signal.SIGABRT)
     assert aborted.returncode == -signal.SIGABRT, aborted.stderr
@@ -110,15 +118,15 @@ def test_run_that_a_library_aborts_ends_as_if_nothing_had_been(workplace: Path, 
     assert_same_run(run, undisturbed)
 
 
-def test_run_that_is_told_to_stop_saves_and_ends_as_if_nothing_had_been(workplace: Path, undisturbed: Path) -> None:
-    run = workplace / "stopped"
-    stopped = interrupt(cli.start(workplace, *cli.TINY, "hydra.run.dir=stopped"), run, 23, signal.SIGTERM)
+def test_run_that_is_told_to_stop_saves_and_ends_as_if_nothing_had_been(forks: cli.Forks, undisturbed: Path) -> None:
+    run = forks.workplace / "stopped"
+    stopped = interrupt(forks.start(*JOB, "hydra.run.dir=stopped"), run, 23, signal.SIGTERM)
     assert stopped.returncode == 75, stopped.stderr
     said = re.search(r"stopped by signal 15; step (\d+) is saved, --resume continues", stopped.stderr)
     assert said is not None and 23 <= int(said[1]) < LAST
     assert saved_steps(run)[-1] == int(said[1]) == metrics(run)[-1]["step"]
 
-    done = cli.run(workplace, "--resume", "hydra.run.dir=stopped")  # its configuration is remembered
+    done = forks.run("--resume", "hydra.run.dir=stopped")  # its configuration is remembered
     assert done.returncode == 0, done.stderr
     assert read_resumes(run / "metrics.jsonl") == [int(said[1])]
     assert_same_run(run, undisturbed)
@@ -128,12 +136,12 @@ def contents(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
-def test_fork_on_other_devices_and_another_stage_sees_the_same_samples(workplace: Path, undisturbed: Path) -> None:
+def test_fork_on_other_devices_and_another_stage_sees_the_same_samples(forks: cli.Forks, undisturbed: Path) -> None:
     before = contents(undisturbed)
     elsewhere = ("distributed.cpu_devices=2", "zero.stage=1", "training.gradient_accumulation_steps=4")
-    done = cli.run(workplace, "--resume", "hydra.run.dir=undisturbed", "data.resume_step=20", *elsewhere)
+    done = forks.run("--resume", "hydra.run.dir=undisturbed", "data.resume_step=20", *elsewhere)
     assert done.returncode == 0, done.stderr
-    (fork,) = (workplace / "runs").rglob("metrics.jsonl")
+    (fork,) = (forks.workplace / "runs").rglob("metrics.jsonl")
     assert contents(undisturbed) == before
     assert read_resumes(fork) == [20] and saved_steps(fork.parent) == [40]
     expected = metrics(undisturbed)
@@ -145,10 +153,10 @@ def test_fork_on_other_devices_and_another_stage_sees_the_same_samples(workplace
 
     # Checkpoints that lie outside the run directory would be those of the run itself.
     kept = f"data.checkpoint_directory={undisturbed / 'checkpoints'}"
-    done = cli.run(workplace, "--resume", "hydra.run.dir=undisturbed", "data.resume_step=20", kept)
+    done = forks.run("--resume", "hydra.run.dir=undisturbed", "data.resume_step=20", kept)
     assert done.returncode == 2 and "name another data.checkpoint_directory" in done.stderr.splitlines()[-1]
     # The fork is the newest run now, and is resumed at its own newest step.
-    done = cli.run(workplace, "--resume")
+    done = forks.run("--resume")
     assert done.returncode == 0 and "nothing left to do: the run is at step 40 of 40" in done.stderr, done.stderr
 
 
@@ -185,7 +193,7 @@ def test_many_steps_on_more_devices_than_cores(workplace: Path, tmp_path: Path, 
     subprocess.run(
         [sys.executable, "-c", LONG, *arguments],
         cwd=tmp_path,
-        env=cli.environment(workplace) | {"PYTHONPATH": str(cli.MAIN.parent)},
+        env=cli.environment() | {"PYTHONPATH": str(cli.MAIN.parent)},
         check=True,
         timeout=300,
     )

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,12 @@ RUN = "trained"
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[cli.Forks]:
+def forks(tmp_path_factory: pytest.TempPathFactory) -> cli.Forks:
     workplace = cli.make_workplace(tmp_path_factory.mktemp("inference"))
     forks = cli.Forks(workplace)
-    done = forks.run(*cli.TINY, "training.total_steps=20", f"hydra.run.dir={RUN}")
+    done = forks.run(*cli.TINY, f"hydra.run.dir={RUN}")
     assert done.returncode == 0, done.stderr
-    yield forks
-    forks.close()
+    return forks
 
 
 def use(forks: cli.Forks, mode: str, out: str, *arguments: str) -> Path:
@@ -92,7 +90,7 @@ def test_bits_per_byte_are_those_of_a_plain_loop(
     bits = plain["nats"] / math.log(2) / plain["bytes"]
     assert abs(result["bits_per_byte"] - bits) <= 1e-6 * bits
     assert result["perplexity"] == pytest.approx(math.exp(plain["nats"] / plain["tokens"]))
-    assert result["step"] == 20
+    assert result["step"] == 12
 
 
 @pytest.mark.parametrize(("context", "stride"), [(2, 1), (5, 1), (5, 4), (7, 3), (40, 20)])
@@ -154,7 +152,7 @@ def test_prompts_come_from_a_file(forks: cli.Forks) -> None:
         (("mode=sample", "model.model_path=nowhere"), "nowhere: not a run directory"),
         (("mode=evaluate", f"model.model_path={RUN}", "evaluate.validation=false"), "validation=false: expected"),
         (("mode=sample",), "runs has no run with a checkpoint"),
-        (("mode=evaluate", f"model.model_path={RUN}", "data.resume_step=7"), "data.resume_step=7: .* holds steps 20"),
+        (("mode=evaluate", f"model.model_path={RUN}", "data.resume_step=7"), "resume_step=7: .* holds steps 6, 12"),
         (("mode=evaluate", f"model.model_path={RUN}", "evaluate.stride=32"), "evaluate.stride=32: expected 1 to 31"),
         (("mode=evaluate", f"model.model_path={RUN}", "model.size=124m"), "keeps model.size=test"),
     ],
