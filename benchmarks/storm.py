@@ -119,7 +119,7 @@ def weather(
             hit = phase(done[0].stderr)
             for one in done:
                 check_end(one, number if seconds is not None else None, hit)
-            first = re.search(r"first step of \d+ tokens a sequence: ([\d.]+) s after the start", done[0].stderr)
+            first = re.search(r"first step with sequences of \d+ tokens: ([\d.]+) s after the start", done[0].stderr)
             if first:
                 startup[count] = float(first[1])
             if seconds is not None:
@@ -214,7 +214,7 @@ def phase(errors: str) -> str:
     """What a process was doing when it ended, by what it had said."""
     if "run directory" not in errors:
         return "starting"
-    return "training" if "first step of" in errors else "compiling"
+    return "training" if "first step with" in errors else "compiling"
 
 
 def compare(stormy: Path, calm: Path, is_steady: bool) -> None:

@@ -16,7 +16,6 @@ from tests import cli
 from zero.runtime.tracking.metrics import read_metrics, read_resumes
 
 CLOCKED = ("step_time", "tokens_per_second", "tokens_per_second_per_device", "data_wait", "seconds_to_first_step")
-IN_CI = (0, 3)
 pytestmark = pytest.mark.timeout(900)  # of which the spinning processes take most
 
 
@@ -65,7 +64,7 @@ def run_all(forks: cli.Forks, name: str, stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "stage", [stage if stage in IN_CI else pytest.param(stage, marks=pytest.mark.slow) for stage in range(4)]
+    "stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in range(3)), 3]
 )
 def test_runs_beside_spinning_processes_write_what_the_quiet_ones_did(
     forks: cli.Forks, quiet: dict[int, Any], spinning: list[subprocess.Popen[bytes]], stage: int
