@@ -63,9 +63,7 @@ def run_all(forks: cli.Forks, name: str, stage: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in range(3)), 3]
-)
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in range(3)), 3])
 def test_runs_beside_spinning_processes_write_what_the_quiet_ones_did(
     forks: cli.Forks, quiet: dict[int, Any], spinning: list[subprocess.Popen[bytes]], stage: int
 ) -> None:

@@ -16,6 +16,8 @@ import pytest
 from benchmarks.examples import EXAMPLES, NAMES, load
 from tests import hosts
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @functools.cache
 def program(name: str, sharded: bool, folder: Path) -> ModuleType:

@@ -93,11 +93,9 @@ def test_an_optimizer_that_communicates_equals_one_device() -> None:
         return optax.chain(optax.scale_by_adam(), optax.masked(optax.scale(0.5), large), clip(0.5))
 
     on, plain = (
-        setup(devices, stage, max_norm=None, tx=make(zero.clip_by_global_norm)) for devices, stage in ((8, 3), (1, 1))
+        setup(devices, stage, max_norm=None, tx=make(zero.clip_by_global_norm)) for devices, stage in ((8, 3), (1, 0))
     )
-    expected = run_on(plain)
-    assert_close(run_on(on), expected, rtol=1e-5)
-    assert_close(expected, run_on(setup(1, 0, max_norm=None, tx=make(zero.clip_by_global_norm))), rtol=1e-6)
+    assert_close(run_on(on), run_on(plain), rtol=1e-5)
 
 
 @pytest.mark.parametrize("place", [(0, 0), (ROWS - 1, 3)])
@@ -113,7 +111,7 @@ def test_a_token_past_the_vocabulary_is_not_scored_as_if_it_were_one(place: tupl
 
 @pytest.mark.parametrize(
     ("stage", "micro_batches"),
-    [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(3, 1, marks=pytest.mark.slow), (3, 3)],
+    [*(pytest.param(stage, 1, marks=pytest.mark.slow) for stage in (1, 2, 3)), (3, 3)],
 )
 def test_gradients_held_in_bfloat16_are_rounded_once(stage: int, micro_batches: int) -> None:
     on = setup(8, stage, micro_batches, gradient_dtype=jnp.bfloat16)
@@ -129,7 +127,7 @@ def test_what_is_computed_again_does_not_matter(remat: str) -> None:
     assert_close(run_on(setup(8, 3, remat=remat)), run(8, 3), rtol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2)), 1, 3])
 def test_blockwise_attention_trains_as_dense_attention_does(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same dropout masks, in blocks of 5 positions of 12."""
     monkeypatch.setattr(gpt, "blockwise_attention", partial(blockwise_attention, block=5))
