@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up a fresh TPU VM, NVIDIA host or laptop: ./prepareTPUVM.sh [--plan] [--test]
 #
-# Makes .venv beside this file with the trainer, the jax for this machine, and the tested versions of constraints.txt.
+# Makes .venv next to this file with the trainer, the jax for this machine, and the tested versions of constraints.txt.
 #   --plan  adds the TPU compiler, for mode=plan on a machine without a TPU (x86-64 Linux only)
 #   --test  adds what the tests need, the TPU compiler included
 # What was added once is kept up to date by later calls. A call where nothing has changed takes less than a second.

@@ -115,7 +115,7 @@ keep() {
                     none) { setup && launch "$@"; } || pause "setup or launch failed" ;;
                     running) sleep "$poll" ;;
                     unreachable) pause "worker 0 is unreachable" ;;
-                    75 | 129 | 130 | 143 | lost) # told to stop, as before a preemption; if the slice stays, go on
+                    75 | 129 | 130 | 143 | lost) # stopped by a signal, as before a preemption; if the slice stays, go on
                         sleep "$poll"
                         [[ $(state) != ACTIVE ]] || launch "$@" || pause "launch failed"
                         ;;

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Trains until finished or told to stop: ./trainLoop.sh [key=value ...]
+# Trains until finished or stopped by a signal: ./trainLoop.sh [key=value ...]
 #
 # Every start is main_zero.py --resume=auto: it resumes from the newest checkpoint, or starts if there is none. A start
 # that fails is repeated after a pause, until ten in a row have failed within ten minutes each. Not repeated are those
-# that were told to stop (75: after saving a checkpoint; 129, 130, 143: before there was anything to save) and those
+# that were stopped by a signal (75: after saving a checkpoint; 129, 130, 143: before there was anything to save) and those
 # that refused their settings (2). train.status says how training ended.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1

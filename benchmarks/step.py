@@ -134,7 +134,7 @@ def gspmd(shape: Shape, dtype: str, remat: str, tokens: np.ndarray) -> Program:
     model, tx = GPT(shape.config, dtype, remat=remat), plain_optimizer()
     mesh = Mesh(np.asarray(jax.devices()), ("fsdp",))
     by_row, whole = (NamedSharding(mesh, PartitionSpec(*names)) for names in (("fsdp",), ()))
-    ours = ShardedGPT(shape.config, Axis("zero", (1, jax.device_count())), 3, dtype)
+    zero_model = ShardedGPT(shape.config, Axis("zero", (1, jax.device_count())), 3, dtype)
 
     def pin(method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         def one(x: Any) -> Any:
@@ -152,7 +152,7 @@ def gspmd(shape: Shape, dtype: str, remat: str, tokens: np.ndarray) -> Program:
         params = model.init(jax.random.key(0), jnp.zeros((1, 2), int), None, method="hidden")["params"]
         return params, tx.init(params)
 
-    by_shape = {leaf.shape: sharding(leaf, mesh) for leaf in state_layout(ours, adamw(0.1)).leaves}
+    by_shape = {leaf.shape: sharding(leaf, mesh) for leaf in state_layout(zero_model, adamw(0.1)).leaves}
     shardings = jax.tree.map(lambda x: by_shape[x.shape], jax.eval_shape(init))
     state = jax.jit(init, out_shardings=shardings)()
     batch = jax.device_put(tokens, by_row)
@@ -287,8 +287,8 @@ def compare_with_fsdp2(shape: Shape, remat: str, rounds: int, speeds: dict[str, 
     rows = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     print(rows, end="")
     fsdp2 = float(rows.split()[2].replace(",", ""))
-    ours = (f"stage {stage} {speeds[f'zero stage {stage}'] / fsdp2:.3f}" for stage in range(4))
-    print("vs FSDP2:", *ours, sep="  ")
+    zero_model = (f"stage {stage} {speeds[f'zero stage {stage}'] / fsdp2:.3f}" for stage in range(4))
+    print("vs FSDP2:", *zero_model, sep="  ")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Prepares corpora as the tests want them, and reads them back. A helper of tests."""
+"""Prepares small corpora, and reads them back. A helper of tests."""
 
 import hashlib
 import io

@@ -1,4 +1,4 @@
-"""Writes token shards as the tests want them, and reads them through a loader. A helper of tests."""
+"""Writes small token shards, and reads them through a loader. A helper of tests."""
 
 import io
 import itertools

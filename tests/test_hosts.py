@@ -73,7 +73,7 @@ def test_a_host_that_is_killed_takes_the_other_down_within_a_minute(workplace: P
     processes[victim].kill()
     done = hosts.finish(processes)
     assert done[1 - victim].returncode not in (0, 75), done[1 - victim].stderr
-    if victim:  # the one that coordinates says so itself; its own end is told by jax
+    if victim:  # the one that coordinates says so itself; its own end is reported by jax
         name = socket.gethostname()
         assert f"host 1 of 2 ({name}) has sent no heartbeat" in done[0].stderr, done[0].stderr
     else:

@@ -1,4 +1,4 @@
-"""Told to stop at any moment: one line, or a checkpoint and status 75; what stands goes on as if nothing had been."""
+"""A signal at any moment: one line, or a checkpoint and status 75, and a resumed run equals an undisturbed one."""
 
 import re
 import shutil

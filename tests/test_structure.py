@@ -33,7 +33,7 @@ SOURCES = {
 
 
 def floor(module: str) -> int:
-    """The floor a module of this repository stands on."""
+    """The floor that a module of this repository is on."""
     while module not in FLOORS:
         module, _, _ = module.rpartition(".")
         if not module:

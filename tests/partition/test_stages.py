@@ -287,7 +287,7 @@ def test_a_method_that_is_not_lifted_says_what_it_got() -> None:
     x = make_batch(8)
     layout = zero.make_layout(jax.eval_shape(Two().init, jax.random.key(0), x[0])["params"], 8)
     model = zero.fully_shard(Two, layout, "batch", methods=["encode"])()
-    whole = jax.pmap(lambda x: model.init(jax.random.key(0), x), "batch")(x)  # by way of __call__
+    whole = jax.pmap(lambda x: model.init(jax.random.key(0), x), "batch")(x)  # through __call__
     with pytest.raises(
         ValueError, match=r"leaf dense/bias: expected a shard of \(2,\), got \(13,\).* zero.shard slices"
     ):

@@ -102,7 +102,7 @@ def check_quantised(axis: zero.Axis) -> None:
             zero.gather(x, zero.derive_layout(fn, layout), axis) for x, fn in zip(held, (dict, tx.init), strict=True)
         )
 
-    large = {name: jnp.asarray(x, jnp.float32) for name, x in large.items()}
+    large: Any = {name: jnp.asarray(x, jnp.float32) for name, x in large.items()}
     got, expected = jax.pmap(run, "batch")(ones), jax.jit(partial(three_steps, tx))(params, large)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert x.dtype == y.dtype

@@ -63,10 +63,9 @@ def test_an_update_inside_the_backward_pass_holds_the_same_bytes() -> None:
     expected, got = run_on(plain), run_on(fused)
     assert_close(got, expected, rtol=1e-6)
     assert expected.state is not None and got.state is not None
+    states = got.state.opt_state[0], expected.state.opt_state[0]
     for name in ("mu", "nu"):
-        for x, y in zip(
-            *(jax.tree.leaves(getattr(run.state.opt_state[0], name)) for run in (got, expected)), strict=True
-        ):
+        for x, y in zip(*(jax.tree.leaves(getattr(state, name)) for state in states), strict=True):
             if x.dtype in (np.int8, np.uint8):
                 # XLA may fuse the two programs differently: a sum of other rounding ends on the next level at times.
                 assert np.mean(np.asarray(x) != np.asarray(y)) < 1e-3
@@ -89,8 +88,8 @@ def test_devices_hold_the_bytes_of_the_layout(form: str) -> None:
     by_leaf = {leaf.name: leaf.dtype for leaf in on.layout.leaves}
     is_matrix = named(decayed(on.model.layout.shapes()))
     for name, matrix in is_matrix.items():
-        wanted = (jnp.bfloat16, np.int8, np.uint8) if "bfloat16" in form else (np.float32, np.int8, np.uint8)
-        wanted = wanted if matrix else (np.float32,) * 3
+        weights: Any = jnp.bfloat16 if "bfloat16" in form else np.float32
+        wanted: Any = (weights, np.int8, np.uint8) if matrix else (np.float32,) * 3
         kinds = [by_leaf[f"{prefix}/{name}"] for prefix in ("params", "opt_state/0/mu", "opt_state/0/nu")]
         assert kinds == [np.dtype(dtype) for dtype in wanted], name
 

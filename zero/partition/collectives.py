@@ -117,7 +117,7 @@ AxisLike = str | Axis
 
 
 def as_axis(axis: AxisLike) -> Axis:
-    """A pmap axis name stands for one group of all its devices. Call inside pmap."""
+    """A pmap axis name means one group of all its devices. Call inside pmap."""
     return axis if isinstance(axis, Axis) else Axis(axis, (1, lax.axis_size(axis)))
 
 

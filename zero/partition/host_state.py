@@ -173,7 +173,7 @@ def to_host(
     Args:
       tree: per leaf `(local devices, *leaf.shard_shape)`, as it came out of pmap.
       layout: of the tree.
-      axis: the pmap axis; a name stands for one group of `layout.shards` devices.
+      axis: the pmap axis; a name means one group of `layout.shards` devices.
       devices: those that pmap was given, if any.
       timeout: seconds until the other processes must have called it too.
 

@@ -49,7 +49,7 @@ def to_global(
     Args:
       tree: per leaf `(local devices, *leaf.shard_shape)`, as it came out of pmap.
       layout: of the tree.
-      axis: the pmap axis; a name stands for one group of `layout.shards` devices.
+      axis: the pmap axis; a name means one group of `layout.shards` devices.
       devices: those that pmap was given, if any.
       donate: reuse the buffers of `tree`, which is deleted. No byte is copied; `from_global` is the way back.
 
@@ -235,7 +235,7 @@ def checksums(
     Args:
       tree: per leaf `(local devices, *leaf.shard_shape)`, as it came out of pmap.
       layout: of the tree.
-      axis: the pmap axis; a name stands for one group of `layout.shards` devices.
+      axis: the pmap axis; a name means one group of `layout.shards` devices.
       devices: those that pmap was given, if any.
 
     Raises:

@@ -76,7 +76,7 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig
 
 
 def program(mode: str) -> Callable[[Config, GPTConfig, Path], int]:
-    """What a mode runs. Imported here: that takes seconds, and mistakes in the configuration are told before."""
+    """What a mode runs. Imported here: that takes seconds, and mistakes in the configuration are reported before."""
     if mode == "plan":
         from zero.runtime.planning.plan import plan
 
@@ -95,7 +95,7 @@ def program(mode: str) -> Callable[[Config, GPTConfig, Path], int]:
 
 
 def all_mistakes(arguments: Sequence[str], first: HydraException) -> list[str]:
-    """A line for each mistake in the overrides, of which Hydra has told the first: each is composed alone."""
+    """A line for each mistake in the overrides, of which Hydra has reported the first: each is composed alone."""
     if any(argument.startswith("-") for argument in arguments):  # Hydra's own options: not all arguments are overrides
         return [describe(first)]
     found, right = [], []

@@ -1,7 +1,7 @@
-"""A run directory: the files in it, its lock, and its mirror beside checkpoints that lie elsewhere (omegaconf).
+"""A run directory: the files in it, its lock, and its mirror next to checkpoints that lie elsewhere (omegaconf).
 
 Where checkpoints lie outside the run directory, in a bucket or on a shared disk, the other files that a resume needs
-are copied beside them, to CHECKPOINTS-run/, and a machine that has lost the run directory rebuilds it from there.
+are copied next to them, to CHECKPOINTS-run/, and a machine that has lost the run directory rebuilds it from there.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def is_outside(run_directory: Path, place: Path | str) -> bool:
 
 
 def mirror(run_directory: Path, place: Path | str) -> None:
-    """Copies the files that a resume needs beside the checkpoints, where these lie outside the directory."""
+    """Copies the files that a resume needs to a place next to the checkpoints, where these lie outside the directory."""
     if is_outside(run_directory, place):
         for name in MIRRORED:
             if (run_directory / name).exists():

@@ -34,14 +34,14 @@ SUMMARY = {
 
 @ending_together()
 def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
-    """Trains until the schedule or the data ends, or until told to stop.
+    """Trains until the schedule or the data ends, or until a signal arrives.
 
     Returns:
       The exit status: 0 when finished, 75 when stopped after a saved checkpoint.
 
     Raises:
       UserError: what is wrong with the configuration, the data or a checkpoint.
-      KeyboardInterrupt: told to stop before there was anything to save.
+      KeyboardInterrupt: a signal arrived before there was anything to save.
     """
     with open_run(config, size, run_directory) as run:
         if run is None:
@@ -56,7 +56,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
 
 
 def _loop(run: ActiveRun) -> bool:
-    """Trains to the last step; False where the run was told to stop before."""
+    """Trains to the last step; False where the run was stopped before."""
     pending = run.position.unevaluated  # a signal came before the evaluation of the checkpoint
     if pending is not None:
         if not _evaluate_and_log(run, pending):
@@ -87,7 +87,7 @@ def _loop(run: ActiveRun) -> bool:
 
 
 def _evaluate_and_log(run: ActiveRun, line: dict[str, Any]) -> bool:
-    """Logs the metrics with the mean loss of held-out tokens; False where told to stop before that is known."""
+    """Logs the metrics with the mean loss of held-out tokens; False where the run was stopped before that is known."""
     is_evaluated = _evaluate(run, line)
     run.position.unevaluated = None if is_evaluated else line
     run.log(line)

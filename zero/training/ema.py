@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, kept beside them in shards."""
+"""An exponential moving average of the weights, kept in shards as they are."""
 
 from __future__ import annotations
 

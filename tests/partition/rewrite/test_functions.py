@@ -132,7 +132,7 @@ def make_x() -> np.ndarray:
 
 
 def on_shards(fn: Callable[[jax.Array], jax.Array], axis: zero.Axis, across: bool) -> Callable[[jax.Array], jax.Array]:
-    """The function by way of shards. Whole arrays in and out, inside pmap."""
+    """The function on shards. Whole arrays in and out, inside pmap."""
     tx = optax.stateless(lambda updates, _: fn(updates))
     rows = zero.Split(0, 13, axis.shards)
     leaf = zero.LeafLayout((), (13, 6), np.dtype(np.float32), (rows,) if axis.shards > 1 else ())

@@ -115,7 +115,7 @@ def _fit(left: tuple[int, ...], right: tuple[int, ...]) -> bool:
 
 
 def on_shards(tree: Any, seed: int, names: list[str], axis: zero.Axis, across: bool) -> Any:
-    """The same by way of shards; None where it is refused."""
+    """The same on shards; None where it is refused."""
     tx: Any = optax.stateless(lambda updates, _: program(updates, seed, names, 8 if across else 5))
     layout = zero.make_layout(tree, axis.shards)
     sharded = zero.on_shards(zero.across_shards(tx) if across else tx, layout, axis)

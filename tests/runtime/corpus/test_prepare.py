@@ -133,7 +133,7 @@ def test_a_long_document_is_tokenized_in_parts_and_stays_one(tmp_path: Path, mon
 
 
 def test_a_tokenizer_of_its_own(mixed: Path, tmp_path: Path):
-    """Trained, kept beside the shards, used by the second call as it stands, and able to say what it was fed."""
+    """Trained, kept beside the shards, used unchanged by the second call, and able to say what it was fed."""
     options: dict[str, Any] = {"tokenizer": 400, "row_tokens": 64, "rows_per_member": 64, "rows_per_shard": 1024}
     corpus = make(mixed, tmp_path / "one", **options)
     path = Path(corpus.directory, "tokenizer.json")

@@ -111,15 +111,15 @@ def texts(directory: Path) -> list[str]:
 
 
 def test_text_is_the_same_wherever_the_weights_lie(forks: cli.Forks) -> None:
-    asked = ("sample.prompt=[shard gath,s,scatter]", "sample.copies=2", "sample.tokens=20")
-    whole = texts(use(forks, "sample", "whole", *asked, "zero.replicate=true"))
+    options = ("sample.prompt=[shard gath,s,scatter]", "sample.copies=2", "sample.tokens=20")
+    whole = texts(use(forks, "sample", "whole", *options, "zero.replicate=true"))
     assert len(whole) == 6 and len(set(whole)) == 6 and all(text for text in whole)
-    assert texts(use(forks, "sample", "sharded", *asked, "zero.replicate=false")) == whole
-    assert texts(use(forks, "sample", "three", *asked, "distributed.cpu_devices=3", "zero.replicate=false")) == whole
-    assert texts(use(forks, "sample", "seed", *asked, "sample.seed=1")) != whole
+    assert texts(use(forks, "sample", "sharded", *options, "zero.replicate=false")) == whole
+    assert texts(use(forks, "sample", "three", *options, "distributed.cpu_devices=3", "zero.replicate=false")) == whole
+    assert texts(use(forks, "sample", "seed", *options, "sample.seed=1")) != whole
 
 
-def test_greedy_text_is_the_likeliest_beyond_the_trained_context(forks: cli.Forks, params: Any) -> None:
+def test_greedy_text_is_the_most_likely_beyond_the_trained_context(forks: cli.Forks, params: Any) -> None:
     """With ALiBi 60 tokens after a context of 32 need nothing."""
     done = forks.run(
         "mode=sample", f"model.model_path={RUN}", "sample.prompt='shard g'", "sample.tokens=60",

@@ -162,7 +162,7 @@ def test_losses_and_texts_are_those_of_transformers(ours: Any, theirs: Any) -> N
     assert got == expected and len(got[0]) > 3
 
 
-def test_what_cannot_be_asked_is_refused_in_a_line(ours: Any) -> None:
+def test_what_cannot_be_answered_is_refused_in_a_line(ours: Any) -> None:
     from lm_eval.api.instance import Instance
 
     with pytest.raises(UserError, match=r"evaluate.context=48: a task scores \d+ tokens at once"):

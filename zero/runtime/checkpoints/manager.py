@@ -1,7 +1,7 @@
 """Checkpoints that any number of devices can read (orbax).
 
 A checkpoint is one directory per step: `state`, whole logical arrays stored with their padding under the leaf's name,
-and `meta`, JSON with the logical shapes and whatever the caller keeps beside them. It is written under a temporary
+and `meta`, JSON with the logical shapes and whatever the caller keeps with them. It is written under a temporary
 name, synced, and then renamed; in a bucket, where nothing can be renamed, a last file marks it as complete.
 """
 
@@ -157,7 +157,7 @@ class Checkpoints:
         self._pending = _PendingSave(step, sum(x.nbytes for x in arrays.values()), started)
 
     def meta(self, step: int) -> dict[str, Any]:
-        """What the caller kept beside the arrays, and `shapes`, the logical shape of each leaf.
+        """What the caller kept with the arrays, and `shapes`, the logical shape of each leaf.
 
         Raises:
           DamagedCheckpoint: it is missing or cannot be decoded.

@@ -52,7 +52,7 @@ def upgrade(saved: DictConfig) -> DictConfig:
     data, plan = upgraded.get("data", {}), upgraded.get("plan", {})
     if "window" in data:  # until 0.1
         data["shuffle_shards"] = data.pop("window")
-    if isinstance(plan.get("search"), bool):  # until 0.1, with plan.largest beside it
+    if isinstance(plan.get("search"), bool):  # until 0.1, together with plan.largest
         plan["search"] = ("largest" if plan.get("largest") else "fastest") if plan["search"] else "none"
     plan.pop("largest", None)
     upgraded.get("evaluate", {}).pop("tasks", None)  # until 0.1; evaluate.harness has them

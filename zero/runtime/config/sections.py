@@ -79,7 +79,7 @@ class Training:
             learned = f"the learned positions of model.size={config.model.size} less one"
             yield "training.sample_tokens", f"at most {size.block_size - 1}, {learned}"
         if self.harness_frequency is not None and not config.evaluate.harness:
-            yield "training.harness_frequency", "tasks in evaluate.harness beside it, or null"
+            yield "training.harness_frequency", "null, or tasks in evaluate.harness as well"
 
     def stages(self) -> tuple[tuple[int, int], ...]:
         """Steps and tokens per sequence of each stage of the warmup; linear growth counts as one."""
@@ -133,7 +133,7 @@ class Data:
         if not is_paths(self.index_path_train) and self.train_samples is not None:
             yield "data.train_samples", "null, as data.index_path_train is a mixture"
         if self.resume_step is not None and config.resume is None and config.mode == "train":
-            yield "data.resume_step", "--resume beside it"
+            yield "data.resume_step", "null without --resume"
 
 
 @dataclass
@@ -219,7 +219,7 @@ class Evaluate:
 
     def mistakes(self, config: Config, size: GPTConfig) -> Mistakes:
         if config.mode == "evaluate" and not (self.validation or self.harness):
-            yield "evaluate.validation", "true, or evaluate.harness beside it"
+            yield "evaluate.validation", "true, or tasks in evaluate.harness"
         context = self.context or config.data.max_context
         if self.stride is not None and self.stride >= context:
             yield "evaluate.stride", f"1 to {context - 1}, or null"

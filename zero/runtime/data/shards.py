@@ -27,7 +27,7 @@ Rows = tuple[np.ndarray, np.ndarray]  # tokens (n, T), and the number of tokens 
 
 
 class BadData(UserError):
-    """A shard that is missing or damaged, or a sample that cannot be used: what a loader can be told to skip."""
+    """A shard that is missing or damaged, or a sample that cannot be used: what a loader can be configured to skip."""
 
 
 def count_rows(path: str | Path) -> int:

@@ -1,4 +1,4 @@
-"""Signals: what a run does when it is told to stop.
+"""Signals: what a run does when it has to stop.
 
 Before there is anything to save, a signal interrupts (KeyboardInterrupt). Afterwards it is recorded, and the loop stops
 at the next step where all hosts can. A second signal ends the process at once.
@@ -18,7 +18,9 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-PREEMPTED = 75  # exit status of a run that was told to stop and has saved a checkpoint; EX_TEMPFAIL of sysexits.h
+PREEMPTED = (
+    75  # exit status of a run that was stopped by a signal and has saved a checkpoint; EX_TEMPFAIL of sysexits.h
+)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 # Signals answered by an exception, each with the timer that ends the process if the exception was lost.

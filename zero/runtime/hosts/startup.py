@@ -67,7 +67,9 @@ def start(
     cores = os.cpu_count() or 1
     os.environ.setdefault("NPROC", str(max(cores, 4 * cpu_devices) if cpu_devices > 1 else cores))
     if not any(next(Path("/dev").glob(pattern), None) for pattern in ACCELERATORS):
-        jax.config.update("jax_platforms", "cpu")  # else an installed libtpu looks for a TPU, at length and aloud
+        jax.config.update(
+            "jax_platforms", "cpu"
+        )  # else an installed libtpu searches for a TPU for a long time and prints errors
         keep_freed_memory()
     use_cpu_devices(cpu_devices)
     if compilation_cache is not None and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):

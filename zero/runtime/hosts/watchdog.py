@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 2
 SILENCE_SECONDS = 20  # without a heartbeat, after which a host counts as dead and all others end
-_FINISHED, _STOPPED = "finished", "told to stop, signal"
+_FINISHED, _STOPPED = "finished", "stopped by signal"
 _watchdog: _Watchdog | None = None
 
 

@@ -15,7 +15,7 @@ SMALLEST_BUCKET = 16
 
 
 def bucket(length: int) -> int:
-    """A length rounded up to one of four per power of two, so that lengths of one bucket share a compiled program.
+    """A length rounded up to one of four per power of two, so that many lengths share a compiled program.
 
     >>> [bucket(length) for length in (1, 16, 17, 301, 1000)]
     [16, 16, 20, 320, 1024]

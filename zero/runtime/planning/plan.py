@@ -26,7 +26,7 @@ COMPILER_LOG = "compiler.log"
 
 
 def plan(config: Config, size: GPTConfig, run_directory: Path) -> int:
-    """Prints what a training run needs on `plan.topology`, and writes it to plan.json beside the compiler's log.
+    """Prints what a training run needs on `plan.topology`, and writes it to plan.json, next to the compiler's log.
 
     Returns:
       The exit status, 0.

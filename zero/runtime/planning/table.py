@@ -99,7 +99,7 @@ def _number(key: str, form: str, unit: float = 1) -> Callable[[Row], str]:
 
 
 def _activations(row: Row) -> str:
-    """What the peak of a step holds beside state, gradients and gathered parameters."""
+    """What the peak of a step holds in addition to state, gradients and gathered parameters."""
     if not row["fits"]:
         return "-"
     named = sum(row[f"{name}_bytes"] for name in ("state", "gradient", "gathered"))

@@ -254,7 +254,7 @@ class ActiveRun:
         """Logs and saves what is not yet logged and saved.
 
         Returns:
-          The exit status of a run that was told to stop.
+          The exit status of a run that was stopped by a signal.
 
         Raises:
           UserError: the state has passed a limit of the configuration, and is not saved.

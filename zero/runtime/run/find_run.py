@@ -81,7 +81,7 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
     given = _override_values(rest)
     if flags[-1] == "--resume=auto" and "data.resume_step" in given:
         raise UserError(
-            "data.resume_step: expected --resume beside it, once; a launcher that repeats --resume=auto would go back "
+            "data.resume_step: expected --resume, once; a launcher that repeats --resume=auto would go back "
             "to that step at every start"
         )
     run, place = _run_to_resume(given)

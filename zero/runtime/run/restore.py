@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class TrainingPosition:
-    """Where the data and the counters are between two steps; a checkpoint holds it beside the state."""
+    """Where the data and the counters are between two steps; a checkpoint holds it together with the state."""
 
     global_rows: int  # of a batch over all hosts; fixed by the first checkpoint
     step: int = 0

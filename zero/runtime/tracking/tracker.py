@@ -30,7 +30,7 @@ class Tracker:
         run_directory: where all files go, those of W&B and TensorBoard included.
         project: W&B's project; None or "" leaves W&B out.
         tensorboard: whether to write TensorBoard's event files too.
-        config: shown by W&B beside the run.
+        config: of the run, for W&B.
         resumed_from: the step of the checkpoint that this process continues, None for a fresh start.
 
     Raises:

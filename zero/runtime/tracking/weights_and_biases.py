@@ -29,7 +29,7 @@ class WeightsAndBiases:
     Args:
         run_directory: where its files go.
         project: W&B's project. Offline unless WANDB_API_KEY or a login (netrc) is found.
-        config: shown beside the run.
+        config: of the run, for its page.
     """
 
     def __init__(self, run_directory: Path, project: str, config: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Hugging Face datasets: real ones on this disk, and a hub that is not there."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""TFRecords: written by Google's own protobuf, read by ours, and refused where a bit is wrong."""
+"""TFRecords: written by Google's own protobuf, read by zero's reader, and refused where a bit is wrong."""
 
 from pathlib import Path
 
