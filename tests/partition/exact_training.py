@@ -1,4 +1,4 @@
-"""Data-parallel training whose sums over devices are exact, with an unsharded loop beside it. A helper of tests."""
+"""Data-parallel training whose sums over devices are exact, and the same without shards. A helper of tests."""
 
 from collections.abc import Callable
 from functools import partial

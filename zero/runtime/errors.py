@@ -21,8 +21,5 @@ class Unavailable(UserError):
 def install_command(extra: str) -> str:
     """The command that adds an extra of pyproject.toml: to the clone that runs, or else to the installed package."""
     clone = Path(__file__).parents[2]
-    return (
-        f"pip install -e '{clone}[{extra}]'"
-        if (clone / "pyproject.toml").is_file()
-        else f"pip install 'zero-pmap[{extra}]'"
-    )
+    source = f"-e '{clone}[" if (clone / "pyproject.toml").is_file() else "'zero-pmap["
+    return f"pip install {source}{extra}]'"

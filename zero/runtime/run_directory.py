@@ -109,7 +109,7 @@ def is_outside(run_directory: Path, place: Path | str) -> bool:
 
 
 def mirror(run_directory: Path, place: Path | str) -> None:
-    """Copies the files that a resume needs to a place next to the checkpoints, where these lie outside the directory."""
+    """Copies the files that a resume needs to the checkpoints, where these lie outside the directory."""
     if is_outside(run_directory, place):
         for name in MIRRORED:
             if (run_directory / name).exists():

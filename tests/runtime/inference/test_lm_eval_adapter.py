@@ -185,5 +185,5 @@ def test_harness_that_is_not_installed_is_asked_for_in_a_line(monkeypatch: pytes
     monkeypatch.delitem(sys.modules, "zero.runtime.inference.lm_eval_adapter", raising=False)
     monkeypatch.delattr("zero.runtime.inference.lm_eval_adapter", raising=False)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UserError, match=r"lm_eval is missing; pip install 'zero-pmap\[lm-eval\]'"):
+    with pytest.raises(UserError, match=r"lm_eval is missing; pip install -e '.*\[lm-eval\]'"):
         harness_tasks._adapter_module()

@@ -159,7 +159,7 @@ def test_runs_older_than_the_newest_valid_one_are_not_examined(monkeypatch: pyte
 
 def test_launcher_that_would_go_back_at_every_start_is_refused() -> None:
     make_run(DEFAULT_ROOT / "a", [5, 10])
-    with pytest.raises(UserError, match=r"data\.resume_step: expected --resume beside it, once"):
+    with pytest.raises(UserError, match=r"data\.resume_step: expected --resume, once"):
         resume_overrides(["--resume=auto", "data.resume_step=5"])
 
 

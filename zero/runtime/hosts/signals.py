@@ -18,9 +18,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-PREEMPTED = (
-    75  # exit status of a run that was stopped by a signal and has saved a checkpoint; EX_TEMPFAIL of sysexits.h
-)
+PREEMPTED = 75  # exit status of a run that a signal stopped after a saved checkpoint; EX_TEMPFAIL of sysexits.h
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 # Signals answered by an exception, each with the timer that ends the process if the exception was lost.

@@ -67,9 +67,7 @@ def start(
     cores = os.cpu_count() or 1
     os.environ.setdefault("NPROC", str(max(cores, 4 * cpu_devices) if cpu_devices > 1 else cores))
     if not any(next(Path("/dev").glob(pattern), None) for pattern in ACCELERATORS):
-        jax.config.update(
-            "jax_platforms", "cpu"
-        )  # else an installed libtpu searches for a TPU for a long time and prints errors
+        jax.config.update("jax_platforms", "cpu")  # else libtpu searches long for a TPU, and prints errors
         keep_freed_memory()
     use_cpu_devices(cpu_devices)
     if compilation_cache is not None and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):

@@ -25,9 +25,8 @@ class TensorBoard:
         try:
             from tensorboardX import SummaryWriter
         except ModuleNotFoundError as error:
-            raise UserError(
-                f"data.tensorboard=true: tensorboardX is missing; {install_command('tensorboard')}"
-            ) from error
+            remedy = install_command("tensorboard")
+            raise UserError(f"data.tensorboard=true: tensorboardX is missing; {remedy}") from error
         self._directory, self._resumed_from, self._make = (
             run_directory / TENSORBOARD_DIRECTORY,
             resumed_from,

@@ -65,4 +65,4 @@ def test_without_the_library():
     use = "from zero.runtime.corpus.sources.hub import HubDataset; HubDataset('x', 'y')"
     hidden = f"import sys; sys.modules['datasets'] = None; {use}"
     done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
-    assert "hf:x needs the datasets library: pip install datasets" in done.stderr
+    assert re.search(r"hf:x: the datasets library is missing; pip install -e '.*\[hub\]'", done.stderr)
