@@ -10,7 +10,7 @@ import pytest
 
 from zero.runtime import train
 from zero.runtime.errors import UserError
-from zero.runtime.run import run as run_module
+from zero.runtime.run import active_run
 from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.restore import TrainingPosition
 from zero.runtime.run.step_metrics import StepMetrics
@@ -88,8 +88,8 @@ def test_mfu_is_not_shown_where_the_peak_is_unknown() -> None:
 
 def test_tasks_are_logged_by_name_without_their_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = {"choice": {"acc,none": 0.5, "acc_stderr,none": 0.1, "alias": "choice"}}
-    monkeypatch.setattr(run_module, "Scorer", lambda *arguments: None)
-    monkeypatch.setattr(run_module, "run_tasks", lambda scorer, context, tasks: results)
+    monkeypatch.setattr(active_run, "Scorer", lambda *arguments: None)
+    monkeypatch.setattr(active_run, "run_tasks", lambda scorer, context, tasks: results)
     run: Any = make_run(tmp_path, None)
     run.config.training.batch_size = 8
     run.model, run.state, run.tokenizer = None, SimpleNamespace(params=None), None
