@@ -83,7 +83,7 @@ def check_optimizer(axis: zero.Axis, plain: Any, right: Any) -> None:
 
 def check_quantised(axis: zero.Axis) -> None:
     """Moments of a byte and bfloat16 weights are on both processes what they are in the whole, bit for bit."""
-    large = {"w": rng.normal(size=(13, 512)), "odd": rng.normal(size=(7, 601))}
+    large: Any = {"w": rng.normal(size=(13, 512)), "odd": rng.normal(size=(7, 601))}
     params = {name: jnp.asarray(x, jnp.bfloat16) for name, x in large.items()}
     tx = optax.chain(zero.quantised_adamw(0.1), zero.round_stochastically())
     layout = zero.make_layout(params, axis.shards)
@@ -102,7 +102,7 @@ def check_quantised(axis: zero.Axis) -> None:
             zero.gather(x, zero.derive_layout(fn, layout), axis) for x, fn in zip(held, (dict, tx.init), strict=True)
         )
 
-    large: Any = {name: jnp.asarray(x, jnp.float32) for name, x in large.items()}
+    large = {name: jnp.asarray(x, jnp.float32) for name, x in large.items()}
     got, expected = jax.pmap(run, "batch")(ones), jax.jit(partial(three_steps, tx))(params, large)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert x.dtype == y.dtype

@@ -116,7 +116,10 @@ def test_the_rest_moves_as_by_optax(name: str) -> None:
         np.testing.assert_allclose(found[key], expected[key], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "adamw"])
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize(
+    "name", ["muon", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in ("adamw", "muon"))]
+)
 def test_stages_agree_and_learn(name: str) -> None:
     losses: dict[int, list[float]] = {}
     for stage in (0, 3):

@@ -50,8 +50,14 @@ def table(result: dict[str, Any], config: Config) -> str:
 
 
 # Keys that the command always names: the model and what a search chooses.
-_CHOSEN = ("model.size", "data.max_context", "training.batch_size", "training.gradient_accumulation_steps")
-_CHOSEN += ("zero.stage", "zero.remat")
+_CHOSEN = (
+    "model.size",
+    "data.max_context",
+    "training.batch_size",
+    "training.gradient_accumulation_steps",
+    "zero.stage",
+    "zero.remat",
+)
 
 
 def training_command(row: Row, config: Config) -> str:
