@@ -1,7 +1,6 @@
 """A run with moments of a byte and bfloat16 weights: resumed, moved, converted, evaluated."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -28,13 +27,12 @@ RUN = (
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[cli.Forks]:
+def forks(tmp_path_factory: pytest.TempPathFactory) -> cli.Forks:
     forks = cli.Forks(cli.make_workplace(tmp_path_factory.mktemp("quantised")))
     for name, keys in (("whole", SMALL), ("float32", FLOAT32)):
         done = forks.run(*RUN, *keys, f"hydra.run.dir={name}")
         assert done.returncode == 0, done.stderr
-    yield forks
-    forks.close()
+    return forks
 
 
 def leaves(run: Path, step: int) -> dict[str, np.ndarray]:
