@@ -26,6 +26,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 from zero.models.attention import BLOCK, blockwise_attention, dense_attention
+from zero.models.scores import Form
 
 HEADS, HEAD_DIM = 6, 64
 DENSE_LIMIT = 4 * 2**30
@@ -37,7 +38,7 @@ def compiled(attention: Callable[..., jax.Array], rows: int, context: int) -> tu
     q, k, v, weights = jax.random.normal(jax.random.key(0), (4, rows, context, HEADS, HEAD_DIM))
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return (attention(q, k, v, has_alibi=True) * weights).sum()
+        return (attention(q, k, v, form=Form(has_alibi=True)) * weights).sum()
 
     return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(q, k, v).compile(), (q, k, v)
 
@@ -66,7 +67,7 @@ def measure(rows: int, context: int, blocks: list[int], rounds: int) -> Iterator
 
 def plan(topology: str, size: str, context: int) -> Iterator[str]:
     """Peak memory of a training step, dense and blockwise; both would take minutes on a TPU to find out."""
-    from zero.models.gpt import GPTConfig
+    from zero.models.config import GPTConfig
     from zero.partition.collectives import Axis
     from zero.runtime.build import Job
     from zero.runtime.config.files import load_sizes

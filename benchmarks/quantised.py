@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zero.models.gpt import GPTConfig
+from zero.models.config import GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.quantised import quantised_adamw, rounded_updates
 from zero.runtime.config.files import load_sizes

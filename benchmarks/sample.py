@@ -24,7 +24,8 @@ import numpy as np
 import torch as PyTorch
 import transformers
 
-from zero.models.gpt import GPT, GPTConfig
+from zero.models.config import GPTConfig
+from zero.models.gpt import GPT
 from zero.partition.collectives import Axis
 from zero.runtime.inference.generate import generate
 from zero.runtime.weights.warm_start import warm_start

@@ -19,7 +19,6 @@ import matplotlib.pyplot as plt
 
 from benchmarks.collectives import DEVICES
 from zero.cpu import use_cpu_devices
-from zero.models.gpt import STACKED
 from zero.partition.collectives import Axis
 from zero.partition.memory import memory
 from zero.runtime.config.files import load_sizes
@@ -40,7 +39,7 @@ PEAK = (17.09, 5.18, 3.33, 1.43)  # GiB, printed by `mode=plan plan.topology=v3-
 def memory_by_stage() -> dict[str, list[float]]:
     """GiB a core of the 1.1B model computing in bfloat16, four stages a part; the rest is what remains of the peak."""
     shapes = ShardedGPT(SIZES["1_1b"], Axis("zero", (1, CORES)), 3).sharded_layout.shapes()
-    rows = memory(shapes, adamw(0.1), CORES, stacked=STACKED, compute_dtypes=[jnp.bfloat16]).rows
+    rows = memory(shapes, adamw(0.1), CORES, stacked=SIZES["1_1b"].stacked, compute_dtypes=[jnp.bfloat16]).rows
     return {
         "state: float32 weights, moments": [(row.parameters + row.state) / GIB for row in rows],
         "whole weights, bfloat16": [row.gathered / GIB for row in rows],

@@ -40,7 +40,8 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero.models.gpt import GPT, GPTConfig
+from zero.models.config import GPTConfig
+from zero.models.gpt import GPT
 from zero.partition.collectives import Axis
 from zero.partition.layout import LeafLayout
 from zero.partition.state import pmap_devices

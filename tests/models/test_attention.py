@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32
 
 import zero
-from zero.models import attention, gpt
+from zero.models import attention
 from zero.models.attention import blockwise_attention, blockwise_from, dense_attention
-from zero.models.gpt import GPT, GPTConfig
+from zero.models.config import GPTConfig
+from zero.models.gpt import GPT
+from zero.models.scores import Form
 from zero.runtime.inference.generate import generate
 from zero.training.flops import matmul_flops
 from zero.training.inference import Sampling
@@ -33,43 +35,107 @@ def arrays(count: int, *shape: int, dtype: Any = jnp.float32) -> list[jax.Array]
     return list(jax.random.normal(jax.random.key(0), (count, *shape)).astype(dtype))
 
 
-def output_and_gradients(attend: Callable[..., jax.Array], q: Any, k: Any, v: Any, weights: Any) -> list[np.ndarray]:
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, weights: jax.Array) -> tuple[jax.Array, ...]:
-        out, pull_back = jax.vjp(attend, q, k, v)
+def output_and_gradients(attend: Callable[..., jax.Array], *inputs_and_weights: Any) -> list[np.ndarray]:
+    """Of queries, keys, values and maybe a bias; the last of the arguments are the gradients of the output."""
+
+    def run(weights: jax.Array, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+        out, pull_back = jax.vjp(attend, *inputs)
         return (out, *pull_back(weights))
 
-    return [np.asarray(x, np.float32) for x in jax.jit(run)(q, k, v, weights)]
+    *inputs, weights = inputs_and_weights
+    return [np.asarray(x, np.float32) for x in jax.jit(run)(weights, *inputs)]
+
+
+EVERYTHING = Form(window=11, divisor=3.0, cap=2.0, has_extra_logit=True, dropout_rate=0.3)
 
 
 @settings(deadline=None, max_examples=8)
-@example(positions=37, block=8, heads=3, width=5, has_alibi=True, rate=0.3)
-@example(positions=32, block=8, heads=2, width=4, has_alibi=False, rate=0.0)
+@example(positions=37, block=8, groups=3, shared=1, width=5, form=Form(has_alibi=True, dropout_rate=0.3))
+@example(positions=32, block=8, groups=2, shared=1, width=4, form=Form())
+@example(positions=37, block=4, groups=2, shared=3, width=5, form=EVERYTHING)
 @given(
     positions=st.integers(1, 40),
     block=st.integers(1, 48),
-    heads=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    shared=st.integers(1, 3),
     width=st.integers(1, 8),
-    has_alibi=st.booleans(),
-    rate=st.sampled_from([0.0, 0.3]),
+    form=st.builds(
+        Form,
+        has_alibi=st.booleans(),
+        window=st.sampled_from([0, 1, 5, 16, 100]),
+        divisor=st.sampled_from([None, 1.0]),
+        cap=st.sampled_from([None, 1.5]),
+        has_extra_logit=st.booleans(),
+        dropout_rate=st.sampled_from([0.0, 0.3]),
+    ),
 )
 def test_outputs_and_gradients_are_those_of_dense_attention(
-    positions: int, block: int, heads: int, width: int, has_alibi: bool, rate: float
+    positions: int, block: int, groups: int, shared: int, width: int, form: Form
 ) -> None:
-    q, k, v, weights = arrays(4, ROWS, positions, heads, width)
-    options: dict[str, Any] = {"has_alibi": has_alibi, "dropout_rate": rate}
-    options["keys_B"] = jax.random.split(jax.random.key(1), ROWS)
-    expected = output_and_gradients(partial(dense_attention, **options), q, k, v, weights)
-    got = output_and_gradients(
-        partial(blockwise_attention, block=max(block, positions // 6), **options), q, k, v, weights
-    )
+    k, v = arrays(2, ROWS, positions, groups, width)
+    q, weights = arrays(2, ROWS, positions, groups * shared, width)
+    bias = jax.random.normal(jax.random.key(2), (32, groups * shared))
+
+    def attend(function: Callable[..., jax.Array], **options: Any) -> Callable[..., jax.Array]:
+        options["keys_B"] = jax.random.split(jax.random.key(1), ROWS)
+        return lambda q, k, v, bias: function(q, k, v, form=form, bias_CH=None if form.has_alibi else bias, **options)
+
+    expected = output_and_gradients(attend(dense_attention), q, k, v, bias, weights)
+    got = output_and_gradients(attend(blockwise_attention, block=max(block, positions // 6)), q, k, v, bias, weights)
     for x, y in zip(got, expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5)
+
+
+def by_hand(q: Any, k: Any, v: Any, bias: Any, form: Form) -> np.ndarray:
+    """Attention in float64, one row, head and query after the other."""
+    q, k, v, bias = (np.asarray(x, np.float64) for x in (q, k, v, bias))
+    out = np.zeros(q.shape)
+    for b, t, h in np.ndindex(q.shape[:3]):
+        g = h // (q.shape[2] // k.shape[2])
+        first = max(0, t - form.window + 1) if form.window else 0
+        scores = []
+        for s in range(first, t + 1):
+            score = q[b, t, h] @ k[b, s, g] / (form.divisor or np.sqrt(q.shape[-1]))
+            scores.append(form.cap * np.tanh(score / form.cap) if form.cap else score)
+            distance = t - s
+            bucket = distance if distance < 16 else min(31, 16 + int(np.log(distance / 16) / np.log(8) * 16))
+            scores[-1] += bias[bucket, h]
+        weights = np.exp(scores)
+        out[b, t, h] = weights @ v[b, first : t + 1, g] / (weights.sum() + form.has_extra_logit)
+    return out
+
+
+@pytest.mark.parametrize("change", [{}, {"window": 0}, {"cap": None}, {"has_extra_logit": False}, {"divisor": None}])
+def test_dense_attention_is_the_one_written_by_hand(change: dict[str, Any]) -> None:
+    form = EVERYTHING._replace(dropout_rate=0.0, **change)
+    (q,), (k, v) = arrays(1, ROWS, 141, 6, 5), arrays(2, ROWS, 141, 2, 5)
+    bias = jax.random.normal(jax.random.key(2), (32, 6))
+    np.testing.assert_allclose(
+        dense_attention(q, k, v, form=form, bias_CH=bias), by_hand(q, k, v, bias, form), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_local_attention_costs_in_proportion_to_its_window() -> None:
+    def cost(context: int, window: int) -> tuple[int, int]:
+        def loss(*qkv: jax.Array) -> jax.Array:
+            return blockwise_attention(*qkv, form=Form(window=window), block=64).sum()
+
+        shapes = [jax.ShapeDtypeStruct((1, context, 2, 16), jnp.float32)] * 3
+        analysis: Any = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*shapes).compile().memory_analysis()
+        flops = matmul_flops(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*shapes).jaxpr)
+        return flops, int(analysis.temp_size_in_bytes)
+
+    (flops, held), (flops_of_all, held_of_all) = cost(2048, 256), cost(2048, 0)
+    assert held <= held_of_all
+    # 5 blocks of keys for each of 32 blocks of queries, but for those of the first four.
+    assert flops * (32 * 33 // 2) == flops_of_all * (32 * 5 - 10)
+    assert cost(4096, 256)[0] < 2.1 * flops
 
 
 def test_scores_that_overflow_an_exponential_do_not_matter() -> None:
     q, k, v, weights = arrays(4, ROWS, 33, 2, 4)
-    expected = output_and_gradients(partial(dense_attention, has_alibi=False), 50 * q, 3 * k, v, weights)
-    got = output_and_gradients(partial(blockwise_attention, has_alibi=False, block=8), 50 * q, 3 * k, v, weights)
+    expected = output_and_gradients(partial(dense_attention, form=Form()), 50 * q, 3 * k, v, weights)
+    got = output_and_gradients(partial(blockwise_attention, form=Form(), block=8), 50 * q, 3 * k, v, weights)
     for x, y in zip(got, expected, strict=True):
         assert np.isfinite(y).all()
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3)
@@ -80,18 +146,18 @@ def test_scores_that_overflow_an_exponential_do_not_matter() -> None:
 def test_queries_from_a_position_on_see_a_longer_cache(position: int, has_alibi: bool) -> None:
     (q,), (k, v) = arrays(1, ROWS, 9, 2, 4), arrays(2, ROWS, 24, 2, 4)
     k, v = (x.at[:, position + 9 :].set(1e3) for x in (k, v))  # what is not filled yet
-    expected = dense_attention(q, k, v, position, has_alibi=has_alibi)
-    blockwise = jax.jit(partial(blockwise_attention, has_alibi=has_alibi, block=5))
+    expected = dense_attention(q, k, v, position, form=Form(has_alibi=has_alibi))
+    blockwise = jax.jit(partial(blockwise_attention, form=Form(has_alibi=has_alibi), block=5))
     np.testing.assert_allclose(blockwise(q, k, v, position), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_bfloat16_is_as_near_to_float32_as_dense_attention() -> None:
     inputs = arrays(4, ROWS, 50, 3, 16)
-    exact = output_and_gradients(partial(dense_attention, has_alibi=True), *inputs)
+    exact = output_and_gradients(partial(dense_attention, form=Form(has_alibi=True)), *inputs)
     rounded = [x.astype(jnp.bfloat16) for x in inputs]
-    dense = output_and_gradients(partial(dense_attention, has_alibi=True), *rounded)
-    blockwise = output_and_gradients(partial(blockwise_attention, has_alibi=True, block=16), *rounded)
-    attended = blockwise_attention(*rounded[:3], has_alibi=True)
+    dense = output_and_gradients(partial(dense_attention, form=Form(has_alibi=True)), *rounded)
+    blockwise = output_and_gradients(partial(blockwise_attention, form=Form(has_alibi=True), block=16), *rounded)
+    attended = blockwise_attention(*rounded[:3], form=Form(has_alibi=True))
     assert attended.dtype == jnp.bfloat16
     for x, y, reference in zip(blockwise, dense, exact, strict=True):
         assert np.linalg.norm(x - reference) < 1.5 * np.linalg.norm(y - reference) < 0.03 * np.linalg.norm(reference)
@@ -102,8 +168,7 @@ def test_dropout_masks_are_those_of_dense_attention(block: int) -> None:
     positions = 37
     (q,) = arrays(1, ROWS, positions, 3, positions)
     v = jnp.broadcast_to(jnp.eye(positions)[None, :, None], q.shape)  # the output is the matrix of probabilities
-    options: dict[str, Any] = {"has_alibi": False, "dropout_rate": 0.4}
-    options["keys_B"] = jax.random.split(jax.random.key(5), ROWS)
+    options: dict[str, Any] = {"form": Form(dropout_rate=0.4), "keys_B": jax.random.split(jax.random.key(5), ROWS)}
     dense = np.asarray(dense_attention(0 * q, 0 * q, v, **options))
     blockwise = np.asarray(blockwise_attention(0 * q, 0 * q, v, block=block, **options))
     np.testing.assert_array_equal(blockwise == 0, dense == 0)
@@ -113,13 +178,13 @@ def test_dropout_masks_are_those_of_dense_attention(block: int) -> None:
 
 def test_counters_of_random_bits_have_64_bits() -> None:
     # A block of a matrix that nobody holds: within one of its rows, entries pass 2^32.
-    positions, block, rate = 2**17 + 3, 4, 0.5
-    form = attention._Form(positions, positions, block, False, rate)
+    positions, size, rate = 2**17 + 3, 4, 0.5
+    blocks = attention._Blocks(Form(dropout_rate=rate), positions, positions, size)
     key_data = jax.random.key_data(jax.random.split(jax.random.key(2), 1))
     row, column = divmod(2**32, positions)
-    i, j = row // block, column // block
-    kept = attention._dropped(form, jnp.ones((1, 1, block, block)), key_data, jnp.asarray([i, j])) != 0
-    entries = [(i * block + t) * positions + j * block + s for t in range(block) for s in range(block)]
+    i, j = row // size, column // size
+    kept = attention._dropped(blocks, jnp.ones((1, 1, size, size)), key_data, jnp.asarray([i, j])) != 0
+    entries = [(i * size + t) * positions + j * size + s for t in range(size) for s in range(size)]
     assert min(entries) < 2**32 <= max(entries)
     words = np.asarray([entry >> 32 for entry in entries] + [entry % 2**32 for entry in entries], np.uint32)
     first, second = np.split(np.asarray(threefry_2x32(key_data[0], jnp.asarray(words))), 2)
@@ -131,13 +196,13 @@ def test_dropout_with_other_random_bits_is_refused() -> None:
     q, k, v = arrays(3, ROWS, 4, 1, 2)
     keys = jax.random.split(jax.random.key(0, impl="rbg"), ROWS)
     with pytest.raises(ValueError, match="threefry"):
-        blockwise_attention(q, k, v, has_alibi=True, dropout_rate=0.1, keys_B=keys)
+        blockwise_attention(q, k, v, form=Form(has_alibi=True, dropout_rate=0.1), keys_B=keys)
 
 
 def test_blocks_above_the_diagonal_are_skipped() -> None:
     def flops(attend: Callable[..., jax.Array]) -> int:
         def loss(*qkv: jax.Array) -> jax.Array:
-            return attend(*qkv, has_alibi=True).sum()
+            return attend(*qkv, form=Form(has_alibi=True)).sum()
 
         return matmul_flops(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*arrays(3, 1, 1024, 1, 8)).jaxpr)
 
@@ -149,7 +214,7 @@ def test_memory_is_linear_in_the_context() -> None:
     @cache
     def temporaries(attend: Callable[..., jax.Array], context: int) -> int:
         def loss(*qkv: jax.Array) -> jax.Array:
-            return attend(*qkv, has_alibi=True).sum()
+            return attend(*qkv, form=Form(has_alibi=True)).sum()
 
         shapes = [jax.ShapeDtypeStruct((1, context, 4, 32), jnp.float32)] * 3
         analysis: Any = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*shapes).compile().memory_analysis()
@@ -197,7 +262,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         contexts.append(q.shape[1])
         return blockwise_attention(q, *args, block=5, **kwargs)
 
-    monkeypatch.setattr(gpt, "blockwise_attention", attend)
+    monkeypatch.setattr("zero.models.block.blockwise_attention", attend)
     yield contexts
 
 

@@ -12,8 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zero.models.attention import alibi_slopes, dropout
-from zero.models.gpt import GPT, GPTConfig, init_cache
+from zero.models.block import init_cache
+from zero.models.config import GPTConfig
+from zero.models.gpt import GPT
+from zero.models.parts import dropout
+from zero.models.scores import alibi_slopes
 from zero.runtime.config.files import load_sizes
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -23,6 +26,16 @@ SIZES = load_sizes(SIZES_FILE)
 ODD = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=12, dropout=0.0, N=2, vocab_chunks=3)
 LEARNED = dataclasses.replace(ODD, alibi_attn=False, vocab_chunks=1)
 NORMED = dataclasses.replace(ODD, embedding_norm=True, norm_epsilon=1e-2)  # one that shows
+# What transformers counts in models of their published configurations; Lingvo's, in its own comments.
+PUBLISHED = {
+    "gpt_neo_2_7b": 2_651_307_520,
+    "pythia_1b": 1_011_781_632,
+    "llama3_8b": 8_030_261_248,
+    "mistral_7b": 7_241_732_096,
+    "qwen3_8b": 8_190_735_360,
+    "gemma2_9b": 9_241_705_984,
+    "dense_lm_137b": 137_702_416_384,
+}
 ALL = pytest.mark.parametrize("config", [ODD, LEARNED, NORMED], ids=["alibi", "learned", "embedding_norm"])
 
 
@@ -117,12 +130,15 @@ def test_parameter_count_is_the_one_in_the_comment(size: str) -> None:
     config = SIZES[size]
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(config)))
     assert f"{count:,}" == comment[1]
-    # Four d x d and two d x 4d matrices with their biases and two norms a layer; one norm and the tied table.
+    if size in PUBLISHED:
+        assert count == PUBLISHED[size]
+        return
+    # Four d x d and two d x 4d matrices with their biases and two norms per layer; one norm and the tied table.
     d, rows = config.embedding_dim, config.vocab_chunks * config.chunk_rows
     assert count == config.N * (12 * d**2 + 13 * d) + 2 * d + rows * d
 
 
-def test_sizes_of_the_family() -> None:
+def test_sizes_of_the_first_gpts() -> None:
     published = {"580m": (1536, 18, 12), "760m": (1536, 24, 12), "1_1b": (1536, 36, 12), "1_3b": (2048, 24, 16)}
     for size, shape in published.items():
         config = SIZES[size]

@@ -10,7 +10,6 @@ import pytest
 
 import zero
 from tests import cli
-from zero.models.gpt import STACKED
 from zero.partition.layout import derive_layout
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.files import load_sizes
@@ -109,7 +108,7 @@ def test_average_is_used_by_evaluate_and_refused_where_there_is_none(forks: cli.
 
 def test_memory_of_the_average_is_in_the_layout_file(forks: cli.Forks) -> None:
     weights = ShardedGPT(SIZE, zero.Axis("zero", (1, 8)), 3).layout
-    bare = zero.memory(weights.shapes(), adamw(0.1), 8, stacked=STACKED, compute_dtypes=["float32"])
+    bare = zero.memory(weights.shapes(), adamw(0.1), 8, stacked=SIZE.stacked, compute_dtypes=["float32"])
     table = (forks.workplace / "whole" / "layout.txt").read_text().replace(",", "").splitlines()[-4:]
     for row, line in zip(bare.rows, table, strict=True):
         held = (weights if row.stage else weights.whole()).bytes_per_device()

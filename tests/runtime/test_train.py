@@ -166,7 +166,7 @@ import threading
 from pathlib import Path
 import hydra
 from tests import cli
-from zero.models.gpt import GPTConfig
+from zero.models.config import GPTConfig
 from zero.runtime.config.check import check
 from zero.runtime.train import train
 

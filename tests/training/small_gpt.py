@@ -10,7 +10,8 @@ import optax
 from jax.typing import ArrayLike
 
 import zero
-from zero.models.gpt import GPT, GPTConfig
+from zero.models.config import GPTConfig
+from zero.models.gpt import GPT
 from zero.training.optimizer import adamw
 from zero.training.programs import Programs, make_programs
 from zero.training.schedules import LearningRate

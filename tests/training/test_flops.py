@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from zero.models.gpt import GPT, GPTConfig
+from zero.models.config import GPTConfig
+from zero.models.gpt import GPT
 from zero.training.flops import matmul_flops, model_flops
 
 

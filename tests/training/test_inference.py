@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import zero
-from zero.models.gpt import GPT, GPTConfig
+from zero.models.config import GPTConfig
+from zero.models.gpt import GPT
 from zero.runtime.inference.generate import generate
 from zero.training.inference import Sampling, evaluate_step, filtered, penalised
 from zero.training.optimizer import adamw

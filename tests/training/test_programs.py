@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import zero
-from zero.models.gpt import GPTConfig
+from zero.models.config import GPTConfig
 from zero.partition.collectives import Axis
 from zero.training import programs
 from zero.training.optimizer import adamw

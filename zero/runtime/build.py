@@ -9,7 +9,7 @@ import jax
 import optax
 
 from zero.models.attention import blockwise_from
-from zero.models.gpt import GPTConfig
+from zero.models.config import GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout
 from zero.runtime.config.sections import Config

@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from zero.models.gpt import GPTConfig
+from zero.models.config import GPTConfig
 from zero.runtime.config.check import check, describe
 from zero.runtime.config.files import conf_directory, load_sizes
 from zero.runtime.config.resolve import merge_resumed

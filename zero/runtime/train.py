@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from zero.models.gpt import GPTConfig
+from zero.models.config import GPTConfig
 from zero.runtime.config.sections import Config
 from zero.runtime.data.prefetch import prefetch
 from zero.runtime.errors import UserError

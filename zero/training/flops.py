@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero.models.gpt import GPT, GPTConfig
+from zero.models.config import GPTConfig
+from zero.models.gpt import GPT
 
 
 def model_flops(config: GPTConfig, rows: int, context: int) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from zero.models.gpt import BLOCKS
+from zero.models.config import BLOCKS
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split
 from zero.partition.optimizer import Squares, norm_of, on_shards, squares

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero.models.gpt import Cache, init_cache
+from zero.models.block import Cache, init_cache
 from zero.partition.layout import PyTree
 from zero.training.step import ShardedGPT
 
@@ -104,7 +104,7 @@ def prefill(params: PyTree, tokens: jax.Array, length: jax.Array, *, model: Shar
       width: positions to compute, the same for a range of lengths. Those from `length` on are computed in vain:
         no later position attends to them before they are overwritten.
     """
-    if not model.config.alibi_attn:
+    if model.config.has_learned_positions:
         width = min(width, model.config.block_size)
     cache = init_cache(model.config, tokens.shape[0], tokens.shape[1], model.compute_dtype)
     read = jnp.maximum(tokens[:, :width], 0)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import optax
 
-from zero.models.gpt import BLOCKS
+from zero.models.config import BLOCKS
 from zero.partition.collectives import Axis
 from zero.partition.layout import PyTree
 from zero.partition.optimizer import on_shards

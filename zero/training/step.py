@@ -18,7 +18,9 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.models.gpt import BLOCKS, GPT, STACKED, Block, GPTConfig
+from zero.models.block import Block
+from zero.models.config import BLOCKS, GPTConfig
+from zero.models.gpt import GPT
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout, PyTree, derive_layout, make_layout
 from zero.partition.optimizer import global_norm, on_shards
@@ -104,7 +106,7 @@ class ShardedGPT:
             params,
             decayed(params),
         )
-        return make_layout(held, self.axis.shards, stacked=STACKED)
+        return make_layout(held, self.axis.shards, stacked=self.config.stacked)
 
     @cached_property
     def layout(self) -> Layout:

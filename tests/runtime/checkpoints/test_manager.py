@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import zero
-from zero.models.gpt import GPTConfig
+from zero.models.config import GPTConfig
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 from zero.training.optimizer import adamw

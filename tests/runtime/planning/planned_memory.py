@@ -10,7 +10,7 @@ import numpy as np
 
 import zero
 from tests.runtime.config.composing import compose
-from zero.models.gpt import GPTConfig
+from zero.models.config import GPTConfig
 from zero.runtime.build import make_job
 from zero.runtime.config.check import check
 from zero.runtime.config.files import load_sizes

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from zero.models.gpt import GPTConfig
+from zero.models.config import GPTConfig
 from zero.runtime.config.sections import Config, Grid
 from zero.runtime.planning import search
 from zero.runtime.planning.compile import Request

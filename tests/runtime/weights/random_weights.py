@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import zero
-from zero.models.gpt import GPTConfig
+from zero.models.config import GPTConfig
 from zero.partition.layout import derive_layout
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.training.step import ShardedGPT

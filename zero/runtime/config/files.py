@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import zero
-from zero.models.gpt import GPTConfig
+from zero.models.config import FAMILIES, GPTConfig
 from zero.runtime.config.check import describe
 from zero.runtime.errors import UserError
 
@@ -33,7 +34,7 @@ def load_sizes(path: Path | None = None) -> dict[str, GPTConfig]:
     sizes, mistakes = {}, []
     for size, entry in OmegaConf.load(path).items():
         try:
-            checked = OmegaConf.to_container(OmegaConf.merge(schema, entry or {}), throw_on_missing=True)
+            checked = OmegaConf.to_container(OmegaConf.merge(schema, _with_family(entry or {})), throw_on_missing=True)
             sizes[str(size)] = GPTConfig(**checked)  # type: ignore[arg-type]  # the mapping that was merged
         except OmegaConfBaseException as error:
             mistakes.append(f"{path}: size {size!r}: {describe(error)}")
@@ -42,3 +43,18 @@ def load_sizes(path: Path | None = None) -> dict[str, GPTConfig]:
     if mistakes:
         raise UserError("\n".join(mistakes))
     return sizes
+
+
+def _with_family(entry: Any) -> dict[str, Any]:
+    """The keys of an entry, over those of its family.
+
+    Raises:
+      ValueError: there is no such family.
+    """
+    own = {key: value for key, value in entry.items() if key != "family"}
+    family = entry.get("family")
+    if family is None:
+        return own
+    if family not in FAMILIES:
+        raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
+    return {**FAMILIES[family], **own}

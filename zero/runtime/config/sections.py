@@ -18,7 +18,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from zero.models.attention import CHOICES as ATTENTION
-from zero.models.gpt import REMAT, GPTConfig
+from zero.models.config import GPTConfig
+from zero.models.gpt import REMAT
 from zero.runtime.config.constraints import (
     at_least,
     checked,
@@ -75,7 +76,7 @@ class Training:
         key = "context_stages" if isinstance(self.context_stages, list) else "warmup_train_context"
         if longest <= size.block_size and any(length < 2 or longest % length for _, length in self.stages()):
             yield f"training.{key}", f"a divisor of data.max_context={longest}, at least 2"
-        if not size.alibi_attn and self.sample_tokens >= size.block_size:
+        if size.has_learned_positions and self.sample_tokens >= size.block_size:
             learned = f"the learned positions of model.size={config.model.size} less one"
             yield "training.sample_tokens", f"at most {size.block_size - 1}, {learned}"
         if self.harness_frequency is not None and not config.evaluate.harness:

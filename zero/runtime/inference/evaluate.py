@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from zero.models.gpt import GPTConfig
+from zero.models.config import GPTConfig
 from zero.runtime.config.resolve import index_files
 from zero.runtime.config.sections import Config
 from zero.runtime.errors import UserError
@@ -33,7 +33,7 @@ def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
     """
     trained = open_model(config, size, rows=config.training.batch_size)
     context = config.evaluate.context or config.data.max_context
-    if not size.alibi_attn and context > size.block_size:
+    if size.has_learned_positions and context > size.block_size:
         raise UserError(
             f"evaluate.context={context}: expected at most {size.block_size}, the learned positions of the model"
         )

@@ -12,7 +12,7 @@ from typing import TextIO
 import numpy as np
 from tqdm import tqdm
 
-from zero.models.gpt import GPTConfig
+from zero.models.config import GPTConfig
 from zero.runtime.config.sections import Config
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
@@ -46,7 +46,7 @@ def sample(config: Config, size: GPTConfig, run_directory: Path) -> int:
     end = trained.tokenizer.end_of_text
     encoded = [np.append(end, trained.tokenizer.encode(prompt)).astype(np.int32) for prompt in prompts]
     longest = max(map(len, encoded)) + options.tokens
-    if not size.alibi_attn and longest > size.block_size:
+    if size.has_learned_positions and longest > size.block_size:
         raise UserError(
             f"sample.tokens={options.tokens}: prompt and text are {longest} tokens, and the model has learned "
             f"{size.block_size} positions"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 
-from zero.models.gpt import GPTConfig
+from zero.models.config import GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.layout import PyTree
 from zero.partition.state import from_global

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero.models.gpt import STACKED, GPTConfig
+from zero.models.config import GPTConfig
 from zero.partition.layout import Layout
 from zero.partition.memory import memory
 from zero.runtime.build import Job, make_job
@@ -102,7 +102,7 @@ def compile_step(request: Request) -> Row:
         sharded.shapes(),
         job.tx,
         sharded.shards,
-        stacked=STACKED,
+        stacked=request.size.stacked,
         compute_dtypes=[job.model.compute_dtype],
     ).rows[zero.stage]
     gradients = formula.gradients

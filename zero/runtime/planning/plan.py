@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zero.cpu import use_cpu_devices
-from zero.models.gpt import GPTConfig
+from zero.models.config import GPTConfig
 from zero.runtime.config.sections import Config
 from zero.runtime.errors import UserError
 from zero.runtime.planning import search

@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from zero.models.gpt import GPTConfig
+from zero.models.config import GPTConfig
 from zero.runtime.config.sections import Config
 from zero.runtime.planning.compile import Request, Row, compile_step, compile_steps, highest_peak
 

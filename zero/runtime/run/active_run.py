@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from zero.models.gpt import GPTConfig
+from zero.models.config import GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout
 from zero.partition.state import checksums, from_global, to_global

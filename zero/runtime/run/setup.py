@@ -17,7 +17,7 @@ import optax
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from zero.models.gpt import STACKED, GPTConfig
+from zero.models.config import GPTConfig
 from zero.partition.memory import memory
 from zero.runtime import run_directory as run_files
 from zero.runtime import storage
@@ -304,7 +304,7 @@ def _write_run_files(
     shapes, shards = model.sharded_layout.shapes(), model.axis.shards
     if config.training.ema is not None:  # counted as optimizer state
         tx = optax.GradientTransformation(lambda params, init=tx.init: (init(params), params), tx.update)
-    table = memory(shapes, tx, shards, stacked=STACKED, compute_dtypes=[model.compute_dtype])
+    table = memory(shapes, tx, shards, stacked=model.config.stacked, compute_dtypes=[model.compute_dtype])
     (run_directory / run_files.LAYOUT_FILE).write_text(
         f"{model.layout}\n\nbytes per device without activations; this run is at stage {model.stage}\n{table}\n"
     )

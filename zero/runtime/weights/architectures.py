@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from zero.models.gpt import BLOCKS, VOCABULARY, GPTConfig
+from zero.models.config import BLOCKS, VOCABULARY, GPTConfig
 from zero.partition.layout import LeafLayout
 from zero.runtime.errors import UserError
 

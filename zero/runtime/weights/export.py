@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from zero.models.gpt import GPTConfig
+from zero.models.config import GPTConfig
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 from zero.runtime.weights.architectures import Architecture, architecture_of

@@ -1,0 +1,152 @@
+"""One layer: attention and MLP on the residual stream, composed as a `GPTConfig` says.
+
+Shapes are named by suffix:
+  B rows, T positions of a row, S positions that are attended to, D embedding, H heads of queries, G heads of keys,
+  K head dimension, L layers, F width of the MLP, C buckets of distance
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from zero.models.attention import blockwise_attention, dense_attention
+from zero.models.config import GPTConfig
+from zero.models.parts import ACTIVATIONS, dropout, make_norm, rotary_frequencies, rotate
+from zero.models.scores import T5_BUCKETS, Form
+
+
+class Cache(NamedTuple):
+    """Keys and values of the positions so far, one entry per layer: float `(L, B, S, G, K)`."""
+
+    k_LBSGK: jax.Array
+    v_LBSGK: jax.Array
+
+
+def init_cache(config: GPTConfig, rows: int, positions: int, dtype: DTypeLike) -> Cache:
+    """An empty cache for `rows` rows of up to `positions` positions."""
+    k = jnp.zeros((config.N, rows, positions, config.key_heads, config.head_width), dtype)
+    return Cache(k, k)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normalised and added to the residual stream.
+
+    Attributes:
+      config: the model.
+      dtype: of activations and matrix products.
+      blockwise_from: the number of query positions from which attention is blockwise; None for never.
+      window: how many positions a query sees, itself included; 0 for all.
+    """
+
+    config: GPTConfig
+    dtype: DTypeLike
+    blockwise_from: int | None = None
+    window: int = 0
+
+    @nn.compact
+    def __call__(
+        self,
+        carry: tuple[jax.Array, Cache | None],
+        layer: jax.Array,
+        keys_B: jax.Array | None,
+        position: jax.Array | int,
+    ) -> tuple[tuple[jax.Array, Cache | None], None]:
+        config = self.config
+        x_BTD, cache = carry
+        if keys_B is not None:
+            keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, layer)
+        site_keys = [None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, i) for i in range(3)]
+
+        attended_BTD, cache = self._attention(self._norm("norm_attention", x_BTD), cache, layer, position, site_keys[0])
+        attended_BTD = self._norm("norm_attention", attended_BTD, is_after=True)
+        sum_BTD = x_BTD + dropout(attended_BTD, config.dropout, site_keys[1])
+        h_BTD = self._mlp(self._norm("norm_mlp", x_BTD if config.parallel_residual else sum_BTD))
+        h_BTD = self._norm("norm_mlp", h_BTD, is_after=True)
+        return (sum_BTD + dropout(h_BTD, config.dropout, site_keys[2]), cache), None
+
+    def _norm(self, name: str, x: jax.Array, *, is_after: bool = False) -> jax.Array:
+        """The norm of this name at this side of a part, where there is one; the outer one of two has `_after`."""
+        if self.config.norm_place == ("before" if is_after else "after"):
+            return x
+        normed: jax.Array = make_norm(self.config, self.dtype, name + "_after" * is_after)(x)
+        return normed
+
+    def _dense(self, features: int, name: str, use_bias: bool, stddev: float = 0.02) -> nn.Dense:
+        return nn.Dense(features, use_bias, dtype=self.dtype, kernel_init=nn.initializers.normal(stddev), name=name)
+
+    @property
+    def _residual_stddev(self) -> float:
+        # GPT-2: each of the 2 N residual outputs adds variance, so each starts smaller.
+        return 0.02 / math.sqrt(2 * self.config.N)
+
+    def _attention(
+        self,
+        h_BTD: jax.Array,
+        cache: Cache | None,
+        layer: jax.Array,
+        position: jax.Array | int,
+        keys_B: jax.Array | None,
+    ) -> tuple[jax.Array, Cache | None]:
+        config, width = self.config, self.config.head_width
+
+        def heads(name: str, count: int) -> jax.Array:
+            x_BTD = self._dense(count * width, name, config.qkv_bias)(h_BTD)
+            return x_BTD.reshape(*x_BTD.shape[:2], count, width)
+
+        q_BTHK, k_BSGK = heads("query", config.num_head), heads("key", config.key_heads)
+        v_BSGK = heads("value", config.key_heads)
+        if config.qk_norm:
+            q_BTHK = make_norm(config, self.dtype, "query_norm")(q_BTHK)
+            k_BSGK = make_norm(config, self.dtype, "key_norm")(k_BSGK)
+        if config.position_kind == "rotary":
+            frequencies = rotary_frequencies(config)
+            q_BTHK, k_BSGK = (rotate(x, position, frequencies) for x in (q_BTHK, k_BSGK))
+        bias_CH = None
+        if config.position_kind == "t5":
+            bias_CH = self.param("relative_bias", nn.initializers.normal(0.02), (T5_BUCKETS, config.num_head))
+        if cache is not None:
+            # The whole cache is carried from layer to layer, so that only the new positions are written.
+            start = (layer, 0, position, 0, 0)
+            cache = Cache(
+                *(lax.dynamic_update_slice(c, x[None], start) for c, x in zip(cache, (k_BSGK, v_BSGK), strict=True))
+            )
+            k_BSGK, v_BSGK = (lax.dynamic_index_in_dim(c, layer, keepdims=False) for c in cache)
+            if self.window and h_BTD.shape[1] == 1 and self.window < k_BSGK.shape[1]:
+                first = jnp.clip(position - self.window + 1, 0, k_BSGK.shape[1] - self.window)
+                k_BSGK, v_BSGK = (lax.dynamic_slice_in_dim(x, first, self.window, axis=1) for x in (k_BSGK, v_BSGK))
+                position = position - first
+        form = Form(
+            has_alibi=config.alibi_attn,
+            window=self.window,
+            divisor={"sqrt": None, "linear": width, "none": 1.0}[config.attention_scale],
+            cap=config.attention_cap,
+            has_extra_logit=config.extra_logit,
+            dropout_rate=config.dropout,
+        )
+        attend = blockwise_attention if self._is_blockwise(q_BTHK.shape[1]) else dense_attention
+        attended_BTHK = attend(q_BTHK, k_BSGK, v_BSGK, position, form=form, bias_CH=bias_CH, keys_B=keys_B)
+        out = self._dense(config.embedding_dim, "attention_out", config.out_bias, self._residual_stddev)
+        return out(attended_BTHK.reshape(*h_BTD.shape[:2], -1)), cache
+
+    def _is_blockwise(self, queries: int) -> bool:
+        if self.blockwise_from is None:
+            return False
+        # Blocks outside a window are skipped, so that a window makes it worth while earlier.
+        return queries >= min(self.blockwise_from, max(2, 2 * self.window) if self.window else self.blockwise_from)
+
+    def _mlp(self, h_BTD: jax.Array) -> jax.Array:
+        config = self.config
+        h_BTF = self._dense(config.mlp_width, "mlp_in", config.mlp_bias)(h_BTD)
+        if config.gated:
+            gate_BTF = self._dense(config.mlp_width, "mlp_gate", config.mlp_bias)(h_BTD)
+            h_BTF = ACTIVATIONS[config.activation](gate_BTF) * h_BTF
+        else:
+            h_BTF = ACTIVATIONS[config.activation](h_BTF)
+        return self._dense(config.embedding_dim, "mlp_out", config.mlp_bias, self._residual_stddev)(h_BTF)

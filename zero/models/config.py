@@ -1,0 +1,240 @@
+"""What one model is: its sizes, and the choices of which its parts are composed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+# Top-level subtrees of the parameters whose leaves have a leading dimension: of layers, of chunks of the vocabulary.
+# HEAD exists where the vocabulary is not tied.
+BLOCKS, VOCABULARY, HEAD = "blocks", "vocabulary", "head"
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "positions": ("learned", "rotary", "t5", "none"),
+    "norm": ("layer", "rms", "rms_offset"),
+    "norm_place": ("before", "after", "both"),
+    "activation": ("gelu", "gelu_exact", "relu", "squared_relu", "selu", "silu"),
+    "attention_scale": ("sqrt", "linear", "none"),
+}
+_AT_LEAST_ONE = ("embedding_dim", "vocab_size", "num_head", "kv_heads", "head_dim", "mlp_dim", "block_size", "N")
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig:
+    """One model; the keys of an entry in `conf/model_config.yaml`. The defaults are those of the first GPTs of zero.
+
+    Attributes:
+      embedding_dim: D.
+      vocab_size: tokens; need not divide by anything.
+      num_head: H; divides `embedding_dim` where `head_dim` is None.
+      block_size: the longest context, T.
+      dropout: of attention probabilities and of both residual outputs.
+      N: layers, L.
+      alibi_attn: ALiBi (arXiv 2108.12409); False for `positions`.
+      vocab_chunks: parts that the vocabulary is looked up and scored in; more parts need less memory.
+      embedding_norm: a norm behind the embedding, as BLOOM has it (arXiv 2211.05100, section 3.2.3).
+      norm_epsilon: of every norm.
+      positions: where `alibi_attn` is False: "learned", "rotary" (arXiv 2104.09864), "t5" (relative bias of 32 buckets
+        in each layer, arXiv 1910.10683, section 2.1) or "none".
+      rotary_base: of the frequencies of rotary positions.
+      rotary_fraction: of a head's dimensions that is rotated.
+      rotary_scaling: factor, low and high frequency factor and original context of Llama 3.1 (arXiv 2407.21783); None
+        for none.
+      norm: "layer", "rms" (arXiv 1910.07467), or "rms_offset", whose gains are stored less 1.
+      norm_gains: whether norms have gains (and LayerNorm biases).
+      norm_place: "before" attention and MLP, "after" them (on what is added to the residual stream), or "both".
+      qk_norm: a norm over each head of queries and of keys.
+      kv_heads: G, heads of keys and values, each shared by H / G heads of queries; None for H.
+      head_dim: K; None for D / H.
+      windows: of each layer of a pattern that repeats, how many positions a query sees, itself included; 0 for all.
+      attention_scale: scores are divided by the root of K ("sqrt"), by K ("linear"), or by nothing ("none").
+      attention_cap: scores s become `cap tanh(s / cap)` (Gemma 2, arXiv 2408.00118, section 2); None for none.
+      extra_logit: a further logit of 0 in the denominator of each softmax.
+      qkv_bias: whether queries, keys and values have biases.
+      out_bias: whether the output of attention has one.
+      parallel_residual: attention and MLP read the same stream (GPT-J, GPT-NeoX).
+      mlp_dim: F; None for 4 D.
+      activation: "gelu" (by tanh), "gelu_exact", "relu", "squared_relu", "selu" or "silu".
+      gated: the activation multiplies a second product with the input (arXiv 2002.05202).
+      mlp_bias: whether the MLP has biases.
+      tied: the table that embeds tokens also scores them.
+      scale_embedding: embedded tokens are multiplied by the root of D.
+      scale_output: logits are divided by the root of D. The table then starts with a standard deviation of 1.
+      logit_cap: as `attention_cap`, of the final logits.
+      z_loss: weight of the squared log-sum-exp of the logits in the gradient (PaLM, arXiv 2204.02311, section 5);
+        losses are reported without it.
+    """
+
+    embedding_dim: int
+    vocab_size: int
+    num_head: int
+    block_size: int
+    dropout: float
+    N: int
+    alibi_attn: bool = True
+    vocab_chunks: int = 1
+    embedding_norm: bool = False
+    norm_epsilon: float = 1e-6
+    positions: str = "learned"
+    rotary_base: float = 10_000.0
+    rotary_fraction: float = 1.0
+    rotary_scaling: tuple[float, ...] | None = None
+    norm: str = "layer"
+    norm_gains: bool = True
+    norm_place: str = "before"
+    qk_norm: bool = False
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    windows: tuple[int, ...] = (0,)
+    attention_scale: str = "sqrt"
+    attention_cap: float | None = None
+    extra_logit: bool = False
+    qkv_bias: bool = True
+    out_bias: bool = True
+    parallel_residual: bool = False
+    mlp_dim: int | None = None
+    activation: str = "gelu"
+    gated: bool = False
+    mlp_bias: bool = True
+    tied: bool = True
+    scale_embedding: bool = False
+    scale_output: bool = False
+    logit_cap: float | None = None
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("windows", "rotary_scaling"):  # lists, where they come from YAML or JSON
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in (*_AT_LEAST_ONE, "vocab_chunks"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if (self.vocab_chunks - 1) * self.chunk_rows >= self.vocab_size:
+            raise ValueError(f"vocab_chunks {self.vocab_chunks} leave one without any of vocab_size {self.vocab_size}")
+        if self.head_dim is None and self.embedding_dim % self.num_head:
+            raise ValueError(f"embedding_dim {self.embedding_dim} does not divide into num_head {self.num_head} heads")
+        if self.num_head % self.key_heads:
+            raise ValueError(f"num_head {self.num_head} does not divide into kv_heads {self.kv_heads} groups")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
+        for name in ("norm_epsilon", "rotary_base", "attention_cap", "logit_cap"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}")
+        if self.z_loss < 0:
+            raise ValueError(f"z_loss must be at least 0, got {self.z_loss}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if self.alibi_attn and self.positions != "learned":
+            raise ValueError(f"positions {self.positions!r} need alibi_attn: false")
+        self._check_rotary()
+        if not self.windows or min(self.windows) < 0:
+            raise ValueError(f"windows must be a list of numbers of at least 0, got {list(self.windows)}")
+        if self.N % len(self.windows):
+            raise ValueError(f"N {self.N} must be a multiple of the {len(self.windows)} layers of windows")
+
+    def _check_rotary(self) -> None:
+        rotated = self.rotary_fraction * self.head_width
+        if not 0 < self.rotary_fraction <= 1:
+            raise ValueError(f"rotary_fraction must lie in (0, 1], got {self.rotary_fraction}")
+        if self.positions == "rotary" and (int(rotated) < 2 or int(rotated) % 2):
+            raise ValueError(f"rotary_fraction {self.rotary_fraction} of {self.head_width} dimensions are not even")
+        scaling = self.rotary_scaling
+        if scaling is not None and not (len(scaling) == 4 and min(scaling) > 0 and scaling[1] < scaling[2]):
+            expected = "factor, low and high frequency factor, original context"
+            raise ValueError(f"rotary_scaling must be [{expected}], got {list(scaling)}")
+
+    @property
+    def chunk_rows(self) -> int:
+        return -(-self.vocab_size // self.vocab_chunks)
+
+    @property
+    def key_heads(self) -> int:
+        """G, whether or not it is given."""
+        return self.kv_heads or self.num_head
+
+    @property
+    def head_width(self) -> int:
+        """K, whether or not it is given."""
+        return self.head_dim or self.embedding_dim // self.num_head
+
+    @property
+    def mlp_width(self) -> int:
+        """F, whether or not it is given."""
+        return self.mlp_dim or 4 * self.embedding_dim
+
+    @property
+    def has_learned_positions(self) -> bool:
+        """Whether no more than `block_size` positions exist."""
+        return self.position_kind == "learned"
+
+    @property
+    def position_kind(self) -> str:
+        """One of `positions`, or "alibi"."""
+        return "alibi" if self.alibi_attn else self.positions
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """Top-level subtrees of the parameters whose leaves have a leading dimension, of layers or chunks."""
+        return (BLOCKS, VOCABULARY) if self.tied else (BLOCKS, VOCABULARY, HEAD)
+
+
+# What the published models of a family have in common and another default does not have; an entry of
+# conf/model_config.yaml with `family` starts from these keys.
+_ROTARY: dict[str, Any] = {"alibi_attn": False, "positions": "rotary"}
+_NO_BIASES: dict[str, Any] = {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
+_LLAMA: dict[str, Any] = {
+    **_ROTARY,
+    **_NO_BIASES,
+    "norm": "rms",
+    "norm_epsilon": 1e-5,
+    "activation": "silu",
+    "gated": True,
+    "tied": False,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"alibi_attn": False, "norm_epsilon": 1e-5},
+    "bloom": {"embedding_norm": True, "norm_epsilon": 1e-5},
+    "gpt_neo": {
+        "alibi_attn": False,
+        "norm_epsilon": 1e-5,
+        "windows": (0, 256),
+        "attention_scale": "none",
+        "qkv_bias": False,
+    },
+    "gpt_neox": {
+        **_ROTARY,
+        "rotary_fraction": 0.25,
+        "norm_epsilon": 1e-5,
+        "parallel_residual": True,
+        "activation": "gelu_exact",
+        "tied": False,
+    },
+    "llama": _LLAMA,
+    "mistral": {**_LLAMA, "windows": (4096,)},
+    "qwen3": {**_LLAMA, "qk_norm": True, "norm_epsilon": 1e-6, "rotary_base": 1e6},
+    "gemma2": {
+        **_ROTARY,
+        **_NO_BIASES,
+        "norm": "rms_offset",
+        "norm_place": "both",
+        "activation": "gelu",
+        "gated": True,
+        "windows": (4096, 0),
+        "attention_cap": 50.0,
+        "logit_cap": 30.0,
+        "scale_embedding": True,
+    },
+    # The dense models of Lingvo's GShard examples (lingvo/tasks/lm/params/synthetic_packed_input.py).
+    "dense_lm": {
+        **_NO_BIASES,
+        "alibi_attn": False,
+        "positions": "t5",
+        "norm": "rms",
+        "activation": "gelu",
+        "gated": True,
+        "extra_logit": True,
+        "scale_output": True,
+        "z_loss": 1e-4,
+    },
+}

@@ -1,0 +1,96 @@
+"""Parts that a model is composed of: norms, activations, rotary positions, dropout.
+
+Shapes are named by suffix:
+  B rows, T positions of a row, H heads, K head dimension
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from zero.models.config import GPTConfig
+
+Lift = Callable[[type[nn.Module], str], type[nn.Module]]
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": lambda x: nn.gelu(x, approximate=True),
+    "gelu_exact": lambda x: nn.gelu(x, approximate=False),
+    "relu": nn.relu,
+    "squared_relu": lambda x: jnp.square(nn.relu(x)),  # Primer, arXiv 2109.08668, section 3
+    "selu": nn.selu,
+    "silu": nn.silu,
+}
+
+
+class OffsetRMSNorm(nn.Module):
+    """RMSNorm that multiplies by 1 + scale, as Gemma has it."""
+
+    epsilon: float
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.zeros, x.shape[-1:])
+        x = nn.RMSNorm(self.epsilon, dtype=jnp.float32, use_scale=False)(x)
+        return (x * (1 + scale.astype(jnp.float32)).reshape((1,) * (x.ndim - 1) + (-1,))).astype(self.dtype)
+
+
+def make_norm(config: GPTConfig, dtype: DTypeLike, name: str, lift: Lift | None = None) -> nn.Module:
+    """The norm of this model, with its class lifted where it has parameters."""
+    norms: dict[str, tuple[type[nn.Module], dict[str, bool]]] = {
+        "layer": (nn.LayerNorm, {"use_scale": config.norm_gains, "use_bias": config.norm_gains}),
+        "rms": (nn.RMSNorm, {"use_scale": config.norm_gains}),
+        "rms_offset": (OffsetRMSNorm, {}) if config.norm_gains else (nn.RMSNorm, {"use_scale": False}),
+    }
+    kind, options = norms[config.norm]
+    if lift is not None and config.norm_gains:
+        kind = lift(kind, name)
+    made: Any = kind
+    return made(epsilon=config.norm_epsilon, dtype=dtype, name=None if lift else name, **options)
+
+
+def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
+    """Dropout with one key per row, so that a mask depends on its sequence and on nothing else; no keys, no dropout."""
+    if keys_B is None or rate == 0:
+        return x
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys_B)
+    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+
+
+def rotary_frequencies(config: GPTConfig) -> np.ndarray:
+    """Radians per position, float32, one for each pair of the dimensions that are rotated.
+
+    Source: RoFormer, arXiv 2104.09864, section 3.2.2. Scaled as in Llama 3.1 (arXiv 2407.21783, section 3.4.1):
+    wavelengths beyond `original / low` are stretched by the factor, those under `original / high` are not, and between
+    the two it is interpolated.
+
+    >>> rotary_frequencies(GPTConfig(8, 10, 2, 16, 0.0, 1, alibi_attn=False, positions="rotary")).tolist()
+    [1.0, 0.009999999776482582]
+    """
+    rotated = int(config.rotary_fraction * config.head_width)
+    frequencies = config.rotary_base ** -(np.arange(0, rotated, 2) / rotated)
+    if config.rotary_scaling is not None:
+        factor, low, high, original = config.rotary_scaling
+        turns = original * frequencies / (2 * math.pi)  # in the context of the original training
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        frequencies = frequencies * (kept + (1 - kept) / factor)
+    return frequencies.astype(np.float32)
+
+
+def rotate(x_BTHK: jax.Array, position: jax.Array | int, frequencies: np.ndarray) -> jax.Array:
+    """Rotary positions: pairs `(i, i + R / 2)` of the first R dimensions of each head turn with the position."""
+    half = len(frequencies)
+    angles = (position + jnp.arange(x_BTHK.shape[1])).astype(jnp.float32)[None, :, None, None]
+    angles = angles * frequencies[None, None, None]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = (x_BTHK[..., part].astype(jnp.float32) for part in (slice(half), slice(half, 2 * half)))
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return jnp.concatenate([rotated.astype(x_BTHK.dtype), x_BTHK[..., 2 * half :]], axis=-1)

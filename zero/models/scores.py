@@ -1,0 +1,99 @@
+"""Scores of causal attention from products of queries and keys: scale, cap, biases, masks.
+
+Shapes are named by suffix: B rows, T query positions, S key positions, H heads, C buckets of distance.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LOWEST = float(np.finfo(np.float32).min)
+# Buckets of distance of T5's relative bias: one for each distance below 16, logarithmic up to 128, one for all beyond.
+T5_BUCKETS, T5_DISTANCE = 32, 128
+
+
+class Form(NamedTuple):
+    """What the scores of an attention are made of.
+
+    Attributes:
+      has_alibi: whether scores fall linearly with distance (ALiBi, arXiv 2108.12409).
+      window: how many positions a query sees, itself included; 0 for all before it.
+      divisor: of the products of queries and keys; None for the root of the head dimension.
+      cap: products p become `cap tanh(p / cap)`, before biases; None for none.
+      has_extra_logit: whether each softmax has a further logit of 0, whose value is 0.
+      dropout_rate: of probabilities.
+    """
+
+    has_alibi: bool = False
+    window: int = 0
+    divisor: float | None = None
+    cap: float | None = None
+    has_extra_logit: bool = False
+    dropout_rate: float = 0.0
+
+
+PLAIN = Form()
+
+
+def alibi_slopes(num_head: int) -> np.ndarray:
+    """One slope per head: `2^(-8 h / H)` for powers of two, the paper's interleaving for other counts.
+
+    Source: Press et al., arXiv 2108.12409, section 3 and the reference implementation.
+
+    >>> alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    power = 2 ** math.floor(math.log2(num_head))
+    slopes = 2.0 ** (-8.0 * np.arange(1, power + 1) / power)
+    between = 2.0 ** (-4.0 * np.arange(1, 2 * (num_head - power), 2) / power)
+    return np.concatenate([slopes, between]).astype(np.float32)
+
+
+def t5_buckets(distance: jax.Array) -> jax.Array:
+    """The bucket of each distance, int32; what is after its query counts as distance 0.
+
+    Source: Raffel et al., arXiv 1910.10683, section 2.1, for attention to what is before.
+
+    >>> t5_buckets(jnp.asarray([-1, 0, 15, 16, 127, 1000])).tolist()
+    [0, 0, 15, 16, 31, 31]
+    """
+    exact = T5_BUCKETS // 2
+    log_steps = (T5_BUCKETS - exact) / math.log(T5_DISTANCE / exact)
+    # The first distance of each logarithmic bucket: comparing is exact where a logarithm on the device is not.
+    starts = [math.ceil(exact * math.exp(step / log_steps)) for step in range(1, T5_BUCKETS - exact)]
+    later = sum((distance >= start).astype(jnp.int32) for start in starts)
+    return jnp.where(distance < exact, jnp.maximum(distance, 0), exact + later).astype(jnp.int32)
+
+
+def divided_and_capped(scores_BHTS: jax.Array, form: Form, width: int) -> tuple[jax.Array, jax.Array | None]:
+    """Scores from products, and the derivative of the cap where there is one."""
+    scores_BHTS = scores_BHTS / (math.sqrt(width) if form.divisor is None else form.divisor)
+    if form.cap is None:
+        return scores_BHTS, None
+    tanh_BHTS = jnp.tanh(scores_BHTS / form.cap)
+    return form.cap * tanh_BHTS, 1 - tanh_BHTS**2
+
+
+def biased_and_masked(
+    scores_BHTS: jax.Array, t_T1: jax.Array, s_1S: jax.Array, form: Form, bias_CH: jax.Array | None
+) -> jax.Array:
+    if form.has_alibi:
+        slopes_1H11 = alibi_slopes(scores_BHTS.shape[1])[None, :, None, None]
+        scores_BHTS = scores_BHTS + slopes_1H11 * (s_1S - t_T1)[None, None].astype(jnp.float32)
+    if bias_CH is not None:
+        scores_BHTS = scores_BHTS + relative_bias(bias_CH, t_T1, s_1S)[None]
+    is_seen_TS = s_1S <= t_T1
+    if form.window:
+        is_seen_TS = is_seen_TS & (s_1S > t_T1 - form.window)
+    return jnp.where(is_seen_TS[None, None], scores_BHTS, LOWEST)
+
+
+def relative_bias(bias_CH: jax.Array, t_T1: jax.Array, s_1S: jax.Array) -> jax.Array:
+    """`(H, T, S)`, float32. A product: the gradient of a look-up would be a scatter of T x S rows."""
+    is_bucket_CTS = t5_buckets(t_T1 - s_1S)[None] == jnp.arange(T5_BUCKETS)[:, None, None]
+    return jnp.einsum("CH,CTS->HTS", bias_CH.astype(jnp.float32), is_bucket_CTS.astype(jnp.float32))
