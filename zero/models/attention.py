@@ -270,7 +270,7 @@ def _forward(
     zeros_NBHQ = zeros_NBHQK[..., 0]
     # A further logit of 0 is the first that each softmax has met.
     most, total = (0.0, 1.0) if blocks.form.has_extra_logit else (-jnp.inf, 0.0)
-    start = (zeros_NBHQK, jnp.full_like(zeros_NBHQ, most), jnp.full_like(zeros_NBHQ, total))
+    start: tuple[jax.Array, ...] = (zeros_NBHQK, jnp.full_like(zeros_NBHQ, most), jnp.full_like(zeros_NBHQ, total))
     (out_NBHQK, most_NBHQ, sum_NBHQ), _ = lax.scan(add_pair, start, pairs)
     out_NBHQK = (out_NBHQK / sum_NBHQ[..., None]).astype(q_NBHQK.dtype)
     lse_NBHQ = most_NBHQ + jnp.log(sum_NBHQ)

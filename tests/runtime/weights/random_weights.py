@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import zero
-from zero.models.config import GPTConfig
+from zero.models.config import BLOCKS, FAMILIES, GPTConfig
 from zero.partition.layout import derive_layout
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.training.step import ShardedGPT
@@ -27,6 +27,29 @@ ALIBI = GPTConfig(
     norm_epsilon=1e-4,
 )
 LEARNED = dataclasses.replace(ALIBI, alibi_attn=False, embedding_norm=False)
+# Heads that share keys and values, odd numbers of them, and windows that a text of some tokens leaves.
+NEO = dataclasses.replace(LEARNED, N=4, windows=(0, 7), attention_scale="none", qkv_bias=False)
+NEOX = dataclasses.replace(LEARNED, embedding_dim=48, **{**FAMILIES["gpt_neox"], "norm_epsilon": 1e-4})
+_GROUPED: dict[str, Any] = {"num_head": 6, "head_dim": 10, "kv_heads": 2, "mlp_dim": 61}
+
+
+def _of(family: str, **changes: Any) -> GPTConfig:
+    return dataclasses.replace(LEARNED, **{**FAMILIES[family], **_GROUPED, "norm_epsilon": 1e-4, **changes})
+
+
+SIZES = {
+    "gpt2": LEARNED,
+    "bloom": ALIBI,
+    "gpt_neo": NEO,
+    "gpt_neox": NEOX,
+    "gpt_neox_sequential": dataclasses.replace(NEOX, parallel_residual=False, tied=True, rotary_fraction=0.5),
+    "llama": _of("llama", num_head=3, kv_heads=1, rotary_base=500.0, rotary_scaling=(8.0, 1.0, 4.0, 64.0)),
+    "llama_tied": _of("llama", tied=True),
+    "mistral": _of("mistral", windows=(9,)),
+    "qwen3": _of("qwen3", kv_heads=3),
+    "gemma2": _of("gemma2", N=4, windows=(9, 0), attention_cap=3.0, logit_cap=5.0),
+}
+EACH = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 BOTH = pytest.mark.parametrize("size", [ALIBI, LEARNED], ids=["bloom", "gpt2"])
 RUN = {"data": {"tokenizer": "bytes"}}
 
@@ -39,7 +62,7 @@ def model_of(size: GPTConfig, devices: int = 8, stage: int = 3) -> ShardedGPT:
 def params(size: GPTConfig, seed: int = 0) -> Any:
     """Whole arrays; every leaf random and large enough to matter, scales of both signs against endless repetition."""
     rng = np.random.default_rng(seed)
-    spread = {"kernel": 0.5, "scale": 1.0, "bias": 0.1, "table": 0.1}
+    spread = {"kernel": 0.5, "scale": 1.0, "bias": 0.1, "table": 0.1, "relative_bias": 1.0}
 
     def one(leaf: zero.LeafLayout) -> np.ndarray:
         return rng.normal(0, spread[leaf.path[-1]], leaf.shape).astype(leaf.dtype)
@@ -85,8 +108,9 @@ def assert_same(got: Any, expected: Any) -> None:
 
 
 def without_padding(tree: Any, size: GPTConfig) -> Any:
-    table = tree["vocabulary"]["table"].reshape(-1, size.embedding_dim)[: size.vocab_size]
-    return {**tree, "vocabulary": {"table": table}}
+    names = [name for name in size.stacked if name != BLOCKS]
+    tables = {name: tree[name]["table"].reshape(-1, size.embedding_dim)[: size.vocab_size] for name in names}
+    return {**tree, **{name: {"table": table} for name, table in tables.items()}}
 
 
 def contents(folder: Path) -> dict[str, bytes]:

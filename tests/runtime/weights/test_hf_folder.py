@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.runtime.weights.random_weights import ALIBI, LEARNED, contents, model_of, save, whole
+from tests.runtime.weights.random_weights import ALIBI, LEARNED, SIZES, contents, model_of, save, whole
+from zero.models.gpt import GPT
 from zero.runtime.errors import UserError
 from zero.runtime.weights.export import export
 from zero.runtime.weights.warm_start import warm_start
@@ -40,6 +41,74 @@ def test_model_that_transformers_made_is_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read["blocks"]["key"]["kernel"][1].T[14:28], fused[42 + 14 : 42 + 28])  # head 1
 
 
+_LLAMA_SIZES: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 42,
+    "intermediate_size": 61,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-4,
+}
+_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    # The name of the configuration, its keys, and what of the same size in SIZES differs.
+    "gpt_neo": (
+        "GPTNeoConfig",
+        {"hidden_size": 42, "num_layers": 4, "num_heads": 3, "attention_types": [[["global", "local"], 2]]}
+        | {"window_size": 7, "layer_norm_epsilon": 1e-4},
+        {},
+    ),
+    "gpt_neox": (
+        "GPTNeoXConfig",
+        {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 192}
+        | {"layer_norm_eps": 1e-4},
+        {},
+    ),
+    "llama": (
+        "LlamaConfig",
+        _LLAMA_SIZES | {"rope_parameters": _ROPE | {"original_max_position_embeddings": 64}},
+        {"num_head": 6, "kv_heads": 2, "N": 4},
+    ),
+    "mistral": ("MistralConfig", _LLAMA_SIZES | {"sliding_window": 9}, {"N": 4}),
+    "qwen3": ("Qwen3Config", _LLAMA_SIZES, {"kv_heads": 2, "N": 4, "rotary_base": 1e4}),
+    "gemma2": (
+        "Gemma2Config",
+        _LLAMA_SIZES
+        | {"query_pre_attn_scalar": 10, "sliding_window": 9}
+        | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", THEIRS)
+def test_models_that_transformers_made_compute_the_same_here(family: str, tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    name, keys, changes = THEIRS[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**{"vocab_size": 101, "max_position_embeddings": 128, **keys})
+    theirs: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight.add_(0.2 * torch.randn_like(weight))  # far from how it starts
+    theirs.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    size = dataclasses.replace(SIZES[family], **changes)
+    model = model_of(size)
+    params = whole(warm_start(str(tmp_path), model), model)
+    tokens = np.random.default_rng(0).integers(0, 101, (2, 40))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    logits = [GPT(size).apply({"params": params}, tokens, last=last, method="logits") for last in (0, 20, 39)]
+    for (got, _), last in zip(logits, (0, 20, 39), strict=True):
+        np.testing.assert_allclose(got, expected[:, last], atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [
@@ -63,7 +132,7 @@ def test_folder_that_does_not_fit_is_refused_in_a_line(
 @pytest.mark.parametrize(
     ("key", "value", "line"),
     [
-        ("model_type", "llama", "model_type 'llama': expected one of 'gpt2', 'bloom'"),
+        ("model_type", "mamba", "model_type 'mamba': expected one of 'gpt2', 'bloom'"),
         ("activation_function", "relu", "activation_function is 'relu', a GPT of zero has 'gelu_new'"),
         ("tie_word_embeddings", False, "tie_word_embeddings is False"),
     ],

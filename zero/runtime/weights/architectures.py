@@ -1,98 +1,39 @@
-"""The architectures of `transformers` that compute what a GPT of zero computes: names, shapes and layouts of tensors.
+"""The architectures of `transformers` that models of zero equal: names of their tensors and keys of config.json.
 
-docs/decisions/interchange.md says which and why. In zero the layers are stacked and query, key and value are leaves of
-their own; `transformers` stores one tensor per layer, and query, key and value in one.
+docs/decisions/interchange.md says which and why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from zero.models.config import BLOCKS, VOCABULARY, GPTConfig
-from zero.partition.layout import LeafLayout
+from zero.models.config import BLOCKS, HEAD, VOCABULARY, GPTConfig
 from zero.runtime.errors import UserError
+from zero.runtime.weights.tensors import Architecture
 
-FUSED_QKV = ("query", "key", "value")
 
-
-@dataclass(frozen=True)
-class Architecture:
-    """How `transformers` names and stores the parts of a GPT.
-
-    Attributes:
-      model_type, class_name: as in config.json.
-      sizes: keys of config.json, and the attribute of `GPTConfig` that each holds.
-      fixed: keys that must have these values, which are also the defaults where config.json lacks them.
-      written: keys of an export that say nothing about the weights.
-      modules: the names of zero's modules to those of `transformers`, with `{}` for the number of the layer.
-      is_linear: kernels are stored `(out, in)`, and query, key and value side by side head by head; otherwise
-        `(in, out)`, one after the other.
-    """
-
-    model_type: str
-    class_name: str
-    sizes: Mapping[str, str]
-    fixed: Mapping[str, Any]
-    written: Mapping[str, Any]
-    modules: Mapping[str, str]
-    is_linear: bool
-
-    def tensor_name(self, leaf: str) -> str:
-        """`h.{}.attn.c_attn.weight` for `blocks/query/kernel`, with `{}` for the number of the layer."""
-        module, _, kind = leaf.rpartition("/")
-        return f"{self.modules[module]}.{'bias' if kind == 'bias' else 'weight'}"
-
-    def tensor_shape(self, leaf: LeafLayout, size: GPTConfig) -> tuple[int, ...]:
-        """The shape of the tensor that holds this leaf, of one layer."""
-        if leaf.path[0] == VOCABULARY:
-            return (size.vocab_size, size.embedding_dim)
-        shape = leaf.shape[1:] if leaf.stacked else leaf.shape
-        if leaf.path[-2] in FUSED_QKV:
-            shape = (*shape[:-1], 3 * shape[-1])
-        return shape[::-1] if self.is_linear and leaf.path[-1] == "kernel" else shape
-
-    def pack(self, leaf: str, arrays: Sequence[np.ndarray], size: GPTConfig) -> np.ndarray:
-        """The tensor of a leaf, or of the leaves of query, key and value; leading dimensions stay."""
-        whole = arrays[0]
-        if leaf.startswith(f"{VOCABULARY}/"):
-            return whole.reshape(-1, size.embedding_dim)[: size.vocab_size]
-        if len(arrays) > 1:
-            heads = [x.reshape(*x.shape[:-1], size.num_head, -1) for x in arrays]
-            whole = np.stack(heads, axis=-2 if self.is_linear else -3).reshape(*whole.shape[:-1], -1)
-        return whole.swapaxes(-1, -2) if self.is_linear and leaf.endswith("kernel") else whole
-
-    def unpack(self, leaf: LeafLayout, tensor: np.ndarray, size: GPTConfig) -> np.ndarray:
-        """The leaf, or one layer of it, from its tensor; the inverse of `pack`."""
-        if leaf.path[0] == VOCABULARY:
-            rows = size.vocab_chunks * size.chunk_rows - size.vocab_size
-            return np.pad(tensor, ((0, rows), (0, 0))).reshape(leaf.shape)
-        if self.is_linear and leaf.path[-1] == "kernel":
-            tensor = tensor.swapaxes(-1, -2)
-        if leaf.path[-2] not in FUSED_QKV:
-            return tensor
-        outer = tensor.shape[:-1]
-        dims = (size.num_head, 3, -1) if self.is_linear else (3, size.num_head, -1)
-        heads = tensor.reshape(*outer, *dims).take(FUSED_QKV.index(leaf.path[-2]), axis=-2 if self.is_linear else -3)
-        return heads.reshape(*outer, -1)
+def _layers(names: Mapping[str, str], prefix: str) -> dict[str, str]:
+    """Modules of a layer, by name within it."""
+    return {f"{BLOCKS}/{ours}": f"{prefix}.{{}}.{theirs}" for ours, theirs in names.items()}
 
 
 GPT2 = Architecture(
     model_type="gpt2",
     class_name="GPT2LMHeadModel",
-    sizes={
+    family="gpt2",
+    keys={
         "vocab_size": "vocab_size",
         "n_positions": "block_size",
         "n_embd": "embedding_dim",
         "n_layer": "N",
         "n_head": "num_head",
+        "n_inner": "mlp_width",
         "layer_norm_epsilon": "norm_epsilon",
         "attn_pdrop": "dropout",
         "resid_pdrop": "dropout",
     },
+    absent={"layer_norm_epsilon": 1e-5},
     fixed={
         "activation_function": "gelu_new",
         "scale_attn_weights": True,
@@ -101,25 +42,33 @@ GPT2 = Architecture(
         "tie_word_embeddings": True,
     },
     written={"embd_pdrop": 0.0},
+    prefix="transformer.",
     modules={
         VOCABULARY: "wte",
         "positions": "wpe",
-        f"{BLOCKS}/norm_attention": "h.{}.ln_1",
-        f"{BLOCKS}/query": "h.{}.attn.c_attn",
-        f"{BLOCKS}/key": "h.{}.attn.c_attn",
-        f"{BLOCKS}/value": "h.{}.attn.c_attn",
-        f"{BLOCKS}/attention_out": "h.{}.attn.c_proj",
-        f"{BLOCKS}/norm_mlp": "h.{}.ln_2",
-        f"{BLOCKS}/mlp_in": "h.{}.mlp.c_fc",
-        f"{BLOCKS}/mlp_out": "h.{}.mlp.c_proj",
+        **_layers(
+            {
+                "norm_attention": "ln_1",
+                "query": "attn.c_attn",
+                "key": "attn.c_attn",
+                "value": "attn.c_attn",
+                "attention_out": "attn.c_proj",
+                "norm_mlp": "ln_2",
+                "mlp_in": "mlp.c_fc",
+                "mlp_out": "mlp.c_proj",
+            },
+            "h",
+        ),
         "norm": "ln_f",
     },
-    is_linear=False,
+    is_transposed=False,
+    fused="matrix",
 )
 BLOOM = Architecture(
     model_type="bloom",
     class_name="BloomForCausalLM",
-    sizes={
+    family="bloom",
+    keys={
         "vocab_size": "vocab_size",
         "seq_length": "block_size",
         "hidden_size": "embedding_dim",
@@ -129,36 +78,215 @@ BLOOM = Architecture(
         "attention_dropout": "dropout",
         "hidden_dropout": "dropout",
     },
+    absent={"layer_norm_epsilon": 1e-5},
+    aliases={"n_head": "num_attention_heads"},  # in bigscience's own
     fixed={"apply_residual_connection_post_layernorm": False, "tie_word_embeddings": True},
-    written={},
+    prefix="transformer.",
     modules={
         VOCABULARY: "word_embeddings",
         "embedding_norm": "word_embeddings_layernorm",
-        f"{BLOCKS}/norm_attention": "h.{}.input_layernorm",
-        f"{BLOCKS}/query": "h.{}.self_attention.query_key_value",
-        f"{BLOCKS}/key": "h.{}.self_attention.query_key_value",
-        f"{BLOCKS}/value": "h.{}.self_attention.query_key_value",
-        f"{BLOCKS}/attention_out": "h.{}.self_attention.dense",
-        f"{BLOCKS}/norm_mlp": "h.{}.post_attention_layernorm",
-        f"{BLOCKS}/mlp_in": "h.{}.mlp.dense_h_to_4h",
-        f"{BLOCKS}/mlp_out": "h.{}.mlp.dense_4h_to_h",
+        **_layers(
+            {
+                "norm_attention": "input_layernorm",
+                "query": "self_attention.query_key_value",
+                "key": "self_attention.query_key_value",
+                "value": "self_attention.query_key_value",
+                "attention_out": "self_attention.dense",
+                "norm_mlp": "post_attention_layernorm",
+                "mlp_in": "mlp.dense_h_to_4h",
+                "mlp_out": "mlp.dense_4h_to_h",
+            },
+            "h",
+        ),
         "norm": "ln_f",
     },
-    is_linear=True,
+    fused="head",
 )
-ARCHITECTURES = {one.model_type: one for one in (GPT2, BLOOM)}
+GPT_NEO = Architecture(
+    model_type="gpt_neo",
+    class_name="GPTNeoForCausalLM",
+    family="gpt_neo",
+    keys={
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "block_size",
+        "hidden_size": "embedding_dim",
+        "num_layers": "N",
+        "num_heads": "num_head",
+        "intermediate_size": "mlp_width",
+        "layer_norm_epsilon": "norm_epsilon",
+        "attention_dropout": "dropout",
+        "resid_dropout": "dropout",
+    },
+    absent={"layer_norm_epsilon": 1e-5},
+    fixed={"activation_function": "gelu_new", "tie_word_embeddings": True},
+    written={"embed_dropout": 0.0},
+    prefix="transformer.",
+    modules={
+        VOCABULARY: "wte",
+        "positions": "wpe",
+        **_layers(
+            {
+                "norm_attention": "ln_1",
+                "query": "attn.attention.q_proj",
+                "key": "attn.attention.k_proj",
+                "value": "attn.attention.v_proj",
+                "attention_out": "attn.attention.out_proj",
+                "norm_mlp": "ln_2",
+                "mlp_in": "mlp.c_fc",
+                "mlp_out": "mlp.c_proj",
+            },
+            "h",
+        ),
+        "norm": "ln_f",
+    },
+    windows="attention_types",
+)
+GPT_NEOX = Architecture(
+    model_type="gpt_neox",
+    class_name="GPTNeoXForCausalLM",
+    family="gpt_neox",
+    keys={
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "block_size",
+        "hidden_size": "embedding_dim",
+        "num_hidden_layers": "N",
+        "num_attention_heads": "num_head",
+        "intermediate_size": "mlp_width",
+        "layer_norm_eps": "norm_epsilon",
+        "use_parallel_residual": "parallel_residual",
+        "tie_word_embeddings": "tied",
+        "attention_dropout": "dropout",
+        "hidden_dropout": "dropout",
+    },
+    absent={"layer_norm_eps": 1e-5, "use_parallel_residual": True, "tie_word_embeddings": False, "rotary_pct": 0.25},
+    fixed={"hidden_act": "gelu", "attention_bias": True},
+    prefix="gpt_neox.",
+    modules={
+        VOCABULARY: "embed_in",
+        **_layers(
+            {
+                "norm_attention": "input_layernorm",
+                "query": "attention.query_key_value",
+                "key": "attention.query_key_value",
+                "value": "attention.query_key_value",
+                "attention_out": "attention.dense",
+                "norm_mlp": "post_attention_layernorm",
+                "mlp_in": "mlp.dense_h_to_4h",
+                "mlp_out": "mlp.dense_4h_to_h",
+            },
+            "layers",
+        ),
+        "norm": "final_layer_norm",
+        HEAD: "embed_out",
+    },
+    rotary=("rotary_emb_base", "rotary_pct"),
+    fused="head",
+)
+_LLAMA_KEYS = {
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "block_size",
+    "hidden_size": "embedding_dim",
+    "num_hidden_layers": "N",
+    "num_attention_heads": "num_head",
+    "num_key_value_heads": "key_heads",
+    "head_dim": "head_width",
+    "intermediate_size": "mlp_width",
+    "rms_norm_eps": "norm_epsilon",
+    "tie_word_embeddings": "tied",
+    "attention_dropout": "dropout",
+}
+_LLAMA_MODULES = {
+    VOCABULARY: "embed_tokens",
+    **_layers(
+        {
+            "norm_attention": "input_layernorm",
+            "query": "self_attn.q_proj",
+            "query_norm": "self_attn.q_norm",  # Qwen 3
+            "key": "self_attn.k_proj",
+            "key_norm": "self_attn.k_norm",
+            "value": "self_attn.v_proj",
+            "attention_out": "self_attn.o_proj",
+            "norm_mlp": "post_attention_layernorm",
+            "mlp_gate": "mlp.gate_proj",
+            "mlp_in": "mlp.up_proj",
+            "mlp_out": "mlp.down_proj",
+        },
+        "layers",
+    ),
+    "norm": "norm",
+    HEAD: "lm_head",
+}
+_LLAMA_SHARED: dict[str, Any] = {
+    "keys": _LLAMA_KEYS,
+    "absent": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+    "prefix": "model.",
+    "modules": _LLAMA_MODULES,
+    "rotary": ("rope_theta", None),
+}
+LLAMA = Architecture(
+    model_type="llama",
+    class_name="LlamaForCausalLM",
+    family="llama",
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    **_LLAMA_SHARED,
+)
+MISTRAL = Architecture(
+    model_type="mistral",
+    class_name="MistralForCausalLM",
+    family="mistral",
+    fixed={"hidden_act": "silu"},
+    windows="sliding_window",
+    **_LLAMA_SHARED,
+)
+QWEN3 = Architecture(
+    model_type="qwen3",
+    class_name="Qwen3ForCausalLM",
+    family="qwen3",
+    fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    **_LLAMA_SHARED,
+)
+_GEMMA_KEYS = {
+    "query_pre_attn_scalar": "head_width",
+    "attn_logit_softcapping": "attention_cap",
+    "final_logit_softcapping": "logit_cap",
+}
+GEMMA2 = Architecture(
+    model_type="gemma2",
+    class_name="Gemma2ForCausalLM",
+    family="gemma2",
+    fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "tie_word_embeddings": True},
+    windows="layer_types",
+    **{
+        **_LLAMA_SHARED,
+        "keys": {key: name for key, name in _LLAMA_KEYS.items() if name != "tied"} | _GEMMA_KEYS,
+        "absent": {"rms_norm_eps": 1e-6, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        "modules": _LLAMA_MODULES
+        | _layers(
+            {
+                "norm_attention_after": "post_attention_layernorm",
+                "norm_mlp": "pre_feedforward_layernorm",
+                "norm_mlp_after": "post_feedforward_layernorm",
+            },
+            "layers",
+        ),
+    },
+)
+# Where several equal a model, the first is exported.
+ARCHITECTURES = {one.model_type: one for one in (GPT2, BLOOM, GPT_NEO, GPT_NEOX, LLAMA, MISTRAL, QWEN3, GEMMA2)}
 
 
 def architecture_of(size: GPTConfig) -> Architecture:
-    """The architecture that computes the same as a GPT of this size.
+    """The architecture that computes the same as a model of this size.
 
     Raises:
-      UserError: there is none.
+      UserError: there is none; the message names what the nearest ones have instead.
     """
-    if size.alibi_attn == size.embedding_norm:
-        return BLOOM if size.alibi_attn else GPT2
-    has = "ALiBi without embedding_norm" if size.alibi_attn else "learned positions with embedding_norm"
-    raise UserError(
-        f"no architecture of transformers equals a model that has {has}: GPT-2 equals learned positions without it, "
-        "BLOOM equals ALiBi with it"
-    )
+    differences = {one: one.differences(size) for one in ARCHITECTURES.values()}
+    fewest = min(map(len, differences.values()))
+    nearest = {one: found for one, found in differences.items() if len(found) == fewest}
+    if fewest:
+        raise UserError(
+            "no architecture of transformers equals this model: "
+            + "; ".join(f"{one.model_type} has {', '.join(found)}" for one, found in nearest.items())
+        )
+    return next(iter(nearest))

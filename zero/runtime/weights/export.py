@@ -13,9 +13,11 @@ from safetensors.numpy import save_file
 from zero.models.config import GPTConfig
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
-from zero.runtime.weights.architectures import Architecture, architecture_of
-from zero.runtime.weights.hf_folder import CONFIG_FILE, INDEX_FILE, PREFIX, WEIGHTS_FILE
+from zero.runtime.weights.architectures import architecture_of
+from zero.runtime.weights.hf_config import write_config
+from zero.runtime.weights.hf_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from zero.runtime.weights.sources import choose_steps, new_directory, open_checkpoints, weights_subtree
+from zero.runtime.weights.tensors import Architecture
 
 MAX_FILE_BYTES = 4 << 30  # a file is held in memory while it is written; a larger tensor gets a file of its own
 
@@ -59,7 +61,7 @@ def _tensors(
     order = list(architecture.modules)  # query, key, value
     parts: dict[str, list[str]] = {}
     for leaf in sorted(leaves, key=lambda leaf: order.index(leaf.rpartition("/")[0])):
-        parts.setdefault(PREFIX + architecture.tensor_name(leaf), []).append(leaf)
+        parts.setdefault(architecture.full_name(leaf), []).append(leaf)
     for name, parts_of_tensor in parts.items():
         arrays = [checkpoints.read(step, prefix + leaf).astype(np.float32) for leaf in parts_of_tensor]
         tensor = architecture.pack(parts_of_tensor[0], arrays, size)
@@ -105,10 +107,8 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _save_config(architecture: Architecture, size: GPTConfig, tokenizer: Tokenizer, folder: Path) -> None:
-    sizes = {key: getattr(size, attribute) for key, attribute in architecture.sizes.items()}
-    names = {"architectures": [architecture.class_name], "model_type": architecture.model_type, "dtype": "float32"}
     ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
-    _write_json(folder / CONFIG_FILE, {**names, **sizes, **ends, **architecture.fixed, **architecture.written})
+    _write_json(folder / CONFIG_FILE, write_config(architecture, size) | ends)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -12,44 +12,46 @@ import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from zero.models.config import HEAD
 from zero.partition.layout import LeafLayout, PyTree
 from zero.partition.state import global_shapes
 from zero.runtime.errors import UserError
-from zero.runtime.weights.architectures import ARCHITECTURES, Architecture
+from zero.runtime.weights.hf_config import read_architecture, read_choices
 from zero.training.step import ShardedGPT
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"  # of several files: the file of each tensor
-PREFIX = "transformer."  # of the tensors' names in the files
+# Ends of names of tensors that are constants: masks, frequencies of rotary positions.
+_CONSTANTS = (".attn.bias", ".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")
 
 
 class HuggingFaceFolder:
     """A local Hugging Face folder, open for reading; a context manager that closes its files.
 
     Raises:
-      UserError: its architecture equals no GPT of zero, or its weights are not safetensors; no pickle is ever loaded.
+      UserError: its architecture equals no model of zero, or its weights are not safetensors; no pickle is ever loaded.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._files = ExitStack()
         config = _read_json(path / CONFIG_FILE)
-        self.architecture = _checked_architecture(path / CONFIG_FILE, config)
+        self.architecture = read_architecture(str(path / CONFIG_FILE), config)
+        self._is_tied = config.get("tie_word_embeddings", self.architecture.choices()["tied"])
         with ExitStack() as stack:
             self._tensors = self._open_tensors(stack)
             self._files = stack.pop_all()
-        layers = {name.split(".")[1] for name in self._tensors if name.startswith("h.")}
+        first = self.architecture.layers
+        layers = len({name.removeprefix(first).split(".")[0] for name in self._tensors if name.startswith(first)})
         if not layers:
-            raise UserError(f"{path}: holds no tensor of a layer; expected {PREFIX}h.0 and so on")
-        self.size = {
-            "N": len(layers),
-            "num_head": config.get("n_head", config.get("num_attention_heads")),  # bigscience's BLOOM has the latter
-            "norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
-        }
+            raise UserError(
+                f"{path}: holds no tensor of a layer; expected {self.architecture.prefix}{first}0 and so on"
+            )
+        self.size = {"N": layers, **read_choices(str(path / CONFIG_FILE), config, self.architecture, layers)}
 
     def _open_tensors(self, stack: ExitStack) -> dict[str, Any]:
-        """Unread slices of the tensors that are weights, by name without `PREFIX`."""
+        """Unread slices of the tensors that are weights, by name without the architecture's prefix."""
         tensors: dict[str, Any] = {}
         for name in self._file_names():
             path = self.path / name
@@ -59,10 +61,15 @@ class HuggingFaceFolder:
                 file = stack.enter_context(safe_open(path, "numpy"))
             except SafetensorError as error:
                 raise UserError(f"{path}: not a safetensors file: {error}") from error
-            tensors |= {key.removeprefix(PREFIX): file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-        # The output matrix is tied to the embedding, and GPT-2's attention masks are constants.
-        masks = (".attn.bias", ".attn.masked_bias")
-        return {name: x for name, x in tensors.items() if name != "lm_head.weight" and not name.endswith(masks)}
+            prefix = self.architecture.prefix
+            tensors |= {key.removeprefix(prefix): file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+        head = self.architecture.modules.get(HEAD)
+        if head is None or self._is_tied:
+            # Some folders hold the output matrix although it is the embedding's.
+            tensors = {name: x for name, x in tensors.items() if name != f"{head or 'lm_head'}.weight"}
+        elif "lm_head.weight" in tensors:  # GPT-NeoX as transformers has it in memory
+            tensors[f"{head}.weight"] = tensors.pop("lm_head.weight")
+        return {name: x for name, x in tensors.items() if not name.endswith(_CONSTANTS)}
 
     def _file_names(self) -> list[str]:
         index = self.path / INDEX_FILE
@@ -118,17 +125,6 @@ class HuggingFaceFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._files.close()
-
-
-def _checked_architecture(path: Path, config: dict[str, Any]) -> Architecture:
-    model_type = config.get("model_type")
-    if model_type not in ARCHITECTURES:
-        raise UserError(f"{path}: model_type {model_type!r}: expected one of {', '.join(map(repr, ARCHITECTURES))}")
-    architecture = ARCHITECTURES[model_type]
-    for key, value in architecture.fixed.items():
-        if config.get(key, value) != value:
-            raise UserError(f"{path}: {key} is {config[key]!r}, a GPT of zero has {value!r}")
-    return architecture
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from zero.models.config import GPTConfig
 from zero.partition.layout import PyTree
 from zero.partition.state import from_global
 from zero.runtime.errors import UserError
+from zero.runtime.weights.hf_config import UNSEEN
 from zero.runtime.weights.hf_folder import CONFIG_FILE, HuggingFaceFolder
 from zero.runtime.weights.sources import choose_steps, open_checkpoints, weights_subtree
 from zero.training.programs import repeat_blocks
@@ -38,14 +40,16 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
             checkpoints = stack.enter_context(open_checkpoints(place))
             step = choose_steps(checkpoints, None)[-1]
             origin, meta = f"{checkpoints.directory}, step {step}", checkpoints.meta(step)
-            size, within = meta["size"], weights_subtree(origin, meta, ema)
+            size, within = dataclasses.asdict(GPTConfig(**meta["size"])), weights_subtree(origin, meta, ema)
 
             def read(model: ShardedGPT) -> PyTree:
                 return checkpoints.restore(step, model.layout, model.axis, within=within)
 
-        for key in ("num_head", "norm_epsilon"):  # which show in no shape
+        for key in UNSEEN:
             if size[key] != getattr(model.config, key):
                 raise UserError(f"{origin}: {key} is {size[key]}, this run expects {getattr(model.config, key)}")
+        if size["N"] != model.config.N and len(model.config.windows) > 1:
+            raise UserError(f"{origin}: N={size['N']} blocks of different windows do not grow to N={model.config.N}")
         order = repeated_blocks(size["N"], model.config.N, origin)
         source = dataclasses.replace(model, config=dataclasses.replace(model.config, N=size["N"]))
         params = from_global(read(source), source.layout, model.axis, donate=True)

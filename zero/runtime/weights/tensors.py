@@ -1,0 +1,127 @@
+"""One architecture of `transformers`: how it names and stores the tensors of a model, and what it can express.
+
+In zero the layers are stacked and query, key and value are leaves of their own; `transformers` stores one tensor per
+layer, and in some architectures query, key and value in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from zero.models.config import FAMILIES, HEAD, VOCABULARY, GPTConfig
+from zero.partition.layout import LeafLayout
+
+FUSED_QKV = ("query", "key", "value")
+# Attributes that are not choices of an architecture: sizes, and what only training sees.
+_SIZES = {"embedding_dim", "vocab_size", "num_head", "block_size", "N", "kv_heads", "head_dim", "mlp_dim"}
+_SIZES |= {"norm_epsilon", "dropout", "vocab_chunks", "z_loss"}
+_DEFAULTS = {one.name: one.default for one in fields(GPTConfig)}
+
+
+@dataclass(frozen=True, eq=False)
+class Architecture:
+    """How `transformers` names and stores the parts of a model.
+
+    Attributes:
+      model_type, class_name: as in config.json.
+      family: of `zero.models.config.FAMILIES`, what the architecture fixes.
+      keys: keys of config.json, and the attribute of `GPTConfig` that each holds.
+      absent: what a missing key means.
+      aliases: other names of keys.
+      fixed: keys that must have these values, which are also the defaults where config.json lacks them.
+      written: keys of an export that say nothing about the weights.
+      prefix: of all names of tensors but the head's; published files may lack it.
+      modules: the names of zero's modules to those of `transformers`, with `{}` for the number of the layer.
+      rotary: the keys of the base of rotary positions and of the fraction that is rotated; None for other positions.
+      windows: where config.json has them: "sliding_window", "layer_types", "attention_types", or "" for no windows.
+      is_transposed: kernels are stored `(out, in)`.
+      fused: query, key and value are one tensor, side by side head by head ("head"), or one after the other ("matrix").
+    """
+
+    model_type: str
+    class_name: str
+    family: str
+    keys: Mapping[str, str]
+    fixed: Mapping[str, Any]
+    prefix: str
+    modules: Mapping[str, str]
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
+    rotary: tuple[str, str | None] | None = None
+    windows: str = ""
+    is_transposed: bool = True
+    fused: str | None = None
+
+    def choices(self) -> dict[str, Any]:
+        """Every attribute of `GPTConfig` with a default, as this architecture's family has it."""
+        return {**_DEFAULTS, **FAMILIES[self.family]}
+
+    def differences(self, size: GPTConfig) -> list[str]:
+        """What of a model this architecture cannot express, in words."""
+        free = {*self.keys.values(), *(("windows",) if self.windows else ())}
+        if self.rotary is not None:
+            free |= {"rotary_base", "rotary_scaling", *(("rotary_fraction",) if self.rotary[1] else ())}
+        expected = {name: value for name, value in self.choices().items() if name not in _SIZES}
+        widths = {"key_heads": size.num_head, "mlp_width": 4 * size.embedding_dim}
+        widths["head_width"] = size.embedding_dim / size.num_head  # type: ignore[assignment]
+        found = [
+            f"{name}={value}, this model {getattr(size, name)}"
+            for name, value in {**expected, **widths}.items()
+            if name not in free and getattr(size, name) != value
+        ]
+        if self.windows and len({*size.windows} - {0}) > 1:
+            found.append(f"windows of one length, this model {list(size.windows)}")
+        if self.windows == "sliding_window" and len(size.windows) > 1:
+            found.append(f"the same window in all layers, this model {list(size.windows)}")
+        return found
+
+    @property
+    def layers(self) -> str:
+        """What names of tensors of layers begin with, up to the number of the layer."""
+        return next(name for name in self.modules.values() if "{}" in name).partition("{}")[0]
+
+    def tensor_name(self, leaf: str) -> str:
+        """`h.{}.attn.c_attn.weight` for `blocks/query/kernel`, with `{}` for the number of the layer."""
+        module, _, kind = leaf.rpartition("/")
+        return f"{self.modules[module]}.{'bias' if kind == 'bias' else 'weight'}"
+
+    def full_name(self, leaf: str) -> str:
+        """`tensor_name` as it is in the files."""
+        return ("" if leaf.startswith(f"{HEAD}/") else self.prefix) + self.tensor_name(leaf)
+
+    def tensor_shape(self, leaf: LeafLayout, size: GPTConfig) -> tuple[int, ...]:
+        """The shape of the tensor that holds this leaf, of one layer."""
+        if leaf.path[0] in (VOCABULARY, HEAD):
+            return (size.vocab_size, size.embedding_dim)
+        shape = leaf.shape[1:] if leaf.stacked else leaf.shape
+        if self.fused and leaf.path[-2] in FUSED_QKV:
+            shape = (*shape[:-1], 3 * shape[-1])
+        return shape[::-1] if self.is_transposed and leaf.path[-1] == "kernel" else shape
+
+    def pack(self, leaf: str, arrays: Sequence[np.ndarray], size: GPTConfig) -> np.ndarray:
+        """The tensor of a leaf, or of the leaves of query, key and value; leading dimensions stay."""
+        whole = arrays[0]
+        if leaf.startswith((f"{VOCABULARY}/", f"{HEAD}/")):
+            return whole.reshape(-1, size.embedding_dim)[: size.vocab_size]
+        if len(arrays) > 1:
+            heads = [x.reshape(*x.shape[:-1], size.num_head, -1) for x in arrays]
+            whole = np.stack(heads, axis=-2 if self.fused == "head" else -3).reshape(*whole.shape[:-1], -1)
+        return whole.swapaxes(-1, -2) if self.is_transposed and leaf.endswith("kernel") else whole
+
+    def unpack(self, leaf: LeafLayout, tensor: np.ndarray, size: GPTConfig) -> np.ndarray:
+        """The leaf, or one layer of it, from its tensor; the inverse of `pack`."""
+        if leaf.path[0] in (VOCABULARY, HEAD):
+            rows = size.vocab_chunks * size.chunk_rows - size.vocab_size
+            return np.pad(tensor, ((0, rows), (0, 0))).reshape(leaf.shape)
+        if self.is_transposed and leaf.path[-1] == "kernel":
+            tensor = tensor.swapaxes(-1, -2)
+        if self.fused is None or leaf.path[-2] not in FUSED_QKV:
+            return tensor
+        outer, place = tensor.shape[:-1], FUSED_QKV.index(leaf.path[-2])
+        dims, axis = ((size.num_head, 3, -1), -2) if self.fused == "head" else ((3, size.num_head, -1), -3)
+        return tensor.reshape(*outer, *dims).take(place, axis=axis).reshape(*outer, -1)
