@@ -137,9 +137,7 @@ def test_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
 
 def test_export_refuses_in_a_line(tmp_path: Path) -> None:
     save(tmp_path / "plain", dataclasses.replace(ALIBI, embedding_norm=False), 0)
-    with pytest.raises(
-        UserError, match="gpt2 has alibi_attn=False, this model True; bloom has embedding_norm"
-    ):
+    with pytest.raises(UserError, match="gpt2 has alibi_attn=False, this model True; bloom has embedding_norm"):
         export(str(tmp_path / "plain"), tmp_path / "hf")
     save(tmp_path / "run", LEARNED, 3, 4)
     with pytest.raises(UserError, match=r"run: no step 5; there are 3, 4"):
