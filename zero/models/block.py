@@ -8,7 +8,8 @@ Shapes are named by suffix:
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -42,13 +43,14 @@ class Block(nn.Module):
       config: the model.
       dtype: of activations and matrix products.
       blockwise_from: the number of query positions from which attention is blockwise; None for never.
-      window: how many positions a query sees, itself included; 0 for all.
+      window: how many positions a query sees, itself included; 0 for all. None: by the number of the layer when it
+        runs, for callers that scan single layers.
     """
 
     config: GPTConfig
     dtype: DTypeLike
     blockwise_from: int | None = None
-    window: int = 0
+    window: int | None = None
 
     @nn.compact
     def __call__(
@@ -94,11 +96,11 @@ class Block(nn.Module):
         position: jax.Array | int,
         keys_B: jax.Array | None,
     ) -> tuple[jax.Array, Cache | None]:
-        config, width = self.config, self.config.head_width
+        config = self.config
 
         def heads(name: str, count: int) -> jax.Array:
-            x_BTD = self._dense(count * width, name, config.qkv_bias)(h_BTD)
-            return x_BTD.reshape(*x_BTD.shape[:2], count, width)
+            x_BTD = self._dense(count * config.head_width, name, config.qkv_bias)(h_BTD)
+            return x_BTD.reshape(*x_BTD.shape[:2], count, config.head_width)
 
         q_BTHK, k_BSGK = heads("query", config.num_head), heads("key", config.key_heads)
         v_BSGK = heads("value", config.key_heads)
@@ -118,28 +120,48 @@ class Block(nn.Module):
                 *(lax.dynamic_update_slice(c, x[None], start) for c, x in zip(cache, (k_BSGK, v_BSGK), strict=True))
             )
             k_BSGK, v_BSGK = (lax.dynamic_index_in_dim(c, layer, keepdims=False) for c in cache)
-            if self.window and h_BTD.shape[1] == 1 and self.window < k_BSGK.shape[1]:
-                first = jnp.clip(position - self.window + 1, 0, k_BSGK.shape[1] - self.window)
-                k_BSGK, v_BSGK = (lax.dynamic_slice_in_dim(x, first, self.window, axis=1) for x in (k_BSGK, v_BSGK))
-                position = position - first
+        attended_BTHK = self._by_window(layer, q_BTHK, k_BSGK, v_BSGK, position, bias_CH, keys_B)
+        out = self._dense(config.embedding_dim, "attention_out", config.out_bias, self._residual_stddev)
+        return out(attended_BTHK.reshape(*h_BTD.shape[:2], -1)), cache
+
+    def _by_window(self, layer: jax.Array, *arguments: Any) -> jax.Array:
+        """`_attend` with the window of this layer."""
+        windows = self.config.windows if self.window is None else (self.window,)
+        if len(windows) == 1:
+            return self._attend(windows[0], *arguments)
+        # Without the checkpoint what each of the windows needs for its backward pass would be kept.
+        branches = [jax.checkpoint(partial(self._attend, window)) for window in windows]
+        attended_BTHK: jax.Array = lax.switch(layer % len(windows), branches, *arguments)
+        return attended_BTHK
+
+    def _attend(
+        self,
+        window: int,
+        q_BTHK: jax.Array,
+        k_BSGK: jax.Array,
+        v_BSGK: jax.Array,
+        position: jax.Array | int,
+        bias_CH: jax.Array | None,
+        keys_B: jax.Array | None,
+    ) -> jax.Array:
+        config, queries = self.config, q_BTHK.shape[1]
+        if window and queries == 1 and window < k_BSGK.shape[1]:  # in decoding: the rest of the cache is not read
+            first = jnp.clip(position - window + 1, 0, k_BSGK.shape[1] - window)
+            k_BSGK, v_BSGK = (lax.dynamic_slice_in_dim(x, first, window, axis=1) for x in (k_BSGK, v_BSGK))
+            position = position - first
         form = Form(
             has_alibi=config.alibi_attn,
-            window=self.window,
-            divisor={"sqrt": None, "linear": width, "none": 1.0}[config.attention_scale],
+            window=window,
+            divisor={"sqrt": None, "linear": config.head_width, "none": 1.0}[config.attention_scale],
             cap=config.attention_cap,
             has_extra_logit=config.extra_logit,
             dropout_rate=config.dropout,
         )
-        attend = blockwise_attention if self._is_blockwise(q_BTHK.shape[1]) else dense_attention
-        attended_BTHK = attend(q_BTHK, k_BSGK, v_BSGK, position, form=form, bias_CH=bias_CH, keys_B=keys_B)
-        out = self._dense(config.embedding_dim, "attention_out", config.out_bias, self._residual_stddev)
-        return out(attended_BTHK.reshape(*h_BTD.shape[:2], -1)), cache
-
-    def _is_blockwise(self, queries: int) -> bool:
-        if self.blockwise_from is None:
-            return False
-        # Blocks outside a window are skipped, so that a window makes it worth while earlier.
-        return queries >= min(self.blockwise_from, max(2, 2 * self.window) if self.window else self.blockwise_from)
+        # Blocks outside a window are skipped, so that a window makes blocks worth while earlier.
+        earliest = [self.blockwise_from or queries + 1, *([max(2, 2 * window)] if window else [])]
+        is_blockwise = self.blockwise_from is not None and queries >= min(earliest)
+        attend = blockwise_attention if is_blockwise else dense_attention
+        return attend(q_BTHK, k_BSGK, v_BSGK, position, form=form, bias_CH=bias_CH, keys_B=keys_B)
 
     def _mlp(self, h_BTD: jax.Array) -> jax.Array:
         config = self.config

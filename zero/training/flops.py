@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -16,17 +17,24 @@ def model_flops(config: GPTConfig, rows: int, context: int) -> int:
     """Operations of forward and backward pass on `rows` sequences of `context` tokens, without rematerialisation.
 
     The backward pass of a matrix product is two products of the same size, so this is three times the forward pass.
+    A query counts with all positions of the row, as in the source, or with those of its window.
 
     Source: "model FLOPs" of Chowdhery et al., PaLM, arXiv 2204.02311, appendix B.
     """
-    model = GPT(config)
+    # T5's bias is looked up by a product, which is no operation of the model.
+    positions = "none" if config.positions == "t5" else config.positions
+    model = GPT(dataclasses.replace(config, windows=(0,), positions=positions))
     tokens = jax.ShapeDtypeStruct((rows, context), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens, tokens)
-    return 3 * matmul_flops(jax.make_jaxpr(model.apply)(params, tokens, tokens).jaxpr)
+    unseen = sum(context - min(context, window or context) for window in config.windows) * config.N
+    local = 2 * 2 * rows * context * (unseen // len(config.windows)) * config.num_head * config.head_width
+    return 3 * (matmul_flops(jax.make_jaxpr(model.apply)(params, tokens, tokens).jaxpr) - local)
 
 
 def matmul_flops(jaxpr: Any) -> int:
     """Operations of all matrix products of a trace, two per multiplication; those in a scan count each time they run.
+
+    Of the branches of a condition the most expensive one counts.
 
     Raises:
       ValueError: a matrix product in a loop of unknown length.
@@ -41,7 +49,13 @@ def matmul_flops(jaxpr: Any) -> int:
         inner = [matmul_flops(sub) for value in eqn.params.values() for sub in _jaxprs(value)]
         if eqn.primitive.name == "while" and sum(inner):
             raise ValueError("a matrix product in a while loop, whose length is not known")
-        total += eqn.params["length"] * sum(inner) if eqn.primitive.name == "scan" else sum(inner)
+        match eqn.primitive.name:
+            case "scan":
+                total += eqn.params["length"] * sum(inner)
+            case "cond":
+                total += max(inner)
+            case _:
+                total += sum(inner)
     return total
 
 

@@ -1,0 +1,80 @@
+"""Training steps of every family on shards against one device, and the passes in which layers differ."""
+
+import dataclasses
+from functools import cache, partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests.training.small_gpt import CONFIG, Run, run_on, setup
+from zero.models.attention import blockwise_attention
+from zero.models.config import FAMILIES, GPTConfig
+
+# Nothing divides by 8: grouped heads of 10, windows shorter than the context of 12.
+_GROUPED: dict[str, Any] = {"num_head": 6, "head_dim": 10, "kv_heads": 3, "mlp_dim": 61}
+
+
+def _of(family: str, **changes: Any) -> GPTConfig:
+    return dataclasses.replace(CONFIG, **{"embedding_norm": False, **FAMILIES[family], **changes})
+
+
+TRAINED = {
+    "gpt2": _of("gpt2"),
+    "bloom": _of("bloom"),
+    "gpt_neo": _of("gpt_neo", windows=(0, 5)),
+    "gpt_neox": _of("gpt_neox", embedding_dim=48),
+    "llama": _of("llama", **_GROUPED, rotary_scaling=(8.0, 1.0, 4.0, 6.0)),
+    "mistral": _of("mistral", **_GROUPED, windows=(5,)),
+    "qwen3": _of("qwen3", **_GROUPED),
+    "gemma2": _of("gemma2", **_GROUPED, N=4, windows=(5, 0), attention_cap=0.5, logit_cap=0.5),
+    "dense_lm": _of("dense_lm", **{**_GROUPED, "kv_heads": 1}, z_loss=0.1),
+    "others": _of(
+        "gpt2", positions="none", norm="rms", norm_place="after", activation="squared_relu", attention_scale="linear",
+        windows=(0, 3), qk_norm=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation() -> Any:
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@cache
+def trained(family: str, devices: int, stage: int, **options: Any) -> Run:
+    return run_on(setup(devices, stage, config=TRAINED[family], **options))
+
+
+QUICK = [(family, 8, 3) for family in TRAINED] + [("gemma2", 3, 3), ("gemma2", 8, 0), ("gemma2", 8, 2)]
+SLOW = {(family, devices, stage) for family in TRAINED for devices in (1, 3, 8) for stage in range(4)} - {*QUICK}
+
+
+@pytest.mark.parametrize(
+    ("family", "devices", "stage"), QUICK + [pytest.param(*case, marks=pytest.mark.slow) for case in sorted(SLOW)]
+)
+def test_every_stage_trains_as_one_device(family: str, devices: int, stage: int) -> None:
+    expected = trained(family, 1, 0)
+    losses = expected.metrics["loss"]
+    assert losses[-1] < losses[0]
+    got = trained(family, devices, stage)
+    np.testing.assert_allclose(got.metrics["loss"], losses, rtol=1e-6)
+    norms = expected.metrics["gradient_norm"]
+    np.testing.assert_allclose(got.metrics["gradient_norm"], norms, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"fused_update": True}, {"remat": "none"}], ids=["fused", "unrolled"])
+def test_layers_of_different_windows_train_the_same_in_every_pass(options: dict[str, Any]) -> None:
+    options = {"max_norm": None, "skip_bad_steps": False, **options}
+    expected = trained("gemma2", 8, 3, max_norm=None, skip_bad_steps=False)
+    np.testing.assert_allclose(trained("gemma2", 8, 3, **options).metrics["loss"], expected.metrics["loss"], rtol=1e-6)
+
+
+def test_blocks_of_positions_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero.models.block.blockwise_attention", partial(blockwise_attention, block=3))
+    for family in ("gemma2", "dense_lm"):
+        got = trained(family, 8, 3, blockwise_from=2)
+        np.testing.assert_allclose(got.metrics["loss"], trained(family, 1, 0).metrics["loss"], rtol=1e-6)
