@@ -118,6 +118,7 @@ class Fork:
 
     def poll(self) -> int | None:
         """Its exit status, or None while it runs."""
+        assert self._server.stdout is not None
         if self._done is None and not select.select([self._server.stdout], [], [], 0)[0]:
             return None
         return self.finish().returncode

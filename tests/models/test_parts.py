@@ -40,9 +40,9 @@ def quick_compilation() -> Iterator[None]:
 def random_params(config: GPTConfig) -> Any:
     """Not as they start: every leaf random and large enough to matter."""
     shape = partial(GPT(config).init, method="hidden")
-    leaves, treedef = jax.tree.flatten(jax.eval_shape(shape, jax.random.key(0), jnp.zeros((1, 2), int), None)["params"])
+    shapes = jax.eval_shape(shape, jax.random.key(0), jnp.zeros((1, 2), int), None)["params"]
     rng = np.random.default_rng(0)
-    return treedef.unflatten([rng.normal(size=leaf.shape, scale=0.3).astype(np.float32) for leaf in leaves])
+    return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape, scale=0.3).astype(np.float32), shapes)
 
 
 def norm_by_hand(config: GPTConfig, x: np.ndarray, p: Any) -> np.ndarray:

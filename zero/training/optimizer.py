@@ -18,7 +18,7 @@ import optax
 import optax.contrib
 from jax.typing import DTypeLike
 
-from zero.models.config import BLOCKS, HEAD, VOCABULARY
+from zero.models.config import BLOCKS, VOCABULARY
 from zero.partition.layout import Layout, PyTree
 from zero.partition.quantised import convert_adam, rounded_updates, scale_by_adam, scale_by_lion
 from zero.partition.rewrite.functions import across_shards

@@ -70,7 +70,7 @@ def plain(forks: cli.Forks, params: Any) -> dict[str, float]:
             target[t - 1, t - start - 1] = row[t]
         losses = np.asarray(losses_of({"params": params}, seen, target))
         nats += float(np.sum(losses[np.arange(len(last)), last], dtype=float))
-        tokens, octets = tokens + len(last), octets + np.count_nonzero(row[1:])
+        tokens, octets = tokens + len(last), octets + int(np.count_nonzero(row[1:]))
     return {"nats": nats, "tokens": tokens, "bytes": octets}
 
 
