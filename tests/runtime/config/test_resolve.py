@@ -21,6 +21,10 @@ CHANGES = {
     "data.train_samples": "9",
     "data.index_path_train": "[a.index,b.index]",
     "data.shuffle_shards": "4",
+    "optimizer.name": "lion",
+    "optimizer.b1": "0.8",
+    "optimizer.b2": "0.8",
+    "optimizer.eps": "1e-7",
 }
 
 
@@ -65,6 +69,14 @@ def test_resume_refuses_what_changes_model_seed_or_order(key: str) -> None:
     with pytest.raises(UserError, match=rf"{key}=.*: a resume keeps {key}="):
         merge_resumed(compose(), compose(*RESUMED, override), [override])
     merge_resumed(compose(override), compose(*RESUMED, override), [override])
+
+
+def test_only_adamw_goes_on_with_moments_in_another_dtype() -> None:
+    override = "optimizer.state_dtype=int8"
+    merge_resumed(compose(), compose(*RESUMED, override), [override])
+    saved, now = (compose("optimizer.name=lion", *given) for given in ((), (*RESUMED, override)))
+    with pytest.raises(UserError, match=r"state_dtype=int8: a resume keeps optimizer.state_dtype=float32"):
+        merge_resumed(saved, now, [override])
 
 
 def test_resume_refuses_an_unknown_key_in_the_saved_file() -> None:

@@ -45,8 +45,8 @@ def test_a_search_goes_over_all_combinations_of_the_grid(monkeypatch: pytest.Mon
         assert [(c.zero.stage, c.optimizer.state_dtype, c.zero.master_dtype) for c in found[::2]] == [
             (stage, state_dtype, master_dtype)
             for stage in (2, 3)
-            for state_dtype in state_dtypes or ["bfloat16"]
             for master_dtype in master_dtypes or ["float32"]
+            for state_dtype in state_dtypes or ["bfloat16"]
         ]
 
 
