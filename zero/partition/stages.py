@@ -222,16 +222,17 @@ def _as_held(full: PyTree, layout: Layout) -> PyTree:
 def _pinned(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
     """The same shards, which XLA for TPU cannot prepare for all turns of a loop ahead of it.
 
-    What a loop over layers slices and then rounds to the dtype on the wire, it would round as a whole before the loop,
-    and hold both: so it is passed on as bits, which it does not look into. What the loop slices and gathers without
-    rounding, it would transpose as a whole where the product with the gathered weight prefers that: so the layout in
-    memory is fixed.
+    What a loop over layers slices and gathers it would transpose as a whole before the loop, where the product with the
+    gathered weight prefers that: so the layout of the slice in memory is fixed. And what is then rounded to the dtype
+    on the wire it would round as a whole: so it goes on as bits, which XLA does not look into. It would hold both.
     """
 
     def one(x: jax.Array) -> jax.Array:
-        if x.dtype.itemsize < 4:
-            return with_layout_constraint(x, ArrayLayout(tuple(range(x.ndim))))
-        if dtype is None or x.dtype != jnp.float32 or x.dtype == dtype:
+        if x.dtype == jnp.float32 and (dtype is None or x.dtype == dtype):
+            return x
+        if x.ndim > 1:
+            x = with_layout_constraint(x, ArrayLayout(tuple(range(x.ndim))))
+        if x.dtype != jnp.float32:
             return x
         return lax.bitcast_convert_type(lax.optimization_barrier(lax.bitcast_convert_type(x, jnp.uint32)), x.dtype)
 

@@ -30,7 +30,7 @@ class Guard(NamedTuple):
 
     Attributes:
       max_norm: each of n parts is clipped to the norm `max_norm / sqrt(n)`, so the whole to `max_norm`; None: none is.
-      skips: leave a part as it was if its gradient, or the loss, is not finite.
+      skips: leave a part as it was if its gradient is not finite; where the loss is not, no part's is.
     """
 
     max_norm: float | None = None
@@ -94,8 +94,7 @@ def backward_and_update(
     x, kept = lax.scan(through_group, x, layers.reshape(-1, group))
     loss, score_backward = jax.vjp(score, rest, x)
     grads, dx = score_backward(jnp.ones_like(loss))
-    loss = lax.psum(loss, axis.name)
-    guarded = partial(_guarded, guard=guard, loss=loss, parts=len(layers) + 1, axis=axis)
+    guarded = partial(_guarded, guard=guard, parts=len(layers) + 1, axis=axis)
 
     def layer_backward(carry: tuple[jax.Array, PyTree], xs: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
         (dx, held), (x, layer) = carry, xs
@@ -126,12 +125,10 @@ def backward_and_update(
     new = unless(is_bad, (moved(rest, updates), new_state), (rest, rest_state))
     sums, is_bad = jax.tree.map(lambda rest, layers: rest + layers.sum().astype(rest.dtype), (sums, is_bad), of_layers)
     params, opt_state = _subtrees(lambda rest, blocks: {**rest, **blocks}, new, held)
-    return loss, params, opt_state, norm_of(sums, axis), is_bad
+    return lax.psum(loss, axis.name), params, opt_state, norm_of(sums, axis), is_bad
 
 
-def _guarded(
-    grads: PyTree, sums: Squares, *, guard: Guard, loss: jax.Array, parts: int, axis: Axis
-) -> tuple[PyTree, jax.Array]:
+def _guarded(grads: PyTree, sums: Squares, *, guard: Guard, parts: int, axis: Axis) -> tuple[PyTree, jax.Array]:
     """A part's gradient, clipped, and whether the part is to be skipped; from its own square sum."""
     if guard == Guard():
         return grads, jnp.bool_(False)
@@ -139,7 +136,7 @@ def _guarded(
     if guard.max_norm is not None:
         shrink = jnp.minimum(1.0, guard.max_norm / math.sqrt(parts) / norm)
         grads = jax.tree.map(lambda g: g * shrink, grads)
-    return grads, jnp.bool_(guard.skips) & ~(jnp.isfinite(norm) & jnp.isfinite(loss))
+    return grads, jnp.bool_(guard.skips) & ~jnp.isfinite(norm)
 
 
 def unless(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:

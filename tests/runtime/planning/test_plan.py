@@ -100,6 +100,25 @@ def test_planned_bytes_are_those_of_a_real_step(arguments: tuple[str, ...]) -> N
 
 
 @pytest.mark.timeout(300)
+def test_plan_of_four_bytes_per_parameter(tmp_path: Path) -> None:
+    pytest.importorskip("libtpu")
+    state = ("optimizer.state_dtype=int8", "zero.master_dtype=bfloat16", "zero.gradient_dtype=bfloat16")
+    small = (
+        "zero.fused_update=true",
+        "zero.remat=nested",
+        "model.size=bytes",
+        "data.max_context=64",
+        "plan.micro_batch=1",
+        "training.sample_tokens=0",
+    )
+    (row,) = plan(tmp_path, "plan.topology=v3-8", "plan.processes=1", *state, *small)["rows"]
+    assert (row["stage"], row["remat"], row["master_dtype"], row["state_dtype"]) == (3, "nested", "bfloat16", "int8")
+    assert row["fits"] and row["fused_update"] and row["clipping"] and row["skipping"]
+    assert 4 < row["state_bytes_per_parameter"] < 4.1  # norms and biases have 12
+    assert row["state_bytes"] < row["evaluation_peak_bytes"] < row["peak_bytes"]
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_signal_leaves_no_compiler_behind(number: int, tmp_path: Path) -> None:
     pytest.importorskip("libtpu")
