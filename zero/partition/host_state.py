@@ -318,6 +318,13 @@ def _gather_program(name: str, groups: tuple[tuple[int, ...], ...], devices: tup
     )
 
 
+def coordination_client() -> Any:
+    """The strings and barriers that all processes of `jax.distributed` share; jax has no public name for them."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
 _meetings = itertools.count()
 
 
@@ -325,11 +332,8 @@ def _meet(timeout: float) -> None:
     """Waits until every process is here: a collective that only some of them enter would hang without a word."""
     if jax.process_count() == 1:
         return
-    from jax._src import distributed
-
-    client: Any = distributed.global_state.client
     try:
-        client.wait_at_barrier(f"zero_to_host_{next(_meetings)}", int(1000 * timeout))
+        coordination_client().wait_at_barrier(f"zero_to_host_{next(_meetings)}", int(1000 * timeout))
     except jax.errors.JaxRuntimeError as error:
         raise RuntimeError(
             "not every process gathered the sharded state: all call zero.whole_state or zero.to_host, and only what is "

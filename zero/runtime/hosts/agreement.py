@@ -5,22 +5,15 @@ from __future__ import annotations
 import secrets
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental.multihost_utils import reached_preemption_sync_point
 
+from zero.partition.host_state import coordination_client
 from zero.runtime.errors import UserError
 
 JOIN_SECONDS = 300  # within which all hosts have to start
-
-
-def key_value_store() -> Any:
-    """The store of strings that all hosts of `jax.distributed` share; jax offers it under no public name."""
-    from jax._src import distributed
-
-    return distributed.global_state.client
 
 
 def sum_over_hosts(*numbers: int) -> list[int]:
@@ -35,8 +28,8 @@ def broadcast(name: str, text: str) -> str:
     if jax.process_count() == 1:
         return text
     if jax.process_index() == 0:
-        key_value_store().key_value_set(f"zero/broadcast/{name}", text)
-    return str(key_value_store().blocking_key_value_get(f"zero/broadcast/{name}", 1000 * JOIN_SECONDS))
+        coordination_client().key_value_set(f"zero/broadcast/{name}", text)
+    return str(coordination_client().blocking_key_value_get(f"zero/broadcast/{name}", 1000 * JOIN_SECONDS))
 
 
 def wait_for_all() -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import jax
 
+from zero.partition.host_state import coordination_client
 from zero.runtime.errors import UserError
-from zero.runtime.hosts.agreement import key_value_store, wait_for_all
+from zero.runtime.hosts.agreement import wait_for_all
 from zero.runtime.hosts.signals import exit_immediately
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class _Watchdog(threading.Thread):
 def start() -> None:
     """Begins to watch the other hosts. Called once, when all of them have joined."""
     global _watchdog
-    _watchdog = _Watchdog(key_value_store())
+    _watchdog = _Watchdog(coordination_client())
     _watchdog.start()
 
 

@@ -84,8 +84,8 @@ def _by_key(config: Any) -> dict[str, Any]:
 def _override_value(value: Any) -> str:
     """A value in the syntax of Hydra's overrides.
 
-    >>> _override_value([{"index": "a.index", "weight": 0.7}]), _override_value("two words"), _override_value("1_1b")
-    ('[{index:a.index,weight:0.7}]', "'two words'", '1_1b')
+    >>> _override_value([{"index": "a.index", "weight": 0.7}]), _override_value("a, b"), _override_value("1_1b")
+    ('[{index:a.index,weight:0.7}]', "'a, b'", '1_1b')
     """
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{_override_value(inner)}" for key, inner in value.items()) + "}"
