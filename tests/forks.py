@@ -3,6 +3,7 @@
 A line is JSON: `{"cwd": ..., "environment": {...}, "arguments": [...]}`.
 """
 
+import io
 import json
 import os
 import runpy
@@ -15,11 +16,14 @@ import hydra
 
 import zero.runtime.main
 import zero.runtime.train  # noqa: F401  what takes long to import
-from zero.runtime.tracking import html_report, plot  # noqa: F401
+from zero.runtime.config.resolve import default_config
+from zero.runtime.tracking import plot
 
 program = sys.argv[1]
 with hydra.initialize_config_dir(str(Path(program).parent / "conf"), version_base="1.3"):
     hydra.compose("config", ["seed=1"])  # whose parser takes long to make
+default_config()
+plot._plot([], [], "").savefig(io.BytesIO())  # the first picture finds fonts
 
 
 def answer(**message: Any) -> None:

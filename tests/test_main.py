@@ -141,7 +141,11 @@ def test_status_says_whether_a_repeat_may_succeed(
             ["bad/not_yet.index", "no such file", "data.corpus=nowhere"],
         ),
         (["model.warm_start=true", "model.model_path=nowhere"], ["nowhere", "Hugging Face folder"]),
-        (["training.skip_bad_steps=false", "training.peak_learning_rate=1e30"], ["not finite", "skip_bad_steps=false"]),
+        pytest.param(
+            ["training.skip_bad_steps=false", "training.peak_learning_rate=1e30"],
+            ["not finite", "skip_bad_steps=false"],
+            marks=pytest.mark.slow,  # that compiles; tests/runtime/run/test_active_run.py shows it without
+        ),
         (["hydra.run.dir=text/0.txt"], ["text/0.txt"]),
         (["hydra.run.dir=/dev/null/run"], ["/dev/null"]),
     ],
