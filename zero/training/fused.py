@@ -80,18 +80,9 @@ def backward_and_update(
     rest_layout, layers_layout, layer_layout = layout.only(rest), layout.only([BLOCKS]), layout.at(BLOCKS)
     layers = jnp.arange(jax.tree.leaves(params[BLOCKS])[0].shape[0])
 
-    def layer_of(stacks: PyTree, layer: jax.Array) -> PyTree:
-        return jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, layer, keepdims=False), stacks)
-
-    def through(stacks: PyTree, x: jax.Array, layers: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What leaves a few layers, and what enters each of them. A slice of the stacks would be a copy."""
-        return lax.scan(lambda x, layer: (block(layer_of(stacks, layer), x, layer), x), x, layers)
-
-    def through_group(x: jax.Array, layers: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return through(params[BLOCKS], x, layers)[0], x
-
     x, embed_backward = jax.vjp(embed, rest)
-    x, kept = lax.scan(through_group, x, layers.reshape(-1, group))
+    groups = layers.reshape(-1, group)
+    x, kept = lax.scan(lambda x, layers: (_through(block, params[BLOCKS], x, layers)[0], x), x, groups)
     loss, score_backward = jax.vjp(score, rest, x)
     grads, dx = score_backward(jnp.ones_like(loss))
     guarded = partial(_guarded, guard=guard, parts=len(layers) + 1, axis=axis)
@@ -110,14 +101,10 @@ def backward_and_update(
 
     def group_backward(carry: tuple[jax.Array, PyTree], xs: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
         (_, (now, _)), (x, layers) = carry, xs
-        inputs = x[None]
-        if group > 1:
-            last, inputs = through(now[BLOCKS], x, layers[:-1])
-            inputs = jnp.concatenate([inputs, last[None]])
-        return lax.scan(layer_backward, carry, (inputs, layers), reverse=True)
+        return lax.scan(layer_backward, carry, (_inputs(block, now[BLOCKS], x, layers), layers), reverse=True)
 
     held = _subtrees(partial(_only, keys=is_block, chosen=True), (params, opt_state))
-    (dx, held), of_layers = lax.scan(group_backward, (dx, held), (kept, layers.reshape(-1, group)), reverse=True)
+    (dx, held), of_layers = lax.scan(group_backward, (dx, held), (kept, groups), reverse=True)
     grads = jax.tree.map(jnp.add, grads, embed_backward(dx)[0])
     sums = squares(grads, rest_layout, axis)
     grads, is_bad = guarded(grads, sums)
@@ -126,6 +113,28 @@ def backward_and_update(
     sums, is_bad = jax.tree.map(lambda rest, layers: rest + layers.sum().astype(rest.dtype), (sums, is_bad), of_layers)
     params, opt_state = _subtrees(lambda rest, blocks: {**rest, **blocks}, new, held)
     return lax.psum(loss, axis.name), params, opt_state, norm_of(sums, axis), is_bad
+
+
+def _through(
+    block: Callable[[PyTree, jax.Array, jax.Array], jax.Array], stacks: PyTree, x: jax.Array, layers: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What leaves a few layers, and what enters each of them. A slice of the stacks would be a copy."""
+
+    def one(x: jax.Array, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+        own = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, layer, keepdims=False), stacks)
+        return block(own, x, layer), x
+
+    return lax.scan(one, x, layers)
+
+
+def _inputs(
+    block: Callable[[PyTree, jax.Array, jax.Array], jax.Array], stacks: PyTree, x: jax.Array, layers: jax.Array
+) -> jax.Array:
+    """What enters each layer of a group, from what enters the first."""
+    if len(layers) == 1:
+        return x[None]
+    last, inputs = _through(block, stacks, x, layers[:-1])
+    return jnp.concatenate([inputs, last[None]])
 
 
 def _guarded(grads: PyTree, sums: Squares, *, guard: Guard, parts: int, axis: Axis) -> tuple[PyTree, jax.Array]:
