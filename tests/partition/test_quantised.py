@@ -163,16 +163,15 @@ def randoms(shape: tuple[int, ...], step: int = 0) -> tuple[jax.Array, jax.Array
     return quantised._random_halves(shape, "leaf", jnp.int32(step))
 
 
-@pytest.mark.parametrize("value", [3.3e-7, 1.7e-12, 4e-20, 2.1e3])
+@pytest.mark.parametrize("value", [3.3e-7, 1.7e-12, 4e-15, 2.1e3])
 def test_rounding_is_right_in_the_mean(value: float) -> None:
     """Of each moment and of a bfloat16 weight: to a thousandth, where the nearest level is off by up to a tenth."""
     code, n = AdamCode.of(0.9, 0.95, 1e-8), 1 << 20
     high, low = randoms((n,))
     m, v = code.decode(*code.encode(jnp.full(n, 0.3 * value**0.5), jnp.full(n, value), high, low))
     np.testing.assert_allclose(jnp.mean(v), value, rtol=2e-3)
-    if value > 2.0**code.lowest:
-        np.testing.assert_allclose(jnp.mean(m), 0.3 * value**0.5, rtol=2e-3)
-        assert 0.01 < jnp.std(v) / value < 0.15
+    assert 0.01 < jnp.std(v) / value < 0.15
+    np.testing.assert_allclose(jnp.mean(m), 0.3 * value**0.5, rtol=4e-3)  # the mean of square roots is a little less
     x = jnp.full(n, value, jnp.float32)
     held = to_bfloat16(x, high).astype(jnp.float32)
     assert len(np.unique(held)) == 2

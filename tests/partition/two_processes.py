@@ -83,27 +83,24 @@ def check_optimizer(axis: zero.Axis, plain: Any, right: Any) -> None:
 
 def check_quantised(axis: zero.Axis) -> None:
     """Moments of a byte and bfloat16 weights are on both processes what they are in the whole, bit for bit."""
-    large: Any = {"w": rng.normal(size=(13, 512)), "odd": rng.normal(size=(7, 601))}
-    params = {name: jnp.asarray(x, jnp.bfloat16) for name, x in large.items()}
+    grads = {"w": rng.normal(size=(13, 512)), "odd": rng.normal(size=(7, 601))}
+    grads = {name: jnp.asarray(x, jnp.float32) for name, x in grads.items()}
+    params = {name: x.astype(jnp.bfloat16) for name, x in grads.items()}
     tx = optax.chain(zero.quantised_adamw(0.1), zero.round_stochastically())
     layout = zero.make_layout(params, axis.shards)
-    on = zero.on_shards(tx, layout, axis)
+    on, state_layout = zero.on_shards(tx, layout, axis), zero.derive_layout(tx.init, layout)
 
-    def three_steps(tx: Any, params: Any, grads: Any) -> Any:
-        state = tx.init(params)
-        for _ in range(3):
-            updates, state = tx.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-        return params, state
+    def step(tx: Any, params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
 
-    def run(_: jax.Array) -> Any:
-        held = three_steps(on, *(zero.shard(tree, layout, axis) for tree in (params, large)))
-        return tuple(
-            zero.gather(x, zero.derive_layout(fn, layout), axis) for x, fn in zip(held, (dict, tx.init), strict=True)
-        )
-
-    large = {name: jnp.asarray(x, jnp.float32) for name, x in large.items()}
-    got, expected = jax.pmap(run, "batch")(ones), jax.jit(partial(three_steps, tx))(params, large)
+    slices = jax.pmap(lambda _: [zero.shard(tree, layout, axis) for tree in (params, grads)], "batch")(ones)
+    held = slices[0], jax.pmap(on.init, "batch")(slices[0])
+    expected = params, tx.init(params)
+    for _ in range(3):
+        held = jax.pmap(partial(step, on), "batch")(*held, slices[1])
+        expected = jax.jit(partial(step, tx))(*expected, grads)
+    got = jax.pmap(lambda p, s: (zero.gather(p, layout, axis), zero.gather(s, state_layout, axis)), "batch")(*held)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert x.dtype == y.dtype
         for part in x.addressable_shards:

@@ -31,8 +31,7 @@ from zero.partition.state import mix
 
 Mask = PyTree | Callable[[PyTree], PyTree]
 
-# In bits of a float32: seen as integers, floats are a logarithm that is linear within each octave.
-_LEVEL = (1 << 23) / 3
+_TO_INTEGER, _TO_INTEGER_BITS = 1.5 * 2**23, 0x4B400000
 _LION_LOWEST = -32  # exponent of the smallest level of Lion's momentum; the largest is 2^9.7
 
 
@@ -71,8 +70,8 @@ def scale_by_adam(
     code = AdamCode.of(b1, b2, eps) if dtype == np.int8 else None
 
     def init(params: PyTree) -> optax.ScaleByAdamState:
-        mu = _zeros(params, dtype, mask)
-        nu = jax.tree.map(lambda x: x.astype(jnp.uint8) if x.dtype == np.int8 else x, mu)
+        unsigned = np.dtype(np.uint8) if dtype == np.int8 else dtype
+        mu, nu = _zeros(params, dtype, mask), _zeros(params, unsigned, mask)  # two, so that both can be donated
         return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), mu, nu)
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, optax.ScaleByAdamState]:
@@ -83,9 +82,9 @@ def scale_by_adam(
             m, v = code.decode(mu, nu) if code and mu.dtype == np.int8 else (_wide(mu), _wide(nu))
             g = _wide(g)
             m, v = (1 - b1) * g + b1 * m, (1 - b2) * jnp.square(jnp.abs(g)) + b2 * v
-            new = (m / correction1) / (jnp.sqrt(v / correction2) + eps)
-            if mu.dtype not in (np.int8, jnp.bfloat16):
-                return new, m.astype(mu.dtype), v.astype(nu.dtype)
+            if mu.dtype not in (np.int8, jnp.bfloat16):  # to the bit as optax
+                return (m / correction1) / (jnp.sqrt(v / correction2) + eps), m.astype(mu.dtype), v.astype(nu.dtype)
+            new = m * (1 / correction1) / (jnp.sqrt(v * (1 / correction2)) + eps)
             high, low = _random_halves(g.shape, name, count)
             if code and mu.dtype == np.int8:
                 return new, *code.encode(m, v, high, low)
@@ -119,15 +118,15 @@ def scale_by_lion(
         count = optax.safe_increment(state.count)
 
         def one(name: str, g: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
-            g, m = _wide(g), _from_levels(mu, _LION_LOWEST) if mu.dtype == np.int8 else _wide(mu)
+            g, m = _wide(g), _signed(mu, _LION_LOWEST) if mu.dtype == np.int8 else _wide(mu)
             new, m = jnp.sign((1 - b1) * g + b1 * m), (1 - b2) * g + b2 * m
             if mu.dtype not in (np.int8, jnp.bfloat16):
                 return new, m.astype(mu.dtype)
             high, _ = _random_halves(g.shape, name, count)
             if mu.dtype == jnp.bfloat16:
                 return new, to_bfloat16(m, high)
-            levels = jnp.minimum(_to_levels(jnp.abs(m), _LION_LOWEST, _fraction(high)), 127)
-            return new, jnp.where(m < 0, -levels, levels).astype(jnp.int8)
+            level = _to_level(jnp.abs(m), _LION_LOWEST, high, 127)
+            return new, jnp.where(m < 0, -level, level).astype(jnp.int8)
 
         new, mu = _map_leaves(one, updates, state.mu)
         return new, optax.ScaleByLionState(count, mu)
@@ -263,7 +262,7 @@ class AdamCode:
 
     Attributes:
       bound: of mu / sqrt(nu).
-      lowest: the exponent of the smallest level of nu above 0.
+      lowest: the exponent of the smallest level of nu above 0, even.
     """
 
     bound: float
@@ -275,36 +274,52 @@ class AdamCode:
         if b1 * b1 >= b2:
             raise ValueError(f"int8 moments need b1 * b1 < b2, got b1={b1} and b2={b2}: mu / sqrt(nu) has no bound")
         bound = (1 - b1) / math.sqrt((1 - b2) * (1 - b1 * b1 / b2))
-        return cls(bound, max(math.floor(2 * math.log2(eps / 32)), -64) if eps else -64)
+        return cls(bound, 2 * max(math.floor(math.log2(eps / 32)), -32) if eps else -64)
 
     def encode(self, m: jax.Array, v: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The int8 mean and the uint8 mean square of float32 ones; 16 random bits for each."""
-        nu = jnp.minimum(_to_levels(v, self.lowest, _fraction(low)), 255)
-        # Of nu as it will be read, so that the rounding of nu does not become one of mu.
-        root = jnp.sqrt(_from_levels(nu, self.lowest))
-        scaled = jnp.where(nu > 0, m * (127 / self.bound) / root, 0)
-        mu = jnp.clip(jnp.floor(scaled + _fraction(high)), -127, 127)
+        nu = _to_level(v, self.lowest, low, 255)
+        # Of nu before it is rounded: then rounding nu scales mu alike, and the direction of the update stays.
+        scaled = jnp.where(v > 0, m * (127 / self.bound) * lax.rsqrt(v), 0)
+        # To the nearest of what was moved by up to 1/2: added to 1.5 * 2^23, a float has its integer in its last bits.
+        moved = jnp.clip(scaled, -127, 127) + (high.astype(jnp.int32) - 32767.5) * 2.0**-16
+        mu = lax.bitcast_convert_type(moved + _TO_INTEGER, jnp.int32) - _TO_INTEGER_BITS
         return mu.astype(jnp.int8), nu.astype(jnp.uint8)
 
     def decode(self, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The float32 mean and mean square."""
-        v = _from_levels(nu, self.lowest)
-        return mu.astype(jnp.float32) * (self.bound / 127) * jnp.sqrt(v), v
+        root, v = _from_level(nu.astype(jnp.int32), self.lowest)
+        return mu.astype(jnp.float32) * (self.bound / 127) * root, v
 
 
-def _to_levels(x: jax.Array, lowest: int, fraction: jax.Array) -> jax.Array:
-    """The int32 levels of float32 numbers that are not negative; 0 is level 0, 2^lowest is level 1."""
+def _to_level(x: jax.Array, lowest: int, random: jax.Array, highest: int) -> jax.Array:
+    """The int32 level, 0 to `highest`, of float32 numbers that are not negative; 2^lowest is level 1.
+
+    Between two levels the mean is right: there floats are linear in their bits. What is far below level 1 becomes 0.
+    """
     bits = lax.bitcast_convert_type(x, jnp.int32) - _first(lowest)
-    level = jnp.where(bits > 0, bits.astype(jnp.float32) * (1 / _LEVEL) + 1, x * 2.0**-lowest)
-    return jnp.floor(level + fraction).astype(jnp.int32)
+    bits = jnp.clip(bits, -(1 << 23), (highest - 1) * (1 << 23) // 3)  # three times that is still an int32
+    return jnp.maximum(((3 * bits + (random.astype(jnp.int32) << 7)) >> 23) + 1, 0)
 
 
-def _from_levels(levels: jax.Array, lowest: int) -> jax.Array:
-    """The float32 numbers of levels; a negative level is that of a negative number."""
-    level = jnp.abs(levels.astype(jnp.int32))
-    bits = _first(lowest) + ((level - 1).astype(jnp.float32) * _LEVEL).astype(jnp.int32)
-    x = jnp.where(level > 0, lax.bitcast_convert_type(bits, jnp.float32), 0)
-    return jnp.where(levels < 0, -x, x) if jnp.issubdtype(levels.dtype, jnp.signedinteger) else x
+def _from_level(level: jax.Array, lowest: int) -> tuple[jax.Array, jax.Array]:
+    """The square root of the float32 number of an int32 level, and the number: 2^octave (1 + third / 3)."""
+    above = level + 2  # of three octaves below, so that no octave is negative
+    octave = (above * 171) >> 9  # a third of what is below 258
+    third, octave = above - 3 * octave, octave - 1
+    is_odd = (octave & 1) == 1
+    root = [jnp.where(is_odd, math.sqrt(2 + 2 * i / 3), math.sqrt(1 + i / 3)).astype(jnp.float32) for i in range(3)]
+    fraction = jnp.where(third == 0, root[0], jnp.where(third == 1, root[1], root[2]))
+    power = lax.bitcast_convert_type(((octave >> 1) + (lowest // 2 + 127)) << 23, jnp.float32)
+    x = jnp.where(level > 0, power * fraction, 0)
+    return x, x * x
+
+
+def _signed(level: jax.Array, lowest: int) -> jax.Array:
+    """The float32 numbers of int8 levels, whose sign is that of the number."""
+    wide = level.astype(jnp.int32)
+    x = _from_level(jnp.abs(wide), lowest)[1]
+    return jnp.where(wide < 0, -x, x)
 
 
 def _first(lowest: int) -> int:
@@ -333,11 +348,6 @@ def _random_halves(shape: tuple[int, ...], name: str, step: jax.Array, salt: int
         position = position + index * np.uint32(pow(0x9E3779B1, dim + 1, 2**32))
     bits = mix(position)
     return bits >> 16, bits & np.uint32(0xFFFF)
-
-
-def _fraction(random: jax.Array) -> jax.Array:
-    """Uniform in (0, 1) from 16 random bits."""
-    return (random.astype(jnp.int32).astype(jnp.float32) + 0.5) * 2.0**-16
 
 
 def _checked(state_dtype: DTypeLike) -> np.dtype:
