@@ -83,8 +83,8 @@ def check_optimizer(axis: zero.Axis, plain: Any, right: Any) -> None:
 
 def check_quantised(axis: zero.Axis) -> None:
     """Moments of a byte and bfloat16 weights are on both processes what they are in the whole, bit for bit."""
-    grads = {"w": rng.normal(size=(13, 512)), "odd": rng.normal(size=(7, 601))}
-    grads = {name: jnp.asarray(x, jnp.float32) for name, x in grads.items()}
+    sizes = {"w": (13, 512), "odd": (7, 601)}
+    grads = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in sizes.items()}
     params = {name: x.astype(jnp.bfloat16) for name, x in grads.items()}
     tx = optax.chain(zero.quantised_adamw(0.1), zero.round_stochastically())
     layout = zero.make_layout(params, axis.shards)
