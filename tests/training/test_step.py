@@ -110,7 +110,7 @@ def test_a_token_past_the_vocabulary_is_not_scored_as_if_it_were_one(place: tupl
 
 @pytest.mark.parametrize(
     ("stage", "micro_batches"),
-    [*(pytest.param(stage, 1, marks=pytest.mark.slow) for stage in (1, 2, 3)), (3, 3)],
+    [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(3, 1, marks=pytest.mark.slow), (3, 3)],
 )
 def test_gradients_held_in_bfloat16_are_rounded_once(stage: int, micro_batches: int) -> None:
     on = setup(8, stage, micro_batches, gradient_dtype=jnp.bfloat16)
