@@ -62,7 +62,7 @@ def test_every_stage_trains_as_one_device(family: str, devices: int, stage: int)
     got = trained(family, devices, stage)
     np.testing.assert_allclose(got.metrics["loss"], losses, rtol=1e-6)
     norms = expected.metrics["gradient_norm"]
-    np.testing.assert_allclose(got.metrics["gradient_norm"], norms, rtol=1e-5)
+    np.testing.assert_allclose(got.metrics["gradient_norm"], norms, rtol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{"fused_update": True}, {"remat": "none"}], ids=["fused", "unrolled"])
