@@ -206,11 +206,13 @@ class GPT(nn.Module):
 
         def one_period(carry: Any, xs: Any) -> tuple[Any, None]:
             for place, window in enumerate(self.config.windows):
-                variables, index = jax.tree.map(lambda x, place=place: x[place], xs)
+                variables, index = xs if period == 1 else jax.tree.map(lambda x, place=place: x[place], xs)
                 carry = layer_of(window)(variables, carry, index)
             return carry, None
 
-        xs = jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), (self.blocks.variables, layers))
+        xs = (self.blocks.variables, layers)
+        if period > 1:  # else XLA for TPU would copy the shards of all layers
+            xs = jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), xs)
         # What a loop keeps for the backward pass is copied into stacks and out of them again.
         unroll = self.config.N // period if self.remat == "none" else 1
         return lax.scan(one_period, (x_BTD, cache), xs, unroll=unroll)[0]
