@@ -35,16 +35,18 @@ def start_hosts(workplace: Path, *arguments: str) -> list[subprocess.Popen[str]]
     return hosts.start([workplace] * 2, *cli.TINY, *job, *arguments)
 
 
-def wait_for_step(run: Path, step: int) -> None:
+def wait_for_step(run: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:
     path = run / "metrics.jsonl"
     while not (path.exists() and any(line["step"] >= step for line in read_metrics(path))):
+        ended = [one.returncode for one in processes if one.poll() is not None]
+        assert not ended, [one.stderr for one in hosts.finish(processes)]
         time.sleep(0.01)
 
 
 def test_both_stop_at_the_step_that_one_is_told_to_and_one_host_goes_on(workplace: Path) -> None:
     job = ("training.total_steps=40", "training.evaluation_frequency=20")
     processes = start_hosts(workplace, *job, "hydra.run.dir=stopped")
-    wait_for_step(workplace / "stopped", 7)
+    wait_for_step(workplace / "stopped", 7, processes)
     processes[1].send_signal(signal.SIGTERM)
     done = hosts.finish(processes)
     assert [one.returncode for one in done] == [75, 75], [one.stderr for one in done]
@@ -69,7 +71,7 @@ def test_both_stop_at_the_step_that_one_is_told_to_and_one_host_goes_on(workplac
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_host_that_is_killed_takes_the_other_down_within_a_minute(workplace: Path, victim: int) -> None:
     processes = start_hosts(workplace, "training.total_steps=4000", f"hydra.run.dir=killed{victim}")
-    wait_for_step(workplace / f"killed{victim}", 3)
+    wait_for_step(workplace / f"killed{victim}", 3, processes)
     processes[victim].kill()
     done = hosts.finish(processes)
     assert done[1 - victim].returncode not in (0, 75), done[1 - victim].stderr
@@ -84,7 +86,7 @@ def test_a_save_that_fails_on_one_host_ends_both_with_the_reason(workplace: Path
     processes = start_hosts(
         workplace, "training.total_steps=4000", "training.evaluation_frequency=5", "hydra.run.dir=full"
     )
-    wait_for_step(workplace / "full", 6)
+    wait_for_step(workplace / "full", 6, processes)
     resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, (20_000, 20_000))  # its disk is full
     done = hosts.finish(processes)
     assert [one.returncode for one in done] == [1, 1], [one.stderr for one in done]
