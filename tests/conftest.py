@@ -1,5 +1,6 @@
 """Every test runs on eight virtual CPU devices, without a network, and any warning is an error (pyproject.toml)."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,25 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leaves out programs that tests start: --doctest-modules would import them."""
     return True if collection_path.suffix == ".py" and not collection_path.name.startswith("test_") else None
+
+
+MOST_MAPPINGS = 30_000  # of the 65,530 that Linux allows a process
+EVERY = 10  # tests
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Drops compiled programs before they use up the memory mappings of a process, of which XLA takes hundreds each.
+
+    Where none is left the compiler ends the process by a segmentation fault.
+    """
+    mappings = Path("/proc/self/maps")
+    item.session.stash[TESTS] = count = item.session.stash.get(TESTS, 0) + 1
+    if count % EVERY == 0 and mappings.exists() and mappings.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
+
+
+TESTS = pytest.StashKey[int]()
 
 
 @pytest.fixture(scope="module")
