@@ -96,6 +96,8 @@ def start(
                 f"distributed.coordinator_address={coordinator_address}: {str(error).splitlines()[0]}; {remedy}"
             ) from error
         if jax.process_count() > 1:
+            if jax.default_backend() == "cpu":  # docs/decisions/virtual-devices.md, "Several hosts"
+                jax.config.update("jax_enable_compilation_cache", False)
             watchdog.start()
     return jax.process_index(), jax.process_count()
 
