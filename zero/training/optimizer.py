@@ -18,7 +18,7 @@ import optax
 import optax.contrib
 from jax.typing import DTypeLike
 
-from zero.models.config import BLOCKS, VOCABULARY
+from zero.models.config import BLOCKS, HEAD, VOCABULARY
 from zero.partition.layout import Layout, PyTree
 from zero.partition.quantised import convert_adam, rounded_updates, scale_by_adam, scale_by_lion
 from zero.partition.rewrite.functions import across_shards
@@ -27,9 +27,9 @@ B1, B2, EPS = 0.9, 0.95, 1e-8  # of AdamW; b2 as in GPT-3, arXiv 2005.14165, app
 
 
 def decayed(params: PyTree) -> PyTree:
-    """Which leaves weight decay applies to: matrices and the vocabulary, not norms, biases or positions."""
+    """Which leaves weight decay applies to: matrices, the vocabulary and an untied head, not norms, biases or positions."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key == "kernel" or path[0].key == VOCABULARY, params
+        lambda path, _: path[-1].key == "kernel" or path[0].key in (VOCABULARY, HEAD), params
     )
 
 
