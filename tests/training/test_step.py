@@ -193,13 +193,15 @@ def test_a_batch_without_any_token_changes_nothing_but_moments() -> None:
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
 
 
-def test_decay_is_for_matrices_and_the_vocabulary() -> None:
-    model = ShardedGPT(dataclasses.replace(CONFIG, alibi_attn=False), zero.Axis("zero", (1, 8)), 3)
+@pytest.mark.parametrize("tied", [True, False])
+def test_decay_is_for_matrices_and_the_vocabulary(tied: bool) -> None:
+    model = ShardedGPT(dataclasses.replace(CONFIG, alibi_attn=False, tied=tied), zero.Axis("zero", (1, 8)), 3)
     names = [leaf.name for leaf in model.layout.leaves]
     chosen = jax.tree.leaves(decayed(model.layout.shapes()))
     kernels = ("query", "key", "value", "attention_out", "mlp_in", "mlp_out")
     assert {name for name, is_decayed in zip(names, chosen, strict=True) if is_decayed} == {
         "vocabulary/table",
+        *([] if tied else ["head/table"]),
         *(f"blocks/{kernel}/kernel" for kernel in kernels),
     }
 

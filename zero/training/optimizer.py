@@ -27,7 +27,7 @@ B1, B2, EPS = 0.9, 0.95, 1e-8  # of AdamW; b2 as in GPT-3, arXiv 2005.14165, app
 
 
 def decayed(params: PyTree) -> PyTree:
-    """Which leaves weight decay applies to: matrices, the vocabulary and an untied head, not norms, biases or positions."""
+    """Which leaves weight decay applies to: matrices, vocabulary and head, not norms, biases or positions."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: path[-1].key == "kernel" or path[0].key in (VOCABULARY, HEAD), params
     )
