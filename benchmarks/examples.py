@@ -61,7 +61,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["NPROC"] = "32"
+    os.environ["NPROC"] = "16"
     os.environ["XLA_FLAGS"] = (
         "--xla_force_host_platform_device_count=8 --xla_cpu_enable_concurrency_optimized_scheduler=false"
     )

@@ -139,7 +139,7 @@ def gspmd(shape: Shape, dtype: str, remat: str, tokens: np.ndarray) -> Program:
 
     def pin(method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         def one(x: Any) -> Any:
-            is_activation = x.ndim >= 2 and x.shape[0] == shape.sequences
+            is_activation = isinstance(x, jax.Array) and x.ndim >= 2 and x.shape[0] == shape.sequences
             return lax.with_sharding_constraint(x, by_row) if is_activation else x
 
         return jax.tree.map(one, method(*args, **kwargs))

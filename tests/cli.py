@@ -78,15 +78,18 @@ def make_workplace(place: Path) -> Path:
     return place
 
 
+def untouched_environment() -> dict[str, str]:
+    """The environment without what tests/conftest.py sets of jax's CPU devices."""
+    own = ("XLA_FLAGS", "NPROC", "JAX_NUM_CPU_DEVICES")
+    return {name: value for name, value in os.environ.items() if name not in own}
+
+
 def environment() -> dict[str, str]:
     """Nothing of what tests/conftest.py sets but what keeps a run off the network; programs are compiled once.
 
     Each process of tests has a cache of its own: two that write the same program at once would spoil it.
     """
-    inherited = {
-        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC", "JAX_NUM_CPU_DEVICES")
-    }
-    return inherited | {
+    return untouched_environment() | {
         "JAX_COMPILATION_CACHE_DIR": str(_session() / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",

@@ -55,8 +55,7 @@ def start(
 
     On TPU pods, under Slurm and under Open MPI jax finds the other hosts itself; elsewhere the arguments name them.
 
-    Without an accelerator there are `cpu_devices` virtual CPU devices per host (`zero.use_cpu_devices`). XLA cuts
-    operations into as many parts as its pool has threads, which NPROC says: one device has one per core.
+    Without an accelerator there are `cpu_devices` virtual CPU devices per host (`zero.use_cpu_devices`).
 
     Returns:
       The index of this process and the number of processes.
@@ -64,8 +63,6 @@ def start(
     Raises:
       Unavailable: jax cannot find or reach the other hosts.
     """
-    cores = os.cpu_count() or 1
-    os.environ.setdefault("NPROC", str(max(cores, 4 * cpu_devices) if cpu_devices > 1 else cores))
     if not any(next(Path("/dev").glob(pattern), None) for pattern in ACCELERATORS):
         jax.config.update("jax_platforms", "cpu")  # else libtpu searches long for a TPU, and prints errors
         keep_freed_memory()

@@ -1,0 +1,15 @@
+"""Virtual CPU devices in a process of its own, whose settings are not those of the tests."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import cli
+
+STEPS_AHEAD = Path(__file__).parents[1] / "benchmarks" / "steps_ahead.py"
+
+
+def test_steps_may_be_dispatched_far_ahead_of_their_results() -> None:
+    env = cli.untouched_environment()
+    done = subprocess.run([sys.executable, STEPS_AHEAD], capture_output=True, text=True, env=env, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "2000 steps\n"), done.stderr[-2000:]
