@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from zero.cpu import IN_ORDER
 from zero.runtime.corpus.prepare import prepare
 from zero.runtime.tokenizers import ByteTokenizer
 
@@ -93,6 +94,7 @@ def environment() -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": str(_session() / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "").replace(IN_ORDER, "").strip(),  # quick compilation (conftest.py)
         "PYTHONPATH": str(_session() / "absent"),  # webdataset would import torch, which takes seconds, for nothing
     }
 
