@@ -159,7 +159,11 @@ def test_global_norm_does_not_read_padding_and_knows_every_dtype(axis: zero.Axis
     np.testing.assert_allclose(jax.pmap(run, "batch")(jnp.zeros(8)), np.sqrt(39 + 9 * 25 + 9 * 4), rtol=1e-6)
 
 
-@pytest.mark.parametrize("wrapper", [lambda tx: tx, lambda tx: optax.MultiSteps(tx, 1)])
+@pytest.mark.parametrize(
+    "wrapper",
+    [lambda tx: tx, lambda tx: optax.MultiSteps(tx, 1), lambda tx: zero.across_shards(optax.MultiSteps(tx, 1))],
+    ids=["alone", "accumulated", "across"],
+)
 def test_accumulation_passes_extra_arguments_on(wrapper: Any) -> None:
     tx = zero.shard_optimizer(wrapper(optax.chain(optax.sgd(0.1), reduce_on_plateau(factor=0.5, patience=1))), "batch")
     params, _ = train(tx, make_params(), steps=4, value=jnp.float32(1.0))

@@ -1,5 +1,6 @@
 """What the wrapped optimizer refuses, with the remedy in the message."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -111,20 +112,40 @@ def test_float0_gradients_are_explained() -> None:
         lower(run, {"w": np.ones((8, 3), np.float32), "n": np.ones((8, 16), int)})
 
 
-@pytest.mark.parametrize(
-    "around",
-    [
-        lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
-        lambda tx: optax.named_chain(("clip", optax.clip(1.0)), ("sharded", tx)),
-        lambda tx: optax.apply_if_finite(tx, 3),
-    ],
-)
-def test_transforms_of_local_gradients_are_refused(around: Any) -> None:
+AROUND = {
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "named_chain": lambda tx: optax.named_chain(("clip", optax.clip(1.0)), ("sharded", tx)),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite),
+    "sam": lambda tx: optax.contrib.sam(tx, optax.sgd(0.1)),
+    "mechanize": lambda tx: optax.contrib.mechanize(tx),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_transforms_of_local_gradients_are_refused(name: str) -> None:
     grads = {"w": np.ones((8, 13, 6), np.float32)}
+    around = AROUND[name]
     tx = around(zero.shard_optimizer(optax.sgd(0.1), "batch"))
-    with pytest.raises(ValueError, match="transforms each device's own gradients before they are reduced"):
+    with pytest.raises(ValueError, match=rf"optax.{name} .* each device's own gradients before they are reduced"):
         lower(lambda g: tx.update(g, tx.init(g), g), grads)
     reduced = around(zero.shard_optimizer(optax.sgd(0.1), "batch", reduction=None))
     first = optax.chain(zero.shard_optimizer(optax.sgd(0.1), "batch"), optax.scale(0.5))
     lower(lambda g: reduced.update(g, reduced.init(g), g), grads)
     lower(lambda g: first.update(g, first.init(g), g), grads)
+
+
+@pytest.mark.parametrize("name", ["chain", "named_chain", "apply_if_finite"])
+def test_transforms_of_slices_of_gradients_are_refused(name: str) -> None:
+    """Each device would clip its slices by their own norm, or wait alone in a gather that it alone decided on."""
+    scattered = zero.shard_optimizer(optax.sgd(0.1), "batch", reduction="scattered")
+    tx = AROUND[name](scattered)
+    first = optax.chain(scattered, optax.scale(0.5))
+
+    def run(tx: Any, params: Any) -> Any:
+        return tx.update(zero.scatter_mean(params, zero.make_layout(params, 8), "batch"), tx.init(params), params)
+
+    params = {"w": np.ones((8, 13, 6), np.float32)}
+    with pytest.raises(ValueError, match=rf"optax.{name} .* slices .* inside: .*, reduction='scattered'"):
+        lower(partial(run, tx), params)
+    lower(partial(run, first), params)

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from zero.partition.collectives import Axis, AxisLike, as_axis, fill_padding
 from zero.partition.host_state import ShardedOptimizer, ShardedState, require_sharded
 from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout, match_layout
-from zero.partition.rewrite.functions import across_shards, run_on_shards
+from zero.partition.rewrite.functions import across_shards, run_on_shards, with_extra_args
 from zero.partition.rewrite.runner import NotElementwiseError
 from zero.partition.stages import checked_axis, gather, scatter_mean, scatter_sum, shard
 
@@ -92,7 +92,7 @@ def on_shards(
     >>> updates["w"].shape == (n, 4)
     True
     """
-    inner = _with_extra_args(tx)
+    inner = with_extra_args(tx)
     if trust:
         return inner
 
@@ -104,12 +104,6 @@ def on_shards(
         return _update(inner, checked_axis(layout, axis), (updates, given), state, (params, layout), extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _with_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    if isinstance(tx, optax.MultiSteps):
-        return optax.GradientTransformationExtraArgs(tx.init, tx.update)  # its gradient_transformation() drops them
-    return optax.with_extra_args_support(tx)
 
 
 def _init(inner: optax.GradientTransformation, layout: Layout, axis: Axis, params: PyTree) -> PyTree:
@@ -175,8 +169,8 @@ def shard_optimizer(
       NotElementwiseError: as for `on_shards`.
 
     `update` raises:
-      ValueError: a leaf has another shape than its parameter, or `optax.chain` or `optax.apply_if_finite` around this
-        transform came before it; they belong inside.
+      ValueError: a leaf has another shape than its parameter, or an optax transform around this one reads gradients
+        that are not whole and reduced (`chain`, `apply_if_finite`, a `MultiSteps` that skips): it belongs inside.
       TypeError: the state was not made by `init` or `shard_state`.
 
     >>> n = jax.local_device_count()
@@ -188,7 +182,7 @@ def shard_optimizer(
     """
     if reduction not in ("mean", "sum", "scattered", None):
         raise ValueError(f"reduction must be 'mean', 'sum', 'scattered' or None, got {reduction!r}")
-    inner = _with_extra_args(tx)
+    inner = with_extra_args(tx)
 
     def init(params: PyTree) -> PyTree:
         axis = _bound(axis_name)
@@ -203,8 +197,9 @@ def shard_optimizer(
         grads = updates
         if reduction is None:
             grads = shard(updates, given, axis)
-        elif reduction != "scattered":
-            _check_gradients_come_first()
+        else:
+            _check_gradients_come_first(reduction)
+        if reduction in ("mean", "sum"):
             scatter = scatter_mean if reduction == "mean" else scatter_sum
             reduced = scatter(updates, given, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
             grads = jax.tree.map(_as_own, reduced, updates)
@@ -219,8 +214,7 @@ def shard_optimizer(
         return gather(new, new_layout, axis), ShardedState(new_state, state.shard)
 
     sharded = ShardedOptimizer(init, update)
-    plain = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
-    sharded.unsharded, sharded.axis = optax.with_extra_args_support(plain), axis_name
+    sharded.unsharded, sharded.axis = inner, axis_name
     return sharded
 
 
@@ -260,19 +254,37 @@ def _check_gradients(given: Layout, layout: Layout) -> None:
             )
 
 
-def _check_gradients_come_first() -> None:
-    """Refuses an outer transform of optax that has seen each device's own gradients, without averaging them."""
+# Transforms of optax that compute something from the gradients they are given, beside what they pass on.
+_READ_GRADIENTS = ("apply_if_finite", "mechanize", "sam", "scale_by_galore")
+_GIVEN = {
+    "scattered": "is given each device's slices of the gradients, and so decides or measures something else on each",
+    "sum": "transforms each device's own gradients before they are reduced",
+    "mean": "transforms each device's own gradients before they are reduced",
+}
+
+
+def _check_gradients_come_first(reduction: Literal["mean", "sum", "scattered"]) -> None:
+    """Refuses an outer transform of optax that has seen each device's own gradients, or slices of reduced ones."""
     frame = inspect.currentframe()
     while frame:
-        maker = frame.f_code.co_qualname.partition(".<locals>.")[0]
-        is_later = maker in ("chain", "named_chain") and frame.f_locals.get("new_state")
-        if frame.f_globals.get("__name__", "").startswith("optax.") and (is_later or maker == "apply_if_finite"):
+        maker, variables = frame.f_code.co_qualname.partition(".<locals>.")[0], frame.f_locals
+        is_later = maker in ("chain", "named_chain") and variables.get("new_state")
+        may_skip = maker == "MultiSteps.update" and "self" in variables and _may_skip(variables["self"])
+        is_optax = frame.f_globals.get("__name__", "").startswith("optax.")
+        if is_optax and (is_later or may_skip or maker in _READ_GRADIENTS):
+            name, options = maker.removesuffix(".update"), ", reduction='scattered'" * (reduction == "scattered")
             raise ValueError(
-                f"optax.{maker} around zero.shard_optimizer transforms each device's own gradients before they are "
-                f"reduced. Put it inside: zero.shard_optimizer(optax.{maker}(...), axis_name); or reduce the gradients "
-                "first and pass reduction=None"
+                f"optax.{name} around zero.shard_optimizer {_GIVEN[reduction]}. Put it inside: "
+                f"zero.shard_optimizer(optax.{name}(...), axis_name{options}); or reduce whole gradients first and "
+                "pass reduction=None"
             )
         frame = frame.f_back
+
+
+def _may_skip(accumulation: optax.MultiSteps) -> bool:
+    """Whether each device decides for itself, from the gradients, if it updates at all."""
+    decide = accumulation._should_skip_update_fn
+    return getattr(decide, "__qualname__", "") != "MultiSteps.__init__.<locals>.should_skip_update_fn"
 
 
 def _bound(axis: AxisLike) -> Axis:

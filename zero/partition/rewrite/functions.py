@@ -27,7 +27,7 @@ def across_shards(tx: optax.GradientTransformation) -> optax.GradientTransformat
     >>> clip = across_shards(optax.adaptive_grad_clip(0.1))
     >>> tx = optax.chain(clip, optax.adam(1e-3))
     """
-    inner = optax.with_extra_args_support(tx)
+    inner = with_extra_args(tx)
 
     def init(params: PyTree) -> PyTree:
         return _marked(inner.init)(params)
@@ -36,6 +36,13 @@ def across_shards(tx: optax.GradientTransformation) -> optax.GradientTransformat
         return _marked(lambda *trees: inner.update(*trees, **extra))(updates, state, params)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def with_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The same transform, whose `update` takes extra arguments."""
+    if isinstance(tx, optax.MultiSteps):
+        return optax.GradientTransformationExtraArgs(tx.init, tx.update)  # its gradient_transformation() drops them
+    return optax.with_extra_args_support(tx)
 
 
 def _marked(fn: Callable[..., Any]) -> Callable[..., Any]:
