@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.examples import EXAMPLES, NAMES, load
 from tests import hosts
+from tests.partition.test_ordering import unordered
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -58,6 +59,15 @@ def test_losses_are_those_of_the_unsharded_program_through_checkpoints_of_both(n
     takes_first = name != "diffusion"
     with pytest.raises(ValueError, match=r"one device's slice .* zero\.whole_state"):
         plain.to_host(state) if takes_first else jax.tree.map(lambda x: x[0], state.opt_state)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_collectives_wait_for_loops_that_hold_collectives(name: str, sharded: bool, folder: Path) -> None:
+    """Else the program may hang on virtual CPU devices; docs/decisions/virtual-devices.md."""
+    example = program(name, sharded, folder)
+    jaxpr = jax.make_jaxpr(example.train_step)(example.to_devices(example.create_state()), *example.batch(0))
+    assert unordered(jaxpr.jaxpr) == []
 
 
 def test_steps_that_overflow_are_skipped_in_the_haiku_program(folder: Path) -> None:

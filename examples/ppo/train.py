@@ -112,9 +112,11 @@ def train_step(state, key):
     data, squares, reward = rollout(state.params, state.scale, key)
     data = jax.tree.map(lambda x: jnp.concatenate([x] * EPOCHS), data)
     (params, opt_state), losses = lax.scan(update, (state.params, state.opt_state), data)
-    scale = 0.9 * state.scale + 0.1 * lax.pmean(squares, "batch")
+    # One all-reduce, which needs the losses and so comes after those in the loop: XLA for CPU keeps no other order.
+    means = lax.pmean(jnp.stack([losses.mean(), reward, *squares]), "batch")
+    scale = 0.9 * state.scale + 0.1 * means[2:]
     state = TrainingState(step=state.step + 1, params=params, opt_state=opt_state, scale=scale)
-    return state, lax.pmean(losses.mean(), "batch"), lax.pmean(reward, "batch")
+    return state, means[0], means[1]
 
 
 def batch(step):
