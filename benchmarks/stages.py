@@ -1,4 +1,4 @@
-"""The numbers and the picture of docs/stages.md: memory a core and bytes sent, stage by stage.
+"""The numbers and the picture of docs/stages.md: memory per core and bytes sent, stage by stage.
 
     python -m benchmarks.stages
 
@@ -37,7 +37,7 @@ PEAK = (17.09, 5.18, 3.33, 1.43)  # GiB, printed by `mode=plan plan.topology=v3-
 
 
 def memory_by_stage() -> dict[str, list[float]]:
-    """GiB a core of the 1.1B model computing in bfloat16, four stages a part; the rest is what remains of the peak."""
+    """GiB per core of the 1.1B model computing in bfloat16, four stages a part; the rest is what remains of the peak."""
     shapes = ShardedGPT(SIZES["1_1b"], Axis("zero", (1, CORES)), 3).sharded_layout.shapes()
     rows = memory(shapes, adamw(0.1), CORES, stacked=SIZES["1_1b"].stacked, compute_dtypes=[jnp.bfloat16]).rows
     return {
@@ -65,7 +65,7 @@ def draw(parts: dict[str, list[float]], path: Path) -> None:
         yticks=range(4),
         yticklabels=[f"stage {stage}" for stage in range(4)],
         xlim=(0, 18.5),
-        xlabel="GiB a core",
+        xlabel="GiB per core",
     )
     axes.invert_yaxis()
     axes.legend(loc="center", bbox_to_anchor=(0.6, 0.47), frameon=False)
@@ -88,14 +88,14 @@ def megabytes_sent(stage: int, micro_batches: int) -> float:
 def main() -> None:
     use_cpu_devices(DEVICES)
     parts = memory_by_stage()
-    print(f"GiB a core, 1_1b on {CORES} cores\n{'stage':<40}" + "".join(f"{stage:>8}" for stage in range(4)))
+    print(f"GiB per core, 1_1b on {CORES} cores\n{'stage':<40}" + "".join(f"{stage:>8}" for stage in range(4)))
     for name, gib in parts.items():
         print(f"{name:<40}" + "".join(f"{x:>8.3f}" for x in gib))
     draw(parts, ROOT / "docs/stages.svg")
 
     layout = ShardedGPT(SIZES["bytes"], Axis("zero", (1, DEVICES)), 3).sharded_layout
     psi = layout.whole().bytes_per_device() / 1e6 * (DEVICES - 1) / DEVICES
-    print(f"\nMB sent a step by each of {DEVICES} devices, and as multiples of Psi (N - 1) / N = {psi:.2f} MB")
+    print(f"\nMB sent per step by each of {DEVICES} devices, and as multiples of Psi (N - 1) / N = {psi:.2f} MB")
     print("stage  1 micro-batch    4 micro-batches")
     for stage in range(4):
         one, four = megabytes_sent(stage, 1), megabytes_sent(stage, 4)
