@@ -223,6 +223,8 @@ def test_averages_of_parameters_leave_whole_and_come_back() -> None:
     for name, x in zero.to_host(ema, layout, "batch").items():
         np.testing.assert_array_equal(x, np.float32(0.25) * params[name])
         np.testing.assert_array_equal(whole[name][5], x)
+    with pytest.raises(ValueError, match=r"one device's slice, 1/N of it: save what zero\.to_host returns"):
+        zero.from_host(jax.tree.map(lambda x: x[0], ema), layout, "batch")
 
 
 @pytest.mark.parametrize("sum_or_mean", ["sum", "mean"])

@@ -232,6 +232,8 @@ def from_host(tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[ja
         whole = x if is_key else np.asarray(x, None if hasattr(x, "dtype") else leaf.dtype)
         if whole.shape != leaf.shape or whole.dtype != leaf.dtype:
             hint = "; this looks like a copy per device: unreplicate it" if whole.shape[1:] == leaf.shape else ""
+            if whole.shape == leaf.shard_shape:
+                hint = "; this looks like one device's slice, 1/N of it: save what zero.to_host returns"
             raise ValueError(
                 f"leaf {leaf.name}: expected the whole {leaf.dtype.name}{list(leaf.shape)}, without padding, "
                 f"got {whole.dtype.name}{list(whole.shape)}{hint}"
