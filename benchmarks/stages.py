@@ -37,7 +37,7 @@ PEAK = (17.09, 5.18, 3.33, 1.43)  # GiB, printed by `mode=plan plan.topology=v3-
 
 
 def memory_by_stage() -> dict[str, list[float]]:
-    """GiB per core of the 1.1B model computing in bfloat16, four stages a part; the rest is what remains of the peak."""
+    """GiB per core of the 1.1B model in bfloat16, by part and by stage; the rest is what remains of the peak."""
     shapes = ShardedGPT(SIZES["1_1b"], Axis("zero", (1, CORES)), 3).sharded_layout.shapes()
     rows = memory(shapes, adamw(0.1), CORES, stacked=SIZES["1_1b"].stacked, compute_dtypes=[jnp.bfloat16]).rows
     return {

@@ -257,20 +257,43 @@ class WeightNormed(nn.Module):
 
 
 class SpectrallyNormed(nn.Module):
+    update_stats: bool = False
+
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.SpectralNorm(nn.Dense(13))(x, update_stats=False)
+        return nn.SpectralNorm(nn.Dense(13))(x, update_stats=self.update_stats)
 
 
-@pytest.mark.parametrize("module", [WeightNormed, SpectrallyNormed])
-def test_modules_that_map_variables_of_their_own(module: Any) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("module", [WeightNormed(), SpectrallyNormed(), SpectrallyNormed(update_stats=True)])
+def test_modules_that_map_variables_of_their_own(module: Any, stage: int) -> None:
+    """Values, gradients and statistics, which are whole."""
     x = make_batch(8)
-    variables = module().init(jax.random.key(0), x[0])
-    layout = zero.make_layout(variables["params"], 8)
-    sharded = zero.fully_shard(module, layout, "batch")()
-    shards = jax.pmap(lambda x: sharded.init(jax.random.key(0), x), "batch")(x)
-    got = jax.pmap(sharded.apply, "batch")(shards, x)
-    np.testing.assert_allclose(got[0], module().apply(variables, x[0]), rtol=1e-5, atol=1e-6)
+    variables = dict(module.init(jax.random.key(0), x[0]))
+    params = variables.pop("params")
+    layout = zero.make_layout(params, 8)
+    options = {"update_stats": module.update_stats} if isinstance(module, SpectrallyNormed) else {}
+    sharded = zero.fully_shard(type(module), layout, "batch")(**options)
+
+    def value_and_grads(module: Any, params: Any, given: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> Any:
+            y, updated = module.apply({"params": params, **variables, **given}, x, mutable=["batch_stats"])
+            return square_sum(y), (y, updated)
+
+        (_, aux), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return grads, aux
+
+    def run(x: jax.Array) -> Any:
+        made = sharded.init(jax.random.key(0), x)["params"]
+        shards = zero.shard(params, layout, "batch")
+        given = {"gathered": zero.gather(shards, layout, "batch")} if stage == 2 else {}
+        plain, aux = value_and_grads(module, params, {}, x)
+        got = value_and_grads(sharded, shards, given, x)
+        return (made, *got), (shards, zero.scatter_sum(plain, layout, "batch"), aux)
+
+    got, expected = jax.pmap(run, "batch")(x)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_a_method_that_is_not_lifted_says_what_it_got() -> None:
@@ -307,3 +330,39 @@ def test_shapes_are_checked() -> None:
     for fn in of_wholes:
         with pytest.raises(ValueError, match=r"leaf w: expected the whole array, \(13, 6\), got \(2, 6\)"):
             jax.pmap(lambda x, fn=fn: fn(x, layout, "batch"), "batch").lower(slices)
+
+
+def test_shapes_of_what_is_handed_in_are_checked() -> None:
+    layout = zero.make_layout({"w": np.ones((13, 6), np.float32)}, 8)
+    slices, whole = {"w": np.ones((8, 2, 6), np.float32)}, {"w": np.ones((8, 13, 6), np.float32)}
+    lifted = zero.fully_shard(lambda params: jnp.sum(params["w"]), layout, "batch")
+    with pytest.raises(ValueError, match=r"leaf w: expected the whole array, \(13, 6\), got \(2, 6\)"):
+        jax.pmap(lambda s: lifted(s, gathered=s), "batch").lower(slices)
+    with pytest.raises(ValueError, match=r"leaf w: expected a shard of \(2, 6\), got \(13, 6\)"):
+        jax.pmap(lambda s, w: lifted(w, gathered=w), "batch").lower(slices, whole)
+    with pytest.raises(ValueError, match=r"leaf w: expected a shard of \(2, 6\), got \(13, 6\)"):
+        jax.pmap(lambda s, w: lifted(s, gradients=w), "batch").lower(slices, whole)
+
+
+@pytest.mark.parametrize("wire_dtype", [jnp.bfloat16, jnp.int8])
+def test_strict_dtype_promotion(wire_dtype: Any) -> None:
+    """Where jax refuses to mix dtypes, nothing here mixes them."""
+    params = {"w": np.ones((13, 6), np.float32), "h": np.ones((9,), jnp.bfloat16), "s": np.float32(1)}
+    layout = zero.make_layout(params, 8)
+    lifted = zero.fully_shard(
+        lambda params: sum(jnp.sum(x) for x in jax.tree.leaves(params)), layout, "batch", dtype=jnp.bfloat16
+    )
+
+    def run(_: jax.Array) -> Any:
+        shards = zero.shard(params, layout, "batch")
+        means = zero.scatter_mean(params, layout, "batch", wire_dtype=wire_dtype, reduce_dtype=jnp.float32)
+        sums = zero.scatter_sum(params, layout, "batch", wire_dtype=wire_dtype)
+        full = zero.gather(shards, layout, "batch", wire_dtype=wire_dtype)
+        return jax.grad(lifted)(shards), means, sums, full, zero.global_norm(shards, layout, "batch")
+
+    with jax.numpy_dtype_promotion("strict"):
+        grads, means, _, full, norm = jax.pmap(run, "batch")(np.zeros(8))
+    np.testing.assert_allclose(norm, np.sqrt(13 * 6 + 9 + 1), rtol=1e-6)
+    np.testing.assert_allclose(full["w"], 1)
+    np.testing.assert_allclose(np.asarray(means["w"]).reshape(-1)[: 13 * 6], 1)
+    np.testing.assert_allclose(np.asarray(grads["w"]).reshape(-1)[: 13 * 6], 8)

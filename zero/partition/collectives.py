@@ -221,7 +221,7 @@ def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def dequantise(values: jax.Array, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Float32 `(rows, *shape)` from what `quantise` made."""
-    rows = (values * scale).reshape(values.shape[0], -1)
+    rows = (values.astype(jnp.float32) * scale).reshape(values.shape[0], -1)
     return rows[:, : math.prod(shape)].reshape(-1, *shape)
 
 

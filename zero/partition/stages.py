@@ -160,6 +160,10 @@ def fully_shard(
       reduce_dtype: in which gradients are summed.
       methods: the methods of a module class to lift, by default `__call__`; the others must not use parameters.
 
+    Raises, when it is called:
+      ValueError: the layout was made for another number of shards, or a leaf of the parameters, of "gathered" or of
+        "gradients" has another shape than the layout says.
+
     >>> import jax.numpy as jnp; from zero import make_layout
     >>> x = jnp.ones((jax.local_device_count(), 2, 5))
     >>> layout = make_layout(jax.eval_shape(nn.Dense(3).init, jax.random.key(0), x[0])["params"], len(x))
@@ -172,10 +176,14 @@ def fully_shard(
 
     def whole(shards: PyTree, gathered: PyTree | None, gradients: PyTree | None) -> PyTree:
         on = checked_axis(layout, axis)
-        full = gather(_pinned(shards, dtype), layout, on, dtype) if gathered is None else gathered
+        if gathered is None:
+            full = gather(_pinned(shards, dtype), layout, on, dtype)
+        else:
+            layout.shards_of(shards)
+            full = layout.treedef.unflatten(layout.wholes_of(gathered))
         full = lax.stop_gradient(full)  # else zeros would be reduce-scattered to its shards
         with jax.named_scope("zero_borrow"):
-            flow_to = shards if gradients is None else gradients
+            flow_to = shards if gradients is None else layout.treedef.unflatten(layout.shards_of(gradients))
             return _borrow(flow_to, full, layout, on, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
 
     def on_shards(
