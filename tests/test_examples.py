@@ -12,7 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import jax_utils
 
+import zero
 from benchmarks.examples import EXAMPLES, NAMES, load
 from tests import hosts
 from tests.partition.test_ordering import unordered
@@ -55,10 +57,22 @@ def test_losses_are_those_of_the_unsharded_program_through_checkpoints_of_both(n
     whole = sum(np.asarray(x).nbytes for x in jax.tree.leaves(sharded.to_host(state).opt_state))
     assert held < 0.2 * whole  # of eight devices; the smallest leaves are whole on each
 
-    # The wrong way to save: as the unsharded program did, or (where it held one copy already) by taking the first.
-    takes_first = name != "diffusion"
-    with pytest.raises(ValueError, match=r"one device's slice .* zero\.whole_state"):
-        plain.to_host(state) if takes_first else jax.tree.map(lambda x: x[0], state.opt_state)
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_saved_the_wrong_way_is_refused(name: str, folder: Path) -> None:
+    """One slice where it is taken; what the unsharded program saves, and the stack of slices, where it is restored."""
+    plain, sharded = program(name, False, folder), program(name, True, folder)
+    new = sharded.create_state()
+    state = sharded.to_devices(new)
+    first = [lambda x: x[0], lambda x: np.asarray(x[0]), lambda x: x.addressable_shards[0].data[0]]
+    for take in [jax_utils.unreplicate, *(functools.partial(jax.tree.map, one) for one in first)]:
+        with pytest.raises(ValueError, match=r"one device's slice .* zero\.whole_state"):
+            take(state.opt_state)
+    with pytest.raises(ValueError, match=r"one device's slice|sharded already"):
+        sharded.to_devices(plain.to_host(state))
+    stack = jax.tree.map(np.asarray, state.opt_state)
+    with pytest.raises(ValueError, match=r"expected the whole .*, without padding"):
+        zero.shard_state(stack.inner, sharded.sharded, new.params)
 
 
 @pytest.mark.parametrize("name", NAMES)
