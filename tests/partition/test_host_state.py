@@ -1,7 +1,7 @@
 """Optimizer state on the host: whole and back, exactly; one device's slice is refused, or makes updates NaN."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from flax import jax_utils, serialization
 from jax import lax
 
 import zero
+from tests.partition import test_optax
+from zero.partition import host_state
 
 SHAPES = {"w": (13, 24), "odd": (9,), "few": (3,), "scalar": ()}
 
@@ -102,6 +104,49 @@ def test_state_leaves_and_enters_as_the_unsharded_program_has_it(name: str, axis
     right_on, _ = step(sharded_params, state, replicate(grads_at(3), 8))
     jax.tree.map(np.testing.assert_array_equal, again, right_on)
     jax.tree.map(np.testing.assert_array_equal, zero.whole_state(back, tx, params), whole)
+
+
+def test_state_of_every_transform_leaves_and_enters_bit_for_bit() -> None:
+    """As `init` makes it: that of all transforms of optax, in one program, and of those of zero."""
+    params = test_optax.PARAMS
+    warned = {name for name, why in test_optax.UNUSABLE.items() if "warning" in why or "each example" in why}
+    made = {name: make() for name, make in test_optax.TRANSFORMS.items() if name not in warned}
+    made |= {"zero.muon": zero.muon(0.1), "zero.quantised_adamw": zero.quantised_adamw(0.1)}
+    # Where the state of a transform depends on sums, as in a norm of the parameters, this lets it communicate.
+    sharded = {name: zero.shard_optimizer(zero.across_shards(tx), "batch") for name, tx in made.items()}
+    states = jax.pmap(lambda p: {name: tx.init(p) for name, tx in sharded.items()}, "batch")(replicate(params, 8))
+    wanted = jax.jit(lambda p: {name: tx.init(p) for name, tx in made.items()})(params)
+    for name, expected in wanted.items():
+        whole = zero.whole_state(states[name], sharded[name], params)
+        assert structure(whole) == structure(expected), name
+        back = zero.shard_state(whole, sharded[name], params)
+        assert structure(back) == structure(states[name]), name
+        again = zero.whole_state(back, sharded[name], params)
+        leaves = [jax.tree.leaves(tree) for tree in (whole, again)]
+        pairs = [pair for tree in leaves for pair in zip(tree, jax.tree.leaves(expected), strict=True)]
+        for found, right in pairs:
+            assert found.dtype == right.dtype, name
+            is_key = jnp.issubdtype(found.dtype, jax.dtypes.prng_key)
+            bits = [jax.random.key_data(x) if is_key else x for x in (found, right)]
+            np.testing.assert_array_equal(*bits, err_msg=name)
+
+
+class Device(NamedTuple):
+    process_index: int
+    number: int
+
+
+def test_no_device_holds_more_than_its_share_while_state_is_made_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two processes with four devices each: a quarter of a leaf, by what the compiler says."""
+    program = host_state._gather_program
+    made: list[Any] = []
+    monkeypatch.setattr(host_state, "_gather_program", lambda name, groups, _: made.append((name, groups)))
+    for axis in (zero.Axis("batch", (1, 8)), zero.Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7))):
+        host_state._exchange(axis, tuple(Device(i // 4, i) for i in range(8)))
+        leaf = jax.ShapeDtypeStruct((8, 256, 1024), np.float32)  # one slice per device
+        compiled = program(*made[-1], tuple(jax.devices())).lower(leaf).compile().memory_analysis()
+        assert compiled.output_size_in_bytes == 8 * 256 * 1024 * 4 / 4
+        assert compiled.temp_size_in_bytes <= 256 * 1024 * 4
 
 
 @pytest.mark.parametrize("devices", [1, 3])
