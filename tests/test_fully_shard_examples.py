@@ -25,3 +25,14 @@ def test_stages_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             losses, held = training.train(params, layers, stage)
             np.testing.assert_allclose(losses, expected, rtol=1e-12)
             assert held < 0.2 * whole
+
+
+def test_a_run_resumes_at_another_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    training, path = importlib.import_module("training"), tmp_path / "saved.npz"
+    params, layers = importlib.import_module("linen_model").build()
+    expected, _ = training.train(params, layers, 3, steps=5)
+    losses, _ = training.train(params, layers, 3, steps=2, checkpoint=path)
+    for stage, steps in ((2, 4), (0, 5)):
+        losses += training.train(params, layers, stage, steps, checkpoint=path, resume=True)[0]
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)

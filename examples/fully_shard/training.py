@@ -2,6 +2,7 @@
 
 Parameters, gradients and optimizer state are slices between steps. At stage 2 whole weights are gathered once per step,
 at stage 3 for one layer at a time, and again in the backward pass; gradients are reduce-scattered layer by layer.
+A checkpoint holds whole arrays, so a run may resume at another stage and on another number of devices.
 """
 
 import jax
@@ -13,18 +14,37 @@ from jax import lax
 import zero
 
 
-def train(params, layers, stage, steps=5):
+def save(path, state, layouts):
+    """All processes call it; one writes."""
+    whole = [zero.to_host(tree, layout, "batch") for tree, layout in zip(state, layouts, strict=True)]
+    if jax.process_index() == 0:
+        np.savez(path, *jax.tree.leaves(whole))
+
+
+def restore(path, layouts):
+    treedef = jax.tree.structure([layout.shapes() for layout in layouts])
+    with np.load(path) as arrays:
+        whole = treedef.unflatten([arrays[f"arr_{i}"] for i in range(treedef.num_leaves)])
+    return [zero.from_host(tree, layout, "batch") for tree, layout in zip(whole, layouts, strict=True)]
+
+
+def train(params, layers, stage, steps=5, checkpoint=None, resume=False):
     """The losses of some steps of AdamW, and the bytes of parameters and optimizer state per device.
 
     Args:
       params: a dict of parameter trees, by the name of the layer.
       layers: a dict of functions `f(params[name], x)`, in the order in which they are applied.
       stage: 0 for plain data parallelism, 2 or 3.
+      steps: at which it ends.
+      checkpoint: a file that ends in .npz, written at the end.
+      resume: go on from that file.
     """
     devices = jax.device_count()
     layout = zero.make_layout(params, devices)
     layout = layout if stage else layout.whole()
-    tx = zero.on_shards(optax.adamw(1e-3), layout, "batch")
+    optimizer = optax.adamw(1e-3)
+    tx = zero.on_shards(optimizer, layout, "batch")
+    layouts = layout, zero.derive_layout(optimizer.init, layout)
     lifted = {name: zero.fully_shard(layer, layout.at(name), "batch") for name, layer in layers.items()}
     # Without rematerialisation the backward pass would keep the whole weights of every layer.
     lifted = {name: jax.checkpoint(layer) for name, layer in lifted.items()}
@@ -45,15 +65,20 @@ def train(params, layers, stage, steps=5):
         updates, opt_state = tx.update(grads, opt_state, shards)
         return optax.apply_updates(shards, updates), opt_state, lax.pmean(loss, "batch")
 
-    state = jax.pmap(init, axis_name="batch")(np.arange(devices))
+    first, state = 0, jax.pmap(init, axis_name="batch")(np.arange(devices))
+    if resume:
+        state = restore(checkpoint, layouts)
+        first = int(state[1][0].count[0])  # AdamW counts its steps
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
     step = jax.pmap(step, axis_name="batch", donate_argnums=(0, 1))
     losses = []
-    for i in range(steps):
+    for i in range(first, steps):
         rng = np.random.default_rng(i)
         x = rng.normal(size=(devices, 4, 24)).astype(np.float32)
         *state, loss = step(*state, x, np.sin(3 * x))
         losses.append(float(loss[0]))
+    if checkpoint:
+        save(checkpoint, state, layouts)
     return losses, held
 
 
