@@ -127,8 +127,8 @@ def on_shards(tree: Any, seed: int, names: list[str], axis: zero.Axis, across: b
         return None
 
 
-def check(seeds: range, axis: zero.Axis, across: bool) -> float:
-    """Compares programs, all in one pmap; the share of those that are accepted."""
+def check(seeds: range, axis: zero.Axis, across: bool) -> int:
+    """Compares programs, all in one pmap; returns how many, which are those that are not refused."""
     # Unmarked, a program of many kinds of operations is all but surely refused.
     kinds = None if across else 12
     names = {seed: list(np.random.default_rng(seed).permutation(list(UNARY))[:kinds]) for seed in seeds}
@@ -146,7 +146,7 @@ def check(seeds: range, axis: zero.Axis, across: bool) -> float:
     for seed, result in got.items():
         for name, x in result.items():
             np.testing.assert_array_equal(x[0], expected[seed][name], err_msg=f"seed {seed}, leaf {name}")
-    return len(got) / len(seeds)
+    return len(got)
 
 
 FAST = [("three", False, 0), ("three", True, 1), ("eight", True, 2), ("hybrid", True, 3), ("eight", False, 4)]
@@ -154,16 +154,26 @@ FAST = [("three", False, 0), ("three", True, 1), ("eight", True, 2), ("hybrid", 
 
 @pytest.mark.parametrize(("axis", "across", "part"), FAST)
 def test_a_hundred_programs(axis: str, across: bool, part: int) -> None:
-    accepted = check(range(20 * part, 20 * part + 20), AXES[axis], across)
-    assert accepted == 1 if across else 0.1 < accepted < 1
+    compared = check(range(20 * part, 20 * part + 20), AXES[axis], across)
+    assert compared == 20 if across else 5 <= compared < 20
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(16))
-@pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("axis", AXES)
-def test_a_thousand_programs(axis: str, across: bool, part: int) -> None:
-    first = 1000 + 32 * 16 * list(AXES).index(axis) + 16 * (2 * part + across)
-    check(range(first, first + 16), AXES[axis], across)
+def test_a_thousand_programs_that_communicate(axis: str, part: int) -> None:
+    first = 1000 + 32 * 16 * list(AXES).index(axis) + 16 * (2 * part + 1)
+    assert check(range(first, first + 16), AXES[axis], across=True) == 16
+    jax.clear_caches()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("axis", AXES)
+def test_unmarked_programs(axis: str, part: int) -> None:
+    """Most are refused, which only takes tracing: so there are 2,560, of which 777 are compared with jax 0.10."""
+    first = 10_000 + 80 * (8 * list(AXES).index(axis) + part)
+    assert check(range(first, first + 80), AXES[axis], across=False) >= 12
     jax.clear_caches()
