@@ -56,14 +56,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
     programs = make_programs(
         model,
         tx,
-        learning_rate=LearningRate(
-            training.peak_learning_rate,
-            training.end_learning_rate,
-            training.warmup_steps,
-            training.total_steps,
-            config.schedule.name,
-            config.schedule.decay_steps or training.total_steps // 10,
-        ),
+        learning_rate=learning_rate(config),
         seed=config.seed,
         micro_batches=training.gradient_accumulation_steps,
         max_gradient_norm=training.max_gradient_norm,
@@ -74,3 +67,17 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         devices=devices,
     )
     return Job(model, tx, programs, state_layout(model, tx, has_ema=training.ema is not None))
+
+
+def learning_rate(config: Config) -> LearningRate:
+    """The learning rate of a checked configuration, as a function of the step."""
+    training, schedule = config.training, config.schedule
+    after_warmup = training.total_steps - training.warmup_steps
+    return LearningRate(
+        training.peak_learning_rate,
+        training.end_learning_rate,
+        training.warmup_steps,
+        training.total_steps,
+        schedule.name,
+        schedule.decay_steps or min(max(1, training.total_steps // 10), after_warmup),
+    )

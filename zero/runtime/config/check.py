@@ -37,7 +37,7 @@ def check(config: DictConfig, sizes: Mapping[str, GPTConfig]) -> Config:
     wrong = dict(_wrong_values(typed))
     if "model.size" not in missing and typed.model.size not in sizes:
         wrong["model.size"] = f"one of {', '.join(sizes)} (conf/model_config.yaml)"
-    if not missing and not wrong.keys() & {"model.size", "data.max_context"}:  # on which the other rules depend
+    if not missing and not wrong.keys() & {"model.size", "data.max_context", "optimizer.name"}:  # other rules use them
         checked: Config = OmegaConf.to_object(typed)  # type: ignore[assignment]  # what a structured config becomes
         size = sizes[checked.model.size]
         if checked.data.max_context is None:

@@ -159,7 +159,7 @@ class Optimizer:
         return {key: value for key, value in values.items() if key not in ("name", "state_dtype") and value is not None}
 
     def mistakes(self, config: Config, size: GPTConfig) -> Mistakes:
-        for key in self.hyperparameters().keys() - hyperparameters(self.name).keys():
+        for key in sorted(self.hyperparameters().keys() - hyperparameters(self.name).keys()):
             yield f"optimizer.{key}", f"null, as optimizer.name={self.name} does not have it"
         if self.name not in QUANTISABLE and self.state_dtype != "float32":
             yield "optimizer.state_dtype", f"float32, as optimizer.name={self.name}"
@@ -320,17 +320,10 @@ class Config:
     plan: Plan = field(default_factory=Plan)
 
     def mistakes(self, size: GPTConfig) -> Mistakes:
-        """What does not fit together. Each key by itself is checked by its field."""
-        for section in (
-            self.training,
-            self.model,
-            self.data,
-            self.zero,
-            self.evaluate,
-            self.distributed,
-            self.plan,
-        ):
-            yield from section.mistakes(self, size)
+        """What does not fit together, by the rules of each section. Each key by itself is checked by its field."""
+        for section in vars(self).values():
+            if hasattr(section, "mistakes"):
+                yield from section.mistakes(self, size)
 
 
 ConfigStore.instance().store(name="schema", node=Config)
