@@ -100,10 +100,19 @@ def test_every_mistake_has_a_line(forks: cli.Forks) -> None:
         "seed=-1",
         "zero.stage=7",
     ]
+    check_lines(done, named)
+
+
+def check_lines(done: subprocess.CompletedProcess[str], named: list[str]) -> None:
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and len(lines) == len(named), done.stderr
     for line, name in zip(lines, named, strict=True):
         assert line.startswith("error: ") and name in line
+
+
+def test_every_mistake_of_a_resume_has_a_line(forks: cli.Forks, finished: Path) -> None:
+    done = forks.run("--resume", hydra_quoted(finished), "+preset=v3-8", "model.sizee=2", "seed=1")
+    check_lines(done, ["model.sizee", "seed=1: a resume keeps seed=0"])
 
 
 def test_status_says_whether_a_repeat_may_succeed(
@@ -212,7 +221,8 @@ def test_data_that_changed_is_refused(forks: cli.Forks, finished: Path, workplac
 
 def test_finished_run_that_is_resumed_changes_nothing(forks: cli.Forks, finished: Path) -> None:
     before = contents(finished)
-    for arguments in (["--resume", hydra_quoted(finished)], ["--resume=auto"]):  # the newest, and here the only one
+    named = ["--resume", hydra_quoted(finished)]
+    for arguments in (named, ["--resume=auto"], ["--resume=auto", "+preset=v3-8"]):  # the newest is the only one here
         done = forks.run(*arguments)
         assert done.returncode == 0 and "nothing left to do" in done.stderr, done.stderr
         assert contents(finished) == before

@@ -53,17 +53,6 @@ def saved_config(run_directory: Path) -> DictConfig:
     return upgrade(config)
 
 
-def flat_config(config: Any) -> dict[str, str]:
-    """`section.key` to the value as a command line would give it."""
-    flat: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, DictConfig):
-            flat |= {f"{key}.{name}": one for name, one in flat_config(value).items()}
-        else:
-            flat[str(key)] = "null" if value is None else str(value)
-    return flat
-
-
 def checkpoint_directory(run_directory: Path, bucket_path: str | None, directory: str) -> Path | str:
     """An absolute path or URL as it is, else `gs://bucket_path/directory`, else inside the run directory."""
     place = storage.join(storage.bucket(bucket_path) if bucket_path else run_directory, directory)

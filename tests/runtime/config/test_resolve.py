@@ -35,6 +35,22 @@ def test_resume_takes_the_saved_values_and_the_overrides_given_now() -> None:
     assert merged.resume == "runs/a"
 
 
+def test_preset_changes_nothing_of_a_run_and_what_differs_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    keys = ["+preset=v3-8", "training.total_steps=900"]
+    saved = compose(*keys, "training.batch_size=16")
+    merged = merge_resumed(saved, compose(*RESUMED, *keys), keys)
+    assert (merged.training.batch_size, merged.training.total_steps) == (16, 900)
+    assert caplog.messages == ["a preset is for a fresh start; the run keeps its own values: training.batch_size=16"]
+    merged = merge_resumed(saved, compose("mode=evaluate", *keys), ["mode=evaluate", *keys])
+    assert (merged.mode, merged.training.batch_size) == ("evaluate", 16)
+
+
+def test_overrides_of_hydra_itself_are_no_keys() -> None:
+    merge_resumed(compose(), compose(*RESUMED), ["hydra.run.dir=runs/a"])
+    with pytest.raises(UserError, match=r"^foo: "):
+        check(merge_resumed(compose(), compose(*RESUMED, "+foo=1"), ["+foo=1"]), load_sizes())
+
+
 def test_resume_forgets_the_step_that_an_earlier_resume_asked_for() -> None:
     saved = compose(*RESUMED, "data.resume_step=5")
     assert merge_resumed(saved, compose(*RESUMED), []).data.resume_step is None

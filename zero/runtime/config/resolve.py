@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,8 @@ from zero.runtime.config.check import check, describe
 from zero.runtime.config.files import conf_directory, load_sizes
 from zero.runtime.config.sections import shown
 from zero.runtime.errors import UserError
+
+log = logging.getLogger(__name__)
 
 # What a resume may not change: the model, the seed and the order of the data.
 FIXED_KEYS = (
@@ -65,6 +68,8 @@ def upgrade(saved: DictConfig) -> DictConfig:
 def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictConfig:
     """The saved configuration with the overrides that were given now.
 
+    A preset given now changes nothing: its values are those of a fresh start, and a warning names what differs.
+
     Raises:
       UserError: overrides that would change the model, the seed or the order of the data, a line for each.
     """
@@ -75,7 +80,8 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
         for key in ("coordinator_address", "num_processes", "process_id"):  # they belong to the machines of that start
             merged.distributed[key] = config.distributed[key]
         for key in [override.lstrip("+~").split("=", 1)[0] for override in overrides]:
-            OmegaConf.update(merged, key, OmegaConf.select(config, key))
+            if key.partition(".")[0] in merged:  # others are Hydra's own, or the name of a config group
+                OmegaConf.update(merged, key, OmegaConf.select(config, key))
     except OmegaConfBaseException as error:
         raise UserError(f"configuration of the run to resume: {describe(error)}") from error
     fixed = (*FIXED_KEYS, "optimizer.state_dtype") if merged.optimizer.name == "lion" else FIXED_KEYS
@@ -87,9 +93,32 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
     ]
     if changed:
         raise UserError("\n".join(changed))
+    if kept := [
+        key for key in _preset_keys(overrides) if OmegaConf.select(merged, key) != OmegaConf.select(config, key)
+    ]:
+        values = ", ".join(f"{key}={shown(OmegaConf.select(merged, key))}" for key in kept)
+        log.warning("a preset is for a fresh start; the run keeps its own values: %s", values)
     merged.resume = config.resume
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _preset_keys(overrides: list[str]) -> list[str]:
+    """The keys that the presets among the overrides set."""
+    pairs = (override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
+    presets = [conf_directory() / group / f"{name}.yaml" for group, name in pairs]
+    return [key for preset in presets if preset.is_file() for key in flat_config(OmegaConf.load(preset))]
+
+
+def flat_config(config: Any) -> dict[str, str]:
+    """`section.key` to the value as the command line takes it."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, DictConfig):
+            flat |= {f"{key}.{name}": one for name, one in flat_config(value).items()}
+        else:
+            flat[str(key)] = shown(value)
+    return flat
 
 
 def index_files(value: Any, bucket_path: str | None) -> str | list[str] | dict[str, float]:

@@ -12,13 +12,12 @@ import plotly.graph_objects as go
 from plotly.colors import qualitative
 from plotly.subplots import make_subplots
 
-from zero.runtime.config.resolve import default_config
+from zero.runtime.config.resolve import default_config, flat_config
 from zero.runtime.errors import UserError
 from zero.runtime.run_directory import (
     LAYOUT_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
-    flat_config,
     saved_config,
 )
 from zero.runtime.tracking.metrics import read_metrics, read_resumes
