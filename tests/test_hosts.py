@@ -13,7 +13,7 @@ import pytest
 
 from tests import cli, hosts
 from tests.shards import npy, write_tar
-from zero.runtime.run_directory import saved_steps
+from zero.runtime.run_directory import saved_config, saved_steps
 from zero.runtime.tracking.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(400)
@@ -61,6 +61,7 @@ def test_both_stop_at_the_step_that_one_is_told_to_and_one_host_goes_on(workplac
     elsewhere = ("distributed.cpu_devices=8", "training.gradient_accumulation_steps=2")
     resumed = forks.run("--resume", "hydra.run.dir=stopped", *elsewhere)
     assert resumed.returncode == 0, resumed.stderr
+    assert saved_config(workplace / "stopped").training.batch_size == 16  # per host: 8 on each of the two before
     assert calm.returncode == 0, calm.stderr
     got, expected = (read_metrics(workplace / run / "metrics.jsonl") for run in ("stopped", "calm"))
     assert [line["samples_checksum"] for line in got] == [line["samples_checksum"] for line in expected]

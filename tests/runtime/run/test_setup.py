@@ -5,7 +5,8 @@ import pytest
 from tests.runtime.config.composing import compose
 from zero.runtime.config.check import check
 from zero.runtime.config.files import load_sizes
-from zero.runtime.run.setup import staged_context
+from zero.runtime.errors import UserError
+from zero.runtime.run.setup import staged_context, with_global_batch
 
 
 @pytest.mark.parametrize(
@@ -21,3 +22,15 @@ def test_contexts_of_the_warmup(stages: str, lengths: list[int]) -> None:
     config = check(compose("training.staged_warmup_steps=7", f"training.context_stages={stages}"), load_sizes())
     context = staged_context(config)
     assert [context.at(step) for step in range(8)] == lengths
+
+
+def test_global_batch_of_the_first_checkpoint_is_the_one_in_the_configuration(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = check(compose("training.batch_size=8"), load_sizes())  # of a run on two hosts
+    kept = with_global_batch(config, 16)  # on one host now
+    assert (kept.training.batch_size, config.training.batch_size) == (16, 8)
+    assert "training.batch_size=16 instead of 8 on 1 hosts: the global batch stays at the 16 sequences" in caplog.text
+    assert with_global_batch(config, 8) is config
+    with pytest.raises(UserError, match=r"global batch of 12 sequences does not divide into 1 hosts x 8 devices"):
+        with_global_batch(config, 12)

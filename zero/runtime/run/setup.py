@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
@@ -79,7 +79,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             position, state = restore(source, config.data.resume_step, layout, model.axis, not is_fork, **adam)
         elif checkpoints.steps():
             raise UserError(f"{place} has checkpoints: --resume continues, another hydra.run.dir starts a new run")
-        _explain_batch(config, position.global_rows)
+        config = with_global_batch(config, position.global_rows)
         loader, validation = _loaders(config, size, position.global_rows)
         last_step = _last_step(config, loader)
         if position.unevaluated is not None and _is_evaluated(run_directory, position.step):
@@ -192,28 +192,32 @@ def _origin(config: Config, run_directory: Path, place: Path | str) -> Path | st
     return origin
 
 
-def _check_division(global_rows: int, micro_batches: int) -> None:
-    hosts, devices = jax.process_count(), jax.local_device_count()
-    parts = hosts * devices * micro_batches
+def with_global_batch(config: Config, global_rows: int) -> Config:
+    """The configuration with this host's share of the global batch, which the first checkpoint of a run fixes.
+
+    Raises:
+      UserError: the global batch does not divide into the micro-batches of all devices.
+    """
+    training, hosts, devices = config.training, jax.process_count(), jax.local_device_count()
+    parts = hosts * devices * training.gradient_accumulation_steps
     if global_rows % parts:
         raise UserError(
             f"training.batch_size: a global batch of {global_rows} sequences does not divide into {hosts} hosts x "
-            f"{devices} devices x training.gradient_accumulation_steps={micro_batches} = {parts} parts"
+            f"{devices} devices x training.gradient_accumulation_steps={training.gradient_accumulation_steps} = "
+            f"{parts} parts"
         )
-
-
-def _explain_batch(config: Config, global_rows: int) -> None:
-    """A resume keeps the global batch, whatever `training.batch_size` and the number of hosts are now."""
-    wanted = config.training.batch_size * jax.process_count()
-    if wanted != global_rows:
-        log.warning(
-            "training.batch_size=%d on %d hosts would be a global batch of %d sequences; it stays at %d, which the "
-            "first checkpoint of the run has fixed",
-            config.training.batch_size,
-            jax.process_count(),
-            wanted,
-            global_rows,
-        )
+    share = global_rows // hosts
+    if share == training.batch_size:
+        return config
+    log.warning(
+        "training.batch_size=%d instead of %d on %d hosts: the global batch stays at the %d sequences of the first "
+        "checkpoint of the run",
+        share,
+        training.batch_size,
+        hosts,
+        global_rows,
+    )
+    return replace(config, training=replace(training, batch_size=share))
 
 
 def staged_context(config: Config) -> Context:
@@ -227,10 +231,9 @@ def _loaders(config: Config, size: GPTConfig, global_rows: int) -> tuple[Loader,
     """Of the training and of the validation set.
 
     Raises:
-      UserError: the data or the global batch does not fit the configuration.
+      UserError: the data does not fit the configuration.
     """
     data = config.data
-    _check_division(global_rows, config.training.gradient_accumulation_steps)
     cache = ShardCache(Path(data.cache_directory), data.cache_bytes) if data.cache_directory else None
     host, hosts = jax.process_index(), jax.process_count()
     training = Loader(
