@@ -30,6 +30,10 @@ MIRRORED = (CONFIG_FILE, LAYOUT_FILE, METRICS_FILE, SAMPLES_FILE, WANDB_ID_FILE)
 GROWING = (METRICS_FILE, SAMPLES_FILE)
 
 
+class DamagedRun(UserError):
+    """A run directory whose configuration is missing or cannot be read."""
+
+
 def save_config(run_directory: Path, config: Any) -> None:
     """Writes the configuration, a dataclass or a dictionary, where `saved_config` finds it."""
     storage.write(run_directory / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(config)).encode())
@@ -39,17 +43,18 @@ def saved_config(run_directory: Path) -> DictConfig:
     """The configuration that a run was last started with.
 
     Raises:
-      UserError: the directory has none, or a damaged one.
+      DamagedRun: the directory has none, or a damaged one.
     """
     path = run_directory / CONFIG_FILE
     if not path.is_file():
-        raise UserError(f"{run_directory}: not a run directory, {CONFIG_FILE} is missing")
+        raise DamagedRun(f"{run_directory}: not a run directory, {CONFIG_FILE} is missing")
     try:
         config = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
-    if not isinstance(config, DictConfig) or "data" not in config:
-        raise UserError(f"{path} is damaged: expected the configuration of a run")
+        raise DamagedRun(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+    data = config.get("data") if isinstance(config, DictConfig) else None
+    if not isinstance(data, DictConfig) or not {"bucket_path", "checkpoint_directory"} <= data.keys():
+        raise DamagedRun(f"{path} is damaged: expected the configuration of a run")
     return upgrade(config)
 
 

@@ -1,13 +1,16 @@
 """Where runs lie: which one a resume finds, and what its command line becomes."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import hydra
 import pytest
 
 import zero.runtime.config.sections  # noqa: F401  declares the keys
+from tests import bucket, hosts
 from zero.runtime.errors import UserError
+from zero.runtime.main import errors_in_lines
 from zero.runtime.run.find_run import DEFAULT_ROOT, newest_run, resume_overrides
 from zero.runtime.run_directory import (
     CONFIG_FILE,
@@ -43,9 +46,9 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def make_run(place: Path, steps: list[int], checkpoints: str = "checkpoints") -> Path:
+def make_run(place: Path, steps: list[int], checkpoints: str = "checkpoints", bucket_path: str = "null") -> Path:
     place.mkdir(parents=True)
-    (place / CONFIG_FILE).write_text(f"data:\n  bucket_path: null\n  checkpoint_directory: {checkpoints}\n")
+    (place / CONFIG_FILE).write_text(f"data:\n  bucket_path: {bucket_path}\n  checkpoint_directory: {checkpoints}\n")
     (place / LAYOUT_FILE).write_text("1 element\n")
     for step in steps:
         (place / checkpoints / str(step)).mkdir(parents=True)
@@ -131,7 +134,7 @@ def test_misspelt_flag_is_refused(flag: str) -> None:
         resume_overrides([flag])
 
 
-@pytest.mark.parametrize("content", ["", "data: {", "seed: 1\n"])
+@pytest.mark.parametrize("content", ["", "data: {", "seed: 1\n", "data: 5\n", "data:\n  corpus: null\n"])
 def test_damaged_run_is_named_and_passed_over(
     content: str, in_tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,6 +145,29 @@ def test_damaged_run_is_named_and_passed_over(
     assert f"skipped: {damaged}/{CONFIG_FILE} is damaged: " in caplog.text
     with pytest.raises(UserError, match=f"{damaged}/{CONFIG_FILE} is damaged: "):  # where it is the one that is named
         resume_overrides(["--resume=auto", f"hydra.run.dir={damaged}"])
+
+
+def test_deleted_bucket_is_named_and_passed_over(
+    server: str, in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket.use(monkeypatch, server)
+    older = make_run(DEFAULT_ROOT / "older", [5])
+    make_run(DEFAULT_ROOT / "newer", [], bucket_path="deleted")
+    assert newest_run(DEFAULT_ROOT) == older
+    assert "skipped: gs://deleted/checkpoints: no such bucket" in caplog.text
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--resume=auto"])
+def test_bucket_that_does_not_answer_is_tried_again_and_no_older_run_taken(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bucket.use(monkeypatch, f"http://127.0.0.1:{hosts.free_port()}", deadline=0.3)
+    make_run(DEFAULT_ROOT / "older", [5])
+    make_run(DEFAULT_ROOT / "newer", [], bucket_path="bucket")
+    monkeypatch.setattr("zero.runtime.main.exit_immediately", sys.exit)
+    with pytest.raises(SystemExit, match=r"^1$"), errors_in_lines():
+        resume_overrides([flag])
+    assert capsys.readouterr().err.startswith("error: gs://bucket/checkpoints: no answer within")
 
 
 def test_runs_older_than_the_newest_valid_one_are_not_examined(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 
+from zero.runtime import storage
 from zero.runtime.config.resolve import default_config
 from zero.runtime.errors import UserError
 from zero.runtime.run_directory import (
     CONFIG_FILE,
     LAYOUT_FILE,
+    DamagedRun,
     checkpoint_directory,
     rebuild,
     saved_checkpoint_directory,
@@ -32,13 +34,16 @@ def newest_run(root: Path, place: Path | str | None = None) -> Path | None:
 
     Runs are examined newest first, up to the first valid one. A run that is damaged, or whose bucket is gone, is
     skipped with a warning.
+
+    Raises:
+      UserError: a bucket denies access or does not answer: its run may be the newest.
     """
     runs = [layout.parent for layout in root.rglob(LAYOUT_FILE)]  # W&B keeps files called config.yaml as well
     for run in sorted(runs, key=_last_started, reverse=True):
         try:
             if place in (None, saved_checkpoint_directory(run)) and saved_steps(run):
                 return run
-        except UserError as error:
+        except (DamagedRun, storage.NoSuchBucket) as error:
             log.warning("skipped: %s", error)
     return None
 

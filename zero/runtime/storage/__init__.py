@@ -14,7 +14,7 @@ from typing import BinaryIO, TypeVar
 
 from zero.runtime.errors import Unavailable
 from zero.runtime.storage import gcs, local
-from zero.runtime.storage.backend import AccessDenied, Backend, ChecksumMismatch, FileStat
+from zero.runtime.storage.backend import AccessDenied, Backend, ChecksumMismatch, FileStat, NoSuchBucket
 from zero.runtime.storage.gcs import DEADLINE, is_outage
 from zero.runtime.storage.urls import bucket, is_remote, join, parent
 
@@ -23,6 +23,7 @@ __all__ = [
     "AccessDenied",
     "ChecksumMismatch",
     "FileStat",
+    "NoSuchBucket",
     "bucket",
     "exists",
     "is_outage",

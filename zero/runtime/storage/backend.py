@@ -17,6 +17,10 @@ class AccessDenied(UserError):
     """The credentials of this machine, or anonymous access, do not allow this operation on a bucket."""
 
 
+class NoSuchBucket(UserError):
+    """The bucket does not exist, or no longer."""
+
+
 class FileStat(NamedTuple):
     """What is known of a file without reading it."""
 

@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from zero.runtime.errors import Unavailable, UserError
-from zero.runtime.storage.backend import AccessDenied, ChecksumMismatch, FileStat
+from zero.runtime.errors import Unavailable
+from zero.runtime.storage.backend import AccessDenied, ChecksumMismatch, FileStat, NoSuchBucket
 from zero.runtime.storage.checksummed import open_checksummed
 from zero.runtime.storage.urls import SCHEME, split
 
@@ -42,7 +42,7 @@ def list_files(directory: str | Path) -> list[str]:
         with _translated_errors(directory):
             blobs = list(client(os.getpid()).list_blobs(bucket, prefix=prefix, timeout=TIMEOUT, retry=_retry()))
     except FileNotFoundError:
-        raise UserError(f"{directory}: no such bucket") from None
+        raise NoSuchBucket(f"{directory}: no such bucket") from None
     return sorted(f"{SCHEME}{bucket}/{blob.name}" for blob in blobs)
 
 
