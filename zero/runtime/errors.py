@@ -1,6 +1,16 @@
 """Errors that are shown as one line, and the exit status that they end a program with."""
 
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+# Numbers of an OSError whose path is wrong as it is; a disk, a network or a full disk may recover.
+WRONG_PATH = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EPERM}
+WRONG_PATH |= {errno.EROFS}
 
 
 class UserError(Exception):
@@ -16,6 +26,26 @@ class Unavailable(UserError):
     """Storage, the network or another host failed: shown as one line as well, but a repeat may succeed."""
 
     status = 1
+
+
+def file_error(message: str, error: OSError) -> UserError:
+    """An error with this message and the status that `error` deserves: Unavailable unless the path is wrong."""
+    return (UserError if error.errno in WRONG_PATH else Unavailable)(message)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its class where it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def exit_on_error() -> Iterator[None]:
+    """Ends a command with one line and the status of the error. An OSError concerns a file, and names it."""
+    try:
+        yield
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit((error if isinstance(error, UserError) else file_error("", error)).status)
 
 
 def install_command(extra: str) -> str:

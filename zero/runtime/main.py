@@ -23,14 +23,11 @@ from zero.runtime.config.check import check, describe
 from zero.runtime.config.files import conf_directory, load_sizes
 from zero.runtime.config.resolve import merge_resumed
 from zero.runtime.config.sections import Config
-from zero.runtime.errors import Unavailable, UserError
+from zero.runtime.errors import WRONG_PATH, UserError, file_error
 from zero.runtime.hosts.signals import SIGNALS, exit_immediately, unanswered
 from zero.runtime.run.find_run import resume_overrides, trained_run
 from zero.runtime.run_directory import saved_config
 
-# The run directory cannot be made or written: a mistake, or a disk that may have room again later.
-BAD_PLACE = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EPERM}
-BAD_PLACE |= {errno.EROFS}
 FULL_DISK = {errno.EDQUOT, errno.ENOSPC}
 
 
@@ -136,10 +133,10 @@ def errors_in_lines() -> Iterator[None]:
         yield
     except UserError as error:
         end(str(error), error.status)
-    except OSError as error:
-        if error.errno not in BAD_PLACE | FULL_DISK:
+    except OSError as error:  # the run directory cannot be made or written
+        if error.errno not in WRONG_PATH | FULL_DISK:
             raise
-        end(str(error), Unavailable.status if error.errno in FULL_DISK else UserError.status)
+        end(str(error), file_error(str(error), error).status)
     except KeyboardInterrupt as error:  # there is nothing to save yet, or a model is only used
         say_interrupted(error.args[0])
 

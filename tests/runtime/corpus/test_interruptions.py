@@ -23,7 +23,7 @@ from zero.runtime.corpus.prepare import prepare
 from zero.runtime.corpus.sources import documents
 from zero.runtime.corpus.verify import verify
 from zero.runtime.data.index_files import read_index
-from zero.runtime.errors import UserError
+from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer
 
 
@@ -203,6 +203,19 @@ def test_killed_with_its_workers_in_the_middle(mixed: Path, tmp_path: Path, bpe:
     assert call(mixed, *options[:-1], "1", *places(place)).returncode == 0
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
     assert digest(place) == digest(tmp_path / "whole")
+
+
+class Killed(ByteTokenizer):
+    """One that the kernel kills, as where memory runs out."""
+
+    def encode(self, text: str) -> np.ndarray:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+def test_killed_worker_is_an_error_that_may_pass(folder: Path, tmp_path: Path):
+    with pytest.raises(Unavailable, match=r"a worker process was killed.*fewer --workers"):
+        make(folder, tmp_path, tokenizer=Killed(), workers=2)
 
 
 def test_ctrl_c_is_one_line(mixed: Path, tmp_path: Path, bpe: Path):

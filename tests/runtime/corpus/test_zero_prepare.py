@@ -19,7 +19,7 @@ def test_the_command(folder: Path, tmp_path: Path):
         (2, [folder, *options, "--name", "a/b"]),
         (2, [folder, *options, "--tokenizer", "nowhere.json"]),
         (2, [folder, *options, "--index-directory", "gs://bucket/index"]),
-        (1, [folder, *options, "--directory", "/proc/nowhere"]),
+        (2, [folder, *options, "--directory", "/proc/nowhere"]),
         (2, [tmp_path / "nowhere", "--verify"]),
         (2, [folder, *options, "--row-tokens", "many"]),
         (2, [folder, *options, "--unknown"]),

@@ -1,13 +1,15 @@
 """Index files: names, row counts, and what is wrong with them."""
 
+import errno
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.shards import first_tokens, loader, npy, write_corpus, write_tar
+from zero.runtime import storage
 from zero.runtime.data.index_files import read_index
-from zero.runtime.errors import UserError
+from zero.runtime.errors import Unavailable, UserError
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -36,6 +38,21 @@ def test_names_with_spaces_and_sharps(tmp_path: Path):
 
 
 # ---- what can be wrong -----------------------------------------------------------------------------------------------
+
+
+def test_status_says_whether_an_index_file_may_be_read_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "latin.index").write_bytes(b"\xe9.tar\n")
+    for name, message in (("latin.index", "is no text"), ("", "cannot be read: .*Is a directory")):
+        with pytest.raises(UserError, match=message) as caught:
+            read_index(tmp_path / name)
+        assert caught.value.status == 2
+
+    def fail(url: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(storage, "read_bytes", fail)
+    with pytest.raises(Unavailable, match="Input/output error"):
+        read_index(tmp_path / "latin.index")
 
 
 def test_bad_index_files(tmp_path: Path, corpus):

@@ -18,7 +18,7 @@ from zero.models.config import GPTConfig
 from zero.partition.layout import derive_layout
 from zero.partition.state import from_global
 from zero.runtime.checkpoints.manager import Checkpoints
-from zero.runtime.errors import UserError
+from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.inference import harness_tasks
 from zero.runtime.inference.harness_tasks import adapter
 from zero.runtime.inference.scoring import Scorer
@@ -177,7 +177,7 @@ def test_tasks_that_are_not_there_are_refused_in_a_line(ours: Any, monkeypatch: 
     with pytest.raises(UserError, match=r"evaluate.harness: nope: no such task; `lm_eval ls tasks` lists them"):
         harness_tasks._adapter_module().run(ours, ["nope"])
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"evaluate.harness: .*Couldn't reach 'EleutherAI/lambada_openai'"):
+    with pytest.raises(Unavailable, match=r"evaluate.harness: .*Couldn't reach 'EleutherAI/lambada_openai'"):
         harness_tasks._adapter_module().run(ours, ["lambada_openai"])
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import resource
+import sys
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from zero.models.gpt import GPT
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 from zero.runtime.weights import export as exporting
+from zero.runtime.weights import zero_weights
 from zero.runtime.weights.export import export
 from zero.runtime.weights.warm_start import warm_start
 
@@ -193,3 +196,21 @@ def test_bfloat16_weights_are_exported_in_float32(tmp_path: Path) -> None:
         save(tmp_path / name, ALIBI, 3, values=values)
         export(str(tmp_path / name), tmp_path / f"{name}-hf")
     assert contents(tmp_path / "narrow-hf") == contents(tmp_path / "wide-hf")
+
+
+def test_full_disk_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "checkpoints", LEARNED, 0)
+    command = ["zero-weights", "export", str(tmp_path / "checkpoints"), str(tmp_path / "hf")]
+    monkeypatch.setattr(sys, "argv", command)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # of a file, in bytes: to the program, a full disk
+    try:
+        with pytest.raises(SystemExit, match=r"^1$"):
+            zero_weights.main()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "File too large" in said and said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from zero.runtime import storage
-from zero.runtime.errors import Unavailable, UserError
+from zero.runtime.errors import Unavailable, UserError, first_line
 
 # Codes of tensorstore's errors that say nothing about the stored bytes.
 OUTAGE_CODES = {"ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"}
@@ -45,16 +45,16 @@ def read_errors(checkpoint: str, json_files: Sequence[str]) -> Iterator[None]:
             if isinstance(cause, json.JSONDecodeError | UnicodeDecodeError):
                 file = next((file for file in json_files if not _is_valid_json(file)), json_files[0])
                 raise DamagedCheckpoint(
-                    f"{checkpoint}: file {file} cannot be read: not valid JSON, {first_line(cause)}"
+                    f"{checkpoint}: file {file} cannot be read: not valid JSON, {without_brackets(cause)}"
                 ) from error
             if isinstance(cause, FileNotFoundError):
-                raise DamagedCheckpoint(f"{checkpoint}: a file cannot be read: {first_line(cause)}") from error
+                raise DamagedCheckpoint(f"{checkpoint}: a file cannot be read: {without_brackets(cause)}") from error
             if _is_outage(cause):
-                raise Unavailable(f"{checkpoint} cannot be read now: {first_line(cause)}") from error
+                raise Unavailable(f"{checkpoint} cannot be read now: {without_brackets(cause)}") from error
             if isinstance(cause, ValueError) and TENSORSTORE_ERROR.match(str(cause)):
                 leaf = LEAF_IN_ERROR.search(str(cause))
                 what = f"leaf {leaf[1]}" if leaf else "a file"
-                raise DamagedCheckpoint(f"{checkpoint}: {what} cannot be read: {first_line(cause)}") from error
+                raise DamagedCheckpoint(f"{checkpoint}: {what} cannot be read: {without_brackets(cause)}") from error
         raise
 
 
@@ -71,7 +71,7 @@ def write_errors(directory: Path | str) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, ValueError) and not storage.is_outage(error):
             raise
-        raise Unavailable(f"{directory}: the checkpoint could not be written: {first_line(error)}") from error
+        raise Unavailable(f"{directory}: the checkpoint could not be written: {without_brackets(error)}") from error
 
 
 def move_aside(directory: Path | str, step: int) -> str:
@@ -86,9 +86,9 @@ def move_aside(directory: Path | str, step: int) -> str:
     return target
 
 
-def first_line(error: BaseException) -> str:
-    """Without what tensorstore adds in brackets: the whole specification, and lines of its source."""
-    return (str(error) or type(error).__name__).splitlines()[0].partition(" [")[0]
+def without_brackets(error: BaseException) -> str:
+    """The first line, without what tensorstore adds in brackets: the whole specification, and lines of its source."""
+    return first_line(error).partition(" [")[0]
 
 
 def _exception_chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -27,7 +27,7 @@ from zero.partition.collectives import Axis
 from zero.partition.layout import Layout, LeafLayout, PyTree
 from zero.partition.state import global_shapes
 from zero.runtime import storage
-from zero.runtime.checkpoints.damage import DamagedCheckpoint, first_line, move_aside, read_errors, write_errors
+from zero.runtime.checkpoints.damage import DamagedCheckpoint, move_aside, read_errors, without_brackets, write_errors
 from zero.runtime.checkpoints.orbax_commit import KeepNewestAndBest, barrier_unless_failing, temporary_path_class
 from zero.runtime.checkpoints.quiet_orbax import draining_event_loops, quiet_loggers
 from zero.runtime.errors import Unavailable, UserError
@@ -100,7 +100,7 @@ class Checkpoints:
         except Exception as error:
             if not storage.is_outage(error):
                 raise
-            raise Unavailable(f"{self.directory} cannot be read now: {first_line(error)}") from error
+            raise Unavailable(f"{self.directory} cannot be read now: {without_brackets(error)}") from error
 
     def steps(self) -> list[int]:
         """The steps that were saved, oldest first."""

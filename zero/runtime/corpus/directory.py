@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zero.runtime import storage
-from zero.runtime.errors import Unavailable, UserError
+from zero.runtime.errors import UserError, file_error
 
 
 def read(path: str) -> bytes:
@@ -18,14 +18,14 @@ def read(path: str) -> bytes:
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; expected a corpus made by zero-prepare, or its index file") from error
     except OSError as error:
-        raise Unavailable(f"{path} cannot be read: {error.strerror or error}") from error
+        raise file_error(f"{path} cannot be read: {error.strerror or error}", error) from error
 
 
 def write(path: str, data: bytes) -> None:
     try:
         storage.write(path, data)
     except OSError as error:
-        raise Unavailable(f"{path} cannot be written: {error.strerror or error}") from error
+        raise file_error(f"{path} cannot be written: {error.strerror or error}", error) from error
 
 
 def base_name(path: str) -> str:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from zero.runtime.corpus.sources.documents import Unit
 from zero.runtime.corpus.tokenize_documents import SplitTokens, UnitTokenizer
-from zero.runtime.errors import UserError
+from zero.runtime.errors import Unavailable
 
 
 def map_in_order(
@@ -38,7 +38,7 @@ def map_in_order(
         for done, future in ahead:
             yield done, future.result()
     except BrokenProcessPool as error:
-        raise UserError("a worker process was killed, perhaps because memory ran out: use fewer workers") from error
+        raise Unavailable("a worker process was killed, memory ran out most likely; try fewer --workers") from error
     finally:
         pool.shutdown(cancel_futures=True)
 

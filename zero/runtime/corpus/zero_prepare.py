@@ -22,7 +22,7 @@ from typing import NoReturn
 from zero.runtime.corpus.on_demand import DIRECTORY, INDEX_DIRECTORY
 from zero.runtime.corpus.prepare import prepare
 from zero.runtime.corpus.verify import verify
-from zero.runtime.errors import UserError
+from zero.runtime.errors import exit_on_error
 from zero.runtime.tokenizers import load_tokenizer
 
 
@@ -34,13 +34,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command with these arguments, or those of the process; exits with status 1 on a user error."""
+    """Runs the command with these arguments, or those of the process.
+
+    An error is one line, and status 2 for a mistake, 1 where a repeat may succeed. `--verify` also exits with status 1,
+    where something differs.
+    """
     options = vars(_parser().parse_args(arguments))
     try:
-        (_verify if options.pop("verify") else _prepare)(**options)
-    except (UserError, OSError) as error:  # an OSError concerns a directory here, and names it
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.status if isinstance(error, UserError) else 1)
+        with exit_on_error():
+            (_verify if options.pop("verify") else _prepare)(**options)
     except KeyboardInterrupt:
         sys.exit("stopped; the same call continues")
 

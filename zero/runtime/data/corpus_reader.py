@@ -19,7 +19,7 @@ from zero.runtime.data.cache import ShardCache
 from zero.runtime.data.index_files import Shard
 from zero.runtime.data.order import Order, RowRange, ShuffleBuffer, permutation
 from zero.runtime.data.shards import BadData, Rows, decode, read_samples
-from zero.runtime.errors import Unavailable, UserError
+from zero.runtime.errors import UserError, file_error
 
 SKIPPED = -1  # the length of a row that could not be read
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class CorpusReader:
             tokens[slots], lengths[slots] = 0, SKIPPED
             return [f"shard {shard.path} is missing"]
         except OSError as error:
-            raise Unavailable(f"shard {shard.path} cannot be read: {error}") from error
+            raise file_error(f"shard {shard.path} cannot be read: {error}", error) from error
 
     def _read(self, part: RowRange, stream: BinaryIO, problems: list[str]) -> Iterator[Rows]:
         """The rows of a range and their lengths, sample by sample; a bad sample joins `problems`, or is raised.

@@ -12,7 +12,7 @@ from pathlib import Path
 from zero.runtime import storage
 from zero.runtime.data import shards
 from zero.runtime.data.shards import BadData
-from zero.runtime.errors import Unavailable, UserError
+from zero.runtime.errors import UserError, file_error
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +43,10 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
         lines = storage.read_bytes(index).decode().split("\n")
     except FileNotFoundError:
         raise UserError(f"index file {index}: no such file; zero-prepare writes one") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise Unavailable(f"index file {index} cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"index file {index} is no text: {error}") from error
+    except OSError as error:
+        raise file_error(f"index file {index} cannot be read: {error}", error) from error
     listed: list[tuple[str, int | None]] = []
     for line in lines:
         name, *comment = re.split(r"(?:^|\s+)#", line.strip(), maxsplit=1)

@@ -19,7 +19,7 @@ import numpy as np
 from webdataset.tariterators import group_by_keys
 
 from zero.runtime import storage
-from zero.runtime.errors import Unavailable, UserError
+from zero.runtime.errors import UserError, file_error
 
 _UNREADABLE = (EOFError, ValueError)  # raised while parsing a truncated or damaged shard
 _NPY_HEADER = 1024  # bytes to read for it; numpy writes 128
@@ -48,7 +48,7 @@ def count_rows(path: str | Path) -> int:
     except _UNREADABLE as error:
         raise BadData(f"shard {path} is truncated or damaged: {error}") from error
     except OSError as error:
-        raise Unavailable(f"shard {path} cannot be read: {error}") from error
+        raise file_error(f"shard {path} cannot be read: {error}", error) from error
 
 
 def row_tokens(path: str) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from zero.partition.host_state import coordination_client
-from zero.runtime.errors import UserError
+from zero.runtime.errors import UserError, first_line
 from zero.runtime.hosts.agreement import wait_for_all
 from zero.runtime.hosts.signals import exit_immediately
 
@@ -58,7 +58,7 @@ class _Watchdog(threading.Thread):
                 if self._stopped.is_set():
                     return
                 if time.monotonic() - reached > SILENCE_SECONDS:  # a single failed request may be a network glitch
-                    self._end(0, f"which coordinates, has not answered for {SILENCE_SECONDS} s ({_first_line(error)})")
+                    self._end(0, f"which coordinates, has not answered for {SILENCE_SECONDS} s ({first_line(error)})")
                 continue
             reached = time.monotonic()
             messages = {int(key.rsplit("/", 1)[1]): text for key, text in entries}
@@ -115,7 +115,7 @@ def ending_together() -> Iterator[None]:
             if isinstance(error, KeyboardInterrupt):  # there was nothing to save yet
                 _leave(f"{_STOPPED} {int(error.args[0] if error.args else signal.SIGINT)}")
             else:
-                _leave(f"error {status}: {_first_line(error)}")
+                _leave(f"error {status}: {first_line(error)}")
             atexit.register(exit_immediately, status)  # runs before jax's exit handler, and after the error was printed
         raise
     if _watchdog is not None:
@@ -131,7 +131,3 @@ def _leave(last_message: str) -> None:
         except jax.errors.JaxRuntimeError:  # the store is on host 0, which has ended first
             log.warning("host 0 can no longer be reached")
         _watchdog = None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -15,7 +15,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from zero.runtime.errors import UserError
+from zero.runtime.errors import Unavailable, UserError, first_line
 from zero.runtime.tokenizers import Tokenizer
 
 LONGEST_ANSWER = 256  # tokens, where a task does not say
@@ -126,7 +126,8 @@ def run(model: HarnessModel, tasks: list[Any]) -> dict[str, dict[str, Any]]:
       tasks: names of the harness, paths of its .yaml files, or dictionaries like these files.
 
     Raises:
-      UserError: there is no such task, or its data cannot be reached.
+      UserError: there is no such task, or its data does not exist.
+      Unavailable: the data cannot be reached.
     """
     manager = _task_manager()
     for task in tasks:
@@ -136,7 +137,9 @@ def run(model: HarnessModel, tasks: list[Any]) -> dict[str, dict[str, Any]]:
         found = lm_eval.simple_evaluate(
             model=model, tasks=tasks, task_manager=manager, bootstrap_iters=0, log_samples=False
         )
-    except ConnectionError as error:
-        raise UserError(f"evaluate.harness: {str(error).splitlines()[0]}") from error
+    except FileNotFoundError as error:
+        raise UserError(f"evaluate.harness: {first_line(error)}") from error
+    except OSError as error:
+        raise Unavailable(f"evaluate.harness: {first_line(error)}") from error
     assert found is not None  # it is None for ranks other than 0, and the harness takes every host for rank 0
     return found["results"]

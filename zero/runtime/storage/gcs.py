@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from zero.runtime.errors import Unavailable
+from zero.runtime.errors import Unavailable, first_line
 from zero.runtime.storage.backend import AccessDenied, ChecksumMismatch, FileStat, NoSuchBucket
 from zero.runtime.storage.checksummed import open_checksummed
 from zero.runtime.storage.urls import SCHEME, split
@@ -146,17 +146,13 @@ def _translated_errors(url: str | Path) -> Iterator[None]:
     except exceptions.NotFound:
         raise FileNotFoundError(f"{url}: no such object") from None
     except DataCorruption as error:
-        raise ChecksumMismatch(f"{url}: {_first_line(error)}") from error
+        raise ChecksumMismatch(f"{url}: {first_line(error)}") from error
     except (exceptions.Unauthorized, exceptions.Forbidden, GoogleAuthError) as error:
         raise AccessDenied(
             f"{url}: access denied; a private bucket needs the credentials of an account with access to it "
-            f"(gcloud auth application-default login): {_first_line(error)}"
+            f"(gcloud auth application-default login): {first_line(error)}"
         ) from error
     except exceptions.RetryError as error:
-        raise Unavailable(f"{url}: no answer within {DEADLINE} s: {_first_line(error.cause or error)}") from error
+        raise Unavailable(f"{url}: no answer within {DEADLINE} s: {first_line(error.cause or error)}") from error
     except (exceptions.GoogleAPIError, InvalidResponse, OSError) as error:
-        raise Unavailable(f"{url}: request failed: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+        raise Unavailable(f"{url}: request failed: {first_line(error)}") from error

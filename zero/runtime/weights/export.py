@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from zero.models.config import GPTConfig
 from zero.runtime.checkpoints.manager import Checkpoints
+from zero.runtime.errors import Unavailable, first_line
 from zero.runtime.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 from zero.runtime.weights.architectures import architecture_of
 from zero.runtime.weights.hf_config import write_config
@@ -78,7 +80,10 @@ def _save_tensors(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> No
     total = 0
 
     def write() -> None:
-        save_file(pending, folder / f"{len(written)}.part", {"format": "pt"})
+        try:
+            save_file(pending, folder / f"{len(written)}.part", {"format": "pt"})
+        except SafetensorError as error:  # a full disk among them
+            raise Unavailable(f"{folder.parent}: the weights could not be written: {first_line(error)}") from error
         written.append(list(pending))
         pending.clear()
 

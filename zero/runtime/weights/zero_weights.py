@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import jax
 
-from zero.runtime.errors import UserError
+from zero.runtime.errors import exit_on_error
 from zero.runtime.weights.average import average
 from zero.runtime.weights.export import export
 
 
 def main() -> None:
+    """Runs the command; an error is one line, and status 2 for a mistake, 1 where a repeat may succeed."""
     parser = argparse.ArgumentParser(prog="zero-weights", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     exporting = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder")
@@ -27,16 +27,13 @@ def main() -> None:
     averaging.add_argument("--steps", type=int, nargs="+", help="default: all")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # accelerators may be busy with training
-    try:
+    with exit_on_error():
         if arguments.command == "export":
             step = export(arguments.run, arguments.folder, arguments.step, ema=arguments.ema)
             print(f"step {step} is in {arguments.folder}")
         else:
             steps = average(arguments.run, arguments.new_run, arguments.steps)
             print(f"the mean of steps {', '.join(map(str, steps))} is in {arguments.new_run}")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.status)
 
 
 if __name__ == "__main__":

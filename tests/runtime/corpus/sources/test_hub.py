@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
@@ -45,13 +46,28 @@ def test_what_is_wrong_is_named(dataset: Path):
         (f"{dataset}:a:b:c", "expected hf:name, hf:name:config or hf:name:config:split"),
         (f"{dataset}/nowhere", "nowhere"),
     ]:
-        with pytest.raises(UserError, match=f"^hf:.*{message}"):
+        with pytest.raises(UserError, match=f"^hf:.*{message}") as caught:
             HubDataset(name, "text")
+        assert caught.value.status == 2
     with pytest.raises(UserError, match='row 0: expected a string under "number"; found number, text'):
         list(HubDataset(str(dataset), "number").texts())
     (dataset / "train-00000-of-00001.parquet").write_bytes(b"PAR1 and then nothing of it PAR1")
     with pytest.raises(UserError, match=r"^hf:.*"):
         list(HubDataset(str(dataset), "text").texts())
+
+
+def test_status_says_whether_a_stream_may_go_on_later(dataset: Path):
+    source = HubDataset(str(dataset), "text")
+    for error, status in ((ConnectionError("reset"), 1), (FileNotFoundError("gone"), 2), (ValueError("no JSON"), 2)):
+        source._rows = failing(error)
+        with pytest.raises(UserError, match=f"^hf:.*: {error}") as caught:
+            list(source.texts())
+        assert caught.value.status == status
+
+
+def failing(error: Exception) -> Iterator[dict[str, str]]:
+    yield {"text": "the first"}
+    raise error
 
 
 def test_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -40,10 +40,10 @@ class HubDataset:
         try:
             builder = datasets.load_dataset_builder(path, config or None)
             self._rows: Any = builder.as_streaming_dataset(split=split or "train")
-        except OSError as error:  # the Hub cannot be reached
-            raise Unavailable(f"hf:{name}: {_one_line(error)}") from error
-        except ValueError as error:  # no such dataset, configuration or split
+        except (FileNotFoundError, ValueError) as error:  # no such dataset, configuration or split
             raise UserError(f"hf:{name}: {_one_line(error)}") from error
+        except OSError as error:  # the hub cannot be reached
+            raise Unavailable(f"hf:{name}: {_one_line(error)}") from error
         self.fingerprint = str(builder.hash)  # of the configuration and the revision, or the files
 
     def units(self) -> Iterator[Unit]:
@@ -69,8 +69,10 @@ class HubDataset:
                         f"found {', '.join(sorted(row))}"
                     )
                 yield text
-        except (OSError, ValueError) as error:
+        except (FileNotFoundError, ValueError) as error:
             raise UserError(f"hf:{self._name} cannot be read: {_one_line(error)}") from error
+        except OSError as error:
+            raise Unavailable(f"hf:{self._name} cannot be read now: {_one_line(error)}") from error
 
 
 def _one_line(error: Exception) -> str:
