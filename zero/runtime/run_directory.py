@@ -52,8 +52,9 @@ def saved_config(run_directory: Path) -> DictConfig:
         config = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError) as error:
         raise DamagedRun(f"{path} is damaged: {str(error).splitlines()[0]}") from error
-    data = config.get("data") if isinstance(config, DictConfig) else None
-    if not isinstance(data, DictConfig) or not {"bucket_path", "checkpoint_directory"} <= data.keys():
+    data = OmegaConf.select(config, "data")
+    is_whole = isinstance(data, DictConfig) and {"bucket_path", "checkpoint_directory"} <= data.keys()
+    if not isinstance(config, DictConfig) or not is_whole:
         raise DamagedRun(f"{path} is damaged: expected the configuration of a run")
     return upgrade(config)
 

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from zero.models.config import GPTConfig
@@ -24,11 +25,13 @@ from zero.runtime.tracking.plot import draw_run
 
 log = logging.getLogger(__name__)
 
-SUMMARY = {
-    "train/loss": "loss {:.3f}",
-    "validation/loss": "validation {:.3f}",
-    "tokens_per_second": "{:,.0f} tokens/s",
-    "mfu": "MFU {:.1%}",
+GIB = 2**30
+SUMMARY = {  # of a line of metrics: the unit of a value, and how it is shown
+    "train/loss": (1, "loss {:.3f}"),
+    "validation/loss": (1, "validation {:.3f}"),
+    "tokens_per_second": (1, "{:,.0f} tokens/s"),
+    "mfu": (1, "MFU {:.1%}"),
+    "peak_memory": (GIB, "peak {:.2f} GiB"),
 }
 
 
@@ -104,7 +107,7 @@ def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
         for batch in islice(batches, training.maximum_evaluation_steps):
             rows = split_rows(batch.tokens, 0).tokens
             for name, params in weights.items():
-                loss, tokens = run.programs.evaluate(params, rows)
+                loss, tokens = jax.device_get(run.programs.evaluate(params, rows))
                 losses[name] += loss.item()
             scored += tokens.item()
             is_stop, _ = run.poll()
@@ -112,8 +115,10 @@ def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
                 return False
     line |= {name: loss / scored for name, loss in losses.items()}
     frequency = training.harness_frequency
-    if frequency is not None and line["step"] % (frequency * training.evaluation_frequency) == 0:
-        line |= run.harness_results()
+    if frequency is not None:
+        is_last = line["step"] == run.last_step
+        if is_last or line["step"] % (frequency * training.evaluation_frequency) == 0:
+            line |= run.harness_results()
     return True
 
 
@@ -135,11 +140,12 @@ def _report(run: ActiveRun, line: dict[str, Any]) -> None:
             file.write(f"--- step {line['step']}\n{text}\n")
         draw_run(run.directory)
         write_report([run.directory], run.directory / REPORT_FILE)
-    except (OSError, ValueError, UserError) as error:
+    except (OSError, ValueError, RuntimeError, UserError) as error:  # matplotlib raises RuntimeErrors of fonts
         log.warning("step %d: the report of the run could not be written: %s", line["step"], error)
     if line["step"] == run.last_step:
         log.info("the model writes:\n%s", text)
 
 
 def _summary(line: dict[str, float | int]) -> str:
-    return ", ".join(form.format(line[name]) for name, form in SUMMARY.items() if line.get(name) is not None)
+    known = {name: shown for name, shown in SUMMARY.items() if line.get(name) is not None}
+    return ", ".join(form.format(line[name] / unit) for name, (unit, form) in known.items())

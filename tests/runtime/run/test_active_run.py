@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -58,17 +59,18 @@ def test_run_that_stops_between_steps_saves_no_state_that_is_not_finite(tmp_path
         make_run(tmp_path, None, gradient_norm=np.nan).stop()
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("no font")])
 def test_report_that_cannot_be_written_ends_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_space(directory: Path) -> None:
-        raise OSError(28, "No space left on device")
+    def fail(directory: Path) -> None:
+        raise error
 
-    monkeypatch.setattr(train, "draw_run", no_space)
+    monkeypatch.setattr(train, "draw_run", fail)
     with Tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
         run = make_run(tmp_path, tracker)
         train._report(run, {"step": 3, "train/loss": 2.0})
-    assert "step 3: the report of the run could not be written: [Errno 28] No space left on device" in caplog.text
+    assert f"step 3: the report of the run could not be written: {error}" in caplog.text
 
 
 def test_line_of_metrics_tells_how_well_the_devices_are_used(tmp_path: Path) -> None:
@@ -78,6 +80,49 @@ def test_line_of_metrics_tells_how_well_the_devices_are_used(tmp_path: Path) -> 
     assert line["tokens_per_second_per_device"] == pytest.approx(line["tokens_per_second"] / 8)
     assert line["mfu"] == pytest.approx(500 / line["step_time"] / 1e6)
     assert run.metrics.is_empty
+
+
+@pytest.fixture
+def transfers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What has been read from the devices so far."""
+    read: list[Any] = []
+    device_get = jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda tree: (read.append(tree), device_get(tree))[1])
+    return read
+
+
+def test_metrics_of_a_step_are_one_transfer(transfers: list[Any]) -> None:
+    metrics = StepMetrics(128, 8, peak_flops=None)
+    for count in range(1, 4):
+        metrics.add(values(), leave=0)
+        assert len(transfers) == count
+    metrics.read()
+    assert len(transfers) == 3
+
+
+@pytest.mark.parametrize(("step", "has_tasks"), [(40, True), (60, False), (70, True)])
+def test_evaluation_is_one_transfer_per_batch_and_runs_tasks_at_the_last_step_too(
+    step: int, has_tasks: bool, tmp_path: Path, transfers: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run: Any = make_run(tmp_path, None)
+    run.config.training.maximum_evaluation_steps, run.config.training.evaluation_frequency = 3, 20
+    run.last_step, run.state = 70, SimpleNamespace(params=0.0, ema=None)
+    batch = SimpleNamespace(tokens=np.zeros((8, 4), np.int32))
+    run.validation = SimpleNamespace(batches=lambda: iter([batch] * 5))
+    run.programs = SimpleNamespace(evaluate=lambda params, rows: (jnp.float32(6.0), jnp.int32(4)))
+    monkeypatch.setattr(ActiveRun, "poll", lambda run: (False, False))
+    monkeypatch.setattr(ActiveRun, "harness_results", lambda run: {"harness/choice/acc": 0.5})
+    line = {"step": step}
+    assert train._evaluate(run, line)
+    assert line == {"step": step, "validation/loss": 1.5, **({"harness/choice/acc": 0.5} if has_tasks else {})}
+    assert len(transfers) == 3
+
+
+def test_bar_shows_the_memory_where_the_device_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "GiB" not in train._summary(make_run(tmp_path, None).read_metrics())
+    device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 3 << 29, "bytes_in_use": 5})
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert train._summary(make_run(tmp_path, None).read_metrics()).endswith(", peak 1.50 GiB")
 
 
 def test_mfu_is_not_shown_where_the_peak_is_unknown() -> None:
