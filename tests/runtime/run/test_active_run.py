@@ -87,7 +87,12 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What has been read from the devices so far."""
     read: list[Any] = []
     device_get = jax.device_get
-    monkeypatch.setattr(jax, "device_get", lambda tree: (read.append(tree), device_get(tree))[1])
+
+    def counted(tree: Any) -> Any:
+        read.append(tree)
+        return device_get(tree)
+
+    monkeypatch.setattr(jax, "device_get", counted)
     return read
 
 

@@ -12,9 +12,10 @@ from omegaconf import OmegaConf
 
 from zero.runtime import run_directory
 from zero.runtime.config.resolve import default_config
-from zero.runtime.tracking.html_report import PANELS, write_report
+from zero.runtime.tracking.html_report import PANELS, TASKS, write_report
 from zero.runtime.tracking.tracker import Tracker
 
+EVALUATED = ("validation/ema_loss", "harness/choice/acc", "harness/lambada/acc")
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -31,7 +32,8 @@ def make_run(directory: Path, rate: float, resumed_from: int | None = None, with
                 "skipped_spikes": 0,
                 **dict.fromkeys(names, rate / step),
             }
-            tracker.log(line | ({"validation/loss": 6 * rate / step} if step % 5 == 0 else {}))
+            evaluated = dict.fromkeys(("validation/loss", *(EVALUATED if with_device else ())), 6 * rate / step)
+            tracker.log(line | (evaluated if step % 5 == 0 else {}))
     config = default_config()
     config.training.peak_learning_rate = rate
     OmegaConf.save(config, directory / run_directory.CONFIG_FILE)
@@ -94,9 +96,10 @@ def browse(page: Path, profile: Path) -> tuple[str, list[str], list[str]]:
 @pytest.mark.timeout(300)
 def test_page_opens_in_a_browser_without_errors_or_requests(page: Path, tmp_path: Path) -> None:
     elements, complaints, asked = browse(page, tmp_path / "profile")
-    curves = sum(len(metrics) for _, metrics, _ in PANELS)
+    tasks = 2
+    curves = sum(len(metrics) for _, metrics, _ in PANELS) + tasks
     assert len(re.findall(r'<path class="js-line"', elements)) == 2 * curves
-    for title, _, _ in PANELS:
+    for title in (TASKS, *(title for title, _, _ in PANELS)):
         assert f">{title}</text>" in elements
     assert elements.count(">resumed</text>") == 1
     assert (complaints, asked) == ([], [])
@@ -110,7 +113,7 @@ def test_page_opens_in_a_browser_without_errors_or_requests(page: Path, tmp_path
 def test_quantities_that_no_run_has_logged_have_no_panel(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 0.5, with_device=False)
     text = write_report([run], tmp_path / "page.html").read_text()
-    assert "throughput" in text and "utilization" not in text and "peak memory" not in text
+    assert "throughput" in text and "utilization" not in text and "peak memory" not in text and TASKS not in text
 
 
 def test_command_writes_into_the_first_run_and_names_what_is_no_run(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def metrics_at(step: int) -> dict[str, float | int]:
         "sequence_length": 32 if step < 8 else 64,
         "tokens_per_second": 1000.0 + step,
         "skipped_steps": min(max(step - 4, 0), 2),
-        **({"validation/loss": 7 / step} if step % 10 == 0 else {}),
+        **({"validation/loss": 7 / step, "validation/ema_loss": 6.8 / step} if step % 10 == 0 else {}),
     }
 
 
@@ -44,18 +44,21 @@ def axes_of(run: Path) -> list[Axes]:
 
 def test_panels_show_what_was_logged(run: Path) -> None:
     losses, rate, length, speed = axes_of(run)
-    train, validation, skipped, resumed = losses.lines
+    train, validation, averaged, skipped, resumed = losses.lines
     steps = np.arange(1, 41)
     np.testing.assert_array_equal(train.get_xdata(), steps)
     np.testing.assert_array_equal(train.get_ydata(), np.where((steps == 5) | (steps == 6), np.nan, 6 / steps))
     np.testing.assert_array_equal(validation.get_xdata(), [10, 20, 30, 40])
+    np.testing.assert_array_equal(averaged.get_ydata(), 6.8 / np.array([10, 20, 30, 40]))
+    assert (validation.get_linestyle(), averaged.get_linestyle()) == ("-", ":")
     np.testing.assert_array_equal(skipped.get_xdata(), [5, 6])
     np.testing.assert_array_equal(resumed.get_xdata(), [20, 20])
     np.testing.assert_array_equal(rate.lines[0].get_ydata(), 1e-3 / steps)
     np.testing.assert_array_equal(length.lines[0].get_ydata(), np.where(steps < 8, 32, 64))
     assert length.lines[0].get_drawstyle() == "steps-post"
     np.testing.assert_array_equal(speed.lines[0].get_ydata(), 1000.0 + steps)
-    assert losses.get_legend_handles_labels()[1] == ["train 0.150", "validation 0.175", "skipped steps: 2", "resumed"]
+    labels = ["train 0.150", "validation 0.175", "averaged weights 0.170", "skipped steps: 2", "resumed"]
+    assert losses.get_legend_handles_labels()[1] == labels
 
 
 def test_picture_is_whole_and_nothing_else_is_left(run: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,11 @@ from zero.runtime.tracking.metrics import read_metrics, read_resumes
 REPORT_FILE = "report.html"
 # Panel, its curves as (metric, dash), and whether the axis is logarithmic.
 PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
-    ("loss (nats per token), validation dashed", (("train/loss", "solid"), ("validation/loss", "dash")), False),
+    (
+        "loss (nats per token), validation dashed, of averaged weights dotted",
+        (("train/loss", "solid"), ("validation/loss", "dash"), ("validation/ema_loss", "dot")),
+        False,
+    ),
     ("learning rate", (("learning_rate", "solid"),), False),
     ("sequence length (tokens)", (("sequence_length", "solid"),), False),
     ("throughput (tokens/s)", (("tokens_per_second", "solid"),), False),
@@ -36,7 +41,10 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
     ("skipped steps, spikes dashed", (("skipped_steps", "solid"), ("skipped_spikes", "dash")), False),
     ("step time (s)", (("step_time", "solid"),), False),
 )
+TASKS = "tasks of lm-evaluation-harness"
+DASHES = ("solid", "dash", "dot", "dashdot")
 COUNTS = ("sequence_length", "skipped_steps", "skipped_spikes")  # drawn as steps
+EVALUATED = ("validation/", "harness/")  # drawn with markers, as their points are far apart
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse } td, th { border-bottom: 1px solid #ddd; padding: .2rem .8rem; text-align: left }
@@ -90,7 +98,8 @@ def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[
     """One panel per quantity that any of the runs has logged."""
     logged = [read_metrics(directory / METRICS_FILE) for directory in directories]
     known = {metric for lines in logged for line in lines for metric in line}
-    panels = [panel for panel in PANELS if any(metric in known for metric, _ in panel[1])]
+    tasks = tuple(zip(sorted(metric for metric in known if metric.startswith("harness/")), cycle(DASHES)))
+    panels = [panel for panel in (*PANELS, (TASKS, tasks, False)) if any(metric in known for metric, _ in panel[1])]
     rows = -(-len(panels) // 2)
     figure = make_subplots(rows, 2, subplot_titles=[title for title, _, _ in panels], vertical_spacing=0.07)
     for directory, lines, name, color in zip(directories, logged, names, colors, strict=True):
@@ -104,7 +113,7 @@ def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[
                         x=[step for step, _ in points],
                         y=[value for _, value in points],
                         name=f"{name}: {metric}",
-                        mode="lines+markers" if metric == "validation/loss" else "lines",
+                        mode="lines+markers" if metric.startswith(EVALUATED) else "lines",
                         line={"color": color, "dash": dash, "width": 1.6},
                         line_shape="hv" if metric in COUNTS else "linear",
                         showlegend=False,

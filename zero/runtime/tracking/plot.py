@@ -19,8 +19,9 @@ TRAINING, VALIDATION, SKIPPED, GREY = "#4c78a8", "#e45756", "#f58518", "#888888"
 def draw_run(run_directory: Path) -> Path:
     """Draws `run_directory/run.png` from metrics.jsonl and returns its path; it is replaced as a whole.
 
-    Four panels over steps: training and validation loss (nats per token), learning rate, sequence length (tokens) and
-    throughput (tokens/s). Thin vertical lines mark resumes, crosses at the foot of the losses steps that were skipped.
+    Four panels over steps: losses of training, validation and averaged weights (nats per token), learning rate,
+    sequence length (tokens) and throughput (tokens/s). Thin vertical lines mark resumes, crosses at the foot of the
+    losses steps that were skipped.
     """
     metrics = run_directory / METRICS_FILE
     title = "/".join(run_directory.absolute().parts[-2:])
@@ -66,13 +67,16 @@ def _series(metrics: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.nda
 
 
 def _plot_losses(axes: Axes, metrics: list[dict[str, Any]]) -> None:
-    """Both losses, the last value of each in the legend, and a cross for every logged step that saw skipped ones."""
-    for name, color, marker in (("train/loss", TRAINING, ""), ("validation/loss", VALIDATION, "o")):
+    """The losses, the last value of each in the legend, and a cross for every logged step that saw skipped ones."""
+    for name, title, color, style in (
+        ("train/loss", "train", TRAINING, "-"),
+        ("validation/loss", "validation", VALIDATION, "o-"),
+        ("validation/ema_loss", "averaged weights", VALIDATION, "o:"),
+    ):
         steps, values = _series(metrics, name)
         finite = values[np.isfinite(values)]
         if finite.size:
-            label = f"{name.partition('/')[0]} {finite[-1]:.3f}"
-            axes.plot(steps, values, color=color, marker=marker, markersize=3.5, label=label)
+            axes.plot(steps, values, style, color=color, markersize=3.5, label=f"{title} {finite[-1]:.3f}")
     steps, skipped = _series(metrics, "skipped_steps")
     _, spikes = _series(metrics, "skipped_spikes")
     if skipped.size and skipped[-1] > 0:
