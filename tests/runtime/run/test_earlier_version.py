@@ -1,0 +1,45 @@
+"""A run that an earlier version started is resumed as if that version had gone on."""
+
+import dataclasses
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import cli
+from tests.runtime.config.composing import compose
+from zero.runtime.config.check import check
+from zero.runtime.config.files import load_sizes
+from zero.runtime.config.resolve import merge_resumed
+from zero.runtime.run_directory import saved_config, saved_steps
+from zero.runtime.tracking.metrics import read_metrics, read_resumes
+from zero.runtime.train import train
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+ARCHIVE = Path(__file__).with_name("run-4d0cdf6.tar.xz")
+
+
+def test_run_of_an_earlier_version_goes_on_with_the_same_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The archive is the directory of a run of 12 steps by commit 4d0cdf6, with its checkpoint of step 6 alone.
+
+    Its model is the size `test` with an embedding_dim of 6, to keep it small; on 8 devices, with dropout and a moving
+    average of the weights, on the corpus of tests/cli.py.
+    """
+    monkeypatch.chdir(cli.make_workplace(tmp_path / "workplace"))
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall("runs", filter="data")
+    run = Path("runs/old")
+    expected = read_metrics(run / "metrics.jsonl")
+    resumed = merge_resumed(saved_config(run), compose(f"resume={run}"), [])
+    sizes = load_sizes()
+    assert train(check(resumed, sizes), dataclasses.replace(sizes["test"], embedding_dim=6), run) == 0
+    got = read_metrics(run / "metrics.jsonl")
+    assert read_resumes(run / "metrics.jsonl") == [6] and saved_steps(run) == [6, 12]
+    assert [line["samples_checksum"] for line in got] == [line["samples_checksum"] for line in expected]
+    for key in ("train/loss", "learning_rate", "gradient_norm"):
+        np.testing.assert_allclose([line[key] for line in got], [line[key] for line in expected], rtol=1e-5)
+    for key in ("validation/loss", "validation/ema_loss"):
+        assert got[-1][key] == pytest.approx(expected[-1][key], rel=1e-5)
