@@ -160,6 +160,22 @@ def test_fork_on_other_devices_and_another_stage_sees_the_same_samples(forks: cl
     assert done.returncode == 0 and "nothing left to do: the run is at step 40 of 40" in done.stderr, done.stderr
 
 
+def test_copies_of_the_state_go_on_from_one_over_all_devices(forks: cli.Forks, undisturbed: Path) -> None:
+    run = (
+        "hydra.run.dir=undisturbed",
+        "data.resume_step=20",
+        f"data.checkpoint_directory={forks.workplace / 'copies'}",
+    )
+    done = forks.run("--resume", *run, "zero.replicas=2")
+    assert done.returncode == 0, done.stderr
+    expected = metrics(undisturbed)
+    fork = max((forks.workplace / "runs").rglob("metrics.jsonl"), key=lambda path: path.stat().st_mtime).parent
+    for got, line in zip(metrics(fork), expected, strict=True):
+        np.testing.assert_allclose(got["train/loss"], line["train/loss"], rtol=1e-5)
+    done = forks.run("--resume", f"hydra.run.dir={fork}", "zero.replicas=3")
+    assert done.returncode == 2 and "zero.replicas=3: expected a divisor of 8" in done.stderr.splitlines()[-1]
+
+
 LONG = f"""
 import sys
 import threading

@@ -57,7 +57,7 @@ class Setup(NamedTuple):
         """Logical arrays by name, put together on the host; their padding is zero."""
         found = {}
         for leaf, x in zip(layout.leaves, layout.treedef.flatten_up_to(tree), strict=True):
-            shards = list(np.asarray(x))
+            shards = np.asarray(x)[list(self.model.axis.devices)[: self.model.axis.shards]]  # of the first copy
             padded = np.concatenate(shards, leaf.splits[0].dim) if leaf.splits else shards[0]
             found[leaf.name] = padded[tuple(slice(size) for size in leaf.shape)]
             assert np.count_nonzero(padded) == np.count_nonzero(found[leaf.name]), f"padding of {leaf.name} is not zero"
@@ -89,9 +89,10 @@ def _setup(
     tx: optax.GradientTransformation | None = None,
     master_dtype: Any = jnp.float32,
     config: GPTConfig = CONFIG,
+    axis: zero.Axis | None = None,
     **options: Any,
 ) -> Setup:
-    axis = zero.Axis("zero", (1, devices))
+    axis = axis or zero.Axis("zero", (1, devices))
     dtypes = (dtype, dtype, jnp.float32, gradient_dtype)
     model = ShardedGPT(config, axis, stage, *dtypes, remat, blockwise_from, master_dtype)
     tx, rate, used = tx or adamw(0.1), CountedRate(), tuple(jax.devices()[:devices])

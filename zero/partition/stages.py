@@ -191,8 +191,19 @@ def fully_shard(
     ) -> Any:
         return target(whole(shards, gathered, gradients), *args, **kwargs)
 
-    if not (isinstance(target, type) and issubclass(target, nn.Module)):
-        return cast(Target, on_shards)
+    if isinstance(target, type) and issubclass(target, nn.Module):
+        return cast(Target, _lift(target, layout, axis, whole, methods))
+    return cast(Target, on_shards)
+
+
+def _lift(
+    target: type[nn.Module],
+    layout: Layout,
+    axis: AxisLike,
+    whole: Callable[..., PyTree],
+    methods: Sequence[str] | None,
+) -> type[nn.Module]:
+    """The module class on shards; `whole` takes those of "params", and "gathered" and "gradients" or None."""
 
     def use(variables: PyTree) -> PyTree:
         return {"params": whole(variables["params"], variables.get("gathered"), variables.get("gradients"))}
@@ -219,7 +230,7 @@ def fully_shard(
 
         return method
 
-    return cast(Target, type(target.__name__, (making,), {name: lifted(name) for name in methods or ["__call__"]}))
+    return type(target.__name__, (making,), {name: lifted(name) for name in methods or ["__call__"]})
 
 
 def _as_held(full: PyTree, layout: Layout) -> PyTree:

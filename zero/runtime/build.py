@@ -12,7 +12,9 @@ from zero.models.attention import blockwise_from
 from zero.models.config import GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.layout import Layout
-from zero.runtime.config.sections import Config
+from zero.partition.state import pmap_devices
+from zero.runtime.config.sections import Config, Zero
+from zero.runtime.errors import UserError
 from zero.training.optimizer import make_optimizer
 from zero.training.programs import Programs, make_programs
 from zero.training.schedules import LearningRate
@@ -34,7 +36,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
     platform = jax.default_backend() if devices is None else devices[0].platform
     return ShardedGPT(
         size,
-        Axis("zero", (1, jax.device_count() if devices is None else len(devices))),
+        make_axis(zero, devices),
         zero.stage,
         ("float32" if platform == "cpu" else "bfloat16") if zero.compute_dtype == "auto" else zero.compute_dtype,
         zero.wire_dtype,
@@ -44,6 +46,20 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         blockwise_from(config.model.attention, platform),
         zero.master_dtype,
     )
+
+
+def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
+    """The pmap axis of a checked configuration: its copies of the state, and the phases of their collectives.
+
+    Raises:
+      UserError: the devices do not make groups of equal size.
+    """
+    devices = pmap_devices() if devices is None else devices
+    if zero.phases == "torus":
+        return Axis.from_devices("zero", devices)
+    if len(devices) % zero.replicas:
+        raise UserError(f"zero.replicas={zero.replicas}: expected a divisor of {len(devices)}, the number of devices")
+    return Axis("zero", (zero.replicas, len(devices) // zero.replicas))
 
 
 def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> Job:

@@ -190,11 +190,15 @@ class Zero:
     master_dtype: str = one_of(*DTYPES)
     remat: str = one_of("auto", *REMAT)
     fused_update: bool = MISSING
+    replicas: int = at_least(1)
+    phases: str = one_of("flat", "torus")
     replicate: bool | None = MISSING
 
     def mistakes(self, config: Config, size: GPTConfig) -> Mistakes:
         if self.remat == "nested" and group_size(size.N) == 1:
             yield "zero.remat", f"full, as the {size.N} layers of model.size={config.model.size} make no equal groups"
+        if self.phases == "torus" and self.replicas > 1:
+            yield "zero.phases", f"flat, as zero.replicas={self.replicas}"
         if not self.fused_update:
             return
         needed: dict[str, tuple[Any, list[Any]]] = {

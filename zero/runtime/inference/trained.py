@@ -42,6 +42,7 @@ def open_model(config: Config, size: GPTConfig, rows: int) -> TrainedModel:
     two copies fit.
     """
     host, hosts = startup.start(**dataclasses.asdict(config.distributed))
+    config.zero.replicas = 1  # one copy, over however many devices there are now
     model = make_model(config, size)
     whole = model.layout.whole().bytes_per_device()
     if config.zero.replicate or (config.zero.replicate is None and 2 * whole <= startup.device_memory()):
