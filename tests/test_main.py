@@ -112,7 +112,7 @@ def check_lines(done: subprocess.CompletedProcess[str], named: list[str]) -> Non
 
 def test_every_mistake_of_a_resume_has_a_line(forks: cli.Forks, finished: Path) -> None:
     done = forks.run("--resume", hydra_quoted(finished), "+preset=v3-8", "model.sizee=2", "seed=1")
-    check_lines(done, ["model.sizee", "seed=1: a resume keeps seed=0"])
+    check_lines(done, ["model.sizee", "seed=1: expected 0"])
 
 
 def test_status_says_whether_a_repeat_may_succeed(
@@ -182,9 +182,9 @@ def test_fresh_start_where_checkpoints_stand_overwrites_nothing(forks: cli.Forks
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["model.size=bytes"], ["model.size=bytes", "model.size=test"]),
-        (["seed=1"], ["seed=1", "seed=0"]),
-        (["data.max_context=16"], ["data.max_context=16", "data.max_context=32"]),
+        (["model.size=bytes"], ["model.size=bytes: expected test, the value of the run"]),
+        (["seed=1"], ["seed=1: expected 0, the value of the run"]),
+        (["data.max_context=16"], ["data.max_context=16: expected 32, the value of the run"]),
         (["data.resume_step=7"], ["data.resume_step=7", "holds steps 6, 12"]),
         (["training.gradient_accumulation_steps=3"], ["global batch of 16", "gradient_accumulation_steps=3"]),
         (["distributed.cpu_devices=3"], ["global batch of 16", "3 devices"]),

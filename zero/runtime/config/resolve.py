@@ -66,7 +66,7 @@ def upgrade(saved: DictConfig) -> DictConfig:
 
 
 def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictConfig:
-    """The saved configuration with the overrides that were given now.
+    """The saved configuration of a run to resume or to use, with the overrides that were given now.
 
     A preset given now changes nothing: its values are those of a fresh start, and a warning names what differs.
 
@@ -83,11 +83,11 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
             if key.partition(".")[0] in merged:  # others are Hydra's own, or the name of a config group
                 OmegaConf.update(merged, key, OmegaConf.select(config, key))
     except OmegaConfBaseException as error:
-        raise UserError(f"configuration of the run to resume: {describe(error)}") from error
+        raise UserError(f"configuration of the run: {describe(error)}") from error
     fixed = (*FIXED_KEYS, "optimizer.state_dtype") if merged.optimizer.name == "lion" else FIXED_KEYS
     pairs = {key: (OmegaConf.select(saved, key), OmegaConf.select(merged, key)) for key in fixed}
     changed = [
-        f"{key}={shown(now)}: a resume keeps {key}={shown(before)} of the run"
+        f"{key}={shown(now)}: expected {shown(before)}, the value of the run"
         for key, (before, now) in pairs.items()
         if now != before
     ]
@@ -106,8 +106,9 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
 def _preset_keys(overrides: list[str]) -> list[str]:
     """The keys that the presets among the overrides set."""
     pairs = (override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
-    presets = [conf_directory() / group / f"{name}.yaml" for group, name in pairs]
-    return [key for preset in presets if preset.is_file() for key in flat_config(OmegaConf.load(preset))]
+    groups = {path.name: path for path in conf_directory().iterdir() if path.is_dir()}
+    presets = [OmegaConf.load(groups[key] / f"{value}.yaml") for key, value in pairs if key in groups]
+    return [key for preset in presets for key in flat_config(preset)]
 
 
 def flat_config(config: Any) -> dict[str, str]:

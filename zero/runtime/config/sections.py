@@ -267,10 +267,7 @@ class Grid:
 class Plan:
     topology: str = MISSING
     micro_batch: int = at_least(1)
-    search: str = checked(
-        lambda value: value in ("none", "fastest", "largest"),
-        "none, fastest or largest; what was true is fastest, or largest without a model.size",
-    )
+    search: str = one_of("none", "fastest", "largest")
     grid: Grid = field(default_factory=Grid)
     dollars_per_hour: float | None = positive()
     mfu: float = fraction()

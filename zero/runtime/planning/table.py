@@ -128,7 +128,7 @@ def _cost_columns(mfu: float) -> dict[str, Callable[[Row], str]]:
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "stage": lambda row: str(row["stage"]),
-    "rows x steps": lambda row: f"{row['micro_batch']} x {row['accumulation']}",
+    "sequences x micro-batches": lambda row: f"{row['micro_batch']} x {row['accumulation']}",
     "context": lambda row: str(row["context"]),
     "remat": lambda row: row["remat"] + (", fused" if row["fused_update"] else ""),
     "parameters": _number("parameters", "{:.3f}B", 1e9),
