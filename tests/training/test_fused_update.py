@@ -29,7 +29,7 @@ from tests.training.small_gpt import (
     shapes_of,
 )
 from zero.models.gpt import BLOCKS
-from zero.training.fused import Guard, backward_and_update
+from zero.training.fused_update import Guard, backward_and_update
 from zero.training.nested import group_size
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
