@@ -27,7 +27,7 @@ from zero.partition.optimizer import global_norm, on_shards
 from zero.partition.stages import fully_shard, gather, scatter_sum, shard
 from zero.training.ema import update_ema
 from zero.training.fused_update import Guard, backward_and_update, unless
-from zero.training.nested import group_size, nested_layers
+from zero.training.nested_remat import group_size, nested_layers
 from zero.training.optimizer import decayed, scaled
 from zero.training.spikes import add_to_running, is_spike
 

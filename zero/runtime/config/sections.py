@@ -31,7 +31,7 @@ from zero.runtime.config.constraints import (
     random_seed,
     zero_or_more,
 )
-from zero.training.nested import group_size
+from zero.training.nested_remat import group_size
 from zero.training.optimizer import ELEMENTWISE, NAMES, QUANTISABLE, hyperparameters
 from zero.training.schedules import SCHEDULES
 
