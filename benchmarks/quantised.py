@@ -38,7 +38,7 @@ from zero.models.config import GPTConfig
 from zero.partition.collectives import Axis
 from zero.partition.quantised import quantised_adamw, rounded_updates
 from zero.runtime.config.files import load_sizes
-from zero.runtime.corpus.on_demand import prepare_if_missing
+from zero.runtime.corpus.prepare_if_missing import prepare_if_missing
 from zero.runtime.data.loader import Loader
 from zero.runtime.tokenizers import load_tokenizer
 from zero.training import optimizer

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from zero.runtime.corpus.on_demand import DIRECTORY, INDEX_DIRECTORY
 from zero.runtime.corpus.prepare import prepare
+from zero.runtime.corpus.prepare_if_missing import DIRECTORY, INDEX_DIRECTORY
 from zero.runtime.corpus.verify import verify
 from zero.runtime.errors import exit_on_error
 from zero.runtime.tokenizers import load_tokenizer

@@ -25,7 +25,7 @@ from zero.runtime.build import make_job
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.resolve import index_files
 from zero.runtime.config.sections import Config
-from zero.runtime.corpus.on_demand import prepare_if_missing
+from zero.runtime.corpus.prepare_if_missing import prepare_if_missing
 from zero.runtime.data.cache import ShardCache
 from zero.runtime.data.loader import Loader
 from zero.runtime.errors import UserError

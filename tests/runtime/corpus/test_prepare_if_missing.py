@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zero.runtime.corpus.on_demand import prepare_if_missing
+from zero.runtime.corpus.prepare_if_missing import prepare_if_missing
 from zero.runtime.data.index_files import read_index
 from zero.runtime.errors import UserError
 from zero.runtime.tokenizers import ByteTokenizer
