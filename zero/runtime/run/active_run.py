@@ -31,8 +31,8 @@ from zero.runtime.inference.harness_tasks import run_tasks
 from zero.runtime.inference.scoring import Scorer
 from zero.runtime.inference.trained import TrainedModel
 from zero.runtime.run.profiling import Profiler
-from zero.runtime.run.restore import TrainingPosition
 from zero.runtime.run.step_metrics import StepMetrics, peak_memory
+from zero.runtime.run.training_position import TrainingPosition
 from zero.runtime.run_directory import mirror
 from zero.runtime.tokenizers import Tokenizer
 from zero.runtime.tracking.tracker import Tracker

@@ -1,11 +1,10 @@
-"""Restores a checkpoint: the state, and where the data and the counters were."""
+"""Restores a checkpoint: the state and the training position."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
-from typing import Any
 
 import jax
 
@@ -15,22 +14,11 @@ from zero.partition.state import checksums, from_global
 from zero.runtime.checkpoints.damage import DamagedCheckpoint
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
+from zero.runtime.run.training_position import TrainingPosition
 from zero.training.optimizer import convert_state
 from zero.training.step import TrainState
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class TrainingPosition:
-    """Where the data and the counters are between two steps; a checkpoint holds it together with the state."""
-
-    global_rows: int  # of a batch over all hosts; fixed by the first checkpoint
-    step: int = 0
-    cursor: dict[str, int] | None = None
-    skipped_rows: int = 0
-    samples_checksum: int = 0
-    unevaluated: dict[str, Any] | None = None  # metrics of this step where a signal came before its evaluation
 
 
 def restore(

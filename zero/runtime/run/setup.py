@@ -33,8 +33,9 @@ from zero.runtime.hosts import agreement, signals, startup
 from zero.runtime.planning.topology import peak_flops
 from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.profiling import Profiler
-from zero.runtime.run.restore import TrainingPosition, restore
+from zero.runtime.run.restore import restore
 from zero.runtime.run.step_metrics import StepMetrics
+from zero.runtime.run.training_position import TrainingPosition
 from zero.runtime.tokenizers import Tokenizer, load_tokenizer
 from zero.runtime.tracking.metrics import METRICS_FILE, read_metrics
 from zero.runtime.tracking.tracker import Tracker
