@@ -64,8 +64,9 @@ def test_a_state_saved_the_wrong_way_is_refused(name: str, folder: Path) -> None
     plain, sharded = program(name, False, folder), program(name, True, folder)
     new = sharded.create_state()
     state = sharded.to_devices(new)
-    first = [lambda x: x[0], lambda x: np.asarray(x[0]), lambda x: x.addressable_shards[0].data[0]]
-    for take in [jax_utils.unreplicate, *(functools.partial(jax.tree.map, one) for one in first)]:
+    first: list[Any] = [lambda x: x[0], lambda x: np.asarray(x[0]), lambda x: x.addressable_shards[0].data[0]]
+    taken: list[Any] = [jax_utils.unreplicate, *(functools.partial(jax.tree.map, one) for one in first)]
+    for take in taken:
         with pytest.raises(ValueError, match=r"one device's slice .* zero\.whole_state"):
             take(state.opt_state)
     with pytest.raises(ValueError, match=r"one device's slice|sharded already"):

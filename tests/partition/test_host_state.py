@@ -127,8 +127,8 @@ def test_state_of_every_transform_leaves_and_enters_bit_for_bit() -> None:
         for found, right in pairs:
             assert found.dtype == right.dtype, name
             is_key = jnp.issubdtype(found.dtype, jax.dtypes.prng_key)
-            bits = [jax.random.key_data(x) if is_key else x for x in (found, right)]
-            np.testing.assert_array_equal(*bits, err_msg=name)
+            got, bits = (np.asarray(jax.random.key_data(x) if is_key else x) for x in (found, right))
+            np.testing.assert_array_equal(got, bits, err_msg=name)
 
 
 class Device(NamedTuple):

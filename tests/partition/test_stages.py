@@ -335,7 +335,7 @@ def test_shapes_are_checked() -> None:
 def test_shapes_of_what_is_handed_in_are_checked() -> None:
     layout = zero.make_layout({"w": np.ones((13, 6), np.float32)}, 8)
     slices, whole = {"w": np.ones((8, 2, 6), np.float32)}, {"w": np.ones((8, 13, 6), np.float32)}
-    lifted = zero.fully_shard(lambda params: jnp.sum(params["w"]), layout, "batch")
+    lifted: Any = zero.fully_shard(lambda params: jnp.sum(params["w"]), layout, "batch")
     with pytest.raises(ValueError, match=r"leaf w: expected the whole array, \(13, 6\), got \(2, 6\)"):
         jax.pmap(lambda s: lifted(s, gathered=s), "batch").lower(slices)
     with pytest.raises(ValueError, match=r"leaf w: expected a shard of \(2, 6\), got \(13, 6\)"):
