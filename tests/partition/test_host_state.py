@@ -65,19 +65,18 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(
-    "axis",
-    [
-        "batch",
-        zero.Axis("batch", (2, 4)),
-        zero.Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7)),
-    ],
-    ids=["flat", "hybrid", "phases"],
-)
-def test_state_leaves_and_enters_as_the_unsharded_program_has_it(name: str, axis: zero.Axis | str) -> None:
+GROUPS: dict[str, zero.Axis | str] = {
+    "flat": "batch",
+    "hybrid": zero.Axis("batch", (2, 4)),
+    "phases": zero.Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7)),
+}
+CASES = [(name, "flat") for name in OPTIMIZERS] + [(n, g) for n in ("adamw", "factored") for g in ("hybrid", "phases")]
+
+
+@pytest.mark.parametrize(("name", "groups"), CASES)
+def test_state_leaves_and_enters_as_the_unsharded_program_has_it(name: str, groups: str) -> None:
     plain, right = OPTIMIZERS[name]
-    tx, params = zero.shard_optimizer(right, axis), make_params()
+    tx, params = zero.shard_optimizer(right, GROUPS[groups]), make_params()
     sharded_params = replicate(params, 8)
     state = jax.pmap(tx.init, axis_name="batch")(sharded_params)
     step = stepper(tx)
