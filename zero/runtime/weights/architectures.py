@@ -15,7 +15,7 @@ from zero.runtime.weights.tensors import Architecture
 
 def _layers(names: Mapping[str, str], prefix: str) -> dict[str, str]:
     """Modules of a layer, by name within it."""
-    return {f"{BLOCKS}/{ours}": f"{prefix}.{{}}.{theirs}" for ours, theirs in names.items()}
+    return {f"{BLOCKS}/{name}": f"{prefix}.{{}}.{hf_name}" for name, hf_name in names.items()}
 
 
 GPT2 = Architecture(
