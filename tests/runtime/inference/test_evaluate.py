@@ -156,7 +156,7 @@ def test_prompts_come_from_a_file(forks: cli.Forks) -> None:
         (("mode=sample",), "runs has no run with a checkpoint"),
         (("mode=evaluate", f"model.model_path={RUN}", "data.resume_step=7"), "resume_step=7: .* holds steps 6, 12"),
         (("mode=evaluate", f"model.model_path={RUN}", "evaluate.stride=32"), "evaluate.stride=32: expected 1 to 31"),
-        (("mode=evaluate", f"model.model_path={RUN}", "model.size=124m"), "keeps model.size=test"),
+        (("mode=evaluate", f"model.model_path={RUN}", "model.size=124m"), "model.size=124m: expected test"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(forks: cli.Forks, arguments: tuple[str, ...], message: str) -> None:
