@@ -72,6 +72,22 @@ def test_before_there_is_anything_to_save_it_ends_with_one_line(workplace: Path,
     assert "Traceback" not in done.stderr
 
 
+def test_interruption_that_a_library_turned_into_its_own_error_is_still_one() -> None:
+    program = """
+import os, signal
+from zero.runtime.main import errors_in_lines, interrupt
+
+signal.signal(signal.SIGTERM, interrupt)
+with errors_in_lines():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:  # as omegaconf does
+        None.flags
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "error: interrupted\n")
+
+
 def test_a_compilation_is_not_waited_for(forks: cli.Forks, undisturbed: Path) -> None:
     run = forks.workplace / "compiling"
     process = forks.start(*cli.TINY, "hydra.run.dir=compiling", "zero.remat=dots")  # a program of its own

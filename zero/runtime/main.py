@@ -131,14 +131,14 @@ def errors_in_lines() -> Iterator[None]:
     """Ends the program with a line for each mistake, without a traceback, and with the status of the error."""
     try:
         yield
-    except UserError as error:
-        end(str(error), error.status)
-    except OSError as error:  # the run directory cannot be made or written
-        if error.errno not in WRONG_PATH | FULL_DISK:
-            raise
-        end(str(error), file_error(str(error), error).status)
-    except KeyboardInterrupt as error:  # there is nothing to save yet, or a model is only used
-        say_interrupted(error.args[0])
+    except BaseException as error:
+        if unanswered:  # nothing to save yet, or a model is only used; a library may have raised its own error from this
+            say_interrupted(unanswered[0][0])
+        if isinstance(error, UserError):
+            end(str(error), error.status)
+        if isinstance(error, OSError) and error.errno in WRONG_PATH | FULL_DISK:  # of the run directory
+            end(str(error), file_error(str(error), error).status)
+        raise
 
 
 def end(message: str, status: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import signal
 import socket
 import threading
 import time
@@ -17,7 +16,7 @@ import jax
 from zero.partition.host_state import coordination_client
 from zero.runtime.errors import UserError, first_line
 from zero.runtime.hosts.agreement import wait_for_all
-from zero.runtime.hosts.signals import exit_immediately
+from zero.runtime.hosts.signals import exit_immediately, unanswered
 
 log = logging.getLogger(__name__)
 
@@ -112,8 +111,8 @@ def ending_together() -> Iterator[None]:
                 # A lost connection: the watchdog ends this process and names the host that caused it.
                 _watchdog.join(SILENCE_SECONDS + 3 * HEARTBEAT_SECONDS)
             status = error.status if isinstance(error, UserError) else 1
-            if isinstance(error, KeyboardInterrupt):  # there was nothing to save yet
-                _leave(f"{_STOPPED} {int(error.args[0] if error.args else signal.SIGINT)}")
+            if unanswered:  # a signal, when there was nothing to save yet
+                _leave(f"{_STOPPED} {int(unanswered[0][0])}")
             else:
                 _leave(f"error {status}: {first_line(error)}")
             atexit.register(exit_immediately, status)  # runs before jax's exit handler, and after the error was printed
