@@ -132,7 +132,7 @@ def errors_in_lines() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if unanswered:  # nothing to save yet, or a model is only used; a library may have raised its own error from this
+        if unanswered:  # nothing to save yet, or a model in use; a library may have made its own error of it
             say_interrupted(unanswered[0][0])
         if isinstance(error, UserError):
             end(str(error), error.status)
