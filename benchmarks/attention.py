@@ -68,7 +68,7 @@ def measure(rows: int, context: int, blocks: list[int], rounds: int) -> Iterator
 def plan(topology: str, size: str, context: int) -> Iterator[str]:
     """Peak memory of a training step, dense and blockwise; both would take minutes on a TPU to find out."""
     from zero.models.config import GPTConfig
-    from zero.partition.collectives import Axis
+    from zero.partition.collectives.axis import Axis
     from zero.runtime.build import Job
     from zero.runtime.config.files import load_sizes
     from zero.runtime.planning.compile import step_arguments

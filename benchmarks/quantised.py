@@ -35,7 +35,7 @@ import numpy as np
 import optax
 
 from zero.models.config import GPTConfig
-from zero.partition.collectives import Axis
+from zero.partition.collectives.axis import Axis
 from zero.partition.quantised import quantised_adamw, rounded_updates
 from zero.runtime.config.files import load_sizes
 from zero.runtime.corpus.prepare_if_missing import prepare_if_missing

@@ -26,7 +26,7 @@ import transformers
 
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
-from zero.partition.collectives import Axis
+from zero.partition.collectives.axis import Axis
 from zero.runtime.inference.generate import generate
 from zero.runtime.weights.warm_start import warm_start
 from zero.training.inference import Sampling

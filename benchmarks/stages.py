@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks.collectives import DEVICES
 from zero.cpu import use_cpu_devices
-from zero.partition.collectives import Axis
+from zero.partition.collectives.axis import Axis
 from zero.partition.memory import memory
 from zero.runtime.config.files import load_sizes
 from zero.runtime.planning.hlo import collective_bytes

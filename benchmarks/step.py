@@ -42,7 +42,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
-from zero.partition.collectives import Axis
+from zero.partition.collectives.axis import Axis
 from zero.partition.layout import LeafLayout
 from zero.partition.state import pmap_devices
 from zero.runtime.hosts.startup import start

@@ -29,7 +29,8 @@ Nothing here reads a configuration or a file; `print(layout)` and `print(zero.me
 """
 
 from zero.cpu import use_cpu_devices
-from zero.partition.collectives import Axis
+from zero.partition.collectives.axis import Axis
+from zero.partition.collectives.ordering import in_order
 from zero.partition.host_state import (
     ShardedOptimizer,
     ShardedState,
@@ -50,7 +51,6 @@ from zero.partition.optimizer import (
     on_shards,
     shard_optimizer,
 )
-from zero.partition.ordering import in_order
 from zero.partition.quantised import quantised_adamw, quantised_lion, round_stochastically
 from zero.partition.rewrite.functions import across_shards
 from zero.partition.rewrite.runner import NotElementwiseError

@@ -17,6 +17,7 @@ import zero
 from zero.models import attention
 from zero.models.attention import blockwise_attention, blockwise_from, dense_attention
 from zero.models.config import GPTConfig
+from zero.models.cut import WHOLE
 from zero.models.gpt import GPT
 from zero.models.scores import Form
 from zero.runtime.inference.generate import generate
@@ -67,6 +68,7 @@ EVERYTHING = Form(window=11, divisor=3.0, cap=2.0, has_extra_logit=True, dropout
         cap=st.sampled_from([None, 1.5]),
         has_extra_logit=st.booleans(),
         dropout_rate=st.sampled_from([0.0, 0.3]),
+        cut=st.just(WHOLE),
     ),
 )
 def test_outputs_and_gradients_are_those_of_dense_attention(

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.topologies import get_topology_desc
 
 import zero
-from zero.partition.collectives import gather_array, scatter_sum_array, slice_array
+from zero.partition.collectives.arrays import gather_array, scatter_sum_array, slice_array
 
 AXES = {
     "one": zero.Axis("batch", (1, 1)),

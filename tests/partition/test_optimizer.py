@@ -22,7 +22,7 @@ from tests.partition.exact_training import (
     train,
     train_unsharded,
 )
-from zero.partition.collectives import fill_padding
+from zero.partition.collectives.arrays import fill_padding
 
 
 @pytest.mark.parametrize("axis", AXES.values(), ids=AXES)

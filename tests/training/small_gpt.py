@@ -117,10 +117,11 @@ def tokens(step: int, context: int = 12) -> np.ndarray:
 
 
 def batch(setup: Setup, step: int, context: int = 12) -> Batch:
-    devices = len(setup.devices)
-    rows = tokens(step, context).reshape(devices, -1, context)
-    first: Any = (np.arange(devices) * rows.shape[1]).astype(np.int32)
-    return Batch(rows, first)
+    tensor = setup.model.axis.tensor  # neighbours that have the same rows
+    groups = len(setup.devices) // tensor
+    rows = tokens(step, context).reshape(groups, -1, context)
+    first: Any = (np.arange(groups) * rows.shape[1]).astype(np.int32)
+    return Batch(rows.repeat(tensor, axis=0), first.repeat(tensor))
 
 
 class Run(NamedTuple):
@@ -132,7 +133,7 @@ class Run(NamedTuple):
 def advance(setup: Setup, state: TrainState, steps: range) -> tuple[TrainState, list[dict[str, float]]]:
     metrics = []
     for step in steps:
-        state, now = setup.programs.step(state, batch(setup, step))
+        state, now = setup.programs.step(state, batch(setup, step, setup.model.config.block_size))
         metrics.append({name: x.item() for name, x in now.items()})  # one step in flight at most
     return state, metrics
 

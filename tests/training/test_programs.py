@@ -10,7 +10,7 @@ import pytest
 
 import zero
 from zero.models.config import GPTConfig
-from zero.partition.collectives import Axis
+from zero.partition.collectives.axis import Axis
 from zero.training import programs
 from zero.training.optimizer import adamw
 from zero.training.step import ShardedGPT

@@ -82,7 +82,7 @@ def dense_attention(
         probabilities_BHTS = weights_BHTS / (weights_BHTS.sum(-1, keepdims=True) + jnp.exp(-most_BHT1))
     else:
         probabilities_BHTS = jax.nn.softmax(scores_BHTS)
-    probabilities_BHTS = dropout(probabilities_BHTS, form.dropout_rate, keys_B).astype(q_BTHK.dtype)
+    probabilities_BHTS = dropout(probabilities_BHTS, form.dropout_rate, keys_B, form.cut.of_heads).astype(q_BTHK.dtype)
     attended_BGXK = jnp.einsum("BGXS,BSGK->BGXK", probabilities_BHTS.reshape(scores_BGXS.shape), v_BSGK)
     return attended_BGXK.reshape(q_BTHK.swapaxes(1, 2).shape).swapaxes(1, 2)
 
@@ -206,12 +206,13 @@ def _dropped(blocks: _Blocks, x_BHQR: jax.Array, key_data_B2: jax.Array | None, 
     """
     if key_data_B2 is None:
         return x_BHQR
-    heads = x_BHQR.shape[1]
+    heads = x_BHQR.shape[1] * blocks.form.cut.size
     row_HT = np.arange(heads * blocks.queries, dtype=np.uint64).reshape(heads, -1) * np.uint64(blocks.keys)
     row_HT = np.pad(row_HT, ((0, 0), (0, -blocks.queries % blocks.block)))
     row_NHQ1 = row_HT.reshape(heads, -1, blocks.block).swapaxes(0, 1)[..., None]
     high_HQ1, row_low_HQ1 = (
-        jnp.asarray(word.astype(np.uint32))[pair_2[0]] for word in (row_NHQ1 >> np.uint64(32), row_NHQ1)
+        blocks.form.cut.part(jnp.asarray(word.astype(np.uint32))[pair_2[0]], 0)
+        for word in (row_NHQ1 >> np.uint64(32), row_NHQ1)
     )
     s_11R = (pair_2[1] * blocks.block + jnp.arange(blocks.block)).astype(jnp.uint32)[None, None]
     low_HQR = row_low_HQ1 + s_11R

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from zero.models.attention import blockwise_attention, dense_attention
 from zero.models.config import GPTConfig
+from zero.models.cut import WHOLE, Cut
 from zero.models.parts import ACTIVATIONS, dropout, make_norm, rotary_frequencies, rotate
 from zero.models.scores import T5_BUCKETS, Form
 
@@ -30,9 +31,9 @@ class Cache(NamedTuple):
     v_LBSGK: jax.Array
 
 
-def init_cache(config: GPTConfig, rows: int, positions: int, dtype: DTypeLike) -> Cache:
-    """An empty cache for `rows` rows of up to `positions` positions."""
-    k = jnp.zeros((config.N, rows, positions, config.key_heads, config.head_width), dtype)
+def init_cache(config: GPTConfig, rows: int, positions: int, dtype: DTypeLike, cut: Cut = WHOLE) -> Cache:
+    """An empty cache for `rows` rows of up to `positions` positions, of this device's heads."""
+    k = jnp.zeros((config.N, rows, positions, config.key_heads // cut.size, config.head_width), dtype)
     return Cache(k, k)
 
 
@@ -45,12 +46,14 @@ class Block(nn.Module):
       blockwise_from: the number of query positions from which attention is blockwise; None for never.
       window: how many positions a query sees, itself included; 0 for all. None: by the number of the layer when it
         runs, for callers that scan single layers.
+      cut: which heads and which part of the MLP's width this device computes, and which positions of the stream it has.
     """
 
     config: GPTConfig
     dtype: DTypeLike
     blockwise_from: int | None = None
     window: int | None = None
+    cut: Cut = WHOLE
 
     @nn.compact
     def __call__(
@@ -66,12 +69,13 @@ class Block(nn.Module):
             keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, layer)
         site_keys = [None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, i) for i in range(3)]
 
-        attended_BTD, cache = self._attention(self._norm("norm_attention", x_BTD), cache, layer, position, site_keys[0])
+        h_BTD = self.cut.gather_positions(self._norm("norm_attention", x_BTD))
+        attended_BTD, cache = self._attention(h_BTD, cache, layer, position, site_keys[0])
         attended_BTD = self._norm("norm_attention", attended_BTD, is_after=True)
-        sum_BTD = x_BTD + dropout(attended_BTD, config.dropout, site_keys[1])
-        h_BTD = self._mlp(self._norm("norm_mlp", x_BTD if config.parallel_residual else sum_BTD))
-        h_BTD = self._norm("norm_mlp", h_BTD, is_after=True)
-        return (sum_BTD + dropout(h_BTD, config.dropout, site_keys[2]), cache), None
+        sum_BTD = x_BTD + dropout(attended_BTD, config.dropout, site_keys[1], self.cut.of_positions)
+        h_BTD = self._norm("norm_mlp", x_BTD if config.parallel_residual else sum_BTD)
+        h_BTD = self._norm("norm_mlp", self._mlp(self.cut.gather_positions(h_BTD)), is_after=True)
+        return (sum_BTD + dropout(h_BTD, config.dropout, site_keys[2], self.cut.of_positions), cache), None
 
     def _norm(self, name: str, x: jax.Array, *, is_after: bool = False) -> jax.Array:
         """The norm of this name at this side of a part, where there is one; the outer one of two has `_after`."""
@@ -80,8 +84,18 @@ class Block(nn.Module):
         normed: jax.Array = make_norm(self.config, self.dtype, name + "_after" * is_after)(x)
         return normed
 
-    def _dense(self, features: int, name: str, use_bias: bool, stddev: float = 0.02) -> nn.Dense:
-        return nn.Dense(features, use_bias, dtype=self.dtype, kernel_init=nn.initializers.normal(stddev), name=name)
+    def _dense(self, features: int, name: str, use_bias: bool, stddev: float = 0.02, product: Any = None) -> nn.Dense:
+        init = nn.initializers.normal(stddev)
+        return nn.Dense(features, use_bias, dtype=self.dtype, kernel_init=init, dot_general=product, name=name)
+
+    def _residual_dense(self, name: str, use_bias: bool) -> nn.Dense:
+        """A product whose input is cut: the parts are summed before the bias is added."""
+
+        def summed_product(*arguments: Any, **options: Any) -> jax.Array:
+            product_BTD: jax.Array = self.cut.sum_positions(lax.dot_general(*arguments, **options))
+            return product_BTD
+
+        return self._dense(self.config.embedding_dim, name, use_bias, self._residual_stddev, summed_product)
 
     @property
     def _residual_stddev(self) -> float:
@@ -99,8 +113,9 @@ class Block(nn.Module):
         config = self.config
 
         def heads(name: str, count: int) -> jax.Array:
-            x_BTD = self._dense(count * config.head_width, name, config.qkv_bias)(h_BTD)
-            return x_BTD.reshape(*x_BTD.shape[:2], count, config.head_width)
+            own = count // self.cut.size
+            x_BTD = self._dense(own * config.head_width, name, config.qkv_bias)(h_BTD)
+            return x_BTD.reshape(*x_BTD.shape[:2], own, config.head_width)
 
         q_BTHK, k_BSGK = heads("query", config.num_head), heads("key", config.key_heads)
         v_BSGK = heads("value", config.key_heads)
@@ -113,6 +128,7 @@ class Block(nn.Module):
         bias_CH = None
         if config.position_kind == "t5":
             bias_CH = self.param("relative_bias", nn.initializers.normal(0.02), (T5_BUCKETS, config.num_head))
+            bias_CH = self.cut.part(bias_CH, 1)
         if cache is not None:
             # The whole cache is carried from layer to layer, so that only the new positions are written.
             start = (layer, 0, position, 0, 0)
@@ -121,7 +137,7 @@ class Block(nn.Module):
             )
             k_BSGK, v_BSGK = (lax.dynamic_index_in_dim(c, layer, keepdims=False) for c in cache)
         attended_BTHK = self._by_window(layer, q_BTHK, k_BSGK, v_BSGK, position, bias_CH, keys_B)
-        out = self._dense(config.embedding_dim, "attention_out", config.out_bias, self._residual_stddev)
+        out = self._residual_dense("attention_out", config.out_bias)
         return out(attended_BTHK.reshape(*h_BTD.shape[:2], -1)), cache
 
     def _by_window(self, layer: jax.Array, *arguments: Any) -> jax.Array:
@@ -156,6 +172,7 @@ class Block(nn.Module):
             cap=config.attention_cap,
             has_extra_logit=config.extra_logit,
             dropout_rate=config.dropout,
+            cut=self.cut,
         )
         # Blocks outside a window are skipped, so that a window makes blocks worth while earlier.
         earliest = [self.blockwise_from or queries + 1, *([max(2, 2 * window)] if window else [])]
@@ -165,10 +182,11 @@ class Block(nn.Module):
 
     def _mlp(self, h_BTD: jax.Array) -> jax.Array:
         config = self.config
-        h_BTF = self._dense(config.mlp_width, "mlp_in", config.mlp_bias)(h_BTD)
+        own_width = config.mlp_width // self.cut.size
+        h_BTF = self._dense(own_width, "mlp_in", config.mlp_bias)(h_BTD)
         if config.gated:
-            gate_BTF = self._dense(config.mlp_width, "mlp_gate", config.mlp_bias)(h_BTD)
+            gate_BTF = self._dense(own_width, "mlp_gate", config.mlp_bias)(h_BTD)
             h_BTF = ACTIVATIONS[config.activation](gate_BTF) * h_BTF
         else:
             h_BTF = ACTIVATIONS[config.activation](h_BTF)
-        return self._dense(config.embedding_dim, "mlp_out", config.mlp_bias, self._residual_stddev)(h_BTF)
+        return self._residual_dense("mlp_out", config.mlp_bias)(h_BTF)

@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from zero.models.block import Block, Cache
 from zero.models.config import BLOCKS, HEAD, VOCABULARY, GPTConfig
+from zero.models.cut import WHOLE, Cut
 from zero.models.parts import Lift, make_norm
 
 # What of a layer is kept for the backward pass besides its input, by name; the rest is computed again. With "none"
@@ -40,6 +41,7 @@ class VocabularyChunk(nn.Module):
 
     config: GPTConfig
     dtype: DTypeLike
+    cut: Cut = WHOLE
 
     @nn.compact
     def __call__(
@@ -50,13 +52,17 @@ class VocabularyChunk(nn.Module):
         Embedding adds the rows of those tokens that lie in this chunk to the carry. Scoring returns float32 logits
         `(B, T, C)`, minus infinity past the vocabulary; against tokens only the chunk's part of a cross-entropy:
         the log-sum-exp of its logits, the token's own logit where it is here, and the largest, each `(B, T)`.
+        Of a chunk that is cut over devices this one has a part of the rows.
         """
-        rows = self.config.chunk_rows
+        rows = self.cut.part_size(self.config.chunk_rows)
+        first_own = self.cut.first(rows)
+        own_C = first_own + jnp.arange(rows)  # numbers in the chunk; those of padding are past its end
         stddev = 1.0 if self.config.scale_output else 0.02
         table_CD = self.param("table", nn.initializers.normal(stddev), (rows, self.config.embedding_dim))
         if x_BTD is None:
-            row_BT = tokens_BT - first
-            inside_BT1 = ((row_BT >= 0) & (row_BT < rows))[..., None]
+            row_BT = tokens_BT - first - first_own
+            end = jnp.minimum(rows, self.config.chunk_rows - first_own)
+            inside_BT1 = ((row_BT >= 0) & (row_BT < end))[..., None]
             # In float32, because the gradient of a row is a sum over every place that the token has in the batch.
             found_BTD = jnp.take(table_CD.astype(jnp.float32), row_BT, axis=0, mode="clip")
             return embedded_BTD + jnp.where(inside_BT1, found_BTD, 0), None
@@ -67,11 +73,11 @@ class VocabularyChunk(nn.Module):
             logits_BTC = logits_BTC / math.sqrt(self.config.embedding_dim)
         if self.config.logit_cap is not None:
             logits_BTC = self.config.logit_cap * jnp.tanh(logits_BTC / self.config.logit_cap)
-        is_token_C = first + jnp.arange(rows) < self.config.vocab_size
+        is_token_C = (own_C < self.config.chunk_rows) & (first + own_C < self.config.vocab_size)
         logits_BTC = jnp.where(is_token_C[None, None], logits_BTC, -jnp.inf)
         if tokens_BT is None:
             return embedded_BTD, logits_BTC
-        is_target_BTC = jnp.arange(rows)[None, None] == (tokens_BT - first)[..., None]
+        is_target_BTC = is_token_C[None, None] & (own_C[None, None] == (tokens_BT - first)[..., None])
         target_BT = jnp.sum(jnp.where(is_target_BTC, logits_BTC, 0), axis=-1)
         most_BT = lax.stop_gradient(jnp.max(logits_BTC, axis=-1))
         return embedded_BTD, (jax.nn.logsumexp(logits_BTC, axis=-1), target_BT, most_BT)
@@ -100,6 +106,7 @@ class GPT(nn.Module):
       remat: what of a block is computed once more in the backward pass: "full" or "nested" for all of it, "dots"
         for all but matrix products with parameters, "none" for nothing, with the layers unrolled.
       blockwise_from: the number of query positions from which attention is blockwise; None for never.
+      cut: the group of devices that computes the same rows, and this device's part. Parameters are made whole.
     """
 
     config: GPTConfig
@@ -107,9 +114,11 @@ class GPT(nn.Module):
     lift: Lift = lambda module_class, name: module_class
     remat: str = "full"
     blockwise_from: int | None = None
+    cut: Cut = WHOLE
 
     def setup(self) -> None:
         config = self.config
+        self._cut = WHOLE if self.is_initializing() else self.cut
         self.vocabulary = self._chunks(VOCABULARY)
         self.head = self.vocabulary if config.tied else self._chunks(HEAD)
         if config.has_learned_positions:
@@ -132,7 +141,7 @@ class GPT(nn.Module):
             variable_axes={True: 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
-        )(self.config, self.dtype)
+        )(self.config, self.dtype, self._cut)
 
     def __call__(self, tokens_BT: jax.Array, targets_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
         """Negative log-likelihood of each target in nats, float32 `(B, T)`; one dropout key per row, or none."""
@@ -142,14 +151,17 @@ class GPT(nn.Module):
         self, tokens_BT: jax.Array, targets_BT: jax.Array, keys_B: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """Negative log-likelihood of each target in nats, float32 `(B, T)`, and whether it is the most likely token."""
-        x_BTD, _ = self._layers(self.embed(tokens_BT), None, keys_B, 0)
+        cut = self._cut.for_positions(tokens_BT.shape[1])
+        x_BTD, _ = self._layers(self._embed(tokens_BT, 0, cut), None, keys_B, 0, cut)
         return self.score(x_BTD, targets_BT)
 
     def score(self, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`scores` from what leaves the last block, `(B, T, D)`."""
+        cut = self._cut.for_positions(targets_BT.shape[1])
         # Every chunk adds to the gradient of x, so that sum is kept in float32.
-        x_BTD = self.norm(x_BTD).astype(jnp.float32)
-        _, (lse_CBT, target_CBT, most_CBT) = self.head(None, self._first_rows(), targets_BT, x_BTD)
+        x_BTD = cut.gather_positions(self.norm(x_BTD)).astype(jnp.float32)
+        _, scored = self.head(None, self._first_rows(), targets_BT, x_BTD)
+        lse_CBT, target_CBT, most_CBT = (lax.collapse(cut.stack(x_CBT), 0, 2) for x_CBT in scored)
         target_BT, lse_BT = target_CBT.sum(0), jax.nn.logsumexp(lse_CBT, axis=0)
         losses_BT = lse_BT - target_BT
         if self.config.z_loss:
@@ -168,8 +180,9 @@ class GPT(nn.Module):
         x_BTD, cache = self.hidden(tokens_BT, None, cache, position)
         last_B1D = lax.dynamic_slice_in_dim(x_BTD, last % x_BTD.shape[1], 1, axis=1)
         _, logits_CB1C = self.head(None, self._first_rows(), None, last_B1D)
-        logits_BV = jnp.moveaxis(logits_CB1C[:, :, 0], 0, 1).reshape(len(tokens_BT), -1)
-        return logits_BV[:, : self.config.vocab_size], cache
+        parts_NCBC = self._cut.stack(logits_CB1C[:, :, 0])
+        logits_BCV = lax.collapse(jnp.moveaxis(parts_NCBC, (2, 1, 0), (0, 1, 2)), 2, 4)[..., : self.config.chunk_rows]
+        return lax.collapse(logits_BCV, 1)[:, : self.config.vocab_size], cache
 
     def hidden(
         self,
@@ -179,15 +192,16 @@ class GPT(nn.Module):
         position: jax.Array | int = 0,
     ) -> tuple[jax.Array, Cache | None]:
         """The normalised residual stream after the last block, `(B, T, D)`, and the cache with these positions."""
-        x_BTD = self.embed(tokens_BT, position)
-        x_BTD, cache = self._layers(x_BTD, cache, keys_B, position)
+        cut = self._cut.with_all_positions()
+        x_BTD = self._embed(tokens_BT, position, cut)
+        x_BTD, cache = self._layers(x_BTD, cache, keys_B, position, cut)
         x_BTD = self.norm(x_BTD)
         if self.is_initializing() and not self.config.tied:
             self.head(None, self._first_rows(), None, x_BTD)  # makes its parameters
         return x_BTD, cache
 
     def _layers(
-        self, x_BTD: jax.Array, cache: Cache | None, keys_B: jax.Array | None, position: jax.Array | int
+        self, x_BTD: jax.Array, cache: Cache | None, keys_B: jax.Array | None, position: jax.Array | int, cut: Cut
     ) -> tuple[jax.Array, Cache | None]:
         """All layers: a scan over the periods of the pattern, in which each layer is one of its own."""
         layers = jnp.arange(self.config.N)
@@ -196,7 +210,7 @@ class GPT(nn.Module):
         period = len(self.config.windows)
 
         def layer_of(window: int) -> Callable[..., Any]:
-            block = self.lift(Block, BLOCKS)(self.config, self.dtype, self.blockwise_from, window, parent=None)
+            block = self.lift(Block, BLOCKS)(self.config, self.dtype, self.blockwise_from, window, cut, parent=None)
 
             def layer(variables: Any, carry: Any, index: jax.Array) -> Any:
                 return block.apply(variables, carry, index, keys_B, position)[0]
@@ -217,14 +231,18 @@ class GPT(nn.Module):
         unroll = self.config.N // period if self.remat == "none" else 1
         return lax.scan(one_period, (x_BTD, cache), xs, unroll=unroll)[0]
 
-    def embed(self, tokens_BT: jax.Array, position: jax.Array | int = 0) -> jax.Array:
-        """What enters the first block, `(B, T, D)`."""
+    def embed(self, tokens_BT: jax.Array) -> jax.Array:
+        """What enters the first block, `(B, T, D)`, of which a cut leaves this device's positions."""
+        return self._embed(tokens_BT, 0, self._cut.for_positions(tokens_BT.shape[1]))
+
+    def _embed(self, tokens_BT: jax.Array, position: jax.Array | int, cut: Cut) -> jax.Array:
         x_BTD = jnp.zeros((*tokens_BT.shape, self.config.embedding_dim), jnp.float32)
         x_BTD, _ = self.vocabulary(x_BTD, self._first_rows(), tokens_BT, None)
+        x_BTD = cut.sum_positions(x_BTD)
         if self.config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.embedding_dim)
         if self.config.has_learned_positions:
-            x_BTD = self.positions(x_BTD, position)
+            x_BTD = self.positions(x_BTD, position + cut.first_position(x_BTD.shape[1]))
         if self.config.embedding_norm:
             x_BTD = self.embedding_norm(x_BTD)
         return x_BTD.astype(self.dtype)

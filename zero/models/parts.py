@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -17,6 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from zero.models.config import GPTConfig
+from zero.models.cut import WHOLE
 
 Lift = Callable[[type[nn.Module], str], type[nn.Module]]
 
@@ -57,11 +59,23 @@ def make_norm(config: GPTConfig, dtype: DTypeLike, name: str, lift: Lift | None 
     return made(epsilon=config.norm_epsilon, dtype=dtype, name=None if lift else name, **options)
 
 
-def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
-    """Dropout with one key per row, so that a mask depends on its sequence and on nothing else; no keys, no dropout."""
+def dropout(
+    x: jax.Array,
+    rate: float,
+    keys_B: jax.Array | None,
+    of_whole: Callable[..., jax.Array] = WHOLE.of_positions,
+) -> jax.Array:
+    """Dropout with one key per row, so that a mask depends on its sequence and on nothing else; no keys, no dropout.
+
+    Where `x` is a part of its rows, `of_whole` cuts the same part out of the masks of whole rows.
+    """
     if keys_B is None or rate == 0:
         return x
-    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys_B)
+
+    def is_kept(key: jax.Array) -> jax.Array:
+        return of_whole(partial(jax.random.bernoulli, key, 1 - rate), x.shape[1:])
+
+    keep = jax.vmap(is_kept)(keys_B)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
 

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zero.models.cut import WHOLE, Cut
+
 LOWEST = float(np.finfo(np.float32).min)
 # Buckets of distance of T5's relative bias: one for each distance below 16, logarithmic up to 128, one for all beyond.
 T5_BUCKETS, T5_DISTANCE = 32, 128
@@ -27,6 +29,7 @@ class Form(NamedTuple):
       cap: products p become `cap tanh(p / cap)`, before biases; None for none.
       has_extra_logit: whether each softmax has a further logit of 0, whose value is 0.
       dropout_rate: of probabilities.
+      cut: which of the heads these are.
     """
 
     has_alibi: bool = False
@@ -35,6 +38,7 @@ class Form(NamedTuple):
     cap: float | None = None
     has_extra_logit: bool = False
     dropout_rate: float = 0.0
+    cut: Cut = WHOLE
 
 
 PLAIN = Form()
@@ -83,8 +87,9 @@ def biased_and_masked(
     scores_BHTS: jax.Array, t_T1: jax.Array, s_1S: jax.Array, form: Form, bias_CH: jax.Array | None
 ) -> jax.Array:
     if form.has_alibi:
-        slopes_1H11 = alibi_slopes(scores_BHTS.shape[1])[None, :, None, None]
-        scores_BHTS = scores_BHTS + slopes_1H11 * (s_1S - t_T1)[None, None].astype(jnp.float32)
+        slopes_H = form.cut.part(alibi_slopes(scores_BHTS.shape[1] * form.cut.size), 0)
+        distance_11TS = (s_1S - t_T1)[None, None].astype(jnp.float32)
+        scores_BHTS = scores_BHTS + slopes_H[None, :, None, None] * distance_11TS
     if bias_CH is not None:
         scores_BHTS = scores_BHTS + relative_bias(bias_CH, t_T1, s_1S)[None]
     is_seen_TS = s_1S <= t_T1

@@ -14,7 +14,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero.partition.collectives import Axis, AxisLike
+from zero.partition.collectives.axis import Axis, AxisLike
 from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout
 from zero.partition.state import local_shards, mesh_of, pmap_devices
 

@@ -39,7 +39,8 @@ class Split:
 class LeafLayout:
     """The entry of one leaf: its whole logical shape and how it is split. No splits: every device holds it whole.
 
-    A stacked leaf carries one layer per row of its leading dimension (`nn.scan`), which is never split.
+    A stacked leaf carries one layer per row of its leading dimension (`nn.scan`), which is never split. A leaf of
+    several parts is gathered by parts: tensor parallelism computes with one of them on each device of a tensor group.
     """
 
     path: tuple[str, ...]
@@ -47,6 +48,7 @@ class LeafLayout:
     dtype: np.dtype
     splits: tuple[Split, ...]
     stacked: bool = False
+    parts: int = 1
 
     @property
     def name(self) -> str:
@@ -59,6 +61,13 @@ class LeafLayout:
     @property
     def shard_shape(self) -> tuple[int, ...]:
         return self._with_sizes(lambda split: split.shard_size)
+
+    @property
+    def gathered_shape(self) -> tuple[int, ...]:
+        """What a device computes with: the whole array, or one of its parts, the last ones with the padding."""
+        if self.parts == 1:
+            return self.shape
+        return self._with_sizes(lambda split: split.shard_size * split.shards // self.parts)
 
     def _with_sizes(self, size: Callable[[Split], int]) -> tuple[int, ...]:
         shape = list(self.shape)
@@ -94,6 +103,15 @@ class Layout:
         for leaf, x in zip(self.leaves, leaves, strict=True):
             if np.shape(x) != leaf.shape:
                 raise ValueError(f"leaf {leaf.name}: expected the whole array, {leaf.shape}, got {np.shape(x)}")
+        return leaves
+
+    def gathered_of(self, tree: PyTree) -> list[Any]:
+        """The leaves of a tree as they are gathered: whole arrays, or parts; raises as `wholes_of`."""
+        leaves = self.treedef.flatten_up_to(tree)
+        for leaf, x in zip(self.leaves, leaves, strict=True):
+            if np.shape(x) != leaf.gathered_shape:
+                what = "the whole array" if leaf.parts == 1 else f"one of {leaf.parts} parts"
+                raise ValueError(f"leaf {leaf.name}: expected {what}, {leaf.gathered_shape}, got {np.shape(x)}")
         return leaves
 
     def shards_of(self, tree: PyTree) -> list[Any]:
@@ -135,8 +153,13 @@ class Layout:
         return Layout(treedef, tuple(leaves), self.shards)
 
     def whole(self) -> Layout:
-        """The same tree with every leaf on every device: stage 0."""
-        return dataclasses.replace(self, leaves=tuple(dataclasses.replace(leaf, splits=()) for leaf in self.leaves))
+        """The same tree with every leaf on every device, but for those of several parts: stage 0."""
+        leaves = (leaf if leaf.parts > 1 else dataclasses.replace(leaf, splits=()) for leaf in self.leaves)
+        return dataclasses.replace(self, leaves=tuple(leaves))
+
+    def without_parts(self) -> Layout:
+        """The same shards, of leaves that are gathered whole."""
+        return dataclasses.replace(self, leaves=tuple(dataclasses.replace(leaf, parts=1) for leaf in self.leaves))
 
     def bytes_per_device(self) -> int:
         return sum(math.prod(leaf.shard_shape) * leaf.dtype.itemsize for leaf in self.leaves)
@@ -169,7 +192,14 @@ class Layout:
         return "\n".join(lines)
 
 
-def make_layout(tree: PyTree, shards: int, *, stacked: Iterable[str] = ()) -> Layout:
+def make_layout(
+    tree: PyTree,
+    shards: int,
+    *,
+    stacked: Iterable[str] = (),
+    tensor: int = 1,
+    tensor_dim: Callable[[str], int | None] = lambda name: None,
+) -> Layout:
     """Decides, from shapes alone, along which dimension each leaf is split over `shards` devices.
 
     The dimension with the least padding is taken, of those the first, where a shard is one piece of memory
@@ -181,9 +211,12 @@ def make_layout(tree: PyTree, shards: int, *, stacked: Iterable[str] = ()) -> La
       tree: arrays or `jax.ShapeDtypeStruct`s with whole shapes, for instance `jax.eval_shape(model.init, ...)`.
       shards: the number of devices that one copy is spread over.
       stacked: top-level subtrees whose leaves carry a leading layer dimension (`nn.scan`), which is never split.
+      tensor: devices of a tensor group; divides `shards`.
+      tensor_dim: from the name of a leaf ("blocks/query/kernel") to the dimension that tensor parallelism cuts, counted
+        from the last one, or None where it cuts none. That dimension is split, and gathered by `tensor` parts.
 
     Raises:
-      ValueError: `shards` is not positive, or a stacked name fits no leaf.
+      ValueError: `shards` is not positive or does not divide into tensor groups, or a stacked name fits no leaf.
 
     >>> import jax, jax.numpy as jnp
     >>> layout = make_layout({"w": jax.ShapeDtypeStruct((5, 12), jnp.float32), "b": jnp.zeros(3)}, shards=4)
@@ -192,6 +225,8 @@ def make_layout(tree: PyTree, shards: int, *, stacked: Iterable[str] = ()) -> La
     """
     if shards < 1:
         raise ValueError(f"shards must be at least 1, got {shards}")
+    if tensor < 1 or shards % tensor:
+        raise ValueError(f"shards {shards} do not divide into tensor groups of {tensor}")
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = tuple(stacked)
     paths = [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path, _ in flat]
@@ -202,8 +237,13 @@ def make_layout(tree: PyTree, shards: int, *, stacked: Iterable[str] = ()) -> La
     for path, (_, leaf) in zip(paths, flat, strict=True):
         shape, dtype = np.shape(leaf), np.dtype(jax.numpy.result_type(leaf))
         is_stacked = path[:1] in [(name,) for name in names]
-        split = _choose_split(shape, int(is_stacked), shards)
-        leaves.append(LeafLayout(path, shape, dtype, (split,) if split else (), is_stacked))
+        cut = tensor_dim("/".join(path)) if tensor > 1 else None
+        if cut is None:
+            split, parts = _choose_split(shape, int(is_stacked), shards), 1
+        else:
+            dim = range(len(shape))[cut]
+            split, parts = Split(dim, shape[dim], shards), tensor
+        leaves.append(LeafLayout(path, shape, dtype, (split,) if split else (), is_stacked, parts))
     return Layout(treedef, tuple(leaves), shards)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ class MemoryRow(NamedTuple):
       compute_dtype: of whole parameters and of matrix products.
       parameters: master weights held between steps.
       state: optimizer state held between steps.
-      gathered: whole parameters alive during a step; at stage 3 two layers of the largest subtree.
+      gathered: gathered parameters alive during a step; at stage 3 two layers of the largest subtree.
       gradients: alive at the end of the backward pass.
     """
 
@@ -58,6 +58,8 @@ def memory(
     shards: int,
     *,
     stacked: Iterable[str] = (),
+    tensor: int = 1,
+    tensor_dim: Callable[[str], int | None] = lambda name: None,
     compute_dtypes: Sequence[DTypeLike] = (jnp.float32, jnp.bfloat16),
 ) -> Memory:
     """Bytes per device of parameters, optimizer state and gradients at stages 0 to 3, without building anything.
@@ -68,7 +70,7 @@ def memory(
       tree: master weights: arrays or `jax.ShapeDtypeStruct`s with whole shapes.
       tx: the optimizer, not wrapped.
       shards: the number of devices that one copy is spread over.
-      stacked: as for `make_layout`.
+      stacked, tensor, tensor_dim: as for `make_layout`.
       compute_dtypes: one block of four rows each.
 
     >>> import jax
@@ -80,10 +82,10 @@ def memory(
         2  float32     524,288  1,048,580  4,194,304    524,288   6,291,460
         3  float32     524,288  1,048,580  4,194,304    524,288   6,291,460
     """
-    sharded = make_layout(tree, shards, stacked=stacked)
+    sharded = make_layout(tree, shards, stacked=stacked, tensor=tensor, tensor_dim=tensor_dim)
     rows = []
     for dtype in [np.dtype(dtype) for dtype in compute_dtypes]:
-        whole = sum(math.prod(leaf.shape) * _compute_itemsize(leaf, dtype) for leaf in sharded.leaves)
+        whole = sum(math.prod(leaf.gathered_shape) * _compute_itemsize(leaf, dtype) for leaf in sharded.leaves)
         for stage in range(4):
             layout = sharded if stage else sharded.whole()
             is_cast = any(leaf.dtype != dtype for leaf in layout.leaves)
@@ -102,7 +104,7 @@ def _compute_itemsize(leaf: LeafLayout, dtype: np.dtype) -> int:
 def _two_layers(layout: Layout, dtype: np.dtype) -> int:
     sizes: dict[Any, int] = {}
     for leaf in layout.leaves:
-        layer = leaf.shape[1:] if leaf.stacked else leaf.shape
+        layer = leaf.gathered_shape[1:] if leaf.stacked else leaf.gathered_shape
         count = min(2, leaf.shape[0]) if leaf.stacked else 1
         sizes[leaf.path[:1]] = sizes.get(leaf.path[:1], 0) + count * math.prod(layer) * _compute_itemsize(leaf, dtype)
     return max(sizes.values(), default=0)

@@ -13,7 +13,8 @@ import optax.contrib
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.partition.collectives import Axis, AxisLike, as_axis, fill_padding
+from zero.partition.collectives.arrays import fill_padding
+from zero.partition.collectives.axis import Axis, AxisLike, as_axis
 from zero.partition.host_state import ShardedOptimizer, ShardedState, require_sharded
 from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout, match_layout
 from zero.partition.rewrite.functions import across_shards, run_on_shards, with_extra_args

@@ -24,8 +24,8 @@ from jax.experimental.layout import Layout as ArrayLayout
 from jax.experimental.layout import with_layout_constraint
 from jax.typing import DTypeLike
 
-from zero.partition import coalesced, collectives
-from zero.partition.collectives import Axis, AxisLike, as_axis
+from zero.partition.collectives import arrays, coalesced
+from zero.partition.collectives.axis import Axis, AxisLike, as_axis
 from zero.partition.layout import Layout, PyTree
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -47,7 +47,7 @@ def shard(tree: PyTree, layout: Layout, axis: AxisLike) -> PyTree:
     with jax.named_scope("zero_shard"):
         full = layout.wholes_of(tree)
         return layout.treedef.unflatten(
-            [collectives.slice_array(jnp.asarray(x), leaf, axis) for leaf, x in zip(layout.leaves, full, strict=True)]
+            [arrays.slice_array(jnp.asarray(x), leaf, axis) for leaf, x in zip(layout.leaves, full, strict=True)]
         )
 
 
@@ -99,7 +99,7 @@ def scatter_sum(
     """
     axis = checked_axis(layout, axis)
     with jax.named_scope("zero_scatter"):
-        full = [jnp.asarray(x) for x in layout.wholes_of(tree)]
+        full = [jnp.asarray(x) for x in layout.gathered_of(tree)]
         dtypes: Any = {"wire_dtype": wire_dtype, "reduce_dtype": reduce_dtype}
         return layout.treedef.unflatten(coalesced.scatter_sum_arrays(full, layout.leaves, axis, **dtypes))
 
@@ -180,7 +180,7 @@ def fully_shard(
             full = gather(_pinned(shards, dtype), layout, on, dtype)
         else:
             layout.shards_of(shards)
-            full = layout.treedef.unflatten(layout.wholes_of(gathered))
+            full = layout.treedef.unflatten(layout.gathered_of(gathered))
         full = lax.stop_gradient(full)  # else zeros would be reduce-scattered to its shards
         with jax.named_scope("zero_borrow"):
             flow_to = shards if gradients is None else layout.treedef.unflatten(layout.shards_of(gradients))

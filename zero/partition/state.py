@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero.partition.collectives import Axis, AxisLike
+from zero.partition.collectives.axis import Axis, AxisLike
 from zero.partition.layout import Layout, LeafLayout, PyTree
 
 

@@ -9,8 +9,8 @@ import jax
 import optax
 
 from zero.models.attention import blockwise_from
-from zero.models.config import GPTConfig
-from zero.partition.collectives import Axis
+from zero.models.config import BLOCKS, GPTConfig
+from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout
 from zero.partition.state import pmap_devices
 from zero.runtime.config.sections import Config, Zero
@@ -34,7 +34,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
     """The model of a checked configuration on devices, by default all there are."""
     zero = config.zero
     platform = jax.default_backend() if devices is None else devices[0].platform
-    return ShardedGPT(
+    model = ShardedGPT(
         size,
         make_axis(zero, devices),
         zero.stage,
@@ -46,10 +46,17 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         blockwise_from(config.model.attention, platform),
         zero.master_dtype,
     )
+    for leaf in model.layout_by_parts.leaves:
+        if leaf.parts > 1 and leaf.path[0] == BLOCKS and leaf.splits[0].padding:
+            raise UserError(
+                f"zero.tensor_shards={zero.tensor_shards}: {leaf.splits[0].size}, the size of {leaf.name} along which "
+                f"it is cut, does not divide over {leaf.splits[0].shards} devices"
+            )
+    return model
 
 
 def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
-    """The pmap axis of a checked configuration: its copies of the state, and the phases of their collectives.
+    """The pmap axis of a checked configuration: copies of the state, tensor groups, and the phases of collectives.
 
     Raises:
       UserError: the devices do not make groups of equal size.
@@ -57,9 +64,18 @@ def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
     devices = pmap_devices() if devices is None else devices
     if zero.phases == "torus":
         return Axis.from_devices("zero", devices)
-    if len(devices) % zero.replicas:
-        raise UserError(f"zero.replicas={zero.replicas}: expected a divisor of {len(devices)}, the number of devices")
-    return Axis("zero", (zero.replicas, len(devices) // zero.replicas))
+    for key, size in (("replicas", zero.replicas), ("tensor_shards", zero.replicas * zero.tensor_shards)):
+        if len(devices) % size:
+            times = "" if key == "replicas" or zero.replicas == 1 else f" times zero.replicas={zero.replicas}"
+            value = getattr(zero, key)
+            raise UserError(f"zero.{key}={value}{times}: expected a divisor of {len(devices)}, the number of devices")
+    if zero.tensor_shards == 1:
+        return Axis("zero", (zero.replicas, len(devices) // zero.replicas))
+    hosts = [device.process_index for device in devices]
+    if any(len(set(hosts[i : i + zero.tensor_shards])) > 1 for i in range(0, len(hosts), zero.tensor_shards)):
+        raise UserError(f"zero.tensor_shards={zero.tensor_shards}: expected groups of devices of one host")
+    replicas = zero.replicas if zero.stage else len(devices) // zero.tensor_shards  # each part wherever it is computed
+    return Axis.with_tensor_groups("zero", len(devices), zero.tensor_shards, replicas)
 
 
 def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> Job:

@@ -17,7 +17,7 @@ from zero.runtime.data.prefetch import prefetch
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.generate import generate
-from zero.runtime.run.active_run import ActiveRun, split_rows
+from zero.runtime.run.active_run import ActiveRun, split_batch
 from zero.runtime.run.setup import open_run
 from zero.runtime.run_directory import SAMPLES_FILE, mirror
 from zero.runtime.tracking.html_report import REPORT_FILE, write_report
@@ -105,7 +105,7 @@ def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
     training, losses, scored = run.config.training, dict.fromkeys(weights, 0.0), 0
     with closing(prefetch(run.validation.batches())) as batches:
         for batch in islice(batches, training.maximum_evaluation_steps):
-            rows = split_rows(batch.tokens, 0).tokens
+            rows = split_batch(batch.tokens, 0, run.axis.tensor).tokens
             for name, params in weights.items():
                 loss, tokens = jax.device_get(run.programs.evaluate(params, rows))
                 losses[name] += loss.item()

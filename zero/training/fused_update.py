@@ -20,7 +20,7 @@ import optax
 from jax import lax
 
 from zero.models.config import BLOCKS
-from zero.partition.collectives import Axis
+from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split
 from zero.partition.optimizer import Squares, norm_of, on_shards, squares
 

@@ -51,7 +51,13 @@ def score(params: PyTree, tokens: jax.Array, *, model: ShardedGPT) -> tuple[jax.
     full = model.enter(params)
     tokens = jnp.maximum(tokens, 0)
     losses, is_greedy = model.apply(full, tokens[:, :-1], tokens[:, 1:], method="scores")
-    return tuple(lax.all_gather(x, model.axis.name, tiled=True) for x in (losses, is_greedy))
+    return _of_all_rows(losses, model), _of_all_rows(is_greedy, model)
+
+
+def _of_all_rows(x: jax.Array, model: ShardedGPT) -> jax.Array:
+    """Of the rows of all tensor groups, in order; a device alone is a group. `(R, ...)` in, `(N R, ...)` out."""
+    of_devices = lax.all_gather(x, model.axis.name)
+    return lax.collapse(of_devices[:: model.axis.tensor], 0, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +112,7 @@ def prefill(params: PyTree, tokens: jax.Array, length: jax.Array, *, model: Shar
     """
     if model.config.has_learned_positions:
         width = min(width, model.config.block_size)
-    cache = init_cache(model.config, tokens.shape[0], tokens.shape[1], model.compute_dtype)
+    cache = init_cache(model.config, tokens.shape[0], tokens.shape[1], model.compute_dtype, model.cut)
     read = jnp.maximum(tokens[:, :width], 0)
     logits, cache = model.apply(model.enter(params), read, cache, 0, last=length - 1, method="logits")
     return DecodeState(tokens, length, cache, logits)
@@ -133,7 +139,7 @@ def extend(
         return DecodeState(state.tokens.at[rows, state.position].set(token), state.position + 1, cache, logits), None
 
     state, _ = lax.scan(one_token, state, None, length=count)
-    return state, lax.all_gather(state.tokens, model.axis.name, tiled=True)
+    return state, _of_all_rows(state.tokens, model)
 
 
 def penalised(logits: jax.Array, tokens: jax.Array, penalty: float) -> jax.Array:

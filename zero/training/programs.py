@@ -11,10 +11,10 @@ import numpy as np
 import optax
 
 from zero.models.config import BLOCKS
-from zero.partition.collectives import Axis
+from zero.partition.collectives.axis import Axis
+from zero.partition.collectives.ordering import in_order
 from zero.partition.layout import PyTree
 from zero.partition.optimizer import on_shards
-from zero.partition.ordering import in_order
 from zero.training.inference import Sampling, evaluate_step, extend, prefill, score
 from zero.training.step import ShardedGPT, new_state, train_step
 
@@ -88,11 +88,13 @@ class Inference(NamedTuple):
       prefill: `(params, tokens, length, width)`, the width static, to a `DecodeState`.
       extend: `(params, DecodeState, keys, count)`, the state donated, the count static, to the next `DecodeState` and
         the shared tokens of all rows.
+      tensor: devices of a tensor group, which take the same rows.
     """
 
     score: Any
     prefill: Any
     extend: Any
+    tensor: int = 1
 
 
 def make_inference(
@@ -113,7 +115,17 @@ def make_inference(
             donate_argnums=1,
             out_axes=(0, None),
         ),
+        tensor=model.axis.tensor,
     )
+
+
+def split_rows(x: np.ndarray, devices: int, tensor: int) -> np.ndarray:
+    """Rows `(rows, ...)` as a pmap takes them, `(devices, rows per group, ...)`: those of a tensor group are alike.
+
+    >>> split_rows(np.arange(4), devices=4, tensor=2).tolist()
+    [[0, 1], [0, 1], [2, 3], [2, 3]]
+    """
+    return x.reshape(devices // tensor, -1, *x.shape[1:]).repeat(tensor, axis=0)
 
 
 def _pmap(axis_name: str, devices: Sequence[Any] | None) -> Callable[..., Any]:

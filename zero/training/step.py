@@ -19,9 +19,11 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from zero.models.block import Block
-from zero.models.config import BLOCKS, GPTConfig
+from zero.models.config import BLOCKS, GPTConfig, tensor_dim
+from zero.models.cut import WHOLE, Cut
 from zero.models.gpt import GPT
-from zero.partition.collectives import Axis
+from zero.partition.collectives.axis import Axis
+from zero.partition.collectives.tensor_group import TensorGroup
 from zero.partition.layout import Layout, PyTree, derive_layout, make_layout
 from zero.partition.optimizer import global_norm, on_shards
 from zero.partition.stages import fully_shard, gather, scatter_sum, shard
@@ -96,9 +98,13 @@ class ShardedGPT:
     blockwise_from: int | None = None
     master_dtype: DTypeLike = jnp.float32
 
+    @property
+    def cut(self) -> Cut:
+        """What of a model this device computes."""
+        return TensorGroup(self.axis) if self.axis.tensor > 1 else WHOLE
+
     @cached_property
-    def sharded_layout(self) -> Layout:
-        """How stages 1 to 3 split the parameters."""
+    def _sharded_by_parts(self) -> Layout:
         tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
         params = jax.eval_shape(partial(self._plain.init, method="hidden"), jax.random.key(0), tokens, None)["params"]
         held = jax.tree.map(
@@ -106,29 +112,40 @@ class ShardedGPT:
             params,
             decayed(params),
         )
-        return make_layout(held, self.axis.shards, stacked=self.config.stacked)
+        tensor: Any = {"tensor": self.axis.tensor, "tensor_dim": tensor_dim}
+        return make_layout(held, self.axis.shards, stacked=self.config.stacked, **tensor)
+
+    @cached_property
+    def layout_by_parts(self) -> Layout:
+        """`layout`, in which what tensor groups compute in parts is gathered in parts."""
+        return self._sharded_by_parts if self.stage else self._sharded_by_parts.whole()
+
+    @property
+    def sharded_layout(self) -> Layout:
+        """How stages 1 to 3 split the parameters."""
+        return self._sharded_by_parts.without_parts()
 
     @cached_property
     def layout(self) -> Layout:
         """How this stage splits them."""
-        return self.sharded_layout if self.stage else self.sharded_layout.whole()
+        return self.layout_by_parts.without_parts()
 
     @cached_property
     def _plain(self) -> GPT:
-        return GPT(self.config, self.compute_dtype, remat=self.remat, blockwise_from=self.blockwise_from)
+        return GPT(self.config, self.compute_dtype, remat=self.remat, blockwise_from=self.blockwise_from, cut=self.cut)
 
     def _lift(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
         dtypes: Any = {"dtype": self.compute_dtype, "wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
-        return fully_shard(module_class, self.layout.at(name), self.axis, **dtypes)
+        return fully_shard(module_class, self.layout_by_parts.at(name), self.axis, **dtypes)
 
     @cached_property
     def _lifted(self) -> GPT:
-        return GPT(self.config, self.compute_dtype, self._lift, self.remat, self.blockwise_from)
+        return GPT(self.config, self.compute_dtype, self._lift, self.remat, self.blockwise_from, self.cut)
 
     def block(self, variables: dict[str, PyTree], x: jax.Array, layer: jax.Array, keys: jax.Array | None) -> jax.Array:
         """One layer, from its own part of the variables."""
         module_class = self._lift(Block, BLOCKS) if self.stage >= 2 else Block
-        module = module_class(self.config, self.compute_dtype, self.blockwise_from)
+        module = module_class(self.config, self.compute_dtype, self.blockwise_from, None, self.cut)
         (x, _), _ = module.apply(variables, (x, None), layer, keys, 0)
         return x
 
@@ -150,7 +167,7 @@ class ShardedGPT:
         """Flax variables for a step, from shards."""
         variables = {"params": params}
         if self.stage < 3:
-            full = gather(params, self.layout, self.axis, self.compute_dtype)
+            full = gather(params, self.layout_by_parts, self.axis, self.compute_dtype)
             variables["gathered" if self.stage == 2 else "params"] = full
         if self.differentiated == "gradients":
             variables["gradients"] = jax.tree.map(lambda p: jnp.zeros(p.shape, self.gradient_dtype), params)
@@ -160,7 +177,8 @@ class ShardedGPT:
         """Shards of the gradient summed over devices, from the gradients of what is differentiated."""
         if self.stage >= 2:
             return grads
-        grads = scatter_sum(grads, self.layout, self.axis, wire_dtype=self.wire_dtype, reduce_dtype=self.reduce_dtype)
+        dtypes: Any = {"wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
+        grads = scatter_sum(grads, self.layout_by_parts, self.axis, **dtypes)
         return jax.tree.map(lambda g: g.astype(self.gradient_dtype), grads)
 
     def apply(self, variables: dict[str, PyTree], *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +188,10 @@ class ShardedGPT:
     def losses(
         self, variables: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Summed negative log-likelihoods in nats, and how many tokens of `(rows, context)` were scored."""
+        """Summed negative log-likelihoods in nats, and how many tokens of `(rows, context)` were scored.
+
+        In a tensor group each device has its share of both.
+        """
         targets, tokens_in = next_tokens(tokens), jnp.maximum(tokens, 0)
         if self.remat == "nested":
             stacked = {name: tree[BLOCKS] for name, tree in variables.items()}
@@ -178,13 +199,17 @@ class ShardedGPT:
             losses, _ = self.apply(variables, x, targets, method="score")
         else:
             losses = self.apply(variables, tokens_in, targets, keys)
-        return _sum_scored(losses, tokens, self.config), jnp.sum(targets >= 0)
+        return self.sum_scored(losses, tokens), self.count_scored(tokens)
 
+    def sum_scored(self, losses: jax.Array, tokens: jax.Array | np.ndarray) -> jax.Array:
+        """NaN, and so are its gradients, where a token is past the vocabulary."""
+        is_known = jnp.all(jnp.asarray(tokens) < self.config.vocab_size)
+        scored = self.cut.counted_once(jnp.where(next_tokens(tokens) >= 0, losses, 0))
+        return jnp.sum(scored) * jnp.where(is_known, 1.0, jnp.nan)
 
-def _sum_scored(losses: jax.Array, tokens: jax.Array | np.ndarray, config: GPTConfig) -> jax.Array:
-    """NaN, and so are its gradients, where a token is past the vocabulary."""
-    is_known = jnp.all(jnp.asarray(tokens) < config.vocab_size)
-    return jnp.sum(jnp.where(next_tokens(tokens) >= 0, losses, 0)) * jnp.where(is_known, 1.0, jnp.nan)
+    def count_scored(self, tokens: jax.Array | np.ndarray) -> jax.Array:
+        """Tokens that have something to predict them, int32."""
+        return jnp.sum(self.cut.counted_once(next_tokens(tokens) >= 0))
 
 
 def next_tokens(tokens: jax.Array | np.ndarray) -> jax.Array:
@@ -231,7 +256,7 @@ def train_step(
       ValueError: `fused_update` beside what it cannot do exactly.
     """
     keys = _row_keys(seed, state.step, batch) if model.config.dropout else None
-    scored = lax.psum(jnp.sum(next_tokens(batch.tokens) >= 0), model.axis.name).astype(jnp.float32)
+    scored = lax.psum(model.count_scored(batch.tokens), model.axis.name).astype(jnp.float32)
     scored, rate = jnp.maximum(scored, 1), learning_rate(state.step)
     tx = scaled(tx, rate, state.step)
 
@@ -243,15 +268,18 @@ def train_step(
         loss, params, opt_state, norm, is_bad = _fused(state, batch.tokens, keys, scored, model, tx, guard)
     else:
         loss, grads = _loss_and_gradients(model, state.params, batch.tokens, keys, scored, micro_batches)
-        # Stage 0 takes the norm of slices as well: the same sums in the same order at every stage.
-        layout, axis = model.sharded_layout, model.axis
-        norm = global_norm(grads if model.stage else shard(grads, layout, axis), layout, axis)
+        layout, axis = model.layout, model.axis
+        if model.stage == 0 and axis.tensor == 1:
+            # Of slices as well: the same sums in the same order at every stage.
+            norm = global_norm(shard(grads, model.sharded_layout, axis), model.sharded_layout, axis)
+        else:
+            norm = global_norm(grads, layout, axis)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         if max_gradient_norm is not None:
             shrink = jnp.minimum(1.0, max_gradient_norm / norm)
             grads = jax.tree.map(lambda g: g * shrink, grads)
 
-        updates, opt_state = on_shards(tx, model.layout, axis).update(grads, state.opt_state, state.params)
+        updates, opt_state = on_shards(tx, layout, axis).update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         # Of sums over all devices: the decision is the same everywhere.
         if skip_bad_steps:
@@ -337,7 +365,7 @@ def _fused(
 
     def score(params: PyTree, x: jax.Array) -> jax.Array:
         losses, _ = model.apply({"params": params}, x, next_tokens(tokens), method="score")
-        return _sum_scored(losses, tokens, model.config) / scored
+        return model.sum_scored(losses, tokens) / scored
 
     size = group_size(model.config.N) if model.remat == "nested" else 1
     placement: Any = {"layout": model.layout, "axis": model.axis, "group": size, "guard": guard}

@@ -13,7 +13,7 @@ import pytest
 
 from tests import cli
 from zero.models.gpt import GPT
-from zero.partition.collectives import Axis
+from zero.partition.collectives.axis import Axis
 from zero.runtime.config.files import load_sizes
 from zero.runtime.data.loader import Loader
 from zero.runtime.inference.scoring import windows

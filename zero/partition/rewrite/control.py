@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from zero.partition.collectives import scatter_sum_array
+from zero.partition.collectives.arrays import scatter_sum_array
+from zero.partition.collectives.ordering import scan_carry
 from zero.partition.layout import LeafLayout, Split
-from zero.partition.ordering import scan_carry
 from zero.partition.rewrite.runner import NotElementwiseError, Rule, Runner, Value, bind, primitives, whole_shape
 
 # What meets on all devices: it must not run on one of them alone.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from zero.partition.collectives import Axis
+from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split
 from zero.partition.rewrite import control, reductions
 from zero.partition.rewrite import shapes as shape_rules

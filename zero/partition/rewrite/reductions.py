@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from zero.partition.collectives import Axis, fill_padding, sum_dtype
+from zero.partition.collectives.arrays import fill_padding, sum_dtype
+from zero.partition.collectives.axis import Axis
 from zero.partition.rewrite.runner import Rule, Runner, Value, bind
 from zero.partition.rewrite.shapes import without
 

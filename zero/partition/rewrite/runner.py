@@ -14,7 +14,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero.partition.collectives import Axis, gather_array, slice_array
+from zero.partition.collectives.arrays import gather_array, slice_array
+from zero.partition.collectives.axis import Axis
 from zero.partition.layout import LeafLayout, Split
 
 _ELEMENTWISE = """

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from zero.partition.collectives import Axis
+from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, LeafLayout, PyTree
 from zero.partition.state import global_shapes
 from zero.runtime import storage

@@ -191,14 +191,17 @@ class Zero:
     remat: str = one_of("auto", *REMAT)
     fused_update: bool = MISSING
     replicas: int = at_least(1)
+    tensor_shards: int = at_least(1)
     phases: str = one_of("flat", "torus")
     replicate: bool | None = MISSING
 
     def mistakes(self, config: Config, size: GPTConfig) -> Mistakes:
         if self.remat == "nested" and group_size(size.N) == 1:
             yield "zero.remat", f"full, as the {size.N} layers of model.size={config.model.size} make no equal groups"
-        if self.phases == "torus" and self.replicas > 1:
-            yield "zero.phases", f"flat, as zero.replicas={self.replicas}"
+        for key in ("replicas", "tensor_shards"):
+            if self.phases == "torus" and getattr(self, key) > 1:
+                yield "zero.phases", f"flat, as zero.{key}={getattr(self, key)}"
+        yield from self._uncut(config, size)
         if not self.fused_update:
             return
         needed: dict[str, tuple[Any, list[Any]]] = {
@@ -213,6 +216,21 @@ class Zero:
                 yield key, f"{possible}, as zero.fused_update=true never holds the whole gradient"
         if self.master_dtype == "bfloat16" and self.gradient_dtype != "bfloat16":
             yield "zero.gradient_dtype", "bfloat16, the dtype of zero.master_dtype, as zero.fused_update=true"
+
+    def _uncut(self, config: Config, size: GPTConfig) -> Mistakes:
+        """What tensor groups cannot cut into equal parts."""
+        of_model = f"of model.size={config.model.size}"
+        cut = {
+            f"num_head={size.num_head} {of_model}": size.num_head,
+            f"kv_heads={size.key_heads} {of_model}": size.key_heads,
+            f"mlp_dim={size.mlp_width} {of_model}": size.mlp_width,
+        }
+        if config.mode in ("train", "plan"):
+            cut[f"data.max_context={config.data.max_context}"] = config.data.max_context
+            cut |= {f"a stage of {length} tokens": length for _, length in config.training.stages()}
+        for what, count in cut.items():
+            if count % self.tensor_shards:
+                yield "zero.tensor_shards", f"a divisor of {what}"
 
 
 @dataclass

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from zero.partition.layout import PyTree
-from zero.training.programs import Inference
+from zero.training.programs import Inference, split_rows
 
 SMALLEST_BUCKET = 16
 
@@ -42,19 +42,19 @@ def generate(
       chunk: tokens per call of the device program.
     """
     local = len(jax.tree.leaves(params)[0])
-    devices = local * jax.process_count()
+    groups = local // programs.tensor * jax.process_count()
     shortest, longest = min(map(len, prompts)), max(map(len, prompts))
     chunks = -(-(longest + count - shortest) // chunk)
-    rows = -(-len(prompts) // devices)
-    tokens = np.full((devices * rows, bucket(shortest + chunks * chunk)), -1, np.int32)
+    rows = -(-len(prompts) // groups)
+    tokens = np.full((groups * rows, bucket(shortest + chunks * chunk)), -1, np.int32)
     tokens[:, :shortest] = 0
     for row, prompt in zip(tokens, prompts, strict=False):
         row[: len(prompt)] = prompt
     keys = jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(len(tokens))))
 
     def split(x: Any) -> np.ndarray:
-        x = np.asarray(x)
-        return x.reshape(devices, rows, -1)[jax.process_index() * local :][:local]
+        of_all = split_rows(np.asarray(x), local * jax.process_count(), programs.tensor)
+        return of_all[jax.process_index() * local :][:local]
 
     lengths = np.full(local, shortest, np.int32)
     state = programs.prefill(params, split(tokens), lengths, bucket(shortest))

@@ -16,7 +16,7 @@ from zero.runtime.data.index_files import row_tokens
 from zero.runtime.data.loader import Loader
 from zero.runtime.data.prefetch import prefetch
 from zero.runtime.inference.trained import TrainedModel
-from zero.training.programs import make_inference
+from zero.training.programs import make_inference, split_rows
 
 
 class Passage(NamedTuple):
@@ -39,29 +39,30 @@ class Scorer:
     Args:
       trained: the model.
       context: tokens of a row.
-      rows: of a batch of one host; rounded up to the number of devices.
+      rows: of a batch of one host; rounded up to the number of tensor groups, which are devices alone mostly.
     """
 
     def __init__(self, trained: TrainedModel, context: int, rows: int):
         self.trained, self._context = trained, context
-        self._devices = trained.model.axis.size
-        self._rows = -(-rows * jax.process_count() // self._devices)  # per device
+        self._groups = trained.model.axis.size // trained.model.axis.tensor  # of devices that take the same rows
+        self._rows = -(-rows * jax.process_count() // self._groups)  # per group
         self._score = make_inference(trained.model).score
 
     @property
     def batch_rows(self) -> int:
         """Passages of one batch over all devices."""
-        return self._devices * self._rows
+        return self._groups * self._rows
 
     def scores(self, passages: Iterable[Passage]) -> Iterator[Score]:
-        devices, local = self._devices, self._devices // jax.process_count()
+        axis = self.trained.model.axis
+        local = axis.size // jax.process_count()
         pending: list[Passage] = []
 
         def flush() -> Iterator[Score]:
             tokens = np.full((self.batch_rows, self._context), -1, np.int32)
             for blank, passage in zip(tokens, pending, strict=False):
                 blank[: len(passage.tokens)] = passage.tokens
-            mine = tokens.reshape(devices, self._rows, -1)[self.trained.host * local :][:local]
+            mine = split_rows(tokens, axis.size, axis.tensor)[self.trained.host * local :][:local]
             losses, is_greedy = (np.asarray(x) for x in self._score(self.trained.params, mine))
             for row, (text, first) in enumerate(pending):
                 part = slice(first - 1, len(text) - 1)  # the loss of token t is at t - 1

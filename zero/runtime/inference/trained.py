@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 
 from zero.models.config import GPTConfig
-from zero.partition.collectives import Axis
+from zero.partition.collectives.axis import Axis
 from zero.partition.layout import PyTree
 from zero.partition.state import from_global
 from zero.runtime.build import make_model

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero.models.config import GPTConfig
+from zero.models.config import GPTConfig, tensor_dim
 from zero.partition.layout import Layout
 from zero.partition.memory import memory
 from zero.runtime.build import Job, make_job
@@ -35,7 +35,7 @@ class Request:
     Attributes:
       config: its `training` and `zero` sections are those of the step; `data.max_context` is the context.
       size: the model.
-      micro_batch: sequences per device and micro-batch.
+      micro_batch: sequences per device, or tensor group, and micro-batch.
     """
 
     config: Config
@@ -44,7 +44,7 @@ class Request:
 
     @property
     def rows(self) -> int:
-        """Sequences per device and step."""
+        """Sequences per device, or tensor group, and step."""
         return self.micro_batch * self.config.training.gradient_accumulation_steps
 
     def with_changes(self, micro_batch: int | None = None, **keys: Any) -> Request:
@@ -103,6 +103,8 @@ def compile_step(request: Request) -> Row:
         job.tx,
         sharded.shards,
         stacked=request.size.stacked,
+        tensor=zero.tensor_shards,
+        tensor_dim=tensor_dim,
         compute_dtypes=[job.model.compute_dtype],
     ).rows[zero.stage]
     gradients = formula.gradients
@@ -127,6 +129,7 @@ def compile_step(request: Request) -> Row:
         "clipping": training.max_gradient_norm is not None,
         "skipping": training.skip_bad_steps,
         "fused_update": zero.fused_update,
+        "tensor_shards": zero.tensor_shards,
         "fits": moved is not None and max([peak, *filter(None, peaks.values())]) <= available,
         "state_bytes": state.bytes_per_device(),
         "state_bytes_per_parameter": _bytes_per_parameter(state, sharded),
@@ -137,7 +140,7 @@ def compile_step(request: Request) -> Row:
         "available_bytes": available,
         "collective_bytes": moved,
         **_time_and_cost(request, job, arguments, state, moved, devices),
-        "tokens": len(devices) * request.rows * config.data.max_context,
+        "tokens": len(devices) // zero.tensor_shards * request.rows * config.data.max_context,
         "compile_seconds": seconds,
     }
 
@@ -214,7 +217,8 @@ def _time_and_cost(
     """Operations and the roofline's bound on the time of a step; with a price, days and dollars of the run."""
     plan, steps = request.config.plan, request.config.training.total_steps
     flops = matmul_flops(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr)
-    of_model = model_flops(request.size, request.rows, request.config.data.max_context)
+    of_group = model_flops(request.size, request.rows, request.config.data.max_context)
+    of_model = of_group // request.config.zero.tensor_shards
     speed = SPEEDS.get(devices[0].device_kind)
     bound = at_mfu = None
     if speed is not None:

@@ -64,7 +64,8 @@ def training_command(row: Row, config: Config) -> str:
     """The command line that trains what a row has planned: it names every key whose value is not the default."""
     config = copy.deepcopy(config)
     config.data.max_context = row["context"]
-    config.training.batch_size = row["micro_batch"] * row["accumulation"] * row["devices"] // row["hosts"]
+    groups = row["devices"] // row["tensor_shards"]
+    config.training.batch_size = row["micro_batch"] * row["accumulation"] * groups // row["hosts"]
     config.training.gradient_accumulation_steps = row["accumulation"]
     config.zero.stage, config.zero.remat = row["stage"], row["remat"]
     config.zero.master_dtype, config.optimizer.state_dtype = row["master_dtype"], row["state_dtype"]
@@ -131,6 +132,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "sequences x micro-batches": lambda row: f"{row['micro_batch']} x {row['accumulation']}",
     "context": lambda row: str(row["context"]),
     "remat": lambda row: row["remat"] + (", fused" if row["fused_update"] else ""),
+    "tensor": lambda row: str(row["tensor_shards"]),
     "parameters": _number("parameters", "{:.3f}B", 1e9),
     "bytes/parameter": _number("state_bytes_per_parameter", "{:.2f}"),
     "state": _number("state_bytes", "{:.3f}", GIB),

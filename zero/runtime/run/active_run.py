@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from zero.models.config import GPTConfig
-from zero.partition.collectives import Axis
+from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout
 from zero.partition.state import checksums, from_global, to_global
 from zero.runtime.checkpoints.manager import Checkpoints
@@ -37,7 +37,7 @@ from zero.runtime.run_directory import mirror
 from zero.runtime.tokenizers import Tokenizer
 from zero.runtime.tracking.tracker import Tracker
 from zero.training.flops import model_flops
-from zero.training.programs import Inference, Programs
+from zero.training.programs import Inference, Programs, split_rows
 from zero.training.schedules import Context
 from zero.training.step import Batch, ShardedGPT, TrainState
 
@@ -114,7 +114,7 @@ class ActiveRun:
           False where a stop request came while the program was being compiled; nothing was started then.
         """
         tokens = self.context.cut(batch.tokens, step - 1)
-        rows, length = split_rows(tokens, jax.process_index()), tokens.shape[1]
+        rows, length = split_batch(tokens, jax.process_index(), self.axis.tensor), tokens.shape[1]
         self.profiler.before(step)
         if length in self._steps:
             self.state, metrics = self._steps[length](self.state, rows)
@@ -146,7 +146,7 @@ class ActiveRun:
         if not self._steps:
             self.metrics.add_to_next_line("seconds_to_first_step", age)
         self._steps[length] = program
-        self._flops[length] = model_flops(self.size, rows.tokens.shape[1], length)
+        self._flops[length] = model_flops(self.size, rows.tokens.shape[1], length) // self.axis.tensor
         log.info(
             "first step with sequences of %d tokens: %.1f s after the start; it took %.1f s and was %s",
             length,
@@ -271,12 +271,11 @@ class ActiveRun:
         return signals.PREEMPTED
 
 
-def split_rows(tokens: np.ndarray, host: int) -> Batch:
-    """This host's rows `(rows, context)`, split over its devices: `(devices, rows / devices, context)`."""
-    devices = jax.local_device_count()
-    rows = len(tokens) // devices
-    first_rows = host * len(tokens) + rows * np.arange(devices, dtype=np.int32)
-    return Batch(tokens.reshape(devices, rows, -1), first_rows.astype(np.int32))
+def split_batch(tokens: np.ndarray, host: int, tensor: int) -> Batch:
+    """This host's rows `(rows, context)`, split over its tensor groups: `(devices, rows / groups, context)`."""
+    rows = split_rows(tokens, jax.local_device_count(), tensor)
+    first_rows = host * len(tokens) + rows.shape[1] * (np.arange(len(rows)) // tensor)
+    return Batch(rows, first_rows.astype(np.int32))
 
 
 def check_limits(config: Config, line: dict[str, Any], skipped_in_a_row: int) -> None:

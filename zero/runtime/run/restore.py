@@ -8,7 +8,7 @@ from functools import partial
 
 import jax
 
-from zero.partition.collectives import Axis
+from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout
 from zero.partition.state import checksums, from_global
 from zero.runtime.checkpoints.damage import DamagedCheckpoint

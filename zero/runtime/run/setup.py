@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ import optax
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from zero.models.config import GPTConfig
+from zero.models.config import GPTConfig, tensor_dim
 from zero.partition.memory import memory
 from zero.runtime import run_directory as run_files
 from zero.runtime import storage
@@ -199,12 +200,13 @@ def with_global_batch(config: Config, global_rows: int) -> Config:
     Raises:
       UserError: the global batch does not divide into the micro-batches of all devices.
     """
-    training, hosts, devices = config.training, jax.process_count(), jax.local_device_count()
-    parts = hosts * devices * training.gradient_accumulation_steps
+    training, hosts, tensor = config.training, jax.process_count(), config.zero.tensor_shards
+    groups, what = jax.local_device_count() // tensor, "devices" if tensor == 1 else f"groups of {tensor} devices"
+    parts = hosts * groups * training.gradient_accumulation_steps
     if global_rows % parts:
         raise UserError(
             f"training.batch_size: a global batch of {global_rows} sequences does not divide into {hosts} hosts x "
-            f"{devices} devices x training.gradient_accumulation_steps={training.gradient_accumulation_steps} = "
+            f"{groups} {what} x training.gradient_accumulation_steps={training.gradient_accumulation_steps} = "
             f"{parts} parts"
         )
     share = global_rows // hosts
@@ -308,7 +310,8 @@ def _write_run_files(
     shapes, shards = model.sharded_layout.shapes(), model.axis.shards
     if config.training.ema is not None:  # counted as optimizer state
         tx = optax.GradientTransformation(lambda params, init=tx.init: (init(params), params), tx.update)
-    table = memory(shapes, tx, shards, stacked=model.config.stacked, compute_dtypes=[model.compute_dtype])
+    options: Any = {"tensor": model.axis.tensor, "tensor_dim": tensor_dim, "compute_dtypes": [model.compute_dtype]}
+    table = memory(shapes, tx, shards, stacked=model.config.stacked, **options)
     (run_directory / run_files.LAYOUT_FILE).write_text(
         f"{model.layout}\n\nbytes per device without activations; this run is at stage {model.stage}\n{table}\n"
     )

@@ -16,7 +16,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.partition.collectives import Axis, as_dtype, gather_array, pad_array, scatter_sum_array
+from zero.partition.collectives.arrays import as_dtype, gather_array, padded_for, scatter_sum_array
+from zero.partition.collectives.axis import Axis
 from zero.partition.layout import LeafLayout, Split
 
 SMALL = 1 << 18  # elements of a leaf that shares; larger ones are not worth the copies
@@ -40,11 +41,11 @@ def gather_arrays(
         if len(members) == 1:
             full[members[0]] = gather_array(cast[members[0]], leaves[members[0]], axis, wire_dtype=wire_dtype)
             continue
-        row = jnp.concatenate([_rows(cast[i], leaves[i].splits[0], 1) for i in members], axis=1)
-        rows = gather_array(row, _joined_layout(row, axis), axis, wire_dtype=wire_dtype)
-        for i, part in _parts(rows, members, leaves):
-            split = leaves[i].splits[0]
-            full_x = lax.slice_in_dim(_from_rows(part, leaves[i], split.shards), 0, split.size, axis=split.dim)
+        row = jnp.concatenate([_rows(cast[i], leaves[i]) for i in members], axis=1)
+        rows = gather_array(row, _joined_layout(row, axis, leaves[members[0]]), axis, wire_dtype=wire_dtype)
+        for i, columns in _columns(rows, members, leaves):
+            dim = leaves[i].splits[0].dim
+            full_x = lax.slice_in_dim(_from_rows(columns, leaves[i]), 0, leaves[i].gathered_shape[dim], axis=dim)
             full[i] = lax.optimization_barrier(full_x)
     return [as_dtype(full[i], dtype) for i in range(len(leaves))]
 
@@ -64,53 +65,50 @@ def scatter_sum_arrays(
             i = members[0]
             shards[i] = scatter_sum_array(full[i], leaves[i], axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
             continue
-        rows = []
-        for i in members:
-            split = leaves[i].splits[0]
-            padded = pad_array(lax.optimization_barrier(full[i]), split.dim, split.padding)
-            rows.append(_rows(padded, split, axis.shards))
+        rows = [_rows(padded_for(leaves[i], lax.optimization_barrier(full[i])), leaves[i]) for i in members]
         joined = jnp.concatenate(rows, axis=1)
-        row = scatter_sum_array(
-            joined, _joined_layout(joined, axis), axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype
-        )
-        shards |= {i: _from_rows(part, leaves[i], 1) for i, part in _parts(row, members, leaves)}
+        joined_layout = _joined_layout(joined, axis, leaves[members[0]])
+        row = scatter_sum_array(joined, joined_layout, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
+        shards |= {i: _from_rows(columns, leaves[i]) for i, columns in _columns(row, members, leaves)}
     return [shards[i] for i in range(len(leaves))]
 
 
 def _coalesce(
     arrays: Sequence[jax.Array], leaves: Sequence[LeafLayout], wire_dtype: DTypeLike | None
 ) -> Iterator[list[int]]:
-    """Which leaves travel together: neighbours among the small split ones of a dtype; all others alone.
+    """Which leaves travel together: neighbours among the small split ones of a dtype and as many parts; others alone.
 
     Leaves that are quantised travel alone, because no two of them may share a scale.
     """
-    filling: dict[np.dtype, list[int]] = {}
+    filling: dict[tuple[np.dtype, int], list[int]] = {}
     for i, (x, leaf) in enumerate(zip(arrays, leaves, strict=True)):
         if not leaf.splits or math.prod(leaf.shape) > SMALL or (wire_dtype and np.dtype(wire_dtype) == np.int8):
             yield [i]
             continue
-        members = filling.setdefault(x.dtype, [])
+        members = filling.setdefault((x.dtype, leaf.parts), [])
         members.append(i)
         if sum(math.prod(leaves[j].shape) for j in members) > FULL:
-            yield filling.pop(x.dtype)
+            yield filling.pop((x.dtype, leaf.parts))
     yield from filling.values()
 
 
-def _rows(x: jax.Array, split: Split, shards: int) -> jax.Array:
-    return jnp.moveaxis(x, split.dim, 0).reshape(shards, -1)
+def _rows(x: jax.Array, leaf: LeafLayout) -> jax.Array:
+    """A row for each shard."""
+    split = leaf.splits[0]
+    return jnp.moveaxis(x, split.dim, 0).reshape(x.shape[split.dim] // split.shard_size, -1)
 
 
-def _from_rows(rows: jax.Array, leaf: LeafLayout, shards: int) -> jax.Array:
+def _from_rows(rows: jax.Array, leaf: LeafLayout) -> jax.Array:
     split = leaf.splits[0]
     rest = leaf.shape[: split.dim] + leaf.shape[split.dim + 1 :]
-    return jnp.moveaxis(rows.reshape(shards * split.shard_size, *rest), 0, split.dim)
+    return jnp.moveaxis(rows.reshape(len(rows) * split.shard_size, *rest), 0, split.dim)
 
 
-def _parts(rows: jax.Array, members: Sequence[int], leaves: Sequence[LeafLayout]) -> Iterator[tuple[int, jax.Array]]:
+def _columns(rows: jax.Array, members: Sequence[int], leaves: Sequence[LeafLayout]) -> Iterator[tuple[int, jax.Array]]:
     widths = [math.prod(leaves[i].shard_shape) for i in members]
     yield from zip(members, jnp.split(rows, np.cumsum(widths)[:-1].tolist(), axis=1), strict=True)
 
 
-def _joined_layout(x: jax.Array, axis: Axis) -> LeafLayout:
-    shape = (axis.shards, x.shape[1])
-    return LeafLayout(("joined",), shape, np.dtype(x.dtype), (Split(0, axis.shards, axis.shards),))
+def _joined_layout(x: jax.Array, axis: Axis, member: LeafLayout) -> LeafLayout:
+    shape, split = (axis.shards, x.shape[1]), Split(0, axis.shards, axis.shards)
+    return LeafLayout(("joined",), shape, np.dtype(x.dtype), (split,), parts=member.parts)

@@ -1,0 +1,140 @@
+"""The pmap axis, and the groups into which it is cut for collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from zero.partition.layout import LeafLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """A pmap axis and everything about its groups.
+
+    The devices of the axis form a grid of shape `(replicas, phase, phase, ...)`. State is split over the phases and
+    replicated across the first dimension (hybrid sharding). A reduce-scatter takes the phases in order, one collective
+    each, and a gather takes them in reverse, so the row-major position inside the phases is the shard that a device
+    holds. Slices, collectives and the mesh that labels whole arrays all take that position from here.
+
+    Attributes:
+      name: the `axis_name` of the pmap.
+      shape: `(replicas, *phases)`; its product is the size of the axis.
+      devices: positions on the pmap axis in row-major order of the grid; by default 0, 1, 2, ...
+      tensor: devices of a tensor group, which compute on the same rows with different parts of the parameters. With
+        more than 1 the first phase is along these groups, and leaves of several parts are gathered over the others.
+
+    Raises:
+      ValueError: `devices` is not a permutation of the positions on the axis, or the first phase not of size `tensor`.
+
+    >>> Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7)).shard_of_device()
+    (0, 4, 1, 5, 2, 6, 3, 7)
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    devices: tuple[int, ...] = ()
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        size = math.prod(self.shape)
+        if len(self.shape) < 2 or size < 1:
+            raise ValueError(f"axis {self.name!r}: shape is (replicas, phase, ...), got {self.shape}")
+        object.__setattr__(self, "devices", self.devices or tuple(range(size)))
+        if sorted(self.devices) != list(range(size)):
+            raise ValueError(f"axis {self.name!r}: devices must be a permutation of 0..{size - 1}, got {self.devices}")
+        if self.tensor > 1 and self.tensor != self.shape[1]:
+            raise ValueError(f"axis {self.name!r}: the first phase of {self.shape} must be of tensor={self.tensor}")
+
+    @classmethod
+    def with_tensor_groups(cls, name: str, size: int, tensor: int, replicas: int = 1) -> Axis:
+        """Tensor groups of neighbours on the pmap axis; copies, where there are several, are of neighbours as well.
+
+        >>> Axis.with_tensor_groups("batch", 8, 2).groups(1)
+        [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+        Raises:
+          ValueError: `size` does not divide into copies of whole tensor groups.
+        """
+        if size % (replicas * tensor):
+            raise ValueError(f"axis {name!r}: {size} devices do not make {replicas} copies of groups of {tensor}")
+        grid = np.arange(size).reshape(replicas, -1, tensor).swapaxes(1, 2)
+        return cls(name, grid.shape, tuple(grid.ravel().tolist()), tensor)
+
+    @classmethod
+    def from_devices(cls, name: str, devices: Sequence[jax.Device]) -> Axis:
+        """One phase along each dimension of a TPU slice's torus, or inside hosts and then across them.
+
+        Over groups along one dimension a TPU runs true reduce-scatters; over a whole slice it runs an all-reduce.
+
+        Args:
+          name: the `axis_name` of the pmap.
+          devices: those of the pmap, in its order.
+
+        Raises:
+          ValueError: the devices do not fill a grid.
+        """
+        if all(hasattr(device, "coords") for device in devices):
+            places = [(*device.coords, device.core_on_chip) for device in devices]
+        else:
+            hosts = [device.process_index for device in devices]
+            places = [(hosts[:i].count(host), host) for i, host in enumerate(hosts)]
+        sizes = tuple(len(set(column)) for column in zip(*places, strict=True))
+        if math.prod(sizes) != len(devices) or len(set(places)) != len(devices):
+            raise ValueError(f"axis {name!r}: {len(devices)} devices do not fill a grid of {sizes}")
+        phases = tuple(size for size in sizes if size > 1) or (1,)
+        return cls(name, (1, *phases), tuple(sorted(range(len(devices)), key=places.__getitem__)))
+
+    @property
+    def size(self) -> int:
+        """Devices on the pmap axis."""
+        return math.prod(self.shape)
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the whole state."""
+        return self.shape[0]
+
+    @property
+    def shards(self) -> int:
+        """Devices that one copy is spread over."""
+        return math.prod(self.shape[1:])
+
+    def groups(self, dim: int) -> list[list[int]] | None:
+        """`axis_index_groups` along one dimension of the grid; None where one group holds all devices in order."""
+        grid = np.asarray(self.devices).reshape(self.shape)
+        rows = np.moveaxis(grid, dim, -1).reshape(-1, self.shape[dim]).tolist()
+        return None if rows == [list(range(self.size))] else rows
+
+    def copies(self, parts: int = 1) -> list[list[int]] | None:
+        """`axis_index_groups` that hold a whole copy, or one of its parts, each in the order of its shards."""
+        rows = np.asarray(self.devices).reshape(self.replicas * parts, -1).tolist()
+        return None if rows == [list(range(self.size))] else rows
+
+    def phases(self, leaf: LeafLayout) -> range:
+        """The dimensions of the grid over which a leaf is gathered."""
+        return range(1 if leaf.parts == 1 else 2, len(self.shape))
+
+    def shard_of_device(self) -> tuple[int, ...]:
+        """For each position on the pmap axis the shard that this device holds."""
+        shards = np.empty(self.size, int)
+        shards[list(self.devices)] = np.arange(self.size) % self.shards
+        return tuple(shards.tolist())
+
+    def shard_index(self) -> jax.Array:
+        """This device's shard. Call inside pmap."""
+        return jnp.asarray(self.shard_of_device())[lax.axis_index(self.name)]
+
+
+AxisLike = str | Axis
+
+
+def as_axis(axis: AxisLike) -> Axis:
+    """A pmap axis name means one group of all its devices. Call inside pmap."""
+    return axis if isinstance(axis, Axis) else Axis(axis, (1, lax.axis_size(axis)))

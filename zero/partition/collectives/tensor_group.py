@@ -1,0 +1,99 @@
+"""Tensor groups: devices that compute on the same rows with different parts of the parameters. Called inside pmap.
+
+Inside attention and MLP each device has all positions of its rows and a part of the heads or of the MLP's width; around
+them, where norms and dropout are, it has all of the width and a part of the positions. A gather leads from the second
+to the first and a reduce-scatter back, and each is the other's derivative: what is differentiated is the sum of what
+all devices return, so nothing may be counted by more than one device of a group.
+
+Sources: Megatron-LM, arXiv 1909.08053, section 3; sequence parallelism, arXiv 2205.05198, section 4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zero.partition.collectives.axis import Axis
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorGroup:
+    """This device's tensor group.
+
+    Attributes:
+      axis: the pmap axis; its groups along the first phase are these.
+      cuts_positions: whether each device has only a part of the positions outside of attention and MLP. Otherwise it
+        computes all of them, as the others of its group do; that is for inference, gradients would be wrong.
+    """
+
+    axis: Axis
+    cuts_positions: bool = True
+
+    @property
+    def size(self) -> int:
+        """Devices of a group, and parts into which heads, the MLP's width and the vocabulary are cut."""
+        return self.axis.tensor
+
+    def for_positions(self, positions: int) -> TensorGroup:
+        """The same group for rows of so many positions, which are cut if they divide."""
+        return dataclasses.replace(self, cuts_positions=positions % self.size == 0)
+
+    def with_all_positions(self) -> TensorGroup:
+        """The same group, each device of which computes all positions."""
+        return dataclasses.replace(self, cuts_positions=False)
+
+    def rank(self) -> jax.Array:
+        """The place of this device in its group."""
+        return self.axis.shard_index() // (self.axis.shards // self.size)
+
+    def part_size(self, size: int) -> int:
+        """The size of a part, in shards: the last parts contain the padding of a dimension that does not divide."""
+        return -(-size // self.axis.shards) * (self.axis.shards // self.size)
+
+    def first(self, part_size: int) -> jax.Array:
+        """Where this device's part begins."""
+        return self.rank() * part_size
+
+    def part(self, x: jax.Array, dim: int) -> jax.Array:
+        """This device's part along a dimension, which divides."""
+        part = x.shape[dim] // self.size
+        return lax.dynamic_slice_in_dim(x, self.first(part), part, dim)
+
+    def first_position(self, own_positions: int) -> jax.Array | int:
+        """Where this device's positions begin, given how many it has."""
+        return self.first(own_positions) if self.cuts_positions else 0
+
+    def of_positions(self, draw: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]) -> jax.Array:
+        """This device's positions `(T, ...)` of what `draw` makes for all of them."""
+        return self.of_heads(draw, shape) if self.cuts_positions else draw(shape)
+
+    def of_heads(self, draw: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]) -> jax.Array:
+        """This device's heads `(H, ...)` of what `draw` makes for all of them."""
+        return self.part(draw((shape[0] * self.size, *shape[1:])), 0)
+
+    def gather_positions(self, x_BTD: jax.Array) -> jax.Array:
+        """All positions, from each device's."""
+        if not self.cuts_positions:
+            return x_BTD
+        return lax.all_gather(x_BTD, self.axis.name, axis=1, tiled=True, axis_index_groups=self.axis.groups(1))
+
+    def sum_positions(self, x_BTD: jax.Array) -> jax.Array:
+        """This device's positions of the sum over the group."""
+        name, groups = self.axis.name, self.axis.groups(1)
+        if not self.cuts_positions:
+            return lax.psum(x_BTD, name, axis_index_groups=groups)
+        return lax.psum_scatter(x_BTD, name, scatter_dimension=1, tiled=True, axis_index_groups=groups)
+
+    def stack(self, x: jax.Array) -> jax.Array:
+        """That of each device of the group, in a new leading dimension."""
+        return lax.all_gather(x, self.axis.name, axis_index_groups=self.axis.groups(1))
+
+    def counted_once(self, x_BT: jax.Array) -> jax.Array:
+        """Of what all devices of the group have alike, this device's share of the positions; 0 elsewhere."""
+        share = -(-x_BT.shape[1] // self.size)
+        is_own_T = jnp.arange(x_BT.shape[1]) // share == self.rank()
+        return jnp.where(is_own_T[None], x_BT, jnp.zeros((), x_BT.dtype))
