@@ -31,6 +31,7 @@ Nothing here reads a configuration or a file; `print(layout)` and `print(zero.me
 from zero.cpu import use_cpu_devices
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.ordering import in_order
+from zero.partition.collectives.tensor_group import TensorGroup
 from zero.partition.host_state import (
     ShardedOptimizer,
     ShardedState,
@@ -65,6 +66,7 @@ __all__ = [
     "ShardedOptimizer",
     "ShardedState",
     "Split",
+    "TensorGroup",
     "across_shards",
     "adafactor",
     "check_replicated",

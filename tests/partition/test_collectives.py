@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import optax.contrib
 import pytest
 from jax.experimental.topologies import get_topology_desc
 
@@ -158,7 +160,66 @@ def test_phases_go_inside_hosts_first() -> None:
         zero.Axis.from_devices("batch", hosts[:7])
 
 
+PARTS = {"w": (8, 5), "small": (16,), "padded": (13, 3), "uncut": (9,)}
+CUT = {"w": -2, "small": -1, "padded": -2}
+
+
+@pytest.mark.parametrize("wire_dtype", [None, jnp.int8])
+@pytest.mark.parametrize(("tensor", "replicas"), [(2, 1), (4, 1), (8, 1), (2, 2)])
+def test_parts_are_gathered_and_summed_over_the_devices_that_have_the_same(
+    tensor: int, replicas: int, wire_dtype: Any
+) -> None:
+    axis = zero.Axis.with_tensor_groups("batch", 8, tensor, replicas)
+    rng = np.random.default_rng(0)
+    full = {name: rng.integers(-8, 9, shape).astype(np.float32) for name, shape in PARTS.items()}
+    layout = zero.make_layout(full, axis.shards, tensor=tensor, tensor_dim=CUT.get)
+    ranks = np.arange(8) % tensor
+
+    @partial(jax.pmap, axis_name="batch")
+    def run(factor: jax.Array) -> Any:
+        parts = zero.gather(zero.shard(full, layout, axis), layout, axis, wire_dtype=wire_dtype)
+        return parts, zero.scatter_sum(jax.tree.map(lambda x: factor * x, parts), layout, axis, wire_dtype=wire_dtype)
+
+    factors = rng.integers(1, 5, 8).astype(np.float32)
+    parts, sums = run(factors)
+    for leaf in layout.leaves:
+        (name,), (split,) = leaf.path, leaf.splits
+        padded = np.pad(full[name], [(0, split.padding), *[(0, 0)] * (full[name].ndim - 1)])
+        padded = padded if leaf.parts > 1 else full[name]
+        expected = [np.split(padded, leaf.parts)[rank if leaf.parts > 1 else 0] for rank in ranks]
+        close = partial(np.testing.assert_allclose, atol=0 if wire_dtype is None else 1.5, err_msg=name)
+        close(parts[name], expected)
+        assert parts[name].shape[1:] == leaf.gathered_shape
+        # Devices of one rank add up to the sum of their part; a leaf that is not cut is summed over all.
+        of_rank = [factors[ranks == rank].sum() if leaf.parts > 1 else factors.sum() for rank in ranks]
+        padded = np.pad(full[name], [(0, split.padding), *[(0, 0)] * (full[name].ndim - 1)])
+        slices = np.split(padded, split.shards)
+        close(sums[name], [slices[axis.shard_of_device()[i]] * of_rank[i] for i in range(8)])
+
+
+def test_an_optimizer_sees_whole_leaves_of_a_layout_with_parts() -> None:
+    axis = zero.Axis.with_tensor_groups("batch", 8, 2)
+    params = {"w": np.random.default_rng(0).normal(size=(16, 24)).astype(np.float32)}
+    layout = zero.make_layout(params, 8, tensor=2, tensor_dim=lambda name: -1)
+    tx = zero.on_shards(zero.muon(0.1), layout, axis)
+
+    def update(_: jax.Array) -> Any:
+        shards = zero.shard(params, layout, axis)
+        return tx.update(shards, tx.init(shards), shards)[0]
+
+    got = zero.to_host(jax.pmap(zero.in_order(update), "batch")(np.zeros(8)), layout, axis)["w"]
+    whole = optax.contrib.muon(0.1)
+    expected, _ = whole.update(params, whole.init(params), params)
+    np.testing.assert_allclose(got, expected["w"], rtol=1e-4, atol=1e-5)
+
+
 def test_an_axis_says_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="8 devices do not make 1 copies of groups of 3"):
+        zero.Axis.with_tensor_groups("batch", 8, 3)
+    with pytest.raises(ValueError, match=r"the first phase of \(1, 4, 2\) must be of tensor=2"):
+        zero.Axis("batch", (1, 4, 2), tensor=2)
+    with pytest.raises(ValueError, match="shards 8 do not divide into tensor groups of 3"):
+        zero.make_layout(jnp.zeros(16), 8, tensor=3)
     with pytest.raises(ValueError, match=r"axis 'batch': shape is \(replicas, phase"):
         zero.Axis("batch", (8,))
     with pytest.raises(ValueError, match=r"devices must be a permutation of 0\.\.3"):

@@ -1,5 +1,6 @@
 """The run as a whole: killed, stopped, resumed, forked, and long. Real processes and real signals."""
 
+import json
 import os
 import re
 import signal
@@ -174,6 +175,37 @@ def test_copies_of_the_state_go_on_from_one_over_all_devices(forks: cli.Forks, u
         np.testing.assert_allclose(got["train/loss"], line["train/loss"], rtol=1e-5)
     done = forks.run("--resume", f"hydra.run.dir={fork}", "zero.replicas=3")
     assert done.returncode == 2 and "zero.replicas=3: expected a divisor of 8" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_tensor_groups_train_evaluate_sample_and_go_on_as_devices_alone(forks: cli.Forks) -> None:
+    job = (*cli.TINY, "data.max_context=30", "training.warmup_train_context=6", "training.staged_warmup_steps=2")
+    groups = ("zero.tensor_shards=3", "distributed.cpu_devices=6")
+    for run, options in (("alone", ()), ("groups", groups), ("stage0", (*groups, "zero.stage=0"))):
+        done = forks.run(*job, *options, "training.sample_tokens=8", f"hydra.run.dir={run}")
+        assert done.returncode == 0, done.stderr
+    expected = metrics(forks.workplace / "alone")
+    for run in ("groups", "stage0"):
+        for got, line in zip(metrics(forks.workplace / run), expected, strict=True):
+            assert got["train/loss"] == pytest.approx(line["train/loss"], rel=1e-5)
+            assert got.get("validation/loss", 0) == pytest.approx(line.get("validation/loss", 0), rel=1e-5)
+    found = []
+    for run in ("alone", "groups"):
+        use = (f"model.model_path={run}", "zero.replicate=false")
+        done = forks.run("mode=evaluate", *use, f"hydra.run.dir={run}/evaluate")
+        assert done.returncode == 0, done.stderr
+        loss = json.loads((forks.workplace / run / "evaluate" / "evaluation.json").read_text())["loss"]
+        text = ("sample.prompt=[a,the]", "sample.tokens=12", "sample.temperature=0", f"hydra.run.dir={run}/sample")
+        found.append((pytest.approx(loss, rel=1e-5), forks.run("mode=sample", *use, *text).stdout))
+    assert found[0] == found[1]
+    kept = f"data.checkpoint_directory={forks.workplace / 'fork'}"
+    again = ("--resume", "hydra.run.dir=groups", "data.resume_step=6", kept, "distributed.cpu_devices=8")
+    done = forks.run(*again, "zero.tensor_shards=1")
+    assert done.returncode == 0, done.stderr
+    fork = max((forks.workplace / "runs").rglob("metrics.jsonl"), key=lambda path: path.stat().st_mtime).parent
+    assert metrics(fork)[-1]["train/loss"] == pytest.approx(expected[-1]["train/loss"], rel=1e-5)
+    done = forks.run(*again, "zero.tensor_shards=3")
+    assert done.returncode == 2 and "zero.tensor_shards=3: expected a divisor of 8" in done.stderr
 
 
 LONG = f"""

@@ -4,14 +4,37 @@ import dataclasses
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 
 import zero
-from tests.training.small_gpt import CONFIG, assert_close, run_on, setup
+from tests.training.small_gpt import CONFIG, KEY, assert_close, run_on, setup, tokens
+from zero.models.config import FAMILIES, GPTConfig
+from zero.runtime.inference.generate import generate
+from zero.training.inference import Sampling
+from zero.training.programs import make_inference, split_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 DIVISIBLE = dataclasses.replace(CONFIG, embedding_dim=48, num_head=8, block_size=16)
+_GROUPED: dict[str, Any] = {"head_dim": 10, "kv_heads": 4, "mlp_dim": 56}
 
+
+def _of(family: str, **changes: Any) -> GPTConfig:
+    return dataclasses.replace(DIVISIBLE, **{"embedding_norm": False, **FAMILIES[family], **changes})
+
+
+MODELS = {
+    "gpt2": _of("gpt2"),
+    "bloom": _of("bloom"),
+    "gpt_neo": _of("gpt_neo", windows=(0, 5)),
+    "gpt_neox": _of("gpt_neox", embedding_dim=64),
+    "llama": _of("llama", **_GROUPED, rotary_scaling=(8.0, 1.0, 4.0, 6.0)),
+    "mistral": _of("mistral", **_GROUPED, windows=(5,)),
+    "qwen3": _of("qwen3", **_GROUPED),
+    "gemma2": _of("gemma2", **_GROUPED, N=4, windows=(5, 0), attention_cap=0.5, logit_cap=0.5),
+    "dense_lm": _of("dense_lm", z_loss=0.1),
+    "plain": DIVISIBLE,
+}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"stage {stage}": (stage, {}) for stage in range(4)},
     "micro-batches": (3, {"micro_batches": 3}),
@@ -19,8 +42,13 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "nested": (3, {"remat": "nested"}),
     "blockwise": (3, {"blockwise_from": 2}),
 }
-QUICK = [(2, "stage 3"), (4, "stage 0")]
-REST = [pair for pair in itertools.product((2, 4, 8), CASES) if pair not in QUICK]
+EVERY = [
+    *(("plain", tensor, case) for tensor, case in itertools.product((2, 4, 8), CASES)),
+    *((name, tensor, "stage 3") for name, tensor in itertools.product(MODELS, (2, 4))),
+    *((name, 8, "stage 3") for name, model in MODELS.items() if model.key_heads == 8),
+]
+QUICK = [("plain", 2, "stage 3"), ("plain", 4, "stage 0"), ("gemma2", 4, "stage 3")]
+SLOW = sorted({*EVERY} - {*QUICK})
 
 
 def axis(stage: int, tensor: int) -> zero.Axis:
@@ -28,10 +56,38 @@ def axis(stage: int, tensor: int) -> zero.Axis:
     return zero.Axis.with_tensor_groups("zero", 8, tensor, replicas=1 if stage else 8 // tensor)
 
 
-@pytest.mark.parametrize(("tensor", "case"), QUICK + [pytest.param(*pair, marks=pytest.mark.slow) for pair in REST])
-def test_tensor_groups_train_as_devices_with_rows_of_their_own(tensor: int, case: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "tensor", "case"), QUICK + [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
+)
+def test_tensor_groups_train_as_devices_with_rows_of_their_own(model: str, tensor: int, case: str) -> None:
     stage, options = CASES[case]
     plain = {name: value for name, value in options.items() if name == "max_norm"}
-    expected = run_on(setup(8, 3, config=DIVISIBLE, **plain))
-    got = run_on(setup(8, stage, config=DIVISIBLE, axis=axis(stage, tensor), **options))
-    assert_close(got, expected, rtol=1e-6, config=DIVISIBLE)
+    expected = run_on(setup(8, 3, config=MODELS[model], **plain))
+    got = run_on(setup(8, stage, config=MODELS[model], axis=axis(stage, tensor), **options))
+    np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-6)
+    if model == "plain":
+        assert_close(got, expected, rtol=1e-6, config=DIVISIBLE)
+
+
+@pytest.mark.slow
+def test_copies_of_tensor_groups_train_the_same() -> None:
+    expected = run_on(setup(8, 3, config=DIVISIBLE))
+    copies = zero.Axis.with_tensor_groups("zero", 8, 2, replicas=2)
+    assert_close(run_on(setup(8, 3, config=DIVISIBLE, axis=copies)), expected, rtol=1e-6, config=DIVISIBLE)
+
+
+@pytest.mark.parametrize("model", ["plain", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_losses_and_text_are_those_of_devices_alone(model: str) -> None:
+    """Also of rows that do not divide into equal parts of positions."""
+    found = []
+    for on in (setup(8, 3, config=MODELS[model]), setup(8, 3, config=MODELS[model], axis=axis(3, 4))):
+        programs = make_inference(on.model, Sampling(temperature=0), devices=on.devices)
+        params = on.programs.init(np.stack([KEY] * 8))
+        rows = np.maximum(tokens(0, 13)[:8], 0)
+        losses, is_greedy = programs.score(params, split_rows(rows, 8, on.model.axis.tensor))
+        prompts = [row[: 3 + i] for i, row in enumerate(rows[:3])]
+        text = list(generate(programs, params, prompts, 6, seed=0, chunk=3))[-1]
+        found.append((np.asarray(losses), np.asarray(is_greedy), text))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-5)
+    np.testing.assert_array_equal(found[1][1], found[0][1])
+    np.testing.assert_array_equal(found[1][2], found[0][2])

@@ -96,6 +96,7 @@ def on_shards(
     inner = with_extra_args(tx)
     if trust:
         return inner
+    layout = layout.without_parts()  # what is gathered for an optimizer is the whole
 
     def init(params: PyTree) -> PyTree:
         return _init(inner, layout, checked_axis(layout, axis), params)

@@ -125,6 +125,8 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("schedule.name=wsd; schedule.decay_steps=941", ["schedule.decay_steps=941", "at most 940"]),
         ("plan.grid.state_dtype=[int8,int4]", ["plan.grid.state_dtype", "float32, bfloat16, int8"]),
         ("zero.replicas=2; zero.phases=torus", ["zero.phases=torus", "flat, as zero.replicas=2"]),
+        ("zero.tensor_shards=2; zero.phases=torus", ["zero.phases=torus", "flat, as zero.tensor_shards=2"]),
+        ("zero.tensor_shards=4", ["zero.tensor_shards=4", "a divisor of num_head=6 of model.size=bytes"]),
         ("zero.remat=some", ["zero.remat=some", "full, nested, dots, none"]),
         ("model.attention=some", ["model.attention=some", "auto, dense, blockwise"]),
         ("plan.micro_batch=0", ["plan.micro_batch=0", "at least 1"]),

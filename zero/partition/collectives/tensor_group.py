@@ -22,7 +22,23 @@ from zero.partition.collectives.axis import Axis
 
 @dataclasses.dataclass(frozen=True)
 class TensorGroup:
-    """This device's tensor group.
+    """This device's tensor group, on an axis made by `Axis.with_tensor_groups`.
+
+    `make_layout` with `tensor` and `tensor_dim` says which leaves are cut; `gather` and `fully_shard` then give each
+    device its part of those.
+
+    >>> import numpy as np; import zero
+    >>> n = jax.local_device_count()
+    >>> axis = Axis.with_tensor_groups("batch", n, 2)
+    >>> group = TensorGroup(axis)
+    >>> params = {"in": np.ones((3, 4 * n), np.float32), "out": np.ones((4 * n, 3), np.float32)}
+    >>> layout = zero.make_layout(params, n, tensor=2, tensor_dim={"in": -1, "out": -2}.get)
+    >>> def mlp(x):  # (rows, positions, 3), the positions of this device
+    ...     part = zero.gather(zero.shard(params, layout, axis), layout, axis)
+    ...     return group.sum_positions(jax.nn.relu(group.gather_positions(x) @ part["in"]) @ part["out"])
+    >>> y = jax.pmap(mlp, "batch")(np.ones((n, 1, 5, 3), np.float32))
+    >>> y.shape == (n, 1, 5, 3) and bool((y == 12 * n).all())
+    True
 
     Attributes:
       axis: the pmap axis; its groups along the first phase are these.
