@@ -40,15 +40,9 @@ def spinning(quiet: dict[int, Any]) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def run_all(forks: cli.Forks, name: str, stage: int) -> dict[str, Any]:
-    """Trains, resumes from the middle, evaluates and samples with sharded weights; what was written, but for clocks."""
+    """Trains and resumes from the middle; what was written, but for clocks."""
     directory, run = forks.workplace / name, f"hydra.run.dir={name}"
-    use = ("zero.replicate=false", f"model.model_path={name}")
-    for arguments in (
-        (*cli.TINY, f"zero.stage={stage}", run),
-        ("--resume=auto", run),
-        ("mode=evaluate", *use, f"hydra.run.dir={name}/evaluate"),
-        ("mode=sample", *use, "sample.prompt=[shard,gather]", "sample.tokens=40", f"hydra.run.dir={name}/sample"),
-    ):
+    for arguments in ((*cli.TINY, f"zero.stage={stage}", run), ("--resume=auto", run)):
         done = forks.run(*arguments)
         assert done.returncode == 0, f"{arguments}: status {done.returncode}\n{done.stderr[-3000:]}"
         if arguments[0] == cli.TINY[0]:
@@ -56,11 +50,18 @@ def run_all(forks: cli.Forks, name: str, stage: int) -> dict[str, Any]:
     lines = read_metrics(directory / "metrics.jsonl")
     assert read_resumes(directory / "metrics.jsonl") == [6]
     assert [line["step"] for line in lines if "validation/loss" in line] == [6, 12]
-    return {
-        "metrics": [{key: value for key, value in line.items() if key not in CLOCKED} for line in lines],
-        "bits_per_byte": json.loads((directory / "evaluate" / "evaluation.json").read_text())["bits_per_byte"],
-        "text": done.stdout,
-    }
+    return {"metrics": [{key: value for key, value in line.items() if key not in CLOCKED} for line in lines]}
+
+
+def use(forks: cli.Forks, trained: str, name: str) -> dict[str, Any]:
+    """Evaluates and samples with sharded weights; what was found."""
+    given = ("zero.replicate=false", f"model.model_path={trained}")
+    directory, prompts = forks.workplace / name, ("sample.prompt=[shard,gather]", "sample.tokens=40")
+    for mode, options in (("evaluate", ()), ("sample", prompts)):
+        done = forks.run(f"mode={mode}", *given, *options, f"hydra.run.dir={name}/{mode}")
+        assert done.returncode == 0, f"{mode}: status {done.returncode}\n{done.stderr[-3000:]}"
+    evaluation = json.loads((directory / "evaluate" / "evaluation.json").read_text())
+    return {"bits_per_byte": evaluation["bits_per_byte"], "text": done.stdout}
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in range(3)), 3])
@@ -69,3 +70,11 @@ def test_runs_beside_spinning_processes_write_what_the_quiet_ones_did(
 ) -> None:
     assert run_all(forks, f"busy{stage}", stage) == quiet[stage]
     assert [process.poll() for process in spinning] == [None] * len(spinning)  # none had ended early
+
+
+@pytest.mark.slow
+def test_weights_in_use_beside_spinning_processes_give_what_they_gave_alone(forks: cli.Forks) -> None:
+    run_all(forks, "trained", 3)
+    alone = use(forks, "trained", "alone")
+    with cli.spinning(1 + (os.cpu_count() or 1), seconds=900):
+        assert use(forks, "trained", "beside") == alone

@@ -80,7 +80,7 @@ def test_it_goes_on_from_other_devices_and_another_stage(forks: cli.Forks) -> No
     assert "other dtypes" not in log
 
 
-@pytest.mark.parametrize(("run", "keys"), [("whole", FLOAT32), ("float32", SMALL)])
+@pytest.mark.parametrize(("run", "keys"), [pytest.param("whole", FLOAT32, marks=pytest.mark.slow), ("float32", SMALL)])
 def test_it_goes_on_in_other_dtypes_with_one_line(run: str, keys: tuple[str, ...], forks: cli.Forks) -> None:
     new, log = forked(forks, run, *keys)
     (line,) = [line for line in log.splitlines() if "other dtypes" in line]

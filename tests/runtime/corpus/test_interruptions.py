@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -220,6 +221,10 @@ def test_killed_worker_is_an_error_that_may_pass(folder: Path, tmp_path: Path):
 
 def test_ctrl_c_is_one_line(mixed: Path, tmp_path: Path, bpe: Path):
     """At a time when the workers are about to start; it reaches them as well."""
+    source = tmp_path / "source"  # of which there is enough for more than a moment
+    source.mkdir()
+    for copy in range(12):
+        shutil.copy(mixed / "x.jsonl", source / f"{copy}.jsonl")
     options = [
         "--tokenizer",
         str(bpe),
@@ -231,7 +236,7 @@ def test_ctrl_c_is_one_line(mixed: Path, tmp_path: Path, bpe: Path):
         str(tmp_path),
     ]
     process = subprocess.Popen(
-        [*COMMAND, str(mixed), *options],
+        [*COMMAND, str(source), *options],
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         stderr=subprocess.PIPE,

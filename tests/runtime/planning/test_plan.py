@@ -99,6 +99,7 @@ def test_planned_bytes_are_those_of_a_real_step(arguments: tuple[str, ...]) -> N
     assert row["peak_bytes"] - row["state_bytes"] == pytest.approx(found["grown"], rel=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_plan_of_four_bytes_per_parameter(tmp_path: Path) -> None:
     pytest.importorskip("libtpu")
