@@ -170,13 +170,17 @@ CLIP = optax.clip_by_global_norm(MAX_NORM)
 
 
 @cache
-def reference(config: GPTConfig = CONFIG, clip: optax.GradientTransformation = CLIP) -> Run:
-    """One device, nothing of `zero` but the model: what DESIGN.md says a step is."""
+def reference(
+    config: GPTConfig = CONFIG,
+    clip: optax.GradientTransformation = CLIP,
+    optimizer: optax.GradientTransformation | None = None,
+) -> Run:
+    """One device, nothing of `zero` but the model: what DESIGN.md says a step is. By default the optimizer is AdamW."""
     model = GPT(config)
     params = first_params(config)
     no_decay = {"bias", "scale"}
     mask = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in no_decay, params)
-    tx = optax.chain(clip, optax.adamw(RATE, b2=0.95, weight_decay=0.1, mask=mask))
+    tx = optax.chain(clip, optimizer or optax.adamw(RATE, b2=0.95, weight_decay=0.1, mask=mask))
 
     @jax.jit
     def step(params: Any, state: Any, rows: jax.Array, number: jax.Array) -> Any:

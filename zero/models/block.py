@@ -7,7 +7,6 @@ Shapes are named by suffix:
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from jax.typing import DTypeLike
 from zero.models.attention import blockwise_attention, dense_attention
 from zero.models.config import GPTConfig
 from zero.models.cut import WHOLE, Cut
+from zero.models.parametrization import kernel_init
 from zero.models.parts import ACTIVATIONS, dropout, make_norm, rotary_frequencies, rotate
 from zero.models.scores import T5_BUCKETS, Form
 
@@ -84,8 +84,8 @@ class Block(nn.Module):
         normed: jax.Array = make_norm(self.config, self.dtype, name + "_after" * is_after)(x)
         return normed
 
-    def _dense(self, features: int, name: str, use_bias: bool, stddev: float = 0.02, product: Any = None) -> nn.Dense:
-        init = nn.initializers.normal(stddev)
+    def _dense(self, features: int, name: str, use_bias: bool, product: Any = None) -> nn.Dense:
+        init = kernel_init(self.config, name)
         return nn.Dense(features, use_bias, dtype=self.dtype, kernel_init=init, dot_general=product, name=name)
 
     def _residual_dense(self, name: str, use_bias: bool) -> nn.Dense:
@@ -95,12 +95,7 @@ class Block(nn.Module):
             product_BTD: jax.Array = self.cut.sum_positions(lax.dot_general(*arguments, **options))
             return product_BTD
 
-        return self._dense(self.config.embedding_dim, name, use_bias, self._residual_stddev, summed_product)
-
-    @property
-    def _residual_stddev(self) -> float:
-        # GPT-2: each of the 2 N residual outputs adds variance, so each starts smaller.
-        return 0.02 / math.sqrt(2 * self.config.N)
+        return self._dense(self.config.embedding_dim, name, use_bias, summed_product)
 
     def _attention(
         self,

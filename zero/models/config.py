@@ -33,8 +33,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "norm_place": ("before", "after", "both"),
     "activation": ("gelu", "gelu_exact", "relu", "squared_relu", "selu", "silu"),
     "attention_scale": ("sqrt", "linear", "none"),
+    "parametrization": ("standard", "mup"),
 }
-_AT_LEAST_ONE = ("embedding_dim", "vocab_size", "num_head", "kv_heads", "head_dim", "mlp_dim", "block_size", "N")
+_WIDTHS = ("embedding_dim", "kv_heads", "head_dim", "mlp_dim", "mup_base_width")
+_AT_LEAST_ONE = (*_WIDTHS, "vocab_size", "num_head", "block_size", "N")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,8 @@ class GPTConfig:
       kv_heads: G, heads of keys and values, each shared by H / G heads of queries; None for H.
       head_dim: K; None for D / H.
       windows: of each layer of a pattern that repeats, how many positions a query sees, itself included; 0 for all.
-      attention_scale: scores are divided by the root of K ("sqrt"), by K ("linear"), or by nothing ("none").
+      attention_scale: scores are divided by the root of K ("sqrt"), by K ("linear"), or by nothing ("none"); None for
+        "linear" with the parametrization "mup", else for "sqrt".
       attention_cap: scores s become `cap tanh(s / cap)` (Gemma 2, arXiv 2408.00118, section 2); None for none.
       extra_logit: a further logit of 0 in the denominator of each softmax.
       qkv_bias: whether queries, keys and values have biases.
@@ -81,6 +84,10 @@ class GPTConfig:
       logit_cap: as `attention_cap`, of the final logits.
       z_loss: weight of the squared log-sum-exp of the logits in the gradient (PaLM, arXiv 2204.02311, section 5);
         losses are reported without it.
+      parametrization: of initial weights and learning rates: "standard", or "mup" (arXiv 2203.03466), with which a
+        learning rate that is right at one width is right at others (zero/models/parametrization.py).
+      mup_base_width: the `embedding_dim` at which the learning rates of "mup" are those that are given.
+      zero_init: queries, the output of attention and that of the MLP start at zero (arXiv 2203.03466, section D.2).
     """
 
     embedding_dim: int
@@ -104,7 +111,7 @@ class GPTConfig:
     kv_heads: int | None = None
     head_dim: int | None = None
     windows: tuple[int, ...] = (0,)
-    attention_scale: str = "sqrt"
+    attention_scale: str | None = None
     attention_cap: float | None = None
     extra_logit: bool = False
     qkv_bias: bool = True
@@ -119,8 +126,13 @@ class GPTConfig:
     scale_output: bool = False
     logit_cap: float | None = None
     z_loss: float = 0.0
+    parametrization: str = "standard"
+    mup_base_width: int | None = None
+    zero_init: bool = False
 
     def __post_init__(self) -> None:
+        if self.attention_scale is None:
+            object.__setattr__(self, "attention_scale", "linear" if self.parametrization == "mup" else "sqrt")
         for name in ("windows", "rotary_scaling"):  # lists, where they come from YAML or JSON
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
@@ -146,6 +158,7 @@ class GPTConfig:
         if self.alibi_attn and self.positions != "learned":
             raise ValueError(f"positions {self.positions!r} need alibi_attn: false")
         self._check_rotary()
+        self._check_parametrization()
         if not self.windows or min(self.windows) < 0:
             raise ValueError(f"windows must be a list of numbers of at least 0, got {list(self.windows)}")
         if self.N % len(self.windows):
@@ -161,6 +174,21 @@ class GPTConfig:
         if scaling is not None and not (len(scaling) == 4 and min(scaling) > 0 and scaling[1] < scaling[2]):
             expected = "factor, low and high frequency factor, original context"
             raise ValueError(f"rotary_scaling must be [{expected}], got {list(scaling)}")
+
+    def _check_parametrization(self) -> None:
+        if self.parametrization == "standard":
+            if self.mup_base_width is not None:
+                raise ValueError(f"mup_base_width must be null without parametrization: mup, got {self.mup_base_width}")
+            return
+        if self.mup_base_width is None:
+            raise ValueError("parametrization: mup needs mup_base_width, the embedding_dim of its learning rates")
+        # A tied table would start and learn as an embedding and as a head, which differ; roots of the width would add
+        # a dependence on it.
+        needed: dict[str, Any] = {"tied": False, "scale_embedding": False, "scale_output": False}
+        for name, value in (needed | {"attention_scale": "linear"}).items():
+            if getattr(self, name) != value:
+                expected, given = (str(x).lower() for x in (value, getattr(self, name)))
+                raise ValueError(f"parametrization: mup needs {name}: {expected}, got {given}")
 
     @property
     def chunk_rows(self) -> int:

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from zero.models.block import Block, Cache
 from zero.models.config import BLOCKS, HEAD, VOCABULARY, GPTConfig
 from zero.models.cut import WHOLE, Cut
+from zero.models.parametrization import table_stddev
 from zero.models.parts import Lift, make_norm
 
 # What of a layer is kept for the backward pass besides its input, by name; the rest is computed again. With "none"
@@ -41,6 +42,7 @@ class VocabularyChunk(nn.Module):
 
     config: GPTConfig
     dtype: DTypeLike
+    stddev: float
     cut: Cut = WHOLE
 
     @nn.compact
@@ -57,8 +59,7 @@ class VocabularyChunk(nn.Module):
         rows = self.cut.part_size(self.config.chunk_rows)
         first_own = self.cut.first(rows)
         own_C = first_own + jnp.arange(rows)  # numbers in the chunk; those of padding are past its end
-        stddev = 1.0 if self.config.scale_output else 0.02
-        table_CD = self.param("table", nn.initializers.normal(stddev), (rows, self.config.embedding_dim))
+        table_CD = self.param("table", nn.initializers.normal(self.stddev), (rows, self.config.embedding_dim))
         if x_BTD is None:
             row_BT = tokens_BT - first - first_own
             end = jnp.minimum(rows, self.config.chunk_rows - first_own)
@@ -90,9 +91,8 @@ class Positions(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, position: jax.Array | int) -> jax.Array:
-        table_TD = self.param(
-            "table", nn.initializers.normal(0.02), (self.config.block_size, self.config.embedding_dim)
-        )
+        init = nn.initializers.normal(table_stddev(self.config, "positions"))
+        table_TD = self.param("table", init, (self.config.block_size, self.config.embedding_dim))
         return x_BTD + lax.dynamic_slice_in_dim(table_TD, position, x_BTD.shape[1])[None]
 
 
@@ -141,7 +141,7 @@ class GPT(nn.Module):
             variable_axes={True: 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
-        )(self.config, self.dtype, self._cut)
+        )(self.config, self.dtype, table_stddev(self.config, name), self._cut)
 
     def __call__(self, tokens_BT: jax.Array, targets_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
         """Negative log-likelihood of each target in nats, float32 `(B, T)`; one dropout key per row, or none."""

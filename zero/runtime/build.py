@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import optax
 
 from zero.models.attention import blockwise_from
 from zero.models.config import BLOCKS, GPTConfig
+from zero.models.parametrization import rate_multipliers
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout
 from zero.partition.state import pmap_devices
@@ -83,7 +85,11 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
     training, model = config.training, make_model(config, size, devices)
     optimizer = config.optimizer
     tx = make_optimizer(
-        optimizer.name, training.weight_decay, state_dtype=optimizer.state_dtype, **optimizer.hyperparameters()
+        optimizer.name,
+        training.weight_decay,
+        state_dtype=optimizer.state_dtype,
+        multipliers=partial(rate_multipliers, size) if size.parametrization == "mup" else None,
+        **optimizer.hyperparameters(),
     )
     programs = make_programs(
         model,

@@ -23,6 +23,7 @@ from zero.partition.layout import Layout, PyTree
 from zero.partition.quantised import convert_adam, rounded_updates, scale_by_adam, scale_by_lion
 from zero.partition.rewrite.functions import across_shards
 
+Multipliers = Callable[[PyTree], PyTree]  # from parameters, or a part of them, to a float for each leaf
 B1, B2, EPS = 0.9, 0.95, 1e-8  # of AdamW; b2 as in GPT-3, arXiv 2005.14165, appendix B
 
 
@@ -34,19 +35,46 @@ def decayed(params: PyTree) -> PyTree:
 
 
 def adamw(
-    weight_decay: float, b1: float = B1, b2: float = B2, eps: float = EPS, *, state_dtype: DTypeLike = jnp.float32
+    weight_decay: float,
+    b1: float = B1,
+    b2: float = B2,
+    eps: float = EPS,
+    *,
+    state_dtype: DTypeLike = jnp.float32,
+    multipliers: Multipliers | None = None,
 ) -> optax.GradientTransformation:
     """AdamW without a learning rate, element-wise and so right on shards; moments of decayed leaves in `state_dtype`.
 
     Source: Loshchilov and Hutter, arXiv 1711.05101.
     """
     adam = scale_by_adam(b1, b2, eps, state_dtype=state_dtype, mask=decayed)
-    return optax.chain(adam, optax.add_decayed_weights(weight_decay, decayed))
+    return _decoupled(adam, weight_decay, multipliers)
 
 
-def _lion(weight_decay: float, b1: float = 0.9, b2: float = 0.99, *, state_dtype: DTypeLike = jnp.float32) -> Any:
-    lion = scale_by_lion(b1, b2, state_dtype=state_dtype, mask=decayed)
-    return optax.chain(lion, optax.add_decayed_weights(weight_decay, decayed))
+def _lion(
+    weight_decay: float,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    *,
+    state_dtype: DTypeLike = jnp.float32,
+    multipliers: Multipliers | None = None,
+) -> optax.GradientTransformation:
+    return _decoupled(scale_by_lion(b1, b2, state_dtype=state_dtype, mask=decayed), weight_decay, multipliers)
+
+
+def _decoupled(
+    tx: optax.GradientTransformation, weight_decay: float, multipliers: Multipliers | None
+) -> optax.GradientTransformation:
+    """`tx`, with updates multiplied leaf by leaf, and weight decay, which is not multiplied.
+
+    So a weight forgets as fast at every width: multiplied, decay would vanish as the width grows, and learning rates
+    would no longer transfer (Kosson et al., arXiv 2510.19093, who call it independent weight decay).
+    """
+    decay = optax.add_decayed_weights(weight_decay, decayed)
+    if multipliers is None:
+        return optax.chain(tx, decay)
+    multiply = optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multipliers(updates)))
+    return optax.chain(tx, multiply, decay)
 
 
 def _sgd(weight_decay: float, b1: float = 0.9, nesterov: bool = False) -> Any:
@@ -117,10 +145,16 @@ PER_LAYER: Mapping[str, Callable[..., optax.GradientTransformation]] = MappingPr
 )
 NAMES = (*ELEMENTWISE, *PER_LAYER)
 QUANTISABLE = ("adamw", "lion")  # which hold moments in `state_dtype`
+MULTIPLIABLE = ("adamw", "lion")  # whose learning rates `rate_multipliers` are for
 
 
 def make_optimizer(
-    name: str, weight_decay: float, *, state_dtype: DTypeLike = jnp.float32, **hyperparameters: Any
+    name: str,
+    weight_decay: float,
+    *,
+    state_dtype: DTypeLike = jnp.float32,
+    multipliers: Multipliers | None = None,
+    **hyperparameters: Any,
 ) -> optax.GradientTransformation:
     """An optimizer whose updates the step multiplies by minus the learning rate.
 
@@ -129,11 +163,17 @@ def make_optimizer(
         muon https://kellerjordan.github.io/posts/muon/ with the scale of arXiv 2502.16982, section 2.2.
       weight_decay: of matrices and the vocabulary, multiplied by the learning rate; sgd adds it to the gradient.
       state_dtype: of the moments of adamw and lion.
+      multipliers: of the learning rate of each leaf, weight decay excepted; for adamw and lion.
       hyperparameters: as `hyperparameters(name)` lists them.
+
+    Raises:
+      ValueError: `multipliers` for another optimizer.
     """
+    if multipliers is not None and name not in MULTIPLIABLE:
+        raise ValueError(f"learning rates by leaf are for {' and '.join(MULTIPLIABLE)}, not for {name}")
     if name in ELEMENTWISE:
-        dtype = {"state_dtype": state_dtype} if name in QUANTISABLE else {}
-        return ELEMENTWISE[name](weight_decay, **dtype, **hyperparameters)
+        own = {"state_dtype": state_dtype, "multipliers": multipliers} if name in QUANTISABLE else {}
+        return ELEMENTWISE[name](weight_decay, **own, **hyperparameters)
     return across_shards(per_layer(PER_LAYER[name](weight_decay, **hyperparameters)))
 
 
@@ -144,7 +184,7 @@ def hyperparameters(name: str) -> dict[str, Any]:
     {'b1': 0.9, 'b2': 0.99}
     """
     arguments = inspect.signature({**ELEMENTWISE, **PER_LAYER}[name]).parameters.values()
-    return {a.name: a.default for a in arguments if a.name not in ("weight_decay", "state_dtype")}
+    return {a.name: a.default for a in arguments if a.name not in ("weight_decay", "state_dtype", "multipliers")}
 
 
 def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

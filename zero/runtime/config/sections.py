@@ -32,7 +32,7 @@ from zero.runtime.config.constraints import (
     zero_or_more,
 )
 from zero.training.nested_remat import group_size
-from zero.training.optimizer import ELEMENTWISE, NAMES, QUANTISABLE, hyperparameters
+from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, NAMES, QUANTISABLE, hyperparameters
 from zero.training.schedules import SCHEDULES
 
 DTYPES = ("float32", "bfloat16")
@@ -163,6 +163,8 @@ class Optimizer:
             yield f"optimizer.{key}", f"null, as optimizer.name={self.name} does not have it"
         if self.name not in QUANTISABLE and self.state_dtype != "float32":
             yield "optimizer.state_dtype", f"float32, as optimizer.name={self.name}"
+        if self.name not in MULTIPLIABLE and size.parametrization == "mup":
+            yield "optimizer.name", f"{' or '.join(MULTIPLIABLE)}, as model.size={config.model.size} is in mup"
         if self.name not in ELEMENTWISE and config.zero.fused_update:
             yield "optimizer.name", f"{', '.join(ELEMENTWISE)}, as zero.fused_update=true updates one layer at a time"
 

@@ -1,0 +1,98 @@
+"""Initial weights of the maximal update parametrization, what else of a model it changes, and what it refuses."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zero.models.config import FAMILIES, GPTConfig
+from zero.models.gpt import GPT
+
+MUP: dict[str, Any] = {"parametrization": "mup", "mup_base_width": 32, "tied": False}
+CONFIG = GPTConfig(192, 1001, 3, 300, 0.0, 4, alibi_attn=False, vocab_chunks=3, head_dim=32, mlp_dim=500, **MUP)
+
+
+def initial(config: GPTConfig) -> Any:
+    init = jax.jit(partial(GPT(config).init, method="hidden"))
+    variables: Any = init(jax.random.key(0), jnp.zeros((1, 2), int), None)
+    return variables["params"]
+
+
+def test_weights_start_as_table_3_says() -> None:
+    expected = {
+        "vocabulary/table": 1.0,
+        "positions/table": 1.0,
+        "head/table": 1 / 192,
+        **{f"blocks/{name}/kernel": 192**-0.5 for name in ("query", "key", "value", "mlp_in")},
+        "blocks/attention_out/kernel": 96**-0.5,  # 3 heads of 32
+        "blocks/mlp_out/kernel": 500**-0.5,
+    }
+    found = set()
+    for path, x in jax.tree_util.tree_leaves_with_path(initial(CONFIG)):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if path[-1].key in ("scale", "bias"):
+            np.testing.assert_array_equal(x, float(path[-1].key == "scale"), err_msg=name)
+            continue
+        found.add(name)
+        np.testing.assert_allclose(np.std(x), expected[name], rtol=0.02, err_msg=name)
+        assert abs(np.mean(x)) < expected[name] / 50
+    assert found == set(expected)
+
+
+@pytest.mark.parametrize("parametrization", ["mup", "standard"])
+def test_queries_and_residual_outputs_start_at_zero_on_request(parametrization: str) -> None:
+    config = dataclasses.replace(CONFIG, zero_init=True)
+    if parametrization == "standard":
+        config = dataclasses.replace(config, parametrization="standard", mup_base_width=None)
+    blocks = initial(config)["blocks"]
+    zeros = {name for name in blocks if "kernel" in blocks[name] and not np.any(blocks[name]["kernel"])}
+    assert zeros == {"query", "attention_out", "mlp_out"}
+
+
+def test_products_of_queries_and_keys_are_divided_by_the_head_dimension_and_nothing_else_changes() -> None:
+    params = jax.tree.map(lambda x: np.random.default_rng(x.size).normal(0, 0.3, x.shape), initial(CONFIG))
+    tokens = np.random.default_rng(0).integers(0, 1001, (2, 7))
+
+    def losses(**changes: Any) -> np.ndarray:
+        config = dataclasses.replace(CONFIG, **changes)
+        return np.asarray(jax.jit(GPT(config).apply)({"params": params}, tokens, tokens))
+
+    standard: dict[str, Any] = {"parametrization": "standard", "mup_base_width": None}
+    np.testing.assert_array_equal(losses(), losses(**standard, attention_scale="linear"))
+    assert not np.allclose(losses(), losses(**standard, attention_scale="sqrt"), rtol=1e-3)
+
+
+def test_families_that_are_not_tied_can_be_in_mup() -> None:
+    def accepts(family: str) -> bool:
+        try:
+            GPTConfig(**{**dataclasses.asdict(SMALL), **FAMILIES[family], **MUP, "attention_scale": None})
+        except ValueError:
+            return False
+        return True
+
+    assert {family for family in FAMILIES if accepts(family)} == set(FAMILIES) - {"gemma2", "dense_lm"}
+
+
+SMALL = GPTConfig(48, 101, 3, 24, 0.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"tied": True}, "tied: false, got true"),
+        ({"scale_embedding": True}, "scale_embedding: false, got true"),
+        ({"scale_output": True}, "scale_output: false, got true"),
+        ({"attention_scale": "sqrt"}, "attention_scale: linear, got sqrt"),
+        ({"mup_base_width": None}, "needs mup_base_width"),
+        ({"mup_base_width": 0}, "mup_base_width must be at least 1"),
+        ({"parametrization": "standard"}, "mup_base_width must be null"),
+        ({"parametrization": "sp"}, "parametrization must be one of standard, mup"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        dataclasses.replace(CONFIG, **changes)

@@ -1,0 +1,138 @@
+"""Learning rates by leaf, on shards at every stage, against one device and optax alone."""
+
+import dataclasses
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.training.small_gpt import (
+    CLIP,
+    CONFIG,
+    RATE,
+    Run,
+    assert_close,
+    assert_equal,
+    first_params,
+    reference,
+    run_on,
+    setup,
+)
+from zero.models.config import GPTConfig
+from zero.models.parametrization import rate_multipliers
+from zero.training.optimizer import MULTIPLIABLE, NAMES, make_optimizer
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+DECAY, W = 0.1, 3
+MUP = dataclasses.replace(
+    CONFIG,
+    alibi_attn=False,
+    tied=False,
+    attention_scale=None,
+    parametrization="mup",
+    mup_base_width=CONFIG.embedding_dim // W,
+)
+
+
+def is_matrix(path: Any) -> bool:
+    """By hand: which leaves have both dimensions in proportion to the width, or are the head."""
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return name in {"head/table", *(f"blocks/{n}/kernel" for n in ("query", "key", "value", "attention_out"))} | {
+        f"blocks/{n}/kernel" for n in ("mlp_in", "mlp_out")
+    }
+
+
+@cache
+def by_optax(name: str) -> optax.GradientTransformation:
+    """Two groups of leaves, each with an optimizer of optax of its own; matrices decay as fast as the rest."""
+
+    def group(w: float) -> optax.GradientTransformation:
+        options: Any = {"weight_decay": DECAY * w, "mask": decays}
+        return (
+            optax.adamw(lambda step: RATE(step) / w, b2=0.95, **options)
+            if name == "adamw"
+            else optax.lion(lambda step: RATE(step) / w, **options)
+        )
+
+    def decays(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: path[-1].key not in ("bias", "scale") and path[0].key != "positions", params
+        )
+
+    def labels(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, _: "matrix" if is_matrix(path) else "rest", params)
+
+    return optax.multi_transform({"matrix": group(W), "rest": group(1)}, labels)
+
+
+@cache
+def transform(name: str, state_dtype: Any = jnp.float32, config: GPTConfig = MUP) -> optax.GradientTransformation:
+    return make_optimizer(name, DECAY, state_dtype=state_dtype, multipliers=partial(rate_multipliers, config))
+
+
+@cache
+def trained(devices: int, stage: int, name: str = "adamw", state_dtype: Any = jnp.float32, **options: Any) -> Run:
+    return run_on(setup(devices, stage, config=MUP, tx=transform(name, state_dtype), **options))
+
+
+QUICK = [("adamw", 8, 3), ("adamw", 3, 3), ("adamw", 8, 1), ("lion", 8, 3)]
+SLOW = {(n, d, s) for n in MULTIPLIABLE for d in (1, 3, 8) for s in range(4)} - {*QUICK}
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "stage"), QUICK + [pytest.param(*case, marks=pytest.mark.slow) for case in sorted(SLOW)]
+)
+def test_every_stage_trains_as_one_device_with_two_optimizers_of_optax(name: str, devices: int, stage: int) -> None:
+    got, expected = trained(devices, stage, name), reference(MUP, CLIP, by_optax(name))
+    np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-6)
+    if name == "adamw":  # the sign of a gradient that is nothing but rounding is anything
+        assert_close(got, expected, rtol=1e-5, config=MUP)
+
+
+def test_a_fused_update_moves_each_leaf_at_its_own_rate() -> None:
+    options: dict[str, Any] = {"max_norm": None, "skip_bad_steps": False}
+    for state_dtype in (jnp.float32, jnp.int8):
+        fused = trained(8, 3, state_dtype=state_dtype, fused_update=True, **options)
+        assert_close(fused, trained(8, 3, state_dtype=state_dtype, **options), rtol=1e-5, config=MUP)
+
+
+def test_at_the_base_width_nothing_is_multiplied() -> None:
+    base = dataclasses.replace(MUP, mup_base_width=MUP.embedding_dim)
+    same = run_on(setup(8, 3, config=base, tx=transform("adamw", config=base)))
+    plain = run_on(setup(8, 3, config=base, tx=make_optimizer("adamw", DECAY)))
+    assert_equal(same, plain)
+
+
+@pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("name", MULTIPLIABLE)
+def test_updates_are_multiplied_and_weight_decay_is_not(name: str, state_dtype: Any) -> None:
+    params = first_params(MUP)
+    rng = np.random.default_rng(0)
+    grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), params)
+    no_decay, decayed = make_optimizer(name, 0.0, state_dtype=state_dtype), transform(name, state_dtype)
+    plain, _ = no_decay.update(grads, no_decay.init(params), params)
+    got, _ = decayed.update(grads, decayed.init(params), params)
+
+    def check(path: Any, got: jax.Array, plain: jax.Array, p: jax.Array) -> None:
+        is_decayed = path[-1].key == "kernel" or path[0].key in ("vocabulary", "head")
+        expected = plain / (W if is_matrix(path) else 1) + DECAY * p * is_decayed
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7, err_msg=str(path))
+
+    jax.tree_util.tree_map_with_path(check, got, plain, params)
+
+
+def test_multipliers_change_nothing_of_the_state() -> None:
+    """So a checkpoint is read whatever the parametrization, and resumes as others do."""
+    plain, multiplied = (tx.init(first_params(MUP)) for tx in (make_optimizer("adamw", DECAY), transform("adamw")))
+    paths = [[path for path, _ in jax.tree_util.tree_leaves_with_path(state)] for state in (plain, multiplied)]
+    assert paths[0] == paths[1]
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(MULTIPLIABLE)))
+def test_other_optimizers_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"adamw and lion, not for {name}"):
+        transform(name)

@@ -1,0 +1,64 @@
+"""How initial weights and learning rates depend on the width: as in GPT-2, or such that training does not depend on it.
+
+The second is the maximal update parametrization for Adam and Lion, with w = width / base width:
+
+  leaf                             initial standard deviation    learning rate
+  embedding, learned positions     1                             1
+  matrices of layers               fan-in^-1/2                   1 / w
+  head                             width^-1                      1 / w
+  gains and biases                 (1 and 0)                     1
+
+Products of queries and keys are divided by the head dimension. A tied table would need both the first and third line.
+Source: Yang et al., Tensor Programs V, arXiv 2203.03466, table 3 and definition 4.1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from zero.models.config import BLOCKS, HEAD, GPTConfig
+
+_RESIDUAL_OUTPUTS = ("attention_out", "mlp_out")
+_GPT2_STDDEV = 0.02
+
+
+def kernel_init(config: GPTConfig, name: str) -> nn.initializers.Initializer:
+    """The initializer of the matrix `(fan-in, fan-out)` of this name in a layer."""
+    if config.zero_init and name in ("query", *_RESIDUAL_OUTPUTS):
+        return nn.initializers.zeros
+    if config.parametrization == "mup":
+        return nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+    # GPT-2: each of the 2 N residual outputs adds variance, so each starts smaller.
+    return nn.initializers.normal(_GPT2_STDDEV / (math.sqrt(2 * config.N) if name in _RESIDUAL_OUTPUTS else 1))
+
+
+def table_stddev(config: GPTConfig, name: str) -> float:
+    """The initial standard deviation of the vocabulary, the positions or the head.
+
+    >>> config = GPTConfig(128, 256, 2, 64, 0.0, 2, parametrization="mup", mup_base_width=32, tied=False)
+    >>> [table_stddev(config, name) for name in ("vocabulary", "positions", "head")]
+    [1.0, 1.0, 0.0078125]
+    """
+    if config.parametrization == "mup":
+        return 1 / config.embedding_dim if name == HEAD else 1.0
+    return 1.0 if config.scale_output and name != "positions" else _GPT2_STDDEV
+
+
+def rate_multipliers(config: GPTConfig, params: Any) -> Any:
+    """What the learning rate of each leaf is multiplied by: a tree of floats, from whole parameters, shards or a part.
+
+    >>> config = GPTConfig(128, 256, 2, 64, 0.0, 2, parametrization="mup", mup_base_width=32, tied=False)
+    >>> rate_multipliers(config, {"blocks": {"query": {"kernel": 0, "bias": 0}}, "head": {"table": 0}})
+    {'blocks': {'query': {'bias': 1.0, 'kernel': 0.25}}, 'head': {'table': 0.25}}
+    """
+    base = config.embedding_dim if config.mup_base_width is None else config.mup_base_width
+
+    def of(path: tuple[Any, ...], _: Any) -> float:
+        is_scaled = path[0].key == HEAD or (path[0].key == BLOCKS and path[-1].key == "kernel")
+        return base / config.embedding_dim if is_scaled else 1.0
+
+    return jax.tree_util.tree_map_with_path(of, params)
