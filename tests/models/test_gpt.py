@@ -133,8 +133,8 @@ def test_parameter_count_is_the_one_in_the_comment(size: str) -> None:
     if size in PUBLISHED:
         assert count == PUBLISHED[size]
         return
-    # Four d x d and two d x 4d matrices with their biases and two norms per layer; one norm and the tied table.
-    d, rows = config.embedding_dim, config.vocab_chunks * config.chunk_rows
+    # Four d x d and two d x 4d matrices with their biases and two norms per layer; one norm and the tables.
+    d, rows = config.embedding_dim, (2 - config.tied) * config.vocab_chunks * config.chunk_rows
     assert count == config.N * (12 * d**2 + 13 * d) + 2 * d + rows * d
 
 

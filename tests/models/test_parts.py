@@ -94,7 +94,7 @@ def attention_by_hand(config: GPTConfig, h_TD: np.ndarray, p: Any, window: int) 
         q, k, v = q_THK[:, head], k_TGK[:, group], v_TGK[:, group]
         if config.positions == "rotary":
             q, k = rotated_by_hand(config, q), rotated_by_hand(config, k)
-        scores = q @ k.T / {"sqrt": math.sqrt(width), "linear": width, "none": 1}[config.attention_scale]
+        scores = q @ k.T / {"sqrt": math.sqrt(width), "linear": width, "none": 1}[str(config.attention_scale)]
         if config.attention_cap:
             scores = config.attention_cap * np.tanh(scores / config.attention_cap)
         distance = np.arange(length)[:, None] - np.arange(length)[None, :]

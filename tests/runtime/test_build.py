@@ -1,9 +1,12 @@
 """What is bound from a configuration before any device is used."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.runtime.config.composing import compose
-from zero.runtime.build import learning_rate
+from zero.runtime.build import learning_rate, make_job
 from zero.runtime.config.check import check
 from zero.runtime.config.files import load_sizes
 
@@ -15,3 +18,17 @@ def test_constant_rate_with_a_linear_end_reaches_it_also_in_short_runs(warmup: i
     assert float(rate(total - 1)) == 0
     if total - warmup > 1:
         assert float(rate(total - 1 - max(1, total // 10))) == pytest.approx(3e-3)
+
+
+@pytest.mark.parametrize(("size", "share"), [("bytes_mup", 64 / 192), ("bytes", 1.0)])
+def test_matrices_of_a_model_in_mup_learn_at_their_share_of_the_rate(size: str, share: float) -> None:
+    config = check(compose(f"model.size={size}"), load_sizes())
+    tx = make_job(config, load_sizes()[size]).tx
+    params = {
+        "blocks": {"query": {"kernel": jnp.zeros(3), "bias": jnp.zeros(3)}},
+        "vocabulary": {"table": jnp.zeros(3)},
+    }
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    np.testing.assert_allclose(updates["blocks"]["query"]["kernel"], share, rtol=1e-6)
+    for update in (updates["blocks"]["query"]["bias"], updates["vocabulary"]["table"]):
+        np.testing.assert_allclose(update, 1, rtol=1e-6)

@@ -160,10 +160,11 @@ class Block(nn.Module):
             first = jnp.clip(position - window + 1, 0, k_BSGK.shape[1] - window)
             k_BSGK, v_BSGK = (lax.dynamic_slice_in_dim(x, first, window, axis=1) for x in (k_BSGK, v_BSGK))
             position = position - first
+        divisors: dict[str | None, float | None] = {"sqrt": None, "linear": config.head_width, "none": 1.0}
         form = Form(
             has_alibi=config.alibi_attn,
             window=window,
-            divisor={"sqrt": None, "linear": config.head_width, "none": 1.0}[config.attention_scale],
+            divisor=divisors[config.attention_scale],
             cap=config.attention_cap,
             has_extra_logit=config.extra_logit,
             dropout_rate=config.dropout,

@@ -15,6 +15,8 @@ Source: Yang et al., Tensor Programs V, arXiv 2203.03466, table 3 and definition
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -46,6 +48,11 @@ def table_stddev(config: GPTConfig, name: str) -> float:
     if config.parametrization == "mup":
         return 1 / config.embedding_dim if name == HEAD else 1.0
     return 1.0 if config.scale_output and name != "positions" else _GPT2_STDDEV
+
+
+def multipliers_of(config: GPTConfig) -> Callable[[Any], Any] | None:
+    """`rate_multipliers` of this model, from parameters; None where learning rates are the same for all leaves."""
+    return partial(rate_multipliers, config) if config.parametrization == "mup" else None
 
 
 def rate_multipliers(config: GPTConfig, params: Any) -> Any:

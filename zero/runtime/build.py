@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +10,7 @@ import optax
 
 from zero.models.attention import blockwise_from
 from zero.models.config import BLOCKS, GPTConfig
-from zero.models.parametrization import rate_multipliers
+from zero.models.parametrization import multipliers_of
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout
 from zero.partition.state import pmap_devices
@@ -88,7 +87,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         optimizer.name,
         training.weight_decay,
         state_dtype=optimizer.state_dtype,
-        multipliers=partial(rate_multipliers, size) if size.parametrization == "mup" else None,
+        multipliers=multipliers_of(size),
         **optimizer.hyperparameters(),
     )
     programs = make_programs(

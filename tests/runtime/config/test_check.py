@@ -81,7 +81,7 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("evaluate.stride=256", ["evaluate.stride=256", "1 to 255"]),
         ("data.max_skipped_rows=-1", ["data.max_skipped_rows=-1", "zero or more"]),
         ("data.cache_bytes=0", ["data.cache_bytes=0", "at least 1"]),
-        ("model.size=999b", ["model.size=999b", "one of test, bytes, 124m"]),
+        ("model.size=999b", ["model.size=999b", "one of test, bytes, bytes_mup, 124m"]),
         ("zero.stage=4", ["zero.stage=4", "one of 0, 1, 2, 3"]),
         ("zero.compute_dtype=float16", ["zero.compute_dtype=float16", "float32, bfloat16"]),
         ("seed=-1", ["seed=-1"]),
@@ -118,6 +118,10 @@ def test_every_size_can_be_trained(size: str) -> None:
         (
             "optimizer.name=muon; optimizer.state_dtype=int8",
             ["optimizer.state_dtype=int8", "float32, as optimizer.name=muon"],
+        ),
+        (
+            "model.size=bytes_mup; optimizer.name=muon",
+            ["optimizer.name=muon", "adamw or lion, as model.size=bytes_mup is in mup"],
         ),
         ("optimizer.nesterov=true", ["optimizer.nesterov=true", "null, as optimizer.name=adamw"]),
         ("optimizer.name=lamb; zero.fused_update=true", ["optimizer.name=lamb", "adamw, lion, sgd"]),

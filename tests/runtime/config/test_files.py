@@ -27,6 +27,8 @@ def test_conf_in_the_package_is_that_of_the_repository() -> None:
         ("vocab_chunks: 3", "vocab_chunks: 0", ["vocab_chunks"]),
         ("vocab_chunks: 3", "vocab_chunks: 200", ["vocab_chunks"]),
         ("alibi_attn: true", "alibi_attn: maybe", ["alibi_attn"]),
+        ("  mup_base_width: 64\n", "", ["bytes_mup", "parametrization: mup needs mup_base_width"]),
+        ("  tied: false\n", "", ["bytes_mup", "parametrization: mup needs tied: false"]),
     ],
 )
 def test_mistake_in_a_size_names_file_size_and_key(tmp_path: Path, old: str, new: str, named: list[str]) -> None:

@@ -1,0 +1,34 @@
+"""The coordinate check of benchmarks/coordinate_check.py at a few widths, with one seed."""
+
+import dataclasses
+from functools import cache
+
+import pytest
+
+from benchmarks import coordinate_check
+from benchmarks.coordinate_check import RATE, STEPS, Sizes, config_of, mistakes
+from zero.models.config import GPTConfig
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@cache
+def slopes(parametrization: str, widths: tuple[int, ...], seeds: int) -> dict[str, float]:
+    return Sizes(parametrization, list(widths), STEPS, RATE, seeds).slopes(STEPS)
+
+
+def test_no_tensor_grows_or_vanishes_with_the_width_in_mup_and_the_standard_logits_do() -> None:
+    found = slopes("mup", (64, 512), 2)
+    assert mistakes(slopes("standard", (64, 256), 1), found) == []
+    assert len(found) == 20
+
+
+def test_the_check_sees_rates_that_are_not_divided_by_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then only the initial weights are those of mup."""
+
+    def at_the_base(parametrization: str, width: int) -> GPTConfig:
+        return dataclasses.replace(config_of(parametrization, width), mup_base_width=width)
+
+    monkeypatch.setattr(coordinate_check, "config_of", at_the_base)
+    wrong = mistakes(slopes("standard", (64, 256), 1), Sizes("mup", [64, 256], STEPS, RATE, seeds=1).slopes(STEPS))
+    assert any("logits" in line for line in wrong) and len(wrong) > 5
