@@ -50,10 +50,21 @@ def output_and_gradients(attend: Callable[..., jax.Array], *inputs_and_weights: 
 EVERYTHING = Form(window=11, divisor=3.0, cap=2.0, has_extra_logit=True, dropout_rate=0.3)
 
 
+def starts_of(segments: int, positions: int) -> jax.Array | None:
+    """Where the segment of each position starts, `(ROWS, positions)`, for random segments of another kind per row."""
+    if segments == 0:
+        return None
+    rng = np.random.default_rng(segments)
+    is_start = rng.random((ROWS, positions)) < np.linspace(0.05, 0.5, ROWS)[:, None]
+    return jnp.asarray(np.maximum.accumulate(np.where(is_start, np.arange(positions), 0), axis=1), jnp.int32)
+
+
 @settings(deadline=None, max_examples=8)
-@example(positions=37, block=8, groups=3, shared=1, width=5, form=Form(has_alibi=True, dropout_rate=0.3))
-@example(positions=32, block=8, groups=2, shared=1, width=4, form=Form())
-@example(positions=37, block=4, groups=2, shared=3, width=5, form=EVERYTHING)
+@example(positions=37, block=8, groups=3, shared=1, width=5, form=Form(has_alibi=True, dropout_rate=0.3), segments=0)
+@example(positions=37, block=8, groups=3, shared=1, width=5, form=Form(has_alibi=True, dropout_rate=0.3), segments=1)
+@example(positions=32, block=8, groups=2, shared=1, width=4, form=Form(), segments=0)
+@example(positions=37, block=4, groups=2, shared=3, width=5, form=EVERYTHING, segments=0)
+@example(positions=37, block=4, groups=2, shared=3, width=5, form=EVERYTHING, segments=2)
 @given(
     positions=st.integers(1, 40),
     block=st.integers(1, 48),
@@ -70,16 +81,17 @@ EVERYTHING = Form(window=11, divisor=3.0, cap=2.0, has_extra_logit=True, dropout
         dropout_rate=st.sampled_from([0.0, 0.3]),
         cut=st.just(WHOLE),
     ),
+    segments=st.integers(0, 5),
 )
 def test_outputs_and_gradients_are_those_of_dense_attention(
-    positions: int, block: int, groups: int, shared: int, width: int, form: Form
+    positions: int, block: int, groups: int, shared: int, width: int, form: Form, segments: int
 ) -> None:
     k, v = arrays(2, ROWS, positions, groups, width)
     q, weights = arrays(2, ROWS, positions, groups * shared, width)
     bias = jax.random.normal(jax.random.key(2), (32, groups * shared))
 
     def attend(function: Callable[..., jax.Array], **options: Any) -> Callable[..., jax.Array]:
-        options["keys_B"] = jax.random.split(jax.random.key(1), ROWS)
+        options |= {"keys_B": jax.random.split(jax.random.key(1), ROWS), "starts_BT": starts_of(segments, positions)}
         return lambda q, k, v, bias: function(q, k, v, form=form, bias_CH=None if form.has_alibi else bias, **options)
 
     expected = output_and_gradients(attend(dense_attention), q, k, v, bias, weights)
@@ -88,13 +100,15 @@ def test_outputs_and_gradients_are_those_of_dense_attention(
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5)
 
 
-def by_hand(q: Any, k: Any, v: Any, bias: Any, form: Form) -> np.ndarray:
+def by_hand(q: Any, k: Any, v: Any, bias: Any, form: Form, starts: Any = None) -> np.ndarray:
     """Attention in float64, one row, head and query after the other."""
     q, k, v, bias = (np.asarray(x, np.float64) for x in (q, k, v, bias))
     out = np.zeros(q.shape)
     for b, t, h in np.ndindex(q.shape[:3]):
         g = h // (q.shape[2] // k.shape[2])
         first = max(0, t - form.window + 1) if form.window else 0
+        if starts is not None:
+            first = max(first, starts[b, t])
         scores = []
         for s in range(first, t + 1):
             score = q[b, t, h] @ k[b, s, g] / (form.divisor or np.sqrt(q.shape[-1]))
@@ -108,13 +122,13 @@ def by_hand(q: Any, k: Any, v: Any, bias: Any, form: Form) -> np.ndarray:
 
 
 @pytest.mark.parametrize("change", [{}, {"window": 0}, {"cap": None}, {"has_extra_logit": False}, {"divisor": None}])
-def test_dense_attention_is_the_one_written_by_hand(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("segments", [0, 1])
+def test_dense_attention_is_the_one_written_by_hand(change: dict[str, Any], segments: int) -> None:
     form = EVERYTHING._replace(dropout_rate=0.0, **change)
     (q,), (k, v) = arrays(1, ROWS, 141, 6, 5), arrays(2, ROWS, 141, 2, 5)
-    bias = jax.random.normal(jax.random.key(2), (32, 6))
-    np.testing.assert_allclose(
-        dense_attention(q, k, v, form=form, bias_CH=bias), by_hand(q, k, v, bias, form), rtol=1e-4, atol=1e-5
-    )
+    bias, starts = jax.random.normal(jax.random.key(2), (32, 6)), starts_of(segments, 141)
+    got = dense_attention(q, k, v, form=form, bias_CH=bias, starts_BT=starts)
+    np.testing.assert_allclose(got, by_hand(q, k, v, bias, form, starts), rtol=1e-4, atol=1e-5)
 
 
 def test_local_attention_costs_in_proportion_to_its_window() -> None:

@@ -57,6 +57,7 @@ def dense_attention(
     form: Form = PLAIN,
     bias_CH: jax.Array | None = None,
     keys_B: jax.Array | None = None,
+    starts_BT: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention `(B, T, H, K)` with softmax in float32; it holds float32 `(B, H, T, S)`.
 
@@ -68,6 +69,7 @@ def dense_attention(
       form: what scores are made of.
       bias_CH: added to the scores by bucket of distance, as T5 has it.
       keys_B: one random key per row, or None for no dropout.
+      starts_BT: the first key that each query may see, int32: where its segment starts; None for the first of all.
     """
     shape_BHTS = (*q_BTHK.swapaxes(1, 2).shape[:3], k_BSGK.shape[1])
     q_BGXK = _by_group(q_BTHK.swapaxes(1, 2), k_BSGK.shape[2])
@@ -75,7 +77,7 @@ def dense_attention(
     t_T1 = position + jnp.arange(q_BTHK.shape[1])[:, None]
     s_1S = jnp.arange(k_BSGK.shape[1])[None, :]
     scores_BHTS, _ = divided_and_capped(scores_BGXS.reshape(shape_BHTS), form, q_BTHK.shape[-1])
-    scores_BHTS = biased_and_masked(scores_BHTS, t_T1, s_1S, form, bias_CH)
+    scores_BHTS = biased_and_masked(scores_BHTS, t_T1, s_1S, form, bias_CH, starts_BT)
     if form.has_extra_logit:
         most_BHT1 = jnp.maximum(lax.stop_gradient(scores_BHTS.max(-1, keepdims=True)), 0)
         weights_BHTS = jnp.exp(scores_BHTS - most_BHT1)
@@ -101,6 +103,7 @@ def blockwise_attention(
     form: Form = PLAIN,
     bias_CH: jax.Array | None = None,
     keys_B: jax.Array | None = None,
+    starts_BT: jax.Array | None = None,
     block: int = BLOCK,
 ) -> jax.Array:
     """`dense_attention` in memory linear in T and S: it holds the scores of one pair of blocks at a time.
@@ -119,6 +122,7 @@ def blockwise_attention(
       form: what scores are made of.
       bias_CH: added to the scores by bucket of distance, as T5 has it.
       keys_B: one random key per row, or None for no dropout.
+      starts_BT: the first key that each query may see, int32: where its segment starts; None for the first of all.
       block: positions of a block; T and S need not divide by it.
 
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 10, 2, 4))
@@ -138,7 +142,10 @@ def blockwise_attention(
         key_data_B2 = jax.random.key_data(keys_B)
     blocks = _Blocks(form, queries, keys, min(block, max(queries, keys)))
     in_blocks = (_to_blocks(x, blocks.block) for x in (q_BTHK, k_BSGK, v_BSGK))
-    out_NBHQK = _attend(blocks, *in_blocks, bias_CH, jnp.asarray(position), key_data_B2)
+    starts_NBQ = None
+    if starts_BT is not None:
+        starts_NBQ = _to_blocks(starts_BT[:, :, None, None], blocks.block)[:, :, 0, :, 0]
+    out_NBHQK = _attend(blocks, *in_blocks, bias_CH, jnp.asarray(position), key_data_B2, starts_NBQ)
     return _from_blocks(out_NBHQK, queries)
 
 
@@ -181,6 +188,7 @@ def _scores(
     bias_CH: jax.Array | None,
     pair_2: jax.Array,
     position: jax.Array,
+    starts_NBQ: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Scores of a pair of blocks, float32 `(B, H, Q, R)`, the lowest number where a query does not see a key.
 
@@ -191,7 +199,8 @@ def _scores(
     scores_BHQR = scores_BGXR.reshape(*q_BHQK.shape[:3], -1)
     scores_BHQR, slope_BHQR = divided_and_capped(scores_BHQR, blocks.form, q_BHQK.shape[-1])
     t_Q1, s_1R = _positions(blocks, pair_2, position)
-    return biased_and_masked(scores_BHQR, t_Q1, s_1R, blocks.form, bias_CH), slope_BHQR
+    starts_BQ = None if starts_NBQ is None else starts_NBQ[pair_2[0]]
+    return biased_and_masked(scores_BHQR, t_Q1, s_1R, blocks.form, bias_CH, starts_BQ), slope_BHQR
 
 
 def _positions(blocks: _Blocks, pair_2: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -235,8 +244,9 @@ def _attend(
     bias_CH: jax.Array | None,
     position: jax.Array,
     key_data_B2: jax.Array | None,
+    starts_NBQ: jax.Array | None,
 ) -> jax.Array:
-    return _forward(blocks, q_NBHQK, k_NBGRK, v_NBGRK, bias_CH, position, key_data_B2)[0]
+    return _forward(blocks, q_NBHQK, k_NBGRK, v_NBGRK, bias_CH, position, key_data_B2, starts_NBQ)[0]
 
 
 def _forward(
@@ -247,6 +257,7 @@ def _forward(
     bias_CH: jax.Array | None,
     position: jax.Array,
     key_data_B2: jax.Array | None,
+    starts_NBQ: jax.Array | None,
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     # Bias and masks follow from the pairs alone. Where layers are scanned, jax would compute what does not depend on
     # the input of a layer before all layers, for all pairs at once: T x S again. So the pairs are
@@ -256,7 +267,7 @@ def _forward(
     def add_pair(carry: tuple[jax.Array, ...], pair_2: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
         i, j = pair_2
         out_BHQK, most_BHQ, sum_BHQ = (x[i] for x in carry)
-        scores_BHQR, _ = _scores(blocks, q_NBHQK[i], k_NBGRK[j], bias_CH, pair_2, position)
+        scores_BHQR, _ = _scores(blocks, q_NBHQK[i], k_NBGRK[j], bias_CH, pair_2, position, starts_NBQ)
         new_most_BHQ = jnp.maximum(most_BHQ, scores_BHQR.max(-1))
         weights_BHQR = jnp.exp(scores_BHQR - new_most_BHQ[..., None])
         shrink_BHQ = jnp.exp(most_BHQ - new_most_BHQ)
@@ -275,13 +286,13 @@ def _forward(
     (out_NBHQK, most_NBHQ, sum_NBHQ), _ = lax.scan(add_pair, start, pairs)
     out_NBHQK = (out_NBHQK / sum_NBHQ[..., None]).astype(q_NBHQK.dtype)
     lse_NBHQ = most_NBHQ + jnp.log(sum_NBHQ)
-    return out_NBHQK, (q_NBHQK, k_NBGRK, v_NBGRK, bias_CH, position, key_data_B2, out_NBHQK, lse_NBHQ)
+    return out_NBHQK, (q_NBHQK, k_NBGRK, v_NBGRK, bias_CH, position, key_data_B2, starts_NBQ, out_NBHQK, lse_NBHQ)
 
 
 def _backward(
     blocks: _Blocks, saved: tuple[jax.Array, ...], out_grads_NBHQK: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None, None]:
-    q_NBHQK, k_NBGRK, v_NBGRK, bias_CH, position, key_data_B2, out_NBHQK, lse_NBHQ = saved
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None, None, None]:
+    q_NBHQK, k_NBGRK, v_NBGRK, bias_CH, position, key_data_B2, starts_NBQ, out_NBHQK, lse_NBHQ = saved
     dtype, groups = q_NBHQK.dtype, k_NBGRK.shape[2]
     scale = 1 / (math.sqrt(q_NBHQK.shape[-1]) if blocks.form.divisor is None else blocks.form.divisor)
     products_NBHQK = out_grads_NBHQK.astype(jnp.float32) * out_NBHQK.astype(jnp.float32)
@@ -292,7 +303,7 @@ def _backward(
         q_grads_NBHQK, k_grads_NBGKR, v_grads_NBGKR, bias_grads_CH = carry
         q_BHQK, k_BGRK, v_BGRK = q_NBHQK[i], k_NBGRK[j], v_NBGRK[j]
         out_grads_BGXK = _by_group(out_grads_NBHQK[i], groups)
-        scores_BHQR, slope_BHQR = _scores(blocks, q_BHQK, k_BGRK, bias_CH, pair_2, position)
+        scores_BHQR, slope_BHQR = _scores(blocks, q_BHQK, k_BGRK, bias_CH, pair_2, position, starts_NBQ)
         probabilities_BHQR = jnp.exp(scores_BHQR - lse_NBHQ[i][..., None])
         grads_BGXR = jnp.einsum("BGXK,BGRK->BGXR", out_grads_BGXK, v_BGRK, preferred_element_type=jnp.float32)
         grads_BHQR = _dropped(blocks, grads_BGXR.reshape(scores_BHQR.shape), key_data_B2, pair_2)
@@ -325,7 +336,7 @@ def _backward(
     k_grads_NBGRK, v_grads_NBGRK = (x.swapaxes(3, 4).astype(dtype) for x in kv_grads_NBGKR)
     if bias_CH is not None:
         bias_grads_CH = bias_grads_CH.astype(bias_CH.dtype)
-    return q_grads_NBHQK.astype(dtype), k_grads_NBGRK, v_grads_NBGRK, bias_grads_CH, None, None
+    return q_grads_NBHQK.astype(dtype), k_grads_NBGRK, v_grads_NBGRK, bias_grads_CH, None, None, None
 
 
 _attend.defvjp(_forward, _backward)

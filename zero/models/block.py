@@ -62,7 +62,9 @@ class Block(nn.Module):
         layer: jax.Array,
         keys_B: jax.Array | None,
         position: jax.Array | int,
+        starts_BT: jax.Array | None = None,
     ) -> tuple[tuple[jax.Array, Cache | None], None]:
+        """`starts_BT` is the column where the segment of each position starts; None for one segment per row."""
         config = self.config
         x_BTD, cache = carry
         if keys_B is not None:
@@ -70,7 +72,7 @@ class Block(nn.Module):
         site_keys = [None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, i) for i in range(3)]
 
         h_BTD = self.cut.gather_positions(self._norm("norm_attention", x_BTD))
-        attended_BTD, cache = self._attention(h_BTD, cache, layer, position, site_keys[0])
+        attended_BTD, cache = self._attention(h_BTD, cache, layer, position, starts_BT, site_keys[0])
         attended_BTD = self._norm("norm_attention", attended_BTD, is_after=True)
         sum_BTD = x_BTD + dropout(attended_BTD, config.dropout, site_keys[1], self.cut.of_positions)
         h_BTD = self._norm("norm_mlp", x_BTD if config.parallel_residual else sum_BTD)
@@ -103,6 +105,7 @@ class Block(nn.Module):
         cache: Cache | None,
         layer: jax.Array,
         position: jax.Array | int,
+        starts_BT: jax.Array | None,
         keys_B: jax.Array | None,
     ) -> tuple[jax.Array, Cache | None]:
         config = self.config
@@ -119,7 +122,7 @@ class Block(nn.Module):
             k_BSGK = make_norm(config, self.dtype, "key_norm")(k_BSGK)
         if config.position_kind == "rotary":
             frequencies = rotary_frequencies(config)
-            q_BTHK, k_BSGK = (rotate(x, position, frequencies) for x in (q_BTHK, k_BSGK))
+            q_BTHK, k_BSGK = (rotate(x, position, frequencies, starts_BT) for x in (q_BTHK, k_BSGK))
         bias_CH = None
         if config.position_kind == "t5":
             bias_CH = self.param("relative_bias", nn.initializers.normal(0.02), (T5_BUCKETS, config.num_head))
@@ -131,7 +134,7 @@ class Block(nn.Module):
                 *(lax.dynamic_update_slice(c, x[None], start) for c, x in zip(cache, (k_BSGK, v_BSGK), strict=True))
             )
             k_BSGK, v_BSGK = (lax.dynamic_index_in_dim(c, layer, keepdims=False) for c in cache)
-        attended_BTHK = self._by_window(layer, q_BTHK, k_BSGK, v_BSGK, position, bias_CH, keys_B)
+        attended_BTHK = self._by_window(layer, q_BTHK, k_BSGK, v_BSGK, position, bias_CH, keys_B, starts_BT)
         out = self._residual_dense("attention_out", config.out_bias)
         return out(attended_BTHK.reshape(*h_BTD.shape[:2], -1)), cache
 
@@ -154,6 +157,7 @@ class Block(nn.Module):
         position: jax.Array | int,
         bias_CH: jax.Array | None,
         keys_B: jax.Array | None,
+        starts_BT: jax.Array | None,
     ) -> jax.Array:
         config, queries = self.config, q_BTHK.shape[1]
         if window and queries == 1 and window < k_BSGK.shape[1]:  # in decoding: the rest of the cache is not read
@@ -174,7 +178,9 @@ class Block(nn.Module):
         earliest = [self.blockwise_from or queries + 1, *([max(2, 2 * window)] if window else [])]
         is_blockwise = self.blockwise_from is not None and queries >= min(earliest)
         attend = blockwise_attention if is_blockwise else dense_attention
-        return attend(q_BTHK, k_BSGK, v_BSGK, position, form=form, bias_CH=bias_CH, keys_B=keys_B)
+        return attend(
+            q_BTHK, k_BSGK, v_BSGK, position, form=form, bias_CH=bias_CH, keys_B=keys_B, starts_BT=starts_BT
+        )
 
     def _mlp(self, h_BTD: jax.Array) -> jax.Array:
         config = self.config

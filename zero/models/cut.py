@@ -43,6 +43,10 @@ class Whole:
         """Where this device's positions begin."""
         return 0
 
+    def own_positions(self, x_BT: jax.Array) -> jax.Array:
+        """This device's positions of all."""
+        return x_BT
+
     def of_positions(self, draw: Any, shape: tuple[int, ...]) -> jax.Array:
         """This device's positions `(T, ...)` of what `draw` makes for all of them."""
         drawn: jax.Array = draw(shape)

@@ -90,10 +90,14 @@ class Positions(nn.Module):
     config: GPTConfig
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array, position: jax.Array | int) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, position: jax.Array | int, starts_BT: jax.Array | None = None) -> jax.Array:
         init = nn.initializers.normal(table_stddev(self.config, "positions"))
         table_TD = self.param("table", init, (self.config.block_size, self.config.embedding_dim))
-        return x_BTD + lax.dynamic_slice_in_dim(table_TD, position, x_BTD.shape[1])[None]
+        if starts_BT is None:
+            return x_BTD + lax.dynamic_slice_in_dim(table_TD, position, x_BTD.shape[1])[None]
+        # In float32, because the gradient of a row is a sum over every place that has this position.
+        positions_BT = position + jnp.arange(x_BTD.shape[1])[None] - starts_BT
+        return x_BTD + jnp.take(table_TD.astype(jnp.float32), positions_BT, axis=0)
 
 
 class GPT(nn.Module):
@@ -143,16 +147,35 @@ class GPT(nn.Module):
             in_axes=(0, nn.broadcast, nn.broadcast),
         )(self.config, self.dtype, table_stddev(self.config, name), self._cut)
 
-    def __call__(self, tokens_BT: jax.Array, targets_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
-        """Negative log-likelihood of each target in nats, float32 `(B, T)`; one dropout key per row, or none."""
-        return self.scores(tokens_BT, targets_BT, keys_B)[0]
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        targets_BT: jax.Array,
+        keys_B: jax.Array | None = None,
+        starts_BT: jax.Array | None = None,
+    ) -> jax.Array:
+        """Negative log-likelihood of each target in nats, float32 `(B, T)`.
+
+        Args:
+          tokens_BT: rows of tokens, int32.
+          targets_BT: what each position has to predict, int32.
+          keys_B: one dropout key per row, or None for no dropout.
+          starts_BT: the column where the segment of each position starts, int32. A position attends to its own segment
+            alone, and its number is counted from there; None for one segment per row.
+        """
+        return self.scores(tokens_BT, targets_BT, keys_B, starts_BT)[0]
 
     def scores(
-        self, tokens_BT: jax.Array, targets_BT: jax.Array, keys_B: jax.Array | None = None
+        self,
+        tokens_BT: jax.Array,
+        targets_BT: jax.Array,
+        keys_B: jax.Array | None = None,
+        starts_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Negative log-likelihood of each target in nats, float32 `(B, T)`, and whether it is the most likely token."""
+        """As `__call__`, and whether each target is the most likely token, bool `(B, T)`."""
         cut = self._cut.for_positions(tokens_BT.shape[1])
-        x_BTD, _ = self._layers(self._embed(tokens_BT, 0, cut), None, keys_B, 0, cut)
+        x_BTD = self._embed(tokens_BT, 0, starts_BT, cut)
+        x_BTD, _ = self._layers(x_BTD, None, keys_B, 0, starts_BT, cut)
         return self.score(x_BTD, targets_BT)
 
     def score(self, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -193,15 +216,21 @@ class GPT(nn.Module):
     ) -> tuple[jax.Array, Cache | None]:
         """The normalised residual stream after the last block, `(B, T, D)`, and the cache with these positions."""
         cut = self._cut.with_all_positions()
-        x_BTD = self._embed(tokens_BT, position, cut)
-        x_BTD, cache = self._layers(x_BTD, cache, keys_B, position, cut)
+        x_BTD = self._embed(tokens_BT, position, None, cut)
+        x_BTD, cache = self._layers(x_BTD, cache, keys_B, position, None, cut)
         x_BTD = self.norm(x_BTD)
         if self.is_initializing() and not self.config.tied:
             self.head(None, self._first_rows(), None, x_BTD)  # makes its parameters
         return x_BTD, cache
 
     def _layers(
-        self, x_BTD: jax.Array, cache: Cache | None, keys_B: jax.Array | None, position: jax.Array | int, cut: Cut
+        self,
+        x_BTD: jax.Array,
+        cache: Cache | None,
+        keys_B: jax.Array | None,
+        position: jax.Array | int,
+        starts_BT: jax.Array | None,
+        cut: Cut,
     ) -> tuple[jax.Array, Cache | None]:
         """All layers: a scan over the periods of the pattern, in which each layer is one of its own."""
         layers = jnp.arange(self.config.N)
@@ -213,7 +242,7 @@ class GPT(nn.Module):
             block = self.lift(Block, BLOCKS)(self.config, self.dtype, self.blockwise_from, window, cut, parent=None)
 
             def layer(variables: Any, carry: Any, index: jax.Array) -> Any:
-                return block.apply(variables, carry, index, keys_B, position)[0]
+                return block.apply(variables, carry, index, keys_B, position, starts_BT)[0]
 
             policy = REMAT[self.remat]
             return layer if self.remat == "none" else jax.checkpoint(layer, prevent_cse=False, policy=policy)
@@ -231,18 +260,21 @@ class GPT(nn.Module):
         unroll = self.config.N // period if self.remat == "none" else 1
         return lax.scan(one_period, (x_BTD, cache), xs, unroll=unroll)[0]
 
-    def embed(self, tokens_BT: jax.Array) -> jax.Array:
+    def embed(self, tokens_BT: jax.Array, starts_BT: jax.Array | None = None) -> jax.Array:
         """What enters the first block, `(B, T, D)`, of which a cut leaves this device's positions."""
-        return self._embed(tokens_BT, 0, self._cut.for_positions(tokens_BT.shape[1]))
+        return self._embed(tokens_BT, 0, starts_BT, self._cut.for_positions(tokens_BT.shape[1]))
 
-    def _embed(self, tokens_BT: jax.Array, position: jax.Array | int, cut: Cut) -> jax.Array:
+    def _embed(
+        self, tokens_BT: jax.Array, position: jax.Array | int, starts_BT: jax.Array | None, cut: Cut
+    ) -> jax.Array:
         x_BTD = jnp.zeros((*tokens_BT.shape, self.config.embedding_dim), jnp.float32)
         x_BTD, _ = self.vocabulary(x_BTD, self._first_rows(), tokens_BT, None)
         x_BTD = cut.sum_positions(x_BTD)
         if self.config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.embedding_dim)
         if self.config.has_learned_positions:
-            x_BTD = self.positions(x_BTD, position + cut.first_position(x_BTD.shape[1]))
+            own_starts_BT = None if starts_BT is None else cut.own_positions(starts_BT)
+            x_BTD = self.positions(x_BTD, position + cut.first_position(x_BTD.shape[1]), own_starts_BT)
         if self.config.embedding_norm:
             x_BTD = self.embedding_norm(x_BTD)
         return x_BTD.astype(self.dtype)

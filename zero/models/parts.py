@@ -99,10 +99,17 @@ def rotary_frequencies(config: GPTConfig) -> np.ndarray:
     return frequencies.astype(np.float32)
 
 
-def rotate(x_BTHK: jax.Array, position: jax.Array | int, frequencies: np.ndarray) -> jax.Array:
-    """Rotary positions: pairs `(i, i + R / 2)` of the first R dimensions of each head turn with the position."""
+def rotate(
+    x_BTHK: jax.Array, position: jax.Array | int, frequencies: np.ndarray, starts_BT: jax.Array | None = None
+) -> jax.Array:
+    """Rotary positions: pairs `(i, i + R / 2)` of the first R dimensions of each head turn with the position.
+
+    Positions are `position`, `position + 1`, ..., less the start of their segment where there are segments.
+    """
     half = len(frequencies)
     angles = (position + jnp.arange(x_BTHK.shape[1])).astype(jnp.float32)[None, :, None, None]
+    if starts_BT is not None:
+        angles = angles - starts_BT.astype(jnp.float32)[..., None, None]
     angles = angles * frequencies[None, None, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = (x_BTHK[..., part].astype(jnp.float32) for part in (slice(half), slice(half, 2 * half)))

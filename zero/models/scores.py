@@ -84,8 +84,22 @@ def divided_and_capped(scores_BHTS: jax.Array, form: Form, width: int) -> tuple[
 
 
 def biased_and_masked(
-    scores_BHTS: jax.Array, t_T1: jax.Array, s_1S: jax.Array, form: Form, bias_CH: jax.Array | None
+    scores_BHTS: jax.Array,
+    t_T1: jax.Array,
+    s_1S: jax.Array,
+    form: Form,
+    bias_CH: jax.Array | None,
+    starts_BT: jax.Array | None,
 ) -> jax.Array:
+    """Scores with their biases, the lowest number where a query does not see a key.
+
+    Args:
+      scores_BHTS: of queries and keys at the positions `t_T1` and `s_1S`.
+      t_T1, s_1S: positions.
+      form: what scores are made of.
+      bias_CH: by bucket of distance, or None.
+      starts_BT: the first key that each query may see, or None for the first of all.
+    """
     if form.has_alibi:
         slopes_H = form.cut.part(alibi_slopes(scores_BHTS.shape[1] * form.cut.size), 0)
         distance_11TS = (s_1S - t_T1)[None, None].astype(jnp.float32)
@@ -95,7 +109,10 @@ def biased_and_masked(
     is_seen_TS = s_1S <= t_T1
     if form.window:
         is_seen_TS = is_seen_TS & (s_1S > t_T1 - form.window)
-    return jnp.where(is_seen_TS[None, None], scores_BHTS, LOWEST)
+    is_seen_BHTS = is_seen_TS[None, None]
+    if starts_BT is not None:
+        is_seen_BHTS = is_seen_BHTS & (s_1S[None, None] >= starts_BT[:, None, :, None])
+    return jnp.where(is_seen_BHTS, scores_BHTS, LOWEST)
 
 
 def relative_bias(bias_CH: jax.Array, t_T1: jax.Array, s_1S: jax.Array) -> jax.Array:

@@ -83,6 +83,10 @@ class TensorGroup:
         """Where this device's positions begin, given how many it has."""
         return self.first(own_positions) if self.cuts_positions else 0
 
+    def own_positions(self, x_BT: jax.Array) -> jax.Array:
+        """This device's positions of all."""
+        return self.part(x_BT, 1) if self.cuts_positions else x_BT
+
     def of_positions(self, draw: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]) -> jax.Array:
         """This device's positions `(T, ...)` of what `draw` makes for all of them."""
         return self.of_heads(draw, shape) if self.cuts_positions else draw(shape)
