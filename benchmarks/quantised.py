@@ -42,10 +42,11 @@ from zero.runtime.corpus.prepare_if_missing import prepare_if_missing
 from zero.runtime.data.loader import Loader
 from zero.runtime.tokenizers import load_tokenizer
 from zero.training import optimizer
+from zero.training.batch import Batch
 from zero.training.optimizer import adamw, decayed
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate
-from zero.training.step import Batch, ShardedGPT
+from zero.training.step import ShardedGPT
 
 SMALL = GPTConfig(embedding_dim=64, vocab_size=256, num_head=2, block_size=64, dropout=0.0, N=2)
 INDEX = [f"data/index/stdlib_{split}.index" for split in ("train", "validation")]

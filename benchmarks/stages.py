@@ -23,10 +23,11 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.memory import memory
 from zero.runtime.config.files import load_sizes
 from zero.runtime.planning.hlo import collective_bytes
+from zero.training.batch import Batch
 from zero.training.optimizer import adamw
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate
-from zero.training.step import Batch, ShardedGPT, state_layout
+from zero.training.step import ShardedGPT, state_layout
 
 ROOT = Path(__file__).parent.parent
 SIZES = load_sizes(ROOT / "conf/model_config.yaml")

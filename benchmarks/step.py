@@ -46,10 +46,11 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.layout import LeafLayout
 from zero.partition.state import pmap_devices
 from zero.runtime.hosts.startup import start
+from zero.training.batch import Batch, next_tokens
 from zero.training.optimizer import adamw, decayed
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate
-from zero.training.step import Batch, ShardedGPT, next_tokens, state_layout
+from zero.training.step import ShardedGPT, state_layout
 
 RATE = LearningRate(3e-3, 3e-4, 50, 500)
 

@@ -12,6 +12,7 @@ import pytest
 from zero.models.attention import blockwise_attention
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
+from zero.models.parts import rotary_frequencies, rotate
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -98,3 +99,12 @@ def test_gradients_of_packed_documents_are_the_sum_of_each_alone(kind: str) -> N
     got = grads(params, tokens, targets, starts)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5 * np.abs(y).max() + 1e-6)
+
+
+def test_rotary_positions_count_from_the_start_of_a_segment() -> None:
+    """Only differences count, but angles at high positions are rounded: a far segment would lose the last bits."""
+    frequencies = rotary_frequencies(dataclasses.replace(CONFIG, alibi_attn=False, positions="rotary"))
+    x = jax.random.normal(jax.random.key(0), (1, 6, 3, 14))
+    far, starts = 100_000, jnp.full((1, 6), 100_000)
+    np.testing.assert_array_equal(rotate(x, far, frequencies, starts), rotate(x, 0, frequencies))
+    assert not np.array_equal(rotate(x, far, frequencies, starts - 1), rotate(x, 0, frequencies))

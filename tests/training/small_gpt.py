@@ -1,5 +1,6 @@
 """Training steps of a small GPT, and one unsharded device to compare them with. A helper of tests."""
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -12,10 +13,11 @@ from jax.typing import ArrayLike
 import zero
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
+from zero.training.batch import Batch
 from zero.training.optimizer import adamw
-from zero.training.programs import Programs, make_programs
+from zero.training.programs import Programs, make_programs, split_rows
 from zero.training.schedules import LearningRate
-from zero.training.step import Batch, ShardedGPT, TrainState, state_layout
+from zero.training.step import ShardedGPT, TrainState, state_layout
 
 CONFIG = GPTConfig(
     embedding_dim=42,
@@ -29,6 +31,7 @@ CONFIG = GPTConfig(
 )
 ROWS, STEPS, SEED, MAX_NORM = 24, 4, 7, 0.65
 RATE = LearningRate(peak=1e-2, end=1e-3, warmup_steps=2, total_steps=6)
+Data = Callable[[int], np.ndarray]  # from a step to the rows of its global batch
 KEY = np.asarray(jax.random.key_data(jax.random.key(SEED)))
 
 
@@ -90,11 +93,12 @@ def _setup(
     master_dtype: Any = jnp.float32,
     config: GPTConfig = CONFIG,
     axis: zero.Axis | None = None,
+    end_of_text: int | None = None,
     **options: Any,
 ) -> Setup:
     axis = axis or zero.Axis("zero", (1, devices))
     dtypes = (dtype, dtype, jnp.float32, gradient_dtype)
-    model = ShardedGPT(config, axis, stage, *dtypes, remat, blockwise_from, master_dtype)
+    model = ShardedGPT(config, axis, stage, *dtypes, remat, blockwise_from, master_dtype, end_of_text)
     tx, rate, used = tx or adamw(0.1), CountedRate(), tuple(jax.devices()[:devices])
     programs = make_programs(
         model,
@@ -116,12 +120,11 @@ def tokens(step: int, context: int = 12) -> np.ndarray:
     return rows
 
 
-def batch(setup: Setup, step: int, context: int = 12) -> Batch:
+def batch(setup: Setup, step: int, data: Data = tokens) -> Batch:
     tensor = setup.model.axis.tensor  # neighbours that have the same rows
-    groups = len(setup.devices) // tensor
-    rows = tokens(step, context).reshape(groups, -1, context)
-    first: Any = (np.arange(groups) * rows.shape[1]).astype(np.int32)
-    return Batch(rows.repeat(tensor, axis=0), first.repeat(tensor))
+    rows = split_rows(data(step), len(setup.devices), tensor)
+    first = np.arange(len(rows)) // tensor * rows.shape[1]
+    return Batch(rows, first.astype(np.int32))
 
 
 class Run(NamedTuple):
@@ -130,10 +133,12 @@ class Run(NamedTuple):
     state: TrainState | None
 
 
-def advance(setup: Setup, state: TrainState, steps: range) -> tuple[TrainState, list[dict[str, float]]]:
+def advance(
+    setup: Setup, state: TrainState, steps: range, data: Data = tokens
+) -> tuple[TrainState, list[dict[str, float]]]:
     metrics = []
     for step in steps:
-        state, now = setup.programs.step(state, batch(setup, step, setup.model.config.block_size))
+        state, now = setup.programs.step(state, batch(setup, step, data))
         metrics.append({name: x.item() for name, x in now.items()})  # one step in flight at most
     return state, metrics
 
@@ -147,8 +152,8 @@ def _run(devices: int, stage: int, micro_batches: int) -> Run:
     return run_on(setup(devices, stage, micro_batches))
 
 
-def run_on(on: Setup, start: TrainState | None = None) -> Run:
-    state, metrics = advance(on, start or on.start(), range(STEPS))
+def run_on(on: Setup, start: TrainState | None = None, data: Data = tokens) -> Run:
+    state, metrics = advance(on, start or on.start(), range(STEPS), data)
     whole = on.whole(state, on.layout)  # of the optimizer too: its padding has to stay zero
     params = {name.removeprefix("params/"): x for name, x in whole.items() if name.startswith("params/")}
     return Run({name: [m[name] for m in metrics] for name in metrics[0]}, params, state)
@@ -174,6 +179,7 @@ def reference(
     config: GPTConfig = CONFIG,
     clip: optax.GradientTransformation = CLIP,
     optimizer: optax.GradientTransformation | None = None,
+    data: Data = tokens,
 ) -> Run:
     """One device, nothing of `zero` but the model: what DESIGN.md says a step is. By default the optimizer is AdamW."""
     model = GPT(config)
@@ -185,11 +191,11 @@ def reference(
     @jax.jit
     def step(params: Any, state: Any, rows: jax.Array, number: jax.Array) -> Any:
         step_key = jax.random.fold_in(jax.random.key(SEED), number)
-        keys = jnp.stack([jax.random.fold_in(step_key, row) for row in range(ROWS)])
+        keys = jnp.stack([jax.random.fold_in(step_key, row) for row in range(len(rows))])
 
         def loss(params: Any) -> jax.Array:
-            targets = jnp.concatenate([rows[:, 1:], jnp.full((ROWS, 1), -1)], axis=1)
-            losses: Any = model.apply({"params": params}, jnp.maximum(rows, 0), targets, keys)
+            targets = jnp.concatenate([rows[:, 1:], jnp.full((len(rows), 1), -1)], axis=1)
+            losses: Any = model.apply({"params": params}, jnp.where(rows < 0, ~rows, rows), targets, keys)
             return jnp.sum(losses * (targets >= 0)) / jnp.sum(targets >= 0)
 
         value, grads = jax.value_and_grad(loss)(params)
@@ -198,7 +204,7 @@ def reference(
 
     state, losses, norms = tx.init(params), [], []
     for number in range(STEPS):
-        params, state, loss, norm = step(params, state, tokens(number), jnp.int32(number))
+        params, state, loss, norm = step(params, state, data(number), jnp.int32(number))
         losses.append(loss.item())
         norms.append(norm.item())
     return Run({"loss": losses, "gradient_norm": norms}, named(params), None)

@@ -11,7 +11,7 @@ import pytest
 
 import zero
 from tests.training.small_gpt import STEPS, Setup, advance, bits, setup
-from zero.training.ema import update_ema
+from zero.training.averages import update_ema
 from zero.training.step import TrainState
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

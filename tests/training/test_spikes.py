@@ -24,7 +24,7 @@ from tests.training.small_gpt import (
     run_on,
     setup,
 )
-from zero.training.spikes import add_to_running, is_spike
+from zero.training.averages import add_to_running, is_spike
 from zero.training.step import TrainState
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -30,6 +30,7 @@ from tests.training.small_gpt import (
     run_on,
     setup,
     shapes_of,
+    tokens,
 )
 from zero.models.attention import blockwise_attention
 from zero.training.optimizer import decayed
@@ -182,7 +183,7 @@ def test_a_step_is_traced_once_a_context_and_not_again_after_a_checkpoint() -> N
     state, _ = advance(on, state, range(2, 4))
     assert on.rate.traces == traces
     for step in range(2):
-        state, metrics = on.programs.step(state, batch(on, step, context=6))
+        state, metrics = on.programs.step(state, batch(on, step, partial(tokens, context=6)))
         assert np.isfinite(metrics["loss"].item())
     assert on.rate.traces == traces + 1
 

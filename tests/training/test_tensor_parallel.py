@@ -2,13 +2,14 @@
 
 import dataclasses
 import itertools
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 import zero
-from tests.training.small_gpt import CONFIG, KEY, assert_close, run_on, setup, tokens
+from tests.training.small_gpt import CONFIG, KEY, Run, Setup, assert_close, run_on, setup, tokens
 from zero.models.config import FAMILIES, GPTConfig
 from zero.runtime.inference.generate import generate
 from zero.training.inference import Sampling
@@ -51,6 +52,10 @@ QUICK = [("plain", 2, "stage 3"), ("plain", 4, "stage 0"), ("gemma2", 4, "stage 
 SLOW = sorted({*EVERY} - {*QUICK})
 
 
+def trained(on: Setup) -> Run:
+    return run_on(on, data=partial(tokens, context=DIVISIBLE.block_size))
+
+
 def axis(stage: int, tensor: int) -> zero.Axis:
     """At stage 0 each part of the state is on all devices that compute with it."""
     return zero.Axis.with_tensor_groups("zero", 8, tensor, replicas=1 if stage else 8 // tensor)
@@ -62,8 +67,8 @@ def axis(stage: int, tensor: int) -> zero.Axis:
 def test_tensor_groups_train_as_devices_with_rows_of_their_own(model: str, tensor: int, case: str) -> None:
     stage, options = CASES[case]
     plain = {name: value for name, value in options.items() if name == "max_norm"}
-    expected = run_on(setup(8, 3, config=MODELS[model], **plain))
-    got = run_on(setup(8, stage, config=MODELS[model], axis=axis(stage, tensor), **options))
+    expected = trained(setup(8, 3, config=MODELS[model], **plain))
+    got = trained(setup(8, stage, config=MODELS[model], axis=axis(stage, tensor), **options))
     np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-6)
     if model == "plain":
         assert_close(got, expected, rtol=1e-6, config=DIVISIBLE)
@@ -71,9 +76,9 @@ def test_tensor_groups_train_as_devices_with_rows_of_their_own(model: str, tenso
 
 @pytest.mark.slow
 def test_copies_of_tensor_groups_train_the_same() -> None:
-    expected = run_on(setup(8, 3, config=DIVISIBLE))
+    expected = trained(setup(8, 3, config=DIVISIBLE))
     copies = zero.Axis.with_tensor_groups("zero", 8, 2, replicas=2)
-    assert_close(run_on(setup(8, 3, config=DIVISIBLE, axis=copies)), expected, rtol=1e-6, config=DIVISIBLE)
+    assert_close(trained(setup(8, 3, config=DIVISIBLE, axis=copies)), expected, rtol=1e-6, config=DIVISIBLE)
 
 
 @pytest.mark.parametrize("model", ["plain", pytest.param("gemma2", marks=pytest.mark.slow)])

@@ -178,9 +178,7 @@ class Block(nn.Module):
         earliest = [self.blockwise_from or queries + 1, *([max(2, 2 * window)] if window else [])]
         is_blockwise = self.blockwise_from is not None and queries >= min(earliest)
         attend = blockwise_attention if is_blockwise else dense_attention
-        return attend(
-            q_BTHK, k_BSGK, v_BSGK, position, form=form, bias_CH=bias_CH, keys_B=keys_B, starts_BT=starts_BT
-        )
+        return attend(q_BTHK, k_BSGK, v_BSGK, position, form=form, bias_CH=bias_CH, keys_B=keys_B, starts_BT=starts_BT)
 
     def _mlp(self, h_BTD: jax.Array) -> jax.Array:
         config = self.config

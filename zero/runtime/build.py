@@ -16,6 +16,7 @@ from zero.partition.layout import Layout
 from zero.partition.state import pmap_devices
 from zero.runtime.config.sections import Config, Zero
 from zero.runtime.errors import UserError
+from zero.runtime.tokenizers import load_tokenizer
 from zero.training.optimizer import make_optimizer
 from zero.training.programs import Programs, make_programs
 from zero.training.schedules import LearningRate
@@ -46,6 +47,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         ("none" if platform == "cpu" and not zero.fused_update else "full") if zero.remat == "auto" else zero.remat,
         blockwise_from(config.model.attention, platform),
         zero.master_dtype,
+        load_tokenizer(config.data.tokenizer).end_of_text if config.data.isolate_documents else None,
     )
     for leaf in model.layout_by_parts.leaves:
         if leaf.parts > 1 and leaf.path[0] == BLOCKS and leaf.splits[0].padding:

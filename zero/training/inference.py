@@ -14,6 +14,7 @@ from jax import lax
 
 from zero.models.block import Cache, init_cache
 from zero.partition.layout import PyTree
+from zero.training.batch import document_starts, token_ids
 from zero.training.step import ShardedGPT
 
 
@@ -22,7 +23,7 @@ def evaluate_step(
 ) -> tuple[jax.Array, jax.Array]:
     """Summed losses in nats and tokens scored, over all devices' rows; both the same on every device.
 
-    Per device: shards of parameters and int32 tokens `(R, T)`, -1 where there is none. Call inside pmap.
+    Per device: shards of parameters and int32 tokens `(R, T)` as in `Batch`. Call inside pmap.
 
     Args:
       params: shards.
@@ -45,12 +46,13 @@ def evaluate_step(
 def score(params: PyTree, tokens: jax.Array, *, model: ShardedGPT) -> tuple[jax.Array, jax.Array]:
     """For every token after the first of a row: its loss in nats, and whether it was the most likely token.
 
-    Per device: shards of parameters and int32 tokens `(R, T)`, -1 where there is none. Out: float32 and bool
+    Per device: shards of parameters and int32 tokens `(R, T)` as in `Batch`. Out: float32 and bool
     `(N R, T - 1)`, the rows of all devices in order, the same on every device. Call inside pmap.
     """
     full = model.enter(params)
-    tokens = jnp.maximum(tokens, 0)
-    losses, is_greedy = model.apply(full, tokens[:, :-1], tokens[:, 1:], method="scores")
+    tokens = token_ids(tokens)
+    starts = document_starts(tokens[:, :-1], model.end_of_text)
+    losses, is_greedy = model.apply(full, tokens[:, :-1], tokens[:, 1:], None, starts, method="scores")
     return _of_all_rows(losses, model), _of_all_rows(is_greedy, model)
 
 

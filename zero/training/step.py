@@ -27,11 +27,11 @@ from zero.partition.collectives.tensor_group import TensorGroup
 from zero.partition.layout import Layout, PyTree, derive_layout, make_layout
 from zero.partition.optimizer import global_norm, on_shards
 from zero.partition.stages import fully_shard, gather, scatter_sum, shard
-from zero.training.ema import update_ema
+from zero.training.averages import add_to_running, is_spike, update_ema
+from zero.training.batch import Batch, document_starts, next_tokens, row_keys, token_ids
 from zero.training.fused_update import Guard, backward_and_update, unless
 from zero.training.nested_remat import group_size, nested_layers
 from zero.training.optimizer import decayed, scaled
-from zero.training.spikes import add_to_running, is_spike
 
 
 class TrainState(NamedTuple):
@@ -58,18 +58,6 @@ class TrainState(NamedTuple):
     ema: PyTree = None
 
 
-class Batch(NamedTuple):
-    """What one device computes on.
-
-    Attributes:
-      tokens: int32 `(rows, context)`; -1 is padding.
-      first_row: int32, where these rows lie in the global batch.
-    """
-
-    tokens: jax.Array | np.ndarray
-    first_row: jax.Array | np.ndarray
-
-
 @dataclasses.dataclass(frozen=True)
 class ShardedGPT:
     """A GPT whose parameters are held, gathered and differentiated as one stage says.
@@ -85,6 +73,8 @@ class ShardedGPT:
       remat: what the backward pass computes again, as for `GPT`; "nested" keeps the inputs of groups of layers alone.
       blockwise_from: the number of query positions from which attention is blockwise, as for `GPT`.
       master_dtype: of the parameters that are held, where weight decay applies to them; the others are float32.
+      end_of_text: the token that separates documents, to keep attention and positions within a document; None for rows
+        that are one segment each.
     """
 
     config: GPTConfig
@@ -97,6 +87,7 @@ class ShardedGPT:
     remat: str = "full"
     blockwise_from: int | None = None
     master_dtype: DTypeLike = jnp.float32
+    end_of_text: int | None = None
 
     @property
     def cut(self) -> Cut:
@@ -142,11 +133,18 @@ class ShardedGPT:
     def _lifted(self) -> GPT:
         return GPT(self.config, self.compute_dtype, self._lift, self.remat, self.blockwise_from, self.cut)
 
-    def block(self, variables: dict[str, PyTree], x: jax.Array, layer: jax.Array, keys: jax.Array | None) -> jax.Array:
+    def block(
+        self,
+        variables: dict[str, PyTree],
+        x: jax.Array,
+        layer: jax.Array,
+        keys: jax.Array | None,
+        starts: jax.Array | None,
+    ) -> jax.Array:
         """One layer, from its own part of the variables."""
         module_class = self._lift(Block, BLOCKS) if self.stage >= 2 else Block
         module = module_class(self.config, self.compute_dtype, self.blockwise_from, None, self.cut)
-        (x, _), _ = module.apply(variables, (x, None), layer, keys, 0)
+        (x, _), _ = module.apply(variables, (x, None), layer, keys, 0, starts)
         return x
 
     def init(self, key: jax.Array) -> PyTree:
@@ -192,29 +190,26 @@ class ShardedGPT:
 
         In a tensor group each device has its share of both.
         """
-        targets, tokens_in = next_tokens(tokens), jnp.maximum(tokens, 0)
+        targets, tokens_in = next_tokens(tokens), token_ids(tokens)
+        starts = document_starts(tokens_in, self.end_of_text)
         if self.remat == "nested":
             stacked = {name: tree[BLOCKS] for name, tree in variables.items()}
-            x = nested_layers(partial(self.block, keys=keys), stacked, self.apply(variables, tokens_in, method="embed"))
+            x = self.apply(variables, tokens_in, starts, method="embed")
+            x = nested_layers(partial(self.block, keys=keys, starts=starts), stacked, x)
             losses, _ = self.apply(variables, x, targets, method="score")
         else:
-            losses = self.apply(variables, tokens_in, targets, keys)
+            losses = self.apply(variables, tokens_in, targets, keys, starts)
         return self.sum_scored(losses, tokens), self.count_scored(tokens)
 
     def sum_scored(self, losses: jax.Array, tokens: jax.Array | np.ndarray) -> jax.Array:
         """NaN, and so are its gradients, where a token is past the vocabulary."""
-        is_known = jnp.all(jnp.asarray(tokens) < self.config.vocab_size)
+        is_known = jnp.all(token_ids(tokens) < self.config.vocab_size)
         scored = self.cut.counted_once(jnp.where(next_tokens(tokens) >= 0, losses, 0))
         return jnp.sum(scored) * jnp.where(is_known, 1.0, jnp.nan)
 
     def count_scored(self, tokens: jax.Array | np.ndarray) -> jax.Array:
         """Tokens that have something to predict them, int32."""
         return jnp.sum(self.cut.counted_once(next_tokens(tokens) >= 0))
-
-
-def next_tokens(tokens: jax.Array | np.ndarray) -> jax.Array:
-    """What each position has to predict; -1 at the last position and before padding, where nothing is scored."""
-    return jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
 
 
 def new_state(params: PyTree, tx: optax.GradientTransformation, has_ema: bool = False) -> TrainState:
@@ -255,7 +250,7 @@ def train_step(
       NotElementwiseError: `tx` would be wrong on shards, or layer by layer where the update is fused.
       ValueError: `fused_update` beside what it cannot do exactly.
     """
-    keys = _row_keys(seed, state.step, batch) if model.config.dropout else None
+    keys = row_keys(seed, state.step, batch) if model.config.dropout else None
     scored = lax.psum(model.count_scored(batch.tokens), model.axis.name).astype(jnp.float32)
     scored, rate = jnp.maximum(scored, 1), learning_rate(state.step)
     tx = scaled(tx, rate, state.step)
@@ -357,11 +352,13 @@ def _fused(
 ) -> tuple[jax.Array, PyTree, PyTree, jax.Array, jax.Array]:
     """As `backward_and_update`."""
 
+    starts = document_starts(token_ids(tokens), model.end_of_text)
+
     def embed(params: PyTree) -> jax.Array:
-        return model.apply({"params": params}, jnp.maximum(tokens, 0), method="embed")
+        return model.apply({"params": params}, token_ids(tokens), starts, method="embed")
 
     def block(params: PyTree, x: jax.Array, layer: jax.Array) -> jax.Array:
-        return model.block({"params": params}, x, layer, keys)
+        return model.block({"params": params}, x, layer, keys, starts)
 
     def score(params: PyTree, x: jax.Array) -> jax.Array:
         losses, _ = model.apply({"params": params}, x, next_tokens(tokens), method="score")
@@ -370,13 +367,6 @@ def _fused(
     size = group_size(model.config.N) if model.remat == "nested" else 1
     placement: Any = {"layout": model.layout, "axis": model.axis, "group": size, "guard": guard}
     return backward_and_update(embed, block, score, tx, optax.apply_updates, state.params, state.opt_state, **placement)
-
-
-def _row_keys(seed: int, step: jax.Array, batch: Batch) -> jax.Array:
-    """One dropout key per row, from its place in the global batch: never from a device, a host or a micro-batch."""
-    step_key = jax.random.fold_in(jax.random.key(seed), step)
-    rows = batch.first_row + jnp.arange(batch.tokens.shape[0])
-    return jax.vmap(jax.random.fold_in, (None, 0))(step_key, rows)
 
 
 def _accumulate(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.corpora import call, make
+from zero.runtime.corpus.manifest import check_tokenizer
 from zero.runtime.corpus.verify import verify
 from zero.runtime.errors import UserError
 from zero.runtime.tokenizers import ByteTokenizer, load_tokenizer
@@ -58,3 +59,14 @@ def test_verify_of_what_is_no_corpus(folder: Path, tmp_path: Path):
         for use in (lambda: verify(str(place)), lambda: make(folder, tmp_path, overwrite=True)):
             with pytest.raises(UserError, match=r"manifest\.json is not a manifest that this version can read"):
                 use()
+
+
+def test_the_tokenizer_of_a_corpus_is_known_from_its_manifest(folder: Path, tmp_path: Path, bpe: Path):
+    corpus = make(folder, tmp_path, tokenizer=load_tokenizer(str(bpe)))
+    copy = tmp_path / "another_name.json"
+    copy.write_bytes(bpe.read_bytes())
+    check_tokenizer(corpus.directory, load_tokenizer(str(copy)))
+    with pytest.raises(UserError, match=r"was prepared with tokenizer bpe\.json sha256:\w+, not bytes"):
+        check_tokenizer(corpus.directory, ByteTokenizer())
+    Path(corpus.directory, "manifest.json").unlink()  # as in shards of another program
+    check_tokenizer(corpus.directory, ByteTokenizer())

@@ -110,6 +110,7 @@ class Data:
     max_context: Any = checked(  # an integer, once it is checked
         lambda value: value is None or (isinstance(value, int) and value >= 2), "at least 2, or null"
     )
+    isolate_documents: bool = MISSING
     train_samples: int | None = at_least(1)
     checkpoint_directory: str = MISSING
     bucket_path: str | None = MISSING

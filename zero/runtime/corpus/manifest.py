@@ -86,6 +86,14 @@ def load(place: str) -> dict[str, Any]:
     return manifest
 
 
+def check_tokenizer(place: str, tokenizer: Tokenizer) -> None:
+    """Raises UserError if the corpus in `place` was prepared with another tokenizer; shards without a manifest pass."""
+    if storage.exists(storage.join(place, MANIFEST)):
+        recorded = load(place)["tokenizer"]
+        if recorded.rpartition(":")[2] != tokenizer.name.rpartition(":")[2]:  # the file may have another name
+            raise UserError(f"corpus {place} was prepared with tokenizer {recorded}, not {tokenizer.name}")
+
+
 def save(place: str, manifest: dict[str, Any]) -> None:
     directory.write(storage.join(place, MANIFEST), json.dumps(manifest, indent=1).encode("utf-8") + b"\n")
 

@@ -21,9 +21,9 @@ from zero.runtime.config.sections import Config
 from zero.runtime.inference.generate import bucket
 from zero.runtime.planning.hlo import collective_bytes
 from zero.runtime.planning.topology import SPEEDS, available_bytes, find_devices, out_of_memory
+from zero.training.batch import Batch
 from zero.training.flops import matmul_flops, model_flops
 from zero.training.programs import Inference, make_inference
-from zero.training.step import Batch
 
 Row = dict[str, Any]  # of plan.json
 

@@ -36,10 +36,11 @@ from zero.runtime.run.training_position import TrainingPosition
 from zero.runtime.run_directory import mirror
 from zero.runtime.tokenizers import Tokenizer
 from zero.runtime.tracking.tracker import Tracker
+from zero.training.batch import Batch
 from zero.training.flops import model_flops
 from zero.training.programs import Inference, Programs, split_rows
 from zero.training.schedules import Context
-from zero.training.step import Batch, ShardedGPT, TrainState
+from zero.training.step import ShardedGPT, TrainState
 
 log = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ from zero.runtime.build import make_job
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.resolve import index_files
 from zero.runtime.config.sections import Config
+from zero.runtime.corpus.manifest import check_tokenizer
 from zero.runtime.corpus.prepare_if_missing import prepare_if_missing
 from zero.runtime.data.cache import ShardCache
 from zero.runtime.data.loader import Loader
@@ -82,7 +83,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
         elif checkpoints.steps():
             raise UserError(f"{place} has checkpoints: --resume continues, another hydra.run.dir starts a new run")
         config = with_global_batch(config, position.global_rows)
-        loader, validation = _loaders(config, size, position.global_rows)
+        loader, validation = _loaders(config, size, tokenizer, position.global_rows)
         last_step = _last_step(config, loader)
         if position.unevaluated is not None and _is_evaluated(run_directory, position.step):
             position.unevaluated = None
@@ -230,7 +231,7 @@ def staged_context(config: Config) -> Context:
     return Context(full, training.stages())
 
 
-def _loaders(config: Config, size: GPTConfig, global_rows: int) -> tuple[Loader, Loader]:
+def _loaders(config: Config, size: GPTConfig, tokenizer: Tokenizer, global_rows: int) -> tuple[Loader, Loader]:
     """Of the training and of the validation set.
 
     Raises:
@@ -264,7 +265,19 @@ def _loaders(config: Config, size: GPTConfig, global_rows: int) -> tuple[Loader,
         hosts=hosts,
         cache=cache,
     )
+    if data.isolate_documents:
+        _check_end_of_text([training, validation], tokenizer)
     return training, validation
+
+
+def _check_end_of_text(loaders: list[Loader], tokenizer: Tokenizer) -> None:
+    """Raises UserError if a corpus separates its documents by an end of text of another tokenizer."""
+    shards = [shard for loader in loaders for corpus in loader.corpora for shard, _ in corpus.shards]
+    for place in sorted({storage.parent(shard.path) for shard in shards}):
+        try:
+            check_tokenizer(place, tokenizer)
+        except UserError as error:
+            raise UserError(f"data.isolate_documents=true needs data.tokenizer of the corpus: {error}") from error
 
 
 def _last_step(config: Config, loader: Loader) -> int:

@@ -1,0 +1,140 @@
+"""Rows of several documents, some of whose tokens are not predicted, against the documents alone on one device."""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests.training.small_gpt import (
+    CLIP,
+    CONFIG,
+    KEY,
+    ROWS,
+    STEPS,
+    Run,
+    assert_close,
+    first_params,
+    reference,
+    run_on,
+    setup,
+)
+from zero.models.config import GPTConfig
+from zero.models.gpt import GPT
+from zero.training.programs import make_inference
+from zero.training.schedules import Context
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+END = 3
+PLAIN = dataclasses.replace(CONFIG, dropout=0.0)  # whose masks would depend on the place in a row
+LEARNED = dataclasses.replace(PLAIN, alibi_attn=False)
+DEEP = dataclasses.replace(PLAIN, N=4)  # groups of two layers
+
+
+def packed(step: int) -> np.ndarray:
+    """Rows of the global batch: documents joined by ends of text, prompts of the later devices longer."""
+    rng = np.random.default_rng(step)
+    rows = rng.integers(END + 1, CONFIG.vocab_size, (ROWS, 12), np.int32)
+    rows[rng.random(rows.shape) < 0.25] = END
+    is_read_only = (rng.random(rows.shape) < np.linspace(0, 1, ROWS)[:, None]) & (rows != END)
+    rows = np.where(is_read_only, ~rows, rows)
+    rows[-1, 7:] = -1
+    return rows
+
+
+def apart(rows: np.ndarray) -> np.ndarray:
+    """Each document of some rows in a row of its own, with the end of text before it and the one after it."""
+    found, width = [], rows.shape[1]
+    for row in rows:
+        ends = np.flatnonzero(row == END).tolist()
+        for start, stop in zip([0, *ends], [*ends, width - 1], strict=True):
+            found.append(np.pad(row[start : stop + 1], (0, width - 1 - stop + start), constant_values=-1))
+    return np.stack(found)
+
+
+def alone(step: int) -> np.ndarray:
+    """The documents of `packed`; as many rows at every step."""
+    rows = apart(packed(step))
+    return np.pad(rows, ((0, 6 * ROWS - len(rows)), (0, 0)), constant_values=-1)
+
+
+def run(devices: int, stage: int, micro_batches: int = 1, config: GPTConfig = PLAIN, **options: Any) -> Run:
+    return run_on(setup(devices, stage, micro_batches, config=config, end_of_text=END, **options), data=packed)
+
+
+@cache
+def expected(config: GPTConfig = PLAIN) -> Run:
+    return reference(config, CLIP, alone)
+
+
+def test_the_counts_differ_between_devices_and_micro_batches() -> None:
+    for step in range(STEPS):
+        counts = (packed(step)[:, 1:] >= 0).reshape(8, -1).sum(axis=1)
+        assert (alone(step)[:, 1:] >= 0).sum() == counts.sum() and len(set(counts.tolist())) > 5
+
+
+SOME = [(3, 0, 2), (8, 1, 3), (3, 2, 4), (8, 3, 1)]
+ALL = [(n, stage, m) for n, m in ((1, 1), (1, 3), (3, 1), (3, 4), (8, 1), (8, 3)) for stage in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("devices", "stage", "micro_batches"),
+    [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in SOME)],
+)
+def test_packed_documents_train_as_documents_alone(devices: int, stage: int, micro_batches: int) -> None:
+    assert_close(run(devices, stage, micro_batches), expected(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("config", "remat"), [(LEARNED, "full"), (DEEP, "nested"), (PLAIN, "none")])
+def test_every_pass_keeps_documents_apart(config: GPTConfig, remat: str) -> None:
+    got, documents = run(8, 3, config=config, remat=remat), expected(config)
+    np.testing.assert_allclose(got.metrics["loss"], documents.metrics["loss"], rtol=1e-5)
+    assert_close(got, documents, rtol=1e-4, config=config)
+
+
+@pytest.mark.parametrize("config", [LEARNED, pytest.param(DEEP, marks=pytest.mark.slow)])
+def test_the_fused_update_keeps_documents_apart(config: GPTConfig) -> None:
+    options: dict[str, Any] = {"config": config, "max_norm": None, "skip_bad_steps": False}
+    got = run(8, 3, fused_update=True, **options, remat="nested" if config.N > 2 else "full")
+    assert_close(got, run(8, 3, **options), rtol=1e-6, config=config)
+
+
+def test_blocks_of_positions_keep_documents_apart() -> None:
+    assert_close(run(8, 3, blockwise_from=2), expected(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [12, 6])
+def test_evaluation_and_the_staged_warmup_keep_documents_apart(length: int) -> None:
+    """The warmup cuts rows, wherever a document is, into rows that are read alone."""
+    on = setup(8, 3, config=LEARNED, end_of_text=END)
+    rows = Context(12, ((1, length),)).cut(packed(0), 0)
+    documents = apart(rows)
+    targets = np.pad(documents[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+    read = np.where(documents < 0, ~documents, documents)
+    losses: Any = jax.jit(GPT(LEARNED).apply)({"params": first_params(LEARNED)}, read, targets)
+    params = on.programs.init(np.stack([KEY] * 8))
+    got, scored = on.programs.evaluate(params, rows.reshape(8, -1, length))
+    assert scored == (targets >= 0).sum()
+    np.testing.assert_allclose(got, np.asarray(losses)[targets >= 0].sum(), rtol=1e-5)
+
+
+def test_scores_keep_documents_apart() -> None:
+    """Every token has one, also those that are not predicted in training."""
+    on = setup(8, 3, config=LEARNED, end_of_text=END)
+    rows = packed(0)
+    params = on.programs.init(np.stack([KEY] * 8))
+    got, _ = make_inference(on.model).score(params, rows.reshape(8, 3, 12))
+    read = np.where(rows < 0, ~rows, rows)
+    for row, losses in zip(read, np.asarray(got), strict=True):
+        documents = apart(row[None])
+        expected: Any = jax.jit(GPT(LEARNED).apply)(
+            {"params": first_params(LEARNED)},
+            np.pad(np.maximum(documents, 0), ((0, 12 - len(documents)), (0, 0))),
+            np.pad(np.roll(documents, -1, axis=1), ((0, 12 - len(documents)), (0, 0))),
+        )
+        lengths = (documents >= 0).sum(axis=1) - 1
+        parts = [one[:length] for one, length in zip(expected, lengths, strict=False)]
+        np.testing.assert_allclose(losses, np.concatenate(parts), rtol=1e-5)

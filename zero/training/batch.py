@@ -1,0 +1,58 @@
+"""What a device computes on: tokens, what of them is predicted, where documents start, and keys of random draws."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+class Batch(NamedTuple):
+    """What one device computes on.
+
+    Attributes:
+      tokens: int32 `(rows, context)`. A token t that is read but not predicted is `~t`, that is -1 - t; padding is -1.
+      first_row: int32, where these rows lie in the global batch.
+    """
+
+    tokens: jax.Array | np.ndarray
+    first_row: jax.Array | np.ndarray
+
+
+def token_ids(tokens: jax.Array | np.ndarray) -> jax.Array:
+    """The tokens to read, whether or not they are predicted.
+
+    >>> token_ids(np.asarray([[7, ~7, -1]])).tolist()
+    [[7, 7, 0]]
+    """
+    return jnp.maximum(tokens, ~tokens)
+
+
+def next_tokens(tokens: jax.Array | np.ndarray) -> jax.Array:
+    """What each position has to predict; negative where nothing is scored."""
+    return jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+
+
+def document_starts(tokens: jax.Array, end_of_text: int | None) -> jax.Array | None:
+    """The column where the document of each token starts, int32 of the shape of `tokens`, `(rows, context)`.
+
+    An end of text starts the document after it: the first token of a document is predicted from the end of text alone,
+    as in a text that is sampled from an empty prompt. Without an end of text rows are not divided, and it is None.
+
+    >>> document_starts(jnp.asarray([[5, 6, 0, 7, 0, 0, 8]]), 0).tolist()
+    [[0, 0, 2, 2, 4, 5, 5]]
+    """
+    if end_of_text is None:
+        return None
+    columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    return lax.cummax(jnp.where(tokens == end_of_text, columns, 0), axis=1)
+
+
+def row_keys(seed: int, step: jax.Array, batch: Batch) -> jax.Array:
+    """One dropout key per row, from its place in the global batch: never from a device, a host or a micro-batch."""
+    step_key = jax.random.fold_in(jax.random.key(seed), step)
+    rows = batch.first_row + jnp.arange(batch.tokens.shape[0])
+    return jax.vmap(jax.random.fold_in, (None, 0))(step_key, rows)
