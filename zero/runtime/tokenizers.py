@@ -31,6 +31,13 @@ class Tokenizer(Protocol):
         """A 1-D array of ids. `end_of_text` is never among them, even if the text spells it."""
         ...
 
+    def encode_with_ends(self, text: str, has_special: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, and how many characters of the text each of them and those before it are made of.
+
+        With `has_special`, what spells a special token is that token, `end_of_text` included.
+        """
+        ...
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text for any ids: invalid UTF-8 becomes U+FFFD, `end_of_text` and unknown ids are left out."""
         ...
@@ -57,6 +64,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         # JSON can hold lone surrogates, which strict UTF-8 refuses; nothing of a document should be lost.
         return np.frombuffer(text.encode("utf-8", "surrogatepass").replace(b"\0", b""), np.uint8)
+
+    def encode_with_ends(self, text: str, has_special: bool) -> tuple[np.ndarray, np.ndarray]:
+        ends = [i for i, character in enumerate(text, 1) for _ in self.encode(character)]
+        return self.encode(text), np.asarray(ends, np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in map(int, ids) if 0 < i < 256).decode("utf-8", "replace")
@@ -94,10 +105,16 @@ class FileTokenizer:
         return FileTokenizer, (self.path, self.data)
 
     def encode(self, text: str) -> np.ndarray:
-        text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates cannot cross into Rust
         # The fast one leaves out the offsets of each token, and takes two thirds of the time.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        (encoding,) = self._tokenizer.encode_batch_fast([_without_surrogates(text)], add_special_tokens=False)
         return np.asarray(encoding.ids, np.uint32)
+
+    def encode_with_ends(self, text: str, has_special: bool) -> tuple[np.ndarray, np.ndarray]:
+        self._tokenizer.encode_special_tokens = not has_special
+        encoding = self._tokenizer.encode(_without_surrogates(text), add_special_tokens=False)
+        self._tokenizer.encode_special_tokens = True
+        ends = np.asarray([end for _, end in encoding.offsets], np.int64)
+        return np.asarray(encoding.ids, np.uint32), ends
 
     def decode(self, ids: Iterable[int]) -> str:
         known = [i for i in map(int, ids) if 0 <= i < self.vocab_size and i != self.end_of_text]
@@ -114,6 +131,11 @@ class FileTokenizer:
             spelled = re.sub(r"^<0x[0-9A-F]{2}>$", "?", token).replace("▁", " ")
             lengths[i] = len(token) if is_byte_level else len(spelled.encode())
         return lengths
+
+
+def _without_surrogates(text: str) -> str:
+    """The text with a question mark for each lone surrogate, which cannot cross into Rust."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
@@ -135,7 +157,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text.encode("utf-8", "replace").decode("utf-8") for text in texts), trainer)
+    tokenizer.train_from_iterator(map(_without_surrogates, texts), trainer)
     return tokenizer.to_str(pretty=True).encode("utf-8")
 
 

@@ -3,6 +3,7 @@
 import io
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,3 +120,37 @@ def test_truncated_and_damaged_shards_are_named(tmp_path: Path, counted: bool):
         assert "\n" not in str(caught.value)
         with pytest.raises(UserError, match="truncated or damaged"):
             count_rows(path)
+
+
+def test_tokens_that_are_no_completions_are_complements(tmp_path: Path):
+    """For a loader that asks for it; for any other one the member is one of the others."""
+    members = {
+        "a.input_id.npy": npy(np.arange(12).reshape(2, 6)),
+        "a.completion.npy": npy(np.array([[0, 0, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0]], np.uint8)),
+        "a.length.npy": npy(np.array([6, 2])),
+        "b.input_id.npy": npy(np.array([59_999, 0, 7, 8], np.uint16)),
+        "b.completion.npy": npy(np.array([0, 0, 2, 0])),
+    }
+    write_tar(tmp_path / "s.tar", members)
+    (tmp_path / "it.index").write_text("s.tar # 3 rows\n")
+    options: dict[str, Any] = {"shuffle": False, "max_epochs": 1, "global_rows": 3}
+    (batch,) = loader(tmp_path / "it.index", only_completions=True, **options).batches()
+    assert batch.tokens.tolist() == [[~0, ~1, 2, 3], [6, ~7, -1, -1], [~59_999, ~0, 7, ~8]]
+    (batch,) = loader(tmp_path / "it.index", **options).batches()
+    assert batch.tokens.tolist() == [[0, 1, 2, 3], [6, 7, -1, -1], [59_999, 0, 7, 8]]
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_a_corpus_without_completions_is_named(tmp_path: Path, skip_bad: bool):
+    """It is no damage that could be skipped."""
+    data = loader(write_corpus(tmp_path, [9]), only_completions=True, skip_bad=skip_bad)
+    with pytest.raises(UserError, match=r"shard .*, sample \d+ has no member completion\.npy.*zero-prepare --compl"):
+        next(data.batches())
+
+
+def test_completions_of_another_shape_are_named(tmp_path: Path):
+    members = {"x.input_id.npy": npy(np.ones((2, 4), int)), "x.completion.npy": npy(np.ones((2, 5), int))}
+    write_tar(tmp_path / "s.tar", members)
+    (tmp_path / "it.index").write_text("s.tar # 2 rows\n")
+    with pytest.raises(UserError, match=r"sample x: completion\.npy must have the shape \(2, 4\) of input_id\.npy"):
+        next(loader(tmp_path / "it.index", only_completions=True).batches())

@@ -68,6 +68,7 @@ class Training:
     sample_tokens: int = zero_or_more()
     ema: float | None = checked(lambda value: 0 < value < 1, "more than 0, less than 1")
     harness_frequency: int | None = at_least(1)
+    loss_on: str = one_of("all", "completion")
 
     def mistakes(self, config: Config, size: GPTConfig) -> Mistakes:
         if self.warmup_steps >= self.total_steps:

@@ -19,6 +19,7 @@ from zero.runtime import storage
 from zero.runtime.corpus import directory as directories
 from zero.runtime.corpus import manifest as manifests
 from zero.runtime.corpus.manifest import NO_HASH, SPLITS, TOKENIZER
+from zero.runtime.corpus.sources.completions import CompletionReader, load_chat_template
 from zero.runtime.corpus.sources.source import Source
 from zero.runtime.corpus.writer import write_shards
 from zero.runtime.errors import UserError
@@ -63,6 +64,7 @@ def prepare(
     rows_per_member: int = 256,
     rows_per_shard: int = 8192,
     key: str = "text",
+    completions: bool = False,
     workers: int | None = None,
     overwrite: bool = False,
     progress: bool = True,
@@ -89,6 +91,8 @@ def prepare(
         rows_per_member: rows in one array. The cost of reading is per array, hardly per row.
         rows_per_shard: a multiple of `rows_per_member`. A few shards are held in memory.
         key: of the text in a JSON object or a row of a dataset, of the token ids in a TFRecord.
+        completions: read `prompt` and `completion`, or `messages` in the chat template beside the tokenizer, and record
+            in completion.npy which tokens are completions.
         workers: processes that read and tokenize; None is one per core if that pays. The result is the same.
         overwrite: replace a corpus that was made with other arguments.
         progress: draw a progress bar on a terminal.
@@ -97,7 +101,8 @@ def prepare(
         UserError: there is no text, it cannot be read, or a corpus of this name was made with other arguments.
     """
     _check(name, row_tokens, validation_fraction, rows_per_member, rows_per_shard, workers)
-    opened = Source(str(source), key, validation_fraction)
+    template = load_chat_template(tokenizer.path) if completions and isinstance(tokenizer, FileTokenizer) else None
+    opened = Source(str(source), key, validation_fraction, CompletionReader(template) if completions else None)
     if opened.is_one_text and one_document_per_row:
         raise UserError(f"{source} is one document, and one_document_per_row expects several: a folder or JSON lines")
     arguments: dict[str, Any] = {
@@ -110,6 +115,9 @@ def prepare(
         "validation_fraction": validation_fraction,
         "rows_per_member": rows_per_member,
         "rows_per_shard": rows_per_shard,
+        # Null, as in manifests of earlier versions, where nothing is recorded.
+        "completions": completions or None,
+        "chat_template": template and template.digest,
     }
     place = storage.join(directory, name)
     indices = {split: storage.join(index_directory, f"{name}_{split}.index") for split in SPLITS}

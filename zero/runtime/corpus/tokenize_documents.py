@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zero.runtime.corpus.manifest import NO_HASH, SPLITS, Counts
-from zero.runtime.corpus.sources.documents import Unit
+from zero.runtime.corpus.sources.documents import Document, Unit
 from zero.runtime.errors import UserError
 from zero.runtime.tokenizers import Tokenizer
 
@@ -25,7 +25,15 @@ class SplitTokens(NamedTuple):
 
     rows: np.ndarray  # tokens (n,), or rows (n, T) if each document has its own
     lengths: np.ndarray | None  # of those rows, int32 (n,)
+    completions: np.ndarray | None  # 1 for each token of `rows` that is to be learned, uint8; None: not recorded
     counts: Counts
+
+
+class Tokens(NamedTuple):
+    """Of one document."""
+
+    ids: np.ndarray
+    is_learned: np.ndarray | None  # uint8, where prompts are recorded
 
 
 @dataclass(frozen=True)
@@ -35,16 +43,17 @@ class UnitTokenizer:
     tokenizer: Tokenizer
     row_tokens: int
     one_document_per_row: bool
+    has_completions: bool
     threshold: int  # documents with a hash below it are for validation
 
     def __call__(self, unit: Unit, wanted: tuple[bool, ...]) -> list[SplitTokens | None]:
         counts = [Counts(), Counts()]
-        documents: list[list[np.ndarray]] = [[], []]
+        documents: list[list[Tokens]] = [[], []]
         for document in unit.documents():
             if document is None:
                 counts = [count.plus(Counts(skipped=1)) for count in counts]
                 continue
-            text, split, ends, name = document
+            text, split, ends = document.content, document.is_validation, document.ends
             if not len(text):
                 continue
             # JSON can hold lone surrogates, which strict UTF-8 refuses; nothing of a document should be lost.
@@ -55,10 +64,30 @@ class UnitTokenizer:
                 value = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
                 split = value < self.threshold
             if wanted[split]:
-                documents[split].append(self._ids(text, ends, name))
-                tokens = len(documents[split][-1])
+                documents[split].append(self._tokens(document))
+                tokens = len(documents[split][-1].ids)
                 counts[split] = counts[split].plus(Counts(int(ends), tokens, len(data), lowest=value))
         return [self._join(documents[i], counts[i]) if wanted[i] else None for i in range(len(SPLITS))]
+
+    def _tokens(self, document: Document) -> Tokens:
+        if document.completions is None:
+            return Tokens(self._ids(document.content, document.ends, document.name), None)
+        assert isinstance(document.content, str)
+        end_of_text = self.tokenizer.end_of_text
+        ids, ends = self.tokenizer.encode_with_ends(document.content, document.has_special)
+        # A token that a completion shares with its prompt is learned.
+        is_learned = np.zeros(len(ids), bool)
+        for start, stop in document.completions:
+            is_learned |= (ends > start) & (ends <= stop)
+        if end_of_text in ids[:-1] and not self.one_document_per_row:
+            raise UserError(
+                f"{document.name}: its text contains the end of text, token {end_of_text}, which would divide it; "
+                "--one-document-per-row accepts it"
+            )
+        if not len(ids) or ids[-1] != end_of_text:
+            ids, is_learned = np.append(ids, end_of_text), np.append(is_learned, True)
+        dtype = np.min_scalar_type(self.tokenizer.vocab_size - 1)
+        return Tokens(ids.astype(dtype, copy=False), is_learned.astype(np.uint8))
 
     def _ids(self, text: str | np.ndarray, ends: bool, name: str) -> np.ndarray:
         end_of_text, size = self.tokenizer.end_of_text, self.tokenizer.vocab_size
@@ -73,16 +102,24 @@ class UnitTokenizer:
             ends = ends and text[-1] != end_of_text
         return np.concatenate([*ids, np.full(int(ends), end_of_text, dtype)])
 
-    def _join(self, documents: list[np.ndarray], counts: Counts) -> SplitTokens:
+    def _join(self, documents: list[Tokens], counts: Counts) -> SplitTokens:
+        rows, lengths = self._joined([document.ids for document in documents], self.tokenizer.end_of_text)
         dtype = np.min_scalar_type(self.tokenizer.vocab_size - 1)
+        completions = None
+        if self.has_completions:
+            learned = [document.is_learned for document in documents if document.is_learned is not None]
+            completions = self._joined(learned, 0)[0].astype(np.uint8)
+        return SplitTokens(rows.astype(dtype, copy=False), lengths, completions, counts)
+
+    def _joined(self, arrays: list[np.ndarray], filler: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """One array of all documents; or rows of each document's own, and their lengths."""
         if not self.one_document_per_row:
-            return SplitTokens(np.concatenate([*documents, np.zeros(0, dtype)]), None, counts)
-        padded = [padded_rows(ids, self.row_tokens, self.tokenizer.end_of_text) for ids in documents]
+            return np.concatenate(arrays or [np.zeros(0, np.uint8)]), None
+        padded = [padded_rows(array, self.row_tokens, filler) for array in arrays]
         rows, lengths = zip(*padded, strict=True) if padded else ((), ())
-        return SplitTokens(
-            np.concatenate([np.zeros((0, self.row_tokens), dtype), *rows]),
+        return (
+            np.concatenate(rows or [np.zeros((0, self.row_tokens), np.uint8)]),
             np.concatenate([np.zeros(0, np.int32), *lengths]),
-            counts,
         )
 
 

@@ -10,7 +10,7 @@ import io
 import os
 import tarfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -35,7 +35,11 @@ def write_shards(
 ) -> list[Counts]:
     """Writes the shards that are missing; returns what the splits hold in total."""
     tokenize = UnitTokenizer(
-        tokenizer, manifest["row_tokens"], manifest["one_document_per_row"], manifest["unfinished"]["threshold"]
+        tokenizer,
+        manifest["row_tokens"],
+        manifest["one_document_per_row"],
+        bool(manifest.get("completions")),
+        manifest["unfinished"]["threshold"],
     )
     if workers is None:
         # Bytes and ids need less time than it takes to send them to another process.
@@ -113,7 +117,7 @@ class _SplitWriter:
         self._split, self._publisher, self._filler = split, publisher, tokenizer.end_of_text
         self._row_tokens, self._rows_per_member = manifest["row_tokens"], manifest["rows_per_member"]
         self._size = manifest["rows_per_shard"] * (1 if manifest["one_document_per_row"] else self._row_tokens)
-        self._waiting: list[tuple[np.ndarray, np.ndarray | None]] = []  # less than a shard
+        self._waiting: list[tuple[np.ndarray | None, ...]] = []  # rows, lengths, completions; less than a shard
         self._held = 0
         self._row = sum(shard["rows"] for shard in manifest[split]["shards"])
 
@@ -122,10 +126,11 @@ class _SplitWriter:
         at = self.start.skip if number == self.start.unit else 0
         while at < len(part.rows):
             stop = at + self._size - self._held
-            rows, lengths = part.rows[at:stop], None if part.lengths is None else part.lengths[at:stop]
-            self._waiting.append((rows, lengths))
-            self._held += len(rows)
-            at += len(rows)
+            arrays = (part.rows, part.lengths, part.completions)
+            self._waiting.append(tuple(None if array is None else array[at:stop] for array in arrays))
+            count = min(stop, len(part.rows)) - at
+            self._held += count
+            at += count
             if self._held == self._size:
                 self._publish(UnitPosition(number, at, self.counts))
         self.counts = self.counts.plus(part.counts)
@@ -136,17 +141,26 @@ class _SplitWriter:
             self._publish(UnitPosition(units, 0, self.counts))
 
     def _publish(self, position: UnitPosition) -> None:
-        rows = np.concatenate([rows for rows, _ in self._waiting])
+        rows, lengths, completions = (_concatenated(arrays) for arrays in zip(*self._waiting, strict=True))
+        assert rows is not None
         if rows.ndim == 1:
             rows, lengths = padded_rows(rows, self._row_tokens, self._filler)
-        else:
-            lengths = np.concatenate([lengths for _, lengths in self._waiting if lengths is not None])
+            completions = None if completions is None else padded_rows(completions, self._row_tokens, 0)[0]
+        assert lengths is not None
         self._waiting, self._held = [], 0
-        self._publisher.add(self._split, _tar(rows, lengths, self._row, self._rows_per_member), len(rows), position)
+        data = _tar(rows, lengths, completions, self._row, self._rows_per_member)
+        self._publisher.add(self._split, data, len(rows), position)
         self._row += len(rows)
 
 
-def _tar(rows: np.ndarray, lengths: np.ndarray, first: int, rows_per_member: int) -> bytes:
+def _concatenated(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    present = [array for array in arrays if array is not None]
+    return np.concatenate(present) if present else None
+
+
+def _tar(
+    rows: np.ndarray, lengths: np.ndarray, completions: np.ndarray | None, first: int, rows_per_member: int
+) -> bytes:
     """Rows (n, T) as a shard; the key of a member is the number of its first row in the split."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
@@ -155,6 +169,8 @@ def _tar(rows: np.ndarray, lengths: np.ndarray, first: int, rows_per_member: int
             arrays = {"input_id": rows[own]}
             if (lengths[own] < rows.shape[1]).any():
                 arrays["length"] = lengths[own]
+            if completions is not None:
+                arrays["completion"] = completions[own]
             for name, array in arrays.items():
                 data = io.BytesIO()
                 np.save(data, array, allow_pickle=False)

@@ -2,7 +2,8 @@
 
 A source is
   a folder            of text and source files, of JSON lines, or of TFRecords of token ids; the suffixes decide
-  a .jsonl file       of objects with a "text" (--key for another one), also as .jsonl.gz or .jsonl.zst
+  a .jsonl file       of objects with a "text" (--key for another one), also as .jsonl.gz or .jsonl.zst;
+                      with --completions of "prompt" and "completion", or of chat "messages"
   a .tfrecord file    of token ids that --tokenizer made
   any other file      one text: its last part is for validation
   hf:name             a dataset of the Hugging Face hub, streamed: hf:name, hf:name:config, hf:name:config:split
@@ -68,6 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows-per-member", type=int, default=256, help="rows in one array of a shard (256)")
     parser.add_argument("--rows-per-shard", type=int, default=8192, help="rows in a shard (8192)")
     parser.add_argument("--key", default="text", help='of the text in an object or of the ids in a TFRecord ("text")')
+    parser.add_argument(
+        "--completions",
+        action="store_true",
+        help='read "prompt" and "completion", or "messages", and record what training.loss_on=completion learns',
+    )
     parser.add_argument("--directory", default=DIRECTORY, help=f"of all corpora, a path or gs:// URL ({DIRECTORY})")
     parser.add_argument(
         "--index-directory",

@@ -35,6 +35,7 @@ class CorpusReader:
     vocab_size: int
     skip_bad: bool
     cache: ShardCache | None
+    only_completions: bool
 
     @property
     def rows(self) -> int:
@@ -45,10 +46,11 @@ class CorpusReader:
         return any(storage.is_remote(shard.path) for shard, _ in self.shards)
 
     def read_buffer(self, buffer: ShuffleBuffer) -> Rows:
-        """Permuted rows (n, T) in the smallest dtype that holds the vocabulary; the number of tokens in each (n,)."""
+        """Permuted rows (n, T) in the smallest dtype that holds them; the number of tokens in each (n,)."""
         count = sum(part.stop - part.start for part in buffer.ranges)
         slots = np.arange(count) if self.order.seed is None else permutation(count, *buffer.key)
-        tokens = np.empty((count, self.context), np.min_scalar_type(self.vocab_size - 1))
+        dtype = np.dtype(np.int32) if self.only_completions else np.min_scalar_type(self.vocab_size - 1)
+        tokens = np.empty((count, self.context), dtype)
         lengths = np.empty(count, np.int32)
         for part in buffer.ranges:
             own, slots = np.split(slots, [part.stop - part.start])
@@ -94,7 +96,7 @@ class CorpusReader:
                 if sample is None:
                     break
                 name = f"shard {shard.path}, sample {sample['__key__']}"
-                rows, lengths = decode(sample, name, self.context, self.vocab_size)
+                rows, lengths = decode(sample, name, self.context, self.vocab_size, self.only_completions)
             except BadData as error:
                 if not self.skip_bad:
                     raise

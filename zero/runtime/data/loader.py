@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 class HostBatch(NamedTuple):
     """One host's rows of a global batch, and the position of the data after it."""
 
-    tokens: np.ndarray  # int32 (B / hosts, T); -1 where there is no token
+    tokens: np.ndarray  # int32 (B / hosts, T); -1 where there is no token, ~t for a token t that is not predicted
     cursor: dict[str, int]  # for `Loader.batches`; plain ints, so that JSON can hold it
     skipped: int  # rows of these that could not be read
 
@@ -64,6 +64,7 @@ class Loader:
         skip_bad: continue without data that is missing or damaged: its rows are -1, logged, and counted in each
             batch. The index files must say how many rows each shard has.
         cache: keeps shards of a bucket on this machine.
+        only_completions: tokens that completion.npy does not count among the completions are not predicted.
 
     Raises:
         UserError: what is wrong with the data, by file and sample; a batch that does not divide over the hosts.
@@ -85,6 +86,7 @@ class Loader:
         shuffle_shards: int = 16,
         skip_bad: bool = False,
         cache: ShardCache | None = None,
+        only_completions: bool = False,
     ):
         if global_rows % hosts:
             raise UserError(f"a global batch of {global_rows} rows does not divide over {hosts} hosts")
@@ -100,7 +102,7 @@ class Loader:
         self.corpora = []
         for shards in used:
             order = Order(tuple(rows for _, rows in shards), streams, buffer_shards, order_seed, max_epochs)
-            self.corpora.append(CorpusReader(shards, order, context, vocab_size, skip_bad, cache))
+            self.corpora.append(CorpusReader(shards, order, context, vocab_size, skip_bad, cache, only_completions))
         self.rows = sum(corpus.rows for corpus in self.corpora)
         self._names = [Path(name).stem for name in index] if isinstance(index, Mapping) else []
         weights: list[float] = list(index.values()) if isinstance(index, Mapping) else [1]

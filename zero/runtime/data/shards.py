@@ -69,10 +69,11 @@ def read_samples(path: str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
         raise type(error)(error.args[0]) from error
 
 
-def decode(sample: dict[str, Any], name: str, context: int, vocab_size: int) -> Rows:
+def decode(sample: dict[str, Any], name: str, context: int, vocab_size: int, only_completions: bool = False) -> Rows:
     """The rows (n, T) of a sample and the number of tokens in each (n,), both in the sample's dtype.
 
-    Every token id that the model would read is checked here: BadData, with `name`, for one outside the vocabulary.
+    With `only_completions` a token t for which completion.npy has 0 is ~t, and the rows are int32. Every token id that
+    the model would read is checked here: BadData, with `name`, for one outside the vocabulary.
     """
     rows = _array(sample, "input_id.npy", name)
     if rows.ndim not in (1, 2):
@@ -83,6 +84,7 @@ def decode(sample: dict[str, Any], name: str, context: int, vocab_size: int) -> 
             f"{name} has rows of {rows.shape[1]} tokens, and the model reads {context}: "
             f"prepare the corpus again: zero-prepare <source> --row-tokens {context} --overwrite"
         )
+    is_learned = _completions(sample, name, rows.shape)[:, :context] if only_completions else None
     rows = rows[:, :context]
     lengths = np.full(len(rows), context)
     if "length.npy" in sample:
@@ -97,7 +99,26 @@ def decode(sample: dict[str, Any], name: str, context: int, vocab_size: int) -> 
         if low < 0 or high >= vocab_size:
             token = low if low < 0 else high
             raise BadData(f"{name} holds token {token}, outside the vocabulary of {vocab_size}")
+    if is_learned is not None:
+        rows = rows.astype(np.int32)
+        rows = np.where(is_learned, rows, ~rows)
     return rows, lengths
+
+
+def _completions(sample: dict[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Whether each token of a sample is to be learned, bool of this shape.
+
+    Raises UserError, and not BadData, where it is not recorded: a corpus of another kind is no damage.
+    """
+    if "completion.npy" not in sample:
+        raise UserError(
+            f"{name} has no member completion.npy, which says what is a completion: training.loss_on=completion needs "
+            "a corpus of zero-prepare --completions"
+        )
+    given = np.atleast_2d(_array(sample, "completion.npy", name))
+    if given.shape != shape:
+        raise BadData(f"{name}: completion.npy must have the shape {shape} of input_id.npy, not {given.shape}")
+    return given != 0
 
 
 # ---- tar -------------------------------------------------------------------------------------------------------------

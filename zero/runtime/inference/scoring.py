@@ -20,7 +20,7 @@ from zero.training.programs import make_inference, split_rows
 
 
 class Passage(NamedTuple):
-    """Tokens of which those from `first` on are scored, each given all tokens before it."""
+    """Tokens of which those from `first` on are scored, each given all tokens before it; as in `Batch`."""
 
     tokens: np.ndarray
     first: int
@@ -92,7 +92,9 @@ def windows(tokens: np.ndarray, context: int, stride: int) -> Iterator[Passage]:
         scored = end
 
 
-def score_validation_set(scorer: Scorer, index: str | list[str], context: int, stride: int) -> dict[str, Any]:
+def score_validation_set(
+    scorer: Scorer, index: str | list[str], context: int, stride: int, only_completions: bool = False
+) -> dict[str, Any]:
     """Loss, perplexity and bits per byte over every token but the first of each row, each token scored once.
 
     Args:
@@ -100,6 +102,7 @@ def score_validation_set(scorer: Scorer, index: str | list[str], context: int, s
       index: of the validation set.
       context: tokens that the model sees at once.
       stride: tokens that a longer row is moved by between two passages.
+      only_completions: as for a `Loader`; only these tokens count.
     """
     tokenizer = scorer.trained.tokenizer
     loader = Loader(
@@ -109,6 +112,7 @@ def score_validation_set(scorer: Scorer, index: str | list[str], context: int, s
         vocab_size=scorer.trained.model.config.vocab_size,
         shuffle=False,
         max_epochs=1,
+        only_completions=only_completions,
     )
     lengths = tokenizer.byte_lengths()
     texts: deque[np.ndarray] = deque()
@@ -118,17 +122,19 @@ def score_validation_set(scorer: Scorer, index: str | list[str], context: int, s
             for batch in tqdm(
                 batches, total=loader.rows, unit="row", desc="validation", disable=scorer.trained.host != 0
             ):
-                for passage in windows(batch.tokens[0][batch.tokens[0] >= 0], context, stride):
+                row = np.trim_zeros(batch.tokens[0] + 1, "b") - 1  # without its padding
+                for passage in windows(row, context, stride):
                     texts.append(passage.tokens[passage.first :])
                     yield passage
 
     nats, tokens, num_bytes = 0.0, 0, 0
     for score in scorer.scores(passages()):
-        scored = texts.popleft()
+        text = texts.popleft()
+        is_scored = text >= 0
         nats, tokens, num_bytes = (
-            nats + score.losses.sum(),
-            tokens + len(scored),
-            num_bytes + int(lengths[scored].sum()),
+            nats + score.losses[is_scored].sum(),
+            tokens + int(is_scored.sum()),
+            num_bytes + int(lengths[text[is_scored]].sum()),
         )
     return {
         "loss": nats / tokens,

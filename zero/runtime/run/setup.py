@@ -240,6 +240,7 @@ def _loaders(config: Config, size: GPTConfig, tokenizer: Tokenizer, global_rows:
     data = config.data
     cache = ShardCache(Path(data.cache_directory), data.cache_bytes) if data.cache_directory else None
     host, hosts = jax.process_index(), jax.process_count()
+    only_completions = config.training.loss_on == "completion"
     training = Loader(
         index_files(data.index_path_train, data.bucket_path),
         global_rows=global_rows,
@@ -253,6 +254,7 @@ def _loaders(config: Config, size: GPTConfig, tokenizer: Tokenizer, global_rows:
         shuffle_shards=data.shuffle_shards,
         skip_bad=data.max_skipped_rows > 0,
         cache=cache,
+        only_completions=only_completions,
     )
     validation = Loader(
         index_files(data.index_path_validation, data.bucket_path),
@@ -264,6 +266,7 @@ def _loaders(config: Config, size: GPTConfig, tokenizer: Tokenizer, global_rows:
         host=host,
         hosts=hosts,
         cache=cache,
+        only_completions=only_completions,
     )
     if data.isolate_documents:
         _check_end_of_text([training, validation], tokenizer)

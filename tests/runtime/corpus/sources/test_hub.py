@@ -11,6 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from tests.corpora import both, make, run
+from zero.runtime.corpus.sources.documents import TextReader
 from zero.runtime.corpus.sources.hub import HubDataset
 from zero.runtime.corpus.sources.source import Source
 from zero.runtime.errors import UserError
@@ -26,10 +27,14 @@ def dataset(tmp_path: Path) -> Path:
     return place
 
 
+def texts_of(name: str, key: str = "text") -> list[str]:
+    return [str(document.content) for document in HubDataset(name, TextReader(key)).documents()]
+
+
 def test_splits_and_columns(dataset: Path):
-    assert list(HubDataset(str(dataset), "text").texts()) == [f"train {i}" for i in range(50)]
-    assert list(HubDataset(f"{dataset}:default:test", "text").texts()) == [f"test {i}" for i in range(3)]
-    assert list(HubDataset(f"{dataset}::test", "text").texts()) == [f"test {i}" for i in range(3)]
+    assert texts_of(str(dataset), "text") == [f"train {i}" for i in range(50)]
+    assert texts_of(f"{dataset}:default:test", "text") == [f"test {i}" for i in range(3)]
+    assert texts_of(f"{dataset}::test", "text") == [f"test {i}" for i in range(3)]
 
 
 def test_a_corpus_of_a_dataset(dataset: Path, tmp_path: Path):
@@ -47,21 +52,21 @@ def test_what_is_wrong_is_named(dataset: Path):
         (f"{dataset}/nowhere", "nowhere"),
     ]:
         with pytest.raises(UserError, match=f"^hf:.*{message}") as caught:
-            HubDataset(name, "text")
+            HubDataset(name, TextReader("text"))
         assert caught.value.status == 2
     with pytest.raises(UserError, match='row 0: expected a string under "number"; found number, text'):
-        list(HubDataset(str(dataset), "number").texts())
+        texts_of(str(dataset), "number")
     (dataset / "train-00000-of-00001.parquet").write_bytes(b"PAR1 and then nothing of it PAR1")
     with pytest.raises(UserError, match=r"^hf:.*"):
-        list(HubDataset(str(dataset), "text").texts())
+        texts_of(str(dataset), "text")
 
 
 def test_status_says_whether_a_stream_may_go_on_later(dataset: Path):
-    source = HubDataset(str(dataset), "text")
+    source = HubDataset(str(dataset), TextReader("text"))
     for error, status in ((ConnectionError("reset"), 1), (FileNotFoundError("gone"), 2), (ValueError("no JSON"), 2)):
         source._rows = failing(error)
         with pytest.raises(UserError, match=f"^hf:.*: {error}") as caught:
-            list(source.texts())
+            list(source.documents())
         assert caught.value.status == status
 
 

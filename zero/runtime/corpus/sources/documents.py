@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from zero.runtime.errors import UserError
 
 UNIT_BYTES = 1 << 20  # of a source per unit: a fraction of a second for a tokenizer
 
@@ -16,7 +19,35 @@ class Document(NamedTuple):
     content: str | np.ndarray
     is_validation: bool | None = None  # None: decided by its hash
     ends: bool = True  # False: the next unit continues it
-    name: str = ""  # of ids, for errors
+    name: str = ""  # where it is, for errors
+    completions: tuple[tuple[int, int], ...] | None = None  # first and past last characters; None: nothing is a prompt
+    has_special: bool = False  # the text spells special tokens
+
+
+class Reader(Protocol):
+    """From an object of JSON, or a row of a dataset, to its document."""
+
+    def __call__(self, entry: Any, name: str) -> Document:
+        """The document; raises UserError, with `name`, for an entry without what it reads."""
+        ...
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """Reads the text under one key."""
+
+    key: str
+
+    def __call__(self, entry: Any, name: str) -> Document:
+        text = entry.get(self.key) if isinstance(entry, dict) else None
+        if not isinstance(text, str):
+            raise UserError(f'{name}: expected a string under "{self.key}"; {found(entry)}')
+        return Document(text)
+
+
+def found(entry: Any) -> str:
+    """What an entry holds, for an error."""
+    return f"found {', '.join(sorted(entry))}" if isinstance(entry, dict) else "found no object"
 
 
 class Unit(Protocol):

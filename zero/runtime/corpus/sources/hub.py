@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero.runtime.corpus.sources import documents
-from zero.runtime.corpus.sources.documents import Document, Unit
+from zero.runtime.corpus.sources.documents import Document, Reader, Unit
 from zero.runtime.errors import Unavailable, UserError, install_command
 
 
 @dataclass(frozen=True)
-class HubTexts:
-    texts: tuple[str, ...]
+class HubRows:
+    rows: tuple[Document, ...]
     size: int
 
     def documents(self) -> Iterator[Document | None]:
-        yield from map(Document, self.texts)
+        yield from self.rows
 
 
 class HubDataset:
@@ -27,12 +27,12 @@ class HubDataset:
     reached.
     """
 
-    def __init__(self, name: str, key: str):
+    def __init__(self, name: str, reader: Reader):
         try:
             import datasets
         except ImportError:
             raise UserError(f"hf:{name}: the datasets library is missing; {install_command('hub')}") from None
-        self._name, self._key = name, key
+        self._name, self._reader = name, reader
         parts = name.split(":")
         if not parts[0] or len(parts) > 3:
             raise UserError(f"hf:{name}: expected hf:name, hf:name:config or hf:name:config:split")
@@ -47,28 +47,22 @@ class HubDataset:
         self.fingerprint = str(builder.hash)  # of the configuration and the revision, or the files
 
     def units(self) -> Iterator[Unit]:
-        group: list[str] = []
+        group: list[Document] = []
         size = 0
-        for text in self.texts():
-            group.append(text)
-            size += len(text)
+        for document in self.documents():
+            group.append(document)
+            size += len(document.content)
             if size >= documents.UNIT_BYTES:
-                yield HubTexts(tuple(group), size)
+                yield HubRows(tuple(group), size)
                 group, size = [], 0
         if group:
-            yield HubTexts(tuple(group), size)
+            yield HubRows(tuple(group), size)
 
-    def texts(self) -> Iterator[str]:
-        """The strings under `key`, in the dataset's order."""
+    def documents(self) -> Iterator[Document]:
+        """Those of all rows, in the dataset's order."""
         try:
             for number, row in enumerate(self._rows):
-                text = row.get(self._key)
-                if not isinstance(text, str):
-                    raise UserError(
-                        f'hf:{self._name}, row {number}: expected a string under "{self._key}"; '
-                        f"found {', '.join(sorted(row))}"
-                    )
-                yield text
+                yield self._reader(row, f"hf:{self._name}, row {number}")
         except (FileNotFoundError, ValueError) as error:
             raise UserError(f"hf:{self._name} cannot be read: {_one_line(error)}") from error
         except OSError as error:

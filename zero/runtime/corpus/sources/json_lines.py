@@ -1,4 +1,4 @@
-"""Units of JSON lines, plain or compressed: each line is an object with the text of one document."""
+"""Units of JSON lines, plain or compressed: each line is an object with one document."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zero.runtime.corpus.sources import documents
 from zero.runtime.corpus.sources.compression import decompressed_blocks
-from zero.runtime.corpus.sources.documents import Document, Unit
+from zero.runtime.corpus.sources.documents import Document, Reader, Unit
 from zero.runtime.corpus.sources.files import named_errors
 from zero.runtime.errors import UserError
 
@@ -19,7 +19,7 @@ class JsonLines:
     path: Path
     first: int  # number of the first line
     lines: bytes
-    key: str
+    reader: Reader
     size: int
 
     def documents(self) -> Iterator[Document | None]:
@@ -27,16 +27,15 @@ class JsonLines:
         for number, line in enumerate(self.lines.split(b"\n"), self.first):
             if not line.strip():
                 continue
+            name = f"{self.path}, line {number}"
             try:
-                text = json.loads(line)[self.key]
-            except (ValueError, KeyError, TypeError):
-                text = None
-            if not isinstance(text, str):
-                raise UserError(f'{self.path}, line {number}: expected a JSON object with a string under "{self.key}"')
-            yield Document(text)
+                entry = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{name}: expected a JSON object: {error}") from error
+            yield self.reader(entry, name)
 
 
-def json_lines(path: Path, key: str) -> Iterator[Unit]:
+def json_lines(path: Path, reader: Reader) -> Iterator[Unit]:
     """The lines of a file, cut into units."""
     first, seen, pending = 1, 0, bytearray()
     with named_errors(path), open(path, "rb") as file:
@@ -44,8 +43,8 @@ def json_lines(path: Path, key: str) -> Iterator[Unit]:
             pending += block
             cut = pending.rfind(b"\n", len(pending) - len(block)) + 1
             if cut and len(pending) >= documents.UNIT_BYTES:
-                yield JsonLines(path, first, bytes(pending[:cut]), key, file.tell() - seen)
+                yield JsonLines(path, first, bytes(pending[:cut]), reader, file.tell() - seen)
                 first, seen = first + pending.count(b"\n", 0, cut), file.tell()
                 del pending[:cut]
         if pending:
-            yield JsonLines(path, first, bytes(pending), key, file.tell() - seen)
+            yield JsonLines(path, first, bytes(pending), reader, file.tell() - seen)

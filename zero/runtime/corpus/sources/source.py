@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zero.runtime.corpus.sources import documents, tfrecords
-from zero.runtime.corpus.sources.documents import Unit
+from zero.runtime.corpus.sources.documents import Reader, TextReader, Unit
 from zero.runtime.corpus.sources.files import find_files, is_json_lines, is_tfrecords, stat
 from zero.runtime.corpus.sources.hub import HubDataset
 from zero.runtime.corpus.sources.json_lines import json_lines
@@ -25,19 +25,25 @@ class Source:
         name: the suffix of a file decides: TFRecords, JSON lines, plain or as .gz or .zst, else one text per file.
         key: of the text in an object of JSON or a row of a dataset, of the ids in a TFRecord.
         validation_fraction: how much of a single text is set aside for validation, its last part.
+        reader: of objects of JSON and rows of a dataset, where they are not a text under `key`; then the source holds
+            nothing else.
 
     Raises:
         UserError: there is no such source, or nothing in it can be read.
     """
 
-    def __init__(self, name: str, key: str, validation_fraction: float):
+    def __init__(self, name: str, key: str, validation_fraction: float, reader: Reader | None = None):
         self._key, self._validation_fraction = key, validation_fraction
-        self._hub = HubDataset(name.removeprefix("hf:"), key) if name.startswith("hf:") else None
+        self._reader = reader or TextReader(key)
+        self._hub = HubDataset(name.removeprefix("hf:"), self._reader) if name.startswith("hf:") else None
         root = Path(sysconfig.get_paths()["stdlib"]) if name == "stdlib" else Path(name)
         self._files = [] if self._hub else find_files(root, name)
         records = sum(map(is_tfrecords, self._files))
         if 0 < records < len(self._files):
             raise UserError(f"{name} holds both TFRecords of tokens and text; expected one or the other")
+        others = [file for file in self._files if not is_json_lines(file)]
+        if reader is not None and others:
+            raise UserError(f"{others[0]}: expected JSON lines, as --completions reads prompts with their completions")
         self.has_ids = records > 0
         self.is_one_text = len(self._files) == 1 and not records and not is_json_lines(self._files[0])
         stats = [(os.path.relpath(file, root), stat(file)) for file in self._files]
@@ -68,7 +74,7 @@ class Source:
                 yield WholeFiles(tuple(group), size)
                 group, size = [], 0
             if is_json_lines(file):
-                yield from json_lines(file, self._key)
+                yield from json_lines(file, self._reader)
             else:
                 group.append(file)
                 size += stat(file).st_size
