@@ -30,7 +30,7 @@ import numpy as np
 
 from zero.models.config import GPTConfig
 from zero.models.parametrization import multipliers_of
-from zero.partition.collectives import Axis
+from zero.partition.collectives.axis import Axis
 from zero.runtime.corpus.prepare_if_missing import prepare_if_missing
 from zero.runtime.data.loader import Loader
 from zero.runtime.tokenizers import load_tokenizer
