@@ -74,6 +74,14 @@ def test_tensor_groups_train_as_devices_with_rows_of_their_own(model: str, tenso
         assert_close(got, expected, rtol=1e-6, config=DIVISIBLE)
 
 
+def test_documents_of_a_row_are_kept_apart_in_tensor_groups() -> None:
+    options: dict[str, Any] = {"config": MODELS["gpt2"], "end_of_text": 7}
+    expected = trained(setup(8, 3, **options))
+    got = trained(setup(8, 3, axis=axis(3, 4), **options))
+    np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-6)
+    assert expected.metrics["loss"] != trained(setup(8, 3, config=MODELS["gpt2"])).metrics["loss"]
+
+
 @pytest.mark.slow
 def test_copies_of_tensor_groups_train_the_same() -> None:
     expected = trained(setup(8, 3, config=DIVISIBLE))
