@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from tests.training.small_gpt import (
-    CLIP,
     CONFIG,
     KEY,
     ROWS,

@@ -2,16 +2,20 @@
 
 import dataclasses
 import itertools
+import math
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 import zero
-from tests.training.small_gpt import CONFIG, KEY, Run, Setup, assert_close, run_on, setup, tokens
+from tests.training.small_gpt import CONFIG, KEY, Run, Setup, assert_close, run_on, setup, shapes_of, tokens
 from zero.models.config import FAMILIES, GPTConfig
 from zero.runtime.inference.generate import generate
+from zero.runtime.planning.hlo import collective_bytes
+from zero.training.batch import Batch
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference, split_rows
 
@@ -80,6 +84,25 @@ def test_documents_of_a_row_are_kept_apart_in_tensor_groups() -> None:
     got = trained(setup(8, 3, axis=axis(3, 4), **options))
     np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-6)
     assert expected.metrics["loss"] != trained(setup(8, 3, config=MODELS["gpt2"])).metrics["loss"]
+
+
+WIDE = GPTConfig(embedding_dim=256, vocab_size=512, num_head=8, block_size=128, dropout=0.0, N=4, vocab_chunks=2)
+
+
+@pytest.mark.parametrize("tensor", [4, *(pytest.param(tensor, marks=pytest.mark.slow) for tensor in (1, 2, 8))])
+def test_bytes_sent_are_those_of_the_formula(tensor: int) -> None:
+    """Of docs/stages.md, "Tensor groups"."""
+    rows, context = 4, WIDE.block_size
+    on = setup(8, 3, config=WIDE, axis=axis(3, tensor))
+    batch = Batch(jax.ShapeDtypeStruct((8, rows, context), np.int32), jax.ShapeDtypeStruct((8,), np.int32))  # type: ignore[arg-type]
+    sent = sum(collective_bytes(on.programs.step.lower(shapes_of(on), batch).compile().as_text()).values())
+    weights = 0.0
+    for leaf in on.model.layout_by_parts.leaves:
+        spread = 8 // leaf.parts
+        weights += 3 * math.prod(leaf.gathered_shape) * (spread - 1) / spread
+    moves = 11 * WIDE.N + 4
+    activations = moves * rows * context * WIDE.embedding_dim * (tensor - 1) / tensor
+    assert sent == pytest.approx(4 * (weights + activations), rel=0.05)
 
 
 @pytest.mark.slow
