@@ -35,6 +35,26 @@ def test_a_loop_counts_as_often_as_it_runs(steps: int) -> None:
     assert matmul_flops(jax.make_jaxpr(step)(x).jaxpr) == steps * 2 * 128 * 16 * 16
 
 
+def test_bytes_across_hosts_are_those_of_groups_that_span_them() -> None:
+    inside, across = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+    def step(x: jax.Array) -> jax.Array:
+        x = lax.all_gather(x, "i", axis_index_groups=inside, tiled=True)
+        return lax.psum(x, "i", axis_index_groups=across)
+
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    text = jax.pmap(step, axis_name="i").lower(x).compile().as_text()
+    gathered, reduced = {"all-gather": 3 * 64}, {"all-reduce": 4 * 64}
+    assert collective_bytes(text) == gathered | reduced
+    assert collective_bytes(text, [0] * 4 + [1] * 4) == reduced
+    assert collective_bytes(text, [0] * 8) == {}
+    assert collective_bytes(text, [0, 1] * 4) == gathered
+    line = "  %y = f32[8]{0} all-reduce(%x), replica_groups=[4,2]<=[2,4]T(1,0)"  # as XLA for TPU writes them
+    text = f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{line}\n}}"
+    assert collective_bytes(text, [0] * 4 + [1] * 4) == {"all-reduce": 32}
+    assert collective_bytes(text, [0, 1] * 4) == {}
+
+
 def test_a_loop_of_unknown_length_is_refused() -> None:
     def halve(x: jax.Array) -> jax.Array:
         return lax.while_loop(lambda x: x.sum() > 1, lambda x: lax.psum(x @ x, "i") / 2, x)

@@ -7,6 +7,7 @@ import pytest
 
 from zero.models.config import GPTConfig
 from zero.runtime.config.sections import Config, Grid
+from zero.runtime.errors import UserError
 from zero.runtime.planning import search
 from zero.runtime.planning.compile import Request
 
@@ -37,7 +38,10 @@ def test_a_search_goes_over_all_combinations_of_the_grid(monkeypatch: pytest.Mon
     config = Config()
     grid = config.plan.grid
     grid.stage, grid.accumulation, grid.remat, grid.micro_batch, grid.context = [2, 3], [1], ["full"], [4, 1], None
+    grid.tensor, grid.replicas, grid.phases = None, None, None
     config.data.max_context, config.optimizer.state_dtype, config.zero.master_dtype = 64, "bfloat16", "float32"
+    config.zero.tensor_shards, config.zero.replicas, config.zero.phases, config.mode = 1, 1, "flat", "evaluate"
+    config.zero.fused_update = False
     for state_dtypes, master_dtypes in ((None, None), (["float32", "int8"], ["float32", "bfloat16"])):
         grid.state_dtype, grid.master_dtype = state_dtypes, master_dtypes
         with ThreadPoolExecutor(1) as pool:
@@ -48,6 +52,35 @@ def test_a_search_goes_over_all_combinations_of_the_grid(monkeypatch: pytest.Mon
             for master_dtype in master_dtypes or ["float32"]
             for state_dtype in state_dtypes or ["bfloat16"]
         ]
+
+
+def test_a_search_leaves_out_what_is_not_possible(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """By the configuration alone, and by the devices, which the processes that compile know."""
+
+    def rows(requests: list[Request]) -> list[Any]:
+        zero = requests[0].config.zero
+        if zero.replicas == 3:
+            raise UserError("zero.replicas=3: expected a divisor of 8")
+        return [(zero.tensor_shards, zero.replicas, zero.phases)]
+
+    monkeypatch.setattr(search, "compile_steps", rows)
+    config = Config()
+    config.plan.grid = Grid([3], [1], [1], ["full"], None, None, [64], [1, 2, 3], [1, 2, 3], ["flat", "torus"])
+    config.zero.master_dtype, config.optimizer.state_dtype, config.model.size = "float32", "float32", "two_heads"
+    config.zero.fused_update, config.mode = False, "evaluate"
+    request = Request(config, GPTConfig(512, 50304, 2, 64, 0.0, 4), 1)
+    with ThreadPoolExecutor(1) as pool:
+        found: list[Any] = search.fastest(pool, request)
+        assert found == [(1, 1, "flat"), (1, 1, "torus"), (1, 2, "flat"), (2, 1, "flat"), (2, 2, "flat")]
+        assert "left out: zero.replicas=3: expected a divisor of 8" in caplog.text
+        config.plan.grid.replicas = [3]
+        with pytest.raises(UserError, match="divisor of 8"):
+            search.fastest(pool, request)
+        config.plan.grid.tensor = [3]
+        with pytest.raises(
+            UserError, match=r"(?s)no combination.*zero.tensor_shards: expected a divisor of num_head=2"
+        ):
+            search.fastest(pool, request)
 
 
 @pytest.mark.parametrize(("fits_up_to", "remat"), [(4, "full"), (5, "full"), (8, "full"), (61, "full"), (77, "nested")])
@@ -74,7 +107,8 @@ def test_the_deepest_that_fits_is_found_in_a_few_programs(
 
 def test_searches_go_over_the_dtypes_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config()
-    config.plan.grid = Grid([3], [1], [1], ["full"], ["float32", "bfloat16"], ["int8"], [64])
+    config.plan.grid = Grid([3], [1], [1], ["full"], ["float32", "bfloat16"], ["int8"], [64], [1], [1], ["flat"])
+    config.zero.fused_update, config.mode = False, "evaluate"
 
     def dtypes(request: Request) -> dict[str, Any]:
         return {"dtypes": (request.config.zero.master_dtype, request.config.optimizer.state_dtype)}

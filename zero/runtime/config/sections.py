@@ -283,6 +283,9 @@ class Grid:
     master_dtype: list[str] | None = list_of(one_of(*DTYPES))
     state_dtype: list[str] | None = list_of(one_of(*STATE_DTYPES))
     context: list[int] | None = list_of(at_least(2))
+    tensor: list[int] | None = list_of(at_least(1))
+    replicas: list[int] | None = list_of(at_least(1))
+    phases: list[str] | None = list_of(one_of("flat", "torus"))
 
 
 @dataclass

@@ -84,17 +84,21 @@ def compile_step(request: Request) -> Row:
     state, available = job.layout, available_bytes(devices)
     arguments = step_arguments(job, request.rows, config.data.max_context)
     started = time.monotonic()
-    moved: dict[str, int] | None = None
+    moved, across = None, None
     peaks: dict[str, int | None] = {"evaluation": None, "sampling": None}
-    try:
-        compiled = job.programs.step.lower(*arguments).compile()
-    except jax.errors.JaxRuntimeError as error:
-        peak, available = out_of_memory(error)
+    if state.bytes_per_device() > available:  # the step needs more than this, and is not compiled
+        peak = state.bytes_per_device()
     else:
-        peak = _peak(compiled.memory_analysis(), devices[0].platform)
-        moved = collective_bytes(compiled.as_text())
-        if peak <= available:
-            peaks = _pause_peaks(request, job, state, devices)
+        try:
+            compiled = job.programs.step.lower(*arguments).compile()
+        except jax.errors.JaxRuntimeError as error:
+            peak, available = out_of_memory(error)
+        else:
+            peak = _peak(compiled.memory_analysis(), devices[0].platform)
+            text, hosts = compiled.as_text(), [device.process_index for device in devices]
+            moved, across = collective_bytes(text), sum(collective_bytes(text, hosts).values())
+            if peak <= available:
+                peaks = _pause_peaks(request, job, state, devices)
     seconds = time.monotonic() - started
 
     sharded = job.model.sharded_layout
@@ -130,6 +134,8 @@ def compile_step(request: Request) -> Row:
         "skipping": training.skip_bad_steps,
         "fused_update": zero.fused_update,
         "tensor_shards": zero.tensor_shards,
+        "replicas": zero.replicas,
+        "phases": zero.phases,
         "fits": moved is not None and max([peak, *filter(None, peaks.values())]) <= available,
         "state_bytes": state.bytes_per_device(),
         "state_bytes_per_parameter": _bytes_per_parameter(state, sharded),
@@ -139,6 +145,7 @@ def compile_step(request: Request) -> Row:
         **{f"{name}_peak_bytes": n for name, n in peaks.items()},
         "available_bytes": available,
         "collective_bytes": moved,
+        "collective_bytes_across_hosts": across,
         **_time_and_cost(request, job, arguments, state, moved, devices),
         "tokens": len(devices) // zero.tensor_shards * request.rows * config.data.max_context,
         "compile_seconds": seconds,

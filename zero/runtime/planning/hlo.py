@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import numpy as np
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][a-z\-]*)\((.*)$")
@@ -15,10 +18,11 @@ _BITS = re.compile(r"\d+")
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
-def collective_bytes(text: str) -> dict[str, int]:
+def collective_bytes(text: str, hosts: Sequence[int] | None = None) -> dict[str, int]:
     """Bytes that one device sends in one run of the program, by kind of collective; a loop counts once per iteration.
 
-    Of n bytes on k devices, in a ring: a gather or a scatter sends n (k - 1) / k, an all-reduce twice as much.
+    Of n bytes on k devices, in a ring: a gather or a scatter sends n (k - 1) / k, an all-reduce twice as much. With the
+    host of each device, `hosts`, only collectives with a group of devices of several hosts count.
 
     Raises:
       ValueError: the number of iterations of a loop cannot be read.
@@ -28,7 +32,7 @@ def collective_bytes(text: str) -> dict[str, int]:
     for name, runs in _runs(bodies, entry).items():
         for match in filter(None, map(_INSTRUCTION.match, bodies[name])):
             kind = match[2].removesuffix("-start")
-            if kind in COLLECTIVES:
+            if kind in COLLECTIVES and (hosts is None or _spans_hosts(match[3], hosts)):
                 totals[kind] += round(runs * _sent(kind, *match.groups()))
     return dict(totals)
 
@@ -53,6 +57,21 @@ def _sent(kind: str, result: str, op: str, rest: str) -> float:
         k = int(iota[1])
     # The result of a reduce-scatter is 1/k of its operand.
     return size * {"all-reduce": 2 * (k - 1) / k, "reduce-scatter": k - 1}.get(kind, (k - 1) / k)
+
+
+def _spans_hosts(rest: str, hosts: Sequence[int]) -> bool:
+    """Whether a group of a collective, or a pair of a permutation, is of devices of several hosts."""
+    if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]+\})\}", rest):
+        groups = [list(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+    elif iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
+        shape = list(map(int, iota[3].split(",")))
+        numbers = np.arange(math.prod(shape)).reshape(shape)
+        if iota[4]:
+            numbers = numbers.transpose(list(map(int, iota[4].split(","))))
+        groups = numbers.reshape(int(iota[1]), int(iota[2])).tolist()
+    else:
+        raise ValueError(f"replica groups not understood: {rest[:200]}")
+    return any(len({hosts[device] for device in group}) > 1 for group in groups)
 
 
 def _array_bytes(dtype: str, dims: str) -> int:

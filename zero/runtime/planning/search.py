@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable
 from concurrent.futures import Executor, Future, as_completed
 from dataclasses import replace
@@ -12,7 +13,10 @@ from tqdm import tqdm
 
 from zero.models.config import GPTConfig
 from zero.runtime.config.sections import Config
+from zero.runtime.errors import UserError
 from zero.runtime.planning.compile import Request, Row, compile_step, compile_steps, highest_peak
+
+log = logging.getLogger(__name__)
 
 HEADROOM = 0.05  # of the memory, which a search for the fastest leaves for what the compiler does not know of
 WIDTHS = (2048, 3072, 4096, 6144, 8192)  # of the models that a search for the largest tries, with heads of 256
@@ -25,15 +29,32 @@ def every_stage(pool: Executor, request: Request) -> list[Row]:
 
 
 def fastest(pool: Executor, request: Request) -> list[Row]:
-    """A row for each setting of the grid, but those with more sequences than one that does not fit."""
-    grid = request.config.plan.grid
-    keys: dict[str, Any] = {"stage": grid.stage, "accumulation": grid.accumulation, "remat": grid.remat}
-    jobs = []
+    """A row for each setting of the grid that is possible, but those with more sequences than one that does not fit.
+
+    Raises:
+      UserError: none is possible.
+    """
+    grid, zero = request.config.plan.grid, request.config.zero
+    keys: dict[str, Any] = {
+        "stage": grid.stage,
+        "accumulation": grid.accumulation,
+        "remat": grid.remat,
+        "tensor_shards": grid.tensor or [zero.tensor_shards],
+        "replicas": grid.replicas or [zero.replicas],
+        "phases": grid.phases or [zero.phases],
+    }
+    jobs, mistakes = [], []
     for values in itertools.product(*keys.values()):
         for other in _state_dtypes(request.with_changes(**dict(zip(keys, values, strict=True)))):
             for context in grid.context or [request.config.data.max_context]:
                 rows = [other.with_changes(rows, context=context) for rows in sorted(grid.micro_batch)]
-                jobs.append(pool.submit(compile_steps, rows))
+                mistake = next(rows[0].config.zero.mistakes(rows[0].config, rows[0].size), None)
+                if mistake is None:
+                    jobs.append(pool.submit(compile_steps, rows))
+                else:
+                    mistakes.append(f"{mistake[0]}: expected {mistake[1]}")
+    if not jobs:
+        raise UserError("plan.grid: no combination of its values is possible\n" + "\n".join(dict.fromkeys(mistakes)))
     return gather(jobs)
 
 
@@ -95,8 +116,18 @@ def best(rows: list[Row], headroom: float) -> Row | None:
 
 
 def gather(jobs: Iterable[Future[list[Row]]]) -> list[Row]:
-    """All rows in the order of the jobs; a progress bar counts the jobs that are done."""
+    """All rows in the order of the jobs; a progress bar counts the jobs that are done.
+
+    Raises:
+      UserError: no setting is possible on these devices. One that is not, among others, is logged.
+    """
     jobs = list(jobs)
     for _ in tqdm(as_completed(jobs), total=len(jobs), unit="plan", dynamic_ncols=True):
         pass
-    return [row for job in jobs for row in job.result()]
+    errors = {str(error): error for job in jobs if isinstance(error := job.exception(), UserError)}
+    rows = [row for job in jobs if not isinstance(job.exception(), UserError) for row in job.result()]
+    if errors and not rows:
+        raise next(iter(errors.values()))
+    for message in errors:
+        log.warning("left out: %s", message)
+    return rows

@@ -37,7 +37,8 @@ def table(result: dict[str, Any], config: Config) -> str:
     legend = [
         "state: weights and optimizer state between steps; bytes/parameter: of one copy of it",
         "memory in GiB per device: of the step, and while the run evaluates and samples between two steps",
-        "per step: GB that a device sends, TFLOP that it computes, a lower bound on the time, tokens of all devices",
+        "per step: GB that a device sends, in all and in groups that span hosts; TFLOP that it computes; a lower bound "
+        "on the time; tokens of all devices",
     ]
     if config.plan.dollars_per_hour is not None:
         legend.append(
@@ -69,6 +70,8 @@ def training_command(row: Row, config: Config) -> str:
     config.training.gradient_accumulation_steps = row["accumulation"]
     config.zero.stage, config.zero.remat = row["stage"], row["remat"]
     config.zero.master_dtype, config.optimizer.state_dtype = row["master_dtype"], row["state_dtype"]
+    for key in ("tensor_shards", "replicas", "phases"):
+        setattr(config.zero, key, row[key])
     default, planned = (_by_key(values) for values in (OmegaConf.to_container(default_config()), asdict(config)))
     changed = [key for key in planned if planned[key] != default[key] and key not in _CHOSEN]
     overrides = [f"{key}={_override_value(planned[key])}" for key in (*_CHOSEN, *changed)]
@@ -132,7 +135,9 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "sequences x micro-batches": lambda row: f"{row['micro_batch']} x {row['accumulation']}",
     "context": lambda row: str(row["context"]),
     "remat": lambda row: row["remat"] + (", fused" if row["fused_update"] else ""),
-    "tensor": lambda row: str(row["tensor_shards"]),
+    "tensor x copies": lambda row: (
+        f"{row['tensor_shards']} x {row['replicas']}" + ", torus" * (row["phases"] == "torus")
+    ),
     "parameters": _number("parameters", "{:.3f}B", 1e9),
     "bytes/parameter": _number("state_bytes_per_parameter", "{:.2f}"),
     "state": _number("state_bytes", "{:.3f}", GIB),
@@ -143,6 +148,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "evaluation": _number("evaluation_peak_bytes", "{:.3f}", GIB),
     "sampling": _number("sampling_peak_bytes", "{:.3f}", GIB),
     "traffic": _traffic,
+    "across hosts": _number("collective_bytes_across_hosts", "{:.2f}", 1e9),
     "TFLOP": _number("flops", "{:.2f}", 1e12),
     "at least": _number("seconds_lower_bound", "{:.3f} s"),
     "tokens": lambda row: f"{row['tokens']:,}",
