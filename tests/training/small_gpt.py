@@ -94,11 +94,13 @@ def _setup(
     config: GPTConfig = CONFIG,
     axis: zero.Axis | None = None,
     end_of_text: int | None = None,
+    gather_dtype: Any = None,
+    wire_dtype: Any = None,
     **options: Any,
 ) -> Setup:
     axis = axis or zero.Axis("zero", (1, devices))
-    dtypes = (dtype, dtype, jnp.float32, gradient_dtype)
-    model = ShardedGPT(config, axis, stage, *dtypes, remat, blockwise_from, master_dtype, end_of_text)
+    dtypes = (dtype, wire_dtype or dtype, jnp.float32, gradient_dtype)
+    model = ShardedGPT(config, axis, stage, *dtypes, remat, blockwise_from, master_dtype, end_of_text, gather_dtype)
     tx, rate, used = tx or adamw(0.1), CountedRate(), tuple(jax.devices()[:devices])
     programs = make_programs(
         model,

@@ -4,11 +4,14 @@ import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import zero
-from tests.training.small_gpt import assert_close, run_on, setup
+from tests.training.small_gpt import assert_close, run_on, setup, shapes_of
+from zero.runtime.planning.hlo import collective_bytes
+from zero.training.batch import Batch
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 GRIDS = {
@@ -46,3 +49,29 @@ def test_copies_are_equal_bit_for_bit_and_state_is_larger() -> None:
     for x in jax.tree.leaves(state):
         np.testing.assert_array_equal(np.asarray(x)[:4], np.asarray(x)[4:])
     assert on.layout.bytes_per_device() > 1.9 * flat.layout.bytes_per_device()
+
+
+INT8: dict[str, Any] = {"max_norm": None, "wire_dtype": jnp.int8, "gather_dtype": jnp.int8}
+
+
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
+def test_int8_between_devices_trains_nearly_the_same_with_fewer_bytes(stage: int) -> None:
+    """An element is off by at most its block's largest / 254, of parameters and of each summand of a gradient."""
+    plain, short = setup(8, stage, max_norm=None), setup(8, stage, **INT8)
+    expected, got = run_on(plain), run_on(short)
+    assert got.metrics["loss"] != expected.metrics["loss"]
+    np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=3e-3)
+    batch = Batch(np.zeros((8, 3, 12), np.int32), np.zeros(8, np.int32))
+    sent = [
+        sum(collective_bytes(on.programs.step.lower(shapes_of(on), batch).compile().as_text()).values())
+        for on in (plain, short)
+    ]
+    assert sent[1] < 0.5 * sent[0]  # not a fourth: the smallest leaves fill less than a block each
+
+
+@pytest.mark.slow
+def test_int8_between_devices_is_near_at_every_stage_and_in_copies() -> None:
+    """Blocks of a stack of layers are others than those of its layers."""
+    high = run_on(setup(8, 3, **INT8))
+    for other in (setup(8, 1, **INT8), setup(8, 2, **INT8), setup(8, 3, axis=GRIDS["two copies"], **INT8)):
+        np.testing.assert_allclose(run_on(other).metrics["loss"], high.metrics["loss"], rtol=3e-3)

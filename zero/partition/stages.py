@@ -140,6 +140,7 @@ def fully_shard(
     dtype: DTypeLike | None = None,
     wire_dtype: DTypeLike | None = None,
     reduce_dtype: DTypeLike | None = None,
+    gather_dtype: DTypeLike | None = None,
     methods: Sequence[str] | None = None,
 ) -> Target:
     """Makes a Flax module class, or a function of a parameter tree, live on shards: stages 2 and 3.
@@ -158,6 +159,7 @@ def fully_shard(
       dtype: of whole parameters, on the wire and in the target; None keeps each leaf's own.
       wire_dtype: of gradients on the wire.
       reduce_dtype: in which gradients are summed.
+      gather_dtype: int8 for parameters that travel as `gather` with `wire_dtype=jnp.int8` sends them.
       methods: the methods of a module class to lift, by default `__call__`; the others must not use parameters.
 
     Raises, when it is called:
@@ -177,7 +179,7 @@ def fully_shard(
     def whole(shards: PyTree, gathered: PyTree | None, gradients: PyTree | None) -> PyTree:
         on = checked_axis(layout, axis)
         if gathered is None:
-            full = gather(_pinned(shards, dtype), layout, on, dtype)
+            full = gather(_pinned(shards, dtype), layout, on, dtype, wire_dtype=gather_dtype)
         else:
             layout.shards_of(shards)
             full = layout.treedef.unflatten(layout.gathered_of(gathered))

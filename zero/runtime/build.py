@@ -48,6 +48,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         blockwise_from(config.model.attention, platform),
         zero.master_dtype,
         load_tokenizer(config.data.tokenizer).end_of_text if config.data.isolate_documents else None,
+        None if zero.gather_dtype == "auto" else zero.gather_dtype,
     )
     for leaf in model.layout_by_parts.leaves:
         if leaf.parts > 1 and leaf.path[0] == BLOCKS and leaf.splits[0].padding:

@@ -67,7 +67,7 @@ class ShardedGPT:
       axis: the pmap axis.
       stage: 0 to 3.
       compute_dtype: of whole parameters and of matrix products.
-      wire_dtype: of gradients on the wire.
+      wire_dtype: of gradients on the wire; int8 in blocks with a scale, as `zero.scatter_sum` sends them.
       reduce_dtype: in which gradients are summed over devices.
       gradient_dtype: in which the sums are held until the update; micro-batches add up in float32 all the same.
       remat: what the backward pass computes again, as for `GPT`; "nested" keeps the inputs of groups of layers alone.
@@ -75,6 +75,8 @@ class ShardedGPT:
       master_dtype: of the parameters that are held, where weight decay applies to them; the others are float32.
       end_of_text: the token that separates documents, to keep attention and positions within a document; None for rows
         that are one segment each.
+      gather_dtype: int8 for parameters that travel in blocks with a scale, as `zero.gather` sends them; None for
+        parameters that travel in `compute_dtype`, or as they are held if that is narrower.
     """
 
     config: GPTConfig
@@ -88,6 +90,7 @@ class ShardedGPT:
     blockwise_from: int | None = None
     master_dtype: DTypeLike = jnp.float32
     end_of_text: int | None = None
+    gather_dtype: DTypeLike | None = None
 
     @property
     def cut(self) -> Cut:
@@ -127,7 +130,9 @@ class ShardedGPT:
 
     def _lift(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
         dtypes: Any = {"dtype": self.compute_dtype, "wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
-        return fully_shard(module_class, self.layout_by_parts.at(name), self.axis, **dtypes)
+        return fully_shard(
+            module_class, self.layout_by_parts.at(name), self.axis, gather_dtype=self.gather_dtype, **dtypes
+        )
 
     @cached_property
     def _lifted(self) -> GPT:
@@ -165,7 +170,7 @@ class ShardedGPT:
         """Flax variables for a step, from shards."""
         variables = {"params": params}
         if self.stage < 3:
-            full = gather(params, self.layout_by_parts, self.axis, self.compute_dtype)
+            full = gather(params, self.layout_by_parts, self.axis, self.compute_dtype, wire_dtype=self.gather_dtype)
             variables["gathered" if self.stage == 2 else "params"] = full
         if self.differentiated == "gradients":
             variables["gradients"] = jax.tree.map(lambda p: jnp.zeros(p.shape, self.gradient_dtype), params)

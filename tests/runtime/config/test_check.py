@@ -130,6 +130,8 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("plan.grid.state_dtype=[int8,int4]", ["plan.grid.state_dtype", "float32, bfloat16, int8"]),
         ("zero.replicas=2; zero.phases=torus", ["zero.phases=torus", "flat, as zero.replicas=2"]),
         ("zero.tensor_shards=2; zero.phases=torus", ["zero.phases=torus", "flat, as zero.tensor_shards=2"]),
+        ("zero.wire_dtype=int8; zero.stage=0", ["zero.wire_dtype=int8", "float32 or bfloat16, as zero.stage=0"]),
+        ("zero.gather_dtype=int8; zero.stage=0", ["zero.gather_dtype=int8", "auto, as zero.stage=0"]),
         ("zero.tensor_shards=4", ["zero.tensor_shards=4", "a divisor of num_head=6 of model.size=bytes"]),
         ("zero.remat=some", ["zero.remat=some", "full, nested, dots, none"]),
         ("model.attention=some", ["model.attention=some", "auto, dense, blockwise"]),

@@ -188,7 +188,8 @@ class Schedule:
 class Zero:
     stage: int = one_of(0, 1, 2, 3)
     compute_dtype: str = one_of("auto", *DTYPES)
-    wire_dtype: str = one_of(*DTYPES)
+    wire_dtype: str = one_of(*DTYPES, "int8")
+    gather_dtype: str = one_of("auto", "int8")
     reduce_dtype: str = one_of(*DTYPES)
     gradient_dtype: str = one_of(*DTYPES)
     master_dtype: str = one_of(*DTYPES)
@@ -205,6 +206,9 @@ class Zero:
         for key in ("replicas", "tensor_shards"):
             if self.phases == "torus" and getattr(self, key) > 1:
                 yield "zero.phases", f"flat, as zero.{key}={getattr(self, key)}"
+        for key, other in (("wire_dtype", "float32 or bfloat16"), ("gather_dtype", "auto")):
+            if self.stage == 0 and getattr(self, key) == "int8":
+                yield f"zero.{key}", f"{other}, as zero.stage=0 sums whole gradients and gathers nothing"
         yield from self._uncut(config, size)
         if not self.fused_update:
             return
