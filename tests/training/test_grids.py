@@ -75,3 +75,13 @@ def test_int8_between_devices_is_near_at_every_stage_and_in_copies() -> None:
     high = run_on(setup(8, 3, **INT8))
     for other in (setup(8, 1, **INT8), setup(8, 2, **INT8), setup(8, 3, axis=GRIDS["two copies"], **INT8)):
         np.testing.assert_allclose(run_on(other).metrics["loss"], high.metrics["loss"], rtol=3e-3)
+
+
+def test_gradients_are_summed_over_copies_once_per_step() -> None:
+    """Whatever the number of layers and of micro-batches."""
+    batch = Batch(np.zeros((8, 3, 12), np.int32), np.zeros(8, np.int32))
+    on = [setup(8, 3, parts, max_norm=None, axis=GRIDS["two copies"]) for parts in (1, 3)]
+    programs = [each.programs.step.lower(shapes_of(each), batch).compile().as_text() for each in on]
+    once, thrice = (collective_bytes(text, [0] * 4 + [1] * 4)["all-reduce"] for text in programs)
+    shards = 4 * sum(int(np.prod(leaf.shard_shape)) for leaf in on[0].model.layout.leaves)
+    assert shards <= once < 1.1 * shards and thrice == pytest.approx(once, rel=0.01)

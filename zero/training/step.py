@@ -26,7 +26,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.tensor_group import TensorGroup
 from zero.partition.layout import Layout, PyTree, derive_layout, make_layout
 from zero.partition.optimizer import global_norm, on_shards
-from zero.partition.stages import fully_shard, gather, scatter_sum, shard
+from zero.partition.stages import fully_shard, gather, scatter_sum, shard, sum_copies
 from zero.training.averages import add_to_running, is_spike, update_ema
 from zero.training.batch import Batch, document_starts, next_tokens, row_keys, token_ids
 from zero.training.fused_update import Guard, backward_and_update, unless
@@ -77,6 +77,8 @@ class ShardedGPT:
         that are one segment each.
       gather_dtype: int8 for parameters that travel in blocks with a scale, as `zero.gather` sends them; None for
         parameters that travel in `compute_dtype`, or as they are held if that is narrower.
+      sums_copies: whether stages 2 and 3 sum gradients over copies of the state layer by layer, which a fused update
+        needs, and not once per step.
     """
 
     config: GPTConfig
@@ -91,6 +93,7 @@ class ShardedGPT:
     master_dtype: DTypeLike = jnp.float32
     end_of_text: int | None = None
     gather_dtype: DTypeLike | None = None
+    sums_copies: bool = False
 
     @property
     def cut(self) -> Cut:
@@ -130,9 +133,8 @@ class ShardedGPT:
 
     def _lift(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
         dtypes: Any = {"dtype": self.compute_dtype, "wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
-        return fully_shard(
-            module_class, self.layout_by_parts.at(name), self.axis, gather_dtype=self.gather_dtype, **dtypes
-        )
+        axis = dataclasses.replace(self.axis, sums_copies=self.sums_copies)
+        return fully_shard(module_class, self.layout_by_parts.at(name), axis, gather_dtype=self.gather_dtype, **dtypes)
 
     @cached_property
     def _lifted(self) -> GPT:
@@ -179,7 +181,7 @@ class ShardedGPT:
     def leave(self, grads: PyTree) -> PyTree:
         """Shards of the gradient summed over devices, from the gradients of what is differentiated."""
         if self.stage >= 2:
-            return grads
+            return grads if self.sums_copies else sum_copies(grads, self.layout, self.axis)
         dtypes: Any = {"wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
         grads = scatter_sum(grads, self.layout_by_parts, self.axis, **dtypes)
         return jax.tree.map(lambda g: g.astype(self.gradient_dtype), grads)
@@ -264,7 +266,7 @@ def train_step(
     if fused_update:
         if model.stage != 3 or model.remat not in ("full", "nested") or micro_batches > 1 or skip_spikes is not None:
             raise ValueError("fused_update needs stage 3, full or nested remat, one micro-batch and no skip_spikes")
-        guard = Guard(max_gradient_norm, skip_bad_steps)
+        guard, model = Guard(max_gradient_norm, skip_bad_steps), dataclasses.replace(model, sums_copies=True)
         loss, params, opt_state, norm, is_bad = _fused(state, batch.tokens, keys, scored, model, tx, guard)
     else:
         loss, grads = _loss_and_gradients(model, state.params, batch.tokens, keys, scored, micro_batches)

@@ -92,9 +92,14 @@ def scatter_sum_array(
         x = padded_for(leaf, x)
         for phase in axis.phases(leaf):
             x = _scatter_sum_phase(x.astype(wire), split.dim, axis, phase, reduce)
-        if axis.replicas > 1:
-            x = lax.psum(x, axis.name, axis_index_groups=axis.groups(0))
+        if axis.sums_copies:
+            x = sum_copies_of_array(x, axis)
     return x if leaf.splits else lax.psum(x.astype(reduce), axis.name)
+
+
+def sum_copies_of_array(shard_x: jax.Array, axis: Axis) -> jax.Array:
+    """The sum of a shard over the copies of the state."""
+    return lax.psum(shard_x, axis.name, axis_index_groups=axis.groups(0)) if axis.replicas > 1 else shard_x
 
 
 def as_dtype(x: jax.Array, dtype: DTypeLike | None) -> jax.Array:
@@ -146,7 +151,7 @@ def _scatter_sum_quantised(full_x: jax.Array, leaf: LeafLayout, axis: Axis, redu
         for x in quantise(jnp.moveaxis(shards, dim, 0))
     )
     shard_x = dequantise(values, scale, leaf.shard_shape).astype(reduce).sum(0)
-    return lax.psum(shard_x, axis.name, axis_index_groups=axis.groups(0)) if axis.replicas > 1 else shard_x
+    return sum_copies_of_array(shard_x, axis) if axis.sums_copies else shard_x
 
 
 def sum_dtype(dtype: DTypeLike) -> np.dtype:

@@ -29,6 +29,8 @@ class Axis:
       devices: positions on the pmap axis in row-major order of the grid; by default 0, 1, 2, ...
       tensor: devices of a tensor group, which compute on the same rows with different parts of the parameters. With
         more than 1 the first phase is along these groups, and leaves of several parts are gathered over the others.
+      sums_copies: whether a reduce-scatter also sums over the copies. Otherwise `stages.sum_copies` has to complete it:
+        once per step costs less than once per layer and micro-batch.
 
     Raises:
       ValueError: `devices` is not a permutation of the positions on the axis, or the first phase not of size `tensor`.
@@ -41,6 +43,7 @@ class Axis:
     shape: tuple[int, ...]
     devices: tuple[int, ...] = ()
     tensor: int = 1
+    sums_copies: bool = True
 
     def __post_init__(self) -> None:
         size = math.prod(self.shape)
