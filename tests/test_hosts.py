@@ -69,6 +69,23 @@ def test_both_stop_at_the_step_that_one_is_told_to_and_one_host_goes_on(workplac
         np.testing.assert_allclose([line[key] for line in got], [line[key] for line in expected], rtol=1e-5)
 
 
+@pytest.mark.slow
+def test_tensor_groups_on_two_hosts_train_as_one_process_without_them(workplace: Path) -> None:
+    """With samples, evaluations and a checkpoint; one of them goes on with other groups."""
+    job = ("data.max_context=30", "training.warmup_train_context=6", "training.sample_tokens=8")
+    groups = ("zero.tensor_shards=3", "distributed.cpu_devices=3", "zero.stage=3")
+    done = hosts.finish(start_hosts(workplace, *job, *groups, "hydra.run.dir=groups"))
+    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+    alone = ("training.staged_warmup_steps=0", "training.gradient_accumulation_steps=1", "hydra.run.dir=alone")
+    calm = cli.run(workplace, *cli.TINY, *job, *alone)
+    assert calm.returncode == 0, calm.stderr
+    got, expected = (read_metrics(workplace / run / "metrics.jsonl") for run in ("groups", "alone"))
+    assert [line["samples_checksum"] for line in got] == [line["samples_checksum"] for line in expected]
+    for key in ("train/loss", "validation/loss"):
+        shown = [[line[key] for line in lines if key in line] for lines in (got, expected)]
+        np.testing.assert_allclose(*shown, rtol=1e-5)
+
+
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_host_that_is_killed_takes_the_other_down_within_a_minute(workplace: Path, victim: int) -> None:
     processes = start_hosts(workplace, "training.total_steps=4000", f"hydra.run.dir=killed{victim}")
