@@ -241,8 +241,8 @@ def test_memory_is_linear_in_the_context() -> None:
     assert temporaries(blockwise_attention, 2048) < temporaries(dense_attention, 2048) / 8
 
 
-@pytest.mark.parametrize("remat", ["full", "dots", "none"])
-def test_memory_of_a_model_is_linear_in_the_context(remat: str) -> None:
+@pytest.mark.parametrize(("remat", "has_segments"), [("full", False), ("full", True), ("dots", False), ("none", False)])
+def test_memory_of_a_model_is_linear_in_the_context(remat: str, has_segments: bool) -> None:
     """Also where layers are scanned: nothing that all layers have in common is computed ahead for all pairs."""
 
     def temporaries(context: int) -> int:
@@ -252,7 +252,7 @@ def test_memory_of_a_model_is_linear_in_the_context(remat: str) -> None:
         params = jax.eval_shape(model.init, jax.random.key(0), tokens, tokens)
 
         def loss(params: Any, tokens: jax.Array) -> jax.Array:
-            losses: Any = model.apply(params, tokens, tokens)
+            losses: Any = model.apply(params, tokens, tokens, None, tokens if has_segments else None)
             return losses.sum()
 
         analysis: Any = jax.jit(jax.grad(loss)).lower(params, tokens).compile().memory_analysis()

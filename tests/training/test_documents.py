@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 END = 3
 PLAIN = dataclasses.replace(CONFIG, dropout=0.0)  # whose masks would depend on the place in a row
 LEARNED = dataclasses.replace(PLAIN, alibi_attn=False)
-DEEP = dataclasses.replace(PLAIN, N=4)  # groups of two layers
+DEEP = dataclasses.replace(LEARNED, N=4)  # groups of two layers
 
 
 def packed(step: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from zero.runtime.data.index_files import row_tokens
 from zero.runtime.data.loader import Loader
 from zero.runtime.data.prefetch import prefetch
+from zero.runtime.errors import UserError
 from zero.runtime.inference.trained import TrainedModel
 from zero.training.programs import make_inference, split_rows
 
@@ -136,6 +137,8 @@ def score_validation_set(
             tokens + int(is_scored.sum()),
             num_bytes + int(lengths[text[is_scored]].sum()),
         )
+    if not tokens:
+        raise UserError(f"{index}: its rows hold no token that counts")
     return {
         "loss": nats / tokens,
         "perplexity": math.exp(nats / tokens),

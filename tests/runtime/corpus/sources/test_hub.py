@@ -14,6 +14,7 @@ from tests.corpora import both, make, run
 from zero.runtime.corpus.sources.documents import TextReader
 from zero.runtime.corpus.sources.hub import HubDataset
 from zero.runtime.corpus.sources.source import Source
+from zero.runtime.data.loader import Loader
 from zero.runtime.errors import UserError
 
 
@@ -42,6 +43,16 @@ def test_a_corpus_of_a_dataset(dataset: Path, tmp_path: Path):
     assert both(corpus) == sorted(f"train {i}" for i in range(50))
     assert make(f"hf:{dataset}", tmp_path) == corpus
     assert Source(f"hf:{dataset}", "text", 0.1).size is None
+
+
+def test_completions_of_a_dataset(tmp_path: Path):
+    (tmp_path / "pairs").mkdir()
+    table = {"prompt": [f"{i}?" for i in range(20)], "completion": [f" yes {i}" for i in range(20)]}
+    parquet.write_table(pyarrow.table(table), tmp_path / "pairs" / "train-00000-of-00001.parquet")
+    corpus = make(f"hf:{tmp_path / 'pairs'}", tmp_path, completions=True)
+    assert both(corpus) == sorted(f"{i}? yes {i}" for i in range(20))
+    loader = Loader(corpus.train_index, global_rows=1, context=16, vocab_size=256, only_completions=True)
+    assert (next(loader.batches()).tokens < 0).any()
 
 
 def test_what_is_wrong_is_named(dataset: Path):
