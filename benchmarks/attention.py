@@ -1,12 +1,13 @@
 """Attention block by block against attention with the whole matrix of scores: time and compiled bytes.
 
-    python benchmarks/attention.py [--contexts 512 1024 ...] [--blocks 128 256 512] [--rows 1] [--rounds 7]
+    python benchmarks/attention.py [--contexts 512 1024 ...] [--blocks 128 256 512] [--rows 1] [--documents 5]
     python benchmarks/attention.py --topology v3-32 --size 1_1b --contexts 8192
 
 First form: forward and backward pass of one layer's attention alone, float32 on CPU, 6 heads of 64, with ALiBi. The
 programs are compiled first and take turns; medians of paired ratios are printed. Dense is left out where it would need
 more than 4 GiB. Second form: the peak of a whole training step by the TPU compiler, without a TPU: stage 3, bfloat16
-compute, one row per core, clipping and skipping on.
+compute, one row per core, clipping and skipping on. With --documents, each also for rows of so many documents that are
+kept apart.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import jax.numpy as jnp
 
 from zero.models.attention import BLOCK, blockwise_attention, dense_attention
 from zero.models.scores import Form
@@ -33,23 +35,30 @@ DENSE_LIMIT = 4 * 2**30
 SIZES_FILE = Path(__file__).parent.parent / "conf" / "model_config.yaml"
 
 
-def compiled(attention: Callable[..., jax.Array], rows: int, context: int) -> tuple[Any, Any]:
+def compiled(attention: Callable[..., jax.Array], rows: int, context: int, documents: int) -> tuple[Any, Any]:
     """Output and gradients of one layer's attention, and arguments."""
     q, k, v, weights = jax.random.normal(jax.random.key(0), (4, rows, context, HEADS, HEAD_DIM))
+    starts = None
+    if documents:
+        length = -(-context // documents)
+        starts = jnp.broadcast_to(jnp.arange(context) // length * length, (rows, context))
 
-    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return (attention(q, k, v, form=Form(has_alibi=True)) * weights).sum()
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array | None) -> jax.Array:
+        return (attention(q, k, v, form=Form(has_alibi=True), starts_BT=starts) * weights).sum()
 
-    return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(q, k, v).compile(), (q, k, v)
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(q, k, v, starts).compile(), (q, k, v, starts)
 
 
-def measure(rows: int, context: int, blocks: list[int], rounds: int) -> Iterator[str]:
+def measure(rows: int, context: int, blocks: list[int], rounds: int, documents: int) -> Iterator[str]:
     """Rows of the table: a program, the median of its times, its compiled bytes, its time relative to the first."""
     programs = {f"blockwise {block}": partial(blockwise_attention, block=block) for block in blocks}
     # Measured: three arrays of float32 scores are alive at once.
     if 3 * 4 * rows * HEADS * context**2 <= DENSE_LIMIT:
         programs = {"dense": dense_attention, **programs}  # type: ignore[dict-item]
-    ready = {name: compiled(attention, rows, context) for name, attention in programs.items()}
+    ready = {name: compiled(attention, rows, context, 0) for name, attention in programs.items()}
+    if documents:
+        for name, attention in programs.items():
+            ready[f"{name}, {documents} documents"] = compiled(attention, rows, context, documents)
     seconds: dict[str, list[float]] = {name: [] for name in ready}
     for _ in range(rounds + 1):
         for name, (program, arguments) in ready.items():
@@ -65,7 +74,7 @@ def measure(rows: int, context: int, blocks: list[int], rounds: int) -> Iterator
         yield f"| {context:,} | {name} | {1000 * median(times):.1f} | {ratio} | {held:.1f} |"
 
 
-def plan(topology: str, size: str, context: int) -> Iterator[str]:
+def plan(topology: str, size: str, context: int, documents: int) -> Iterator[str]:
     """Peak memory of a training step, dense and blockwise; both would take minutes on a TPU to find out."""
     from zero.models.config import GPTConfig
     from zero.partition.collectives.axis import Axis
@@ -79,9 +88,12 @@ def plan(topology: str, size: str, context: int) -> Iterator[str]:
 
     devices = find_devices(topology)
     config: GPTConfig = dataclasses.replace(load_sizes(SIZES_FILE)[size], block_size=context)
-    for name, blockwise_from in (("blockwise", 2), ("dense", None)):
+    kinds: list[tuple[str, int | None, int | None]] = [("blockwise", 2, None), ("dense", None, None)]
+    if documents:
+        kinds += [(f"{name}, documents", blockwise_from, 0) for name, blockwise_from, _ in kinds]
+    for name, blockwise_from, end_of_text in kinds:
         axis = Axis("zero", (1, len(devices)))
-        model = ShardedGPT(config, axis, 3, "bfloat16", blockwise_from=blockwise_from)
+        model = ShardedGPT(config, axis, 3, "bfloat16", blockwise_from=blockwise_from, end_of_text=end_of_text)
         tx = adamw(0.1)
         programs = make_programs(
             model,
@@ -108,6 +120,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="+", default=[BLOCK])
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--documents", type=int, default=0, help="per row, kept apart")
     parser.add_argument("--topology", help="compile a training step for this slice instead, such as v3-32")
     parser.add_argument("--size", default="1_1b", help="an entry of conf/model_config.yaml, with --topology")
     arguments = parser.parse_args()
@@ -116,13 +129,13 @@ def main() -> None:
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         print("| context | attention | peak, GiB per core | seconds to compile |\n|---|---|---|---|")
         for context in arguments.contexts:
-            for row in plan(arguments.topology, arguments.size, context):
+            for row in plan(arguments.topology, arguments.size, context, arguments.documents):
                 print(row, flush=True)
         return
     print(f"{arguments.rows} rows, {jax.device_count()} CPU device on {os.cpu_count()} cores\n")
     print("| context | attention | ms | relative to dense | MiB of temporaries |\n|---|---|---|---|---|")
     for context in arguments.contexts:
-        for row in measure(arguments.rows, context, arguments.blocks, arguments.rounds):
+        for row in measure(arguments.rows, context, arguments.blocks, arguments.rounds, arguments.documents):
             print(row, flush=True)
 
 
