@@ -188,6 +188,21 @@ def test_it_is_evaluated_as_it_was_trained_and_sampled(
     assert json.loads((tmp_path / "samples.jsonl").read_text())["text"]
 
 
+def test_a_chat_is_sampled_in_the_template_that_was_learned(place: Place, tmp_path: Path) -> None:
+    options = ("mode=sample", "model.model_path=run", "sample.tokens=8", "sample.temperature=0")
+    texts = []
+    for number, overrides in enumerate((["So?", "true"], ["user: So?\nassistant: ", "false"], ["So?", "false"])):
+        config = configured(*options, f"sample.chat={overrides[1]}")
+        config.sample.prompt = overrides[0]
+        (tmp_path / str(number)).mkdir()
+        assert sample(config, SIZE, tmp_path / str(number)) == 0
+        texts.append(json.loads((tmp_path / str(number) / "samples.jsonl").read_text())["text"])
+    assert texts[0] == texts[1] != texts[2]
+    config.sample.chat, config.data.tokenizer = True, "data/corpus/questions/tokenizer.json"
+    with pytest.raises(UserError, match=r"sample\.chat=true: data\.tokenizer=.* has no chat template beside it"):
+        sample(config, SIZE, tmp_path)
+
+
 def test_another_tokenizer_and_a_corpus_of_texts_are_refused(place: Place, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.isolate_documents=true needs data\.tokenizer of the corpus.*not bytes"):
         train(configured("data.tokenizer=bytes"), SIZE, tmp_path)

@@ -11,9 +11,10 @@ from tokenizers import Tokenizer as HFTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from tests.corpora import call, digest, make, tokens_of
+from zero.runtime.chat_template import load_chat_template
 from zero.runtime.corpus.prepare import Corpus
 from zero.runtime.corpus.sources import documents
-from zero.runtime.corpus.sources.completions import CompletionReader, load_chat_template
+from zero.runtime.corpus.sources.completions import CompletionReader
 from zero.runtime.data.loader import Loader
 from zero.runtime.errors import UserError
 from zero.runtime.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer

@@ -131,9 +131,15 @@ def test_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
     made.add_special_tokens(["<|endoftext|>"])
     made.save(str(tmp_path / "words.json"))
     save(tmp_path / "run", LEARNED, 0, meta={"data": {"tokenizer": str(tmp_path / "words.json")}})
+    export(str(tmp_path / "run"), tmp_path / "plain")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "plain").chat_template is None
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "?"}')
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token + messages[0].content }}")
     export(str(tmp_path / "run"), tmp_path / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer("b a a")["input_ids"] == [1, 0, 0]
+    rendered: Any = tokenizer.apply_chat_template([{"role": "user", "content": " a b"}])
+    assert rendered["input_ids"] == [2, 0, 1]
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 3)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 3
 

@@ -260,6 +260,7 @@ class Evaluate:
 class Sample:
     prompt: Any = MISSING
     prompt_file: str | None = MISSING
+    chat: bool = MISSING
     copies: int = at_least(1)
     tokens: int = at_least(1)
     seed: int = random_seed()

@@ -16,10 +16,11 @@ from typing import Any
 from tqdm import tqdm
 
 from zero.runtime import storage
+from zero.runtime.chat_template import load_chat_template
 from zero.runtime.corpus import directory as directories
 from zero.runtime.corpus import manifest as manifests
 from zero.runtime.corpus.manifest import NO_HASH, SPLITS, TOKENIZER
-from zero.runtime.corpus.sources.completions import CompletionReader, load_chat_template
+from zero.runtime.corpus.sources.completions import CompletionReader
 from zero.runtime.corpus.sources.source import Source
 from zero.runtime.corpus.writer import write_shards
 from zero.runtime.errors import UserError

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -13,11 +14,13 @@ import numpy as np
 from tqdm import tqdm
 
 from zero.models.config import GPTConfig
+from zero.runtime.chat_template import load_chat_template
 from zero.runtime.config.sections import Config
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.generate import generate
 from zero.runtime.inference.trained import open_model
+from zero.runtime.tokenizers import FileTokenizer, Tokenizer
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference
 
@@ -44,16 +47,18 @@ def sample(config: Config, size: GPTConfig, run_directory: Path) -> int:
         options.repetition_penalty, options.temperature, options.top_k, options.top_p, options.typical_p
     )
     end = trained.tokenizer.end_of_text
-    encoded = [np.append(end, trained.tokenizer.encode(prompt)).astype(np.int32) for prompt in prompts]
+    encode = _chat_encoder(config, trained.tokenizer) if options.chat else trained.tokenizer.encode
+    encoded = [np.append(end, encode(prompt)).astype(np.int32) for prompt in prompts]
     longest = max(map(len, encoded)) + options.tokens
     if size.has_learned_positions and longest > size.block_size:
         raise UserError(
             f"sample.tokens={options.tokens}: prompt and text are {longest} tokens, and the model has learned "
             f"{size.block_size} positions"
         )
+    line_break = "\n" if options.chat else ""
     screen = sys.stdout if trained.host == 0 and len(prompts) == 1 else None
     if screen:
-        screen.write(prompts[0])
+        screen.write(prompts[0] + line_break)
     started = time.monotonic()
     shown, drawn = "", 0
     programs = make_inference(trained.model, sampling)
@@ -79,12 +84,25 @@ def sample(config: Config, size: GPTConfig, run_directory: Path) -> int:
             screen.write("\n")
         else:
             for number, (prompt, text) in enumerate(zip(prompts, decoded, strict=True)):
-                print(f"--- {number}\n{prompt}{text}")
+                print(f"--- {number}\n{prompt}{line_break}{text}")
         lines = [json.dumps({"prompt": p, "text": t}) + "\n" for p, t in zip(prompts, decoded, strict=True)]
         (run_directory / TEXTS_FILE).write_text("".join(lines))
         speed = f"{(drawn - first) / seconds:,.0f} tokens/s" if drawn > first else "too few to time"
         log.info("%d tokens, %s; written to %s", drawn, speed, run_directory / TEXTS_FILE)
     return 0
+
+
+def _chat_encoder(config: Config, tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
+    """From what a user says to the tokens up to where the answer begins."""
+    template = load_chat_template(config.data.tokenizer) if isinstance(tokenizer, FileTokenizer) else None
+    if template is None:
+        raise UserError(f"sample.chat=true: data.tokenizer={config.data.tokenizer} has no chat template beside it")
+
+    def encode(prompt: str) -> np.ndarray:
+        text = template.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
+        return tokenizer.encode_with_ends(text, has_special=True)[0]
+
+    return encode
 
 
 def _until_end(tokens: np.ndarray, end_of_text: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from zero.models.config import GPTConfig
+from zero.runtime.chat_template import load_chat_template
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import Unavailable, first_line
 from zero.runtime.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
@@ -25,7 +26,7 @@ MAX_FILE_BYTES = 4 << 30  # a file is held in memory while it is written; a larg
 
 
 def export(place: str, folder: Path, step: int | None = None, *, ema: bool = False) -> int:
-    """Writes one checkpoint as a new Hugging Face folder in float32, with the tokenizer where that is a file.
+    """Writes one checkpoint as a new Hugging Face folder in float32, with the tokenizer file and its chat template.
 
     The same checkpoint gives the same bytes. The folder appears once it is complete.
 
@@ -108,6 +109,8 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         (folder / "tokenizer.json").write_bytes(tokenizer.data)
         # The tokenizer classes of GPT-2 and BLOOM would add rules of their own.
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": token, "eos_token": token}
+        if template := load_chat_template(tokenizer.path):
+            config |= {**dict(template.special_tokens), "chat_template": template.text}
         _write_json(folder / "tokenizer_config.json", config)
 
 
