@@ -20,6 +20,7 @@ from tests.runtime.weights.random_weights import (
     BOTH,
     EACH,
     LEARNED,
+    SIZES,
     assert_same,
     contents,
     model_of,
@@ -220,3 +221,31 @@ def test_full_disk_is_one_line(
     said = capsys.readouterr().err
     assert said.startswith("error: ") and "File too large" in said and said.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+def test_model_in_mup_is_exported_as_the_standard_model_with_the_same_logits(family: str, tmp_path: Path) -> None:
+    """To the bit: with heads of 16 queries are a quarter as large."""
+    mup: dict[str, Any] = {"parametrization": "mup", "mup_base_width": 16, "attention_scale": None}
+    standard = dataclasses.replace(SIZES[family], embedding_dim=48, num_head=3, head_dim=16, kv_heads=3, mlp_dim=192)
+    trained = dataclasses.replace(standard, **mup)
+    save(tmp_path / "run", trained, 0)
+    export(str(tmp_path / "run"), tmp_path / "hf")
+    model = model_of(standard)
+    read = whole(warm_start(str(tmp_path / "hf"), model), model)
+    tokens = np.random.default_rng(0).integers(0, standard.vocab_size, (2, 40))
+
+    def losses(size: GPTConfig, values: Any) -> np.ndarray:
+        return np.asarray(jax.jit(GPT(size).apply)({"params": values}, tokens, tokens))
+
+    np.testing.assert_array_equal(losses(standard, read), losses(trained, params(trained)))
+    with pytest.raises(UserError, match="attention_scale is sqrt, this run expects linear"):
+        warm_start(str(tmp_path / "hf"), model_of(trained))
+
+
+def test_model_in_mup_whose_queries_would_be_rounded_is_not_exported(tmp_path: Path) -> None:
+    mup: dict[str, Any] = {"parametrization": "mup", "mup_base_width": 16, "attention_scale": None}
+    save(tmp_path / "run", dataclasses.replace(SIZES["llama"], **mup), 0)
+    with pytest.raises(UserError, match="attention_scale=sqrt, this model linear"):
+        export(str(tmp_path / "run"), tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from zero.models.config import GPTConfig
+from zero.models.config import BLOCKS, GPTConfig
 from zero.runtime.chat_template import load_chat_template
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import Unavailable, first_line
@@ -45,28 +47,53 @@ def export(place: str, folder: Path, step: int | None = None, *, ema: bool = Fal
     with open_checkpoints(place) as checkpoints:
         step = choose_steps(checkpoints, None if step is None else [step])[-1]
         meta = checkpoints.meta(step)
-        size = GPTConfig(**meta["size"])
+        size, query_factor = _with_standard_scores(GPTConfig(**meta["size"]))
         architecture = architecture_of(size)
         tokenizer = load_tokenizer(meta["config"]["data"]["tokenizer"])
         prefix = weights_subtree(f"{checkpoints.directory}, step {step}", meta, ema) + "/"
         leaves = [name.removeprefix(prefix) for name in meta["shapes"] if name.startswith(prefix)]
         with new_directory(folder) as unfinished:
-            _save_tensors(_tensors(checkpoints, step, leaves, prefix, architecture, size), unfinished)
+            tensors = _tensors(checkpoints, step, leaves, prefix, architecture, size, query_factor)
+            _save_tensors(tensors, unfinished)
             _save_tokenizer(tokenizer, unfinished)
             _save_config(architecture, size, tokenizer, unfinished)
     return step
 
 
+def _with_standard_scores(size: GPTConfig) -> tuple[GPTConfig, float]:
+    """The model that computes the same with standard scores, and the factor of its queries.
+
+    Scores divided by the head dimension, as in mup, are those of smaller queries divided by its root. Only where the
+    factor is a power of two, which changes no digit of a weight, a product or a sum.
+    """
+    factor = size.head_width**-0.5
+    if size.attention_scale != "linear" or not math.log2(factor).is_integer():
+        return size, 1.0
+    changes: dict[str, Any] = {"parametrization": "standard", "mup_base_width": None, "attention_scale": "sqrt"}
+    return dataclasses.replace(size, **changes), factor
+
+
 def _tensors(
-    checkpoints: Checkpoints, step: int, leaves: list[str], prefix: str, architecture: Architecture, size: GPTConfig
+    checkpoints: Checkpoints,
+    step: int,
+    leaves: list[str],
+    prefix: str,
+    architecture: Architecture,
+    size: GPTConfig,
+    query_factor: float,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Names and values in the order of the architecture's modules; the leaves of one tensor are read at a time."""
     order = list(architecture.modules)  # query, key, value
     parts: dict[str, list[str]] = {}
     for leaf in sorted(leaves, key=lambda leaf: order.index(leaf.rpartition("/")[0])):
         parts.setdefault(architecture.full_name(leaf), []).append(leaf)
+    makes_queries = f"{BLOCKS}/query_norm/" if size.qk_norm else f"{BLOCKS}/query/"
     for name, parts_of_tensor in parts.items():
-        arrays = [checkpoints.read(step, prefix + leaf).astype(np.float32) for leaf in parts_of_tensor]
+        arrays = [
+            checkpoints.read(step, prefix + leaf).astype(np.float32)
+            * np.float32(query_factor if leaf.startswith(makes_queries) else 1)
+            for leaf in parts_of_tensor
+        ]
         tensor = architecture.pack(parts_of_tensor[0], arrays, size)
         if "{}" in name:
             yield from ((name.format(i), layer) for i, layer in enumerate(tensor))
