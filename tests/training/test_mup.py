@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+import zero
 from tests.training.small_gpt import (
     CLIP,
     CONFIG,
@@ -21,6 +22,7 @@ from tests.training.small_gpt import (
     reference,
     run_on,
     setup,
+    tokens,
 )
 from zero.models.config import GPTConfig
 from zero.models.parametrization import rate_multipliers
@@ -98,6 +100,18 @@ def test_a_fused_update_moves_each_leaf_at_its_own_rate() -> None:
     for state_dtype in (jnp.float32, jnp.int8):
         fused = trained(8, 3, state_dtype=state_dtype, fused_update=True, **options)
         assert_close(fused, trained(8, 3, state_dtype=state_dtype, **options), rtol=1e-5, config=MUP)
+
+
+@pytest.mark.parametrize("tensor", [4, pytest.param(2, marks=pytest.mark.slow)])
+def test_parts_of_a_matrix_start_and_move_as_the_whole_one(tensor: int) -> None:
+    """In tensor groups, whose devices hold a part of the rows or columns of each matrix."""
+    config = dataclasses.replace(MUP, embedding_dim=48, num_head=8, block_size=16, mup_base_width=16)
+    tx, data = transform("adamw", config=config), partial(tokens, context=16)
+    expected = run_on(setup(8, 3, config=config, tx=tx), data=data)
+    groups = zero.Axis.with_tensor_groups("zero", 8, tensor)
+    got = run_on(setup(8, 3, config=config, tx=tx, axis=groups), data=data)
+    np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-6)
+    assert_close(got, expected, rtol=1e-6, config=config)
 
 
 def test_at_the_base_width_nothing_is_multiplied() -> None:
