@@ -82,8 +82,8 @@ def test_tensor_groups_on_two_hosts_train_as_one_process_without_them(workplace:
     got, expected = (read_metrics(workplace / run / "metrics.jsonl") for run in ("groups", "alone"))
     assert [line["samples_checksum"] for line in got] == [line["samples_checksum"] for line in expected]
     for key in ("train/loss", "validation/loss"):
-        shown = [[line[key] for line in lines if key in line] for lines in (got, expected)]
-        np.testing.assert_allclose(*shown, rtol=1e-5)
+        values, others = ([line[key] for line in lines if key in line] for lines in (got, expected))
+        np.testing.assert_allclose(values, others, rtol=1e-5)
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])

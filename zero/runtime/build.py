@@ -66,7 +66,8 @@ def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
       UserError: the devices do not make groups of equal size.
     """
     devices = pmap_devices() if devices is None else devices
-    if zero.phases == "torus":
+    has_torus = devices[0].platform == "tpu" and zero.replicas == zero.tensor_shards == 1
+    if zero.phases == "torus" or (zero.phases == "auto" and has_torus):
         return Axis.from_devices("zero", devices)
     for key, size in (("replicas", zero.replicas), ("tensor_shards", zero.replicas * zero.tensor_shards)):
         if len(devices) % size:

@@ -149,7 +149,7 @@ def test_days_and_dollars_are_shown_where_there_is_a_price() -> None:
     row |= {"peak_bytes": 2**32, "sampling_peak_bytes": 5 * 2**30, "available_bytes": 2**33, "parameters": 10**9}
     row |= {"stage": 3, "micro_batch": 2, "accumulation": 1, "context": 64, "tokens": 1024, "flops": 10**12}
     found: dict[str, Any] = row | {"remat": "full", "fused_update": False, "fits": True, "collective_bytes": None}
-    found |= {"state_bytes_per_parameter": 12.0, "tensor_shards": 2, "replicas": 1, "phases": "flat"}
+    found |= {"state_bytes_per_parameter": 12.0, "tensor_shards": 2, "grid": [1, 2, 4]}
     found |= {"collective_bytes_across_hosts": None}
     found |= {"seconds_lower_bound": None, "compile_seconds": 3.0, "days_lower_bound": 1234.5, "days_at_mfu": 2000.0}
     found |= {"dollars_lower_bound": 98765.4, "dollars_at_mfu": None}

@@ -197,7 +197,7 @@ class Zero:
     fused_update: bool = MISSING
     replicas: int = at_least(1)
     tensor_shards: int = at_least(1)
-    phases: str = one_of("flat", "torus")
+    phases: str = one_of("auto", "flat", "torus")
     replicate: bool | None = MISSING
 
     def mistakes(self, config: Config, size: GPTConfig) -> Mistakes:
@@ -205,7 +205,7 @@ class Zero:
             yield "zero.remat", f"full, as the {size.N} layers of model.size={config.model.size} make no equal groups"
         for key in ("replicas", "tensor_shards"):
             if self.phases == "torus" and getattr(self, key) > 1:
-                yield "zero.phases", f"flat, as zero.{key}={getattr(self, key)}"
+                yield "zero.phases", f"auto or flat, as zero.{key}={getattr(self, key)}"
         for key, other in (("wire_dtype", "float32 or bfloat16"), ("gather_dtype", "auto")):
             if self.stage == 0 and getattr(self, key) == "int8":
                 yield f"zero.{key}", f"{other}, as zero.stage=0 sums whole gradients and gathers nothing"
@@ -290,7 +290,7 @@ class Grid:
     context: list[int] | None = list_of(at_least(2))
     tensor: list[int] | None = list_of(at_least(1))
     replicas: list[int] | None = list_of(at_least(1))
-    phases: list[str] | None = list_of(one_of("flat", "torus"))
+    phases: list[str] | None = list_of(one_of("auto", "flat", "torus"))
 
 
 @dataclass

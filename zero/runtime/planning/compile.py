@@ -136,6 +136,7 @@ def compile_step(request: Request) -> Row:
         "tensor_shards": zero.tensor_shards,
         "replicas": zero.replicas,
         "phases": zero.phases,
+        "grid": list(job.model.axis.shape),
         "fits": moved is not None and max([peak, *filter(None, peaks.values())]) <= available,
         "state_bytes": state.bytes_per_device(),
         "state_bytes_per_parameter": _bytes_per_parameter(state, sharded),

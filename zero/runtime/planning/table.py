@@ -135,9 +135,8 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "sequences x micro-batches": lambda row: f"{row['micro_batch']} x {row['accumulation']}",
     "context": lambda row: str(row["context"]),
     "remat": lambda row: row["remat"] + (", fused" if row["fused_update"] else ""),
-    "tensor x copies": lambda row: (
-        f"{row['tensor_shards']} x {row['replicas']}" + ", torus" * (row["phases"] == "torus")
-    ),
+    "tensor": lambda row: str(row["tensor_shards"]),
+    "copies x phases": lambda row: " x ".join(map(str, row["grid"])),
     "parameters": _number("parameters", "{:.3f}B", 1e9),
     "bytes/parameter": _number("state_bytes_per_parameter", "{:.2f}"),
     "state": _number("state_bytes", "{:.3f}", GIB),
