@@ -249,6 +249,27 @@ def test_dropout_is_at_every_site_and_differs_between_them() -> None:
         assert all((mask != other).any(-1).all() for other in dropped[:i])
 
 
+def test_each_kind_of_dropout_has_its_own_rate() -> None:
+    """With the other two at zero only its own masks are drawn, and they are those of the common rate."""
+    keys, x = jax.random.split(jax.random.key(0), 2), tokens(ODD)
+    zero_rates = {f"{site}_dropout": 0.0 for site in ("embedding", "attention", "residual")}
+
+    def stream(**changes: Any) -> np.ndarray:
+        config = dataclasses.replace(ODD, **{"dropout": 0.4, **changes})
+        return np.asarray(apply(config, params(config), x, keys, method="hidden")[0])
+
+    plain = stream(dropout=0.0)
+    np.testing.assert_array_equal(stream(**zero_rates), plain)
+    alone = [stream(**{**zero_rates, f"{site}_dropout": 0.4}) for site in ("embedding", "attention", "residual")]
+    for i, one in enumerate(alone):
+        assert all(np.abs(one - other).max() > 0.01 for other in (plain, *alone[:i]))
+    both = stream(embedding_dropout=0.0, attention_dropout=0.4, residual_dropout=0.4, dropout=0.0)
+    np.testing.assert_array_equal(both, stream())
+    config = dataclasses.replace(ODD, embedding_dropout=0.4, embedding_norm=False, alibi_attn=True)
+    embedded = np.asarray(apply(config, params(config), x, keys, method="embed"))
+    assert abs((embedded == 0).mean() - 0.4) < 0.05
+
+
 def test_rate_of_zero_is_no_dropout_bit_for_bit() -> None:
     x = tokens(ODD)
     keys = jax.random.split(jax.random.key(0), 2)

@@ -34,6 +34,7 @@ TRAINED = {
         "gpt2", positions="none", norm="rms", norm_place="after", activation="squared_relu", attention_scale="linear",
         windows=(0, 3), qk_norm=True,
     ),
+    "dropouts": _of("gpt2", N=4, dropout=0.0, embedding_dropout=0.2, attention_dropout=0.3),
 }  # fmt: skip
 
 
@@ -70,6 +71,15 @@ def test_layers_of_different_windows_train_the_same_in_every_pass(options: dict[
     options = {"max_norm": None, "skip_bad_steps": False, **options}
     expected = trained("gemma2", 8, 3, max_norm=None, skip_bad_steps=False)
     np.testing.assert_allclose(trained("gemma2", 8, 3, **options).metrics["loss"], expected.metrics["loss"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"fused_update": True}, {"remat": "nested"}], ids=["fused", "nested"])
+def test_masks_of_the_embedding_are_the_same_in_every_pass(options: dict[str, Any]) -> None:
+    options = {"max_norm": None, "skip_bad_steps": False, **options}
+    expected = trained("dropouts", 8, 3, max_norm=None, skip_bad_steps=False)
+    np.testing.assert_allclose(
+        trained("dropouts", 8, 3, **options).metrics["loss"], expected.metrics["loss"], rtol=1e-6
+    )
 
 
 def test_blocks_of_positions_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

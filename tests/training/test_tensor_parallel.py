@@ -28,7 +28,7 @@ def _of(family: str, **changes: Any) -> GPTConfig:
 
 
 MODELS = {
-    "gpt2": _of("gpt2"),
+    "gpt2": _of("gpt2", embedding_dropout=0.2),
     "bloom": _of("bloom"),
     "gpt_neo": _of("gpt_neo", windows=(0, 5)),
     "gpt_neox": _of("gpt_neox", embedding_dim=64),

@@ -74,10 +74,10 @@ class Block(nn.Module):
         h_BTD = self.cut.gather_positions(self._norm("norm_attention", x_BTD))
         attended_BTD, cache = self._attention(h_BTD, cache, layer, position, starts_BT, site_keys[0])
         attended_BTD = self._norm("norm_attention", attended_BTD, is_after=True)
-        sum_BTD = x_BTD + dropout(attended_BTD, config.dropout, site_keys[1], self.cut.of_positions)
+        sum_BTD = x_BTD + dropout(attended_BTD, config.residual_drop_rate, site_keys[1], self.cut.of_positions)
         h_BTD = self._norm("norm_mlp", x_BTD if config.parallel_residual else sum_BTD)
         h_BTD = self._norm("norm_mlp", self._mlp(self.cut.gather_positions(h_BTD)), is_after=True)
-        return (sum_BTD + dropout(h_BTD, config.dropout, site_keys[2], self.cut.of_positions), cache), None
+        return (sum_BTD + dropout(h_BTD, config.residual_drop_rate, site_keys[2], self.cut.of_positions), cache), None
 
     def _norm(self, name: str, x: jax.Array, *, is_after: bool = False) -> jax.Array:
         """The norm of this name at this side of a part, where there is one; the outer one of two has `_after`."""
@@ -171,7 +171,7 @@ class Block(nn.Module):
             divisor=divisors[config.attention_scale],
             cap=config.attention_cap,
             has_extra_logit=config.extra_logit,
-            dropout_rate=config.dropout,
+            dropout_rate=config.attention_drop_rate,
             cut=self.cut,
         )
         # Blocks outside a window are skipped, so that a window makes blocks worth while earlier.

@@ -48,7 +48,7 @@ class GPTConfig:
       vocab_size: tokens; need not divide by anything.
       num_head: H; divides `embedding_dim` where `head_dim` is None.
       block_size: the longest context, T.
-      dropout: of attention probabilities and of both residual outputs.
+      dropout: of attention probabilities and of both residual outputs, where they have no own.
       N: layers, L.
       alibi_attn: ALiBi (arXiv 2108.12409); False for `positions`.
       vocab_chunks: parts that the vocabulary is looked up and scored in; more parts need less memory.
@@ -87,6 +87,9 @@ class GPTConfig:
       parametrization: of initial weights and learning rates: "standard", or "mup" (arXiv 2203.03466), with which a
         learning rate that is right at one width is right at others (zero/models/parametrization.py).
       mup_base_width: the `embedding_dim` at which the learning rates of "mup" are those that are given.
+      embedding_dropout: of what enters the first layer.
+      attention_dropout: of attention probabilities; None for `dropout`.
+      residual_dropout: of both residual outputs; None for `dropout`.
       zero_init: queries, the output of attention and that of the MLP start at zero (arXiv 2203.03466, section D.2).
     """
 
@@ -129,6 +132,9 @@ class GPTConfig:
     parametrization: str = "standard"
     mup_base_width: int | None = None
     zero_init: bool = False
+    embedding_dropout: float = 0.0
+    attention_dropout: float | None = None
+    residual_dropout: float | None = None
 
     def __post_init__(self) -> None:
         if self.attention_scale is None:
@@ -145,8 +151,9 @@ class GPTConfig:
             raise ValueError(f"embedding_dim {self.embedding_dim} does not divide into num_head {self.num_head} heads")
         if self.num_head % self.key_heads:
             raise ValueError(f"num_head {self.num_head} does not divide into kv_heads {self.kv_heads} groups")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
+        for name in ("dropout", "embedding_dropout", "attention_dropout", "residual_dropout"):
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
         for name in ("norm_epsilon", "rotary_base", "attention_cap", "logit_cap"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}")
@@ -193,6 +200,21 @@ class GPTConfig:
     @property
     def chunk_rows(self) -> int:
         return -(-self.vocab_size // self.vocab_chunks)
+
+    @property
+    def attention_drop_rate(self) -> float:
+        """Whether or not it is given apart from that of the residual outputs."""
+        return self.dropout if self.attention_dropout is None else self.attention_dropout
+
+    @property
+    def residual_drop_rate(self) -> float:
+        """Whether or not it is given apart from that of attention."""
+        return self.dropout if self.residual_dropout is None else self.residual_dropout
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether training draws masks anywhere."""
+        return max(self.embedding_dropout, self.attention_drop_rate, self.residual_drop_rate) > 0
 
     @property
     def key_heads(self) -> int:

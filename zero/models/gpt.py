@@ -24,7 +24,7 @@ from zero.models.block import Block, Cache
 from zero.models.config import BLOCKS, HEAD, VOCABULARY, GPTConfig
 from zero.models.cut import WHOLE, Cut
 from zero.models.parametrization import table_stddev
-from zero.models.parts import Lift, make_norm
+from zero.models.parts import Lift, dropout, make_norm
 
 # What of a layer is kept for the backward pass besides its input, by name; the rest is computed again. With "none"
 # there is no checkpoint at all: one that keeps everything still copies and rounds what it keeps. "nested" is for
@@ -174,7 +174,7 @@ class GPT(nn.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """As `__call__`, and whether each target is the most likely token, bool `(B, T)`."""
         cut = self._cut.for_positions(tokens_BT.shape[1])
-        x_BTD = self._embed(tokens_BT, 0, starts_BT, cut)
+        x_BTD = self._embed(tokens_BT, keys_B, 0, starts_BT, cut)
         x_BTD, _ = self._layers(x_BTD, None, keys_B, 0, starts_BT, cut)
         return self.score(x_BTD, targets_BT)
 
@@ -216,7 +216,7 @@ class GPT(nn.Module):
     ) -> tuple[jax.Array, Cache | None]:
         """The normalised residual stream after the last block, `(B, T, D)`, and the cache with these positions."""
         cut = self._cut.with_all_positions()
-        x_BTD = self._embed(tokens_BT, position, None, cut)
+        x_BTD = self._embed(tokens_BT, keys_B, position, None, cut)
         x_BTD, cache = self._layers(x_BTD, cache, keys_B, position, None, cut)
         x_BTD = self.norm(x_BTD)
         if self.is_initializing() and not self.config.tied:
@@ -260,12 +260,19 @@ class GPT(nn.Module):
         unroll = self.config.N // period if self.remat == "none" else 1
         return lax.scan(one_period, (x_BTD, cache), xs, unroll=unroll)[0]
 
-    def embed(self, tokens_BT: jax.Array, starts_BT: jax.Array | None = None) -> jax.Array:
+    def embed(
+        self, tokens_BT: jax.Array, keys_B: jax.Array | None = None, starts_BT: jax.Array | None = None
+    ) -> jax.Array:
         """What enters the first block, `(B, T, D)`, of which a cut leaves this device's positions."""
-        return self._embed(tokens_BT, 0, starts_BT, self._cut.for_positions(tokens_BT.shape[1]))
+        return self._embed(tokens_BT, keys_B, 0, starts_BT, self._cut.for_positions(tokens_BT.shape[1]))
 
     def _embed(
-        self, tokens_BT: jax.Array, position: jax.Array | int, starts_BT: jax.Array | None, cut: Cut
+        self,
+        tokens_BT: jax.Array,
+        keys_B: jax.Array | None,
+        position: jax.Array | int,
+        starts_BT: jax.Array | None,
+        cut: Cut,
     ) -> jax.Array:
         x_BTD = jnp.zeros((*tokens_BT.shape, self.config.embedding_dim), jnp.float32)
         x_BTD, _ = self.vocabulary(x_BTD, self._first_rows(), tokens_BT, None)
@@ -277,7 +284,9 @@ class GPT(nn.Module):
             x_BTD = self.positions(x_BTD, position + cut.first_position(x_BTD.shape[1]), own_starts_BT)
         if self.config.embedding_norm:
             x_BTD = self.embedding_norm(x_BTD)
-        return x_BTD.astype(self.dtype)
+        if keys_B is not None:  # the numbers below N are those of the layers
+            keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, self.config.N)
+        return dropout(x_BTD, self.config.embedding_dropout, keys_B, cut.of_positions).astype(self.dtype)
 
     def _first_rows(self) -> jax.Array:
         return jnp.arange(self.config.vocab_chunks) * self.config.chunk_rows

@@ -201,7 +201,7 @@ class ShardedGPT:
         starts = document_starts(tokens_in, self.end_of_text)
         if self.remat == "nested":
             stacked = {name: tree[BLOCKS] for name, tree in variables.items()}
-            x = self.apply(variables, tokens_in, starts, method="embed")
+            x = self.apply(variables, tokens_in, keys, starts, method="embed")
             x = nested_layers(partial(self.block, keys=keys, starts=starts), stacked, x)
             losses, _ = self.apply(variables, x, targets, method="score")
         else:
@@ -257,7 +257,7 @@ def train_step(
       NotElementwiseError: `tx` would be wrong on shards, or layer by layer where the update is fused.
       ValueError: `fused_update` beside what it cannot do exactly.
     """
-    keys = row_keys(seed, state.step, batch) if model.config.dropout else None
+    keys = row_keys(seed, state.step, batch) if model.config.has_dropout else None
     scored = lax.psum(model.count_scored(batch.tokens), model.axis.name).astype(jnp.float32)
     scored, rate = jnp.maximum(scored, 1), learning_rate(state.step)
     tx = scaled(tx, rate, state.step)
@@ -362,7 +362,7 @@ def _fused(
     starts = document_starts(token_ids(tokens), model.end_of_text)
 
     def embed(params: PyTree) -> jax.Array:
-        return model.apply({"params": params}, token_ids(tokens), starts, method="embed")
+        return model.apply({"params": params}, token_ids(tokens), keys, starts, method="embed")
 
     def block(params: PyTree, x: jax.Array, layer: jax.Array) -> jax.Array:
         return model.block({"params": params}, x, layer, keys, starts)

@@ -19,6 +19,7 @@ FUSED_QKV = ("query", "key", "value")
 # Attributes that are not choices of an architecture: sizes, and what only training sees.
 _SIZES = {"embedding_dim", "vocab_size", "num_head", "block_size", "N", "kv_heads", "head_dim", "mlp_dim"}
 _SIZES |= {"norm_epsilon", "dropout", "vocab_chunks", "z_loss", "parametrization", "mup_base_width", "zero_init"}
+_SIZES |= {"embedding_dropout", "attention_dropout", "residual_dropout"}
 _DEFAULTS = {one.name: one.default for one in fields(GPTConfig)} | {"attention_scale": "sqrt"}
 
 
