@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.training.small_gpt import CONFIG, Run, run_on, setup
+from tests.training.small_gpt import CONFIG, Run, reference, run_on, setup
 from zero.models.attention import blockwise_attention
 from zero.models.config import FAMILIES, GPTConfig
 
@@ -71,6 +71,11 @@ def test_layers_of_different_windows_train_the_same_in_every_pass(options: dict[
     options = {"max_norm": None, "skip_bad_steps": False, **options}
     expected = trained("gemma2", 8, 3, max_norm=None, skip_bad_steps=False)
     np.testing.assert_allclose(trained("gemma2", 8, 3, **options).metrics["loss"], expected.metrics["loss"], rtol=1e-6)
+
+
+def test_masks_are_those_of_the_model_alone() -> None:
+    first = trained("dropouts", 8, 3).metrics["loss"][0]
+    np.testing.assert_allclose(first, reference(TRAINED["dropouts"]).metrics["loss"][0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("options", [{"fused_update": True}, {"remat": "nested"}], ids=["fused", "nested"])
