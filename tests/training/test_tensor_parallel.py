@@ -114,7 +114,7 @@ def test_copies_of_tensor_groups_train_the_same() -> None:
 @pytest.mark.parametrize("model", ["plain", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_losses_and_text_are_those_of_devices_alone(model: str) -> None:
     """Also of rows that do not divide into equal parts of positions."""
-    found = []
+    found, totals = [], []
     for on in (setup(8, 3, config=MODELS[model]), setup(8, 3, config=MODELS[model], axis=axis(3, 4))):
         programs = make_inference(on.model, Sampling(temperature=0), devices=on.devices)
         params = on.programs.init(np.stack([KEY] * 8))
@@ -122,7 +122,12 @@ def test_losses_and_text_are_those_of_devices_alone(model: str) -> None:
         losses, is_greedy = programs.score(params, split_rows(rows, 8, on.model.axis.tensor))
         prompts = [row[: 3 + i] for i, row in enumerate(rows[:3])]
         text = list(generate(programs, params, prompts, 6, seed=0, chunk=3))[-1]
+        shown = split_rows(tokens(0, 13), 8, on.model.axis.tensor)
         found.append((np.asarray(losses), np.asarray(is_greedy), text))
+        total, scored = on.programs.evaluate(params, shown)
+        assert int(scored) == np.sum(tokens(0, 13)[:, 1:] >= 0)
+        totals.append(float(total))
+    assert totals[1] == pytest.approx(totals[0], rel=1e-5)
     np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-5)
     np.testing.assert_array_equal(found[1][1], found[0][1])
     np.testing.assert_array_equal(found[1][2], found[0][2])
