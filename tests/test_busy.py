@@ -73,8 +73,9 @@ def test_runs_beside_spinning_processes_write_what_the_quiet_ones_did(
 
 
 @pytest.mark.slow
-def test_weights_in_use_beside_spinning_processes_give_what_they_gave_alone(forks: cli.Forks) -> None:
-    run_all(forks, "trained", 3)
-    alone = use(forks, "trained", "alone")
+@pytest.mark.parametrize("stage", range(4))
+def test_weights_in_use_beside_spinning_processes_give_what_they_gave_alone(forks: cli.Forks, stage: int) -> None:
+    run_all(forks, f"trained{stage}", stage)
+    alone = use(forks, f"trained{stage}", f"alone{stage}")
     with cli.spinning(1 + (os.cpu_count() or 1), seconds=900):
-        assert use(forks, "trained", "beside") == alone
+        assert use(forks, f"trained{stage}", f"beside{stage}") == alone

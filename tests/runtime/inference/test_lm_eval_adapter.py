@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import zero
-from zero.models.config import GPTConfig
+from zero.models.config import FAMILIES, GPTConfig
 from zero.partition.layout import derive_layout
 from zero.partition.state import from_global
 from zero.runtime.checkpoints.manager import Checkpoints
@@ -28,7 +28,33 @@ from zero.runtime.weights.export import export
 from zero.training.step import ShardedGPT
 
 CONTEXT = 48
-SIZE = GPTConfig(42, 300, 3, CONTEXT, 0.0, 2, alibi_attn=False, vocab_chunks=3)
+GROUPED: dict[str, Any] = {"kv_heads": 2, "mlp_dim": 61}
+CHANGES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "bloom": {},
+    "gpt_neo": {"windows": (0, 7)},
+    "gpt_neox": {"num_head": 3},
+    "llama": GROUPED,
+    "mistral": {**GROUPED, "windows": (9,)},
+    "qwen3": GROUPED,
+    "gemma2": {**GROUPED, "windows": (9, 0), "attention_cap": 3.0},
+}
+SIZES = {
+    name: GPTConfig(
+        **{
+            "embedding_dim": 48,
+            "vocab_size": 300,
+            "num_head": 6,
+            "block_size": CONTEXT,
+            "dropout": 0.0,
+            "N": 2,
+            "vocab_chunks": 3,
+            **FAMILIES[name],
+            **changes,
+        }
+    )
+    for name, changes in CHANGES.items()
+}
 
 
 def words(seed: int, count: int) -> str:
@@ -36,15 +62,21 @@ def words(seed: int, count: int) -> str:
     return " ".join(pick.choice(["shard", "gather", "scatter", "stage", "layout", "zéro"]) for _ in range(count))
 
 
+@pytest.fixture(scope="module", params=["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in [*SIZES][1:])])
+def size(request: pytest.FixtureRequest) -> GPTConfig:
+    """Of each family; the fast tests are of one."""
+    return SIZES[request.param]
+
+
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory, size: GPTConfig) -> Path:
     """A tokenizer, a checkpoint of random weights, and both as a Hugging Face folder."""
     place = tmp_path_factory.mktemp("harness")
     (place / "bpe.json").write_bytes(train_tokenizer((words(seed, 50) for seed in range(20)), 300))
-    model = ShardedGPT(SIZE, zero.Axis("zero", (1, 1)), 0)
+    model = ShardedGPT(size, zero.Axis("zero", (1, 1)), 0)
     rng = np.random.default_rng(0)
     params = model.layout.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(leaf.dtype))
-    meta = {"config": {"data": {"tokenizer": str(place / "bpe.json")}}, "size": dataclasses.asdict(SIZE)}
+    meta = {"config": {"data": {"tokenizer": str(place / "bpe.json")}}, "size": dataclasses.asdict(size)}
     with Checkpoints(place / "run", keep=1) as checkpoints:
         checkpoints.save(1, {"params": params}, derive_layout(lambda p: {"params": p}, model.layout), meta)
     export(str(place / "run"), place / "hf")
@@ -52,8 +84,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ours(place: Path) -> Any:
-    model = ShardedGPT(SIZE, zero.Axis("zero", (1, 8)), 3)
+def ours(place: Path, size: GPTConfig) -> Any:
+    model = ShardedGPT(size, zero.Axis("zero", (1, 8)), 3)
     with Checkpoints(place / "run", keep=None) as checkpoints:
         whole = checkpoints.restore(1, model.layout, model.axis, within="params")
     tokenizer = load_tokenizer(str(place / "bpe.json"))
@@ -67,7 +99,9 @@ def theirs(place: Path) -> Iterator[Any]:
     from lm_eval.models.huggingface import HFLM
 
     # We score all but the first token of what the model sees, they all but one that it does not see.
-    yield HFLM(pretrained=str(place / "hf"), device="cpu", batch_size=4, max_length=CONTEXT - 1)
+    yield HFLM(
+        pretrained=str(place / "hf"), device="cpu", batch_size=4, max_length=CONTEXT - 1, attn_implementation="eager"
+    )
 
 
 def task(place: Path, name: str, items: list[dict[str, Any]], **said: Any) -> dict[str, Any]:
