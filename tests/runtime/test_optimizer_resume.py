@@ -16,7 +16,7 @@ CASES = {
     "adafactor": ("optimizer.name=adafactor", "optimizer.factored_from=8"),
     "mup": ("model.size=bytes_mup",),
 }
-QUICK = ("adafactor", "muon")
+QUICK = ("muon",)
 
 
 @pytest.fixture(scope="module")

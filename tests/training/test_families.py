@@ -78,7 +78,11 @@ def test_masks_are_those_of_the_model_alone() -> None:
     np.testing.assert_allclose(first, reference(TRAINED["dropouts"]).metrics["loss"][0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{"fused_update": True}, {"remat": "nested"}], ids=["fused", "nested"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"fused_update": True}, marks=pytest.mark.slow), {"remat": "nested"}],
+    ids=["fused", "nested"],
+)
 def test_masks_of_the_embedding_are_the_same_in_every_pass(options: dict[str, Any]) -> None:
     options = {"max_norm": None, "skip_bad_steps": False, **options}
     expected = trained("dropouts", 8, 3, max_norm=None, skip_bad_steps=False)

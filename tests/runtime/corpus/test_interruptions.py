@@ -235,14 +235,18 @@ def test_ctrl_c_is_one_line(mixed: Path, tmp_path: Path, bpe: Path):
         "--index-directory",
         str(tmp_path),
     ]
-    process = subprocess.Popen(
-        [*COMMAND, str(source), *options],
-        cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # inherited; a script's background ignores it
+    try:
+        process = subprocess.Popen(
+            [*COMMAND, str(source), *options],
+            cwd=REPOSITORY,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, handler)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     wait(lambda: len(children.read_text().split()) == 3)  # multiprocessing has a process of its own
     time.sleep(0.05)  # they import

@@ -188,7 +188,7 @@ def test_the_training_command_composes_to_what_was_planned(overrides: list[str])
         if is_fused
         else {"stage": 2, "remat": "dots", "accumulation": 4}
     )
-    row |= {"master_dtype": planned.zero.master_dtype, "tensor_shards": 2, "replicas": 2, "phases": "flat"}
+    row |= {"master_dtype": planned.zero.master_dtype, "tensor_shards": 2, "replicas": 2, "phases": "auto"}
     python, program, *command = shlex.split(training_command(row, planned))
     assert (python, program) == ("python", "main_zero.py")
     trained = check(compose(*command), load_sizes())

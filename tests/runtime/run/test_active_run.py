@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from zero.partition.collectives.axis import Axis
 from zero.runtime import train
 from zero.runtime.errors import UserError
 from zero.runtime.run import active_run
@@ -45,6 +46,7 @@ def make_run(directory: Path, tracker: Tracker | None, **metrics: float) -> Acti
         evaluate=SimpleNamespace(harness=["a.yaml"]),
     )
     run.directory, run.tracker, run.checkpoints = directory, tracker, NoCheckpoints()
+    run.model = SimpleNamespace(axis=Axis("zero", (1, 8)))
     run.position = TrainingPosition(8, step=3, cursor={"batches": 3})
     run.loader = SimpleNamespace(rows_seen=lambda batches: {})
     run.context, run.last_step, run.stop_requests = Context(16), 10, [15]
