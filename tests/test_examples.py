@@ -17,7 +17,7 @@ from flax import jax_utils
 import zero
 from benchmarks.examples import EXAMPLES, NAMES, load
 from tests import hosts
-from tests.partition.test_ordering import unordered
+from tests.partition.collectives.test_ordering import unordered
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
