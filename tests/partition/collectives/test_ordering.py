@@ -15,7 +15,7 @@ from jax import lax
 import zero
 from tests import cli
 
-REPRODUCTION = Path(__file__).parents[2] / "benchmarks" / "collective_order.py"
+REPRODUCTION = Path(__file__).parents[3] / "benchmarks" / "collective_order.py"
 
 
 def gathers_in_scan(x: jax.Array) -> jax.Array:
