@@ -84,7 +84,8 @@ def plan(topology: str, size: str, context: int, documents: int) -> Iterator[str
     from zero.runtime.planning.topology import find_devices, out_of_memory
     from zero.training.optimizer import adamw
     from zero.training.programs import make_programs
-    from zero.training.step import ShardedGPT, state_layout
+    from zero.training.sharded_gpt import ShardedGPT
+    from zero.training.step import state_layout
 
     devices = find_devices(topology)
     config: GPTConfig = dataclasses.replace(load_sizes(SIZES_FILE)[size], block_size=context)

@@ -46,7 +46,7 @@ from zero.training.batch import Batch
 from zero.training.optimizer import adamw, decayed
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate
-from zero.training.step import ShardedGPT
+from zero.training.sharded_gpt import ShardedGPT
 
 SMALL = GPTConfig(embedding_dim=64, vocab_size=256, num_head=2, block_size=64, dropout=0.0, N=2)
 INDEX = [f"data/index/stdlib_{split}.index" for split in ("train", "validation")]

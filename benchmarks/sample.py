@@ -31,7 +31,7 @@ from zero.runtime.inference.generate import generate
 from zero.runtime.weights.warm_start import warm_start
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference
-from zero.training.step import ShardedGPT
+from zero.training.sharded_gpt import ShardedGPT
 
 CONFIG = GPTConfig(384, 256, 6, 1024, 0.0, 6, alibi_attn=False, norm_epsilon=1e-5)
 PROMPT = np.asarray([0, 1, 2], np.int32)

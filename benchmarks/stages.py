@@ -27,7 +27,8 @@ from zero.training.batch import Batch
 from zero.training.optimizer import adamw
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate
-from zero.training.step import ShardedGPT, state_layout
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.step import state_layout
 
 ROOT = Path(__file__).parent.parent
 SIZES = load_sizes(ROOT / "conf/model_config.yaml")

@@ -50,7 +50,8 @@ from zero.training.batch import Batch, next_tokens
 from zero.training.optimizer import adamw, decayed
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate
-from zero.training.step import ShardedGPT, state_layout
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.step import state_layout
 
 RATE = LearningRate(3e-3, 3e-4, 50, 500)
 

@@ -34,10 +34,11 @@ from zero.partition.collectives.axis import Axis
 from zero.runtime.corpus.prepare_if_missing import prepare_if_missing
 from zero.runtime.data.loader import Loader
 from zero.runtime.tokenizers import load_tokenizer
+from zero.training.batch import Batch
 from zero.training.optimizer import make_optimizer
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate
-from zero.training.step import Batch, ShardedGPT
+from zero.training.sharded_gpt import ShardedGPT
 
 PARAMETRIZATIONS = ("standard", "mup")
 BASE_WIDTH, HEAD, LAYERS, CONTEXT = 64, 32, 2, 64

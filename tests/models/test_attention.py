@@ -24,7 +24,7 @@ from zero.runtime.inference.generate import generate
 from zero.training.flops import matmul_flops
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference
-from zero.training.step import ShardedGPT
+from zero.training.sharded_gpt import ShardedGPT
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

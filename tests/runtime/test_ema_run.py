@@ -18,7 +18,7 @@ from zero.runtime.run_directory import saved_steps
 from zero.runtime.tracking.metrics import read_metrics
 from zero.runtime.weights.average import average
 from zero.training.optimizer import adamw
-from zero.training.step import ShardedGPT
+from zero.training.sharded_gpt import ShardedGPT
 
 SIZE = load_sizes(cli.MAIN.parent / "conf" / "model_config.yaml")["test"]
 LAST = 8

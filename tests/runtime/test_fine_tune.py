@@ -31,7 +31,8 @@ from zero.runtime.tracking.metrics import read_metrics
 from zero.runtime.train import train
 from zero.runtime.weights.warm_start import warm_start
 from zero.training.optimizer import adamw
-from zero.training.step import ShardedGPT, state_layout
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.step import state_layout
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 pytestmark = pytest.mark.usefixtures("quick_compilation")

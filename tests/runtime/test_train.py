@@ -23,7 +23,8 @@ from zero.runtime.hosts.signals import stop_requests, unanswered
 from zero.runtime.run_directory import saved_steps
 from zero.runtime.tracking.metrics import read_metrics, read_resumes
 from zero.training.optimizer import adamw
-from zero.training.step import ShardedGPT, state_layout
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.step import state_layout
 
 SIZE = load_sizes(cli.MAIN.parent / "conf" / "model_config.yaml")["test"]
 TIMING = ("step_time", "tokens_per_second", "tokens_per_second_per_device", "data_wait", "seconds_to_first_step")

@@ -17,7 +17,8 @@ from zero.training.batch import Batch
 from zero.training.optimizer import adamw
 from zero.training.programs import Programs, make_programs, split_rows
 from zero.training.schedules import LearningRate
-from zero.training.step import ShardedGPT, TrainState, state_layout
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.step import TrainState, state_layout
 
 CONFIG = GPTConfig(
     embedding_dim=42,

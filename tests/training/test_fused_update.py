@@ -30,7 +30,7 @@ from tests.training.small_gpt import (
 )
 from zero.models.gpt import BLOCKS
 from zero.training.fused_update import Guard, backward_and_update
-from zero.training.nested_remat import group_size
+from zero.training.sharded_gpt import group_size
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 DEEP = dataclasses.replace(CONFIG, N=6)  # three groups of two layers

@@ -15,7 +15,7 @@ from zero.runtime.inference.generate import generate
 from zero.training.inference import Sampling, evaluate_step, filtered, penalised
 from zero.training.optimizer import adamw
 from zero.training.programs import Inference, make_inference, make_programs
-from zero.training.step import ShardedGPT
+from zero.training.sharded_gpt import ShardedGPT
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

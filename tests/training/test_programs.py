@@ -13,7 +13,7 @@ from zero.models.config import GPTConfig
 from zero.partition.collectives.axis import Axis
 from zero.training import programs
 from zero.training.optimizer import adamw
-from zero.training.step import ShardedGPT
+from zero.training.sharded_gpt import ShardedGPT
 
 CONFIG = GPTConfig(embedding_dim=8, vocab_size=11, num_head=2, block_size=8, dropout=0.0, N=1)
 

@@ -34,7 +34,8 @@ from tests.training.small_gpt import (
 )
 from zero.models.attention import blockwise_attention
 from zero.training.optimizer import decayed
-from zero.training.step import ShardedGPT, TrainState
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.step import TrainState
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

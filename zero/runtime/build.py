@@ -20,7 +20,8 @@ from zero.runtime.tokenizers import load_tokenizer
 from zero.training.optimizer import make_optimizer
 from zero.training.programs import Programs, make_programs
 from zero.training.schedules import LearningRate
-from zero.training.step import ShardedGPT, state_layout
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.step import state_layout
 
 
 class Job(NamedTuple):

@@ -15,7 +15,7 @@ from jax import lax
 from zero.models.block import Cache, init_cache
 from zero.partition.layout import PyTree
 from zero.training.batch import document_starts, token_ids
-from zero.training.step import ShardedGPT
+from zero.training.sharded_gpt import ShardedGPT
 
 
 def evaluate_step(

@@ -16,7 +16,8 @@ from zero.partition.collectives.ordering import in_order
 from zero.partition.layout import PyTree
 from zero.partition.optimizer import on_shards
 from zero.training.inference import Sampling, evaluate_step, extend, prefill, score
-from zero.training.step import ShardedGPT, new_state, train_step
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.step import new_state, train_step
 
 
 class Programs(NamedTuple):

@@ -7,31 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.typing import DTypeLike
 
-from zero.models.block import Block
-from zero.models.config import BLOCKS, GPTConfig, tensor_dim
-from zero.models.cut import WHOLE, Cut
-from zero.models.gpt import GPT
-from zero.partition.collectives.axis import Axis
-from zero.partition.collectives.tensor_group import TensorGroup
-from zero.partition.layout import Layout, PyTree, derive_layout, make_layout
+from zero.partition.layout import Layout, PyTree, derive_layout
 from zero.partition.optimizer import global_norm, on_shards
-from zero.partition.stages import fully_shard, gather, scatter_sum, shard, sum_copies
+from zero.partition.stages import shard
 from zero.training.averages import add_to_running, is_spike, update_ema
 from zero.training.batch import Batch, document_starts, next_tokens, row_keys, token_ids
 from zero.training.fused_update import Guard, backward_and_update, unless
-from zero.training.nested_remat import group_size, nested_layers
-from zero.training.optimizer import decayed, scaled
+from zero.training.optimizer import scaled
+from zero.training.sharded_gpt import ShardedGPT, group_size
 
 
 class TrainState(NamedTuple):
@@ -56,167 +48,6 @@ class TrainState(NamedTuple):
     skipped_spikes: jax.Array
     running: jax.Array
     ema: PyTree = None
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardedGPT:
-    """A GPT whose parameters are held, gathered and differentiated as one stage says.
-
-    Attributes:
-      config: the model.
-      axis: the pmap axis.
-      stage: 0 to 3.
-      compute_dtype: of whole parameters and of matrix products.
-      wire_dtype: of gradients on the wire; int8 in blocks with a scale, as `zero.scatter_sum` sends them.
-      reduce_dtype: in which gradients are summed over devices.
-      gradient_dtype: in which the sums are held until the update; micro-batches add up in float32 all the same.
-      remat: what the backward pass computes again, as for `GPT`; "nested" keeps the inputs of groups of layers alone.
-      blockwise_from: the number of query positions from which attention is blockwise, as for `GPT`.
-      master_dtype: of the parameters that are held, where weight decay applies to them; the others are float32.
-      end_of_text: the token that separates documents, to keep attention and positions within a document; None for rows
-        that are one segment each.
-      gather_dtype: int8 for parameters that travel in blocks with a scale, as `zero.gather` sends them; None for
-        parameters that travel in `compute_dtype`, or as they are held if that is narrower.
-      sums_copies: whether stages 2 and 3 sum gradients over copies of the state layer by layer, which a fused update
-        needs, and not once per step.
-    """
-
-    config: GPTConfig
-    axis: Axis
-    stage: int
-    compute_dtype: DTypeLike = jnp.float32
-    wire_dtype: DTypeLike = jnp.float32
-    reduce_dtype: DTypeLike = jnp.float32
-    gradient_dtype: DTypeLike = jnp.float32
-    remat: str = "full"
-    blockwise_from: int | None = None
-    master_dtype: DTypeLike = jnp.float32
-    end_of_text: int | None = None
-    gather_dtype: DTypeLike | None = None
-    sums_copies: bool = False
-
-    @property
-    def cut(self) -> Cut:
-        """What of a model this device computes."""
-        return TensorGroup(self.axis) if self.axis.tensor > 1 else WHOLE
-
-    @cached_property
-    def _sharded_by_parts(self) -> Layout:
-        tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-        params = jax.eval_shape(partial(self._plain.init, method="hidden"), jax.random.key(0), tokens, None)["params"]
-        held = jax.tree.map(
-            lambda p, is_matrix: jax.ShapeDtypeStruct(p.shape, self.master_dtype if is_matrix else p.dtype),
-            params,
-            decayed(params),
-        )
-        tensor: Any = {"tensor": self.axis.tensor, "tensor_dim": tensor_dim}
-        return make_layout(held, self.axis.shards, stacked=self.config.stacked, **tensor)
-
-    @cached_property
-    def layout_by_parts(self) -> Layout:
-        """`layout`, in which what tensor groups compute in parts is gathered in parts."""
-        return self._sharded_by_parts if self.stage else self._sharded_by_parts.whole()
-
-    @property
-    def sharded_layout(self) -> Layout:
-        """How stages 1 to 3 split the parameters."""
-        return self._sharded_by_parts.without_parts()
-
-    @cached_property
-    def layout(self) -> Layout:
-        """How this stage splits them."""
-        return self.layout_by_parts.without_parts()
-
-    @cached_property
-    def _plain(self) -> GPT:
-        return GPT(self.config, self.compute_dtype, remat=self.remat, blockwise_from=self.blockwise_from, cut=self.cut)
-
-    def _lift(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
-        dtypes: Any = {"dtype": self.compute_dtype, "wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
-        axis = dataclasses.replace(self.axis, sums_copies=self.sums_copies)
-        return fully_shard(module_class, self.layout_by_parts.at(name), axis, gather_dtype=self.gather_dtype, **dtypes)
-
-    @cached_property
-    def _lifted(self) -> GPT:
-        return GPT(self.config, self.compute_dtype, self._lift, self.remat, self.blockwise_from, self.cut)
-
-    def block(
-        self,
-        variables: dict[str, PyTree],
-        x: jax.Array,
-        layer: jax.Array,
-        keys: jax.Array | None,
-        starts: jax.Array | None,
-    ) -> jax.Array:
-        """One layer, from its own part of the variables."""
-        module_class = self._lift(Block, BLOCKS) if self.stage >= 2 else Block
-        module = module_class(self.config, self.compute_dtype, self.blockwise_from, None, self.cut)
-        (x, _), _ = module.apply(variables, (x, None), layer, keys, 0, starts)
-        return x
-
-    def init(self, key: jax.Array) -> PyTree:
-        """Shards of new parameters, made layer by layer; their values do not depend on the number of devices."""
-        return self._lifted.init(key, jnp.zeros((1, 2), jnp.int32), None, method="hidden")["params"]
-
-    @property
-    def differentiated(self) -> str:
-        """The collection of variables that gradients are taken of.
-
-        A gradient has the dtype of what it is the gradient of: to be held in another than the shards' own, it flows to
-        "gradients", which has that dtype and no other use.
-        """
-        is_own = all(leaf.dtype == self.gradient_dtype for leaf in self.layout.leaves)
-        return "params" if self.stage < 2 or is_own else "gradients"
-
-    def enter(self, params: PyTree) -> dict[str, PyTree]:
-        """Flax variables for a step, from shards."""
-        variables = {"params": params}
-        if self.stage < 3:
-            full = gather(params, self.layout_by_parts, self.axis, self.compute_dtype, wire_dtype=self.gather_dtype)
-            variables["gathered" if self.stage == 2 else "params"] = full
-        if self.differentiated == "gradients":
-            variables["gradients"] = jax.tree.map(lambda p: jnp.zeros(p.shape, self.gradient_dtype), params)
-        return variables
-
-    def leave(self, grads: PyTree) -> PyTree:
-        """Shards of the gradient summed over devices, from the gradients of what is differentiated."""
-        if self.stage >= 2:
-            return grads if self.sums_copies else sum_copies(grads, self.layout, self.axis)
-        dtypes: Any = {"wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
-        grads = scatter_sum(grads, self.layout_by_parts, self.axis, **dtypes)
-        return jax.tree.map(lambda g: g.astype(self.gradient_dtype), grads)
-
-    def apply(self, variables: dict[str, PyTree], *args: Any, **kwargs: Any) -> Any:
-        model = self._lifted if self.stage >= 2 else self._plain
-        return model.apply(variables, *args, **kwargs)
-
-    def losses(
-        self, variables: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Summed negative log-likelihoods in nats, and how many tokens of `(rows, context)` were scored.
-
-        In a tensor group each device has its share of both.
-        """
-        targets, tokens_in = next_tokens(tokens), token_ids(tokens)
-        starts = document_starts(tokens_in, self.end_of_text)
-        if self.remat == "nested":
-            stacked = {name: tree[BLOCKS] for name, tree in variables.items()}
-            x = self.apply(variables, tokens_in, keys, starts, method="embed")
-            x = nested_layers(partial(self.block, keys=keys, starts=starts), stacked, x)
-            losses, _ = self.apply(variables, x, targets, method="score")
-        else:
-            losses = self.apply(variables, tokens_in, targets, keys, starts)
-        return self.sum_scored(losses, tokens), self.count_scored(tokens)
-
-    def sum_scored(self, losses: jax.Array, tokens: jax.Array | np.ndarray) -> jax.Array:
-        """NaN, and so are its gradients, where a token is past the vocabulary."""
-        is_known = jnp.all(token_ids(tokens) < self.config.vocab_size)
-        scored = self.cut.counted_once(jnp.where(next_tokens(tokens) >= 0, losses, 0))
-        return jnp.sum(scored) * jnp.where(is_known, 1.0, jnp.nan)
-
-    def count_scored(self, tokens: jax.Array | np.ndarray) -> jax.Array:
-        """Tokens that have something to predict them, int32."""
-        return jnp.sum(self.cut.counted_once(next_tokens(tokens) >= 0))
 
 
 def new_state(params: PyTree, tx: optax.GradientTransformation, has_ema: bool = False) -> TrainState:

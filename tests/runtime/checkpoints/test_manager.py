@@ -19,7 +19,8 @@ from zero.models.config import GPTConfig
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 from zero.training.optimizer import adamw
-from zero.training.step import ShardedGPT, state_layout
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.step import state_layout
 
 CONFIG = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=12, dropout=0.0, N=2, vocab_chunks=3)
 META = {"cursor": {"batches": 7, "seed": 1}, "global_rows": 24, "config": {"seed": None, "names": ["é", "'"]}}

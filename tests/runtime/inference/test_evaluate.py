@@ -19,7 +19,7 @@ from zero.runtime.data.loader import Loader
 from zero.runtime.inference.scoring import windows
 from zero.runtime.inference.trained import load_weights
 from zero.runtime.tokenizers import ByteTokenizer
-from zero.training.step import ShardedGPT
+from zero.training.sharded_gpt import ShardedGPT
 
 SIZE = load_sizes(cli.MAIN.parent / "conf" / "model_config.yaml")["test"]
 RUN = "trained"

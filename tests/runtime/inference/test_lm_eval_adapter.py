@@ -25,7 +25,7 @@ from zero.runtime.inference.scoring import Scorer
 from zero.runtime.inference.trained import TrainedModel
 from zero.runtime.tokenizers import load_tokenizer, train_tokenizer
 from zero.runtime.weights.export import export
-from zero.training.step import ShardedGPT
+from zero.training.sharded_gpt import ShardedGPT
 
 CONTEXT = 48
 GROUPED: dict[str, Any] = {"kv_heads": 2, "mlp_dim": 61}

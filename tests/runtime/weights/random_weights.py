@@ -13,7 +13,7 @@ import zero
 from zero.models.config import BLOCKS, FAMILIES, GPTConfig
 from zero.partition.layout import derive_layout
 from zero.runtime.checkpoints.manager import Checkpoints
-from zero.training.step import ShardedGPT
+from zero.training.sharded_gpt import ShardedGPT
 
 ALIBI = GPTConfig(
     embedding_dim=42,

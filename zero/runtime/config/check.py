@@ -11,7 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from zero.models.config import GPTConfig
-from zero.runtime.config.sections import Config, shown
+from zero.runtime.config.constraints import shown
+from zero.runtime.config.sections import Config
 from zero.runtime.errors import UserError
 
 # Keys of earlier versions, and what replaces them. Saved configurations with them go on working (resolve.py).

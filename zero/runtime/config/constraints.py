@@ -1,6 +1,6 @@
 """Constraints on the values of configuration keys, as fields of the dataclasses in sections.py (omegaconf).
 
-The type says whether a key may be null; null is not checked.
+The type of a key says whether it may be null; null is not checked.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import MISSING
@@ -57,3 +58,39 @@ def list_of(key: Any) -> Any:
     """A list with at least one element, each of which satisfies the check of `key`."""
     holds, expected = key.metadata["check"]
     return checked(lambda values: bool(values) and all(map(holds, values)), f"a list, each element {expected}")
+
+
+def shown(value: Any) -> str:
+    """A value as the command line takes it.
+
+    >>> shown(None), shown(True), shown(0.5), shown([1, 2])
+    ('null', 'true', '0.5', '[1, 2]')
+    """
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def is_paths(value: Any) -> bool:
+    """Whether a value is the path of an index file or a list of them, and not a mixture."""
+    paths = value if isinstance(value, list) else [value]
+    return bool(paths) and all(isinstance(path, str) and path for path in paths)
+
+
+def is_stages(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(stage, list) and len(stage) == 2 and all(isinstance(x, int) and x >= 1 for x in stage)
+        for stage in value
+    )
+
+
+def is_mixture(value: Any) -> bool:
+    if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
+        return False
+    is_whole = all(
+        entry.keys() == {"index", "weight"}
+        and isinstance(entry["index"], str)
+        and isinstance(entry["weight"], int | float)
+        and 0 < entry["weight"] < math.inf
+        for entry in value
+    )
+    # The metrics name a corpus by the stem of its index file.
+    return is_whole and len({Path(entry["index"]).stem for entry in value}) == len(value)

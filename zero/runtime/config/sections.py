@@ -7,11 +7,9 @@ sees these classes (hydra, omegaconf).
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -25,15 +23,19 @@ from zero.runtime.config.constraints import (
     checked,
     fraction,
     fraction_below_one,
+    is_mixture,
+    is_paths,
+    is_stages,
     list_of,
     one_of,
     positive,
     random_seed,
+    shown,
     zero_or_more,
 )
-from zero.training.nested_remat import group_size
 from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, NAMES, QUANTISABLE, hyperparameters
 from zero.training.schedules import SCHEDULES
+from zero.training.sharded_gpt import group_size
 
 DTYPES = ("float32", "bfloat16")
 STATE_DTYPES = (*DTYPES, "int8")
@@ -58,7 +60,7 @@ class Training:
     staged_warmup_steps: int = zero_or_more()
     warmup_train_context: int = MISSING
     context_stages: Any = checked(
-        lambda value: value in (None, "linear") or _is_stages(value), f"linear, {_STAGES}, or null"
+        lambda value: value in (None, "linear") or is_stages(value), f"linear, {_STAGES}, or null"
     )
     max_gradient_norm: float | None = checked(lambda value: value > 0, "more than 0")
     skip_bad_steps: bool = MISSING
@@ -115,7 +117,7 @@ class Data:
     train_samples: int | None = at_least(1)
     checkpoint_directory: str = MISSING
     bucket_path: str | None = MISSING
-    index_path_train: Any = checked(lambda value: is_paths(value) or _is_mixture(value), f"{_PATHS}, or {_MIXTURE}")
+    index_path_train: Any = checked(lambda value: is_paths(value) or is_mixture(value), f"{_PATHS}, or {_MIXTURE}")
     index_path_validation: Any = checked(lambda value: is_paths(value), _PATHS)
     shuffle_shards: int = at_least(1)
     max_skipped_rows: int = zero_or_more()
@@ -358,39 +360,3 @@ class Config:
 
 
 ConfigStore.instance().store(name="schema", node=Config)
-
-
-def shown(value: Any) -> str:
-    """A value as the command line takes it.
-
-    >>> shown(None), shown(True), shown(0.5), shown([1, 2])
-    ('null', 'true', '0.5', '[1, 2]')
-    """
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def is_paths(value: Any) -> bool:
-    """Whether a value is the path of an index file or a list of them, and not a mixture."""
-    paths = value if isinstance(value, list) else [value]
-    return bool(paths) and all(isinstance(path, str) and path for path in paths)
-
-
-def _is_stages(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(stage, list) and len(stage) == 2 and all(isinstance(x, int) and x >= 1 for x in stage)
-        for stage in value
-    )
-
-
-def _is_mixture(value: Any) -> bool:
-    if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
-        return False
-    is_whole = all(
-        entry.keys() == {"index", "weight"}
-        and isinstance(entry["index"], str)
-        and isinstance(entry["weight"], int | float)
-        and 0 < entry["weight"] < math.inf
-        for entry in value
-    )
-    # The metrics name a corpus by the stem of its index file.
-    return is_whole and len({Path(entry["index"]).stem for entry in value}) == len(value)

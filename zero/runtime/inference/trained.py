@@ -20,7 +20,7 @@ from zero.runtime.hosts import startup
 from zero.runtime.run_directory import saved_checkpoint_directory
 from zero.runtime.tokenizers import Tokenizer, load_tokenizer
 from zero.runtime.weights.sources import weights_subtree
-from zero.training.step import ShardedGPT
+from zero.training.sharded_gpt import ShardedGPT
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from zero.runtime.config.constraints import shown
 from zero.runtime.config.resolve import default_config
-from zero.runtime.config.sections import Config, shown
+from zero.runtime.config.sections import Config
 from zero.runtime.planning.compile import Row, highest_peak
 from zero.runtime.planning.topology import GIB
 

@@ -40,7 +40,8 @@ from zero.training.batch import Batch
 from zero.training.flops import model_flops
 from zero.training.programs import Inference, Programs, split_rows
 from zero.training.schedules import Context
-from zero.training.step import ShardedGPT, TrainState
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.step import TrainState
 
 log = logging.getLogger(__name__)
 

@@ -44,7 +44,8 @@ from zero.runtime.tracking.tracker import Tracker
 from zero.runtime.weights.warm_start import warm_start
 from zero.training.programs import Programs, make_inference
 from zero.training.schedules import Context
-from zero.training.step import ShardedGPT, TrainState
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.step import TrainState
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from zero.partition.layout import LeafLayout, PyTree
 from zero.partition.state import global_shapes
 from zero.runtime.errors import UserError
 from zero.runtime.weights.hf_config import read_architecture, read_choices
-from zero.training.step import ShardedGPT
+from zero.training.sharded_gpt import ShardedGPT
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"

@@ -16,7 +16,7 @@ from zero.runtime.weights.hf_config import UNSEEN
 from zero.runtime.weights.hf_folder import CONFIG_FILE, HuggingFaceFolder
 from zero.runtime.weights.sources import choose_steps, open_checkpoints, weights_subtree
 from zero.training.programs import repeat_blocks
-from zero.training.step import ShardedGPT
+from zero.training.sharded_gpt import ShardedGPT
 
 log = logging.getLogger(__name__)
 
