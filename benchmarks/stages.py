@@ -22,7 +22,7 @@ from zero.cpu import use_cpu_devices
 from zero.partition.collectives.axis import Axis
 from zero.partition.memory import memory
 from zero.runtime.config.files import load_sizes
-from zero.runtime.planning.hlo import collective_bytes
+from zero.runtime.planning.hlo import collectives
 from zero.training.batch import Batch
 from zero.training.optimizer import adamw
 from zero.training.programs import make_programs
@@ -84,7 +84,8 @@ def megabytes_sent(stage: int, micro_batches: int) -> float:
     stacked = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((DEVICES, *x.shape), x.dtype), (state_layout(model, tx).shard_shapes(), batch)
     )
-    return sum(collective_bytes(programs.step.lower(*stacked).compile().as_text()).values()) / 1e6
+    compiled = programs.step.lower(*stacked).compile()
+    return sum(collective.sent for collective in collectives(compiled.as_text())) / 1e6
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import zero
 from tests.training.small_gpt import assert_close, run_on, setup, shapes_of
-from zero.runtime.planning.hlo import collective_bytes
+from zero.runtime.planning.hlo import across_hosts, bytes_by_kind, collectives
 from zero.training.batch import Batch
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -62,10 +62,8 @@ def test_int8_between_devices_trains_nearly_the_same_with_fewer_bytes(stage: int
     assert got.metrics["loss"] != expected.metrics["loss"]
     np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=3e-3)
     batch = Batch(np.zeros((8, 3, 12), np.int32), np.zeros(8, np.int32))
-    sent = [
-        sum(collective_bytes(on.programs.step.lower(shapes_of(on), batch).compile().as_text()).values())
-        for on in (plain, short)
-    ]
+    programs = [on.programs.step.lower(shapes_of(on), batch).compile().as_text() for on in (plain, short)]
+    sent = [sum(collective.sent for collective in collectives(text)) for text in programs]
     assert sent[1] < 0.5 * sent[0]  # not a fourth: the smallest leaves fill less than a block each
 
 
@@ -82,6 +80,8 @@ def test_gradients_are_summed_over_copies_once_per_step() -> None:
     batch = Batch(np.zeros((8, 3, 12), np.int32), np.zeros(8, np.int32))
     on = [setup(8, 3, parts, max_norm=None, axis=GRIDS["two copies"]) for parts in (1, 3)]
     programs = [each.programs.step.lower(shapes_of(each), batch).compile().as_text() for each in on]
-    once, thrice = (collective_bytes(text, [0] * 4 + [1] * 4)["all-reduce"] for text in programs)
+    once, thrice = (
+        bytes_by_kind(across_hosts(collectives(text), [0] * 4 + [1] * 4))["all-reduce"] for text in programs
+    )
     shards = 4 * sum(int(np.prod(leaf.shard_shape)) for leaf in on[0].model.layout.leaves)
     assert shards <= once < 1.1 * shards and thrice == pytest.approx(once, rel=0.01)

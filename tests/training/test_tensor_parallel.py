@@ -13,7 +13,7 @@ import zero
 from tests.training.small_gpt import CONFIG, KEY, Run, Setup, assert_close, run_on, setup, shapes_of, tokens
 from zero.models.config import FAMILIES, GPTConfig
 from zero.runtime.inference.generate import generate
-from zero.runtime.planning.hlo import collective_bytes
+from zero.runtime.planning.hlo import collectives
 from zero.training.batch import Batch
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference, split_rows
@@ -94,7 +94,8 @@ def test_bytes_sent_are_those_of_the_formula(tensor: int) -> None:
     rows, context = 4, WIDE.block_size
     on = setup(8, 3, config=WIDE, axis=axis(3, tensor))
     batch = Batch(np.zeros((8, rows, context), np.int32), np.zeros(8, np.int32))
-    sent = sum(collective_bytes(on.programs.step.lower(shapes_of(on), batch).compile().as_text()).values())
+    compiled = on.programs.step.lower(shapes_of(on), batch).compile()
+    sent = sum(collective.sent for collective in collectives(compiled.as_text()))
     weights = 0.0
     for leaf in on.model.layout_by_parts.leaves:
         spread = 8 // leaf.parts

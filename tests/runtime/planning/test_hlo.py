@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from zero.runtime.planning.hlo import collective_bytes
+from zero.runtime.hosts.startup import OVERLAP_GATHERS
+from zero.runtime.planning.hlo import Collective, across_hosts, bytes_by_kind, collectives, hidden_share
+from zero.runtime.planning.topology import find_devices
 from zero.training.flops import matmul_flops
 
 
@@ -27,7 +29,7 @@ def program(steps: int) -> tuple[Any, jax.ShapeDtypeStruct]:
 def test_a_loop_counts_as_often_as_it_runs(steps: int) -> None:
     step, x = program(steps)
     shard = 16 * 16 * 4
-    assert collective_bytes(step.lower(x).compile().as_text()) == {
+    assert bytes_by_kind(collectives(step.lower(x).compile().as_text())) == {
         "all-gather": steps * 7 * shard,
         "reduce-scatter": steps * 7 * shard,
         "all-reduce": steps * 2 * (2 * 7 * shard // 8),
@@ -45,14 +47,14 @@ def test_bytes_across_hosts_are_those_of_groups_that_span_them() -> None:
     x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
     text = jax.pmap(step, axis_name="i").lower(x).compile().as_text()
     gathered, reduced = {"all-gather": 3 * 64}, {"all-reduce": 4 * 64}
-    assert collective_bytes(text) == gathered | reduced
-    assert collective_bytes(text, [0] * 4 + [1] * 4) == reduced
-    assert collective_bytes(text, [0] * 8) == {}
-    assert collective_bytes(text, [0, 1] * 4) == gathered
+    assert bytes_by_kind(collectives(text)) == gathered | reduced
+    assert bytes_by_kind(across_hosts(collectives(text), [0] * 4 + [1] * 4)) == reduced
+    assert bytes_by_kind(across_hosts(collectives(text), [0] * 8)) == {}
+    assert bytes_by_kind(across_hosts(collectives(text), [0, 1] * 4)) == gathered
     line = "  %y = f32[8]{0} all-reduce(%x), replica_groups=[4,2]<=[2,4]T(1,0)"  # as XLA for TPU writes them
     text = f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{line}\n}}"
-    assert collective_bytes(text, [0] * 4 + [1] * 4) == {"all-reduce": 32}
-    assert collective_bytes(text, [0, 1] * 4) == {}
+    assert bytes_by_kind(across_hosts(collectives(text), [0] * 4 + [1] * 4)) == {"all-reduce": 32}
+    assert bytes_by_kind(across_hosts(collectives(text), [0, 1] * 4)) == {}
 
 
 def test_a_loop_of_unknown_length_is_refused() -> None:
@@ -61,6 +63,37 @@ def test_a_loop_of_unknown_length_is_refused() -> None:
 
     step, x = jax.pmap(halve, axis_name="i"), jax.ShapeDtypeStruct((8, 4, 4), jnp.float32)
     with pytest.raises(ValueError, match="cannot be read"):
-        collective_bytes(step.lower(x).compile().as_text())
+        collectives(step.lower(x).compile().as_text())
     with pytest.raises(ValueError, match="while loop"):
         matmul_flops(jax.make_jaxpr(step)(x).jaxpr)
+
+
+def overlapping_program(devices: list[Any]) -> Any:
+    """Layers of two products each, with weights that are gathered, lowered for these devices."""
+
+    def layer(x: jax.Array, shards: jax.Array) -> tuple[jax.Array, None]:
+        for shard in shards:
+            x = jnp.sin(x @ lax.all_gather(shard, "i", tiled=True))
+        return x, None
+
+    step = jax.pmap(lambda x, shards: lax.scan(layer, x, shards)[0], axis_name="i", devices=devices)
+    count = len(devices)
+    x = jax.ShapeDtypeStruct((count, 4096, 2048), jnp.bfloat16)
+    return step.lower(x, jax.ShapeDtypeStruct((count, 3, 2, 2048 // count, 2048), jnp.bfloat16))
+
+
+@pytest.mark.parametrize(("topology", "has_chains"), [("v3-8", False), ("v5e-4", True)])
+def test_a_gather_beside_a_product_is_hidden_and_counts_once(topology: str, has_chains: bool) -> None:
+    devices = find_devices(topology)
+    lowered, count = overlapping_program(devices), len(devices)
+    texts = {overlap: lowered.compile({OVERLAP_GATHERS: overlap}).as_text() for overlap in (False, True)}
+    assert ("chain_id" in texts[True]) == has_chains
+    for overlap, text in texts.items():
+        found = collectives(text)
+        assert bytes_by_kind(found)["all-gather"] == 6 * 2048 * 2048 * 2 * (count - 1) // count
+        assert hidden_share(found) == (pytest.approx(0.5) if overlap else 0)
+
+
+def test_nothing_is_hidden_where_nothing_is_gathered() -> None:
+    assert hidden_share([]) is None
+    assert hidden_share([Collective("all-reduce", 8, "", is_hidden=True)]) is None

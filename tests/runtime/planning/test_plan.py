@@ -22,6 +22,7 @@ from zero.runtime.config.files import load_sizes
 from zero.runtime.config.resolve import default_config
 from zero.runtime.config.sections import Config
 from zero.runtime.planning.table import table, training_command
+from zero.runtime.planning.topology import SPEEDS
 
 KEYS = {"stage", "micro_batch", "accumulation", "remat", "context", "gradient_dtype", "clipping", "fused_update"}
 KEYS |= {"fits", "state_bytes", "peak_bytes", "available_bytes", "collective_bytes", "flops", "seconds_lower_bound"}
@@ -54,6 +55,11 @@ def test_plan_of_a_v3_8(tmp_path: Path) -> None:
     assert result["best"] in (0, 1)
     # All-reduced once: 2 x 7/8 of 4 bytes per parameter, and a few scalars.
     assert 0 <= plain["collective_bytes"]["all-reduce"] - 7 * 69024 < 100
+    assert plain["gathers_hidden"] is None and 0 <= third["gathers_hidden"] <= 1
+    alone = (1 - third["gathers_hidden"]) * third["collective_bytes"]["all-gather"]  # and what else is never hidden
+    alone += sum(sent for kind, sent in third["collective_bytes"].items() if kind != "all-gather")
+    computing = third["flops"] / SPEEDS["TPU v3"].flops
+    assert third["seconds_lower_bound"] == pytest.approx(computing + alone / SPEEDS["TPU v3"].network, rel=0.1)
     for row in rows:  # the model's operations are the same at each stage: 6 per parameter and token, and attention
         assert row["model_flops"] == plain["model_flops"]
         for name, seconds in (
@@ -150,7 +156,7 @@ def test_days_and_dollars_are_shown_where_there_is_a_price() -> None:
     row |= {"stage": 3, "micro_batch": 2, "accumulation": 1, "context": 64, "tokens": 1024, "flops": 10**12}
     found: dict[str, Any] = row | {"remat": "full", "fused_update": False, "fits": True, "collective_bytes": None}
     found |= {"state_bytes_per_parameter": 12.0, "tensor_shards": 2, "grid": [1, 2, 4]}
-    found |= {"collective_bytes_across_hosts": None}
+    found |= {"collective_bytes_across_hosts": None, "gathers_hidden": None}
     found |= {"seconds_lower_bound": None, "compile_seconds": 3.0, "days_lower_bound": 1234.5, "days_at_mfu": 2000.0}
     found |= {"dollars_lower_bound": 98765.4, "dollars_at_mfu": None}
     result = {"topology": "v3-8", "devices": 8, "parameters": 10**9, "best": None, "rows": [found]}
@@ -189,13 +195,14 @@ def test_the_training_command_composes_to_what_was_planned(overrides: list[str])
         else {"stage": 2, "remat": "dots", "accumulation": 4}
     )
     row |= {"master_dtype": planned.zero.master_dtype, "tensor_shards": 2, "replicas": 2, "phases": "auto"}
+    row["overlap_gathers"] = False
     python, program, *command = shlex.split(training_command(row, planned))
     assert (python, program) == ("python", "main_zero.py")
     trained = check(compose(*command), load_sizes())
     assert (trained.mode, trained.training.batch_size) == ("train", 8 * row["accumulation"])
     planned.data.max_context, planned.zero.stage, planned.zero.remat = 128, row["stage"], row["remat"]
     planned.optimizer.state_dtype = row["state_dtype"]
-    planned.zero.tensor_shards, planned.zero.replicas = 2, 2
+    planned.zero.tensor_shards, planned.zero.replicas, planned.zero.overlap_gathers = 2, 2, False
     planned.training.batch_size = trained.training.batch_size
     planned.training.gradient_accumulation_steps = row["accumulation"]
     planned.mode, planned.plan = trained.mode, trained.plan

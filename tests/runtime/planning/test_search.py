@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from zero.models.config import GPTConfig
-from zero.runtime.config.sections import Config, Grid
+from zero.runtime.config.sections import DTYPES, Config, Grid
 from zero.runtime.errors import UserError
 from zero.runtime.planning import search
 from zero.runtime.planning.compile import Request
@@ -38,10 +38,10 @@ def test_a_search_goes_over_all_combinations_of_the_grid(monkeypatch: pytest.Mon
     config = Config()
     grid = config.plan.grid
     grid.stage, grid.accumulation, grid.remat, grid.micro_batch, grid.context = [2, 3], [1], ["full"], [4, 1], None
-    grid.tensor, grid.replicas, grid.phases = None, None, None
+    grid.tensor, grid.replicas, grid.phases, grid.overlap_gathers = None, None, None, None
     config.data.max_context, config.optimizer.state_dtype, config.zero.master_dtype = 64, "bfloat16", "float32"
     config.zero.tensor_shards, config.zero.replicas, config.zero.phases, config.mode = 1, 1, "flat", "evaluate"
-    config.zero.fused_update = False
+    config.zero.fused_update, config.zero.overlap_gathers = False, True
     for state_dtypes, master_dtypes in ((None, None), (["float32", "int8"], ["float32", "bfloat16"])):
         grid.state_dtype, grid.master_dtype = state_dtypes, master_dtypes
         with ThreadPoolExecutor(1) as pool:
@@ -65,7 +65,7 @@ def test_a_search_leaves_out_what_is_not_possible(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(search, "compile_steps", rows)
     config = Config()
-    config.plan.grid = Grid([3], [1], [1], ["full"], None, None, [64], [1, 2, 3], [1, 2, 3], ["flat", "torus"])
+    config.plan.grid = Grid([3], [1], [1], ["full"], None, None, [64], [1, 2, 3], [1, 2, 3], ["flat", "torus"], [True])
     config.zero.master_dtype, config.optimizer.state_dtype, config.model.size = "float32", "float32", "two_heads"
     config.zero.fused_update, config.mode = False, "evaluate"
     request = Request(config, GPTConfig(512, 50304, 2, 64, 0.0, 4), 1)
@@ -107,7 +107,9 @@ def test_the_deepest_that_fits_is_found_in_a_few_programs(
 
 def test_searches_go_over_the_dtypes_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config()
-    config.plan.grid = Grid([3], [1], [1], ["full"], ["float32", "bfloat16"], ["int8"], [64], [1], [1], ["flat"])
+    config.plan.grid = Grid(
+        [3], [1], [1], ["full"], ["float32", "bfloat16"], ["int8"], [64], [1], [1], ["flat"], [True]
+    )
     config.zero.fused_update, config.mode = False, "evaluate"
 
     def dtypes(request: Request) -> dict[str, Any]:

@@ -200,6 +200,7 @@ class Zero:
     replicas: int = at_least(1)
     tensor_shards: int = at_least(1)
     phases: str = one_of("auto", "flat", "torus")
+    overlap_gathers: bool = MISSING
     replicate: bool | None = MISSING
 
     def mistakes(self, config: Config, size: GPTConfig) -> Mistakes:
@@ -293,6 +294,7 @@ class Grid:
     tensor: list[int] | None = list_of(at_least(1))
     replicas: list[int] | None = list_of(at_least(1))
     phases: list[str] | None = list_of(one_of("auto", "flat", "torus"))
+    overlap_gathers: list[bool] | None = MISSING
 
 
 @dataclass

@@ -28,6 +28,7 @@ from zero.runtime.hosts.watchdog import SILENCE_SECONDS
 log = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of mallopt, from glibc's malloc.h
+OVERLAP_GATHERS = "xla_enable_async_all_gather"  # an option of XLA for TPU (docs/decisions/hidden-gathers.md)
 ACCELERATORS = ("accel*", "vfio/*", "nvidia0", "kfd")  # device files of TPUs, NVIDIA and AMD GPUs
 
 
@@ -50,12 +51,14 @@ def start(
     num_processes: int | None,
     process_id: int | None,
     compilation_cache: str | None,
+    overlap_gathers: bool,
 ) -> tuple[int, int]:
     """Joins the other hosts, if there are any, and brings up the devices.
 
     On TPU pods, under Slurm and under Open MPI jax finds the other hosts itself; elsewhere the arguments name them.
 
-    Without an accelerator there are `cpu_devices` virtual CPU devices per host (`zero.use_cpu_devices`).
+    Without an accelerator there are `cpu_devices` virtual CPU devices per host (`zero.use_cpu_devices`). On TPU
+    `overlap_gathers` runs gathers beside matrix products, unless LIBTPU_INIT_ARGS says whether it shall.
 
     Returns:
       The index of this process and the number of processes.
@@ -67,6 +70,7 @@ def start(
         jax.config.update("jax_platforms", "cpu")  # else libtpu searches long for a TPU, and prints errors
         keep_freed_memory()
     use_cpu_devices(cpu_devices)
+    set_overlap(overlap_gathers)
     if compilation_cache is not None and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(compilation_cache))
     if not jax.distributed.is_initialized() and (coordinator_address is not None or _jax_finds_hosts()):
@@ -97,6 +101,13 @@ def start(
                 jax.config.update("jax_enable_compilation_cache", False)
             watchdog.start()
     return jax.process_index(), jax.process_count()
+
+
+def set_overlap(overlap_gathers: bool) -> None:
+    """Sets the option of XLA for TPU, which libtpu reads when it starts; a value that is already set stays."""
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    if OVERLAP_GATHERS not in flags:
+        os.environ["LIBTPU_INIT_ARGS"] = f"{flags} --{OVERLAP_GATHERS}={str(overlap_gathers).lower()}".strip()
 
 
 @contextmanager

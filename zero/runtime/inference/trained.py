@@ -41,7 +41,7 @@ def open_model(config: Config, size: GPTConfig, rows: int) -> TrainedModel:
     Sharded as `zero.stage` says; or whole on every device that has a row, where `zero.replicate` is true, or null and
     two copies fit.
     """
-    host, hosts = startup.start(**dataclasses.asdict(config.distributed))
+    host, hosts = startup.start(**dataclasses.asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
     config.zero.replicas = 1  # one copy, over however many devices there are now
     model = make_model(config, size)
     whole = model.layout.whole().bytes_per_device()

@@ -18,8 +18,9 @@ from zero.partition.layout import Layout
 from zero.partition.memory import memory
 from zero.runtime.build import Job, make_job
 from zero.runtime.config.sections import Config
+from zero.runtime.hosts.startup import OVERLAP_GATHERS
 from zero.runtime.inference.generate import bucket
-from zero.runtime.planning.hlo import collective_bytes
+from zero.runtime.planning.hlo import Collective, across_hosts, bytes_by_kind, collectives, hidden_share
 from zero.runtime.planning.topology import SPEEDS, available_bytes, find_devices, out_of_memory
 from zero.training.batch import Batch
 from zero.training.flops import matmul_flops, model_flops
@@ -84,19 +85,18 @@ def compile_step(request: Request) -> Row:
     state, available = job.layout, available_bytes(devices)
     arguments = step_arguments(job, request.rows, config.data.max_context)
     started = time.monotonic()
-    moved, across = None, None
+    sent: list[Collective] | None = None  # of a step that fits
     peaks: dict[str, int | None] = {"evaluation": None, "sampling": None}
     if state.bytes_per_device() > available:  # the step needs more than this, and is not compiled
         peak = state.bytes_per_device()
     else:
         try:
-            compiled = job.programs.step.lower(*arguments).compile()
+            compiled = job.programs.step.lower(*arguments).compile(_options(config, devices))
         except jax.errors.JaxRuntimeError as error:
             peak, available = out_of_memory(error)
         else:
             peak = _peak(compiled.memory_analysis(), devices[0].platform)
-            text, hosts = compiled.as_text(), [device.process_index for device in devices]
-            moved, across = collective_bytes(text), sum(collective_bytes(text, hosts).values())
+            sent = collectives(compiled.as_text())
             if peak <= available:
                 peaks = _pause_peaks(request, job, state, devices)
     seconds = time.monotonic() - started
@@ -136,8 +136,9 @@ def compile_step(request: Request) -> Row:
         "tensor_shards": zero.tensor_shards,
         "replicas": zero.replicas,
         "phases": zero.phases,
+        "overlap_gathers": zero.overlap_gathers,
         "grid": list(job.model.axis.shape),
-        "fits": moved is not None and max([peak, *filter(None, peaks.values())]) <= available,
+        "fits": sent is not None and max([peak, *filter(None, peaks.values())]) <= available,
         "state_bytes": state.bytes_per_device(),
         "state_bytes_per_parameter": _bytes_per_parameter(state, sharded),
         "gradient_bytes": gradients,
@@ -145,9 +146,8 @@ def compile_step(request: Request) -> Row:
         "peak_bytes": peak,
         **{f"{name}_peak_bytes": n for name, n in peaks.items()},
         "available_bytes": available,
-        "collective_bytes": moved,
-        "collective_bytes_across_hosts": across,
-        **_time_and_cost(request, job, arguments, state, moved, devices),
+        **_traffic(sent, devices),
+        **_time_and_cost(request, job, arguments, state, sent or [], devices),
         "tokens": len(devices) // zero.tensor_shards * request.rows * config.data.max_context,
         "compile_seconds": seconds,
     }
@@ -207,7 +207,8 @@ def _pause_peaks(request: Request, job: Job, state: Layout, devices: list[Any]) 
 
     def peak(program: Any, *arguments: Any) -> int:
         try:
-            return rest + _peak(program.lower(*arguments).compile().memory_analysis(), devices[0].platform)
+            compiled = program.lower(*arguments).compile(_options(request.config, devices))
+            return rest + _peak(compiled.memory_analysis(), devices[0].platform)
         except jax.errors.JaxRuntimeError as error:
             return rest + out_of_memory(error)[0]
 
@@ -219,10 +220,26 @@ def _pause_peaks(request: Request, job: Job, state: Layout, devices: list[Any]) 
     return {"evaluation": evaluation, "sampling": sampling}
 
 
+def _options(config: Config, devices: list[Any]) -> dict[str, bool] | None:
+    """Options of the compiler that a run sets for its process."""
+    return {OVERLAP_GATHERS: config.zero.overlap_gathers} if devices[0].platform == "tpu" else None
+
+
+def _traffic(sent: list[Collective] | None, devices: list[Any]) -> Row:
+    if sent is None:
+        return dict.fromkeys(("collective_bytes", "collective_bytes_across_hosts", "gathers_hidden"))
+    across = across_hosts(sent, [device.process_index for device in devices])
+    return {
+        "collective_bytes": bytes_by_kind(sent),
+        "collective_bytes_across_hosts": sum(collective.sent for collective in across),
+        "gathers_hidden": hidden_share(sent),
+    }
+
+
 def _time_and_cost(
-    request: Request, job: Job, arguments: Any, state: Layout, moved: dict[str, int] | None, devices: list[Any]
+    request: Request, job: Job, arguments: Any, state: Layout, sent: list[Collective], devices: list[Any]
 ) -> Row:
-    """Operations and the roofline's bound on the time of a step; with a price, days and dollars of the run."""
+    """Operations and a lower bound on the time of a step; with a price, days and dollars of the run."""
     plan, steps = request.config.plan, request.config.training.total_steps
     flops = matmul_flops(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr)
     of_group = model_flops(request.size, request.rows, request.config.data.max_context)
@@ -230,9 +247,10 @@ def _time_and_cost(
     speed = SPEEDS.get(devices[0].device_kind)
     bound = at_mfu = None
     if speed is not None:
-        sent = sum((moved or {}).values())
+        total = sum(collective.sent for collective in sent)
+        alone = sum(collective.sent for collective in sent if not collective.is_hidden)
         held = 2 * state.bytes_per_device()  # read and written once
-        bound = max(flops / speed.flops, held / speed.memory, sent / speed.network)
+        bound = max(flops / speed.flops + alone / speed.network, held / speed.memory, total / speed.network)
         at_mfu = of_model / (plan.mfu * speed.flops)
     found: Row = {"flops": flops, "model_flops": of_model, "seconds_lower_bound": bound}
     if plan.dollars_per_hour is not None:

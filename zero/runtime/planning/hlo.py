@@ -1,40 +1,118 @@
-"""Traffic of a compiled program, read from its text: XLA's own totals count the body of a loop once."""
+"""Traffic of a compiled program, and the part of it that is hidden, read from the program's text.
+
+XLA's own totals count the body of a loop once.
+
+XLA for TPU runs a collective beside other instructions in one of two ways. Either it has a start and a done, and what
+is scheduled between them runs meanwhile. Or it is a chain of fusions that have the same `chain_id`: a start, fusions in
+each of which a matrix product and a part of the collective run, and a done; each of them contains the collective.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][a-z\-]*)\((.*)$")
+_NAME = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) =")
+_CHAIN = re.compile(r'chain_id="(\d+)"')
 _CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_PRODUCTS = ("dot", "convolution")
 
 
-def collective_bytes(text: str, hosts: Sequence[int] | None = None) -> dict[str, int]:
-    """Bytes that one device sends in one run of the program, by kind of collective; a loop counts once per iteration.
+class Collective(NamedTuple):
+    """One collective of a program.
 
-    Of n bytes on k devices, in a ring: a gather or a scatter sends n (k - 1) / k, an all-reduce twice as much. With the
-    host of each device, `hosts`, only collectives with a group of devices of several hosts count.
+    Attributes:
+      kind: one of `COLLECTIVES`.
+      sent: bytes that one device sends for it in one run of the program; a loop counts once per iteration. Of n bytes
+        on k devices, in a ring: a gather or a scatter sends n (k - 1) / k, an all-reduce twice as much.
+      arguments: the rest of its line.
+      is_hidden: whether a matrix product runs at the same time.
+    """
+
+    kind: str
+    sent: int
+    arguments: str
+    is_hidden: bool
+
+
+def collectives(text: str) -> list[Collective]:
+    """The collectives of a compiled program.
 
     Raises:
       ValueError: the number of iterations of a loop cannot be read.
     """
     bodies, entry = _computations(text)
-    totals: Counter[str] = Counter()
+    found: list[Collective] = []
+    chains: dict[str, int] = {}  # the place among those found of each chain
     for name, runs in _runs(bodies, entry).items():
-        for match in filter(None, map(_INSTRUCTION.match, bodies[name])):
-            kind = match[2].removesuffix("-start")
-            if kind in COLLECTIVES and (hosts is None or _spans_hosts(match[3], hosts)):
-                totals[kind] += round(runs * _sent(kind, *match.groups()))
+        for number, line in enumerate(bodies[name]):
+            match = _INSTRUCTION.match(line)
+            kind = match[2].removesuffix("-start") if match else None
+            if match is None or kind not in COLLECTIVES:
+                continue
+            chain = _CHAIN.search(match[3])
+            if match[2] != kind:
+                beside = _until_done(bodies[name], number)
+            else:
+                beside = bodies[name] if chain else []
+            is_hidden = any(_multiplies(other, bodies) for other in beside)
+            if chain and chain[1] in chains:
+                place = chains[chain[1]]
+                found[place] = found[place]._replace(is_hidden=found[place].is_hidden or is_hidden)
+                continue
+            if chain:
+                chains[chain[1]] = len(found)
+            found.append(Collective(kind, round(runs * _sent(kind, *match.groups())), match[3], is_hidden))
+    return found
+
+
+def bytes_by_kind(found: Iterable[Collective]) -> dict[str, int]:
+    """Bytes that one device sends in one run of the program, by kind of collective."""
+    totals: Counter[str] = Counter()
+    for collective in found:
+        totals[collective.kind] += collective.sent
     return dict(totals)
+
+
+def across_hosts(found: Iterable[Collective], hosts: Sequence[int]) -> list[Collective]:
+    """Those with a group of devices of several hosts; `hosts` has the host of each device."""
+    return [collective for collective in found if _spans_hosts(collective.arguments, hosts)]
+
+
+def hidden_share(found: Iterable[Collective]) -> float | None:
+    """The share of the bytes of gathers that are sent while matrix products run; None where nothing is gathered."""
+    gathers = [collective for collective in found if collective.kind == "all-gather"]
+    total = sum(gather.sent for gather in gathers)
+    return sum(gather.sent for gather in gathers if gather.is_hidden) / total if total else None
+
+
+def _until_done(lines: list[str], start: int) -> list[str]:
+    """The lines between the start of a collective and its done."""
+    name = _NAME.match(lines[start])
+    assert name, lines[start]
+    operand = re.compile(rf"-done\(.*%?{re.escape(name[1])}\)")
+    done = next(number for number in range(start + 1, len(lines)) if operand.search(lines[number]))
+    return lines[start + 1 : done]
+
+
+def _multiplies(line: str, bodies: dict[str, list[str]]) -> bool:
+    """Whether an instruction is a matrix product, or a fusion that contains one."""
+    match = _INSTRUCTION.match(line)
+    if match is None:
+        return False
+    called = _CALLED.findall(match[3]) if match[2] == "fusion" else []
+    return match[2] in _PRODUCTS or any(_multiplies(inner, bodies) for name in called for inner in bodies[name])
 
 
 def _sent(kind: str, result: str, op: str, rest: str) -> float:

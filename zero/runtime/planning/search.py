@@ -42,6 +42,7 @@ def fastest(pool: Executor, request: Request) -> list[Row]:
         "tensor_shards": grid.tensor or [zero.tensor_shards],
         "replicas": grid.replicas or [zero.replicas],
         "phases": grid.phases or [zero.phases],
+        "overlap_gathers": grid.overlap_gathers or [zero.overlap_gathers],
     }
     jobs, mistakes = [], []
     for values in itertools.product(*keys.values()):

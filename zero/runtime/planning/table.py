@@ -38,8 +38,8 @@ def table(result: dict[str, Any], config: Config) -> str:
     legend = [
         "state: weights and optimizer state between steps; bytes/parameter: of one copy of it",
         "memory in GiB per device: of the step, and while the run evaluates and samples between two steps",
-        "per step: GB that a device sends, in all and in groups that span hosts; TFLOP that it computes; a lower bound "
-        "on the time; tokens of all devices",
+        "per step: GB that a device sends, in all and in groups that span hosts; the share of gathered bytes that is "
+        "sent while matrix products run; TFLOP that it computes; a lower bound on the time; tokens of all devices",
     ]
     if config.plan.dollars_per_hour is not None:
         legend.append(
@@ -71,7 +71,7 @@ def training_command(row: Row, config: Config) -> str:
     config.training.gradient_accumulation_steps = row["accumulation"]
     config.zero.stage, config.zero.remat = row["stage"], row["remat"]
     config.zero.master_dtype, config.optimizer.state_dtype = row["master_dtype"], row["state_dtype"]
-    for key in ("tensor_shards", "replicas", "phases"):
+    for key in ("tensor_shards", "replicas", "phases", "overlap_gathers"):
         setattr(config.zero, key, row[key])
     default, planned = (_by_key(values) for values in (OmegaConf.to_container(default_config()), asdict(config)))
     changed = [key for key in planned if planned[key] != default[key] and key not in _CHOSEN]
@@ -149,6 +149,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "sampling": _number("sampling_peak_bytes", "{:.3f}", GIB),
     "traffic": _traffic,
     "across hosts": _number("collective_bytes_across_hosts", "{:.2f}", 1e9),
+    "gathers hidden": lambda row: "-" if row["gathers_hidden"] is None else f"{row['gathers_hidden']:.0%}",
     "TFLOP": _number("flops", "{:.2f}", 1e12),
     "at least": _number("seconds_lower_bound", "{:.3f} s"),
     "tokens": lambda row: f"{row['tokens']:,}",

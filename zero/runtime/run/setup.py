@@ -60,7 +60,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
     Raises:
       UserError: what is wrong with the configuration, the data or a checkpoint.
     """
-    host, hosts = startup.start(**asdict(config.distributed))
+    host, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
     run_directory, is_fork = _join_run_directory(run_directory, config.resume)
     count, backend = jax.device_count(), jax.default_backend()
     log.info("%d %s devices, %d of this host; %s", count, backend, jax.local_device_count(), run_directory)
