@@ -11,10 +11,14 @@ from zero.runtime.errors import UserError
 from zero.runtime.planning import search
 from zero.runtime.planning.compile import Request
 
+# What is known of a step before it is compiled, and after.
+SAME = {"tokens": 100, "seconds_lower_bound": 1.0}
+PEAKS = {"peak_bytes": 50, "evaluation_peak_bytes": 10, "sampling_peak_bytes": None, "available_bytes": 100}
+FITTING: dict[str, Any] = SAME | PEAKS | {"fits": True, "parameters": 1}
+
 
 def test_search_prefers_what_is_fast_and_leaves_headroom() -> None:
-    row: dict[str, Any] = {"fits": True, "parameters": 1, "tokens": 100, "peak_bytes": 50, "available_bytes": 100}
-    row |= {"evaluation_peak_bytes": 10, "sampling_peak_bytes": None}
+    row = FITTING
     slow, fast = row | {"seconds_lower_bound": 2.0}, row | {"seconds_lower_bound": 1.0}
     full = row | {"seconds_lower_bound": 0.1, "peak_bytes": 96}
     too_big = row | {"seconds_lower_bound": 0.1, "fits": False}
@@ -25,7 +29,7 @@ def test_search_prefers_what_is_fast_and_leaves_headroom() -> None:
 
 
 def test_without_a_search_each_stage_has_a_row_and_a_fused_update_only_stage_3(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "compile_steps", lambda requests: [{"stage": r.config.zero.stage} for r in requests])
+    monkeypatch.setattr(search, "compile_step", lambda request: {"stage": request.config.zero.stage})
     request = Request(Config(), GPTConfig(512, 50304, 2, 64, 0.0, 4), 1)
     with ThreadPoolExecutor(1) as pool:
         for is_fused, stages in ((False, [0, 1, 2, 3]), (True, [3])):
@@ -34,7 +38,8 @@ def test_without_a_search_each_stage_has_a_row_and_a_fused_update_only_stage_3(m
 
 
 def test_a_search_goes_over_all_combinations_of_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "compile_steps", lambda requests: [r.config for r in requests])
+    monkeypatch.setattr(search, "outline", lambda request: SAME)
+    monkeypatch.setattr(search, "compile_step", lambda request: FITTING | {"config": request.config})
     config = Config()
     grid = config.plan.grid
     grid.stage, grid.accumulation, grid.remat, grid.micro_batch, grid.context = [2, 3], [1], ["full"], [4, 1], None
@@ -45,7 +50,8 @@ def test_a_search_goes_over_all_combinations_of_the_grid(monkeypatch: pytest.Mon
     for state_dtypes, master_dtypes in ((None, None), (["float32", "int8"], ["float32", "bfloat16"])):
         grid.state_dtype, grid.master_dtype = state_dtypes, master_dtypes
         with ThreadPoolExecutor(1) as pool:
-            found: list[Any] = search.fastest(pool, Request(config, GPTConfig(512, 50304, 2, 64, 0.0, 4), 1))
+            rows = search.fastest(pool, Request(config, GPTConfig(512, 50304, 2, 64, 0.0, 4), 1))
+        found = [row["config"] for row in rows]
         assert [(c.zero.stage, c.optimizer.state_dtype, c.zero.master_dtype) for c in found[::2]] == [
             (stage, state_dtype, master_dtype)
             for stage in (2, 3)
@@ -54,23 +60,56 @@ def test_a_search_goes_over_all_combinations_of_the_grid(monkeypatch: pytest.Mon
         ]
 
 
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_search_compiles_what_can_be_the_fastest(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step takes twice its bound; rows of 4 do not fit; the bound of stage 1 is below the speed of stage 3."""
+    bounds, compiled = {1: 5.0, 2: 1.5, 3: 1.0}, []
+
+    def outline(request: Request) -> dict[str, Any]:
+        rows = request.micro_batch
+        return {"tokens": 100 * rows, "seconds_lower_bound": rows * bounds[request.config.zero.stage]}
+
+    def compile_step(request: Request) -> dict[str, Any]:
+        row, rows = outline(request), request.micro_batch
+        compiled.append((request.config.zero.stage, rows))
+        seconds = 2 * row["seconds_lower_bound"]
+        return FITTING | row | {"seconds_lower_bound": seconds, "fits": rows < 4}
+
+    monkeypatch.setattr(search, "outline", outline)
+    monkeypatch.setattr(search, "compile_step", compile_step)
+    config = Config()
+    config.plan.grid = Grid([1, 2, 3], [8, 1, 4, 2], [1], ["full"], None, None, None, [1], [1], ["flat"], [True])
+    config.data.max_context, config.optimizer.state_dtype, config.zero.master_dtype = 64, "float32", "float32"
+    config.zero.fused_update, config.mode = False, "evaluate"
+    with ThreadPoolExecutor(processes) as pool:
+        rows = search.fastest(pool, Request(config, GPTConfig(512, 50304, 2, 64, 0.0, 4), 1), processes)
+    if processes == 1:
+        assert compiled == [(3, 1), (3, 2), (3, 4), (2, 1), (2, 2), (2, 4)]
+    assert {stage for stage, _ in compiled} == {2, 3} and len(rows) == len(compiled)
+    assert search.best(rows, 0.05) in [row for row in rows if row["seconds_lower_bound"] == 2 * row["tokens"] / 100]
+
+
 def test_a_search_leaves_out_what_is_not_possible(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """By the configuration alone, and by the devices, which the processes that compile know."""
 
-    def rows(requests: list[Request]) -> list[Any]:
-        zero = requests[0].config.zero
-        if zero.replicas == 3:
+    def outline(request: Request) -> dict[str, Any]:
+        if request.config.zero.replicas == 3:
             raise UserError("zero.replicas=3: expected a divisor of 8")
-        return [(zero.tensor_shards, zero.replicas, zero.phases)]
+        return SAME
 
-    monkeypatch.setattr(search, "compile_steps", rows)
+    def compile_step(request: Request) -> dict[str, Any]:
+        zero = request.config.zero
+        return FITTING | {"zero": (zero.tensor_shards, zero.replicas, zero.phases)}
+
+    monkeypatch.setattr(search, "outline", outline)
+    monkeypatch.setattr(search, "compile_step", compile_step)
     config = Config()
     config.plan.grid = Grid([3], [1], [1], ["full"], None, None, [64], [1, 2, 3], [1, 2, 3], ["flat", "torus"], [True])
     config.zero.master_dtype, config.optimizer.state_dtype, config.model.size = "float32", "float32", "two_heads"
     config.zero.fused_update, config.mode = False, "evaluate"
     request = Request(config, GPTConfig(512, 50304, 2, 64, 0.0, 4), 1)
     with ThreadPoolExecutor(1) as pool:
-        found: list[Any] = search.fastest(pool, request)
+        found = [row["zero"] for row in search.fastest(pool, request)]
         assert found == [(1, 1, "flat"), (1, 1, "torus"), (1, 2, "flat"), (2, 1, "flat"), (2, 2, "flat")]
         assert "left out: zero.replicas=3: expected a divisor of 8" in caplog.text
         config.plan.grid.replicas = [3]
@@ -99,10 +138,10 @@ def test_the_deepest_that_fits_is_found_in_a_few_programs(
 
     monkeypatch.setattr(search, "compile_step", compile_step)
     request = Request(Config(), GPTConfig(512, 50304, 2, 64, 0.0, 4), 1).with_changes(remat=remat)
-    (row,) = search.deepest(request)
-    assert row["layers"] == (72 if remat == "nested" else fits_up_to) and len(tried) <= 6
+    row = search.deepest(request)
+    assert row is not None and row["layers"] == (72 if remat == "nested" else fits_up_to) and len(tried) <= 6
     monkeypatch.setattr(search, "compile_step", lambda request: compile_step(request) | {"fits": False})
-    assert search.deepest(request) == []
+    assert search.deepest(request) is None
 
 
 def test_searches_go_over_the_dtypes_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,10 +152,11 @@ def test_searches_go_over_the_dtypes_of_the_state(monkeypatch: pytest.MonkeyPatc
     config.zero.fused_update, config.mode = False, "evaluate"
 
     def dtypes(request: Request) -> dict[str, Any]:
-        return {"dtypes": (request.config.zero.master_dtype, request.config.optimizer.state_dtype)}
+        return FITTING | {"dtypes": (request.config.zero.master_dtype, request.config.optimizer.state_dtype)}
 
-    monkeypatch.setattr(search, "compile_steps", lambda requests: [dtypes(request) for request in requests])
-    monkeypatch.setattr(search, "deepest", lambda request: [dtypes(request)])
+    monkeypatch.setattr(search, "outline", lambda request: SAME)
+    monkeypatch.setattr(search, "compile_step", dtypes)
+    monkeypatch.setattr(search, "deepest", dtypes)
     monkeypatch.setattr(search, "WIDTHS", (512,))
     size = GPTConfig(512, 50304, 2, 64, 0.0, 4)
     with ThreadPoolExecutor(1) as pool:

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,14 +63,13 @@ class Request:
         return replace(self, config=config, micro_batch=micro_batch or self.micro_batch)
 
 
-def compile_steps(requests: Sequence[Request]) -> list[Row]:
-    """One row for each request, up to the first that does not fit: each of the others needs more."""
-    rows: list[Row] = []
-    for request in requests:
-        rows.append(compile_step(request))
-        if not rows[-1]["fits"]:
-            break
-    return rows
+def outline(request: Request) -> Row:
+    """What is known of a row before anything is compiled: tokens per step, and a lower bound on the seconds."""
+    devices = find_devices(request.config.plan.topology)
+    job = make_job(request.config, request.size, devices)
+    arguments = step_arguments(job, request.rows, request.config.data.max_context)
+    bound = _time_and_cost(request, job, arguments, job.layout, [], devices)["seconds_lower_bound"]
+    return {"tokens": _tokens(request, devices), "seconds_lower_bound": bound}
 
 
 def compile_step(request: Request) -> Row:
@@ -148,9 +146,14 @@ def compile_step(request: Request) -> Row:
         "available_bytes": available,
         **_traffic(sent, devices),
         **_time_and_cost(request, job, arguments, state, sent or [], devices),
-        "tokens": len(devices) // zero.tensor_shards * request.rows * config.data.max_context,
+        "tokens": _tokens(request, devices),
         "compile_seconds": seconds,
     }
+
+
+def _tokens(request: Request, devices: list[Any]) -> int:
+    """Of all devices in one step."""
+    return len(devices) // request.config.zero.tensor_shards * request.rows * request.config.data.max_context
 
 
 def _bytes_per_parameter(state: Layout, params: Layout) -> float:

@@ -36,12 +36,13 @@ def plan(config: Config, size: GPTConfig, run_directory: Path) -> int:
     """
     settings, request = config.plan, Request(config, size, config.plan.micro_batch)
     prepare_environment(settings.topology)
-    with _compilers(config, run_directory / COMPILER_LOG) as pool:
+    processes = settings.processes or min(os.cpu_count() or 1, 4)
+    with _compilers(config, processes, run_directory / COMPILER_LOG) as pool:
         match settings.search:
             case "largest":
                 rows = search.largest(pool, config)
             case "fastest":
-                rows = search.fastest(pool, request)
+                rows = search.fastest(pool, request, processes)
             case _:
                 rows = search.every_stage(pool, request)
     if not rows:
@@ -68,13 +69,13 @@ def plan(config: Config, size: GPTConfig, run_directory: Path) -> int:
 
 
 @contextmanager
-def _compilers(config: Config, log: Path) -> Iterator[ProcessPoolExecutor]:
+def _compilers(config: Config, processes: int, log: Path) -> Iterator[ProcessPoolExecutor]:
     """Fresh processes: each starts jax for the topology, and a compiler that dies takes no other plan with it.
 
     They are killed where this process is interrupted, and end by themselves where it is killed.
     """
     pool = ProcessPoolExecutor(
-        config.plan.processes or min(os.cpu_count() or 1, 4),
+        processes,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_compiler,
         initargs=(str(log), config.plan.topology, config.distributed.cpu_devices),

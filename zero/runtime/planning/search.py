@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable
-from concurrent.futures import Executor, Future, as_completed
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, as_completed, wait
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from zero.models.config import GPTConfig
 from zero.runtime.config.sections import Config
 from zero.runtime.errors import UserError
-from zero.runtime.planning.compile import Request, Row, compile_step, compile_steps, highest_peak
+from zero.runtime.planning.compile import Request, Row, compile_step, highest_peak, outline
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 HEADROOM = 0.05  # of the memory, which a search for the fastest leaves for what the compiler does not know of
 WIDTHS = (2048, 3072, 4096, 6144, 8192)  # of the models that a search for the largest tries, with heads of 256
@@ -25,11 +26,47 @@ WIDTHS = (2048, 3072, 4096, 6144, 8192)  # of the models that a search for the l
 def every_stage(pool: Executor, request: Request) -> list[Row]:
     """A row for each stage; a fused update has stage 3 only."""
     stages = [3] if request.config.zero.fused_update else [0, 1, 2, 3]
-    return gather(pool.submit(compile_steps, [request.with_changes(stage=stage)]) for stage in stages)
+    return list(gather([pool.submit(compile_step, request.with_changes(stage=stage)) for stage in stages]).values())
 
 
-def fastest(pool: Executor, request: Request) -> list[Row]:
-    """A row for each setting of the grid that is possible, but those with more sequences than one that does not fit.
+def fastest(pool: Executor, request: Request, processes: int = 1) -> list[Row]:
+    """A row for each setting of the grid that could be the fastest one that fits, compiled by so many processes.
+
+    State and operations give an upper bound on the speed of each setting without compiling it, and the highest bounds
+    come first. A setting is left out when its bound is below the speed of a row that fits with headroom, or when one
+    with fewer sequences and otherwise the same does not fit.
+
+    Raises:
+      UserError: none is possible.
+    """
+    settings = _combinations(request)
+    outlines = gather([pool.submit(outline, setting) for setting in settings])
+    waiting = sorted(outlines, key=lambda number: -float(f"{_speed(outlines[number]):.2e}"))  # small numbers first
+    running: dict[Future[Row], int] = {}
+    rows: dict[int, Row] = {}
+
+    def is_pointless(number: int) -> bool:
+        leader = best(list(rows.values()), HEADROOM)
+        fewer = (rows[other] for other in rows if _is_smaller(settings[other], settings[number]))
+        is_slower = leader is not None and _speed(outlines[number]) < _speed(leader)
+        return is_slower or not all(row["fits"] for row in fewer)
+
+    with tqdm(total=len(waiting), unit="plan", dynamic_ncols=True) as bar:
+        while waiting or running:
+            possible = [number for number in waiting if not is_pointless(number)]
+            bar.update(len(waiting) - len(possible))
+            start, waiting = possible[: processes - len(running)], possible[processes - len(running) :]
+            running |= {pool.submit(compile_step, settings[number]): number for number in start}
+            for job in wait(running, return_when=FIRST_COMPLETED).done:
+                rows[running.pop(job)] = job.result()
+                bar.update(1)
+    left_out = len(outlines) - len(rows)
+    log.info("%d settings compiled; %d left out, which are slower or do not fit", len(rows), left_out)
+    return [rows[number] for number in sorted(rows)]
+
+
+def _combinations(request: Request) -> list[Request]:
+    """The combinations of values of the grid that are possible, fewer sequences first.
 
     Raises:
       UserError: none is possible.
@@ -44,19 +81,29 @@ def fastest(pool: Executor, request: Request) -> list[Row]:
         "phases": grid.phases or [zero.phases],
         "overlap_gathers": grid.overlap_gathers or [zero.overlap_gathers],
     }
-    jobs, mistakes = [], []
+    found, mistakes = [], []
     for values in itertools.product(*keys.values()):
         for other in _state_dtypes(request.with_changes(**dict(zip(keys, values, strict=True)))):
             for context in grid.context or [request.config.data.max_context]:
                 rows = [other.with_changes(rows, context=context) for rows in sorted(grid.micro_batch)]
                 mistake = next(rows[0].config.zero.mistakes(rows[0].config, rows[0].size), None)
                 if mistake is None:
-                    jobs.append(pool.submit(compile_steps, rows))
+                    found += rows
                 else:
                     mistakes.append(f"{mistake[0]}: expected {mistake[1]}")
-    if not jobs:
+    if not found:
         raise UserError("plan.grid: no combination of its values is possible\n" + "\n".join(dict.fromkeys(mistakes)))
-    return gather(jobs)
+    return found
+
+
+def _is_smaller(one: Request, other: Request) -> bool:
+    """Whether a step has fewer sequences than another one, and is the same otherwise."""
+    return one.micro_batch < other.micro_batch and one.config == other.config
+
+
+def _speed(row: Row) -> float:
+    """Tokens per second by the lower bound on the time; tokens where there is no bound."""
+    return float(row["tokens"] / (row["seconds_lower_bound"] or 1.0))
 
 
 def largest(pool: Executor, config: Config) -> list[Row]:
@@ -64,7 +111,8 @@ def largest(pool: Executor, config: Config) -> list[Row]:
     context = max(config.plan.grid.context or [1024])
     sizes = (GPTConfig(width, 50304, width // 256, context, 0.0, 4, vocab_chunks=12) for width in WIDTHS)
     requests = (Request(config, size, config.plan.micro_batch).with_changes(context=context) for size in sizes)
-    return gather([pool.submit(deepest, other) for request in requests for other in _state_dtypes(request)])
+    found = gather([pool.submit(deepest, other) for request in requests for other in _state_dtypes(request)])
+    return [row for row in found.values() if row is not None]
 
 
 def _state_dtypes(request: Request) -> list[Request]:
@@ -77,7 +125,7 @@ def _state_dtypes(request: Request) -> list[Request]:
     return [request.with_changes(master_dtype=m, state_dtype=s) for m, s in itertools.product(masters, states)]
 
 
-def deepest(request: Request) -> list[Row]:
+def deepest(request: Request) -> Row | None:
     """The row of the deepest model of this width that fits, if any does.
 
     Memory is almost linear in the number of layers. Two programs give the line, the third is where the line reaches the
@@ -95,14 +143,14 @@ def deepest(request: Request) -> list[Row]:
     fewest = max(4, unit)
     low, high = try_layers(fewest), try_layers(2 * fewest)
     if not low["fits"]:
-        return []
+        return None
     per_layer = (highest_peak(high) - highest_peak(low)) / fewest
     layers = fewest + unit * int((low["available_bytes"] - highest_peak(low)) / per_layer / unit)
     while not try_layers(layers)["fits"]:
         layers -= unit
     while layers + unit not in tried and try_layers(layers + unit)["fits"]:
         layers += unit
-    return [tried[layers]]
+    return tried[layers]
 
 
 def best(rows: list[Row], headroom: float) -> Row | None:
@@ -110,25 +158,23 @@ def best(rows: list[Row], headroom: float) -> Row | None:
     fitting = [row for row in rows if row["fits"] and highest_peak(row) <= (1 - headroom) * row["available_bytes"]]
 
     def value(row: Row) -> tuple[float, ...]:
-        seconds = row["seconds_lower_bound"] or 1.0
-        return row["parameters"], row["tokens"] / seconds, -highest_peak(row)
+        return row["parameters"], _speed(row), -highest_peak(row)
 
     return max(fitting, key=value, default=None)
 
 
-def gather(jobs: Iterable[Future[list[Row]]]) -> list[Row]:
-    """All rows in the order of the jobs; a progress bar counts the jobs that are done.
+def gather(jobs: Sequence[Future[T]]) -> dict[int, T]:
+    """The results by the place of their jobs; a progress bar counts the jobs that are done.
 
     Raises:
       UserError: no setting is possible on these devices. One that is not, among others, is logged.
     """
-    jobs = list(jobs)
     for _ in tqdm(as_completed(jobs), total=len(jobs), unit="plan", dynamic_ncols=True):
         pass
     errors = {str(error): error for job in jobs if isinstance(error := job.exception(), UserError)}
-    rows = [row for job in jobs if not isinstance(job.exception(), UserError) for row in job.result()]
-    if errors and not rows:
+    found = {place: job.result() for place, job in enumerate(jobs) if not isinstance(job.exception(), UserError)}
+    if errors and not found:
         raise next(iter(errors.values()))
     for message in errors:
         log.warning("left out: %s", message)
-    return rows
+    return found
