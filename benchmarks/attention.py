@@ -27,8 +27,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 
-from zero.models.attention import BLOCK, blockwise_attention, dense_attention
-from zero.models.scores import Form
+from zero.models.attention.blockwise import BLOCK, blockwise_attention
+from zero.models.attention.dense import dense_attention
+from zero.models.attention.scores import Form
 
 HEADS, HEAD_DIM = 6, 64
 DENSE_LIMIT = 4 * 2**30

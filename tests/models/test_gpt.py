@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from zero.models.attention.scores import alibi_slopes
 from zero.models.block import init_cache
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
 from zero.models.parts import dropout
-from zero.models.scores import alibi_slopes
 from zero.runtime.config.files import load_sizes
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

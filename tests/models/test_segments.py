@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zero.models.attention import blockwise_attention
+from zero.models.attention.blockwise import blockwise_attention
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
 from zero.models.parts import rotary_frequencies, rotate

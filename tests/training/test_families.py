@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.training.small_gpt import CONFIG, Run, reference, run_on, setup
-from zero.models.attention import blockwise_attention
+from zero.models.attention.blockwise import blockwise_attention
 from zero.models.config import FAMILIES, GPTConfig
 
 # Nothing divides by 8: grouped heads of 10, windows shorter than the context of 12.

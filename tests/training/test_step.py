@@ -32,7 +32,7 @@ from tests.training.small_gpt import (
     shapes_of,
     tokens,
 )
-from zero.models.attention import blockwise_attention
+from zero.models.attention.blockwise import blockwise_attention
 from zero.training.optimizer import decayed
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import TrainState

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.models.attention import blockwise_attention, dense_attention
+from zero.models.attention.blockwise import blockwise_attention
+from zero.models.attention.dense import dense_attention
+from zero.models.attention.scores import T5_BUCKETS, Form
 from zero.models.config import GPTConfig
 from zero.models.cut import WHOLE, Cut
 from zero.models.parametrization import kernel_init
 from zero.models.parts import ACTIVATIONS, dropout, make_norm, rotary_frequencies, rotate
-from zero.models.scores import T5_BUCKETS, Form
 
 
 class Cache(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from zero.models.attention import blockwise_from
+from zero.models.attention.choice import blockwise_from
 from zero.models.config import BLOCKS, GPTConfig
 from zero.models.parametrization import multipliers_of
 from zero.partition.collectives.axis import Axis

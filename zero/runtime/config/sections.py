@@ -15,7 +15,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from zero.models.attention import CHOICES as ATTENTION
+from zero.models.attention.choice import CHOICES as ATTENTION
 from zero.models.config import GPTConfig
 from zero.models.gpt import REMAT
 from zero.runtime.config.constraints import (

@@ -1,4 +1,4 @@
-"""Causal attention: with the whole matrix of scores, or block by block without it. The results are the same.
+"""Causal attention block by block, without the whole matrix of scores.
 
 Shapes are named by suffix:
   B rows, T query positions, S key positions, H heads of queries, G heads of keys, each for H / G of queries,
@@ -18,80 +18,12 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
-from zero.models.parts import dropout
-from zero.models.scores import PLAIN, Form, biased_and_masked, divided_and_capped, relative_bias
+from zero.models.attention.dense import by_group
+from zero.models.attention.scores import PLAIN, Form, biased_and_masked, divided_and_capped, relative_bias
 
 # Positions of a block. Smaller blocks skip more above the diagonal, larger ones multiply faster; measured in
 # docs/decisions/attention.md.
 BLOCK = 256
-# The number of positions from which `auto` is blockwise. On CPU it is faster from there on; elsewhere time has not been
-# measured, and from 4,096 positions on the scores of 12 heads need 0.75 GiB per row.
-BLOCKWISE_FROM = {"cpu": 512}
-_BLOCKWISE_FROM_ELSEWHERE = 4096
-CHOICES = ("auto", "dense", "blockwise")
-
-
-def blockwise_from(choice: str, platform: str) -> int | None:
-    """The number of query positions from which attention is blockwise; None for never.
-
-    A single query, as in decoding, has no matrix of scores and is always dense.
-
-    Args:
-      choice: "auto", "dense" or "blockwise".
-      platform: "cpu", "tpu", "gpu", ...
-
-    >>> blockwise_from("dense", "cpu"), blockwise_from("blockwise", "cpu")
-    (None, 2)
-    """
-    if choice == "auto":
-        return BLOCKWISE_FROM.get(platform, _BLOCKWISE_FROM_ELSEWHERE)
-    return {"dense": None, "blockwise": 2}[choice]
-
-
-def dense_attention(
-    q_BTHK: jax.Array,
-    k_BSGK: jax.Array,
-    v_BSGK: jax.Array,
-    position: jax.Array | int = 0,
-    *,
-    form: Form = PLAIN,
-    bias_CH: jax.Array | None = None,
-    keys_B: jax.Array | None = None,
-    starts_BT: jax.Array | None = None,
-) -> jax.Array:
-    """Causal attention `(B, T, H, K)` with softmax in float32; it holds float32 `(B, H, T, S)`.
-
-    Args:
-      q_BTHK: queries; query t is at position `position + t`.
-      k_BSGK: keys, at positions 0, 1, 2, ...
-      v_BSGK: values.
-      position: of the first query.
-      form: what scores are made of.
-      bias_CH: added to the scores by bucket of distance, as T5 has it.
-      keys_B: one random key per row, or None for no dropout.
-      starts_BT: the first key that each query may see, int32: where its segment starts; None for the first of all.
-    """
-    shape_BHTS = (*q_BTHK.swapaxes(1, 2).shape[:3], k_BSGK.shape[1])
-    q_BGXK = _by_group(q_BTHK.swapaxes(1, 2), k_BSGK.shape[2])
-    scores_BGXS = jnp.einsum("BGXK,BSGK->BGXS", q_BGXK, k_BSGK, preferred_element_type=jnp.float32)
-    t_T1 = position + jnp.arange(q_BTHK.shape[1])[:, None]
-    s_1S = jnp.arange(k_BSGK.shape[1])[None, :]
-    scores_BHTS, _ = divided_and_capped(scores_BGXS.reshape(shape_BHTS), form, q_BTHK.shape[-1])
-    scores_BHTS = biased_and_masked(scores_BHTS, t_T1, s_1S, form, bias_CH, starts_BT)
-    if form.has_extra_logit:
-        most_BHT1 = jnp.maximum(lax.stop_gradient(scores_BHTS.max(-1, keepdims=True)), 0)
-        weights_BHTS = jnp.exp(scores_BHTS - most_BHT1)
-        probabilities_BHTS = weights_BHTS / (weights_BHTS.sum(-1, keepdims=True) + jnp.exp(-most_BHT1))
-    else:
-        probabilities_BHTS = jax.nn.softmax(scores_BHTS)
-    probabilities_BHTS = dropout(probabilities_BHTS, form.dropout_rate, keys_B, form.cut.of_heads).astype(q_BTHK.dtype)
-    attended_BGXK = jnp.einsum("BGXS,BSGK->BGXK", probabilities_BHTS.reshape(scores_BGXS.shape), v_BSGK)
-    return attended_BGXK.reshape(q_BTHK.swapaxes(1, 2).shape).swapaxes(1, 2)
-
-
-def _by_group(x_BHTK: jax.Array, groups: int) -> jax.Array:
-    """`(B, G, X, K)`: the rows of all heads that share keys and values, one head after the other."""
-    return x_BHTK.reshape(x_BHTK.shape[0], groups, -1, x_BHTK.shape[-1])
 
 
 def blockwise_attention(
@@ -125,6 +57,7 @@ def blockwise_attention(
       starts_BT: the first key that each query may see, int32: where its segment starts; None for the first of all.
       block: positions of a block; T and S need not divide by it.
 
+    >>> from zero.models.attention.dense import dense_attention
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 10, 2, 4))
     >>> form = Form(has_alibi=True, window=7)
     >>> blockwise = blockwise_attention(q, k[:, :, :1], v[:, :, :1], form=form, block=4)
@@ -194,7 +127,7 @@ def _scores(
 
     And the derivative of the cap, where there is one.
     """
-    q_BGXK = _by_group(q_BHQK, k_BGRK.shape[1])
+    q_BGXK = by_group(q_BHQK, k_BGRK.shape[1])
     scores_BGXR = jnp.einsum("BGXK,BGRK->BGXR", q_BGXK, k_BGRK, preferred_element_type=jnp.float32)
     scores_BHQR = scores_BGXR.reshape(*q_BHQK.shape[:3], -1)
     scores_BHQR, slope_BHQR = divided_and_capped(scores_BHQR, blocks.form, q_BHQK.shape[-1])
@@ -273,7 +206,7 @@ def _forward(
         shrink_BHQ = jnp.exp(most_BHQ - new_most_BHQ)
         sum_BHQ = shrink_BHQ * sum_BHQ + weights_BHQR.sum(-1)
         weights_BHQR = _dropped(blocks, weights_BHQR, key_data_B2, pair_2).astype(v_NBGRK.dtype)
-        weights_BGXR = _by_group(weights_BHQR, v_NBGRK.shape[2])
+        weights_BGXR = by_group(weights_BHQR, v_NBGRK.shape[2])
         added_BGXK = jnp.einsum("BGXR,BGRK->BGXK", weights_BGXR, v_NBGRK[j], preferred_element_type=jnp.float32)
         new = (shrink_BHQ[..., None] * out_BHQK + added_BGXK.reshape(out_BHQK.shape), new_most_BHQ, sum_BHQ)
         return tuple(x.at[i].set(block) for x, block in zip(carry, new, strict=True)), None
@@ -302,7 +235,7 @@ def _backward(
         i, j = pair_2
         q_grads_NBHQK, k_grads_NBGKR, v_grads_NBGKR, bias_grads_CH = carry
         q_BHQK, k_BGRK, v_BGRK = q_NBHQK[i], k_NBGRK[j], v_NBGRK[j]
-        out_grads_BGXK = _by_group(out_grads_NBHQK[i], groups)
+        out_grads_BGXK = by_group(out_grads_NBHQK[i], groups)
         scores_BHQR, slope_BHQR = _scores(blocks, q_BHQK, k_BGRK, bias_CH, pair_2, position, starts_NBQ)
         probabilities_BHQR = jnp.exp(scores_BHQR - lse_NBHQ[i][..., None])
         grads_BGXR = jnp.einsum("BGXK,BGRK->BGXR", out_grads_BGXK, v_BGRK, preferred_element_type=jnp.float32)
@@ -314,14 +247,14 @@ def _backward(
             bias_grads_CH = bias_grads_CH + bias_backward(grads_BHQR.sum(0))[0].astype(jnp.float32)
         if slope_BHQR is not None:
             grads_BHQR = grads_BHQR * slope_BHQR
-        grads_BGXR = _by_group(grads_BHQR.astype(dtype), groups)
+        grads_BGXR = by_group(grads_BHQR.astype(dtype), groups)
         dropped_BHQR = _dropped(blocks, probabilities_BHQR, key_data_B2, pair_2).astype(dtype)
         # From transposed queries and gradients, which are smaller than scores: XLA's CPU backend multiplies a matrix
         # that is stored transposed at a fifth of its speed.
         multiply = partial(jnp.einsum, preferred_element_type=jnp.float32)
         q_grads_BGXK = multiply("BGXR,BGRK->BGXK", grads_BGXR, k_BGRK) * scale
-        k_grads_BGKR = multiply("BGKX,BGXR->BGKR", _by_group(q_BHQK, groups).swapaxes(2, 3), grads_BGXR) * scale
-        v_grads_BGKR = multiply("BGKX,BGXR->BGKR", out_grads_BGXK.swapaxes(2, 3), _by_group(dropped_BHQR, groups))
+        k_grads_BGKR = multiply("BGKX,BGXR->BGKR", by_group(q_BHQK, groups).swapaxes(2, 3), grads_BGXR) * scale
+        v_grads_BGKR = multiply("BGKX,BGXR->BGKR", out_grads_BGXK.swapaxes(2, 3), by_group(dropped_BHQR, groups))
         return (
             q_grads_NBHQK.at[i].add(q_grads_BGXK.reshape(q_BHQK.shape)),
             k_grads_NBGKR.at[j].add(k_grads_BGKR),

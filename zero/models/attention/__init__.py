@@ -1,0 +1,1 @@
+"""Causal attention: what scores are made of, and the forms that compute the same result."""

@@ -1,0 +1,61 @@
+"""Causal attention with the whole matrix of scores.
+
+Shapes are named by suffix:
+  B rows, T query positions, S key positions, H heads of queries, G heads of keys, each for H / G of queries,
+  K head dimension, C buckets of distance, X queries of all heads of a group
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zero.models.attention.scores import PLAIN, Form, biased_and_masked, divided_and_capped
+from zero.models.parts import dropout
+
+
+def dense_attention(
+    q_BTHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    position: jax.Array | int = 0,
+    *,
+    form: Form = PLAIN,
+    bias_CH: jax.Array | None = None,
+    keys_B: jax.Array | None = None,
+    starts_BT: jax.Array | None = None,
+) -> jax.Array:
+    """Causal attention `(B, T, H, K)` with softmax in float32; it holds float32 `(B, H, T, S)`.
+
+    Args:
+      q_BTHK: queries; query t is at position `position + t`.
+      k_BSGK: keys, at positions 0, 1, 2, ...
+      v_BSGK: values.
+      position: of the first query.
+      form: what scores are made of.
+      bias_CH: added to the scores by bucket of distance, as T5 has it.
+      keys_B: one random key per row, or None for no dropout.
+      starts_BT: the first key that each query may see, int32: where its segment starts; None for the first of all.
+    """
+    shape_BHTS = (*q_BTHK.swapaxes(1, 2).shape[:3], k_BSGK.shape[1])
+    q_BGXK = by_group(q_BTHK.swapaxes(1, 2), k_BSGK.shape[2])
+    scores_BGXS = jnp.einsum("BGXK,BSGK->BGXS", q_BGXK, k_BSGK, preferred_element_type=jnp.float32)
+    t_T1 = position + jnp.arange(q_BTHK.shape[1])[:, None]
+    s_1S = jnp.arange(k_BSGK.shape[1])[None, :]
+    scores_BHTS, _ = divided_and_capped(scores_BGXS.reshape(shape_BHTS), form, q_BTHK.shape[-1])
+    scores_BHTS = biased_and_masked(scores_BHTS, t_T1, s_1S, form, bias_CH, starts_BT)
+    if form.has_extra_logit:
+        most_BHT1 = jnp.maximum(lax.stop_gradient(scores_BHTS.max(-1, keepdims=True)), 0)
+        weights_BHTS = jnp.exp(scores_BHTS - most_BHT1)
+        probabilities_BHTS = weights_BHTS / (weights_BHTS.sum(-1, keepdims=True) + jnp.exp(-most_BHT1))
+    else:
+        probabilities_BHTS = jax.nn.softmax(scores_BHTS)
+    probabilities_BHTS = dropout(probabilities_BHTS, form.dropout_rate, keys_B, form.cut.of_heads).astype(q_BTHK.dtype)
+    attended_BGXK = jnp.einsum("BGXS,BSGK->BGXK", probabilities_BHTS.reshape(scores_BGXS.shape), v_BSGK)
+    return attended_BGXK.reshape(q_BTHK.swapaxes(1, 2).shape).swapaxes(1, 2)
+
+
+def by_group(x_BHTK: jax.Array, groups: int) -> jax.Array:
+    """`(B, G, X, K)`: the rows of all heads that share keys and values, one head after the other."""
+    return x_BHTK.reshape(x_BHTK.shape[0], groups, -1, x_BHTK.shape[-1])
