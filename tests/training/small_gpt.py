@@ -124,9 +124,9 @@ def tokens(step: int, context: int = 12) -> np.ndarray:
 
 
 def batch(setup: Setup, step: int, data: Data = tokens) -> Batch:
-    tensor = setup.model.axis.tensor  # neighbours that have the same rows
-    rows = split_rows(data(step), len(setup.devices), tensor)
-    first = np.arange(len(rows)) // tensor * rows.shape[1]
+    group = setup.model.axis.row_group  # neighbours that have the same rows
+    rows = split_rows(data(step), len(setup.devices), group)
+    first = np.arange(len(rows)) // group * rows.shape[1]
     return Batch(rows, first.astype(np.int32))
 
 

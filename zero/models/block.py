@@ -123,7 +123,8 @@ class Block(nn.Module):
             k_BSGK = make_norm(config, self.dtype, "key_norm")(k_BSGK)
         if config.position_kind == "rotary":
             frequencies = rotary_frequencies(config)
-            q_BTHK, k_BSGK = (rotate(x, position, frequencies, starts_BT) for x in (q_BTHK, k_BSGK))
+            numbers = self.cut.attended_numbers(position, h_BTD.shape[1])
+            q_BTHK, k_BSGK = (rotate(x, numbers, frequencies, starts_BT) for x in (q_BTHK, k_BSGK))
         bias_CH = None
         if config.position_kind == "t5":
             bias_CH = self.param("relative_bias", nn.initializers.normal(0.02), (T5_BUCKETS, config.num_head))
@@ -177,7 +178,7 @@ class Block(nn.Module):
         )
         # Blocks outside a window are skipped, so that a window makes blocks worth while earlier.
         earliest = [self.blockwise_from or queries + 1, *([max(2, 2 * window)] if window else [])]
-        is_blockwise = self.blockwise_from is not None and queries >= min(earliest)
+        is_blockwise = self.cut.ring > 1 or (self.blockwise_from is not None and queries >= min(earliest))
         attend = blockwise_attention if is_blockwise else dense_attention
         return attend(q_BTHK, k_BSGK, v_BSGK, position, form=form, bias_CH=bias_CH, keys_B=keys_B, starts_BT=starts_BT)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-# `Whole`, or something with its attributes and methods: `zero.partition.collectives.tensor_group.TensorGroup`.
+# `Whole`, or something with its attributes and methods: `TensorGroup` and `ContextGroup` of zero.partition.collectives.
 Cut = Any
 
 
@@ -15,9 +16,13 @@ class Whole:
 
     Attributes:
       size: the number of parts into which heads, the MLP's width and the vocabulary are cut.
+      pieces: of a row that is cut, on each device; each is of neighbouring positions.
+      ring: the number of devices that have different positions, and whose keys and values all of them need.
     """
 
     size = 1
+    pieces = 1
+    ring = 1
 
     def for_positions(self, positions: int) -> Cut:
         """The cut of rows of so many positions."""
@@ -39,13 +44,29 @@ class Whole:
         """This device's part along a dimension."""
         return x
 
-    def first_position(self, own_positions: int) -> jax.Array | int:
-        """Where this device's positions begin."""
-        return 0
+    def numbers(self, count: int, turn: jax.Array | int = 0) -> jax.Array:
+        """Of the positions whose keys this device has after so many turns, int32 `(pieces, count / pieces)`."""
+        return jnp.arange(count, dtype=jnp.int32)[None]
 
-    def own_positions(self, x_BT: jax.Array) -> jax.Array:
-        """This device's positions of all."""
+    def pass_on(self, tree: Any) -> Any:
+        """What the device before this one in its ring has."""
+        return tree
+
+    def input_positions(self, x_BT: jax.Array) -> jax.Array:
+        """Of whole rows what the model takes."""
         return x_BT
+
+    def stream_positions(self, x_BT: jax.Array) -> jax.Array:
+        """This device's positions of the stream between layers, of what the model takes."""
+        return x_BT
+
+    def stream_numbers(self, first: jax.Array | int, count: int) -> jax.Array | int:
+        """The number of the first of the `count` positions of the stream, or `(T,)`, of each where they have gaps."""
+        return first
+
+    def attended_numbers(self, first: jax.Array | int, count: int) -> jax.Array | int:
+        """The number of the first of the `count` positions inside attention, or `(T,)`, of each."""
+        return first
 
     def of_positions(self, draw: Any, shape: tuple[int, ...]) -> jax.Array:
         """This device's positions `(T, ...)` of what `draw` makes for all of them."""

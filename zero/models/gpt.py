@@ -24,7 +24,7 @@ from zero.models.block import Block, Cache
 from zero.models.config import BLOCKS, HEAD, VOCABULARY, GPTConfig
 from zero.models.cut import WHOLE, Cut
 from zero.models.parametrization import table_stddev
-from zero.models.parts import Lift, dropout, make_norm
+from zero.models.parts import Lift, dropout, make_norm, position_numbers
 
 # What of a layer is kept for the backward pass besides its input, by name; the rest is computed again. With "none"
 # there is no checkpoint at all: one that keeps everything still copies and rounds what it keeps. "nested" is for
@@ -93,10 +93,10 @@ class Positions(nn.Module):
     def __call__(self, x_BTD: jax.Array, position: jax.Array | int, starts_BT: jax.Array | None = None) -> jax.Array:
         init = nn.initializers.normal(table_stddev(self.config, "positions"))
         table_TD = self.param("table", init, (self.config.block_size, self.config.embedding_dim))
-        if starts_BT is None:
+        if starts_BT is None and jnp.ndim(position) == 0:
             return x_BTD + lax.dynamic_slice_in_dim(table_TD, position, x_BTD.shape[1])[None]
         # In float32, because the gradient of a row is a sum over every place that has this position.
-        positions_BT = position + jnp.arange(x_BTD.shape[1])[None] - starts_BT
+        positions_BT = position_numbers(position, x_BTD.shape[1])[None] - (0 if starts_BT is None else starts_BT)
         return x_BTD + jnp.take(table_TD.astype(jnp.float32), positions_BT, axis=0)
 
 
@@ -280,8 +280,8 @@ class GPT(nn.Module):
         if self.config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.embedding_dim)
         if self.config.has_learned_positions:
-            own_starts_BT = None if starts_BT is None else cut.own_positions(starts_BT)
-            x_BTD = self.positions(x_BTD, position + cut.first_position(x_BTD.shape[1]), own_starts_BT)
+            own_starts_BT = None if starts_BT is None else cut.stream_positions(starts_BT)
+            x_BTD = self.positions(x_BTD, cut.stream_numbers(position, x_BTD.shape[1]), own_starts_BT)
         if self.config.embedding_norm:
             x_BTD = self.embedding_norm(x_BTD)
         if keys_B is not None:  # the numbers below N are those of the layers

@@ -99,15 +99,21 @@ def rotary_frequencies(config: GPTConfig) -> np.ndarray:
     return frequencies.astype(np.float32)
 
 
+def position_numbers(position: jax.Array | int, count: int) -> jax.Array:
+    """`(T,)`: from the number of the first position on; an array `(T,)` is the numbers themselves."""
+    return jnp.asarray(position) if jnp.ndim(position) else position + jnp.arange(count)
+
+
 def rotate(
     x_BTHK: jax.Array, position: jax.Array | int, frequencies: np.ndarray, starts_BT: jax.Array | None = None
 ) -> jax.Array:
     """Rotary positions: pairs `(i, i + R / 2)` of the first R dimensions of each head turn with the position.
 
-    Positions are `position`, `position + 1`, ..., less the start of their segment where there are segments.
+    Positions are `position`, `position + 1`, ..., less the start of their segment where there are segments; an array
+    `(T,)` is the positions themselves.
     """
     half = len(frequencies)
-    angles = (position + jnp.arange(x_BTHK.shape[1])).astype(jnp.float32)[None, :, None, None]
+    angles = position_numbers(position, x_BTHK.shape[1]).astype(jnp.float32)[None, :, None, None]
     if starts_BT is not None:
         angles = angles - starts_BT.astype(jnp.float32)[..., None, None]
     angles = angles * frequencies[None, None, None]

@@ -22,6 +22,7 @@ from zero.models.config import BLOCKS, GPTConfig, tensor_dim
 from zero.models.cut import WHOLE, Cut
 from zero.models.gpt import GPT
 from zero.partition.collectives.axis import Axis
+from zero.partition.collectives.context_group import ContextGroup
 from zero.partition.collectives.tensor_group import TensorGroup
 from zero.partition.layout import Layout, PyTree, make_layout
 from zero.partition.stages import fully_shard, gather, scatter_sum, sum_copies
@@ -69,6 +70,8 @@ class ShardedGPT:
     @property
     def cut(self) -> Cut:
         """What of a model this device computes."""
+        if self.axis.context > 1:
+            return ContextGroup(self.axis)
         return TensorGroup(self.axis) if self.axis.tensor > 1 else WHOLE
 
     @cached_property
@@ -166,10 +169,9 @@ class ShardedGPT:
     ) -> tuple[jax.Array, jax.Array]:
         """Summed negative log-likelihoods in nats, and how many tokens of `(rows, context)` were scored.
 
-        In a tensor group each device has its share of both.
+        In a tensor group or a context group each device has its share of both.
         """
-        targets, tokens_in = next_tokens(tokens), token_ids(tokens)
-        starts = document_starts(tokens_in, self.end_of_text)
+        tokens_in, targets, starts = self.inputs(tokens)
         if self.remat == "nested":
             stacked = {name: tree[BLOCKS] for name, tree in variables.items()}
             x = self.apply(variables, tokens_in, keys, starts, method="embed")
@@ -179,15 +181,25 @@ class ShardedGPT:
             losses = self.apply(variables, tokens_in, targets, keys, starts)
         return self.sum_scored(losses, tokens), self.count_scored(tokens)
 
+    def inputs(self, tokens: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """What the model takes of whole rows: tokens, targets, and where documents start; in a context group its part.
+
+        Targets and starts are found in whole rows, across the borders of the parts.
+        """
+        tokens_in, own = token_ids(tokens), self.cut.input_positions
+        starts = document_starts(tokens_in, self.end_of_text)
+        return own(tokens_in), own(next_tokens(tokens)), None if starts is None else own(starts)
+
     def sum_scored(self, losses: jax.Array, tokens: jax.Array | np.ndarray) -> jax.Array:
         """NaN, and so are its gradients, where a token is past the vocabulary."""
         is_known = jnp.all(token_ids(tokens) < self.config.vocab_size)
-        scored = self.cut.counted_once(jnp.where(next_tokens(tokens) >= 0, losses, 0))
+        is_scored = self.cut.input_positions(next_tokens(tokens)) >= 0
+        scored = self.cut.counted_once(jnp.where(is_scored, losses, 0))
         return jnp.sum(scored) * jnp.where(is_known, 1.0, jnp.nan)
 
     def count_scored(self, tokens: jax.Array | np.ndarray) -> jax.Array:
         """Tokens that have something to predict them, int32."""
-        return jnp.sum(self.cut.counted_once(next_tokens(tokens) >= 0))
+        return jnp.sum(self.cut.counted_once(self.cut.input_positions(next_tokens(tokens)) >= 0))
 
 
 def group_size(layers: int) -> int:

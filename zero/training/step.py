@@ -20,7 +20,7 @@ from zero.partition.layout import Layout, PyTree, derive_layout
 from zero.partition.optimizer import global_norm, on_shards
 from zero.partition.stages import shard
 from zero.training.averages import add_to_running, is_spike, update_ema
-from zero.training.batch import Batch, document_starts, next_tokens, row_keys, token_ids
+from zero.training.batch import Batch, row_keys
 from zero.training.fused_update import Guard, backward_and_update, unless
 from zero.training.optimizer import scaled
 from zero.training.sharded_gpt import ShardedGPT, group_size
@@ -189,17 +189,16 @@ def _fused(
     guard: Guard,
 ) -> tuple[jax.Array, PyTree, PyTree, jax.Array, jax.Array]:
     """As `backward_and_update`."""
-
-    starts = document_starts(token_ids(tokens), model.end_of_text)
+    tokens_in, targets, starts = model.inputs(tokens)
 
     def embed(params: PyTree) -> jax.Array:
-        return model.apply({"params": params}, token_ids(tokens), keys, starts, method="embed")
+        return model.apply({"params": params}, tokens_in, keys, starts, method="embed")
 
     def block(params: PyTree, x: jax.Array, layer: jax.Array) -> jax.Array:
         return model.block({"params": params}, x, layer, keys, starts)
 
     def score(params: PyTree, x: jax.Array) -> jax.Array:
-        losses, _ = model.apply({"params": params}, x, next_tokens(tokens), method="score")
+        losses, _ = model.apply({"params": params}, x, targets, method="score")
         return model.sum_scored(losses, tokens) / scored
 
     size = group_size(model.config.N) if model.remat == "nested" else 1

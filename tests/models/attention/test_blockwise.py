@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32
 
 import zero
-from zero.models.attention import blockwise
+from zero.models.attention.blocks import Blocks, dropped_block
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.attention.choice import blockwise_from
 from zero.models.attention.dense import dense_attention
@@ -197,11 +197,12 @@ def test_dropout_masks_are_those_of_dense_attention(block: int) -> None:
 def test_counters_of_random_bits_have_64_bits() -> None:
     # A block of a matrix that nobody holds: within one of its rows, entries pass 2^32.
     positions, size, rate = 2**17 + 3, 4, 0.5
-    blocks = blockwise._Blocks(Form(dropout_rate=rate), positions, positions, size)
+    blocks = Blocks(Form(dropout_rate=rate), positions, positions, size)
     key_data = jax.random.key_data(jax.random.split(jax.random.key(2), 1))
     row, column = divmod(2**32, positions)
     i, j = row // size, column // size
-    kept = blockwise._dropped(blocks, jnp.ones((1, 1, size, size)), key_data, jnp.asarray([i, j])) != 0
+    t, s = (size * block + jnp.arange(size) for block in (i, j))
+    kept = dropped_block(blocks, jnp.ones((1, 1, size, size)), key_data, t, s) != 0
     entries = [(i * size + t) * positions + j * size + s for t in range(size) for s in range(size)]
     assert min(entries) < 2**32 <= max(entries)
     words = np.asarray([entry >> 32 for entry in entries] + [entry % 2**32 for entry in entries], np.uint32)

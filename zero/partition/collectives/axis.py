@@ -31,9 +31,12 @@ class Axis:
         more than 1 the first phase is along these groups, and leaves of several parts are gathered over the others.
       sums_copies: whether a reduce-scatter also sums over the copies. Otherwise `stages.sum_copies` has to complete it:
         once per step costs less than once per layer and micro-batch.
+      context: devices of a context group, neighbours on the pmap axis, which compute different positions of the same
+        rows. How state is split does not depend on it.
 
     Raises:
-      ValueError: `devices` is not a permutation of the positions on the axis, or the first phase not of size `tensor`.
+      ValueError: `devices` is not a permutation of the positions on the axis, the first phase is not of size `tensor`,
+        or the devices do not divide into context groups.
 
     >>> Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7)).shard_of_device()
     (0, 4, 1, 5, 2, 6, 3, 7)
@@ -44,6 +47,7 @@ class Axis:
     devices: tuple[int, ...] = ()
     tensor: int = 1
     sums_copies: bool = True
+    context: int = 1
 
     def __post_init__(self) -> None:
         size = math.prod(self.shape)
@@ -54,6 +58,11 @@ class Axis:
             raise ValueError(f"axis {self.name!r}: devices must be a permutation of 0..{size - 1}, got {self.devices}")
         if self.tensor > 1 and self.tensor != self.shape[1]:
             raise ValueError(f"axis {self.name!r}: the first phase of {self.shape} must be of tensor={self.tensor}")
+        if size % self.context or self.tensor > 1 < self.context:
+            raise ValueError(
+                f"axis {self.name!r}: {size} devices with tensor={self.tensor} do not make context groups of "
+                f"{self.context}"
+            )
 
     @classmethod
     def with_tensor_groups(cls, name: str, size: int, tensor: int, replicas: int = 1) -> Axis:
@@ -100,6 +109,11 @@ class Axis:
         return math.prod(self.shape)
 
     @property
+    def row_group(self) -> int:
+        """Devices, neighbours on the pmap axis, that take the same rows."""
+        return self.tensor * self.context
+
+    @property
     def replicas(self) -> int:
         """Copies of the whole state."""
         return self.shape[0]
@@ -114,6 +128,10 @@ class Axis:
         grid = np.asarray(self.devices).reshape(self.shape)
         rows = np.moveaxis(grid, dim, -1).reshape(-1, self.shape[dim]).tolist()
         return None if rows == [list(range(self.size))] else rows
+
+    def context_groups(self) -> list[list[int]]:
+        """Positions on the pmap axis of the devices of each context group."""
+        return np.arange(self.size).reshape(-1, self.context).tolist()
 
     def copies(self, parts: int = 1) -> list[list[int]] | None:
         """`axis_index_groups` that hold a whole copy, or one of its parts, each in the order of its shards."""

@@ -48,6 +48,8 @@ class TensorGroup:
 
     axis: Axis
     cuts_positions: bool = True
+    pieces = 1  # of a row on each device, inside attention
+    ring = 1  # devices of a context group
 
     @property
     def size(self) -> int:
@@ -79,12 +81,24 @@ class TensorGroup:
         part = x.shape[dim] // self.size
         return lax.dynamic_slice_in_dim(x, self.first(part), part, dim)
 
-    def first_position(self, own_positions: int) -> jax.Array | int:
-        """Where this device's positions begin, given how many it has."""
-        return self.first(own_positions) if self.cuts_positions else 0
+    def numbers(self, count: int, turn: jax.Array | int = 0) -> jax.Array:
+        """Of the positions inside attention, int32 `(1, count)`."""
+        return jnp.arange(count, dtype=jnp.int32)[None]
 
-    def own_positions(self, x_BT: jax.Array) -> jax.Array:
-        """This device's positions of all."""
+    def input_positions(self, x_BT: jax.Array) -> jax.Array:
+        """Of whole rows what the model takes."""
+        return x_BT
+
+    def stream_numbers(self, first: jax.Array | int, count: int) -> jax.Array | int:
+        """The number of this device's first position of the stream between layers, given how many it has."""
+        return first + self.first(count) if self.cuts_positions else first
+
+    def attended_numbers(self, first: jax.Array | int, count: int) -> jax.Array | int:
+        """The number of the first position inside attention."""
+        return first
+
+    def stream_positions(self, x_BT: jax.Array) -> jax.Array:
+        """This device's positions of the stream between layers, of what the model takes."""
         return self.part(x_BT, 1) if self.cuts_positions else x_BT
 
     def of_positions(self, draw: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]) -> jax.Array:

@@ -1,0 +1,129 @@
+"""Context groups: devices that compute different positions of the same rows. Called inside pmap.
+
+A row of T positions is cut into 2c pieces, and device i of a group of c has the pieces i and 2c - 1 - i: of causal
+attention, whose late positions cost more than the early ones, each device then has the same share. Everything but
+attention is per position. Parameters are not cut: gradients are sums over all devices, as without groups, and what is
+differentiated is the sum of what all devices return.
+
+Sources: ring attention, arXiv 2310.01889; striped pieces for balance, arXiv 2311.09431.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zero.partition.collectives.axis import Axis
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextGroup:
+    """This device's context group, on an axis whose `context` is more than 1.
+
+    >>> import numpy as np
+    >>> n = jax.local_device_count()
+    >>> group = ContextGroup(Axis("batch", (1, n), context=n))
+    >>> rows = np.broadcast_to(np.arange(4 * n), (n, 1, 4 * n))  # the same whole row on each device
+    >>> own = jax.pmap(group.input_positions, "batch")(rows)
+    >>> own.shape == (n, 1, 4) and own[0, 0, -1] == 4 * n - 1
+    Array(True, dtype=bool)
+
+    Attributes:
+      axis: the pmap axis; groups are of neighbours on it.
+    """
+
+    axis: Axis
+    pieces = 2  # of a row on each device
+    size = 1  # parts into which heads, the MLP's width and the vocabulary are cut
+
+    @property
+    def ring(self) -> int:
+        """Devices of a group: keys and values take so many turns to be on each."""
+        return self.axis.context
+
+    def for_positions(self, positions: int) -> ContextGroup:
+        """The same group, for rows of which each device has so many positions."""
+        return self
+
+    def rank(self) -> jax.Array:
+        """The place of this device in its group."""
+        return lax.axis_index(self.axis.name) % self.ring
+
+    def numbers(self, count: int, turn: jax.Array | int = 0) -> jax.Array:
+        """Of the positions whose keys this device has after so many turns, int32 `(2, count / 2)`.
+
+        Raises:
+          ValueError: `count` is odd.
+        """
+        if count % self.pieces:
+            raise ValueError(f"a device has {count} positions of a row; expected an even number")
+        owner, length = (self.rank() - turn) % self.ring, count // self.pieces
+        firsts = length * jnp.stack([owner, 2 * self.ring - 1 - owner])
+        return (firsts[:, None] + jnp.arange(length)[None]).astype(jnp.int32)
+
+    def pass_on(self, tree: Any) -> Any:
+        """What the device before this one in its group has; the first one gets what the last one has."""
+        groups = self.axis.context_groups()
+        pairs = [pair for group in groups for pair in zip(group, [*group[1:], group[0]], strict=True)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis.name, pairs), tree)
+
+    def input_positions(self, x_BT: jax.Array) -> jax.Array:
+        """This device's positions `(B, T / c)` of whole rows.
+
+        Raises:
+          ValueError: rows do not divide into two pieces for each device.
+        """
+        return self._own(x_BT, 1)
+
+    def _own(self, x: jax.Array, dim: int) -> jax.Array:
+        length, left = divmod(x.shape[dim], self.pieces * self.ring)
+        if left:
+            raise ValueError(f"rows of {x.shape[dim]} positions do not divide into {self.pieces * self.ring} pieces")
+        firsts = length * self.rank(), length * (2 * self.ring - 1 - self.rank())
+        return jnp.concatenate([lax.dynamic_slice_in_dim(x, first, length, dim) for first in firsts], dim)
+
+    def stream_positions(self, x_BT: jax.Array) -> jax.Array:
+        """This device's positions of the stream between layers, of what the model takes."""
+        return x_BT
+
+    def stream_numbers(self, first: jax.Array | int, count: int) -> jax.Array:
+        """Of the positions of the stream, `(T,)`."""
+        return first + self.numbers(count).ravel()
+
+    def attended_numbers(self, first: jax.Array | int, count: int) -> jax.Array:
+        """Of the positions inside attention, `(T,)`."""
+        return self.stream_numbers(first, count)
+
+    def of_positions(self, draw: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]) -> jax.Array:
+        """This device's positions `(T, ...)` of what `draw` makes for all of them."""
+        return self._own(draw((shape[0] * self.ring, *shape[1:])), 0)
+
+    # Of heads, of the MLP's width and of the vocabulary each device has all.
+    def part_size(self, size: int) -> int:
+        return size
+
+    def first(self, part_size: int) -> int:
+        return 0
+
+    def part(self, x: jax.Array, dim: int) -> jax.Array:
+        return x
+
+    def of_heads(self, draw: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]) -> jax.Array:
+        return draw(shape)
+
+    def gather_positions(self, x_BTD: jax.Array) -> jax.Array:
+        return x_BTD
+
+    def sum_positions(self, x_BTD: jax.Array) -> jax.Array:
+        return x_BTD
+
+    def stack(self, x: jax.Array) -> jax.Array:
+        return x[None]
+
+    def counted_once(self, x_BT: jax.Array) -> jax.Array:
+        return x_BT
