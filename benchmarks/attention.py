@@ -1,13 +1,13 @@
 """Attention block by block against attention with the whole matrix of scores: time and compiled bytes.
 
     python benchmarks/attention.py [--contexts 512 1024 ...] [--blocks 128 256 512] [--rows 1] [--documents 5]
-    python benchmarks/attention.py --topology v3-32 --size 1_1b --contexts 8192
+    python benchmarks/attention.py --topology v3-32 --size 1_1b --contexts 8192 [--forms dense] [--context-shards 8]
 
 First form: forward and backward pass of one layer's attention alone, float32 on CPU, 6 heads of 64, with ALiBi. The
 programs are compiled first and take turns; medians of paired ratios are printed. Dense is left out where it would need
 more than 4 GiB. Second form: the peak of a whole training step by the TPU compiler, without a TPU: stage 3, bfloat16
-compute, one row per core, clipping and skipping on. With --documents, each also for rows of so many documents that are
-kept apart.
+compute, one row per core, or per context group of --context-shards cores, clipping and skipping on. With --documents,
+each also for rows of so many documents that are kept apart.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -75,8 +75,13 @@ def measure(rows: int, context: int, blocks: list[int], rounds: int, documents: 
         yield f"| {context:,} | {name} | {1000 * median(times):.1f} | {ratio} | {held:.1f} |"
 
 
-def plan(topology: str, size: str, context: int, documents: int) -> Iterator[str]:
-    """Peak memory of a training step, dense and blockwise; both would take minutes on a TPU to find out."""
+FORMS: dict[str, int | None] = {"blockwise": 2, "dense": None}  # name to `blockwise_from`
+
+
+def plan(
+    topology: str, size: str, context: int, documents: int, forms: Sequence[str], context_shards: int
+) -> Iterator[str]:
+    """Peak memory of a training step, which would take minutes on a TPU to find out."""
     from zero.models.config import GPTConfig
     from zero.partition.collectives.axis import Axis
     from zero.runtime.build import Job
@@ -90,11 +95,11 @@ def plan(topology: str, size: str, context: int, documents: int) -> Iterator[str
 
     devices = find_devices(topology)
     config: GPTConfig = dataclasses.replace(load_sizes(SIZES_FILE)[size], block_size=context)
-    kinds: list[tuple[str, int | None, int | None]] = [("blockwise", 2, None), ("dense", None, None)]
+    kinds: list[tuple[str, int | None, int | None]] = [(name, FORMS[name], None) for name in forms]
     if documents:
         kinds += [(f"{name}, documents", blockwise_from, 0) for name, blockwise_from, _ in kinds]
     for name, blockwise_from, end_of_text in kinds:
-        axis = Axis("zero", (1, len(devices)))
+        axis = Axis("zero", (1, len(devices)), context=context_shards)
         model = ShardedGPT(config, axis, 3, "bfloat16", blockwise_from=blockwise_from, end_of_text=end_of_text)
         tx = adamw(0.1)
         programs = make_programs(
@@ -113,7 +118,7 @@ def plan(topology: str, size: str, context: int, documents: int) -> Iterator[str
             peak = f"{analysis.peak_memory_in_bytes / 2**30:.2f}"
         except jax.errors.JaxRuntimeError as error:
             peak = f"does not fit: {out_of_memory(error)[0] / 2**30:.2f}"
-        yield f"| {context:,} | {name} | {peak} | {time.perf_counter() - start:.0f} |"
+        yield f"| {context:,} | {name} | {context_shards} | {peak} | {time.perf_counter() - start:.0f} |"
 
 
 def main() -> None:
@@ -124,14 +129,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--documents", type=int, default=0, help="per row, kept apart")
     parser.add_argument("--topology", help="compile a training step for this slice instead, such as v3-32")
+    parser.add_argument("--forms", choices=FORMS, nargs="+", default=["blockwise", "dense"], help="with --topology")
+    parser.add_argument("--context-shards", type=int, default=1, help="cores of a context group, with --topology")
     parser.add_argument("--size", default="1_1b", help="an entry of conf/model_config.yaml, with --topology")
     arguments = parser.parse_args()
     if arguments.topology:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        print("| context | attention | peak, GiB per core | seconds to compile |\n|---|---|---|---|")
+        print(
+            "| context | attention | context shards | peak, GiB per core | seconds to compile |\n|---|---|---|---|---|"
+        )
         for context in arguments.contexts:
-            for row in plan(arguments.topology, arguments.size, context, arguments.documents):
+            options = (arguments.documents, arguments.forms, arguments.context_shards)
+            for row in plan(arguments.topology, arguments.size, context, *options):
                 print(row, flush=True)
         return
     print(f"{arguments.rows} rows, {jax.device_count()} CPU device on {os.cpu_count()} cores\n")

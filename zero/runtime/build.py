@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -61,25 +62,28 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
 
 
 def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
-    """The pmap axis of a checked configuration: copies of the state, tensor groups, and the phases of collectives.
+    """The pmap axis of a checked configuration: copies of the state, groups of devices, the phases of collectives.
 
     Raises:
       UserError: the devices do not make groups of equal size.
     """
     devices = pmap_devices() if devices is None else devices
     has_torus = devices[0].platform == "tpu" and zero.replicas == zero.tensor_shards == 1
-    if zero.phases == "torus" or (zero.phases == "auto" and has_torus):
-        return Axis.from_devices("zero", devices)
-    for key, size in (("replicas", zero.replicas), ("tensor_shards", zero.replicas * zero.tensor_shards)):
+    sizes = {"replicas": zero.replicas, "tensor_shards": zero.replicas * zero.tensor_shards}
+    for key, size in (sizes | {"context_shards": zero.context_shards}).items():
         if len(devices) % size:
-            times = "" if key == "replicas" or zero.replicas == 1 else f" times zero.replicas={zero.replicas}"
+            times = f" times zero.replicas={zero.replicas}" if key == "tensor_shards" and zero.replicas > 1 else ""
             value = getattr(zero, key)
             raise UserError(f"zero.{key}={value}{times}: expected a divisor of {len(devices)}, the number of devices")
-    if zero.tensor_shards == 1:
-        return Axis("zero", (zero.replicas, len(devices) // zero.replicas))
     hosts = [device.process_index for device in devices]
-    if any(len(set(hosts[i : i + zero.tensor_shards])) > 1 for i in range(0, len(hosts), zero.tensor_shards)):
-        raise UserError(f"zero.tensor_shards={zero.tensor_shards}: expected groups of devices of one host")
+    for key in ("tensor_shards", "context_shards"):
+        size = getattr(zero, key)
+        if any(len(set(hosts[i : i + size])) > 1 for i in range(0, len(hosts), size)):
+            raise UserError(f"zero.{key}={size}: expected groups of devices of one host")
+    if zero.phases == "torus" or (zero.phases == "auto" and has_torus):
+        return dataclasses.replace(Axis.from_devices("zero", devices), context=zero.context_shards)
+    if zero.tensor_shards == 1:
+        return Axis("zero", (zero.replicas, len(devices) // zero.replicas), context=zero.context_shards)
     replicas = zero.replicas if zero.stage else len(devices) // zero.tensor_shards  # each part wherever it is computed
     return Axis.with_tensor_groups("zero", len(devices), zero.tensor_shards, replicas)
 

@@ -105,7 +105,7 @@ def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
     training, losses, scored = run.config.training, dict.fromkeys(weights, 0.0), 0
     with closing(prefetch(run.validation.batches())) as batches:
         for batch in islice(batches, training.maximum_evaluation_steps):
-            rows = split_batch(batch.tokens, 0, run.axis.tensor).tokens
+            rows = split_batch(batch.tokens, 0, run.axis.row_group).tokens
             for name, params in weights.items():
                 loss, tokens = jax.device_get(run.programs.evaluate(params, rows))
                 losses[name] += loss.item()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -101,7 +102,9 @@ class Inference(NamedTuple):
 def make_inference(
     model: ShardedGPT, sampling: Sampling | None = None, *, devices: Sequence[Any] | None = None
 ) -> Inference:
-    """Binds the model and how text is drawn from it. Nothing is compiled yet."""
+    """Binds the model and how text is drawn from it, of whole rows. Nothing is compiled yet."""
+    if model.axis.context > 1:
+        model = dataclasses.replace(model, axis=dataclasses.replace(model.axis, context=1))
     pmap = _pmap(model.axis.name, devices)
     bound = partial(extend, model=model, sampling=sampling or Sampling())
     return Inference(
@@ -120,13 +123,13 @@ def make_inference(
     )
 
 
-def split_rows(x: np.ndarray, devices: int, tensor: int) -> np.ndarray:
-    """Rows `(rows, ...)` as a pmap takes them, `(devices, rows per group, ...)`: those of a tensor group are alike.
+def split_rows(x: np.ndarray, devices: int, group: int) -> np.ndarray:
+    """Rows `(rows, ...)` as a pmap takes them, `(devices, rows per group, ...)`: devices of a group have the same.
 
-    >>> split_rows(np.arange(4), devices=4, tensor=2).tolist()
+    >>> split_rows(np.arange(4), devices=4, group=2).tolist()
     [[0, 1], [0, 1], [2, 3], [2, 3]]
     """
-    return x.reshape(devices // tensor, -1, *x.shape[1:]).repeat(tensor, axis=0)
+    return x.reshape(devices // group, -1, *x.shape[1:]).repeat(group, axis=0)
 
 
 def _pmap(axis_name: str, devices: Sequence[Any] | None) -> Callable[..., Any]:

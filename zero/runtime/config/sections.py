@@ -199,6 +199,7 @@ class Zero:
     fused_update: bool = MISSING
     replicas: int = at_least(1)
     tensor_shards: int = at_least(1)
+    context_shards: int = at_least(1)
     phases: str = one_of("auto", "flat", "torus")
     overlap_gathers: bool = MISSING
     replicate: bool | None = MISSING
@@ -229,7 +230,7 @@ class Zero:
             yield "zero.gradient_dtype", "bfloat16, the dtype of zero.master_dtype, as zero.fused_update=true"
 
     def _uncut(self, config: Config, size: GPTConfig) -> Mistakes:
-        """What tensor groups cannot cut into equal parts."""
+        """What tensor groups and context groups cannot cut into equal parts."""
         of_model = f"of model.size={config.model.size}"
         cut = {
             f"num_head={size.num_head} {of_model}": size.num_head,
@@ -242,6 +243,15 @@ class Zero:
         for what, count in cut.items():
             if count % self.tensor_shards:
                 yield "zero.tensor_shards", f"a divisor of {what}"
+        if self.context_shards == 1 or config.mode not in ("train", "plan"):
+            return
+        if self.tensor_shards > 1:
+            yield "zero.context_shards", f"1, as zero.tensor_shards={self.tensor_shards}"
+        if config.model.attention == "dense":
+            yield "model.attention", f"auto or blockwise, as zero.context_shards={self.context_shards}"
+        for length in (config.data.max_context, *(length for _, length in config.training.stages())):
+            if length % (2 * self.context_shards):
+                yield "zero.context_shards", f"a divisor of half of the {length} tokens of a sequence"
 
 
 @dataclass
@@ -292,6 +302,7 @@ class Grid:
     state_dtype: list[str] | None = list_of(one_of(*STATE_DTYPES))
     context: list[int] | None = list_of(at_least(2))
     tensor: list[int] | None = list_of(at_least(1))
+    context_shards: list[int] | None = list_of(at_least(1))
     replicas: list[int] | None = list_of(at_least(1))
     phases: list[str] | None = list_of(one_of("auto", "flat", "torus"))
     overlap_gathers: list[bool] | None = MISSING

@@ -42,7 +42,8 @@ def open_model(config: Config, size: GPTConfig, rows: int) -> TrainedModel:
     two copies fit.
     """
     host, hosts = startup.start(**dataclasses.asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
-    config.zero.replicas = 1  # one copy, over however many devices there are now
+    # One copy, over however many devices there are now, and whole rows.
+    config.zero.replicas = config.zero.context_shards = 1
     model = make_model(config, size)
     whole = model.layout.whole().bytes_per_device()
     if config.zero.replicate or (config.zero.replicate is None and 2 * whole <= startup.device_memory()):

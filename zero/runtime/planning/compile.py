@@ -35,7 +35,7 @@ class Request:
     Attributes:
       config: its `training` and `zero` sections are those of the step; `data.max_context` is the context.
       size: the model.
-      micro_batch: sequences per device, or tensor group, and micro-batch.
+      micro_batch: sequences per micro-batch and device, or group of devices that take the same sequences.
     """
 
     config: Config
@@ -44,7 +44,7 @@ class Request:
 
     @property
     def rows(self) -> int:
-        """Sequences per device, or tensor group, and step."""
+        """Sequences per step and device, or group of devices that take the same sequences."""
         return self.micro_batch * self.config.training.gradient_accumulation_steps
 
     def with_changes(self, micro_batch: int | None = None, **keys: Any) -> Request:
@@ -69,7 +69,7 @@ def outline(request: Request) -> Row:
     job = make_job(request.config, request.size, devices)
     arguments = step_arguments(job, request.rows, request.config.data.max_context)
     bound = _time_and_cost(request, job, arguments, job.layout, [], devices)["seconds_lower_bound"]
-    return {"tokens": _tokens(request, devices), "seconds_lower_bound": bound}
+    return {"tokens": _tokens(request, job), "seconds_lower_bound": bound}
 
 
 def compile_step(request: Request) -> Row:
@@ -132,6 +132,7 @@ def compile_step(request: Request) -> Row:
         "skipping": training.skip_bad_steps,
         "fused_update": zero.fused_update,
         "tensor_shards": zero.tensor_shards,
+        "context_shards": zero.context_shards,
         "replicas": zero.replicas,
         "phases": zero.phases,
         "overlap_gathers": zero.overlap_gathers,
@@ -146,14 +147,15 @@ def compile_step(request: Request) -> Row:
         "available_bytes": available,
         **_traffic(sent, devices),
         **_time_and_cost(request, job, arguments, state, sent or [], devices),
-        "tokens": _tokens(request, devices),
+        "tokens": _tokens(request, job),
         "compile_seconds": seconds,
     }
 
 
-def _tokens(request: Request, devices: list[Any]) -> int:
+def _tokens(request: Request, job: Job) -> int:
     """Of all devices in one step."""
-    return len(devices) // request.config.zero.tensor_shards * request.rows * request.config.data.max_context
+    axis = job.model.axis
+    return axis.size // axis.row_group * request.rows * request.config.data.max_context
 
 
 def _bytes_per_parameter(state: Layout, params: Layout) -> float:
@@ -246,7 +248,7 @@ def _time_and_cost(
     plan, steps = request.config.plan, request.config.training.total_steps
     flops = matmul_flops(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr)
     of_group = model_flops(request.size, request.rows, request.config.data.max_context)
-    of_model = of_group // request.config.zero.tensor_shards
+    of_model = of_group // job.model.axis.row_group
     speed = SPEEDS.get(devices[0].device_kind)
     bound = at_mfu = None
     if speed is not None:

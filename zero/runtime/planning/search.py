@@ -77,6 +77,7 @@ def _combinations(request: Request) -> list[Request]:
         "accumulation": grid.accumulation,
         "remat": grid.remat,
         "tensor_shards": grid.tensor or [zero.tensor_shards],
+        "context_shards": grid.context_shards or [zero.context_shards],
         "replicas": grid.replicas or [zero.replicas],
         "phases": grid.phases or [zero.phases],
         "overlap_gathers": grid.overlap_gathers or [zero.overlap_gathers],

@@ -66,12 +66,12 @@ def training_command(row: Row, config: Config) -> str:
     """The command line that trains what a row has planned: it names every key whose value is not the default."""
     config = copy.deepcopy(config)
     config.data.max_context = row["context"]
-    groups = row["devices"] // row["tensor_shards"]
+    groups = row["devices"] // (row["tensor_shards"] * row["context_shards"])
     config.training.batch_size = row["micro_batch"] * row["accumulation"] * groups // row["hosts"]
     config.training.gradient_accumulation_steps = row["accumulation"]
     config.zero.stage, config.zero.remat = row["stage"], row["remat"]
     config.zero.master_dtype, config.optimizer.state_dtype = row["master_dtype"], row["state_dtype"]
-    for key in ("tensor_shards", "replicas", "phases", "overlap_gathers"):
+    for key in ("tensor_shards", "context_shards", "replicas", "phases", "overlap_gathers"):
         setattr(config.zero, key, row[key])
     default, planned = (_by_key(values) for values in (OmegaConf.to_container(default_config()), asdict(config)))
     changed = [key for key in planned if planned[key] != default[key] and key not in _CHOSEN]
@@ -137,6 +137,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "context": lambda row: str(row["context"]),
     "remat": lambda row: row["remat"] + (", fused" if row["fused_update"] else ""),
     "tensor": lambda row: str(row["tensor_shards"]),
+    "context shards": lambda row: str(row["context_shards"]),
     "copies x phases": lambda row: " x ".join(map(str, row["grid"])),
     "parameters": _number("parameters", "{:.3f}B", 1e9),
     "bytes/parameter": _number("state_bytes_per_parameter", "{:.2f}"),

@@ -116,7 +116,7 @@ class ActiveRun:
           False where a stop request came while the program was being compiled; nothing was started then.
         """
         tokens = self.context.cut(batch.tokens, step - 1)
-        rows, length = split_batch(tokens, jax.process_index(), self.axis.tensor), tokens.shape[1]
+        rows, length = split_batch(tokens, jax.process_index(), self.axis.row_group), tokens.shape[1]
         self.profiler.before(step)
         if length in self._steps:
             self.state, metrics = self._steps[length](self.state, rows)
@@ -148,7 +148,7 @@ class ActiveRun:
         if not self._steps:
             self.metrics.add_to_next_line("seconds_to_first_step", age)
         self._steps[length] = program
-        self._flops[length] = model_flops(self.size, rows.tokens.shape[1], length) // self.axis.tensor
+        self._flops[length] = model_flops(self.size, rows.tokens.shape[1], length) // self.axis.row_group
         log.info(
             "first step with sequences of %d tokens: %.1f s after the start; it took %.1f s and was %s",
             length,
@@ -273,10 +273,10 @@ class ActiveRun:
         return signals.PREEMPTED
 
 
-def split_batch(tokens: np.ndarray, host: int, tensor: int) -> Batch:
-    """This host's rows `(rows, context)`, split over its tensor groups: `(devices, rows / groups, context)`."""
-    rows = split_rows(tokens, jax.local_device_count(), tensor)
-    first_rows = host * len(tokens) + rows.shape[1] * (np.arange(len(rows)) // tensor)
+def split_batch(tokens: np.ndarray, host: int, group: int) -> Batch:
+    """This host's rows `(rows, context)`, for groups of devices: `(devices, rows / groups, context)`."""
+    rows = split_rows(tokens, jax.local_device_count(), group)
+    first_rows = host * len(tokens) + rows.shape[1] * (np.arange(len(rows)) // group)
     return Batch(rows, first_rows.astype(np.int32))
 
 

@@ -202,8 +202,8 @@ def with_global_batch(config: Config, global_rows: int) -> Config:
     Raises:
       UserError: the global batch does not divide into the micro-batches of all devices.
     """
-    training, hosts, tensor = config.training, jax.process_count(), config.zero.tensor_shards
-    groups, what = jax.local_device_count() // tensor, "devices" if tensor == 1 else f"groups of {tensor} devices"
+    training, hosts, size = config.training, jax.process_count(), config.zero.tensor_shards * config.zero.context_shards
+    groups, what = jax.local_device_count() // size, "devices" if size == 1 else f"groups of {size} devices"
     parts = hosts * groups * training.gradient_accumulation_steps
     if global_rows % parts:
         raise UserError(
