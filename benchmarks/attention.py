@@ -1,11 +1,13 @@
 """Attention block by block against attention with the whole matrix of scores: time and compiled bytes.
 
     python benchmarks/attention.py [--contexts 512 1024 ...] [--blocks 128 256 512] [--rows 1] [--documents 5]
+    python benchmarks/attention.py --context-shards 8 [--contexts 2048 ...]
     python benchmarks/attention.py --topology v3-32 --size 1_1b --contexts 8192 [--forms dense] [--context-shards 8]
 
 First form: forward and backward pass of one layer's attention alone, float32 on CPU, 6 heads of 64, with ALiBi. The
 programs are compiled first and take turns; medians of paired ratios are printed. Dense is left out where it would need
-more than 4 GiB. Second form: the peak of a whole training step by the TPU compiler, without a TPU: stage 3, bfloat16
+more than 4 GiB. Second form: the same with 8 heads of 64 on virtual devices, each with rows of its own, or all with
+parts of the same rows, whose keys travel around a ring or whose heads are swapped. Third form: the peak of a whole training step by the TPU compiler, without a TPU: stage 3, bfloat16
 compute, one row per core, or per context group of --context-shards cores, clipping and skipping on. With --documents,
 each also for rows of so many documents that are kept apart.
 """
@@ -27,9 +29,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 
+from zero.cpu import use_cpu_devices
 from zero.models.attention.blockwise import BLOCK, blockwise_attention
 from zero.models.attention.dense import dense_attention
 from zero.models.attention.scores import Form
+from zero.partition.collectives.axis import Axis
+from zero.partition.collectives.context_group import ContextGroup, HeadSwap
+from zero.partition.collectives.ordering import in_order
+from zero.runtime.planning.hlo import collective_bytes
 
 HEADS, HEAD_DIM = 6, 64
 DENSE_LIMIT = 4 * 2**30
@@ -75,6 +82,46 @@ def measure(rows: int, context: int, blocks: list[int], rounds: int, documents: 
         yield f"| {context:,} | {name} | {1000 * median(times):.1f} | {ratio} | {held:.1f} |"
 
 
+def measure_cut(rows: int, context: int, rounds: int, shards: int) -> Iterator[str]:
+    """Rows of the table: how positions are cut over `shards` devices, each time with `rows` rows per device in all."""
+    shape = (shards, rows, context, 8, HEAD_DIM)
+    q, k, v, weights = jax.random.normal(jax.random.key(0), (4, *shape))
+    group = ContextGroup(Axis("batch", (1, shards), context=shards))
+    whole, ring, swap = Form(has_alibi=True), Form(has_alibi=True, cut=group), HeadSwap(group)
+
+    def swapped(*qkv: jax.Array, form: Form) -> jax.Array:
+        attended = blockwise_attention(*map(swap.to_heads, qkv), form=form._replace(cut=swap.cut))
+        return swap.to_positions(attended)
+
+    programs = {
+        "own rows": (partial(blockwise_attention, form=whole), shape),
+        "ring": (partial(blockwise_attention, form=ring), (shards, shards * rows, context // shards, *shape[3:])),
+        "heads swapped": (partial(swapped, form=whole), (shards, shards * rows, context // shards, *shape[3:])),
+    }
+    ready: dict[str, Any] = {}
+    for name, (attend, own_shape) in programs.items():
+        arguments = [x.reshape(own_shape) for x in (q, k, v, weights)]
+
+        def run(
+            q: jax.Array, k: jax.Array, v: jax.Array, weights: jax.Array, attend: Callable[..., jax.Array] = attend
+        ) -> Any:
+            return jax.value_and_grad(lambda *qkv: (attend(*qkv) * weights).sum(), (0, 1, 2))(q, k, v)
+
+        program = jax.pmap(in_order(run), axis_name="batch").lower(*arguments).compile()
+        ready[name] = program, jax.pmap(lambda *xs: xs)(*arguments)
+    seconds: dict[str, list[float]] = {name: [] for name in ready}
+    for _ in range(rounds + 1):
+        for name, (program, arguments) in ready.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program(*arguments))
+            seconds[name].append(time.perf_counter() - start)
+    for name, times in seconds.items():
+        sent = sum(collective_bytes(ready[name][0].as_text()).values()) / 2**20
+        held = ready[name][0].memory_analysis().temp_size_in_bytes / 2**20
+        ratio = median(mine / own for mine, own in zip(times[1:], seconds["own rows"][1:], strict=True))
+        yield f"| {context:,} | {name} | {1000 * median(times[1:]):.1f} | {ratio:.2f} | {held:.1f} | {sent:.1f} |"
+
+
 FORMS: dict[str, int | None] = {"blockwise": 2, "dense": None}  # name to `blockwise_from`
 
 
@@ -83,7 +130,6 @@ def plan(
 ) -> Iterator[str]:
     """Peak memory of a training step, which would take minutes on a TPU to find out."""
     from zero.models.config import GPTConfig
-    from zero.partition.collectives.axis import Axis
     from zero.runtime.build import Job
     from zero.runtime.config.files import load_sizes
     from zero.runtime.planning.compile import step_arguments
@@ -130,7 +176,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=0, help="per row, kept apart")
     parser.add_argument("--topology", help="compile a training step for this slice instead, such as v3-32")
     parser.add_argument("--forms", choices=FORMS, nargs="+", default=["blockwise", "dense"], help="with --topology")
-    parser.add_argument("--context-shards", type=int, default=1, help="cores of a context group, with --topology")
+    parser.add_argument("--context-shards", type=int, default=1, help="devices of a context group")
     parser.add_argument("--size", default="1_1b", help="an entry of conf/model_config.yaml, with --topology")
     arguments = parser.parse_args()
     if arguments.topology:
@@ -142,6 +188,14 @@ def main() -> None:
         for context in arguments.contexts:
             options = (arguments.documents, arguments.forms, arguments.context_shards)
             for row in plan(arguments.topology, arguments.size, context, *options):
+                print(row, flush=True)
+        return
+    if arguments.context_shards > 1:
+        use_cpu_devices(arguments.context_shards)
+        print("| context | positions | ms | relative to own rows | MiB of temporaries | MiB sent |")
+        print("|---|---|---|---|---|---|")
+        for context in arguments.contexts:
+            for row in measure_cut(arguments.rows, context, arguments.rounds, arguments.context_shards):
                 print(row, flush=True)
         return
     print(f"{arguments.rows} rows, {jax.device_count()} CPU device on {os.cpu_count()} cores\n")

@@ -33,6 +33,11 @@ MODELS = {
     "gemma2": _of("gemma2", **_GROUPED, N=4, windows=(5, 0), attention_cap=0.5, logit_cap=0.5),
     "dense_lm": _of("dense_lm", z_loss=0.1),
     "plain": ODD,
+    "swap": dataclasses.replace(ODD, embedding_dim=48, num_head=8),
+    "swap_dense_lm": _of("dense_lm", embedding_dim=48, num_head=8, kv_heads=4),
+    "swap_gemma2": _of(
+        "gemma2", **_GROUPED | {"num_head": 8, "kv_heads": 4}, N=4, windows=(5, 0), attention_cap=0.5, logit_cap=0.5
+    ),
 }
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"stage {stage}": (stage, {}) for stage in range(4)},
@@ -42,6 +47,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "not rematerialised": (3, {"remat": "none"}),
 }
 QUICK = [("plain", 2, "stage 3"), ("gemma2", 4, "stage 3"), ("dense_lm", 8, "stage 1")]
+QUICK += [("swap", 8, "stage 3"), ("swap_dense_lm", 4, "stage 2"), ("swap_gemma2", 4, "stage 3")]
 
 
 def trained(on: Setup) -> Run:

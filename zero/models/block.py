@@ -136,22 +136,30 @@ class Block(nn.Module):
                 *(lax.dynamic_update_slice(c, x[None], start) for c, x in zip(cache, (k_BSGK, v_BSGK), strict=True))
             )
             k_BSGK, v_BSGK = (lax.dynamic_index_in_dim(c, layer, keepdims=False) for c in cache)
-        attended_BTHK = self._by_window(layer, q_BTHK, k_BSGK, v_BSGK, position, bias_CH, keys_B, starts_BT)
+        cut, swap = self.cut, self.cut.head_swap(config.num_head, config.key_heads)
+        if swap is not None:
+            cut, bias_CH = swap.cut, None if bias_CH is None else swap.cut.part(bias_CH, 1)
+            q_BTHK, k_BSGK, v_BSGK = (swap.to_heads(x) for x in (q_BTHK, k_BSGK, v_BSGK))
+            starts_BT = None if starts_BT is None else swap.whole_rows(starts_BT)
+        attended_BTHK = self._by_window(cut, layer, q_BTHK, k_BSGK, v_BSGK, position, bias_CH, keys_B, starts_BT)
+        if swap is not None:
+            attended_BTHK = swap.to_positions(attended_BTHK)
         out = self._residual_dense("attention_out", config.out_bias)
         return out(attended_BTHK.reshape(*h_BTD.shape[:2], -1)), cache
 
-    def _by_window(self, layer: jax.Array, *arguments: Any) -> jax.Array:
+    def _by_window(self, cut: Cut, layer: jax.Array, *arguments: Any) -> jax.Array:
         """`_attend` with the window of this layer."""
         windows = self.config.windows if self.window is None else (self.window,)
         if len(windows) == 1:
-            return self._attend(windows[0], *arguments)
+            return self._attend(cut, windows[0], *arguments)
         # Without the checkpoint what each of the windows needs for its backward pass would be kept.
-        branches = [jax.checkpoint(partial(self._attend, window)) for window in windows]
+        branches = [jax.checkpoint(partial(self._attend, cut, window)) for window in windows]
         attended_BTHK: jax.Array = lax.switch(layer % len(windows), branches, *arguments)
         return attended_BTHK
 
     def _attend(
         self,
+        cut: Cut,
         window: int,
         q_BTHK: jax.Array,
         k_BSGK: jax.Array,
@@ -174,11 +182,11 @@ class Block(nn.Module):
             cap=config.attention_cap,
             has_extra_logit=config.extra_logit,
             dropout_rate=config.attention_drop_rate,
-            cut=self.cut,
+            cut=cut,
         )
         # Blocks outside a window are skipped, so that a window makes blocks worth while earlier.
         earliest = [self.blockwise_from or queries + 1, *([max(2, 2 * window)] if window else [])]
-        is_blockwise = self.cut.ring > 1 or (self.blockwise_from is not None and queries >= min(earliest))
+        is_blockwise = cut.ring > 1 or (self.blockwise_from is not None and queries >= min(earliest))
         attend = blockwise_attention if is_blockwise else dense_attention
         return attend(q_BTHK, k_BSGK, v_BSGK, position, form=form, bias_CH=bias_CH, keys_B=keys_B, starts_BT=starts_BT)
 

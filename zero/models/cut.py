@@ -48,9 +48,9 @@ class Whole:
         """Of the positions whose keys this device has after so many turns, int32 `(pieces, count / pieces)`."""
         return jnp.arange(count, dtype=jnp.int32)[None]
 
-    def pass_on(self, tree: Any) -> Any:
-        """What the device before this one in its ring has."""
-        return tree
+    def head_swap(self, *heads: int) -> Any:
+        """How devices swap their positions of all heads for all positions of their heads; None where they do not."""
+        return None
 
     def input_positions(self, x_BT: jax.Array) -> jax.Array:
         """Of whole rows what the model takes."""

@@ -247,7 +247,9 @@ def _backward(
     travelling = (k_NBGRK, v_NBGRK, zeros_NBGKR, zeros_NBGKR)
     pairs = (jnp.asarray(blocks.pairs()), *blocks.later_pairs())
     (q_grads_NBHQK, bias_grads_CH), travelled = around_the_ring(blocks, pairs, add_pairs, staying, travelling)
-    kv_grads_NBGKR = blocks.form.cut.pass_on(travelled[2:])  # once more, to where the keys are from
+    kv_grads_NBGKR = travelled[2:]
+    if blocks.form.cut.ring > 1:  # once more, to where the keys are from
+        kv_grads_NBGKR = blocks.form.cut.pass_on(kv_grads_NBGKR)
     k_grads_NBGRK, v_grads_NBGRK = (x.swapaxes(3, 4).astype(dtype) for x in kv_grads_NBGKR)
     if bias_CH is not None:
         bias_grads_CH = bias_grads_CH.astype(bias_CH.dtype)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zero.partition.collectives.axis import Axis
+from zero.partition.collectives.tensor_group import TensorGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,10 @@ class ContextGroup:
         owner, length = (self.rank() - turn) % self.ring, count // self.pieces
         firsts = length * jnp.stack([owner, 2 * self.ring - 1 - owner])
         return (firsts[:, None] + jnp.arange(length)[None]).astype(jnp.int32)
+
+    def head_swap(self, *heads: int) -> HeadSwap | None:
+        """For such numbers of heads of queries and of keys; None where they do not divide over the group."""
+        return None if any(count % self.ring for count in heads) else HeadSwap(self)
 
     def pass_on(self, tree: Any) -> Any:
         """What the device before this one in its group has; the first one gets what the last one has."""
@@ -127,3 +132,42 @@ class ContextGroup:
 
     def counted_once(self, x_BT: jax.Array) -> jax.Array:
         return x_BT
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSwap:
+    """The devices of a context group swap their positions of all heads for all positions of their part of the heads.
+
+    Source: DeepSpeed-Ulysses, arXiv 2309.14509.
+    """
+
+    group: ContextGroup
+
+    @property
+    def cut(self) -> TensorGroup:
+        """Which heads this device then has: of the devices of a group the first has the first ones."""
+        axis = self.group.axis
+        return TensorGroup(Axis.with_tensor_groups(axis.name, axis.size, axis.context), cuts_positions=False)
+
+    def to_heads(self, x_BTHK: jax.Array) -> jax.Array:
+        """From `(B, T / c, H, K)` to `(B, T, H / c, K)`, with positions in order."""
+        options: Any = {"tiled": True, "axis_index_groups": self.group.axis.context_groups()}
+        return self._in_order(lax.all_to_all(x_BTHK, self.group.axis.name, 2, 1, **options))
+
+    def to_positions(self, x_BTHK: jax.Array) -> jax.Array:
+        """The way back."""
+        rows, positions, heads, width = x_BTHK.shape
+        early, late = jnp.split(x_BTHK.reshape(rows, 2 * self.group.ring, -1, heads, width), 2, axis=1)
+        by_device = jnp.stack([early, late[:, ::-1]], axis=2).reshape(rows, positions, heads, width)
+        options: Any = {"tiled": True, "axis_index_groups": self.group.axis.context_groups()}
+        return lax.all_to_all(by_device, self.group.axis.name, 1, 2, **options)
+
+    def whole_rows(self, x_BT: jax.Array) -> jax.Array:
+        """`(B, T)` from each device's `(B, T / c)`."""
+        groups = self.group.axis.context_groups()
+        return self._in_order(lax.all_gather(x_BT, self.group.axis.name, axis=1, tiled=True, axis_index_groups=groups))
+
+    def _in_order(self, x_BT: jax.Array) -> jax.Array:
+        """Positions in order, from the two pieces of one device after the other."""
+        by_piece = x_BT.reshape(x_BT.shape[0], self.group.ring, 2, -1, *x_BT.shape[2:])
+        return jnp.concatenate([by_piece[:, :, 0], by_piece[:, ::-1, 1]], axis=1).reshape(x_BT.shape)

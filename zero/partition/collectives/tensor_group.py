@@ -85,6 +85,9 @@ class TensorGroup:
         """Of the positions inside attention, int32 `(1, count)`."""
         return jnp.arange(count, dtype=jnp.int32)[None]
 
+    def head_swap(self, *heads: int) -> None:
+        """None: inside attention each device has all positions of its heads."""
+
     def input_positions(self, x_BT: jax.Array) -> jax.Array:
         """Of whole rows what the model takes."""
         return x_BT
