@@ -6,10 +6,10 @@
 
 First form: forward and backward pass of one layer's attention alone, float32 on CPU, 6 heads of 64, with ALiBi. The
 programs are compiled first and take turns; medians of paired ratios are printed. Dense is left out where it would need
-more than 4 GiB. Second form: the same with 8 heads of 64 on virtual devices, each with rows of its own, or all with
-parts of the same rows, whose keys travel around a ring or whose heads are swapped. Third form: the peak of a whole training step by the TPU compiler, without a TPU: stage 3, bfloat16
-compute, one row per core, or per context group of --context-shards cores, clipping and skipping on. With --documents,
-each also for rows of so many documents that are kept apart.
+more than 4 GiB. With --documents, each also for rows of so many documents that are kept apart. Second form: the same
+with 8 heads on virtual devices, each with rows of its own, or all with parts of the same rows, whose keys travel around
+a ring or whose heads are swapped. Third form: a whole training step by the TPU compiler, without a TPU: stage 3,
+bfloat16 compute, one row per core, or per context group of --context-shards cores, clipping and skipping on.
 """
 
 from __future__ import annotations
@@ -160,11 +160,13 @@ def plan(
         job = Job(model, tx, programs, state_layout(model, tx))
         start = time.perf_counter()
         try:
-            analysis: Any = programs.step.lower(*step_arguments(job, 1, context)).compile().memory_analysis()
+            program = programs.step.lower(*step_arguments(job, 1, context)).compile()
+            analysis: Any = program.memory_analysis()
             peak = f"{analysis.peak_memory_in_bytes / 2**30:.2f}"
+            sent = f"{sum(collective_bytes(program.as_text()).values()) / 1e9:.1f}"
         except jax.errors.JaxRuntimeError as error:
-            peak = f"does not fit: {out_of_memory(error)[0] / 2**30:.2f}"
-        yield f"| {context:,} | {name} | {context_shards} | {peak} | {time.perf_counter() - start:.0f} |"
+            peak, sent = f"does not fit: {out_of_memory(error)[0] / 2**30:.2f}", "-"
+        yield f"| {context:,} | {name} | {context_shards} | {peak} | {sent} | {time.perf_counter() - start:.0f} |"
 
 
 def main() -> None:
@@ -182,9 +184,8 @@ def main() -> None:
     if arguments.topology:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        print(
-            "| context | attention | context shards | peak, GiB per core | seconds to compile |\n|---|---|---|---|---|"
-        )
+        print("| context | attention | context shards | peak, GiB per core | GB sent per core | seconds to compile |")
+        print("|---|---|---|---|---|---|")
         for context in arguments.contexts:
             options = (arguments.documents, arguments.forms, arguments.context_shards)
             for row in plan(arguments.topology, arguments.size, context, *options):
