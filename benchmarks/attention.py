@@ -36,7 +36,7 @@ from zero.models.attention.scores import Form
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup, HeadSwap
 from zero.partition.collectives.ordering import in_order
-from zero.runtime.planning.hlo import collective_bytes
+from zero.runtime.planning.hlo import collectives
 
 HEADS, HEAD_DIM = 6, 64
 DENSE_LIMIT = 4 * 2**30
@@ -116,7 +116,7 @@ def measure_cut(rows: int, context: int, rounds: int, shards: int) -> Iterator[s
             jax.block_until_ready(program(*arguments))
             seconds[name].append(time.perf_counter() - start)
     for name, times in seconds.items():
-        sent = sum(collective_bytes(ready[name][0].as_text()).values()) / 2**20
+        sent = sum(one.sent for one in collectives(ready[name][0].as_text())) / 2**20
         held = ready[name][0].memory_analysis().temp_size_in_bytes / 2**20
         ratio = median(mine / own for mine, own in zip(times[1:], seconds["own rows"][1:], strict=True))
         yield f"| {context:,} | {name} | {1000 * median(times[1:]):.1f} | {ratio:.2f} | {held:.1f} | {sent:.1f} |"
@@ -163,7 +163,7 @@ def plan(
             program = programs.step.lower(*step_arguments(job, 1, context)).compile()
             analysis: Any = program.memory_analysis()
             peak = f"{analysis.peak_memory_in_bytes / 2**30:.2f}"
-            sent = f"{sum(collective_bytes(program.as_text()).values()) / 1e9:.1f}"
+            sent = f"{sum(one.sent for one in collectives(program.as_text())) / 1e9:.1f}"
         except jax.errors.JaxRuntimeError as error:
             peak, sent = f"does not fit: {out_of_memory(error)[0] / 2**30:.2f}", "-"
         yield f"| {context:,} | {name} | {context_shards} | {peak} | {sent} | {time.perf_counter() - start:.0f} |"

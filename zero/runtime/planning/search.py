@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, as_completed, wait
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -45,18 +45,23 @@ def fastest(pool: Executor, request: Request, processes: int = 1) -> list[Row]:
     running: dict[Future[Row], int] = {}
     rows: dict[int, Row] = {}
 
+    def fewer(number: int, among: Iterable[int]) -> list[int]:
+        return [other for other in among if _is_smaller(settings[other], settings[number])]
+
     def is_pointless(number: int) -> bool:
         leader = best(list(rows.values()), HEADROOM)
-        fewer = (rows[other] for other in rows if _is_smaller(settings[other], settings[number]))
         is_slower = leader is not None and _speed(outlines[number]) < _speed(leader)
-        return is_slower or not all(row["fits"] for row in fewer)
+        return is_slower or not all(rows[other]["fits"] for other in fewer(number, rows))
 
     with tqdm(total=len(waiting), unit="plan", dynamic_ncols=True) as bar:
         while waiting or running:
             possible = [number for number in waiting if not is_pointless(number)]
             bar.update(len(waiting) - len(possible))
-            start, waiting = possible[: processes - len(running)], possible[processes - len(running) :]
+            # Whether more sequences fit is known when fewer have been compiled.
+            ready = [number for number in possible if not fewer(number, [*running.values(), *possible])]
+            start = ready[: processes - len(running)]
             running |= {pool.submit(compile_step, settings[number]): number for number in start}
+            waiting = [number for number in possible if number not in start]
             for job in wait(running, return_when=FIRST_COMPLETED).done:
                 rows[running.pop(job)] = job.result()
                 bar.update(1)
