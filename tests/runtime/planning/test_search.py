@@ -86,7 +86,7 @@ def test_a_search_compiles_what_can_be_the_fastest(processes: int, monkeypatch: 
     if processes == 1:
         assert compiled == [(3, 1), (3, 2), (3, 4), (2, 1), (2, 2), (2, 4)]
     else:  # whoever has nothing else to do tries stage 1, before anything is known
-        assert sorted(compiled) == [(1, 1), (2, 1), (2, 2), (2, 4), (3, 1), (3, 2), (3, 4)]
+        assert {(3, 1), (3, 2), (3, 4), (2, 1)} <= set(compiled) and (3, 8) not in compiled
     assert len(rows) == len(compiled)
     assert search.best(rows, 0.05) in [row for row in rows if row["seconds_lower_bound"] == 2 * row["tokens"] / 100]
 
