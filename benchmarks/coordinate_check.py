@@ -68,14 +68,15 @@ def activations(config: GPTConfig, params: Any, tokens: np.ndarray) -> dict[str,
                 found[f"{layer}/{context.module.name} (input)"] = args[0]
         return out
 
-    found["embedding"] = x = apply(tokens, method="embed")
+    stream = apply(tokens, method="embed")
+    found["embedding"] = stream[0]
     for layer in range(config.N):
         own = jax.tree.map(lambda stack, layer=layer: stack[layer], params[BLOCKS])
         with nn.intercept_methods(keep):
-            block: Any = Block(config, jnp.float32).apply({"params": own}, (x, None), layer, None, 0)
-        (x, _), _ = block
-        found[f"{layer}/residual stream"] = x
-    x = apply(x, method=lambda model, x: model.norm(x))
+            block: Any = Block(config, jnp.float32).apply({"params": own}, (stream, None), layer, None, 0)
+        (stream, _), _ = block
+        found[f"{layer}/residual stream"] = stream[0]
+    x = apply(stream[0], method=lambda model, x: model.norm(x))
     found["logits"] = x @ params["head"]["table"].reshape(-1, config.embedding_dim).T
     return found
 

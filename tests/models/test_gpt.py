@@ -33,6 +33,8 @@ PUBLISHED = {
     "llama3_8b": 8_030_261_248,
     "mistral_7b": 7_241_732_096,
     "qwen3_8b": 8_190_735_360,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen3_30b_a3b": 30_532_122_624,
     "gemma2_9b": 9_241_705_984,
     "dense_lm_137b": 137_702_416_384,
 }
@@ -132,6 +134,11 @@ def test_parameter_count_is_the_one_in_the_comment(size: str) -> None:
     assert f"{count:,}" == comment[1]
     if size in PUBLISHED:
         assert count == PUBLISHED[size]
+        return
+    if config.experts is not None:  # in half of the layers, with a router; no biases, gains alone
+        d, experts = config.embedding_dim, config.experts
+        pair = 8 * d**2 + 8 * d**2 + experts * (8 * d**2 + d) + 4 * d
+        assert count == config.N // 2 * pair + d + config.vocab_size * d
         return
     # Four d x d and two d x 4d matrices with their biases and two norms per layer; one norm and the tables.
     d, rows = config.embedding_dim, (2 - config.tied) * config.vocab_chunks * config.chunk_rows
@@ -266,7 +273,7 @@ def test_each_kind_of_dropout_has_its_own_rate() -> None:
     both = stream(embedding_dropout=0.0, attention_dropout=0.4, residual_dropout=0.4, dropout=0.0)
     np.testing.assert_array_equal(both, stream())
     config = dataclasses.replace(ODD, embedding_dropout=0.4, embedding_norm=False, alibi_attn=True)
-    embedded = np.asarray(apply(config, params(config), x, keys, method="embed"))
+    embedded = np.asarray(apply(config, params(config), x, keys, method="embed")[0])
     assert abs((embedded == 0).mean() - 0.4) < 0.05
 
 

@@ -1,4 +1,4 @@
-"""One layer: attention and MLP on the residual stream, composed as a `GPTConfig` says.
+"""One layer: attention and MLP or experts on the residual stream, composed as a `GPTConfig` says.
 
 Shapes are named by suffix:
   B rows, T positions of a row, S positions that are attended to, D embedding, H heads of queries, G heads of keys,
@@ -21,6 +21,7 @@ from zero.models.attention.dense import dense_attention
 from zero.models.attention.scores import T5_BUCKETS, Form
 from zero.models.config import GPTConfig
 from zero.models.cut import WHOLE, Cut
+from zero.models.experts import ALONE, Experts, Group, Routing, Stream
 from zero.models.parametrization import kernel_init
 from zero.models.parts import ACTIVATIONS, dropout, make_norm, rotary_frequencies, rotate
 
@@ -48,6 +49,8 @@ class Block(nn.Module):
       window: how many positions a query sees, itself included; 0 for all. None: by the number of the layer when it
         runs, for callers that scan single layers.
       cut: which heads and which part of the MLP's width this device computes, and which positions of the stream it has.
+      group: the devices among which experts are divided.
+      is_dense: the layer has no experts, although the model has.
     """
 
     config: GPTConfig
@@ -55,19 +58,21 @@ class Block(nn.Module):
     blockwise_from: int | None = None
     window: int | None = None
     cut: Cut = WHOLE
+    group: Group = ALONE
+    is_dense: bool = False
 
     @nn.compact
     def __call__(
         self,
-        carry: tuple[jax.Array, Cache | None],
+        carry: tuple[Stream, Cache | None],
         layer: jax.Array,
         keys_B: jax.Array | None,
         position: jax.Array | int,
         starts_BT: jax.Array | None = None,
-    ) -> tuple[tuple[jax.Array, Cache | None], None]:
+    ) -> tuple[tuple[Stream, Cache | None], None]:
         """`starts_BT` is the column where the segment of each position starts; None for one segment per row."""
         config = self.config
-        x_BTD, cache = carry
+        (x_BTD, routing), cache = carry
         if keys_B is not None:
             keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, layer)
         site_keys = [None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, i) for i in range(3)]
@@ -77,8 +82,15 @@ class Block(nn.Module):
         attended_BTD = self._norm("norm_attention", attended_BTD, is_after=True)
         sum_BTD = x_BTD + dropout(attended_BTD, config.residual_drop_rate, site_keys[1], self.cut.of_positions)
         h_BTD = self._norm("norm_mlp", x_BTD if config.parallel_residual else sum_BTD)
-        h_BTD = self._norm("norm_mlp", self._mlp(self.cut.gather_positions(h_BTD)), is_after=True)
-        return (sum_BTD + dropout(h_BTD, config.residual_drop_rate, site_keys[2], self.cut.of_positions), cache), None
+        h_BTD = self.cut.gather_positions(h_BTD)
+        if config.experts is None or self.is_dense:
+            h_BTD = self._mlp(h_BTD)
+        else:
+            h_BTD, decided = self._experts(h_BTD, layer, drops=cache is None)
+            routing = jax.tree.map(jnp.add, routing, decided)
+        h_BTD = self._norm("norm_mlp", h_BTD, is_after=True)
+        sum_BTD = sum_BTD + dropout(h_BTD, config.residual_drop_rate, site_keys[2], self.cut.of_positions)
+        return ((sum_BTD, routing), cache), None
 
     def _norm(self, name: str, x: jax.Array, *, is_after: bool = False) -> jax.Array:
         """The norm of this name at this side of a part, where there is one; the outer one of two has `_after`."""
@@ -200,3 +212,37 @@ class Block(nn.Module):
         else:
             h_BTF = ACTIVATIONS[config.activation](h_BTF)
         return self._residual_dense("mlp_out", config.mlp_bias)(h_BTF)
+
+    def _experts(self, h_BTD: jax.Array, layer: jax.Array, *, drops: bool) -> tuple[jax.Array, Routing]:
+        experts = Experts(self.config, self.dtype, self.cut, self.group, name="experts")
+        y_BTD, decided = experts(h_BTD, layer // self.config.experts_every, drops=drops)
+        return self.cut.sum_positions(y_BTD), decided
+
+
+class Period(nn.Module):
+    """`experts_every` layers, of which the last one has experts; the attributes are those of `Block`."""
+
+    config: GPTConfig
+    dtype: DTypeLike
+    blockwise_from: int | None = None
+    window: int | None = None
+    cut: Cut = WHOLE
+    group: Group = ALONE
+
+    @nn.compact
+    def __call__(
+        self, carry: tuple[Stream, Cache | None], number: jax.Array, *arguments: Any
+    ) -> tuple[tuple[Stream, Cache | None], None]:
+        """As `Block`, but for the number: that of the period."""
+        every = self.config.experts_every
+        options: dict[str, Any] = {field: getattr(self, field) for field in ("window", "cut", "group")}
+        for i in range(every):
+            name, is_dense = f"layer_{i}", i + 1 < every
+            block = Block(self.config, self.dtype, self.blockwise_from, **options, is_dense=is_dense, name=name)
+            carry, _ = block(carry, number * every + i, *arguments)
+        return carry, None
+
+
+def scanned_layer(config: GPTConfig) -> type[nn.Module]:
+    """The class of an entry of the stack of layers."""
+    return Block if config.experts_every == 1 else Period

@@ -16,6 +16,15 @@ _CUT_ALONG = {
 }
 
 
+def is_expert_leaf(name: str) -> bool:
+    """Whether a parameter has a leading dimension of experts (after that of layers).
+
+    >>> is_expert_leaf("blocks/experts/mlp_in/kernel"), is_expert_leaf("blocks/experts/router/kernel")
+    (True, False)
+    """
+    return "experts" in name.split("/") and not name.endswith("router/kernel")
+
+
 def tensor_dim(name: str) -> int | None:
     """The dimension of a parameter that tensor parallelism cuts, counted from the last one; None where it cuts none.
 
@@ -35,8 +44,17 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "attention_scale": ("sqrt", "linear", "none"),
     "parametrization": ("standard", "mup"),
 }
-_WIDTHS = ("embedding_dim", "kv_heads", "head_dim", "mlp_dim", "mup_base_width")
-_AT_LEAST_ONE = (*_WIDTHS, "vocab_size", "num_head", "block_size", "N")
+_WIDTHS = ("embedding_dim", "kv_heads", "head_dim", "mlp_dim", "mup_base_width", "experts")
+_AT_LEAST_ONE = (*_WIDTHS, "vocab_size", "num_head", "block_size", "N", "experts_per_token", "experts_every")
+# Keys of a mixture of experts, with the values that they have in a model without one.
+_OF_EXPERTS: dict[str, Any] = {
+    "experts_per_token": 1,
+    "experts_every": 1,
+    "expert_capacity": None,
+    "normalise_router": False,
+    "balance_loss": 0.0,
+    "router_z_loss": 0.0,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +96,15 @@ class GPTConfig:
       activation: "gelu" (by tanh), "gelu_exact", "relu", "squared_relu", "selu" or "silu".
       gated: the activation multiplies a second product with the input (arXiv 2002.05202).
       mlp_bias: whether the MLP has biases.
+      experts: E, MLPs among which each token is routed (GShard, arXiv 2006.16668); None for one MLP for all tokens.
+      experts_per_token: of the experts, the most likely ones whose outputs are added, weighted by their probabilities.
+      experts_every: the last of every so many layers has experts, the others have one MLP.
+      expert_capacity: of each row of T tokens an expert takes `ceil(expert_capacity * T * experts_per_token / E)`,
+        first choices before second ones, and drops the others; None: nothing is dropped.
+      normalise_router: the probabilities of the chosen experts are divided by their sum, as Mixtral has it.
+      balance_loss: weight of the load-balancing loss of each row and layer (Switch, arXiv 2101.03961, eq. 4).
+      router_z_loss: weight of the mean squared log-sum-exp of the router's logits (ST-MoE, arXiv 2202.08906, eq. 5).
+        Both act on the gradient alone: losses are reported without them.
       tied: the table that embeds tokens also scores them.
       scale_embedding: embedded tokens are multiplied by the root of D.
       scale_output: logits are divided by the root of D. The table then starts with a standard deviation of 1.
@@ -124,6 +151,13 @@ class GPTConfig:
     activation: str = "gelu"
     gated: bool = False
     mlp_bias: bool = True
+    experts: int | None = None
+    experts_per_token: int = 1
+    experts_every: int = 1
+    expert_capacity: float | None = None
+    normalise_router: bool = False
+    balance_loss: float = 0.0
+    router_z_loss: float = 0.0
     tied: bool = True
     scale_embedding: bool = False
     scale_output: bool = False
@@ -154,11 +188,12 @@ class GPTConfig:
         for name in ("dropout", "embedding_dropout", "attention_dropout", "residual_dropout"):
             if getattr(self, name) is not None and not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
-        for name in ("norm_epsilon", "rotary_base", "attention_cap", "logit_cap"):
+        for name in ("norm_epsilon", "rotary_base", "attention_cap", "logit_cap", "expert_capacity"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}")
-        if self.z_loss < 0:
-            raise ValueError(f"z_loss must be at least 0, got {self.z_loss}")
+        for name in ("z_loss", "balance_loss", "router_z_loss"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
@@ -166,6 +201,7 @@ class GPTConfig:
             raise ValueError(f"positions {self.positions!r} need alibi_attn: false")
         self._check_rotary()
         self._check_parametrization()
+        self._check_experts()
         if not self.windows or min(self.windows) < 0:
             raise ValueError(f"windows must be a list of numbers of at least 0, got {list(self.windows)}")
         if self.N % len(self.windows):
@@ -196,6 +232,30 @@ class GPTConfig:
             if getattr(self, name) != value:
                 expected, given = (str(x).lower() for x in (value, getattr(self, name)))
                 raise ValueError(f"parametrization: mup needs {name}: {expected}, got {given}")
+
+    def _check_experts(self) -> None:
+        if self.experts is None:
+            for name, value in _OF_EXPERTS.items():
+                if getattr(self, name) != value:
+                    raise ValueError(f"{name} {getattr(self, name)} needs experts")
+            return
+        if self.experts_per_token > self.experts:
+            raise ValueError(f"experts_per_token {self.experts_per_token} must be at most experts {self.experts}")
+        if self.experts_per_token == 1 and self.normalise_router:
+            raise ValueError("normalise_router: true with experts_per_token 1 leaves the router without a gradient")
+        if self.N % self.experts_every:
+            raise ValueError(f"N {self.N} must be a multiple of experts_every {self.experts_every}")
+        if self.experts_every > 1 and len(self.windows) > 1:
+            raise ValueError(f"experts_every {self.experts_every} needs one window, got {list(self.windows)}")
+        if self.mlp_bias:
+            raise ValueError("experts need mlp_bias: false")
+        if self.parametrization == "mup":
+            raise ValueError("experts need parametrization: standard, got mup")
+
+    @property
+    def scanned_layers(self) -> int:
+        """Entries of the stack of layers: each has `experts_every` of them."""
+        return self.N // self.experts_every
 
     @property
     def chunk_rows(self) -> int:
@@ -281,6 +341,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "mistral": {**_LLAMA, "windows": (4096,)},
     "qwen3": {**_LLAMA, "qk_norm": True, "norm_epsilon": 1e-6, "rotary_base": 1e6},
+    "mixtral": {
+        **_LLAMA,
+        "rotary_base": 1e6,
+        "experts": 8,
+        "experts_per_token": 2,
+        "normalise_router": True,
+        "balance_loss": 0.02,
+    },
+    "qwen3_moe": {
+        **_LLAMA,
+        "qk_norm": True,
+        "norm_epsilon": 1e-6,
+        "rotary_base": 1e6,
+        "experts": 128,
+        "experts_per_token": 8,
+        "normalise_router": True,
+        "balance_loss": 0.001,
+    },
     "gemma2": {
         **_ROTARY,
         **_NO_BIASES,

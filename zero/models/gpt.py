@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.models.block import Block, Cache
+from zero.models.block import Cache, scanned_layer
 from zero.models.config import BLOCKS, HEAD, VOCABULARY, GPTConfig
 from zero.models.cut import WHOLE, Cut
+from zero.models.experts import ALONE, Group, Routing, Stream, no_routing
 from zero.models.parametrization import table_stddev
 from zero.models.parts import Lift, dropout, make_norm, position_numbers
 
@@ -111,6 +112,7 @@ class GPT(nn.Module):
         for all but matrix products with parameters, "none" for nothing, with the layers unrolled.
       blockwise_from: the number of query positions from which attention is blockwise; None for never.
       cut: the group of devices that computes the same rows, and this device's part. Parameters are made whole.
+      group: the devices among which experts are divided, each with rows of its own.
     """
 
     config: GPTConfig
@@ -119,6 +121,7 @@ class GPT(nn.Module):
     remat: str = "full"
     blockwise_from: int | None = None
     cut: Cut = WHOLE
+    group: Group = ALONE
 
     def setup(self) -> None:
         config = self.config
@@ -131,11 +134,11 @@ class GPT(nn.Module):
             self.embedding_norm = make_norm(config, self.dtype, "embedding_norm", self.lift)
         # Layers differ in their windows, not in their parameters: this makes them.
         self.blocks = nn.scan(
-            self.lift(Block, BLOCKS),
+            self.lift(scanned_layer(config), BLOCKS),
             variable_axes={True: 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
-            length=config.N,
+            length=config.scanned_layers,
         )(config, self.dtype, self.blockwise_from)
         self.norm = make_norm(config, self.dtype, "norm", self.lift)
 
@@ -163,7 +166,7 @@ class GPT(nn.Module):
           starts_BT: the column where the segment of each position starts, int32. A position attends to its own segment
             alone, and its number is counted from there; None for one segment per row.
         """
-        return self.scores(tokens_BT, targets_BT, keys_B, starts_BT)[0]
+        return self.routed_scores(tokens_BT, targets_BT, keys_B, starts_BT)[0]
 
     def scores(
         self,
@@ -173,13 +176,25 @@ class GPT(nn.Module):
         starts_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """As `__call__`, and whether each target is the most likely token, bool `(B, T)`."""
-        cut = self._cut.for_positions(tokens_BT.shape[1])
-        x_BTD = self._embed(tokens_BT, keys_B, 0, starts_BT, cut)
-        x_BTD, _ = self._layers(x_BTD, None, keys_B, 0, starts_BT, cut)
-        return self.score(x_BTD, targets_BT)
+        losses_BT, is_greedy_BT, _ = self.routed_scores(tokens_BT, targets_BT, keys_B, starts_BT)
+        return losses_BT, is_greedy_BT
 
-    def score(self, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`scores` from what leaves the last block, `(B, T, D)`."""
+    def routed_scores(
+        self,
+        tokens_BT: jax.Array,
+        targets_BT: jax.Array,
+        keys_B: jax.Array | None = None,
+        starts_BT: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, Routing | None]:
+        """As `scores`, and what the routers have decided, where there are experts."""
+        cut = self._cut.for_positions(tokens_BT.shape[1])
+        stream = self.embed(tokens_BT, keys_B, starts_BT)
+        stream, _ = self._layers(stream, None, keys_B, 0, starts_BT, cut)
+        return self.score(stream, targets_BT)
+
+    def score(self, stream: Stream, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array, Routing | None]:
+        """`routed_scores` from what leaves the last block."""
+        x_BTD, routing = stream
         cut = self._cut.for_positions(targets_BT.shape[1])
         # Every chunk adds to the gradient of x, so that sum is kept in float32.
         x_BTD = cut.gather_positions(self.norm(x_BTD)).astype(jnp.float32)
@@ -187,10 +202,12 @@ class GPT(nn.Module):
         lse_CBT, target_CBT, most_CBT = (lax.collapse(cut.stack(x_CBT), 0, 2) for x_CBT in scored)
         target_BT, lse_BT = target_CBT.sum(0), jax.nn.logsumexp(lse_CBT, axis=0)
         losses_BT = lse_BT - target_BT
-        if self.config.z_loss:
-            penalty_BT = self.config.z_loss * lse_BT**2
+        penalty_BT = self.config.z_loss * lse_BT**2
+        if routing is not None:  # a row's penalty counts once for each token of it that is scored
+            penalty_BT = penalty_BT + routing.penalty_B[:, None]
+        if self.config.z_loss or routing is not None:
             losses_BT = losses_BT + (penalty_BT - lax.stop_gradient(penalty_BT))  # of which only the gradient is left
-        return losses_BT, target_BT >= most_CBT.max(0)
+        return losses_BT, target_BT >= most_CBT.max(0), routing
 
     def logits(
         self,
@@ -217,7 +234,8 @@ class GPT(nn.Module):
         """The normalised residual stream after the last block, `(B, T, D)`, and the cache with these positions."""
         cut = self._cut.with_all_positions()
         x_BTD = self._embed(tokens_BT, keys_B, position, None, cut)
-        x_BTD, cache = self._layers(x_BTD, cache, keys_B, position, None, cut)
+        stream = x_BTD, no_routing(self.config, len(tokens_BT))
+        (x_BTD, _), cache = self._layers(stream, cache, keys_B, position, None, cut)
         x_BTD = self.norm(x_BTD)
         if self.is_initializing() and not self.config.tied:
             self.head(None, self._first_rows(), None, x_BTD)  # makes its parameters
@@ -225,21 +243,22 @@ class GPT(nn.Module):
 
     def _layers(
         self,
-        x_BTD: jax.Array,
+        stream: Stream,
         cache: Cache | None,
         keys_B: jax.Array | None,
         position: jax.Array | int,
         starts_BT: jax.Array | None,
         cut: Cut,
-    ) -> tuple[jax.Array, Cache | None]:
+    ) -> tuple[Stream, Cache | None]:
         """All layers: a scan over the periods of the pattern, in which each layer is one of its own."""
-        layers = jnp.arange(self.config.N)
+        layers = jnp.arange(self.config.scanned_layers)
         if self.is_initializing():
-            return self.blocks((x_BTD, cache), layers, keys_B, position)[0]
+            return self.blocks((stream, cache), layers, keys_B, position)[0]
         period = len(self.config.windows)
 
         def layer_of(window: int) -> Callable[..., Any]:
-            block = self.lift(Block, BLOCKS)(self.config, self.dtype, self.blockwise_from, window, cut, parent=None)
+            lifted = self.lift(scanned_layer(self.config), BLOCKS)
+            block = lifted(self.config, self.dtype, self.blockwise_from, window, cut, self.group, parent=None)
 
             def layer(variables: Any, carry: Any, index: jax.Array) -> Any:
                 return block.apply(variables, carry, index, keys_B, position, starts_BT)[0]
@@ -257,14 +276,15 @@ class GPT(nn.Module):
         if period > 1:  # else XLA for TPU would copy the shards of all layers
             xs = jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), xs)
         # What a loop keeps for the backward pass is copied into stacks and out of them again.
-        unroll = self.config.N // period if self.remat == "none" else 1
-        return lax.scan(one_period, (x_BTD, cache), xs, unroll=unroll)[0]
+        unroll = self.config.scanned_layers // period if self.remat == "none" else 1
+        return lax.scan(one_period, (stream, cache), xs, unroll=unroll)[0]
 
     def embed(
         self, tokens_BT: jax.Array, keys_B: jax.Array | None = None, starts_BT: jax.Array | None = None
-    ) -> jax.Array:
-        """What enters the first block, `(B, T, D)`, of which a cut leaves this device's positions."""
-        return self._embed(tokens_BT, keys_B, 0, starts_BT, self._cut.for_positions(tokens_BT.shape[1]))
+    ) -> Stream:
+        """What enters the first block: `(B, T, D)`, of which a cut leaves this device's positions, and no routing."""
+        x_BTD = self._embed(tokens_BT, keys_B, 0, starts_BT, self._cut.for_positions(tokens_BT.shape[1]))
+        return x_BTD, no_routing(self.config, len(tokens_BT))
 
     def _embed(
         self,

@@ -41,6 +41,8 @@ class LeafLayout:
 
     A stacked leaf carries one layer per row of its leading dimension (`nn.scan`), which is never split. A leaf of
     several parts is gathered by parts: tensor parallelism computes with one of them on each device of a tensor group.
+    A leaf of experts has them in its first dimension (after that of layers), which is not the one that is split; groups
+    of `exchanged` devices exchange it, so that each gathers its own experts alone.
     """
 
     path: tuple[str, ...]
@@ -49,6 +51,11 @@ class LeafLayout:
     splits: tuple[Split, ...]
     stacked: bool = False
     parts: int = 1
+    exchanged: int = 1
+
+    @property
+    def expert_dim(self) -> int:
+        return int(self.stacked)
 
     @property
     def name(self) -> str:
@@ -65,6 +72,9 @@ class LeafLayout:
     @property
     def gathered_shape(self) -> tuple[int, ...]:
         """What a device computes with: the whole array, or one of its parts, the last ones with the padding."""
+        if self.exchanged > 1:
+            dim = self.expert_dim
+            return (*self.shape[:dim], self.shape[dim] // self.exchanged, *self.shape[dim + 1 :])
         if self.parts == 1:
             return self.shape
         return self._with_sizes(lambda split: split.shard_size * split.shards // self.parts)
@@ -110,7 +120,8 @@ class Layout:
         leaves = self.treedef.flatten_up_to(tree)
         for leaf, x in zip(self.leaves, leaves, strict=True):
             if np.shape(x) != leaf.gathered_shape:
-                what = "the whole array" if leaf.parts == 1 else f"one of {leaf.parts} parts"
+                parts = max(leaf.parts, leaf.exchanged)
+                what = "the whole array" if parts == 1 else f"one of {parts} parts"
                 raise ValueError(f"leaf {leaf.name}: expected {what}, {leaf.gathered_shape}, got {np.shape(x)}")
         return leaves
 
@@ -159,7 +170,8 @@ class Layout:
 
     def without_parts(self) -> Layout:
         """The same shards, of leaves that are gathered whole."""
-        return dataclasses.replace(self, leaves=tuple(dataclasses.replace(leaf, parts=1) for leaf in self.leaves))
+        leaves = (dataclasses.replace(leaf, parts=1, exchanged=1) for leaf in self.leaves)
+        return dataclasses.replace(self, leaves=tuple(leaves))
 
     def bytes_per_device(self) -> int:
         return sum(math.prod(leaf.shard_shape) * leaf.dtype.itemsize for leaf in self.leaves)
@@ -199,6 +211,8 @@ def make_layout(
     stacked: Iterable[str] = (),
     tensor: int = 1,
     tensor_dim: Callable[[str], int | None] = lambda name: None,
+    expert: int = 1,
+    is_expert: Callable[[str], bool] = lambda name: False,
 ) -> Layout:
     """Decides, from shapes alone, along which dimension each leaf is split over `shards` devices.
 
@@ -214,9 +228,13 @@ def make_layout(
       tensor: devices of a tensor group; divides `shards`.
       tensor_dim: from the name of a leaf ("blocks/query/kernel") to the dimension that tensor parallelism cuts, counted
         from the last one, or None where it cuts none. That dimension is split, and gathered by `tensor` parts.
+      expert: devices of an expert group; divides `shards`.
+      is_expert: whether the leaf of a name has a first dimension (after that of layers) of experts, which are divided
+        among the devices of an expert group. Another dimension is split.
 
     Raises:
-      ValueError: `shards` is not positive or does not divide into tensor groups, or a stacked name fits no leaf.
+      ValueError: `shards` is not positive or does not divide into groups, `expert` does not divide a leaf's experts, or
+        a stacked name fits no leaf.
 
     >>> import jax, jax.numpy as jnp
     >>> layout = make_layout({"w": jax.ShapeDtypeStruct((5, 12), jnp.float32), "b": jnp.zeros(3)}, shards=4)
@@ -227,6 +245,8 @@ def make_layout(
         raise ValueError(f"shards must be at least 1, got {shards}")
     if tensor < 1 or shards % tensor:
         raise ValueError(f"shards {shards} do not divide into tensor groups of {tensor}")
+    if expert < 1 or shards % expert:
+        raise ValueError(f"shards {shards} do not divide into expert groups of {expert}")
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = tuple(stacked)
     paths = [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path, _ in flat]
@@ -238,12 +258,15 @@ def make_layout(
         shape, dtype = np.shape(leaf), np.dtype(jax.numpy.result_type(leaf))
         is_stacked = path[:1] in [(name,) for name in names]
         cut = tensor_dim("/".join(path)) if tensor > 1 else None
+        exchanged = expert if is_expert("/".join(path)) else 1
+        if shape[is_stacked:][:1] and shape[is_stacked] % exchanged:
+            raise ValueError(f"leaf {'/'.join(path)}: {shape[is_stacked]} experts do not divide into {expert} parts")
         if cut is None:
-            split, parts = _choose_split(shape, int(is_stacked), shards), 1
+            split, parts = _choose_split(shape, int(is_stacked), shards, is_kept=exchanged > 1), 1
         else:
             dim = range(len(shape))[cut]
             split, parts = Split(dim, shape[dim], shards), tensor
-        leaves.append(LeafLayout(path, shape, dtype, (split,) if split else (), is_stacked, parts))
+        leaves.append(LeafLayout(path, shape, dtype, (split,) if split else (), is_stacked, parts, exchanged))
     return Layout(treedef, tuple(leaves), shards)
 
 
@@ -290,8 +313,9 @@ def match_layout(tree: PyTree, *layouts: Layout) -> Layout:
     return Layout(treedef, tuple(by_path[path] for path in paths), layouts[0].shards)
 
 
-def _choose_split(shape: tuple[int, ...], first: int, shards: int) -> Split | None:
-    candidates = [Split(dim, size, shards) for dim, size in enumerate(shape) if dim >= first]
+def _choose_split(shape: tuple[int, ...], first: int, shards: int, *, is_kept: bool = False) -> Split | None:
+    """None where the leaf has fewer elements than there are shards; where `is_kept`, not along the first dimension."""
+    candidates = [Split(dim, size, shards) for dim, size in enumerate(shape) if dim >= first + is_kept]
     if shards == 1 or math.prod(shape[first:]) < shards:
         return None
     return min(candidates, key=lambda split: (split.padding / split.size, split.dim))

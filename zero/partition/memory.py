@@ -60,6 +60,8 @@ def memory(
     stacked: Iterable[str] = (),
     tensor: int = 1,
     tensor_dim: Callable[[str], int | None] = lambda name: None,
+    expert: int = 1,
+    is_expert: Callable[[str], bool] = lambda name: False,
     compute_dtypes: Sequence[DTypeLike] = (jnp.float32, jnp.bfloat16),
 ) -> Memory:
     """Bytes per device of parameters, optimizer state and gradients at stages 0 to 3, without building anything.
@@ -70,7 +72,7 @@ def memory(
       tree: master weights: arrays or `jax.ShapeDtypeStruct`s with whole shapes.
       tx: the optimizer, not wrapped.
       shards: the number of devices that one copy is spread over.
-      stacked, tensor, tensor_dim: as for `make_layout`.
+      stacked, tensor, tensor_dim, expert, is_expert: as for `make_layout`.
       compute_dtypes: one block of four rows each.
 
     >>> import jax
@@ -82,7 +84,8 @@ def memory(
         2  float32     524,288  1,048,580  4,194,304    524,288   6,291,460
         3  float32     524,288  1,048,580  4,194,304    524,288   6,291,460
     """
-    sharded = make_layout(tree, shards, stacked=stacked, tensor=tensor, tensor_dim=tensor_dim)
+    groups: Any = {"tensor": tensor, "tensor_dim": tensor_dim, "expert": expert, "is_expert": is_expert}
+    sharded = make_layout(tree, shards, stacked=stacked, **groups)
     rows = []
     for dtype in [np.dtype(dtype) for dtype in compute_dtypes]:
         whole = sum(math.prod(leaf.gathered_shape) * _compute_itemsize(leaf, dtype) for leaf in sharded.leaves)

@@ -68,13 +68,15 @@ def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
       UserError: the devices do not make groups of equal size.
     """
     devices = pmap_devices() if devices is None else devices
-    has_torus = devices[0].platform == "tpu" and zero.replicas == zero.tensor_shards == 1
-    sizes = {"replicas": zero.replicas, "tensor_shards": zero.replicas * zero.tensor_shards}
-    for key, size in (sizes | {"context_shards": zero.context_shards}).items():
+    has_torus = devices[0].platform == "tpu" and zero.replicas == zero.tensor_shards == zero.expert_shards == 1
+    sizes = {key: zero.replicas * getattr(zero, key) for key in ("tensor_shards", "expert_shards")}
+    for key, size in ({"replicas": zero.replicas, "context_shards": zero.context_shards} | sizes).items():
         if len(devices) % size:
-            times = f" times zero.replicas={zero.replicas}" if key == "tensor_shards" and zero.replicas > 1 else ""
+            times = f" times zero.replicas={zero.replicas}" if key in sizes and zero.replicas > 1 else ""
             value = getattr(zero, key)
             raise UserError(f"zero.{key}={value}{times}: expected a divisor of {len(devices)}, the number of devices")
+    if zero.expert_shards > 1:
+        return Axis.with_expert_groups("zero", len(devices), zero.expert_shards, zero.replicas)
     hosts = [device.process_index for device in devices]
     for key in ("tensor_shards", "context_shards"):
         size = getattr(zero, key)

@@ -41,8 +41,10 @@ def matmul_flops(jaxpr: Any) -> int:
     """
     total = 0
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
+        if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
+            numbers = eqn.params.get("ragged_dot_dimension_numbers")
+            numbers = eqn.params["dimension_numbers"] if numbers is None else numbers.dot_dimension_numbers
+            (contracted, _), _ = numbers
             shape = eqn.invars[0].aval.shape
             total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
             continue

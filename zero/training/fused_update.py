@@ -38,9 +38,9 @@ class Guard(NamedTuple):
 
 
 def backward_and_update(
-    embed: Callable[[PyTree], jax.Array],
-    block: Callable[[PyTree, jax.Array, jax.Array], jax.Array],
-    score: Callable[[PyTree, jax.Array], jax.Array],
+    embed: Callable[[PyTree], PyTree],
+    block: Callable[[PyTree, PyTree, jax.Array], PyTree],
+    score: Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]],
     tx: optax.GradientTransformation,
     moved: Callable[[PyTree, PyTree], PyTree],
     params: dict[str, PyTree],
@@ -50,7 +50,7 @@ def backward_and_update(
     axis: Axis,
     group: int,
     guard: Guard,
-) -> tuple[jax.Array, PyTree, PyTree, jax.Array, jax.Array]:
+) -> tuple[jax.Array, PyTree, PyTree, jax.Array, jax.Array, PyTree]:
     """One step of `score(rest, block(... block(embed(rest)) ...))`, whose layers are stacked in `params[BLOCKS]`.
 
     The layers' parameters and state are carried through the reverse loop and overwritten in place, so that XLA keeps
@@ -59,7 +59,8 @@ def backward_and_update(
     Args:
       embed: what enters the first layer, from the parameters that are not in blocks.
       block: `(a layer's parameters, its input, its number)` to its output.
-      score: this device's part of the loss, from the same parameters as `embed` and what leaves the last layer.
+      score: this device's part of the loss, and what else is known of it, from the same parameters as `embed` and what
+        leaves the last layer.
       tx: the optimizer.
       moved: `(params, updates)` to new params.
       params, opt_state: shards.
@@ -69,8 +70,8 @@ def backward_and_update(
       guard: what is clipped and skipped.
 
     Returns:
-      The loss, the new parameters and state, the norm of the gradient before it was clipped, and whether a part was
-      skipped: all but the shards are the same on every device.
+      The loss, the new parameters and state, the norm of the gradient before it was clipped, whether a part was
+      skipped, and what else `score` knows. All but that and the shards are the same on every device.
 
     Raises:
       NotElementwiseError: `tx` needs other devices, or other layers.
@@ -83,11 +84,11 @@ def backward_and_update(
     x, embed_backward = jax.vjp(embed, rest)
     groups = layers.reshape(-1, group)
     x, kept = lax.scan(lambda x, layers: (_through(block, params[BLOCKS], x, layers)[0], x), x, groups)
-    loss, score_backward = jax.vjp(score, rest, x)
+    loss, score_backward, more = jax.vjp(score, rest, x, has_aux=True)
     grads, dx = score_backward(jnp.ones_like(loss))
     guarded = partial(_guarded, guard=guard, parts=len(layers) + 1, axis=axis)
 
-    def layer_backward(carry: tuple[jax.Array, PyTree], xs: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
+    def layer_backward(carry: tuple[PyTree, PyTree], xs: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
         (dx, held), (x, layer) = carry, xs
         own, own_state = _subtrees(partial(jax.tree.map, lambda stack: lax.dynamic_slice_in_dim(stack, layer, 1)), held)
         _, backward = jax.vjp(lambda p, x: block(jax.tree.map(lambda stack: stack[0], p), x, layer), own[BLOCKS], x)
@@ -99,7 +100,7 @@ def backward_and_update(
         place = partial(jax.tree.map, lambda stack, x: lax.dynamic_update_slice_in_dim(stack, x, layer, 0))
         return (dx, _subtrees(place, held, new)), (sums, is_bad)
 
-    def group_backward(carry: tuple[jax.Array, PyTree], xs: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
+    def group_backward(carry: tuple[PyTree, PyTree], xs: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
         (_, (now, _)), (x, layers) = carry, xs
         return lax.scan(layer_backward, carry, (_inputs(block, now[BLOCKS], x, layers), layers), reverse=True)
 
@@ -112,15 +113,15 @@ def backward_and_update(
     new = unless(is_bad, (moved(rest, updates), new_state), (rest, rest_state))
     sums, is_bad = jax.tree.map(lambda rest, layers: rest + layers.sum().astype(rest.dtype), (sums, is_bad), of_layers)
     params, opt_state = _subtrees(lambda rest, blocks: {**rest, **blocks}, new, held)
-    return lax.psum(loss, axis.name), params, opt_state, norm_of(sums, axis), is_bad
+    return lax.psum(loss, axis.name), params, opt_state, norm_of(sums, axis), is_bad, more
 
 
 def _through(
-    block: Callable[[PyTree, jax.Array, jax.Array], jax.Array], stacks: PyTree, x: jax.Array, layers: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    block: Callable[[PyTree, PyTree, jax.Array], PyTree], stacks: PyTree, x: PyTree, layers: jax.Array
+) -> tuple[PyTree, PyTree]:
     """What leaves a few layers, and what enters each of them. A slice of the stacks would be a copy."""
 
-    def one(x: jax.Array, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def one(x: PyTree, layer: jax.Array) -> tuple[PyTree, PyTree]:
         own = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, layer, keepdims=False), stacks)
         return block(own, x, layer), x
 
@@ -128,13 +129,13 @@ def _through(
 
 
 def _inputs(
-    block: Callable[[PyTree, jax.Array, jax.Array], jax.Array], stacks: PyTree, x: jax.Array, layers: jax.Array
-) -> jax.Array:
+    block: Callable[[PyTree, PyTree, jax.Array], PyTree], stacks: PyTree, x: PyTree, layers: jax.Array
+) -> PyTree:
     """What enters each layer of a group, from what enters the first."""
     if len(layers) == 1:
-        return x[None]
+        return jax.tree.map(lambda x: x[None], x)
     last, inputs = _through(block, stacks, x, layers[:-1])
-    return jnp.concatenate([inputs, last[None]])
+    return jax.tree.map(lambda inputs, last: jnp.concatenate([inputs, last[None]]), inputs, last)
 
 
 def _guarded(grads: PyTree, sums: Squares, *, guard: Guard, parts: int, axis: Axis) -> tuple[PyTree, jax.Array]:

@@ -35,8 +35,8 @@ def evaluate_step(
     variables = model.enter(params)
 
     def add(sums: tuple[jax.Array, jax.Array], rows: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
-        losses, scored = model.losses(variables, rows, None)
-        return (sums[0] + losses, sums[1] + scored), None
+        losses, _ = model.losses(variables, rows, None)
+        return (sums[0] + losses, sums[1] + model.count_scored(rows)), None
 
     parts = tokens.reshape(micro_batches, -1, tokens.shape[-1])
     (losses, scored), _ = lax.scan(add, (jnp.float32(0), jnp.int32(0)), parts)

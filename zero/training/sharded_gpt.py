@@ -17,12 +17,14 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.models.block import Block
-from zero.models.config import BLOCKS, GPTConfig, tensor_dim
+from zero.models.block import scanned_layer
+from zero.models.config import BLOCKS, GPTConfig, is_expert_leaf, tensor_dim
 from zero.models.cut import WHOLE, Cut
+from zero.models.experts import ALONE, Group, Routing, Stream
 from zero.models.gpt import GPT
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
+from zero.partition.collectives.expert_group import ExpertGroup
 from zero.partition.collectives.tensor_group import TensorGroup
 from zero.partition.layout import Layout, PyTree, make_layout
 from zero.partition.stages import fully_shard, gather, scatter_sum, sum_copies
@@ -74,6 +76,11 @@ class ShardedGPT:
             return ContextGroup(self.axis)
         return TensorGroup(self.axis) if self.axis.tensor > 1 else WHOLE
 
+    @property
+    def group(self) -> Group:
+        """The devices among which experts are divided."""
+        return ExpertGroup(self.axis) if self.axis.expert > 1 else ALONE
+
     @cached_property
     def _sharded_by_parts(self) -> Layout:
         tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
@@ -83,12 +90,17 @@ class ShardedGPT:
             params,
             decayed(params),
         )
-        tensor: Any = {"tensor": self.axis.tensor, "tensor_dim": tensor_dim}
-        return make_layout(held, self.axis.shards, stacked=self.config.stacked, **tensor)
+        return make_layout(held, self.axis.shards, **self.layout_options)
+
+    @property
+    def layout_options(self) -> dict[str, Any]:
+        """What `zero.make_layout` and `zero.memory` have to know of this model."""
+        tensor = {"tensor": self.axis.tensor, "tensor_dim": tensor_dim}
+        return {"stacked": self.config.stacked, **tensor, "expert": self.axis.expert, "is_expert": is_expert_leaf}
 
     @cached_property
     def layout_by_parts(self) -> Layout:
-        """`layout`, in which what tensor groups compute in parts is gathered in parts."""
+        """`layout`, in which what tensor groups and expert groups compute in parts is gathered in parts."""
         return self._sharded_by_parts if self.stage else self._sharded_by_parts.whole()
 
     @property
@@ -103,7 +115,8 @@ class ShardedGPT:
 
     @cached_property
     def _plain(self) -> GPT:
-        return GPT(self.config, self.compute_dtype, remat=self.remat, blockwise_from=self.blockwise_from, cut=self.cut)
+        groups: Any = {"cut": self.cut, "group": self.group}
+        return GPT(self.config, self.compute_dtype, remat=self.remat, blockwise_from=self.blockwise_from, **groups)
 
     def _lift(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
         dtypes: Any = {"dtype": self.compute_dtype, "wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
@@ -112,21 +125,22 @@ class ShardedGPT:
 
     @cached_property
     def _lifted(self) -> GPT:
-        return GPT(self.config, self.compute_dtype, self._lift, self.remat, self.blockwise_from, self.cut)
+        return GPT(self.config, self.compute_dtype, self._lift, self.remat, self.blockwise_from, self.cut, self.group)
 
     def block(
         self,
         variables: dict[str, PyTree],
-        x: jax.Array,
+        stream: Stream,
         layer: jax.Array,
         keys: jax.Array | None,
         starts: jax.Array | None,
-    ) -> jax.Array:
-        """One layer, from its own part of the variables."""
-        module_class = self._lift(Block, BLOCKS) if self.stage >= 2 else Block
-        module = module_class(self.config, self.compute_dtype, self.blockwise_from, None, self.cut)
-        (x, _), _ = module.apply(variables, (x, None), layer, keys, 0, starts)
-        return x
+    ) -> Stream:
+        """One entry of the stack of layers, from its own part of the variables."""
+        module_class = scanned_layer(self.config)
+        lifted: Any = self._lift(module_class, BLOCKS) if self.stage >= 2 else module_class
+        module = lifted(self.config, self.compute_dtype, self.blockwise_from, None, self.cut, self.group)
+        (stream, _), _ = module.apply(variables, (stream, None), layer, keys, 0, starts)
+        return stream
 
     def init(self, key: jax.Array) -> PyTree:
         """Shards of new parameters, made layer by layer; their values do not depend on the number of devices."""
@@ -166,20 +180,20 @@ class ShardedGPT:
 
     def losses(
         self, variables: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Summed negative log-likelihoods in nats, and how many tokens of `(rows, context)` were scored.
+    ) -> tuple[jax.Array, Routing | None]:
+        """Summed negative log-likelihoods in nats of `(rows, context)`, and what routers of experts have decided.
 
-        In a tensor group or a context group each device has its share of both.
+        In a tensor group or a context group each device has its share of the first; of the second it has all.
         """
         tokens_in, targets, starts = self.inputs(tokens)
         if self.remat == "nested":
             stacked = {name: tree[BLOCKS] for name, tree in variables.items()}
-            x = self.apply(variables, tokens_in, keys, starts, method="embed")
-            x = nested_layers(partial(self.block, keys=keys, starts=starts), stacked, x)
-            losses, _ = self.apply(variables, x, targets, method="score")
+            stream = self.apply(variables, tokens_in, keys, starts, method="embed")
+            stream = nested_layers(partial(self.block, keys=keys, starts=starts), stacked, stream)
+            losses, _, routing = self.apply(variables, stream, targets, method="score")
         else:
-            losses = self.apply(variables, tokens_in, targets, keys, starts)
-        return self.sum_scored(losses, tokens), self.count_scored(tokens)
+            losses, _, routing = self.apply(variables, tokens_in, targets, keys, starts, method="routed_scores")
+        return self.sum_scored(losses, tokens), routing
 
     def inputs(self, tokens: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """What the model takes of whole rows: tokens, targets, and where documents start; in a context group its part.
@@ -216,9 +230,7 @@ def in_groups(tree: PyTree, size: int) -> PyTree:
     return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), tree)
 
 
-def nested_layers(
-    block: Callable[[PyTree, jax.Array, jax.Array], jax.Array], stacked: PyTree, x: jax.Array
-) -> jax.Array:
+def nested_layers(block: Callable[[PyTree, PyTree, jax.Array], PyTree], stacked: PyTree, x: PyTree) -> PyTree:
     """`block(a layer's part of stacked, x, its number)` for one layer after the other, in groups.
 
     For the backward pass only what enters a group is kept, and the rest is computed again. Of L layers in groups of

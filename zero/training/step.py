@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from zero.models.experts import Routing, Stream, no_routing, routing_metrics
 from zero.partition.layout import Layout, PyTree, derive_layout
 from zero.partition.optimizer import global_norm, on_shards
 from zero.partition.stages import shard
@@ -98,9 +99,9 @@ def train_step(
         if model.stage != 3 or model.remat not in ("full", "nested") or micro_batches > 1 or skip_spikes is not None:
             raise ValueError("fused_update needs stage 3, full or nested remat, one micro-batch and no skip_spikes")
         guard, model = Guard(max_gradient_norm, skip_bad_steps), dataclasses.replace(model, sums_copies=True)
-        loss, params, opt_state, norm, is_bad = _fused(state, batch.tokens, keys, scored, model, tx, guard)
+        loss, params, opt_state, norm, is_bad, routing = _fused(state, batch.tokens, keys, scored, model, tx, guard)
     else:
-        loss, grads = _loss_and_gradients(model, state.params, batch.tokens, keys, scored, micro_batches)
+        loss, grads, routing = _loss_and_gradients(model, state.params, batch.tokens, keys, scored, micro_batches)
         layout, axis = model.layout, model.axis
         if model.stage == 0 and axis.tensor == 1:
             # Of slices as well: the same sums in the same order at every stage.
@@ -133,7 +134,15 @@ def train_step(
         "skipped_in_a_row": state.skipped_in_a_row,
         "skipped_spikes": state.skipped_spikes,
     }
-    return state, metrics
+    return state, metrics | _routing_metrics(routing, batch, model)
+
+
+def _routing_metrics(routing: Routing | None, batch: Batch, model: ShardedGPT) -> dict[str, jax.Array]:
+    """Over the rows of all devices; nothing where there are no experts. Devices of a tensor group count alike."""
+    if routing is None:
+        return {}
+    penalty_B, *sums = routing
+    return routing_metrics(Routing(penalty_B, *lax.psum(sums, model.axis.name)), batch.tokens.size * model.axis.size)
 
 
 def _loss_and_gradients(
@@ -143,16 +152,20 @@ def _loss_and_gradients(
     keys: jax.Array | None,
     scored: jax.Array,
     micro_batches: int,
-) -> tuple[jax.Array, PyTree]:
-    """The mean loss of the global batch, and its gradient as shards (whole at stage 0) in `gradient_dtype`."""
+) -> tuple[jax.Array, PyTree, Routing | None]:
+    """The mean loss of the global batch, its gradient as shards (whole at stage 0) in `gradient_dtype`, and routing."""
     variables = model.enter(params)
 
-    def loss_of(differentiated: PyTree, tokens: jax.Array, keys: jax.Array | None) -> jax.Array:
-        return model.losses({**variables, model.differentiated: differentiated}, tokens, keys)[0] / scored
+    def loss_of(differentiated: PyTree, tokens: jax.Array, keys: jax.Array | None) -> tuple[jax.Array, Routing | None]:
+        loss, routing = model.losses({**variables, model.differentiated: differentiated}, tokens, keys)
+        return loss / scored, routing
 
-    value_and_grad = jax.value_and_grad(loss_of)
-    loss, grads = _accumulate(value_and_grad, variables[model.differentiated], tokens, keys, micro_batches)
-    return lax.psum(loss, model.axis.name), model.leave(grads)
+    value_and_grad = jax.value_and_grad(loss_of, has_aux=True)
+    zeros = jnp.float32(0), no_routing(model.config, len(tokens) // micro_batches)
+    (loss, routing), grads = _accumulate(
+        value_and_grad, zeros, variables[model.differentiated], tokens, keys, micro_batches
+    )
+    return lax.psum(loss, model.axis.name), model.leave(grads), routing
 
 
 def _next_state(
@@ -187,39 +200,47 @@ def _fused(
     model: ShardedGPT,
     tx: optax.GradientTransformation,
     guard: Guard,
-) -> tuple[jax.Array, PyTree, PyTree, jax.Array, jax.Array]:
+) -> tuple[jax.Array, PyTree, PyTree, jax.Array, jax.Array, Routing | None]:
     """As `backward_and_update`."""
     tokens_in, targets, starts = model.inputs(tokens)
 
-    def embed(params: PyTree) -> jax.Array:
+    def embed(params: PyTree) -> Stream:
         return model.apply({"params": params}, tokens_in, keys, starts, method="embed")
 
-    def block(params: PyTree, x: jax.Array, layer: jax.Array) -> jax.Array:
-        return model.block({"params": params}, x, layer, keys, starts)
+    def block(params: PyTree, stream: Stream, layer: jax.Array) -> Stream:
+        return model.block({"params": params}, stream, layer, keys, starts)
 
-    def score(params: PyTree, x: jax.Array) -> jax.Array:
-        losses, _ = model.apply({"params": params}, x, targets, method="score")
-        return model.sum_scored(losses, tokens) / scored
+    def score(params: PyTree, stream: Stream) -> tuple[jax.Array, Routing | None]:
+        losses, _, routing = model.apply({"params": params}, stream, targets, method="score")
+        return model.sum_scored(losses, tokens) / scored, routing
 
-    size = group_size(model.config.N) if model.remat == "nested" else 1
+    size = group_size(model.config.scanned_layers) if model.remat == "nested" else 1
     placement: Any = {"layout": model.layout, "axis": model.axis, "group": size, "guard": guard}
     return backward_and_update(embed, block, score, tx, optax.apply_updates, state.params, state.opt_state, **placement)
 
 
 def _accumulate(
-    value_and_grad: Callable[..., tuple[jax.Array, PyTree]],
+    value_and_grad: Callable[..., tuple[PyTree, PyTree]],
+    zeros: PyTree,
     params: PyTree,
     tokens: jax.Array | np.ndarray,
     keys: jax.Array | None,
     micro_batches: int,
-) -> tuple[jax.Array, PyTree]:
-    """Sums losses and gradients over micro-batches, one after the other; gradients add up in float32."""
+) -> tuple[PyTree, PyTree]:
+    """Sums of values and gradients over micro-batches, one after the other; gradients add up in float32.
+
+    Args:
+      value_and_grad: from parameters, and the tokens and keys of a micro-batch.
+      zeros: to which values are added.
+      params, tokens, keys: its arguments, of all micro-batches.
+      micro_batches: their number.
+    """
     if micro_batches == 1:
         return value_and_grad(params, tokens, keys)
 
-    def add(sums: tuple[jax.Array, PyTree], micro_batch: tuple[jax.Array, jax.Array | None]) -> tuple[Any, None]:
+    def add(sums: tuple[PyTree, PyTree], micro_batch: tuple[jax.Array, jax.Array | None]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, value_and_grad(params, *micro_batch)), None
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    zero_grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     split = jax.tree.map(lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), (tokens, keys))
-    return lax.scan(add, (jnp.float32(0), zeros), split)[0]
+    return lax.scan(add, (zeros, zero_grads), split)[0]

@@ -1,5 +1,6 @@
 """Searches over rows that are made up: no compiler is needed to see what they choose."""
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +16,13 @@ from zero.runtime.planning.compile import Request
 SAME = {"tokens": 100, "seconds_lower_bound": 1.0}
 PEAKS = {"peak_bytes": 50, "evaluation_peak_bytes": 10, "sampling_peak_bytes": None, "available_bytes": 100}
 FITTING: dict[str, Any] = SAME | PEAKS | {"fits": True, "parameters": 1}
+
+
+def grid_of(**values: Any) -> Grid:
+    """One setting, but for these values."""
+    one: dict[str, Any] = {field.name: [1] for field in dataclasses.fields(Grid)}
+    one |= {"stage": [3], "remat": ["full"], "phases": ["flat"], "overlap_gathers": [True]}
+    return Grid(**one | dict.fromkeys(("master_dtype", "state_dtype", "context")) | values)
 
 
 def test_search_prefers_what_is_fast_and_leaves_headroom() -> None:
@@ -41,12 +49,9 @@ def test_a_search_goes_over_all_combinations_of_the_grid(monkeypatch: pytest.Mon
     monkeypatch.setattr(search, "outline", lambda request: SAME)
     monkeypatch.setattr(search, "compile_step", lambda request: FITTING | {"config": request.config})
     config = Config()
-    grid = config.plan.grid
-    grid.stage, grid.accumulation, grid.remat, grid.micro_batch, grid.context = [2, 3], [1], ["full"], [4, 1], None
-    grid.tensor, grid.context_shards, grid.replicas, grid.phases, grid.overlap_gathers = None, None, None, None, None
+    config.plan.grid = grid = grid_of(stage=[2, 3], micro_batch=[4, 1])
     config.data.max_context, config.optimizer.state_dtype, config.zero.master_dtype = 64, "bfloat16", "float32"
-    config.zero.tensor_shards, config.zero.replicas, config.zero.phases, config.mode = 1, 1, "flat", "evaluate"
-    config.zero.context_shards, config.zero.fused_update, config.zero.overlap_gathers = 1, False, True
+    config.zero.fused_update, config.mode = False, "evaluate"
     for state_dtypes, master_dtypes in ((None, None), (["float32", "int8"], ["float32", "bfloat16"])):
         grid.state_dtype, grid.master_dtype = state_dtypes, master_dtypes
         with ThreadPoolExecutor(1) as pool:
@@ -78,7 +83,9 @@ def test_a_search_compiles_what_can_be_the_fastest(processes: int, monkeypatch: 
     monkeypatch.setattr(search, "outline", outline)
     monkeypatch.setattr(search, "compile_step", compile_step)
     config = Config()
-    config.plan.grid = Grid([1, 2, 3], [8, 1, 4, 2], [1], ["full"], None, None, None, [1], [1], [1], ["flat"], [True])
+    config.plan.grid = Grid(
+        [1, 2, 3], [8, 1, 4, 2], [1], ["full"], None, None, None, [1], [1], [1], [1], ["flat"], [True]
+    )
     config.data.max_context, config.optimizer.state_dtype, config.zero.master_dtype = 64, "float32", "float32"
     config.zero.fused_update, config.mode = False, "evaluate"
     with ThreadPoolExecutor(processes) as pool:
@@ -107,7 +114,7 @@ def test_a_search_leaves_out_what_is_not_possible(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(search, "compile_step", compile_step)
     config = Config()
     numbers, phases = [1, 2, 3], ["flat", "torus"]
-    config.plan.grid = Grid([3], [1], [1], ["full"], None, None, [64], numbers, numbers, numbers, phases, [True])
+    config.plan.grid = grid_of(context=[64], tensor=numbers, context_shards=numbers, replicas=numbers, phases=phases)
     config.zero.master_dtype, config.optimizer.state_dtype, config.model.size = "float32", "float32", "two_heads"
     config.zero.fused_update, config.mode, config.model.attention = False, "plan", "auto"
     config.training.context_stages, config.training.staged_warmup_steps = None, 0
@@ -154,9 +161,7 @@ def test_the_deepest_that_fits_is_found_in_a_few_programs(
 
 def test_searches_go_over_the_dtypes_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config()
-    config.plan.grid = Grid(
-        [3], [1], [1], ["full"], ["float32", "bfloat16"], ["int8"], [64], [1], [1], [1], ["flat"], [True]
-    )
+    config.plan.grid = grid_of(master_dtype=["float32", "bfloat16"], state_dtype=["int8"], context=[64])
     config.zero.fused_update, config.mode = False, "evaluate"
 
     def dtypes(request: Request) -> dict[str, Any]:

@@ -74,6 +74,17 @@ THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "mistral": ("MistralConfig", _LLAMA_SIZES | {"sliding_window": 9}, {"N": 4}),
     "qwen3": ("Qwen3Config", _LLAMA_SIZES, {"kv_heads": 2, "N": 4, "rotary_base": 1e4}),
+    "mixtral": (
+        "MixtralConfig",
+        _LLAMA_SIZES | {"num_local_experts": 5, "intermediate_size": 23},
+        {"N": 4, "expert_capacity": None},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        _LLAMA_SIZES
+        | {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 13, "norm_topk_prob": True},
+        {"N": 4, "tied": False, "normalise_router": True, "rotary_base": 1e4},
+    ),
     "gemma2": (
         "Gemma2Config",
         _LLAMA_SIZES

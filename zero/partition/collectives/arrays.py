@@ -7,6 +7,7 @@ wants a mean divides where it is named.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,11 +45,18 @@ def gather_array(
     Per device: `leaf.shard_shape` in, `leaf.gathered_shape` out. Call inside pmap.
     """
     full_x = as_dtype(shard_x, dtype)
-    if _is_quantised(full_x, wire_dtype) and leaf.splits:
+    if leaf.exchanged > 1 and not leaf.splits:
+        own = leaf.gathered_shape[leaf.expert_dim]
+        return lax.dynamic_slice_in_dim(full_x, _expert_rank(axis) * own, own, leaf.expert_dim)
+    if _is_quantised(full_x, leaf, wire_dtype) and leaf.splits:
         return _gather_quantised(full_x, leaf, axis)
     for split in leaf.splits:
         for phase in reversed(axis.phases(leaf)):
-            full_x = lax.all_gather(full_x, axis.name, axis=split.dim, tiled=True, axis_index_groups=axis.groups(phase))
+            groups: Any = {"tiled": True, "axis_index_groups": axis.groups(phase)}
+            if leaf.exchanged > 1 and phase == len(axis.shape) - 1:
+                full_x = lax.all_to_all(full_x, axis.name, leaf.expert_dim, split.dim, **groups)
+            else:
+                full_x = lax.all_gather(full_x, axis.name, axis=split.dim, **groups)
         full_x = lax.slice_in_dim(full_x, 0, leaf.gathered_shape[split.dim], axis=split.dim)
     return full_x
 
@@ -63,7 +71,8 @@ def scatter_sum_array(
 ) -> jax.Array:
     """This device's shard of the sum over all devices: `psum_scatter`; a leaf that is whole is all-reduced.
 
-    Of a leaf of several parts each device has one, and the sum is over the devices that have the same.
+    Of a leaf of several parts each device has one, and the sum is over the devices that have the same; likewise of a
+    leaf of experts.
 
     With `wire_dtype=jnp.int8` floats of split leaves travel as `quantise` makes them, once, whatever the phases.
 
@@ -82,16 +91,24 @@ def scatter_sum_array(
     if not jnp.issubdtype(full_x.dtype, jnp.floating):
         wire_dtype = reduce_dtype = None
     reduce = np.dtype(reduce_dtype or sum_dtype(full_x.dtype))
-    if _is_quantised(full_x, wire_dtype):
+    if _is_quantised(full_x, leaf, wire_dtype):
         if leaf.splits:
             return _scatter_sum_quantised(full_x, leaf, axis, reduce)
         wire_dtype = None
     wire = np.dtype(wire_dtype or full_x.dtype)
+    if leaf.exchanged > 1 and not leaf.splits:
+        start: list[Any] = [0] * full_x.ndim
+        start[leaf.expert_dim] = _expert_rank(axis) * full_x.shape[leaf.expert_dim]
+        full_x = lax.dynamic_update_slice(jnp.zeros(leaf.shape, full_x.dtype), full_x, start)
     x = full_x.astype(wire)
     for split in leaf.splits:
         x = padded_for(leaf, x)
         for phase in axis.phases(leaf):
-            x = _scatter_sum_phase(x.astype(wire), split.dim, axis, phase, reduce)
+            if leaf.exchanged > 1 and phase == len(axis.shape) - 1:
+                groups: Any = {"tiled": True, "axis_index_groups": axis.groups(phase)}
+                x = lax.all_to_all(x.astype(wire), axis.name, split.dim, leaf.expert_dim, **groups).astype(reduce)
+            else:
+                x = _scatter_sum_phase(x.astype(wire), split.dim, axis, phase, reduce)
         if axis.sums_copies:
             x = sum_copies_of_array(x, axis)
     return x if leaf.splits else lax.psum(x.astype(reduce), axis.name)
@@ -129,8 +146,16 @@ def dequantise(values: jax.Array, scale: jax.Array, shape: tuple[int, ...]) -> j
     return rows[:, : math.prod(shape)].reshape(-1, *shape)
 
 
-def _is_quantised(x: jax.Array, wire_dtype: DTypeLike | None) -> bool:
-    return wire_dtype is not None and np.dtype(wire_dtype) == np.int8 and jnp.issubdtype(x.dtype, jnp.floating)
+def _expert_rank(axis: Axis) -> jax.Array:
+    """The place of this device in its expert group."""
+    return axis.shard_index() % axis.expert
+
+
+def _is_quantised(x: jax.Array, leaf: LeafLayout, wire_dtype: DTypeLike | None) -> bool:
+    is_int8 = wire_dtype is not None and np.dtype(wire_dtype) == np.int8
+    if is_int8 and leaf.exchanged > 1:
+        raise ValueError(f"leaf {leaf.name}: what expert groups exchange does not travel as int8")
+    return is_int8 and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _gather_quantised(shard_x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:

@@ -29,14 +29,16 @@ class Axis:
       devices: positions on the pmap axis in row-major order of the grid; by default 0, 1, 2, ...
       tensor: devices of a tensor group, which compute on the same rows with different parts of the parameters. With
         more than 1 the first phase is along these groups, and leaves of several parts are gathered over the others.
+      expert: devices of an expert group, each of which computes with other experts. With more than 1 the last phase is
+        along these groups, in which leaves of experts are exchanged and not gathered.
       sums_copies: whether a reduce-scatter also sums over the copies. Otherwise `stages.sum_copies` has to complete it:
         once per step costs less than once per layer and micro-batch.
       context: devices of a context group, neighbours on the pmap axis, which compute different positions of the same
         rows. How state is split does not depend on it.
 
     Raises:
-      ValueError: `devices` is not a permutation of the positions on the axis, the first phase is not of size `tensor`,
-        or the devices do not divide into context groups.
+      ValueError: `devices` is not a permutation of the positions on the axis, the first phase is not of size `tensor`
+        or the last one not of size `expert`, or the devices do not divide into context groups.
 
     >>> Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7)).shard_of_device()
     (0, 4, 1, 5, 2, 6, 3, 7)
@@ -48,6 +50,7 @@ class Axis:
     tensor: int = 1
     sums_copies: bool = True
     context: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         size = math.prod(self.shape)
@@ -62,6 +65,10 @@ class Axis:
             raise ValueError(
                 f"axis {self.name!r}: {size} devices with tensor={self.tensor} do not make context groups of "
                 f"{self.context}"
+            )
+        if self.expert > 1 and (self.expert != self.shape[-1] or self.tensor > 1 or self.context > 1):
+            raise ValueError(
+                f"axis {self.name!r}: the last phase of {self.shape} must be of expert={self.expert}, alone"
             )
 
     @classmethod
@@ -78,6 +85,20 @@ class Axis:
             raise ValueError(f"axis {name!r}: {size} devices do not make {replicas} copies of groups of {tensor}")
         grid = np.arange(size).reshape(replicas, -1, tensor).swapaxes(1, 2)
         return cls(name, grid.shape, tuple(grid.ravel().tolist()), tensor)
+
+    @classmethod
+    def with_expert_groups(cls, name: str, size: int, expert: int, replicas: int = 1) -> Axis:
+        """Expert groups of neighbours on the pmap axis; copies, where there are several, are of neighbours as well.
+
+        >>> Axis.with_expert_groups("batch", 8, 2).expert_groups()
+        [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+        Raises:
+          ValueError: `size` does not divide into copies of whole expert groups.
+        """
+        if size % (replicas * expert):
+            raise ValueError(f"axis {name!r}: {size} devices do not make {replicas} copies of groups of {expert}")
+        return cls(name, (replicas, size // (replicas * expert), expert), expert=expert)
 
     @classmethod
     def from_devices(cls, name: str, devices: Sequence[jax.Device]) -> Axis:
@@ -132,6 +153,10 @@ class Axis:
     def context_groups(self) -> list[list[int]]:
         """Positions on the pmap axis of the devices of each context group."""
         return np.arange(self.size).reshape(-1, self.context).tolist()
+
+    def expert_groups(self) -> list[list[int]] | None:
+        """`axis_index_groups` of the devices among which experts are divided."""
+        return self.groups(len(self.shape) - 1)
 
     def copies(self, parts: int = 1) -> list[list[int]] | None:
         """`axis_index_groups` that hold a whole copy, or one of its parts, each in the order of its shards."""

@@ -78,11 +78,12 @@ def _coalesce(
 ) -> Iterator[list[int]]:
     """Which leaves travel together: neighbours among the small split ones of a dtype and as many parts; others alone.
 
-    Leaves that are quantised travel alone, because no two of them may share a scale.
+    Leaves that are quantised travel alone, because no two of them may share a scale; those of experts take another way.
     """
     filling: dict[tuple[np.dtype, int], list[int]] = {}
     for i, (x, leaf) in enumerate(zip(arrays, leaves, strict=True)):
-        if not leaf.splits or math.prod(leaf.shape) > SMALL or (wire_dtype and np.dtype(wire_dtype) == np.int8):
+        is_quantised = wire_dtype is not None and np.dtype(wire_dtype) == np.int8
+        if not leaf.splits or leaf.exchanged > 1 or math.prod(leaf.shape) > SMALL or is_quantised:
             yield [i]
             continue
         members = filling.setdefault((x.dtype, leaf.parts), [])

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from zero.models.config import GPTConfig
+from zero.runtime.config import rules
 from zero.runtime.config.constraints import shown
 from zero.runtime.config.sections import Config
 from zero.runtime.errors import UserError
@@ -43,7 +44,7 @@ def check(config: DictConfig, sizes: Mapping[str, GPTConfig]) -> Config:
         size = sizes[checked.model.size]
         if checked.data.max_context is None:
             checked.data.max_context = size.block_size
-        for key, expected in checked.mistakes(size):
+        for key, expected in rules.mistakes(checked, size):
             wrong.setdefault(key, expected)
     mistakes += [f"{key}={shown(OmegaConf.select(typed, key))}: expected {expected}" for key, expected in wrong.items()]
     if mistakes:

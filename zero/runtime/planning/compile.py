@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero.models.config import GPTConfig, tensor_dim
+from zero.models.config import GPTConfig
 from zero.partition.layout import Layout
 from zero.partition.memory import memory
 from zero.runtime.build import Job, make_job
@@ -104,9 +104,7 @@ def compile_step(request: Request) -> Row:
         sharded.shapes(),
         job.tx,
         sharded.shards,
-        stacked=request.size.stacked,
-        tensor=zero.tensor_shards,
-        tensor_dim=tensor_dim,
+        **job.model.layout_options,
         compute_dtypes=[job.model.compute_dtype],
     ).rows[zero.stage]
     gradients = formula.gradients
@@ -133,6 +131,7 @@ def compile_step(request: Request) -> Row:
         "fused_update": zero.fused_update,
         "tensor_shards": zero.tensor_shards,
         "context_shards": zero.context_shards,
+        "expert_shards": zero.expert_shards,
         "replicas": zero.replicas,
         "phases": zero.phases,
         "overlap_gathers": zero.overlap_gathers,

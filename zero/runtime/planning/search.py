@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from zero.models.config import GPTConfig
+from zero.runtime.config.rules import zero_rules
 from zero.runtime.config.sections import Config
 from zero.runtime.errors import UserError
 from zero.runtime.planning.compile import Request, Row, compile_step, highest_peak, outline
@@ -83,6 +84,7 @@ def _combinations(request: Request) -> list[Request]:
         "remat": grid.remat,
         "tensor_shards": grid.tensor or [zero.tensor_shards],
         "context_shards": grid.context_shards or [zero.context_shards],
+        "expert_shards": grid.expert or [zero.expert_shards],
         "replicas": grid.replicas or [zero.replicas],
         "phases": grid.phases or [zero.phases],
         "overlap_gathers": grid.overlap_gathers or [zero.overlap_gathers],
@@ -92,7 +94,7 @@ def _combinations(request: Request) -> list[Request]:
         for other in _state_dtypes(request.with_changes(**dict(zip(keys, values, strict=True)))):
             for context in grid.context or [request.config.data.max_context]:
                 rows = [other.with_changes(rows, context=context) for rows in sorted(grid.micro_batch)]
-                mistake = next(rows[0].config.zero.mistakes(rows[0].config, rows[0].size), None)
+                mistake = next(zero_rules(rows[0].config, rows[0].size), None)
                 if mistake is None:
                     found += rows
                 else:

@@ -71,7 +71,7 @@ def training_command(row: Row, config: Config) -> str:
     config.training.gradient_accumulation_steps = row["accumulation"]
     config.zero.stage, config.zero.remat = row["stage"], row["remat"]
     config.zero.master_dtype, config.optimizer.state_dtype = row["master_dtype"], row["state_dtype"]
-    for key in ("tensor_shards", "context_shards", "replicas", "phases", "overlap_gathers"):
+    for key in ("tensor_shards", "context_shards", "expert_shards", "replicas", "phases", "overlap_gathers"):
         setattr(config.zero, key, row[key])
     default, planned = (_by_key(values) for values in (OmegaConf.to_container(default_config()), asdict(config)))
     changed = [key for key in planned if planned[key] != default[key] and key not in _CHOSEN]
@@ -138,6 +138,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "remat": lambda row: row["remat"] + (", fused" if row["fused_update"] else ""),
     "tensor": lambda row: str(row["tensor_shards"]),
     "context shards": lambda row: str(row["context_shards"]),
+    "expert": lambda row: str(row["expert_shards"]),
     "copies x phases": lambda row: " x ".join(map(str, row["grid"])),
     "parameters": _number("parameters", "{:.3f}B", 1e9),
     "bytes/parameter": _number("state_bytes_per_parameter", "{:.2f}"),

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +17,7 @@ import optax
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from zero.models.config import GPTConfig, tensor_dim
+from zero.models.config import GPTConfig
 from zero.partition.memory import memory
 from zero.runtime import run_directory as run_files
 from zero.runtime import storage
@@ -327,8 +326,7 @@ def _write_run_files(
     shapes, shards = model.sharded_layout.shapes(), model.axis.shards
     if config.training.ema is not None:  # counted as optimizer state
         tx = optax.GradientTransformation(lambda params, init=tx.init: (init(params), params), tx.update)
-    options: Any = {"tensor": model.axis.tensor, "tensor_dim": tensor_dim, "compute_dtypes": [model.compute_dtype]}
-    table = memory(shapes, tx, shards, stacked=model.config.stacked, **options)
+    table = memory(shapes, tx, shards, compute_dtypes=[model.compute_dtype], **model.layout_options)
     (run_directory / run_files.LAYOUT_FILE).write_text(
         f"{model.layout}\n\nbytes per device without activations; this run is at stage {model.stage}\n{table}\n"
     )

@@ -245,6 +245,54 @@ QWEN3 = Architecture(
     fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
     **_LLAMA_SHARED,
 )
+_ATTENTION_MODULES = {name: hf_name for name, hf_name in _LLAMA_MODULES.items() if "mlp." not in hf_name}
+
+
+def _expert_modules(block: str, router: str, gate: str, into: str, out: str) -> dict[str, str]:
+    """Those of Llama, with experts in place of the MLP."""
+    names = {"mlp_gate": gate, "mlp_in": into, "mlp_out": out}
+    experts = {f"experts/{name}": f"{block}.experts.{{}}.{hf_name}" for name, hf_name in names.items()}
+    return _ATTENTION_MODULES | _layers({"experts/router": f"{block}.{router}", **experts}, "layers")
+
+
+MIXTRAL = Architecture(
+    model_type="mixtral",
+    class_name="MixtralForCausalLM",
+    family="mixtral",
+    fixed={"hidden_act": "silu"},
+    windows="sliding_window",
+    **{
+        **_LLAMA_SHARED,
+        "keys": {**_LLAMA_KEYS, "num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"},
+        "absent": {**_LLAMA_SHARED["absent"], "rms_norm_eps": 1e-5, "num_experts_per_tok": 2},
+        "modules": _expert_modules("block_sparse_moe", "gate", "w1", "w3", "w2"),
+    },
+)
+QWEN3_MOE = Architecture(
+    model_type="qwen3_moe",
+    class_name="Qwen3MoeForCausalLM",
+    family="qwen3_moe",
+    fixed={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    aliases={"num_experts": "num_local_experts"},  # as transformers 5 writes it
+    **{
+        **_LLAMA_SHARED,
+        "keys": {
+            **{key: name for key, name in _LLAMA_KEYS.items() if name != "mlp_width"},
+            "moe_intermediate_size": "mlp_width",
+            "num_experts": "experts",
+            "num_experts_per_tok": "experts_per_token",
+            "norm_topk_prob": "normalise_router",
+        },
+        "absent": {**_LLAMA_SHARED["absent"], "num_experts_per_tok": 8, "norm_topk_prob": False},
+        "modules": _expert_modules("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
+    },
+)
 _GEMMA_KEYS = {
     "query_pre_attn_scalar": "head_width",
     "attn_logit_softcapping": "attention_cap",
@@ -272,7 +320,9 @@ GEMMA2 = Architecture(
     },
 )
 # Where several equal a model, the first is exported.
-ARCHITECTURES = {one.model_type: one for one in (GPT2, BLOOM, GPT_NEO, GPT_NEOX, LLAMA, MISTRAL, QWEN3, GEMMA2)}
+ARCHITECTURES = {
+    one.model_type: one for one in (GPT2, BLOOM, GPT_NEO, GPT_NEOX, LLAMA, MISTRAL, QWEN3, GEMMA2, MIXTRAL, QWEN3_MOE)
+}
 
 
 def architecture_of(size: GPTConfig) -> Architecture:

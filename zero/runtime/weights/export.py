@@ -95,10 +95,8 @@ def _tensors(
             for leaf in parts_of_tensor
         ]
         tensor = architecture.pack(parts_of_tensor[0], arrays, size)
-        if "{}" in name:
-            yield from ((name.format(i), layer) for i, layer in enumerate(tensor))
-        else:
-            yield name, tensor
+        for index in np.ndindex(tensor.shape[: name.count("{}")]):  # of layers and experts
+            yield name.format(*index), tensor[index]
 
 
 def _save_tensors(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> None:

@@ -92,7 +92,7 @@ class HuggingFaceFolder:
         architecture, size = self.architecture, model.config
         left_over = set(self._tensors)
         for leaf in model.layout.leaves:
-            for name in self._tensor_names(leaf):
+            for name in self._tensor_names(leaf).values():
                 expected = architecture.tensor_shape(leaf, size)
                 found = tuple(self._tensors[name].get_shape()) if name in self._tensors else "nothing"
                 if found != expected:
@@ -104,19 +104,18 @@ class HuggingFaceFolder:
         def read(leaf: LeafLayout, target: jax.ShapeDtypeStruct) -> jax.Array:
             padded = np.zeros(leaf.padded_shape, leaf.dtype)
             logical = padded[tuple(slice(length) for length in leaf.shape)]
-            for i, name in enumerate(self._tensor_names(leaf)):
-                part = architecture.unpack(leaf, self._tensors[name][:], size)
-                logical[(i,) if "{}" in architecture.tensor_name(leaf.name) else ()] = part
+            for index, name in self._tensor_names(leaf).items():
+                logical[index] = architecture.unpack(leaf, self._tensors[name][:], size)
             return jax.make_array_from_callback(padded.shape, target.sharding, lambda index: padded[index])
 
         return model.layout.map(read, global_shapes(model.layout, model.axis))
 
-    def _tensor_names(self, leaf: LeafLayout) -> list[str]:
-        """The tensors that hold this leaf, one per layer."""
+    def _tensor_names(self, leaf: LeafLayout) -> dict[tuple[int, ...], str]:
+        """The tensors that hold this leaf, one per layer and expert, by their place in it."""
         if leaf.name.rpartition("/")[0] not in self.architecture.modules:
             raise UserError(f"{self.path}: {self.architecture.model_type} has nothing for leaf {leaf.name}")
         name = self.architecture.tensor_name(leaf.name)
-        return [name.format(i) for i in range(leaf.shape[0])] if "{}" in name else [name]
+        return {index: name.format(*index) for index in np.ndindex(leaf.shape[: name.count("{}")])}
 
     def __enter__(self) -> Self:
         return self

@@ -20,6 +20,7 @@ FUSED_QKV = ("query", "key", "value")
 _SIZES = {"embedding_dim", "vocab_size", "num_head", "block_size", "N", "kv_heads", "head_dim", "mlp_dim"}
 _SIZES |= {"norm_epsilon", "dropout", "vocab_chunks", "z_loss", "parametrization", "mup_base_width", "zero_init"}
 _SIZES |= {"embedding_dropout", "attention_dropout", "residual_dropout"}
+_SIZES |= {"expert_capacity", "balance_loss", "router_z_loss"}  # without a capacity text is generated, here too
 _DEFAULTS = {one.name: one.default for one in fields(GPTConfig)} | {"attention_scale": "sqrt"}
 
 
@@ -36,7 +37,8 @@ class Architecture:
       fixed: keys that must have these values, which are also the defaults where config.json lacks them.
       written: keys of an export that say nothing about the weights.
       prefix: of all names of tensors but the head's; published files may lack it.
-      modules: the names of zero's modules to those of `transformers`, with `{}` for the number of the layer.
+      modules: the names of zero's modules to those of `transformers`, with `{}` for the number of the layer, and a
+        second one for that of the expert.
       rotary: the keys of the base of rotary positions and of the fraction that is rotated; None for other positions.
       windows: where config.json has them: "sliding_window", "layer_types", "attention_types", or "" for no windows.
       is_transposed: kernels are stored `(out, in)`.
@@ -75,6 +77,8 @@ class Architecture:
             for name, value in {**expected, **widths}.items()
             if name not in free and getattr(size, name) != value
         ]
+        if ("experts" in free) != (size.experts is not None):
+            found.append("experts, this model has none" if size.experts is None else "no experts, this model has")
         if self.windows and len({*size.windows} - {0}) > 1:
             found.append(f"windows of one length, this model {list(size.windows)}")
         if self.windows == "sliding_window" and len(size.windows) > 1:
@@ -87,7 +91,7 @@ class Architecture:
         return next(name for name in self.modules.values() if "{}" in name).partition("{}")[0]
 
     def tensor_name(self, leaf: str) -> str:
-        """`h.{}.attn.c_attn.weight` for `blocks/query/kernel`, with `{}` for the number of the layer."""
+        """`h.{}.attn.c_attn.weight` for `blocks/query/kernel`, with `{}` for the numbers of layer and expert."""
         module, _, kind = leaf.rpartition("/")
         return f"{self.modules[module]}.{'bias' if kind == 'bias' else 'weight'}"
 
@@ -96,10 +100,10 @@ class Architecture:
         return ("" if leaf.startswith(f"{HEAD}/") else self.prefix) + self.tensor_name(leaf)
 
     def tensor_shape(self, leaf: LeafLayout, size: GPTConfig) -> tuple[int, ...]:
-        """The shape of the tensor that holds this leaf, of one layer."""
+        """The shape of the tensor that holds this leaf, of one layer and expert."""
         if leaf.path[0] in (VOCABULARY, HEAD):
             return (size.vocab_size, size.embedding_dim)
-        shape = leaf.shape[1:] if leaf.stacked else leaf.shape
+        shape = leaf.shape[self.tensor_name(leaf.name).count("{}") :]
         if self.fused and leaf.path[-2] in FUSED_QKV:
             shape = (*shape[:-1], 3 * shape[-1])
         return shape[::-1] if self.is_transposed and leaf.path[-1] == "kernel" else shape
@@ -115,7 +119,7 @@ class Architecture:
         return whole.swapaxes(-1, -2) if self.is_transposed and leaf.endswith("kernel") else whole
 
     def unpack(self, leaf: LeafLayout, tensor: np.ndarray, size: GPTConfig) -> np.ndarray:
-        """The leaf, or one layer of it, from its tensor; the inverse of `pack`."""
+        """The leaf, or one layer and expert of it, from its tensor; the inverse of `pack`."""
         if leaf.path[0] in (VOCABULARY, HEAD):
             rows = size.vocab_chunks * size.chunk_rows - size.vocab_size
             return np.pad(tensor, ((0, rows), (0, 0))).reshape(leaf.shape)

@@ -48,8 +48,8 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
         for key in UNSEEN:
             if size[key] != getattr(model.config, key):
                 raise UserError(f"{origin}: {key} is {size[key]}, this run expects {getattr(model.config, key)}")
-        if size["N"] != model.config.N and len(model.config.windows) > 1:
-            raise UserError(f"{origin}: N={size['N']} blocks of different windows do not grow to N={model.config.N}")
+        if size["N"] != model.config.N and (len(model.config.windows) > 1 or model.config.experts_every > 1):
+            raise UserError(f"{origin}: N={size['N']} different blocks do not grow to N={model.config.N}")
         order = repeated_blocks(size["N"], model.config.N, origin)
         source = dataclasses.replace(model, config=dataclasses.replace(model.config, N=size["N"]))
         params = from_global(read(source), source.layout, model.axis, donate=True)

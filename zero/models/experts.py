@@ -1,0 +1,239 @@
+"""A mixture of experts in place of one MLP: a router sends each token to a few of many MLPs.
+
+Without a capacity the tokens of a device are sorted by expert and multiplied in groups of different sizes. With one, an
+expert has the same number of places in every row, so that what is dropped depends on the row alone: never on the number
+of devices or of micro-batches. Places are what expert groups exchange between devices.
+
+Shapes are named by suffix:
+  B rows, T positions of a row, D embedding, E experts, K choices of a token, C places of an expert in a row,
+  F width of an expert, L layers with experts, M choices of all tokens of all rows
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from zero.models.config import GPTConfig
+from zero.models.cut import WHOLE, Cut
+from zero.models.parametrization import kernel_init
+from zero.models.parts import ACTIVATIONS
+
+# `Alone`, or something with its attributes and methods: `zero.partition.collectives.expert_group.ExpertGroup`.
+Group = Any
+
+
+class Alone:
+    """A group of one device, which has all experts. What each method does on more is said there."""
+
+    size = 1
+
+    def to_experts(self, x_BECD: jax.Array) -> jax.Array:
+        """The places of this device's experts, in the rows of all devices of the group."""
+        return x_BECD
+
+    def from_experts(self, x_BECD: jax.Array) -> jax.Array:
+        """The places of all experts, in the rows of this device: the inverse."""
+        return x_BECD
+
+
+ALONE = Alone()
+
+
+class Routing(NamedTuple):
+    """What the routers of the layers so far have decided.
+
+    Attributes:
+      penalty_B: weighted auxiliary losses of each row, summed over layers, float32.
+      choices_LE: how often each expert was chosen in each layer, whether or not it had a place left, float32.
+      dropped: choices for which there was no place left, in all layers, float32.
+      entropy: of the router's probabilities in nats, summed over positions and layers, float32.
+    """
+
+    penalty_B: jax.Array
+    choices_LE: jax.Array
+    dropped: jax.Array
+    entropy: jax.Array
+
+
+# What flows from layer to layer: the residual stream, and where there are experts what was decided so far.
+Stream = tuple[jax.Array, Routing | None]
+
+
+def no_routing(config: GPTConfig, rows: int) -> Routing | None:
+    """Before the first layer; None for a model without experts."""
+    if config.experts is None:
+        return None
+    choices_LE = jnp.zeros((config.scanned_layers, config.experts), jnp.float32)
+    return Routing(jnp.zeros(rows, jnp.float32), choices_LE, jnp.float32(0), jnp.float32(0))
+
+
+def routing_metrics(routing: Routing, positions: jax.Array | float) -> dict[str, jax.Array]:
+    """Means over layers: shares of the most and the least chosen expert, share of choices dropped, entropy in nats.
+
+    Args:
+      routing: summed over rows.
+      positions: of all rows, each counted once.
+    """
+    choices_L1 = routing.choices_LE.sum(-1, keepdims=True)
+    share_LE = routing.choices_LE / choices_L1
+    return {
+        "expert_share_max": share_LE.max(-1).mean(),
+        "expert_share_min": share_LE.min(-1).mean(),
+        "dropped_share": routing.dropped / choices_L1.sum(),
+        "router_entropy": routing.entropy / (positions * len(share_LE)),
+    }
+
+
+def capacity_of(config: GPTConfig, positions: int) -> int:
+    """C, the places of an expert in a row of so many positions.
+
+    >>> capacity_of(GPTConfig(8, 9, 2, 16, 0.0, 1, experts=4, expert_capacity=1.25, mlp_bias=False), 16)
+    5
+    """
+    assert config.experts is not None and config.expert_capacity is not None
+    wanted = math.ceil(config.expert_capacity * positions * config.experts_per_token / config.experts)
+    return min(wanted, positions)  # no expert is chosen twice by a token
+
+
+class _Kernel(nn.Module):
+    """A parameter of the name `kernel`, which weight decay and its like look for."""
+
+    config: GPTConfig
+    shape: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        kernel: jax.Array = self.param("kernel", kernel_init(self.config, str(self.name)), self.shape)
+        return kernel
+
+
+class Experts(nn.Module):
+    """The experts of one layer and their router.
+
+    Attributes:
+      config: the model.
+      dtype: of the experts' products; the router computes in float32.
+      cut: which part of each expert's width this device computes.
+      group: the devices among which the experts are divided.
+    """
+
+    config: GPTConfig
+    dtype: DTypeLike
+    cut: Cut = WHOLE
+    group: Group = ALONE
+
+    @nn.compact
+    def __call__(self, h_BTD: jax.Array, layer: jax.Array | int, *, drops: bool) -> tuple[jax.Array, Routing]:
+        """`(B, T, D)` to this device's part of the sum over the experts' widths, and what was decided.
+
+        Args:
+          h_BTD: all positions of the rows of this device.
+          layer: number among the layers with experts.
+          drops: whether experts have a capacity, where the model has one. Text is generated without.
+        """
+        config = self.config
+        assert config.experts is not None
+        logits_BTE = self._router_logits(h_BTD)
+        probabilities_BTE = jax.nn.softmax(logits_BTE)
+        gates_BTK, chosen_BTK = lax.top_k(probabilities_BTE, config.experts_per_token)
+        if config.normalise_router:
+            gates_BTK = gates_BTK / gates_BTK.sum(-1, keepdims=True)
+
+        width, own = config.mlp_width // self.cut.size, config.experts // self.group.size
+        into, out = (own, config.embedding_dim, width), (own, width, config.embedding_dim)
+        names = {"mlp_in": into, "mlp_gate": into, "mlp_out": out} if config.gated else {"mlp_in": into, "mlp_out": out}
+        kernels = {name: _Kernel(config, shape, name=name)().astype(self.dtype) for name, shape in names.items()}
+        h_BTD, dropped = h_BTD.astype(self.dtype), jnp.float32(0)
+        if self.group.size == 1 and not (drops and config.expert_capacity is not None):
+            y_BTKD = self._sorted(h_BTD, chosen_BTK, kernels)
+        else:
+            places = capacity_of(config, h_BTD.shape[1]) if drops else h_BTD.shape[1]
+            y_BTKD, dropped = self._in_places(h_BTD, chosen_BTK, kernels, places)
+        y_BTD = jnp.einsum("BTKD,BTK->BTD", y_BTKD, gates_BTK.astype(self.dtype))
+        return y_BTD, self._decided(logits_BTE, probabilities_BTE, chosen_BTK, dropped, layer)
+
+    def _router_logits(self, h_BTD: jax.Array) -> jax.Array:
+        config = self.config
+        assert config.experts is not None
+        kernel_DE = _Kernel(config, (config.embedding_dim, config.experts), name="router")()
+        # Rounded logits would change which experts are chosen (Switch, arXiv 2101.03961, section 2.4).
+        h_BTD, kernel_DE = h_BTD.astype(jnp.float32), kernel_DE.astype(jnp.float32)
+        return jnp.einsum("BTD,DE->BTE", h_BTD, kernel_DE, precision=lax.Precision.HIGHEST)
+
+    def _decided(
+        self,
+        logits_BTE: jax.Array,
+        probabilities_BTE: jax.Array,
+        chosen_BTK: jax.Array,
+        dropped: jax.Array,
+        layer: jax.Array | int,
+    ) -> Routing:
+        config = self.config
+        _, positions, experts = logits_BTE.shape
+        lse_BT = jax.nn.logsumexp(logits_BTE, axis=-1)
+        choices_BE = jax.nn.one_hot(chosen_BTK, experts).sum((1, 2))
+        share_BE = choices_BE / (positions * config.experts_per_token)
+        balance_B = experts * jnp.sum(share_BE * probabilities_BTE.mean(1), axis=-1)
+        penalty_B = config.balance_loss * balance_B + config.router_z_loss * jnp.mean(lse_BT**2, axis=-1)
+        entropy = jnp.sum(lse_BT) - jnp.sum(probabilities_BTE * logits_BTE)
+        choices_LE = jnp.zeros((config.scanned_layers, experts)).at[layer].set(choices_BE.sum(0))
+        return Routing(penalty_B, choices_LE, dropped, lax.stop_gradient(entropy))
+
+    def _sorted(self, h_BTD: jax.Array, chosen_BTK: jax.Array, kernels: dict[str, jax.Array]) -> jax.Array:
+        """Outputs of all choices, `(B, T, K, D)`: the tokens of an expert lie next to each other."""
+        chosen_M = chosen_BTK.reshape(-1)
+        order_M = jnp.argsort(chosen_M)
+        sizes_E = jnp.zeros(self.config.experts, jnp.int32).at[chosen_M].add(1)
+        x_MD = lax.collapse(h_BTD, 0, 2)[order_M // self.config.experts_per_token]
+        y_MD = self._mlp(x_MD, kernels, partial(lax.ragged_dot, group_sizes=sizes_E))
+        return y_MD[jnp.argsort(order_M)].reshape(*chosen_BTK.shape, -1)
+
+    def _in_places(
+        self, h_BTD: jax.Array, chosen_BTK: jax.Array, kernels: dict[str, jax.Array], places: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Outputs of all choices, `(B, T, K, D)`, zero for those without a place, and how many these are."""
+        rows, positions, embedding = h_BTD.shape
+        experts = self.config.experts or 1
+        place_BTK = jax.vmap(partial(assign_places, experts=experts, places=places))(chosen_BTK)
+        end = experts * places  # where choices without a place point
+        index_B = jnp.arange(rows)[:, None, None]
+        token_BS = jnp.full((rows, end), positions, jnp.int32)
+        token_BS = token_BS.at[index_B, place_BTK].set(jnp.arange(positions)[None, :, None], mode="drop")
+        x_BSD = jnp.take_along_axis(h_BTD, token_BS[..., None], axis=1, mode="fill", fill_value=0)
+        x_BECD = self.group.to_experts(x_BSD.reshape(rows, experts, places, embedding))
+        y_BECD = self._mlp(x_BECD, kernels, partial(jnp.einsum, "BECI,EIO->BECO"))
+        y_BSD = self.group.from_experts(y_BECD).reshape(rows, end, embedding)
+        chosen_BSD = y_BSD.at[index_B, place_BTK].get(mode="fill", fill_value=0)
+        return chosen_BSD, jnp.sum(place_BTK == end).astype(jnp.float32)
+
+    def _mlp(self, x: jax.Array, kernels: dict[str, jax.Array], product: Any) -> jax.Array:
+        """The MLP of each expert, on its own tokens."""
+        act = ACTIVATIONS[self.config.activation]
+        hidden = product(x, kernels["mlp_in"])
+        hidden = act(product(x, kernels["mlp_gate"])) * hidden if self.config.gated else act(hidden)
+        y: jax.Array = product(hidden, kernels["mlp_out"])
+        return y
+
+
+def assign_places(chosen_TK: jax.Array, experts: int, places: int) -> jax.Array:
+    """For each choice of the tokens of one row the place of an expert, `expert * places + place`.
+
+    First choices come before second ones, and earlier positions before later ones. A choice for which its expert has no
+    place left gets `experts * places`. Source: GShard, arXiv 2006.16668, algorithm 1.
+
+    >>> assign_places(jnp.asarray([[0, 1], [0, 1], [1, 0]]), experts=2, places=2).tolist()
+    [[0, 3], [1, 4], [2, 4]]
+    """
+    chosen_KT = chosen_TK.T
+    is_chosen_SE = jax.nn.one_hot(chosen_KT.reshape(-1), experts, dtype=jnp.int32)
+    before_SE = jnp.cumsum(is_chosen_SE, axis=0) - is_chosen_SE
+    before_KT = jnp.sum(before_SE * is_chosen_SE, axis=-1).reshape(chosen_KT.shape)
+    return jnp.where(before_KT < places, chosen_KT * places + before_KT, experts * places).T

@@ -1,0 +1,195 @@
+"""Rules between the keys of a configuration. What is right for one key by itself is checked in sections.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from zero.models.config import GPTConfig
+from zero.runtime.config.constraints import is_paths, shown
+from zero.runtime.config.sections import Config
+from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE, hyperparameters
+from zero.training.sharded_gpt import group_size
+
+Mistakes = Iterator[tuple[str, str]]  # key, and what was expected
+
+
+def mistakes(config: Config, size: GPTConfig) -> Mistakes:
+    """What does not fit together, section by section."""
+    for rules in (
+        training_rules,
+        model_rules,
+        data_rules,
+        optimizer_rules,
+        schedule_rules,
+        zero_rules,
+        evaluate_rules,
+        plan_rules,
+        distributed_rules,
+    ):
+        yield from rules(config, size)
+
+
+def training_rules(config: Config, size: GPTConfig) -> Mistakes:
+    training = config.training
+    if training.warmup_steps >= training.total_steps:
+        yield "training.warmup_steps", f"fewer than training.total_steps={training.total_steps}"
+    longest = config.data.max_context
+    key = "context_stages" if isinstance(training.context_stages, list) else "warmup_train_context"
+    if longest <= size.block_size and any(length < 2 or longest % length for _, length in training.stages()):
+        yield f"training.{key}", f"a divisor of data.max_context={longest}, at least 2"
+    if size.has_learned_positions and training.sample_tokens >= size.block_size:
+        learned = f"the learned positions of model.size={config.model.size} less one"
+        yield "training.sample_tokens", f"at most {size.block_size - 1}, {learned}"
+    if training.harness_frequency is not None and not config.evaluate.harness:
+        yield "training.harness_frequency", "null, or tasks in evaluate.harness as well"
+
+
+def model_rules(config: Config, size: GPTConfig) -> Mistakes:
+    model = config.model
+    if config.mode == "train" and model.warm_start and not model.model_path:
+        places = "a run, a directory of checkpoints or a Hugging Face folder"
+        yield "model.model_path", f"{places}, as model.warm_start=true"
+
+
+def data_rules(config: Config, size: GPTConfig) -> Mistakes:
+    data = config.data
+    if data.max_context > size.block_size:
+        yield (
+            "data.max_context",
+            f"2 to {size.block_size}, the block_size of model.size={config.model.size}, or null",
+        )
+    if not is_paths(data.index_path_train) and data.train_samples is not None:
+        yield "data.train_samples", "null, as data.index_path_train is a mixture"
+    if data.resume_step is not None and config.resume is None and config.mode == "train":
+        yield "data.resume_step", "null without --resume"
+
+
+def optimizer_rules(config: Config, size: GPTConfig) -> Mistakes:
+    optimizer = config.optimizer
+    for key in sorted(optimizer.hyperparameters().keys() - hyperparameters(optimizer.name).keys()):
+        yield f"optimizer.{key}", f"null, as optimizer.name={optimizer.name} does not have it"
+    if optimizer.name not in QUANTISABLE and optimizer.state_dtype != "float32":
+        yield "optimizer.state_dtype", f"float32, as optimizer.name={optimizer.name}"
+    if optimizer.name not in MULTIPLIABLE and size.parametrization == "mup":
+        yield "optimizer.name", f"{' or '.join(MULTIPLIABLE)}, as model.size={config.model.size} is in mup"
+    if optimizer.name not in ELEMENTWISE and config.zero.fused_update:
+        yield "optimizer.name", f"{', '.join(ELEMENTWISE)}, as zero.fused_update=true updates one layer at a time"
+
+
+def schedule_rules(config: Config, size: GPTConfig) -> Mistakes:
+    schedule = config.schedule
+    left = config.training.total_steps - config.training.warmup_steps
+    if schedule.name != "wsd" and schedule.decay_steps is not None:
+        yield "schedule.decay_steps", f"null, as schedule.name={schedule.name}"
+    elif schedule.decay_steps is not None and schedule.decay_steps > left:
+        yield "schedule.decay_steps", f"at most {left}, the steps after the warmup"
+
+
+def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
+    zero = config.zero
+    if zero.remat == "nested" and group_size(size.scanned_layers) == 1:
+        of_model = f"the {size.scanned_layers} layers of model.size={config.model.size}"
+        yield "zero.remat", f"full, as {of_model} make no equal groups"
+    for key in ("replicas", "tensor_shards", "expert_shards"):
+        if zero.phases == "torus" and getattr(zero, key) > 1:
+            yield "zero.phases", f"auto or flat, as zero.{key}={getattr(zero, key)}"
+    for key, other in (("wire_dtype", "float32 or bfloat16"), ("gather_dtype", "auto")):
+        if zero.stage == 0 and getattr(zero, key) == "int8":
+            yield f"zero.{key}", f"{other}, as zero.stage=0 sums whole gradients and gathers nothing"
+    yield from _uncut(config, size)
+    yield from _undivided(config, size)
+    if not zero.fused_update:
+        return
+    needed: dict[str, tuple[Any, list[Any]]] = {
+        "zero.stage": (zero.stage, [3]),
+        "zero.remat": (zero.remat, ["auto", "full", "nested"]),
+        "training.skip_spikes": (config.training.skip_spikes, [None]),
+        "training.gradient_accumulation_steps": (config.training.gradient_accumulation_steps, [1]),
+    }
+    for key, (value, choices) in needed.items():
+        if value not in choices:
+            possible = " or ".join(map(shown, choices))
+            yield key, f"{possible}, as zero.fused_update=true never holds the whole gradient"
+    if zero.master_dtype == "bfloat16" and zero.gradient_dtype != "bfloat16":
+        yield "zero.gradient_dtype", "bfloat16, the dtype of zero.master_dtype, as zero.fused_update=true"
+
+
+def _undivided(config: Config, size: GPTConfig) -> Mistakes:
+    """What expert groups cannot divide or send."""
+    zero = config.zero
+    if zero.expert_shards == 1:
+        return
+    of_model = f"of model.size={config.model.size}"
+    if size.experts is None:
+        yield "zero.expert_shards", f"1, as model.size={config.model.size} has no experts"
+    elif size.experts % zero.expert_shards:
+        yield "zero.expert_shards", f"a divisor of experts={size.experts} {of_model}"
+    elif size.expert_capacity is None:
+        yield (
+            "zero.expert_shards",
+            f"1, or a number as expert_capacity {of_model}: places are what devices exchange",
+        )
+    given = f"zero.expert_shards={zero.expert_shards}"
+    if zero.tensor_shards > 1:
+        yield "zero.tensor_shards", f"1, as {given}"
+    for key, other in (("wire_dtype", "float32 or bfloat16"), ("gather_dtype", "auto")):
+        if getattr(zero, key) == "int8":
+            yield f"zero.{key}", f"{other}, as {given}"
+
+
+def _uncut(config: Config, size: GPTConfig) -> Mistakes:
+    """What tensor groups and context groups cannot cut into equal parts."""
+    zero = config.zero
+    of_model = f"of model.size={config.model.size}"
+    cut = {
+        f"num_head={size.num_head} {of_model}": size.num_head,
+        f"kv_heads={size.key_heads} {of_model}": size.key_heads,
+        f"mlp_dim={size.mlp_width} {of_model}": size.mlp_width,
+    }
+    if config.mode in ("train", "plan"):
+        cut[f"data.max_context={config.data.max_context}"] = config.data.max_context
+        cut |= {f"a stage of {length} tokens": length for _, length in config.training.stages()}
+    for what, count in cut.items():
+        if count % zero.tensor_shards:
+            yield "zero.tensor_shards", f"a divisor of {what}"
+    if zero.context_shards == 1 or config.mode not in ("train", "plan"):
+        return
+    if zero.tensor_shards > 1:
+        yield "zero.context_shards", f"1, as zero.tensor_shards={zero.tensor_shards}"
+    if size.experts is not None:
+        yield "zero.context_shards", f"1, as tokens are routed row by row in model.size={config.model.size}"
+    if config.model.attention == "dense":
+        yield "model.attention", f"auto or blockwise, as zero.context_shards={zero.context_shards}"
+    for length in (config.data.max_context, *(length for _, length in config.training.stages())):
+        if length % (2 * zero.context_shards):
+            yield "zero.context_shards", f"a divisor of half of the {length} tokens of a sequence"
+
+
+def evaluate_rules(config: Config, size: GPTConfig) -> Mistakes:
+    evaluate = config.evaluate
+    if config.mode == "evaluate" and not (evaluate.validation or evaluate.harness):
+        yield "evaluate.validation", "true, or tasks in evaluate.harness"
+    context = evaluate.context or config.data.max_context
+    if evaluate.stride is not None and evaluate.stride >= context:
+        yield "evaluate.stride", f"1 to {context - 1}, or null"
+
+
+def plan_rules(config: Config, size: GPTConfig) -> Mistakes:
+    plan = config.plan
+    if plan.search != "largest" and max(plan.grid.context or [0]) > size.block_size:
+        limit = f"the block_size of model.size={config.model.size}"
+        yield "plan.grid.context", f"a list, each element 2 to {size.block_size}, {limit}, or null"
+
+
+def distributed_rules(config: Config, size: GPTConfig) -> Mistakes:
+    distributed = config.distributed
+    number, count = distributed.process_id, distributed.num_processes
+    if distributed.coordinator_address is None:
+        for key, value in (("num_processes", count), ("process_id", number)):
+            if value is not None:
+                yield f"distributed.{key}", "null, as there is no distributed.coordinator_address"
+    elif count is None:
+        yield "distributed.num_processes", "the number of processes, as there is a distributed.coordinator_address"
+    elif number is None or number >= count:
+        yield "distributed.process_id", f"0 to {count - 1}, another one for each process"
