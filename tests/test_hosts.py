@@ -86,6 +86,24 @@ def test_tensor_groups_on_two_hosts_train_as_one_process_without_them(workplace:
         np.testing.assert_allclose(values, others, rtol=1e-5)
 
 
+@pytest.mark.slow
+def test_context_groups_on_two_hosts_train_as_one_process_without_them(workplace: Path) -> None:
+    job = ("data.max_context=32", "training.warmup_train_context=8", "training.sample_tokens=8")
+    groups = ("zero.context_shards=2", "zero.stage=3")
+    done = hosts.finish(start_hosts(workplace, *job, *groups, "hydra.run.dir=context"))
+    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+    alone = ("training.staged_warmup_steps=0", "training.gradient_accumulation_steps=1", "hydra.run.dir=whole")
+    calm = cli.run(workplace, *cli.TINY, *job, *alone)
+    assert calm.returncode == 0, calm.stderr
+    got, expected = (read_metrics(workplace / run / "metrics.jsonl") for run in ("context", "whole"))
+    assert [line["samples_checksum"] for line in got] == [line["samples_checksum"] for line in expected]
+    for key in ("train/loss", "validation/loss"):
+        values, others = ([line[key] for line in lines if key in line] for lines in (got, expected))
+        np.testing.assert_allclose(values, others, rtol=1e-5)
+    done = hosts.finish(start_hosts(workplace, *job, "zero.context_shards=4", "hydra.run.dir=across"))
+    assert all("zero.context_shards=4: expected groups of devices of one host" in one.stderr for one in done)
+
+
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_host_that_is_killed_takes_the_other_down_within_a_minute(workplace: Path, victim: int) -> None:
     processes = start_hosts(workplace, "training.total_steps=4000", f"hydra.run.dir=killed{victim}")

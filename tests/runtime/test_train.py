@@ -209,6 +209,35 @@ def test_tensor_groups_train_evaluate_sample_and_go_on_as_devices_alone(forks: c
     assert done.returncode == 2 and "zero.tensor_shards=3: expected a divisor of 8" in done.stderr
 
 
+@pytest.mark.slow
+def test_context_groups_train_evaluate_sample_and_go_on_as_devices_alone(forks: cli.Forks) -> None:
+    """Also with fewer sequences than devices, and from groups of 4 to groups of 2."""
+    few = ("training.batch_size=2", "training.gradient_accumulation_steps=1", "distributed.cpu_devices=8")
+    job = (*cli.TINY, *few, "data.max_context=32", "training.sample_tokens=8")
+    warmup = ("training.warmup_train_context=16", "training.staged_warmup_steps=2")
+    alone = (*job, *warmup, "distributed.cpu_devices=2", "hydra.run.dir=context1")
+    for run in (alone, (*job, *warmup, "zero.context_shards=4", "hydra.run.dir=context4")):
+        done = forks.run(*run)
+        assert done.returncode == 0, done.stderr
+    expected, got = (metrics(forks.workplace / run) for run in ("context1", "context4"))
+    assert [line["samples_checksum"] for line in got] == [line["samples_checksum"] for line in expected]
+    for one, line in zip(got, expected, strict=True):
+        assert one["train/loss"] == pytest.approx(line["train/loss"], rel=1e-5)
+        assert one.get("validation/loss", 0) == pytest.approx(line.get("validation/loss", 0), rel=1e-5)
+    done = forks.run("mode=evaluate", "model.model_path=context4", "hydra.run.dir=context4/evaluate")
+    assert done.returncode == 0, done.stderr
+    kept = f"data.checkpoint_directory={forks.workplace / 'context2'}"
+    again = ("--resume", "hydra.run.dir=context4", "data.resume_step=6", kept, "training.total_steps=14")
+    done = forks.run(*again, "distributed.cpu_devices=4", "zero.context_shards=2")
+    assert done.returncode == 0, done.stderr
+    fork = max((forks.workplace / "runs").rglob("metrics.jsonl"), key=lambda path: path.stat().st_mtime).parent
+    steps = {line["step"]: line["train/loss"] for line in expected}
+    shared = [line for line in metrics(fork) if line["step"] in steps]
+    assert shared and all(line["train/loss"] == pytest.approx(steps[line["step"]], rel=1e-5) for line in shared)
+    done = forks.run(*again, "distributed.cpu_devices=4", "zero.context_shards=3")
+    assert done.returncode == 2 and "zero.context_shards=3: expected a divisor of half of the" in done.stderr
+
+
 LONG = f"""
 import sys
 import threading

@@ -1,6 +1,8 @@
 """Devices that compute different positions of the same rows train as devices with whole rows do."""
 
 import dataclasses
+import itertools
+import math
 from functools import partial
 from typing import Any
 
@@ -8,8 +10,11 @@ import numpy as np
 import pytest
 
 import zero
-from tests.training.small_gpt import CONFIG, Run, Setup, run_on, setup, tokens
+from tests.training.small_gpt import CONFIG, KEY, Run, Setup, assert_close, run_on, setup, shapes_of, tokens
 from zero.models.config import FAMILIES, GPTConfig
+from zero.runtime.planning.hlo import collective_bytes
+from zero.training.batch import Batch
+from zero.training.programs import split_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 CONTEXT = 48  # of 2 devices pieces of 12 positions, of 4 of 6, of 8 of 3
@@ -46,22 +51,97 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "nested": (3, {"remat": "nested"}),
     "not rematerialised": (3, {"remat": "none"}),
 }
-QUICK = [("plain", 2, "stage 3"), ("gemma2", 4, "stage 3"), ("dense_lm", 8, "stage 1")]
-QUICK += [("swap", 8, "stage 3"), ("swap_dense_lm", 4, "stage 2"), ("swap_gemma2", 4, "stage 3")]
+EVERY = [
+    *(("plain", context, case) for context, case in itertools.product((2, 4, 8), CASES)),
+    *((name, context, "stage 3") for name, context in itertools.product(MODELS, (2, 4, 8))),
+    *(("swap", context, case) for context, case in itertools.product((2, 4, 8), CASES)),
+]
+QUICK = [("plain", 4, "fused"), ("gemma2", 4, "stage 3"), ("dense_lm", 8, "stage 1"), ("swap_dense_lm", 4, "nested")]
+SLOW = sorted({*EVERY} - {*QUICK})
 
 
 def trained(on: Setup) -> Run:
     return run_on(on, data=partial(tokens, context=CONTEXT))
 
 
-def axis(context: int) -> zero.Axis:
-    return zero.Axis("zero", (1, 8), context=context)
+def axis(context: int, **options: Any) -> zero.Axis:
+    return zero.Axis("zero", (1, 8), context=context, **options)
 
 
-@pytest.mark.parametrize(("model", "context", "case"), QUICK)
+@pytest.mark.parametrize(
+    ("model", "context", "case"), QUICK + [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
+)
 def test_context_groups_train_as_devices_with_whole_rows(model: str, context: int, case: str) -> None:
+    """With dropout, whose masks are those of whole rows."""
     stage, options = CASES[case]
     plain = {name: value for name, value in options.items() if name == "max_norm"}
     expected = trained(setup(8, 3, config=MODELS[model], **plain))
     got = trained(setup(8, stage, config=MODELS[model], axis=axis(context), **options))
     np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-6)
+    if model == "plain":
+        assert_close(got, expected, rtol=1e-6, config=ODD)
+
+
+def test_documents_of_a_row_are_kept_apart_across_the_pieces() -> None:
+    options: dict[str, Any] = {"config": MODELS["gpt2"], "end_of_text": 7}
+    expected = trained(setup(8, 3, **options))
+    got = trained(setup(8, 3, axis=axis(4), **options))
+    np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-6)
+    assert expected.metrics["loss"] != trained(setup(8, 3, config=MODELS["gpt2"])).metrics["loss"]
+
+
+@pytest.mark.parametrize(
+    "on", [zero.Axis("zero", (2, 4), context=4), zero.Axis("zero", (1, 2, 4), (0, 4, 1, 5, 2, 6, 3, 7), context=2)]
+)
+@pytest.mark.slow
+def test_context_groups_do_not_depend_on_copies_and_phases(on: zero.Axis) -> None:
+    expected = trained(setup(8, 3, config=ODD))
+    assert_close(trained(setup(8, 3, config=ODD, axis=on)), expected, rtol=1e-6, config=ODD)
+
+
+def test_an_evaluation_sums_what_whole_rows_do() -> None:
+    totals = []
+    rows = tokens(0, CONTEXT)
+    for on in (setup(8, 3, config=ODD), setup(8, 3, config=ODD, axis=axis(4))):
+        params = on.programs.init(np.stack([KEY] * 8))
+        total, scored = on.programs.evaluate(params, split_rows(rows, 8, on.model.axis.row_group))
+        assert int(scored) == np.sum(rows[:, 1:] >= 0)
+        totals.append(float(total))
+    assert totals[1] == pytest.approx(totals[0], rel=1e-6)
+
+
+LONG = GPTConfig(64, 128, 8, 8192, 0.0, 2)
+
+
+@pytest.mark.parametrize("heads", [8, 3], ids=["swapped heads", "ring"])
+def test_activations_fall_with_the_number_of_devices(heads: int) -> None:
+    def temporaries(context: int) -> int:
+        config = dataclasses.replace(LONG, num_head=heads, head_dim=8)
+        on = setup(8, 3, config=config, axis=axis(context), blockwise_from=2)
+        batch = Batch(np.zeros((8, 1, LONG.block_size), np.int32), np.zeros(8, np.int32))
+        analysis: Any = on.programs.step.lower(shapes_of(on), batch).compile().memory_analysis()
+        return int(analysis.temp_size_in_bytes)
+
+    whole = temporaries(1)
+    for context in (2, 8):
+        assert temporaries(context) < 1.15 * whole / context
+
+
+WIDE = GPTConfig(256, 512, 8, 128, 0.0, 4, vocab_chunks=2)
+
+
+@pytest.mark.parametrize(
+    ("context", "heads"),
+    [(4, 8), (4, 9), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 8), (8, 8), (2, 9), (8, 9)))],
+)
+def test_bytes_sent_are_those_of_the_formula(context: int, heads: int) -> None:
+    """Of docs/stages.md, "Context groups"."""
+    rows, config = 4, dataclasses.replace(WIDE, num_head=heads, head_dim=32)
+    on = setup(8, 3, config=config, axis=axis(context))
+    batch = Batch(np.zeros((8, rows, WIDE.block_size), np.int32), np.zeros(8, np.int32))
+    sent = sum(collective_bytes(on.programs.step.lower(shapes_of(on), batch).compile().as_text()).values())
+    weights = sum(3 * math.prod(leaf.shape) * 7 / 8 for leaf in on.model.layout.leaves)
+    own = rows * WIDE.block_size / context * heads * config.head_width  # elements of queries, of keys and of values
+    swapped, ring = 3 * 4 * own * (context - 1) / context, 3 * 2 * own * (context - 1) + 2 * own * context
+    activations = WIDE.N * (ring if heads % context else swapped)
+    assert sent == pytest.approx(4 * (weights + activations), rel=0.05)
