@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from zero.cpu import use_cpu_devices
 from zero.models.attention.blockwise import BLOCK, blockwise_attention
 from zero.models.attention.dense import dense_attention
+from zero.models.attention.kernel import kernel_of
 from zero.models.attention.scores import Form
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup, HeadSwap
@@ -122,11 +123,12 @@ def measure_cut(rows: int, context: int, rounds: int, shards: int) -> Iterator[s
         yield f"| {context:,} | {name} | {1000 * median(times[1:]):.1f} | {ratio:.2f} | {held:.1f} | {sent:.1f} |"
 
 
-FORMS: dict[str, int | None] = {"blockwise": 2, "dense": None}  # name to `blockwise_from`
+# By name `blockwise_from`. A kernel is for rotary positions: none of them has ALiBi.
+FORMS: dict[str, int | None] = {"blockwise": 2, "dense": None, "kernel": 2}
 
 
 def plan(
-    topology: str, size: str, context: int, documents: int, forms: Sequence[str], context_shards: int
+    topology: str, size: str, context: int, documents: int, forms: Sequence[str], context_shards: int, rotary: bool
 ) -> Iterator[str]:
     """Peak memory of a training step, which would take minutes on a TPU to find out."""
     from zero.models.config import GPTConfig
@@ -141,12 +143,17 @@ def plan(
 
     devices = find_devices(topology)
     config: GPTConfig = dataclasses.replace(load_sizes(SIZES_FILE)[size], block_size=context)
+    if rotary:
+        config = dataclasses.replace(config, alibi_attn=False, positions="rotary")
     kinds: list[tuple[str, int | None, int | None]] = [(name, FORMS[name], None) for name in forms]
     if documents:
         kinds += [(f"{name}, documents", blockwise_from, 0) for name, blockwise_from, _ in kinds]
     for name, blockwise_from, end_of_text in kinds:
         axis = Axis("zero", (1, len(devices)), context=context_shards)
-        model = ShardedGPT(config, axis, 3, "bfloat16", blockwise_from=blockwise_from, end_of_text=end_of_text)
+        options: dict[str, Any] = {"blockwise_from": blockwise_from, "end_of_text": end_of_text}
+        if name.startswith("kernel"):
+            options["kernel"] = kernel_of("tpu", devices[0].device_kind)
+        model = ShardedGPT(config, axis, 3, "bfloat16", **options)
         tx = adamw(0.1)
         programs = make_programs(
             model,
@@ -177,8 +184,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--documents", type=int, default=0, help="per row, kept apart")
     parser.add_argument("--topology", help="compile a training step for this slice instead, such as v3-32")
-    parser.add_argument("--forms", choices=FORMS, nargs="+", default=["blockwise", "dense"], help="with --topology")
+    parser.add_argument(
+        "--forms", choices=tuple(FORMS), nargs="+", default=["blockwise", "dense"], help="with --topology"
+    )
     parser.add_argument("--context-shards", type=int, default=1, help="devices of a context group")
+    parser.add_argument("--rotary", action="store_true", help="positions in place of the size's own, with --topology")
     parser.add_argument("--size", default="1_1b", help="an entry of conf/model_config.yaml, with --topology")
     arguments = parser.parse_args()
     if arguments.topology:
@@ -187,7 +197,7 @@ def main() -> None:
         print("| context | attention | context shards | peak, GiB per core | GB sent per core | seconds to compile |")
         print("|---|---|---|---|---|---|")
         for context in arguments.contexts:
-            options = (arguments.documents, arguments.forms, arguments.context_shards)
+            options = (arguments.documents, arguments.forms, arguments.context_shards, arguments.rotary)
             for row in plan(arguments.topology, arguments.size, context, *options):
                 print(row, flush=True)
         return

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.attention.dense import dense_attention
+from zero.models.attention.kernel import kernel_attention, missing_in
 from zero.models.attention.scores import T5_BUCKETS, Form
 from zero.models.config import GPTConfig
 from zero.models.cut import WHOLE, Cut
@@ -39,6 +40,20 @@ def init_cache(config: GPTConfig, rows: int, positions: int, dtype: DTypeLike, c
     return Cache(k, k)
 
 
+def attention_form(config: GPTConfig, window: int, cut: Cut = WHOLE) -> Form:
+    """What the scores of a layer with this window are made of."""
+    divisors: dict[str | None, float | None] = {"sqrt": None, "linear": config.head_width, "none": 1.0}
+    return Form(
+        has_alibi=config.alibi_attn,
+        window=window,
+        divisor=divisors[config.attention_scale],
+        cap=config.attention_cap,
+        has_extra_logit=config.extra_logit,
+        dropout_rate=config.attention_drop_rate,
+        cut=cut,
+    )
+
+
 class Block(nn.Module):
     """Attention and MLP, each normalised and added to the residual stream.
 
@@ -51,6 +66,7 @@ class Block(nn.Module):
       cut: which heads and which part of the MLP's width this device computes, and which positions of the stream it has.
       group: the devices among which experts are divided.
       is_dense: the layer has no experts, although the model has.
+      kernel: for attention, of `kernel_of`; None for none.
     """
 
     config: GPTConfig
@@ -60,6 +76,7 @@ class Block(nn.Module):
     cut: Cut = WHOLE
     group: Group = ALONE
     is_dense: bool = False
+    kernel: str | None = None
 
     @nn.compact
     def __call__(
@@ -186,16 +203,16 @@ class Block(nn.Module):
             first = jnp.clip(position - window + 1, 0, k_BSGK.shape[1] - window)
             k_BSGK, v_BSGK = (lax.dynamic_slice_in_dim(x, first, window, axis=1) for x in (k_BSGK, v_BSGK))
             position = position - first
-        divisors: dict[str | None, float | None] = {"sqrt": None, "linear": config.head_width, "none": 1.0}
-        form = Form(
-            has_alibi=config.alibi_attn,
-            window=window,
-            divisor=divisors[config.attention_scale],
-            cap=config.attention_cap,
-            has_extra_logit=config.extra_logit,
-            dropout_rate=config.attention_drop_rate,
-            cut=cut,
-        )
+        form = attention_form(config, window, cut)
+        is_whole = queries == k_BSGK.shape[1] > 1  # in decoding and with a cache there are more keys than queries
+        asked: Any = {
+            "positions": queries,
+            "drops": keys_B is not None and form.dropout_rate > 0,
+            "has_bias": bias_CH is not None,
+            "has_segments": starts_BT is not None,
+        }
+        if self.kernel is not None and is_whole and missing_in(self.kernel, form, **asked) is None:
+            return kernel_attention(self.kernel, q_BTHK, k_BSGK, v_BSGK, form=form, starts_BT=starts_BT)
         # Blocks outside a window are skipped, so that a window makes blocks worth while earlier.
         earliest = [self.blockwise_from or queries + 1, *([max(2, 2 * window)] if window else [])]
         is_blockwise = cut.ring > 1 or (self.blockwise_from is not None and queries >= min(earliest))
@@ -228,6 +245,7 @@ class Period(nn.Module):
     window: int | None = None
     cut: Cut = WHOLE
     group: Group = ALONE
+    kernel: str | None = None
 
     @nn.compact
     def __call__(
@@ -235,7 +253,7 @@ class Period(nn.Module):
     ) -> tuple[tuple[Stream, Cache | None], None]:
         """As `Block`, but for the number: that of the period."""
         every = self.config.experts_every
-        options: dict[str, Any] = {field: getattr(self, field) for field in ("window", "cut", "group")}
+        options: dict[str, Any] = {field: getattr(self, field) for field in ("window", "cut", "group", "kernel")}
         for i in range(every):
             name, is_dense = f"layer_{i}", i + 1 < every
             block = Block(self.config, self.dtype, self.blockwise_from, **options, is_dense=is_dense, name=name)

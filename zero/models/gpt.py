@@ -113,6 +113,7 @@ class GPT(nn.Module):
       blockwise_from: the number of query positions from which attention is blockwise; None for never.
       cut: the group of devices that computes the same rows, and this device's part. Parameters are made whole.
       group: the devices among which experts are divided, each with rows of its own.
+      kernel: for attention, of `kernel_of`; None for none.
     """
 
     config: GPTConfig
@@ -122,6 +123,7 @@ class GPT(nn.Module):
     blockwise_from: int | None = None
     cut: Cut = WHOLE
     group: Group = ALONE
+    kernel: str | None = None
 
     def setup(self) -> None:
         config = self.config
@@ -258,7 +260,8 @@ class GPT(nn.Module):
 
         def layer_of(window: int) -> Callable[..., Any]:
             lifted = self.lift(scanned_layer(self.config), BLOCKS)
-            block = lifted(self.config, self.dtype, self.blockwise_from, window, cut, self.group, parent=None)
+            options: Any = {"cut": cut, "group": self.group, "kernel": self.kernel, "parent": None}
+            block = lifted(self.config, self.dtype, self.blockwise_from, window, **options)
 
             def layer(variables: Any, carry: Any, index: jax.Array) -> Any:
                 return block.apply(variables, carry, index, keys_B, position, starts_BT)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ import jax
 import optax
 
 from zero.models.attention.choice import blockwise_from
+from zero.models.attention.kernel import kernel_of, missing_in
+from zero.models.block import attention_form
 from zero.models.config import BLOCKS, GPTConfig
 from zero.models.parametrization import multipliers_of
 from zero.partition.collectives.axis import Axis
@@ -24,6 +27,8 @@ from zero.training.schedules import LearningRate
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import state_layout
 
+log = logging.getLogger(__name__)
+
 
 class Job(NamedTuple):
     """A model on an axis of devices, its optimizer, the programs made of them, and the layout of the whole state."""
@@ -37,7 +42,7 @@ class Job(NamedTuple):
 def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> ShardedGPT:
     """The model of a checked configuration on devices, by default all there are."""
     zero = config.zero
-    platform = jax.default_backend() if devices is None else devices[0].platform
+    platform, device_kind = (devices or jax.devices())[0].platform, (devices or jax.devices())[0].device_kind
     model = ShardedGPT(
         size,
         make_axis(zero, devices),
@@ -51,7 +56,10 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         zero.master_dtype,
         load_tokenizer(config.data.tokenizer).end_of_text if config.data.isolate_documents else None,
         None if zero.gather_dtype == "auto" else zero.gather_dtype,
+        kernel=kernel_of(platform, device_kind) if config.model.attention == "kernel" else None,
     )
+    if config.model.attention == "kernel":
+        _warn_of_no_kernel(config, model)
     for leaf in model.layout_by_parts.leaves:
         if leaf.parts > 1 and leaf.path[0] == BLOCKS and leaf.splits[0].padding:
             raise UserError(
@@ -59,6 +67,21 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
                 f"it is cut, does not divide over {leaf.splits[0].shards} devices"
             )
     return model
+
+
+def _warn_of_no_kernel(config: Config, model: ShardedGPT) -> None:
+    size, cut = model.config, model.cut
+    swap = cut.head_swap(size.num_head, size.key_heads)
+    missing = missing_in(
+        model.kernel,
+        attention_form(size, max(size.windows), cut if swap is None else swap.cut),
+        positions=config.data.max_context,
+        drops=size.attention_drop_rate > 0,
+        has_bias=size.position_kind == "t5",
+        has_segments=config.data.isolate_documents,
+    )
+    if missing is not None:
+        log.warning("model.attention=kernel: there is no kernel that has %s; attention is that of auto", missing)
 
 
 def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:

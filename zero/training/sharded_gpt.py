@@ -53,6 +53,7 @@ class ShardedGPT:
         parameters that travel in `compute_dtype`, or as they are held if that is narrower.
       sums_copies: whether stages 2 and 3 sum gradients over copies of the state layer by layer, which a fused update
         needs, and not once per step.
+      kernel: for attention, as for `GPT`.
     """
 
     config: GPTConfig
@@ -68,6 +69,7 @@ class ShardedGPT:
     end_of_text: int | None = None
     gather_dtype: DTypeLike | None = None
     sums_copies: bool = False
+    kernel: str | None = None
 
     @property
     def cut(self) -> Cut:
@@ -115,8 +117,7 @@ class ShardedGPT:
 
     @cached_property
     def _plain(self) -> GPT:
-        groups: Any = {"cut": self.cut, "group": self.group}
-        return GPT(self.config, self.compute_dtype, remat=self.remat, blockwise_from=self.blockwise_from, **groups)
+        return self._gpt()
 
     def _lift(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
         dtypes: Any = {"dtype": self.compute_dtype, "wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
@@ -125,7 +126,11 @@ class ShardedGPT:
 
     @cached_property
     def _lifted(self) -> GPT:
-        return GPT(self.config, self.compute_dtype, self._lift, self.remat, self.blockwise_from, self.cut, self.group)
+        return self._gpt(lift=self._lift)
+
+    def _gpt(self, **lift: Any) -> GPT:
+        options: Any = {"cut": self.cut, "group": self.group, "kernel": self.kernel, **lift}
+        return GPT(self.config, self.compute_dtype, remat=self.remat, blockwise_from=self.blockwise_from, **options)
 
     def block(
         self,
@@ -138,7 +143,8 @@ class ShardedGPT:
         """One entry of the stack of layers, from its own part of the variables."""
         module_class = scanned_layer(self.config)
         lifted: Any = self._lift(module_class, BLOCKS) if self.stage >= 2 else module_class
-        module = lifted(self.config, self.compute_dtype, self.blockwise_from, None, self.cut, self.group)
+        options: Any = {"cut": self.cut, "group": self.group, "kernel": self.kernel}
+        module = lifted(self.config, self.compute_dtype, self.blockwise_from, None, **options)
         (stream, _), _ = module.apply(variables, (stream, None), layer, keys, 0, starts)
         return stream
 

@@ -137,7 +137,7 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("zero.context_shards=3", ["zero.context_shards=3", "a divisor of half of the 256 tokens of a sequence"]),
         ("zero.context_shards=2; model.attention=dense", ["model.attention=dense", "auto or blockwise, as zero.co"]),
         ("zero.remat=some", ["zero.remat=some", "full, nested, dots, none"]),
-        ("model.attention=some", ["model.attention=some", "auto, dense, blockwise"]),
+        ("model.attention=some", ["model.attention=some", "auto, dense, blockwise, kernel"]),
         ("plan.micro_batch=0", ["plan.micro_batch=0", "at least 1"]),
         ("plan.grid.stage=[4]", ["plan.grid.stage=[4]", "0, 1, 2, 3"]),
         ("plan.grid.remat=[]", ["plan.grid.remat=[]", "full, nested, dots, none"]),

@@ -6,7 +6,7 @@ from __future__ import annotations
 # measured, and from 4,096 positions on the scores of 12 heads need 0.75 GiB per row.
 BLOCKWISE_FROM = {"cpu": 512}
 _BLOCKWISE_FROM_ELSEWHERE = 4096
-CHOICES = ("auto", "dense", "blockwise")
+CHOICES = ("auto", "dense", "blockwise", "kernel")
 
 
 def blockwise_from(choice: str, platform: str) -> int | None:
@@ -15,12 +15,12 @@ def blockwise_from(choice: str, platform: str) -> int | None:
     A single query, as in decoding, has no matrix of scores and is always dense.
 
     Args:
-      choice: "auto", "dense" or "blockwise".
+      choice: "auto", "dense", "blockwise", or "kernel": what a kernel does not compute is computed as by "auto".
       platform: "cpu", "tpu", "gpu", ...
 
     >>> blockwise_from("dense", "cpu"), blockwise_from("blockwise", "cpu")
     (None, 2)
     """
-    if choice == "auto":
+    if choice in ("auto", "kernel"):
         return BLOCKWISE_FROM.get(platform, _BLOCKWISE_FROM_ELSEWHERE)
     return {"dense": None, "blockwise": 2}[choice]

@@ -1,0 +1,130 @@
+"""Attention by kernels that jax and NVIDIA keep, where they can compute what is asked for.
+
+Shapes are named by suffix: B rows, T positions, H heads of queries, G heads of keys, K head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+from zero.models.attention.scores import Form
+
+_TPUS_WITHOUT_KERNEL = ("TPU v2", "TPU v3")  # of which Mosaic compiles no product of bfloat16 matrices
+_SPLASH_BLOCKS = (512, 256, 128)  # positions of a block, of which one divides a row
+
+
+def kernel_of(platform: str, device_kind: str) -> str | None:
+    """The kernel for a kind of device: "splash", "cudnn", or None.
+
+    >>> kernel_of("tpu", "TPU v5 lite"), kernel_of("tpu", "TPU v3"), kernel_of("gpu", "NVIDIA H100")
+    ('splash', None, 'cudnn')
+    """
+    if platform == "tpu":
+        return None if device_kind in _TPUS_WITHOUT_KERNEL else "splash"
+    return "cudnn" if platform == "gpu" else None
+
+
+def missing_in(
+    kernel: str | None, form: Form, *, positions: int, drops: bool, has_bias: bool, has_segments: bool
+) -> str | None:
+    """What a kernel lacks of an attention among as many queries as keys; None where it computes all of it.
+
+    Args:
+      kernel: of `kernel_of`.
+      form: what scores are made of.
+      positions: of a row.
+      drops: whether probabilities are dropped.
+      has_bias: whether T5's bias is added.
+      has_segments: whether a row has several segments.
+    """
+    by_name = {
+        "a kernel for this device": kernel is None,
+        "ALiBi": form.has_alibi,
+        "T5's bias": has_bias,
+        "dropout of attention": drops,
+        "a further logit": form.has_extra_logit,
+        "rows that are cut around a ring": form.cut.ring > 1,
+        f"rows of {positions} positions": kernel == "splash" and positions % _SPLASH_BLOCKS[-1] > 0,
+        "a cap of scores": kernel == "cudnn" and form.cap is not None,
+        "segments": kernel == "cudnn" and has_segments,
+    }
+    return next((name for name, is_missing in by_name.items() if is_missing), None)
+
+
+def kernel_attention(
+    kernel: str,
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    *,
+    form: Form,
+    starts_BT: jax.Array | None = None,
+) -> jax.Array:
+    """Causal attention `(B, T, H, K)` of what `missing_in` finds nothing missing for.
+
+    Args:
+      kernel: of `kernel_of`.
+      q_BTHK, k_BTGK, v_BTGK: queries, keys and values at the positions 0, 1, 2, ...
+      form: what scores are made of.
+      starts_BT: where the segment of each position starts; None for one segment per row.
+    """
+    if kernel == "splash":
+        return splash_attention(q_BTHK, k_BTGK, v_BTGK, form=form, starts_BT=starts_BT)
+    return cudnn_attention(q_BTHK, k_BTGK, v_BTGK, form=form)
+
+
+def splash_attention(
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    *,
+    form: Form,
+    starts_BT: jax.Array | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """jax's Pallas kernel for TPU; `interpret` computes on CPU what it would."""
+    # Imported where it is used: Pallas takes longer to import than the rest of this package.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    positions, heads = q_BTHK.shape[1:3]
+    block = next(size for size in _SPLASH_BLOCKS if positions % size == 0)
+    one: Any = splash_attention_mask.CausalMask((positions, positions))
+    if form.window:
+        one = splash_attention_mask.LocalMask((positions, positions), (form.window - 1, 0), 0)
+    sizes: dict[str, Any] = {
+        f"block_{name}": block for name in ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute")
+    }
+    # The gradient of queries in a kernel of its own: fused with that of keys it is held once per block of keys.
+    sizes |= {"block_q_dq": block, "block_kv_dq": block}
+    attend = splash_attention_kernel.make_splash_mha(
+        splash_attention_mask.MultiHeadMask([one] * heads),
+        block_sizes=splash_attention_kernel.BlockSizes(**sizes),
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=form.cap,
+        interpret=interpret,
+    )
+
+    def one_row(q_THK: jax.Array, k_TGK: jax.Array, v_TGK: jax.Array, starts_T: jax.Array | None) -> jax.Array:
+        segments = None if starts_T is None else splash_attention_kernel.SegmentIds(starts_T, starts_T)
+        attended: jax.Array = attend(*(x.swapaxes(0, 1) for x in (q_THK, k_TGK, v_TGK)), segment_ids=segments)
+        return attended.swapaxes(0, 1).astype(q_THK.dtype)
+
+    return jax.vmap(one_row)(q_BTHK * _scale(q_BTHK, form), k_BTGK, v_BTGK, starts_BT)
+
+
+def cudnn_attention(
+    q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, *, form: Form, implementation: Any = "cudnn"
+) -> jax.Array:
+    """cuDNN's kernel for GPU; with the implementation "xla" what jax computes in its place."""
+    options: dict[str, Any] = {"scale": _scale(q_BTHK, form), "is_causal": True}
+    if form.window:
+        options["local_window_size"] = (form.window - 1, 0)
+    return jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, implementation=implementation, **options)
+
+
+def _scale(q_BTHK: jax.Array, form: Form) -> float:
+    return 1 / (math.sqrt(q_BTHK.shape[-1]) if form.divisor is None else form.divisor)
