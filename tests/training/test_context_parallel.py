@@ -12,7 +12,7 @@ import pytest
 import zero
 from tests.training.small_gpt import CONFIG, KEY, Run, Setup, assert_close, run_on, setup, shapes_of, tokens
 from zero.models.config import FAMILIES, GPTConfig
-from zero.runtime.planning.hlo import collective_bytes
+from zero.runtime.planning.hlo import collectives
 from zero.training.batch import Batch
 from zero.training.programs import split_rows
 
@@ -139,7 +139,8 @@ def test_bytes_sent_are_those_of_the_formula(context: int, heads: int) -> None:
     rows, config = 4, dataclasses.replace(WIDE, num_head=heads, head_dim=32)
     on = setup(8, 3, config=config, axis=axis(context))
     batch = Batch(np.zeros((8, rows, WIDE.block_size), np.int32), np.zeros(8, np.int32))
-    sent = sum(collective_bytes(on.programs.step.lower(shapes_of(on), batch).compile().as_text()).values())
+    text = on.programs.step.lower(shapes_of(on), batch).compile().as_text()
+    sent = sum(one.sent for one in collectives(text))
     weights = sum(3 * math.prod(leaf.shape) * 7 / 8 for leaf in on.model.layout.leaves)
     own = rows * WIDE.block_size / context * heads * config.head_width  # elements of queries, of keys and of values
     swapped, ring = 3 * 4 * own * (context - 1) / context, 3 * 2 * own * (context - 1) + 2 * own * context
