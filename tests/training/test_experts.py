@@ -4,19 +4,28 @@ import dataclasses
 from functools import cache
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 import zero
 from tests.training.small_gpt import (
     CONFIG,
+    ROWS,
     Run,
+    Setup,
+    advance,
     assert_close,
+    batch,
     reference,
     run_on,
     setup,
+    shapes_of,
 )
-from zero.models.config import FAMILIES
+from zero.models.config import FAMILIES, is_expert_leaf
+from zero.models.experts import capacity_of
+from zero.runtime.planning.hlo import collective_bytes
+from zero.training.step import TrainState
 
 DROPLESS = dataclasses.replace(
     CONFIG, mlp_dim=61, mlp_bias=False, experts=8, experts_per_token=2, normalise_router=True, balance_loss=0.1,
@@ -72,3 +81,106 @@ def test_expert_groups_train_as_devices_alone(name: str, stage: int, experts: in
     got = trained(name, 8, stage, experts)
     assert_same_training(got, trained(name, 8, 3))
     assert_close(got, reference(CONFIGS[name]), rtol=1e-5, config=CONFIGS[name])
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "micro-batches": {"micro_batches": 3},
+    "fused": {"fused_update": True, "max_norm": None, "skip_bad_steps": False},
+    "nested": {"remat": "nested"},
+    "unrolled": {"remat": "none"},
+}
+# In the quick run one of each: experts in every second layer, without and with groups.
+SHORT = [("micro-batches", 4), ("fused", 2), ("nested", 1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "experts"),
+    [
+        case if case in SHORT else pytest.param(*case, marks=pytest.mark.slow)
+        for case in [(options, experts) for options in OPTIONS for experts in (1, 2, 4)]
+    ],
+)
+def test_every_way_through_the_layers_trains_the_same(options: str, experts: int) -> None:
+    expected = trained("switch", 8, 3, **({} if options != "fused" else {"max_norm": None, "skip_bad_steps": False}))
+    assert_same_training(trained("switch", 8, 3, experts, **OPTIONS[options]), expected)
+
+
+def test_copies_of_the_state_train_the_same() -> None:
+    axis = zero.Axis.with_expert_groups("zero", 8, 2, replicas=2)
+    assert_same_training(run_on(setup(8, 3, config=CAPPED, axis=axis)), trained("capped", 8, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", ["dropless", "capped"])
+def test_tensor_groups_cut_the_width_of_experts(name: str, stage: int) -> None:
+    config = dataclasses.replace(CONFIGS[name], embedding_dim=48, num_head=8, mlp_dim=64)
+    replicas = 1 if stage else 4
+    axis = zero.Axis.with_tensor_groups("zero", 8, 2, replicas)
+    assert_same_training(run_on(setup(8, stage, config=config, axis=axis)), run_on(setup(8, 3, config=config)))
+
+
+def test_state_moves_between_expert_groups() -> None:
+    """Two steps with one kind of group, then two with another, are four steps of either."""
+    config, expected = CAPPED, trained("capped", 8, 3)
+    first = setup(8, 3, config=config, axis=zero.Axis.with_expert_groups("zero", 8, 4))
+    state, early = advance(first, first.start(), range(2))
+    second = setup(8, 3, config=config)
+    moved = moved_to(second, first, state)
+    _, late = advance(second, moved, range(2, 4))
+    losses = [m["loss"] for m in early + late]
+    np.testing.assert_allclose(losses, expected.metrics["loss"], rtol=1e-5)
+
+
+def moved_to(to: Setup, of: Setup, state: TrainState) -> TrainState:
+    """The same logical arrays, as shards of another layout."""
+    whole = of.whole(state, of.layout)
+
+    def shard(leaf: zero.LeafLayout) -> np.ndarray:
+        padded = np.zeros(leaf.padded_shape, leaf.dtype)
+        padded[tuple(slice(size) for size in leaf.shape)] = whole[leaf.name]
+        return np.stack(np.split(padded, 8, leaf.splits[0].dim) if leaf.splits else [padded] * 8)
+
+    moved: TrainState = to.layout.map(shard)
+    return moved
+
+
+def test_expert_groups_send_what_the_formula_says() -> None:
+    """Bytes per device and step at stage 3 with full rematerialisation (docs/stages.md), of the compiled program."""
+    config = dataclasses.replace(
+        DROPLESS, embedding_dim=64, num_head=4, mlp_dim=256, N=2, expert_capacity=1.0, vocab_size=104, vocab_chunks=1
+    )
+    for experts in (1, 2, 8):
+        axis = zero.Axis.with_expert_groups("zero", 8, experts) if experts > 1 else None
+        on = setup(8, 3, config=config, axis=axis)
+        leaves = on.model.layout.leaves
+        of_experts = sum(np.prod(leaf.shape) for leaf in leaves if is_expert_leaf(leaf.name))
+        others = sum(np.prod(leaf.shape) for leaf in leaves) - of_experts
+        rows, capacity = ROWS // 8, capacity_of(config, 12)
+        weights = 3 * others * 7 / 8 + 3 * of_experts / experts * (1 - experts / 8)
+        exchanged = 3 * of_experts / 8 * (1 - 1 / experts)
+        tokens_sent = 6 * config.N * rows * 8 * capacity * 64 * (1 - 1 / experts)
+        text = on.programs.step.lower(shapes_of(on), batch_shapes(on)).compile().as_text()
+        sent = sum(collective_bytes(text).values())
+        assert sent == pytest.approx(4 * (weights + exchanged + tokens_sent), rel=0.06)
+
+
+def batch_shapes(on: Setup) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch(on, 0))
+
+
+def test_layouts_and_axes_that_do_not_fit_are_refused() -> None:
+    tree = {"w": jax.ShapeDtypeStruct((6, 16), np.float32)}
+    with pytest.raises(ValueError, match="leaf w: 6 experts do not divide into 4 parts"):
+        zero.make_layout(tree, 8, expert=4, is_expert=lambda name: True)
+    with pytest.raises(ValueError, match="do not divide into expert groups of 3"):
+        zero.make_layout(tree, 8, expert=3)
+    with pytest.raises(ValueError, match="8 devices do not make 1 copies of groups of 3"):
+        zero.Axis.with_expert_groups("zero", 8, 3)
+    with pytest.raises(ValueError, match="the last phase"):
+        zero.Axis("zero", (1, 2, 4), expert=2)
+    layout = zero.make_layout({"w": np.zeros((8, 16), np.float32)}, 8, expert=4, is_expert=lambda name: True)
+    assert layout.leaves[0].gathered_shape == (2, 16) and layout.leaves[0].shard_shape == (8, 2)
+    axis = zero.Axis.with_expert_groups("zero", 8, 4)
+    with pytest.raises(ValueError, match="does not travel as int8"):
+        jax.pmap(lambda w: zero.gather({"w": w}, layout, axis, wire_dtype=np.int8), "zero")(np.zeros((8, 8, 2)))

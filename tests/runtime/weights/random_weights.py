@@ -47,8 +47,11 @@ SIZES = {
     "llama_tied": _of("llama", tied=True),
     "mistral": _of("mistral", windows=(9,)),
     "qwen3": _of("qwen3", kv_heads=3),
-    "mixtral": _of("mixtral", N=2, experts=5, mlp_dim=23, expert_capacity=1.0),
-    "qwen3_moe": _of("qwen3_moe", N=2, experts=7, experts_per_token=3, mlp_dim=13, tied=True, normalise_router=False),
+    # Torch multiplies groups of tokens only where rows are whole 16 bytes long.
+    "mixtral": _of("mixtral", N=2, embedding_dim=44, mlp_dim=20, experts=5, expert_capacity=1.0),
+    "qwen3_moe": _of(
+        "qwen3_moe", N=2, embedding_dim=44, mlp_dim=12, experts=7, experts_per_token=3, normalise_router=False
+    ),
     "gemma2": _of("gemma2", N=4, windows=(9, 0), attention_cap=3.0, logit_cap=5.0),
 }
 EACH = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)

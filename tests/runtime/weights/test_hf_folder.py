@@ -76,14 +76,15 @@ THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", _LLAMA_SIZES, {"kv_heads": 2, "N": 4, "rotary_base": 1e4}),
     "mixtral": (
         "MixtralConfig",
-        _LLAMA_SIZES | {"num_local_experts": 5, "intermediate_size": 23},
+        _LLAMA_SIZES | {"hidden_size": 44, "num_local_experts": 5, "intermediate_size": 20},
         {"N": 4, "expert_capacity": None},
     ),
     "qwen3_moe": (
         "Qwen3MoeConfig",
         _LLAMA_SIZES
-        | {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 13, "norm_topk_prob": True},
-        {"N": 4, "tied": False, "normalise_router": True, "rotary_base": 1e4},
+        | {"hidden_size": 44, "moe_intermediate_size": 12}
+        | {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True},
+        {"N": 4, "normalise_router": True, "rotary_base": 1e4},
     ),
     "gemma2": (
         "Gemma2Config",
