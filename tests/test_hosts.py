@@ -104,6 +104,26 @@ def test_context_groups_on_two_hosts_train_as_one_process_without_them(workplace
     assert all("zero.context_shards=4: expected groups of devices of one host" in one.stderr for one in done)
 
 
+@pytest.mark.slow
+def test_experts_on_two_hosts_train_as_one_process_that_has_all_of_them(workplace: Path) -> None:
+    """With samples, evaluations and a checkpoint, with which one process goes on."""
+    job = ("model.size=test_experts", "training.sample_tokens=8")
+    groups = ("zero.expert_shards=4", "zero.stage=3")
+    done = hosts.finish(start_hosts(workplace, *job, *groups, "hydra.run.dir=experts"))
+    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+    alone = ("training.staged_warmup_steps=0", "training.gradient_accumulation_steps=1")
+    calm = cli.run(workplace, *cli.TINY, *job, *alone, "hydra.run.dir=all_experts")
+    assert calm.returncode == 0, calm.stderr
+    got, expected = (read_metrics(workplace / run / "metrics.jsonl") for run in ("experts", "all_experts"))
+    assert [line["samples_checksum"] for line in got] == [line["samples_checksum"] for line in expected]
+    for key in ("train/loss", "validation/loss", "dropped_share", "router_entropy"):
+        values, others = ([line[key] for line in lines if key in line] for lines in (got, expected))
+        assert len(values) == len(others) > 0
+        np.testing.assert_allclose(values, others, rtol=1e-5)
+    resumed = cli.run(workplace, "--resume", "hydra.run.dir=experts", "zero.expert_shards=1", "training.total_steps=14")
+    assert resumed.returncode == 0, resumed.stderr
+
+
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_host_that_is_killed_takes_the_other_down_within_a_minute(workplace: Path, victim: int) -> None:
     processes = start_hosts(workplace, "training.total_steps=4000", f"hydra.run.dir=killed{victim}")

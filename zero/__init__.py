@@ -30,6 +30,7 @@ Nothing here reads a configuration or a file; `print(layout)` and `print(zero.me
 
 from zero.cpu import use_cpu_devices
 from zero.partition.collectives.axis import Axis
+from zero.partition.collectives.expert_group import ExpertGroup
 from zero.partition.collectives.ordering import in_order
 from zero.partition.collectives.tensor_group import TensorGroup
 from zero.partition.host_state import (
@@ -60,6 +61,7 @@ from zero.partition.state import check_replicated, checksums, from_global, globa
 
 __all__ = [
     "Axis",
+    "ExpertGroup",
     "Layout",
     "LeafLayout",
     "NotElementwiseError",

@@ -75,6 +75,9 @@ def no_routing(config: GPTConfig, rows: int) -> Routing | None:
     return Routing(jnp.zeros(rows, jnp.float32), choices_LE, jnp.float32(0), jnp.float32(0))
 
 
+METRICS = ("expert_share_max", "expert_share_min", "dropped_share", "router_entropy")
+
+
 def routing_metrics(routing: Routing, positions: jax.Array | float) -> dict[str, jax.Array]:
     """Means over layers: shares of the most and the least chosen expert, share of choices dropped, entropy in nats.
 
@@ -84,12 +87,9 @@ def routing_metrics(routing: Routing, positions: jax.Array | float) -> dict[str,
     """
     choices_L1 = routing.choices_LE.sum(-1, keepdims=True)
     share_LE = routing.choices_LE / choices_L1
-    return {
-        "expert_share_max": share_LE.max(-1).mean(),
-        "expert_share_min": share_LE.min(-1).mean(),
-        "dropped_share": routing.dropped / choices_L1.sum(),
-        "router_entropy": routing.entropy / (positions * len(share_LE)),
-    }
+    share_max, share_min = share_LE.max(-1).mean(), share_LE.min(-1).mean()
+    dropped, entropy = routing.dropped / choices_L1.sum(), routing.entropy / (positions * len(share_LE))
+    return dict(zip(METRICS, (share_max, share_min, dropped, entropy), strict=True))
 
 
 def capacity_of(config: GPTConfig, positions: int) -> int:

@@ -136,6 +136,18 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("zero.context_shards=2; zero.tensor_shards=2", ["zero.context_shards=2", "1, as zero.tensor_shards=2"]),
         ("zero.context_shards=3", ["zero.context_shards=3", "a divisor of half of the 256 tokens of a sequence"]),
         ("zero.context_shards=2; model.attention=dense", ["model.attention=dense", "auto or blockwise, as zero.co"]),
+        ("zero.expert_shards=2", ["zero.expert_shards=2", "1, as model.size=bytes has no experts"]),
+        ("model.size=mixtral_8x7b; zero.expert_shards=2", ["zero.expert_shards=2", "a number as expert_capacity of"]),
+        ("model.size=test_experts; zero.expert_shards=3", ["zero.expert_shards=3", "a divisor of experts=8 of"]),
+        (
+            "model.size=test_experts; zero.expert_shards=2; zero.tensor_shards=2",
+            ["zero.tensor_shards=2", "1, as zero.expert_shards=2"],
+        ),
+        (
+            "model.size=test_experts; zero.expert_shards=2; zero.gather_dtype=int8",
+            ["zero.gather_dtype=int8", "auto, as zero.expert_shards=2"],
+        ),
+        ("model.size=test_experts; zero.expert_shards=2; zero.phases=torus", ["zero.phases=torus", "auto or flat"]),
         ("zero.remat=some", ["zero.remat=some", "full, nested, dots, none"]),
         ("model.attention=some", ["model.attention=some", "auto, dense, blockwise, kernel"]),
         ("plan.micro_batch=0", ["plan.micro_batch=0", "at least 1"]),

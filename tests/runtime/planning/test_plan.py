@@ -155,8 +155,8 @@ def test_days_and_dollars_are_shown_where_there_is_a_price() -> None:
     row |= {"peak_bytes": 2**32, "sampling_peak_bytes": 5 * 2**30, "available_bytes": 2**33, "parameters": 10**9}
     row |= {"stage": 3, "micro_batch": 2, "accumulation": 1, "context": 64, "tokens": 1024, "flops": 10**12}
     found: dict[str, Any] = row | {"remat": "full", "fused_update": False, "fits": True, "collective_bytes": None}
-    found |= {"state_bytes_per_parameter": 12.0, "tensor_shards": 2, "context_shards": 1, "grid": [1, 2, 4]}
-    found |= {"collective_bytes_across_hosts": None, "gathers_hidden": None}
+    found |= {"state_bytes_per_parameter": 12.0, "tensor_shards": 2, "context_shards": 1, "expert_shards": 1}
+    found |= {"collective_bytes_across_hosts": None, "gathers_hidden": None, "grid": [1, 2, 4]}
     found |= {"seconds_lower_bound": None, "compile_seconds": 3.0, "days_lower_bound": 1234.5, "days_at_mfu": 2000.0}
     found |= {"dollars_lower_bound": 98765.4, "dollars_at_mfu": None}
     result = {"topology": "v3-8", "devices": 8, "parameters": 10**9, "best": None, "rows": [found]}
@@ -195,7 +195,7 @@ def test_the_training_command_composes_to_what_was_planned(overrides: list[str])
         else {"stage": 2, "remat": "dots", "accumulation": 4}
     )
     row |= {"master_dtype": planned.zero.master_dtype, "tensor_shards": 1, "context_shards": 2, "replicas": 2}
-    row |= {"phases": "auto", "overlap_gathers": False}
+    row |= {"expert_shards": 1, "phases": "auto", "overlap_gathers": False}
     python, program, *command = shlex.split(training_command(row, planned))
     assert (python, program) == ("python", "main_zero.py")
     trained = check(compose(*command), load_sizes())

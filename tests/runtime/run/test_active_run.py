@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from zero.models.experts import METRICS
 from zero.partition.collectives.axis import Axis
 from zero.runtime import train
 from zero.runtime.errors import UserError
@@ -130,6 +131,15 @@ def test_bar_shows_the_memory_where_the_device_tells_it(tmp_path: Path, monkeypa
     device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 3 << 29, "bytes_in_use": 5})
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     assert train._summary(make_run(tmp_path, None).read_metrics()).endswith(", peak 1.50 GiB")
+
+
+def test_metrics_of_experts_are_logged_where_there_are_experts() -> None:
+    metrics = StepMetrics(128, 8, peak_flops=None)
+    metrics.add(values(), leave=0)
+    assert not set(METRICS) & set(metrics.read())
+    metrics.add(values() | {name: jnp.float32(i) for i, name in enumerate(METRICS)}, leave=0)
+    line = metrics.read()
+    assert [line[name] for name in METRICS] == [0, 1, 2, 3]
 
 
 def test_mfu_is_not_shown_where_the_peak_is_unknown() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from zero.models.experts import METRICS
 from zero.runtime import run_directory
 from zero.runtime.config.resolve import default_config
 from zero.runtime.tracking.html_report import PANELS, TASKS, write_report
@@ -24,7 +25,7 @@ def make_run(directory: Path, rate: float, resumed_from: int | None = None, with
     with Tracker(directory, project=None, config={}, resumed_from=resumed_from) as tracker:
         for step in range((resumed_from or 0) + 1, (resumed_from or 0) + 21):
             names = ["learning_rate", "sequence_length", "tokens_per_second", "gradient_norm", "data_wait", "step_time"]
-            names += ["mfu", "peak_memory"] if with_device else []
+            names += ["mfu", "peak_memory", *METRICS] if with_device else []
             line = {
                 "step": step,
                 "train/loss": 5 * rate / step,
@@ -114,6 +115,7 @@ def test_quantities_that_no_run_has_logged_have_no_panel(tmp_path: Path) -> None
     run = make_run(tmp_path / "run", 0.5, with_device=False)
     text = write_report([run], tmp_path / "page.html").read_text()
     assert "throughput" in text and "utilization" not in text and "peak memory" not in text and TASKS not in text
+    assert "expert" not in re.sub(r"(?s)<script.*?</script>", "", text)
 
 
 def test_command_writes_into_the_first_run_and_names_what_is_no_run(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from zero.models.experts import METRICS
+
 
 class StepMetrics:
     """Collects what each step reports, and how long the steps and their data took, for one line of metrics.
@@ -82,7 +84,8 @@ class StepMetrics:
         while self._unread:
             self.add(self._unread.pop(0), leave=0)
         losses, self._losses = self._losses, []
-        newest = ("learning_rate", "gradient_norm", "skipped_steps", "skipped_spikes")
+        of_experts = [name for name in METRICS if name in self._newest]
+        newest = ("learning_rate", "gradient_norm", "skipped_steps", "skipped_spikes", *of_experts)
         line = {"train/loss": fmean(losses), **{name: self._newest[name] for name in newest}, **self._next_line}
         self._next_line = {}
         if steps := len(losses) - self._untimed:

@@ -40,6 +40,12 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
     ("data wait (share of a step)", (("data_wait", "solid"),), False),
     ("skipped steps, spikes dashed", (("skipped_steps", "solid"), ("skipped_spikes", "dash")), False),
     ("step time (s)", (("step_time", "solid"),), False),
+    (
+        "share of tokens of the most chosen expert, of the least chosen dashed, share dropped dotted",
+        (("expert_share_max", "solid"), ("expert_share_min", "dash"), ("dropped_share", "dot")),
+        False,
+    ),
+    ("entropy of the router (nats)", (("router_entropy", "solid"),), False),
 )
 TASKS = "tasks of lm-evaluation-harness"
 DASHES = ("solid", "dash", "dot", "dashdot")
