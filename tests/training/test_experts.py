@@ -12,6 +12,7 @@ import zero
 from tests.training.small_gpt import (
     CONFIG,
     ROWS,
+    STEPS,
     Run,
     Setup,
     advance,
@@ -25,6 +26,7 @@ from tests.training.small_gpt import (
 from zero.models.config import FAMILIES, is_expert_leaf
 from zero.models.experts import capacity_of
 from zero.runtime.planning.hlo import collective_bytes
+from zero.training.optimizer import NAMES, make_optimizer
 from zero.training.step import TrainState
 
 DROPLESS = dataclasses.replace(
@@ -118,6 +120,20 @@ def test_tensor_groups_cut_the_width_of_experts(name: str, stage: int) -> None:
     replicas = 1 if stage else 4
     axis = zero.Axis.with_tensor_groups("zero", 8, 2, replicas)
     assert_same_training(run_on(setup(8, stage, config=config, axis=axis)), run_on(setup(8, 3, config=config)))
+
+
+@pytest.mark.parametrize(
+    "name", ["muon", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "muon")]
+)
+def test_optimizers_see_the_experts_of_all_devices(name: str) -> None:
+    tx = make_optimizer(name, 0.1, **({"factored_from": 8} if name == "adafactor" else {}))
+
+    def losses(on: Setup) -> list[float]:
+        return [line["loss"] for line in advance(on, on.start(), range(STEPS))[1]]
+
+    axis = zero.Axis.with_expert_groups("zero", 8, 4)
+    in_groups = losses(setup(8, 3, config=CAPPED, axis=axis, tx=tx))
+    np.testing.assert_allclose(in_groups, losses(setup(1, 0, config=CAPPED, tx=tx)), rtol=1e-5)
 
 
 def test_state_moves_between_expert_groups() -> None:

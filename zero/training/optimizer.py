@@ -125,10 +125,10 @@ def _muon(
 
 
 def _matrices(params: PyTree) -> PyTree:
-    """The matrices of layers, which Muon is for; the vocabulary and vectors are Adam's."""
-    numbers = optax.contrib.MuonDimensionNumbers()
+    """The matrices of layers, which Muon is for, each expert's by itself; the vocabulary and vectors are Adam's."""
+    numbers = {2: optax.contrib.MuonDimensionNumbers(), 3: optax.contrib.MuonDimensionNumbers(1, 2)}
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: numbers if path[0].key == BLOCKS and path[-1].key == "kernel" and x.ndim == 2 else None, params
+        lambda path, x: numbers.get(x.ndim) if path[0].key == BLOCKS and path[-1].key == "kernel" else None, params
     )
 
 
