@@ -25,7 +25,7 @@ from tests.training.small_gpt import (
 )
 from zero.models.config import FAMILIES, is_expert_leaf
 from zero.models.experts import capacity_of
-from zero.runtime.planning.hlo import collective_bytes
+from zero.runtime.planning.hlo import bytes_by_kind, collectives
 from zero.training.optimizer import NAMES, make_optimizer
 from zero.training.step import TrainState
 
@@ -126,7 +126,8 @@ def test_tensor_groups_cut_the_width_of_experts(name: str, stage: int) -> None:
     "name", ["muon", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "muon")]
 )
 def test_optimizers_see_the_experts_of_all_devices(name: str) -> None:
-    tx = make_optimizer(name, 0.1, **({"factored_from": 8} if name == "adafactor" else {}))
+    hyperparameters: dict[str, Any] = {"factored_from": 8} if name == "adafactor" else {}
+    tx = make_optimizer(name, 0.1, **hyperparameters)
 
     def losses(on: Setup) -> list[float]:
         return [line["loss"] for line in advance(on, on.start(), range(STEPS))[1]]
@@ -177,7 +178,7 @@ def test_expert_groups_send_what_the_formula_says() -> None:
         exchanged = 3 * of_experts / 8 * (1 - 1 / experts)
         tokens_sent = 6 * config.N * rows * 8 * capacity * 64 * (1 - 1 / experts)
         text = on.programs.step.lower(shapes_of(on), batch_shapes(on)).compile().as_text()
-        sent = sum(collective_bytes(text).values())
+        sent = sum(bytes_by_kind(collectives(text)).values())
         assert sent == pytest.approx(4 * (weights + exchanged + tokens_sent), rel=0.06)
 
 
