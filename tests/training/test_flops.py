@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from zero.models.config import GPTConfig
+from zero.models.experts import Experts
 from zero.models.gpt import GPT
 from zero.training.flops import matmul_flops, model_flops
 
@@ -32,6 +33,32 @@ def test_model_flops_of_grouped_local_and_gated_layers() -> None:
     attention = 2 * 2 * rows * context * 30 * (context + 3) // 2
     logits = 2 * rows * context * width * vocabulary
     assert model_flops(config, rows, context) == 3 * (layers * (dense + attention) + logits)
+
+
+@pytest.mark.parametrize("capacity", [None, 1.5])
+def test_experts_count_with_the_tokens_or_places_that_they_compute(capacity: float | None) -> None:
+    rows, context, width, layers, vocabulary, experts, chosen = 2, 16, 24, 4, 33, 4, 2
+    config = GPTConfig(
+        width, vocabulary, 4, context, 0.0, layers, mlp_dim=40, mlp_bias=False, gated=True, experts=experts,
+        experts_per_token=chosen, experts_every=2, expert_capacity=capacity,
+    )  # fmt: skip
+    computed = rows * context * chosen if capacity is None else rows * experts * 12  # 1.5 * 16 * 2 / 4 places
+    of_experts = 2 * computed * width * 3 * 40
+    routed = 2 * rows * context * width * (experts + chosen)  # the router, and the sum over the chosen experts
+    attention = 2 * rows * context * 4 * width**2 + 2 * 2 * rows * context**2 * width
+    mlp = 2 * rows * context * width * 3 * 40
+    logits = 2 * rows * context * width * vocabulary
+    expected = layers * attention + layers // 2 * (mlp + of_experts + routed) + logits
+    assert model_flops(config, rows, context) == 3 * expected
+
+    def loss(params: Any, h: jax.Array) -> jax.Array:
+        y, _ = Experts(config, jnp.float32).apply(params, h, 0, drops=True)
+        return jnp.sum(jnp.asarray(y) ** 2)
+
+    h = jnp.ones((rows, context, width))
+    params = Experts(config, jnp.float32).init(jax.random.key(0), h, 0, drops=True)
+    step = jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, h)
+    assert matmul_flops(step.jaxpr) == pytest.approx(3 * (of_experts + routed), rel=0.02)
 
 
 def test_of_the_branches_of_a_condition_the_most_expensive_one_counts() -> None:

@@ -42,11 +42,7 @@ def matmul_flops(jaxpr: Any) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
-            numbers = eqn.params.get("ragged_dot_dimension_numbers")
-            numbers = eqn.params["dimension_numbers"] if numbers is None else numbers.dot_dimension_numbers
-            (contracted, _), _ = numbers
-            shape = eqn.invars[0].aval.shape
-            total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
+            total += _product_flops(eqn)
             continue
         inner = [matmul_flops(sub) for value in eqn.params.values() for sub in _jaxprs(value)]
         if eqn.primitive.name == "while" and sum(inner):
@@ -59,6 +55,18 @@ def matmul_flops(jaxpr: Any) -> int:
             case _:
                 total += sum(inner)
     return total
+
+
+def _product_flops(eqn: Any) -> int:
+    shape, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+    else:
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (contracted, _), _ = numbers.dot_dimension_numbers
+        if set(numbers.lhs_ragged_dimensions) & set(contracted):  # the groups share what is summed over
+            out = out[1:]
+    return 2 * math.prod(out) * math.prod(shape[dim] for dim in contracted)
 
 
 def _jaxprs(value: Any) -> list[Any]:
