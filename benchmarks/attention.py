@@ -4,12 +4,14 @@
     python benchmarks/attention.py --context-shards 8 [--contexts 2048 ...]
     python benchmarks/attention.py --topology v3-32 --size 1_1b --contexts 8192 [--forms dense] [--context-shards 8]
 
-First form: forward and backward pass of one layer's attention alone, float32 on CPU, 6 heads of 64, with ALiBi. The
-programs are compiled first and take turns; medians of paired ratios are printed. Dense is left out where it would need
-more than 4 GiB. With --documents, each also for rows of so many documents that are kept apart. Second form: the same
-with 8 heads on virtual devices, each with rows of its own, or all with parts of the same rows, whose keys travel around
-a ring or whose heads are swapped. Third form: a whole training step by the TPU compiler, without a TPU: stage 3,
-bfloat16 compute, one row per core, or per context group of --context-shards cores, clipping and skipping on.
+First form: forward and backward pass of one layer's attention alone, float32 on CPU, 6 heads of 64, with ALiBi: dense,
+blockwise, blockwise in a window of 1,024 (local), and that of one vector-quantised unit of a model of the same width
+(vq: one head, keys of 128, values of 768, 512 codes, blocks of 512). The programs are compiled first and take turns;
+medians of paired ratios are printed. Dense is left out where it would need more than 4 GiB. With --documents, each also
+for rows of so many documents that are kept apart. Second form: the same with 8 heads on virtual devices, each with rows
+of its own, or all with parts of the same rows, whose keys travel around a ring or whose heads are swapped. Third form:
+a whole training step by the TPU compiler, without a TPU: stage 3, bfloat16 compute, one row per core, or per context
+group of --context-shards cores, clipping and skipping on.
 """
 
 from __future__ import annotations
@@ -34,17 +36,25 @@ from zero.models.attention.blockwise import BLOCK, blockwise_attention
 from zero.models.attention.dense import dense_attention
 from zero.models.attention.kernel import kernel_of
 from zero.models.attention.scores import Form
+from zero.models.config import GPTConfig
+from zero.models.families import FAMILIES
+from zero.models.gated_unit import Heads, empty_memory, quantise
+from zero.models.gated_unit import attend as attend_by_codes
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup, HeadSwap
 from zero.partition.collectives.ordering import in_order
 from zero.runtime.planning.hlo import collectives
 
 HEADS, HEAD_DIM = 6, 64
+WINDOW = 1024
+UNIT: dict[str, Any] = {"embedding_dim": HEADS * HEAD_DIM, "vocab_size": 1, "block_size": 1, "dropout": 0.0, "N": 1}
 DENSE_LIMIT = 4 * 2**30
 SIZES_FILE = Path(__file__).parent.parent / "conf" / "model_config.yaml"
 
 
-def compiled(attention: Callable[..., jax.Array], rows: int, context: int, documents: int) -> tuple[Any, Any]:
+def compiled(
+    attention: Callable[..., jax.Array], rows: int, context: int, documents: int, window: int = 0
+) -> tuple[Any, Any]:
     """Output and gradients of one layer's attention, and arguments."""
     q, k, v, weights = jax.random.normal(jax.random.key(0), (4, rows, context, HEADS, HEAD_DIM))
     starts = None
@@ -53,18 +63,42 @@ def compiled(attention: Callable[..., jax.Array], rows: int, context: int, docum
         starts = jnp.broadcast_to(jnp.arange(context) // length * length, (rows, context))
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array | None) -> jax.Array:
-        return (attention(q, k, v, form=Form(has_alibi=True), starts_BT=starts) * weights).sum()
+        return (attention(q, k, v, form=Form(has_alibi=True, window=window), starts_BT=starts) * weights).sum()
 
     return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(q, k, v, starts).compile(), (q, k, v, starts)
+
+
+def compiled_vq(rows: int, context: int) -> tuple[Any, Any]:
+    """The same of one unit: queries, keys before they are rounded, and values."""
+    config = GPTConfig(**UNIT, **FAMILIES["vq"])
+    k, v, block = config.key_width, 2 * config.embedding_dim, config.vq_block
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, key = jax.random.normal(keys[0], (2, rows, context, k))
+    values, weights = jax.random.normal(keys[1], (2, rows, context, v))
+    sums, r = jax.random.normal(keys[2], (config.codes, k)), jax.random.normal(keys[3], (2 * block, k))
+
+    def loss(q: jax.Array, key: jax.Array, values: jax.Array, sums: jax.Array, r: jax.Array) -> jax.Array:
+        rounded, codes = quantise(key, jnp.ones(len(sums)), sums)
+        heads = Heads(q, q, rounded, codes, values)
+        memory = empty_memory(config, (rows,), block, jnp.float32)
+        return (attend_by_codes(heads, r, jax.lax.stop_gradient(sums), memory)[0] * weights).sum()
+
+    arguments = (q / k**0.5, key, values, sums, r)
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*arguments).compile(), arguments
 
 
 def measure(rows: int, context: int, blocks: list[int], rounds: int, documents: int) -> Iterator[str]:
     """Rows of the table: a program, the median of its times, its compiled bytes, its time relative to the first."""
     programs = {f"blockwise {block}": partial(blockwise_attention, block=block) for block in blocks}
+    programs["local"] = partial(blockwise_attention, block=blocks[0])
     # Measured: three arrays of float32 scores are alive at once.
     if 3 * 4 * rows * HEADS * context**2 <= DENSE_LIMIT:
         programs = {"dense": dense_attention, **programs}  # type: ignore[dict-item]
-    ready = {name: compiled(attention, rows, context, 0) for name, attention in programs.items()}
+    ready = {
+        name: compiled(attention, rows, context, 0, WINDOW if name == "local" else 0)
+        for name, attention in programs.items()
+    }
+    ready["vq"] = compiled_vq(rows, context)
     if documents:
         for name, attention in programs.items():
             ready[f"{name}, {documents} documents"] = compiled(attention, rows, context, documents)
@@ -131,7 +165,6 @@ def plan(
     topology: str, size: str, context: int, documents: int, forms: Sequence[str], context_shards: int, rotary: bool
 ) -> Iterator[str]:
     """Peak memory of a training step, which would take minutes on a TPU to find out."""
-    from zero.models.config import GPTConfig
     from zero.runtime.build import Job
     from zero.runtime.config.files import load_sizes
     from zero.runtime.planning.compile import step_arguments
@@ -146,6 +179,8 @@ def plan(
     if rotary:
         config = dataclasses.replace(config, alibi_attn=False, positions="rotary")
     kinds: list[tuple[str, int | None, int | None]] = [(name, FORMS[name], None) for name in forms]
+    if config.layer == "gated_units":
+        kinds = [("vq", None, None)]
     if documents:
         kinds += [(f"{name}, documents", blockwise_from, 0) for name, blockwise_from, _ in kinds]
     for name, blockwise_from, end_of_text in kinds:

@@ -1,9 +1,12 @@
 """Text from a key-value cache against recomputing the whole text for each token, and against transformers.
 
     python benchmarks/sample.py [--tokens 512]
+    python benchmarks/sample.py --size bytes_vq --tokens 10000
 
 Greedy, one text, one CPU device, float32, a GPT-2 of 11M parameters with random weights, which transformers makes and
 zero reads. Compiled before they are timed, they take turns; medians are printed. Needs the extra `huggingface`.
+Second form: how fast a size of conf/model_config.yaml with random weights writes the first thousand tokens of one text,
+each thousand after, and the last.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import argparse
 import os
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +31,7 @@ import transformers
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
 from zero.partition.collectives.axis import Axis
+from zero.runtime.config.files import load_sizes
 from zero.runtime.inference.generate import generate
 from zero.runtime.weights.warm_start import warm_start
 from zero.training.inference import Sampling
@@ -37,12 +42,30 @@ CONFIG = GPTConfig(384, 256, 6, 1024, 0.0, 6, alibi_attn=False, norm_epsilon=1e-
 PROMPT = np.asarray([0, 1, 2], np.int32)
 
 
+def print_rates(config: GPTConfig, count: int) -> None:
+    model, chunk = ShardedGPT(config, Axis("zero", (1, 1)), 0), 250
+    params = jax.pmap(lambda data: model.init(jax.random.wrap_key_data(data)), "zero")(np.zeros((1, 2), np.uint32))
+    inference = make_inference(model, Sampling(temperature=0.8))
+    next(generate(inference, params, [PROMPT], count, seed=0, chunk=chunk))  # compiled for this length
+    times = [time.perf_counter()]
+    for _ in generate(inference, params, [PROMPT], count, seed=0, chunk=chunk):
+        times.append(time.perf_counter())
+    thousands = times[:: 1000 // chunk]
+    rates = [1000 / (after - before) for before, after in pairwise(thousands)]
+    print("tokens/s of each thousand: " + ", ".join(f"{rate:,.0f}" for rate in rates))
+    print(f"first thousand {rates[0]:,.0f}, last {rates[-1]:,.0f}: {rates[-1] / rates[0]:.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--size", help="an entry of conf/model_config.yaml, whose rate of sampling is printed instead")
     arguments = parser.parse_args()
     count = arguments.tokens
+    if arguments.size:
+        print_rates(load_sizes()[arguments.size], count)
+        return
     model = ShardedGPT(CONFIG, Axis("zero", (1, 1)), 0)
     theirs = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zero.models.config import FAMILIES, GPTConfig
+from zero.models.config import GPTConfig
+from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 
 MUP: dict[str, Any] = {"parametrization": "mup", "mup_base_width": 32, "tied": False}

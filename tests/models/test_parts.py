@@ -13,7 +13,8 @@ import pytest
 
 from zero.models.attention.scores import alibi_slopes
 from zero.models.block import init_cache
-from zero.models.config import BLOCKS, FAMILIES, GPTConfig
+from zero.models.config import BLOCKS, GPTConfig
+from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 
 BASE = GPTConfig(42, 101, 6, 24, 0.0, 2, vocab_chunks=3, head_dim=10, kv_heads=2, mlp_dim=31, alibi_attn=False)

@@ -13,7 +13,8 @@ import zero
 from tests import cli
 from tests.corpora import call
 from tests.runtime.config.composing import compose
-from zero.models.config import FAMILIES, GPTConfig
+from zero.models.config import GPTConfig
+from zero.models.families import FAMILIES
 from zero.runtime.build import make_model
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.check import check

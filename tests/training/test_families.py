@@ -10,7 +10,8 @@ import pytest
 
 from tests.training.small_gpt import CONFIG, Run, reference, run_on, setup
 from zero.models.attention.blockwise import blockwise_attention
-from zero.models.config import FAMILIES, GPTConfig
+from zero.models.config import GPTConfig
+from zero.models.families import FAMILIES
 
 # Nothing divides by 8: grouped heads of 10, windows shorter than the context of 12.
 _GROUPED: dict[str, Any] = {"num_head": 6, "head_dim": 10, "kv_heads": 3, "mlp_dim": 61}

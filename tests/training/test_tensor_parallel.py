@@ -11,7 +11,8 @@ import pytest
 
 import zero
 from tests.training.small_gpt import CONFIG, KEY, Run, Setup, assert_close, run_on, setup, shapes_of, tokens
-from zero.models.config import FAMILIES, GPTConfig
+from zero.models.config import GPTConfig
+from zero.models.families import FAMILIES
 from zero.runtime.inference.generate import generate
 from zero.runtime.planning.hlo import collectives
 from zero.training.batch import Batch

@@ -23,6 +23,7 @@ from zero.models.attention.scores import T5_BUCKETS, Form
 from zero.models.config import GPTConfig
 from zero.models.cut import WHOLE, Cut
 from zero.models.experts import ALONE, Experts, Group, Routing, Stream
+from zero.models.gated_unit import GatedLayer, RecurrentState, init_recurrent
 from zero.models.parametrization import kernel_init
 from zero.models.parts import ACTIVATIONS, dropout, make_norm, rotary_frequencies, rotate
 
@@ -34,8 +35,18 @@ class Cache(NamedTuple):
     v_LBSGK: jax.Array
 
 
-def init_cache(config: GPTConfig, rows: int, positions: int, dtype: DTypeLike, cut: Cut = WHOLE) -> Cache:
-    """An empty cache for `rows` rows of up to `positions` positions, of this device's heads."""
+AnyCache = Cache | RecurrentState
+
+
+def init_cache(
+    config: GPTConfig, rows: int, positions: int, dtype: DTypeLike, cut: Cut = WHOLE, known: jax.Array | int = 0
+) -> AnyCache:
+    """An empty cache for `rows` rows of up to `positions` positions, of this device's heads.
+
+    That of gated units has a constant size, and takes up only the first `known` positions of what is read at once.
+    """
+    if config.layer == "gated_units":
+        return init_recurrent(config, rows, known, dtype)
     k = jnp.zeros((config.N, rows, positions, config.key_heads // cut.size, config.head_width), dtype)
     return Cache(k, k)
 
@@ -262,5 +273,7 @@ class Period(nn.Module):
 
 
 def scanned_layer(config: GPTConfig) -> type[nn.Module]:
-    """The class of an entry of the stack of layers."""
+    """The class of an entry of the stack of layers; all have the same attributes and arguments."""
+    if config.layer == "gated_units":
+        return GatedLayer
     return Block if config.experts_every == 1 else Period

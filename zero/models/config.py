@@ -43,8 +43,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "activation": ("gelu", "gelu_exact", "relu", "squared_relu", "selu", "silu"),
     "attention_scale": ("sqrt", "linear", "none"),
     "parametrization": ("standard", "mup"),
+    "layer": ("transformer", "gated_units"),
 }
-_WIDTHS = ("embedding_dim", "kv_heads", "head_dim", "mlp_dim", "mup_base_width", "experts")
+_WIDTHS = ("embedding_dim", "kv_heads", "head_dim", "mlp_dim", "mup_base_width", "experts", "vq_block", "key_width")
 _AT_LEAST_ONE = (*_WIDTHS, "vocab_size", "num_head", "block_size", "N", "experts_per_token", "experts_every")
 # Keys of a mixture of experts, with the values that they have in a model without one.
 _OF_EXPERTS: dict[str, Any] = {
@@ -54,6 +55,12 @@ _OF_EXPERTS: dict[str, Any] = {
     "normalise_router": False,
     "balance_loss": 0.0,
     "router_z_loss": 0.0,
+}
+_GATED_UNITS_ALONE = ("codes", "vq_block", "key_width", "cache_gradient")
+_GATED_UNITS = {  # what a model of gated units chooses
+    *(*_GATED_UNITS_ALONE, "layer", "alibi_attn", "positions", "embedding_dim", "num_head", "block_size", "N"),
+    *("vocab_size", "vocab_chunks", "embedding_norm", "norm", "norm_epsilon", "norm_gains", "tied", "scale_embedding"),
+    *("scale_output", "logit_cap", "z_loss", "dropout", "embedding_dropout", "residual_dropout"),
 }
 
 
@@ -118,6 +125,12 @@ class GPTConfig:
       attention_dropout: of attention probabilities; None for `dropout`.
       residual_dropout: of both residual outputs; None for `dropout`.
       zero_init: queries, the output of attention and that of the MLP start at zero (arXiv 2203.03466, section D.2).
+      layer: "transformer", or "gated_units": two gated attention units with vector-quantised keys
+        (zero/models/gated_unit.py), which have no other choices than the next four, norms and the vocabulary.
+      codes: S, of the codebook of each unit; 0 for keys as they are and no memory of what is older than a window.
+      vq_block: C; a query sees the keys of its own block of so many positions and of the block before one by one.
+      key_width: K, of queries and keys of a unit.
+      cache_gradient: whether gradients flow to values that are older than the block before.
     """
 
     embedding_dim: int
@@ -169,6 +182,11 @@ class GPTConfig:
     embedding_dropout: float = 0.0
     attention_dropout: float | None = None
     residual_dropout: float | None = None
+    layer: str = "transformer"
+    codes: int = 512
+    vq_block: int = 512
+    key_width: int = 128
+    cache_gradient: bool = True
 
     def __post_init__(self) -> None:
         if self.attention_scale is None:
@@ -199,6 +217,7 @@ class GPTConfig:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if self.alibi_attn and self.positions != "learned":
             raise ValueError(f"positions {self.positions!r} need alibi_attn: false")
+        self._check_layer()
         self._check_rotary()
         self._check_parametrization()
         self._check_experts()
@@ -206,6 +225,20 @@ class GPTConfig:
             raise ValueError(f"windows must be a list of numbers of at least 0, got {list(self.windows)}")
         if self.N % len(self.windows):
             raise ValueError(f"N {self.N} must be a multiple of the {len(self.windows)} layers of windows")
+
+    def _check_layer(self) -> None:
+        """Each kind of layer has the other's keys at their defaults."""
+        is_gated = self.layer == "gated_units"
+        if is_gated and (self.alibi_attn or self.positions != "none" or self.num_head != 1):
+            raise ValueError("layer: gated_units needs num_head: 1, alibi_attn: false and positions: none")
+        if self.codes < 0 or self.key_width % 2:
+            raise ValueError(f"codes must be at least 0 and key_width even, got {self.codes} and {self.key_width}")
+        for field in dataclasses.fields(self):
+            has_key = field.name in _GATED_UNITS if is_gated else field.name not in _GATED_UNITS_ALONE
+            default = "sqrt" if field.name == "attention_scale" else field.default
+            if not has_key and getattr(self, field.name) != default:
+                value, default = (str(x).lower() for x in (getattr(self, field.name), default))
+                raise ValueError(f"layer: {self.layer} needs {field.name}: {default}, got {value}")
 
     def _check_rotary(self) -> None:
         rotated = self.rotary_fraction * self.head_width
@@ -302,85 +335,11 @@ class GPTConfig:
         return "alibi" if self.alibi_attn else self.positions
 
     @property
+    def has_codebook(self) -> bool:
+        """Whether the model has a state that gradients do not change."""
+        return self.layer == "gated_units" and self.codes > 0
+
+    @property
     def stacked(self) -> tuple[str, ...]:
         """Top-level subtrees of the parameters whose leaves have a leading dimension, of layers or chunks."""
         return (BLOCKS, VOCABULARY) if self.tied else (BLOCKS, VOCABULARY, HEAD)
-
-
-# What the published models of a family have in common and another default does not have; an entry of
-# conf/model_config.yaml with `family` starts from these keys.
-_ROTARY: dict[str, Any] = {"alibi_attn": False, "positions": "rotary"}
-_NO_BIASES: dict[str, Any] = {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
-_LLAMA: dict[str, Any] = {
-    **_ROTARY,
-    **_NO_BIASES,
-    "norm": "rms",
-    "norm_epsilon": 1e-5,
-    "activation": "silu",
-    "gated": True,
-    "tied": False,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": {"alibi_attn": False, "norm_epsilon": 1e-5},
-    "bloom": {"embedding_norm": True, "norm_epsilon": 1e-5},
-    "gpt_neo": {
-        "alibi_attn": False,
-        "norm_epsilon": 1e-5,
-        "windows": (0, 256),
-        "attention_scale": "none",
-        "qkv_bias": False,
-    },
-    "gpt_neox": {
-        **_ROTARY,
-        "rotary_fraction": 0.25,
-        "norm_epsilon": 1e-5,
-        "parallel_residual": True,
-        "activation": "gelu_exact",
-        "tied": False,
-    },
-    "llama": _LLAMA,
-    "mistral": {**_LLAMA, "windows": (4096,)},
-    "qwen3": {**_LLAMA, "qk_norm": True, "norm_epsilon": 1e-6, "rotary_base": 1e6},
-    "mixtral": {
-        **_LLAMA,
-        "rotary_base": 1e6,
-        "experts": 8,
-        "experts_per_token": 2,
-        "normalise_router": True,
-        "balance_loss": 0.02,
-    },
-    "qwen3_moe": {
-        **_LLAMA,
-        "qk_norm": True,
-        "norm_epsilon": 1e-6,
-        "rotary_base": 1e6,
-        "experts": 128,
-        "experts_per_token": 8,
-        "normalise_router": True,
-        "balance_loss": 0.001,
-    },
-    "gemma2": {
-        **_ROTARY,
-        **_NO_BIASES,
-        "norm": "rms_offset",
-        "norm_place": "both",
-        "activation": "gelu",
-        "gated": True,
-        "windows": (4096, 0),
-        "attention_cap": 50.0,
-        "logit_cap": 30.0,
-        "scale_embedding": True,
-    },
-    # The dense models of Lingvo's GShard examples (lingvo/tasks/lm/params/synthetic_packed_input.py).
-    "dense_lm": {
-        **_NO_BIASES,
-        "alibi_attn": False,
-        "positions": "t5",
-        "norm": "rms",
-        "activation": "gelu",
-        "gated": True,
-        "extra_logit": True,
-        "scale_output": True,
-        "z_loss": 1e-4,
-    },
-}

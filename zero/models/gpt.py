@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.models.block import Cache, scanned_layer
+from zero.models.block import AnyCache, scanned_layer
 from zero.models.config import BLOCKS, HEAD, VOCABULARY, GPTConfig
 from zero.models.cut import WHOLE, Cut
 from zero.models.experts import ALONE, Group, Routing, Stream, no_routing
@@ -194,6 +194,16 @@ class GPT(nn.Module):
         stream, _ = self._layers(stream, None, keys_B, 0, starts_BT, cut)
         return self.score(stream, targets_BT)
 
+    def scores_on(
+        self, tokens_BT: jax.Array, targets_BT: jax.Array, cache: AnyCache, position: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], AnyCache | None]:
+        """`scores` of rows that go on at `position`, after those in the cache, and the cache with these positions."""
+        cut = self._cut.with_all_positions()
+        x_BTD = self._embed(tokens_BT, None, position, None, cut)
+        stream, new_cache = self._layers((x_BTD, None), cache, None, position, None, cut)
+        losses_BT, is_greedy_BT, _ = self.score(stream, targets_BT)
+        return (losses_BT, is_greedy_BT), new_cache
+
     def score(self, stream: Stream, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array, Routing | None]:
         """`routed_scores` from what leaves the last block."""
         x_BTD, routing = stream
@@ -214,10 +224,10 @@ class GPT(nn.Module):
     def logits(
         self,
         tokens_BT: jax.Array,
-        cache: Cache | None = None,
+        cache: AnyCache | None = None,
         position: jax.Array | int = 0,
         last: jax.Array | int = -1,
-    ) -> tuple[jax.Array, Cache | None]:
+    ) -> tuple[jax.Array, AnyCache | None]:
         """Logits after column `last`, float32 `(B, V)`, and the cache with the positions of `tokens_BT` added."""
         x_BTD, cache = self.hidden(tokens_BT, None, cache, position)
         last_B1D = lax.dynamic_slice_in_dim(x_BTD, last % x_BTD.shape[1], 1, axis=1)
@@ -230,9 +240,9 @@ class GPT(nn.Module):
         self,
         tokens_BT: jax.Array,
         keys_B: jax.Array | None,
-        cache: Cache | None = None,
+        cache: AnyCache | None = None,
         position: jax.Array | int = 0,
-    ) -> tuple[jax.Array, Cache | None]:
+    ) -> tuple[jax.Array, AnyCache | None]:
         """The normalised residual stream after the last block, `(B, T, D)`, and the cache with these positions."""
         cut = self._cut.with_all_positions()
         x_BTD = self._embed(tokens_BT, keys_B, position, None, cut)
@@ -246,12 +256,12 @@ class GPT(nn.Module):
     def _layers(
         self,
         stream: Stream,
-        cache: Cache | None,
+        cache: AnyCache | None,
         keys_B: jax.Array | None,
         position: jax.Array | int,
         starts_BT: jax.Array | None,
         cut: Cut,
-    ) -> tuple[Stream, Cache | None]:
+    ) -> tuple[Stream, AnyCache | None]:
         """All layers: a scan over the periods of the pattern, in which each layer is one of its own."""
         layers = jnp.arange(self.config.scanned_layers)
         if self.is_initializing():

@@ -99,9 +99,9 @@ def _evaluate_and_log(run: ActiveRun, line: dict[str, Any]) -> bool:
 
 def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
     """Adds losses in nats per token to the metrics, and the results of tasks where they are due."""
-    weights = {"validation/loss": run.state.params}
+    weights = {"validation/loss": run.state.weights}
     if run.state.ema is not None:
-        weights["validation/ema_loss"] = run.state.ema
+        weights["validation/ema_loss"] = run.state.averaged_weights
     training, losses, scored = run.config.training, dict.fromkeys(weights, 0.0), 0
     with closing(prefetch(run.validation.batches())) as batches:
         for batch in islice(batches, training.maximum_evaluation_steps):
@@ -132,7 +132,7 @@ def _report(run: ActiveRun, line: dict[str, Any]) -> None:
     text = ""
     if count := run.config.training.sample_tokens:
         prompt = np.asarray([run.tokenizer.end_of_text], np.int32)
-        tokens = next(generate(run.inference, run.state.params, [prompt], count, seed=run.position.step, chunk=count))
+        tokens = next(generate(run.inference, run.state.weights, [prompt], count, seed=run.position.step, chunk=count))
         text = run.tokenizer.decode(tokens[0, 1:])
     if run.tracker is None:
         return

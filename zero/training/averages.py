@@ -1,17 +1,24 @@
-"""Moving averages: of the weights, and of losses and gradient norms, by which a spike is judged."""
+"""Moving averages: of the weights, of keys by their code, and of losses and gradient norms, to judge a spike by."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from zero.models.config import BLOCKS, GPTConfig
+from zero.models.gated_unit import UNITS
 from zero.partition.layout import PyTree
 
 # As OLMo-core's SkipStepOptimizer: of the last 128 updates, and no update is judged by fewer than 64.
 _DECAY, _JUDGED_BY = 1 - 1 / 128, 64
+# Both of arXiv 2309.16354: of the moving averages, and the weight of the commitment loss.
+_CODEBOOK_DECAY, _COMMITMENT = 0.99, 1e-4
+# A code whose moving average of keys per step falls below this stays where it is, before both of its sums underflow.
+_FEWEST_KEYS = 0.01
 
 
 def update_ema(
@@ -34,6 +41,48 @@ def update_ema(
     newest = (1 - decay) / -jnp.expm1(jnp.maximum(updates, 1) * math.log(decay))
     moved = optax.incremental_update(params, ema, jnp.minimum(newest, 1.0))
     return jax.tree.map(lambda new, old: jnp.where(is_skipped, old, new), moved, ema)
+
+
+def init_codebook(config: GPTConfig, key: jax.Array) -> Any:
+    """The codebook of a new model, as the variables of "codebook": per layer and unit `counts` (S) and `sums` (S, K).
+
+    A code is sums / counts. Codes start nearer to the origin than any key, of norm 1 where keys have K^(1/4): so a
+    direction that no code has yet is rounded to an unused code.
+    """
+
+    def unit(number: int) -> dict[str, jax.Array]:
+        shape = (config.N, config.codes, config.key_width)
+        codes = jax.random.normal(jax.random.fold_in(key, number)[None][0], shape) / math.sqrt(config.key_width)
+        return {"counts": jnp.ones(shape[:2]), "sums": codes}
+
+    return {BLOCKS: {f"unit_{number}": unit(number) for number in range(UNITS)}}
+
+
+def with_commitment(codebook: Any, positions: int) -> Any:
+    """The codebook for a training step over so many positions: its gradient is then that of a mean over them."""
+    weight = _COMMITMENT / positions
+
+    def unit(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {**state, "commitment": jnp.full(state["counts"].shape[:-1], weight)}
+
+    return {BLOCKS: {name: unit(state) for name, state in codebook[BLOCKS].items()}}
+
+
+def update_codebook(codebook: Any, found: Any) -> Any:
+    """The codebook after a step in which `found` counts and sums of keys were assigned to its codes, over all devices.
+
+    Source: van den Oord et al., arXiv 1711.00937, appendix A.1.
+    """
+
+    def unit(old: dict[str, jax.Array], found: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        moved = {name: _CODEBOOK_DECAY * old[name] + (1 - _CODEBOOK_DECAY) * found[name] for name in old}
+        is_used = moved["counts"] >= _FEWEST_KEYS
+        return {
+            "counts": jnp.where(is_used, moved["counts"], old["counts"]),
+            "sums": jnp.where(is_used[..., None], moved["sums"], old["sums"]),
+        }
+
+    return {BLOCKS: {name: unit(state, found[BLOCKS][name]) for name, state in codebook[BLOCKS].items()}}
 
 
 def add_to_running(running: jax.Array, values: jax.Array) -> jax.Array:

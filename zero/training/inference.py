@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero.models.block import Cache, init_cache
+from zero.models.block import AnyCache, init_cache
 from zero.partition.layout import PyTree
 from zero.training.batch import document_starts, token_ids
 from zero.training.sharded_gpt import ShardedGPT
@@ -56,6 +56,20 @@ def score(params: PyTree, tokens: jax.Array, *, model: ShardedGPT) -> tuple[jax.
     return _of_all_rows(losses, model), _of_all_rows(is_greedy, model)
 
 
+def score_on(
+    params: PyTree, tokens: jax.Array, cache: AnyCache, position: jax.Array, *, model: ShardedGPT
+) -> tuple[jax.Array, jax.Array, AnyCache]:
+    """`score` of rows that go on at `position`, after those in the cache, and the cache with all but the last token.
+
+    For models of gated units, whose cache has a constant size: rows of any length are scored in parts as if at once.
+    """
+    tokens = token_ids(tokens)
+    (losses, is_greedy), cache = model.apply(
+        model.enter(params), tokens[:, :-1], tokens[:, 1:], cache, position, method="scores_on"
+    )
+    return _of_all_rows(losses, model), _of_all_rows(is_greedy, model), cache
+
+
 def _of_all_rows(x: jax.Array, model: ShardedGPT) -> jax.Array:
     """Of the rows of all tensor groups, in order; a device alone is a group. `(R, ...)` in, `(N R, ...)` out."""
     of_devices = lax.all_gather(x, model.axis.name)
@@ -94,7 +108,7 @@ class DecodeState(NamedTuple):
 
     tokens: jax.Array
     position: jax.Array
-    cache: Cache
+    cache: AnyCache
     logits: jax.Array
 
 
@@ -114,7 +128,7 @@ def prefill(params: PyTree, tokens: jax.Array, length: jax.Array, *, model: Shar
     """
     if model.config.has_learned_positions:
         width = min(width, model.config.block_size)
-    cache = init_cache(model.config, tokens.shape[0], tokens.shape[1], model.compute_dtype, model.cut)
+    cache = init_cache(model.config, tokens.shape[0], tokens.shape[1], model.compute_dtype, model.cut, length)
     read = jnp.maximum(tokens[:, :width], 0)
     logits, cache = model.apply(model.enter(params), read, cache, 0, last=length - 1, method="logits")
     return DecodeState(tokens, length, cache, logits)

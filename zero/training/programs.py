@@ -11,12 +11,14 @@ import jax
 import numpy as np
 import optax
 
+from zero.models.block import init_cache
 from zero.models.config import BLOCKS
+from zero.models.gated_unit import CODEBOOK
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.ordering import in_order
 from zero.partition.layout import PyTree
 from zero.partition.optimizer import on_shards
-from zero.training.inference import Sampling, evaluate_step, extend, prefill, score
+from zero.training.inference import Sampling, evaluate_step, extend, prefill, score, score_on
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import new_state, train_step
 
@@ -27,10 +29,10 @@ class Programs(NamedTuple):
     Every argument and result has a leading dimension of local devices, unless it is said to be shared.
 
     Attributes:
-      init: `(key data)`, one row per device, all alike, to parameter shards.
-      start: parameter shards, donated, to a new `TrainState`.
+      init: `(key data)`, one row per device, all alike, to weights: parameter shards, and the codebook if there is one.
+      start: weights, donated, to a new `TrainState`.
       step: `(TrainState, Batch)`, the state donated, to the next state and shared metrics.
-      evaluate: `(params, tokens)` to the shared sum of losses and number of tokens scored.
+      evaluate: `(weights, tokens)` to the shared sum of losses and number of tokens scored.
     """
 
     init: Any
@@ -87,6 +89,8 @@ class Inference(NamedTuple):
 
     Attributes:
       score: `(params, tokens)` to the shared losses and hits of all rows.
+      new_cache: `(tokens)`, of which only the number of rows counts, to an empty cache for `score_on`.
+      score_on: `(params, tokens, cache, position)`, the cache donated, to shared losses and hits and the next cache.
       prefill: `(params, tokens, length, width)`, the width static, to a `DecodeState`.
       extend: `(params, DecodeState, keys, count)`, the state donated, the count static, to the next `DecodeState` and
         the shared tokens of all rows.
@@ -94,6 +98,8 @@ class Inference(NamedTuple):
     """
 
     score: Any
+    new_cache: Any
+    score_on: Any
     prefill: Any
     extend: Any
     tensor: int = 1
@@ -109,6 +115,10 @@ def make_inference(
     bound = partial(extend, model=model, sampling=sampling or Sampling())
     return Inference(
         score=pmap(partial(score, model=model), out_axes=None),
+        new_cache=pmap(
+            lambda tokens: init_cache(model.config, len(tokens), 0, model.compute_dtype, known=np.iinfo(np.int32).max)
+        ),
+        score_on=pmap(partial(score_on, model=model), donate_argnums=2, out_axes=(None, None, 0)),
         prefill=pmap(
             lambda params, tokens, length, width: prefill(params, tokens, length, model=model, width=width),
             static_broadcasted_argnums=3,
@@ -143,5 +153,6 @@ def repeat_blocks(params: PyTree, order: Sequence[int], axis: Axis) -> PyTree:
 
     Per device: leaves under "blocks" of `(layers, ...)`, which become `(len(order), ...)`; no communication.
     """
-    blocks = jax.pmap(lambda blocks: jax.tree.map(lambda x: x[np.asarray(order)], blocks), axis.name)(params[BLOCKS])
-    return {**params, BLOCKS: blocks}
+    repeat = jax.pmap(lambda blocks: jax.tree.map(lambda x: x[np.asarray(order)], blocks), axis.name)
+    codebook = {CODEBOOK: repeat(params[CODEBOOK])} if CODEBOOK in params else {}
+    return {**params, BLOCKS: repeat(params[BLOCKS]), **codebook}

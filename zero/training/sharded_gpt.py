@@ -21,13 +21,15 @@ from zero.models.block import scanned_layer
 from zero.models.config import BLOCKS, GPTConfig, is_expert_leaf, tensor_dim
 from zero.models.cut import WHOLE, Cut
 from zero.models.experts import ALONE, Group, Routing, Stream
+from zero.models.gated_unit import CODEBOOK
 from zero.models.gpt import GPT
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
 from zero.partition.collectives.expert_group import ExpertGroup
 from zero.partition.collectives.tensor_group import TensorGroup
-from zero.partition.layout import Layout, PyTree, make_layout
+from zero.partition.layout import Layout, PyTree, derive_layout, make_layout
 from zero.partition.stages import fully_shard, gather, scatter_sum, sum_copies
+from zero.training.averages import init_codebook
 from zero.training.batch import document_starts, next_tokens, token_ids
 from zero.training.optimizer import decayed
 
@@ -149,8 +151,33 @@ class ShardedGPT:
         return stream
 
     def init(self, key: jax.Array) -> PyTree:
-        """Shards of new parameters, made layer by layer; their values do not depend on the number of devices."""
-        return self._lifted.init(key, jnp.zeros((1, 2), jnp.int32), None, method="hidden")["params"]
+        """New weights, made layer by layer; their values do not depend on the number of devices."""
+        params = self._lifted.init(key, jnp.zeros((1, 2), jnp.int32), None, method="hidden")["params"]
+        return self.join(params, self.new_codebook(key))
+
+    def new_codebook(self, key: jax.Array) -> PyTree | None:
+        """The codebook of vector-quantised keys, whole on every device; None for a model that has none."""
+        return init_codebook(self.config, jax.random.fold_in(key, 1)) if self.config.has_codebook else None
+
+    @cached_property
+    def codebook_layout(self) -> Layout:
+        """Of the codebook, which no stage splits."""
+        return derive_layout(lambda _: self.new_codebook(jax.random.key(0)), self.layout)
+
+    def weight_shapes(self) -> PyTree:
+        """What one device holds of the weights, as `jax.ShapeDtypeStruct`s."""
+        codebook = self.codebook_layout.shard_shapes() if self.config.has_codebook else None
+        return self.join(self.layout.shard_shapes(), codebook)
+
+    @staticmethod
+    def join(params: PyTree, codebook: PyTree | None) -> PyTree:
+        """Weights, which are all that inference needs: shards of parameters, with the codebook beside them if any."""
+        return params if codebook is None else {**params, CODEBOOK: codebook}
+
+    @staticmethod
+    def split(weights: PyTree) -> tuple[PyTree, PyTree | None]:
+        """Parameters and codebook of `join`."""
+        return {name: tree for name, tree in weights.items() if name != CODEBOOK}, weights.get(CODEBOOK)
 
     @property
     def differentiated(self) -> str:
@@ -162,9 +189,10 @@ class ShardedGPT:
         is_own = all(leaf.dtype == self.gradient_dtype for leaf in self.layout.leaves)
         return "params" if self.stage < 2 or is_own else "gradients"
 
-    def enter(self, params: PyTree) -> dict[str, PyTree]:
+    def enter(self, weights: PyTree) -> dict[str, PyTree]:
         """Flax variables for a step, from shards."""
-        variables = {"params": params}
+        params, codebook = self.split(weights)
+        variables = {"params": params} if codebook is None else {"params": params, CODEBOOK: codebook}
         if self.stage < 3:
             full = gather(params, self.layout_by_parts, self.axis, self.compute_dtype, wire_dtype=self.gather_dtype)
             variables["gathered" if self.stage == 2 else "params"] = full

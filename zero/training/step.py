@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +16,11 @@ import optax
 from jax import lax
 
 from zero.models.experts import Routing, Stream, no_routing, routing_metrics
+from zero.models.gated_unit import CODEBOOK
 from zero.partition.layout import Layout, PyTree, derive_layout
 from zero.partition.optimizer import global_norm, on_shards
 from zero.partition.stages import shard
-from zero.training.averages import add_to_running, is_spike, update_ema
+from zero.training.averages import add_to_running, is_spike, update_codebook, update_ema, with_commitment
 from zero.training.batch import Batch, row_keys
 from zero.training.fused_update import Guard, backward_and_update, unless
 from zero.training.optimizer import scaled
@@ -39,6 +39,7 @@ class TrainState(NamedTuple):
       skipped_spikes: those among `skipped` that were spikes, int32.
       running: statistics of the updates that were made, float32 `(2, 3)`, as `add_to_running` keeps them.
       ema: the moving average of the parameters, float32 shards, or None where none is kept.
+      codebook: that of vector-quantised keys, whole and the same on every device, or None where there is none.
     """
 
     step: jax.Array
@@ -49,18 +50,34 @@ class TrainState(NamedTuple):
     skipped_spikes: jax.Array
     running: jax.Array
     ema: PyTree = None
+    codebook: PyTree = None
+
+    @property
+    def weights(self) -> PyTree:
+        """As `ShardedGPT.join` makes them."""
+        return ShardedGPT.join(self.params, self.codebook)
+
+    @property
+    def averaged_weights(self) -> PyTree:
+        """The same with the moving average in place of the parameters."""
+        return ShardedGPT.join(self.ema, self.codebook)
 
 
-def new_state(params: PyTree, tx: optax.GradientTransformation, has_ema: bool = False) -> TrainState:
-    """The state of a run that starts with these parameters: whole, or shards where `tx` is for shards."""
+def new_state(weights: PyTree, tx: optax.GradientTransformation, has_ema: bool = False) -> TrainState:
+    """The state of a run that starts with these weights: whole, or shards where `tx` is for shards."""
+    params, codebook = ShardedGPT.split(weights)
     zero, running = jnp.int32(0), jnp.zeros((2, 3), jnp.float32)
     ema = jax.tree.map(lambda p: p.astype(jnp.float32), params) if has_ema else None
-    return TrainState(zero, params, tx.init(params), zero, zero, zero, running, ema)
+    return TrainState(zero, params, tx.init(params), zero, zero, zero, running, ema, codebook)
 
 
 def state_layout(model: ShardedGPT, tx: optax.GradientTransformation, has_ema: bool = False) -> Layout:
     """How the whole state is split; the same logical arrays at every stage."""
-    return derive_layout(partial(new_state, tx=tx, has_ema=has_ema), model.layout)
+
+    def start(params: PyTree) -> TrainState:
+        return new_state(model.join(params, model.new_codebook(jax.random.key(0))), tx, has_ema)
+
+    return derive_layout(start, model.layout)
 
 
 def train_step(
@@ -83,7 +100,8 @@ def train_step(
     The loss is the mean over all tokens scored in the global batch. With `skip_bad_steps` a gradient that is not finite
     leaves parameters and optimizer state as they were, on all devices alike; with `skip_spikes` so does a loss or a
     gradient norm that exceeds its running mean by so many running standard deviations. With `ema_decay` the state
-    contains `ema`, which every update that is made moves.
+    contains `ema`, which every update that is made moves; so it does the codebook of vector-quantised keys, by all
+    keys of the global batch.
 
     Raises:
       NotElementwiseError: `tx` would be wrong on shards, or layer by layer where the update is fused.
@@ -95,13 +113,16 @@ def train_step(
     tx = scaled(tx, rate, state.step)
 
     is_bad, is_high = jnp.bool_(False), jnp.bool_(False)
+    found = None
     if fused_update:
+        if state.codebook is not None:
+            raise ValueError("fused_update does not sum what a codebook of keys needs")
         if model.stage != 3 or model.remat not in ("full", "nested") or micro_batches > 1 or skip_spikes is not None:
             raise ValueError("fused_update needs stage 3, full or nested remat, one micro-batch and no skip_spikes")
         guard, model = Guard(max_gradient_norm, skip_bad_steps), dataclasses.replace(model, sums_copies=True)
         loss, params, opt_state, norm, is_bad, routing = _fused(state, batch.tokens, keys, scored, model, tx, guard)
     else:
-        loss, grads, routing = _loss_and_gradients(model, state.params, batch.tokens, keys, scored, micro_batches)
+        loss, grads, routing, found = _loss_and_gradients(model, state, batch.tokens, keys, scored, micro_batches)
         layout, axis = model.layout, model.axis
         if model.stage == 0 and axis.tensor == 1:
             # Of slices as well: the same sums in the same order at every stage.
@@ -125,7 +146,10 @@ def train_step(
     ema = state.ema
     if ema_decay is not None:
         ema = update_ema(ema, params, ema_decay, state.step + 1 - state.skipped, is_bad | is_high)
-    state = _next_state(state, params, opt_state, ema, is_bad, is_high, jnp.stack([loss, norm]))
+    codebook = state.codebook
+    if codebook is not None:
+        codebook = unless(is_bad | is_high, update_codebook(codebook, found), codebook)
+    state = _next_state(state, params, opt_state, ema, codebook, is_bad, is_high, jnp.stack([loss, norm]))
     metrics = {
         "loss": loss,
         "gradient_norm": norm,
@@ -147,25 +171,35 @@ def _routing_metrics(routing: Routing | None, batch: Batch, model: ShardedGPT) -
 
 def _loss_and_gradients(
     model: ShardedGPT,
-    params: PyTree,
+    state: TrainState,
     tokens: jax.Array | np.ndarray,
     keys: jax.Array | None,
     scored: jax.Array,
     micro_batches: int,
-) -> tuple[jax.Array, PyTree, Routing | None]:
-    """The mean loss of the global batch, its gradient as shards (whole at stage 0) in `gradient_dtype`, and routing."""
-    variables = model.enter(params)
+) -> tuple[jax.Array, PyTree, Routing | None, PyTree | None]:
+    """The mean loss of the global batch, its gradient as shards (whole at stage 0) in `gradient_dtype`, and routing.
 
-    def loss_of(differentiated: PyTree, tokens: jax.Array, keys: jax.Array | None) -> tuple[jax.Array, Routing | None]:
-        loss, routing = model.losses({**variables, model.differentiated: differentiated}, tokens, keys)
+    And counts and sums of all keys of the global batch by code, where there is a codebook: as its gradient, see
+    `zero.models.gated_unit.quantise`.
+    """
+    codebook = state.codebook
+    if codebook is not None:
+        codebook = with_commitment(codebook, model.axis.size * tokens.size)
+    variables = model.enter(model.join(state.params, codebook))
+    names = [model.differentiated] if codebook is None else [model.differentiated, CODEBOOK]
+
+    def loss_of(
+        differentiated: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None
+    ) -> tuple[jax.Array, Routing | None]:
+        loss, routing = model.losses({**variables, **differentiated}, tokens, keys)
         return loss / scored, routing
 
     value_and_grad = jax.value_and_grad(loss_of, has_aux=True)
     zeros = jnp.float32(0), no_routing(model.config, len(tokens) // micro_batches)
-    (loss, routing), grads = _accumulate(
-        value_and_grad, zeros, variables[model.differentiated], tokens, keys, micro_batches
-    )
-    return lax.psum(loss, model.axis.name), model.leave(grads), routing
+    differentiated = {name: variables[name] for name in names}
+    (loss, routing), grads = _accumulate(value_and_grad, zeros, differentiated, tokens, keys, micro_batches)
+    found = None if codebook is None else lax.psum(grads[CODEBOOK], model.axis.name)
+    return lax.psum(loss, model.axis.name), model.leave(grads[model.differentiated]), routing, found
 
 
 def _next_state(
@@ -173,6 +207,7 @@ def _next_state(
     params: PyTree,
     opt_state: PyTree,
     ema: PyTree | None,
+    codebook: PyTree | None,
     is_bad: jax.Array,
     is_high: jax.Array,
     judged: jax.Array,
@@ -189,6 +224,7 @@ def _next_state(
         state.skipped_spikes + is_high.astype(jnp.int32),
         jnp.where(is_counted, add_to_running(state.running, judged), state.running),
         ema,
+        codebook,
     )
 
 

@@ -149,6 +149,24 @@ def test_every_size_can_be_trained(size: str) -> None:
             ["zero.gather_dtype=int8", "auto, as zero.expert_shards=2"],
         ),
         ("model.size=test_experts; zero.expert_shards=2; zero.phases=torus", ["zero.phases=torus", "auto or flat"]),
+        ("model.size=bytes_vq; zero.tensor_shards=2", ["zero.tensor_shards=2", "1, as model.size=bytes_vq has gated"]),
+        (
+            "model.size=bytes_vq; zero.context_shards=2",
+            ["zero.context_shards=2", "1, as model.size=bytes_vq"],
+        ),
+        (
+            "model.size=bytes_vq; zero.fused_update=true",
+            ["zero.fused_update=true", "false, as model.size=bytes_vq has codes"],
+        ),
+        (
+            "model.size=bytes_vq; data.isolate_documents=true",
+            ["data.isolate_documents=true", "false, as model.size=bytes_vq has gated units"],
+        ),
+        ("evaluate.carry=true", ["evaluate.carry=true", "false, as model.size=bytes has no memory of constant size"]),
+        (
+            "model.size=bytes_vq; evaluate.carry=true; evaluate.context=1000",
+            ["evaluate.carry=true", "a multiple of vq_block=128 of model.size=bytes_vq"],
+        ),
         ("zero.remat=some", ["zero.remat=some", "full, nested, dots, none"]),
         ("model.attention=some", ["model.attention=some", "auto, dense, blockwise, kernel"]),
         ("plan.micro_batch=0", ["plan.micro_batch=0", "at least 1"]),

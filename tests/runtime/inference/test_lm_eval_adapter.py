@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import zero
-from zero.models.config import FAMILIES, GPTConfig
+from zero.models.config import GPTConfig
+from zero.models.families import FAMILIES
 from zero.partition.layout import derive_layout
 from zero.partition.state import from_global
 from zero.runtime.checkpoints.manager import Checkpoints

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import zero
-from zero.models.config import BLOCKS, FAMILIES, GPTConfig
+from zero.models.config import BLOCKS, GPTConfig
+from zero.models.families import FAMILIES
 from zero.partition.layout import derive_layout
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.training.sharded_gpt import ShardedGPT

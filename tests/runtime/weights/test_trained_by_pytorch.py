@@ -9,7 +9,8 @@ import pytest
 
 from tests import cli
 from tests.runtime.config.composing import compose
-from zero.models.config import FAMILIES, GPTConfig
+from zero.models.config import GPTConfig
+from zero.models.families import FAMILIES
 from zero.runtime.build import make_model
 from zero.runtime.config.check import check
 from zero.runtime.data.loader import Loader

@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import zero
-from zero.models.config import FAMILIES, GPTConfig
+from zero.models.config import GPTConfig
+from zero.models.families import FAMILIES
 from zero.runtime.config.check import describe
 from zero.runtime.errors import UserError
 

@@ -61,6 +61,8 @@ def data_rules(config: Config, size: GPTConfig) -> Mistakes:
         )
     if not is_paths(data.index_path_train) and data.train_samples is not None:
         yield "data.train_samples", "null, as data.index_path_train is a mixture"
+    if data.isolate_documents and size.layer == "gated_units":
+        yield "data.isolate_documents", f"false, as model.size={config.model.size} has gated units"
     if data.resume_step is not None and config.resume is None and config.mode == "train":
         yield "data.resume_step", "null without --resume"
 
@@ -99,6 +101,11 @@ def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
             yield f"zero.{key}", f"{other}, as zero.stage=0 sums whole gradients and gathers nothing"
     yield from _uncut(config, size)
     yield from _undivided(config, size)
+    for key in ("tensor_shards", "context_shards"):
+        if size.layer == "gated_units" and getattr(zero, key) > 1:
+            yield f"zero.{key}", f"1, as model.size={config.model.size} has gated units"
+    if size.has_codebook and zero.fused_update:
+        yield "zero.fused_update", f"false, as model.size={config.model.size} has codes, which all keys move"
     if not zero.fused_update:
         return
     needed: dict[str, tuple[Any, list[Any]]] = {
@@ -151,7 +158,7 @@ def _uncut(config: Config, size: GPTConfig) -> Mistakes:
         cut[f"data.max_context={config.data.max_context}"] = config.data.max_context
         cut |= {f"a stage of {length} tokens": length for _, length in config.training.stages()}
     for what, count in cut.items():
-        if count % zero.tensor_shards:
+        if count % zero.tensor_shards and size.layer == "transformer":
             yield "zero.tensor_shards", f"a divisor of {what}"
     if zero.context_shards == 1 or config.mode not in ("train", "plan"):
         return
@@ -173,6 +180,11 @@ def evaluate_rules(config: Config, size: GPTConfig) -> Mistakes:
     context = evaluate.context or config.data.max_context
     if evaluate.stride is not None and evaluate.stride >= context:
         yield "evaluate.stride", f"1 to {context - 1}, or null"
+    if evaluate.carry and size.layer != "gated_units":
+        yield "evaluate.carry", f"false, as model.size={config.model.size} has no memory of constant size"
+    elif evaluate.carry and (evaluate.stride is not None or context % size.vq_block):
+        block = f"vq_block={size.vq_block} of model.size={config.model.size}"
+        yield "evaluate.carry", f"false, or evaluate.stride=null and a context that is a multiple of {block}"
 
 
 def plan_rules(config: Config, size: GPTConfig) -> Mistakes:

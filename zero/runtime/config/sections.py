@@ -161,6 +161,7 @@ class Evaluate:
     harness: list[str] = MISSING
     context: int | None = at_least(2)
     stride: int | None = at_least(1)
+    carry: bool = MISSING
 
 
 @dataclass

@@ -42,7 +42,7 @@ def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
     if config.evaluate.validation:
         index = index_files(config.data.index_path_validation, config.data.bucket_path)
         assert not isinstance(index, dict)  # which the check of the configuration refuses
-        stride = config.evaluate.stride or -(-context // 2)
+        stride = None if config.evaluate.carry else config.evaluate.stride or -(-context // 2)
         result |= score_validation_set(scorer, index, context, stride, config.training.loss_on == "completion")
     if config.evaluate.harness:
         result["harness"] = run_tasks(scorer, context, config.evaluate.harness)

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
@@ -47,7 +48,7 @@ class Scorer:
         self.trained, self._context = trained, context
         self._groups = trained.model.axis.size // trained.model.axis.tensor  # of devices that take the same rows
         self._rows = -(-rows * jax.process_count() // self._groups)  # per group
-        self._score = make_inference(trained.model).score
+        self._programs = make_inference(trained.model)
 
     @property
     def batch_rows(self) -> int:
@@ -64,7 +65,7 @@ class Scorer:
             for blank, passage in zip(tokens, pending, strict=False):
                 blank[: len(passage.tokens)] = passage.tokens
             mine = split_rows(tokens, axis.size, axis.tensor)[self.trained.host * local :][:local]
-            losses, is_greedy = (np.asarray(x) for x in self._score(self.trained.params, mine))
+            losses, is_greedy = (np.asarray(x) for x in self._programs.score(self.trained.params, mine))
             for row, (text, first) in enumerate(pending):
                 part = slice(first - 1, len(text) - 1)  # the loss of token t is at t - 1
                 yield Score(losses[row, part].astype(np.float64), is_greedy[row, part])
@@ -76,6 +77,35 @@ class Scorer:
                 yield from flush()
         if pending:
             yield from flush()
+
+    def scores_of_whole(self, rows: Iterable[np.ndarray]) -> Iterator[Score]:
+        """Of every token after the first of each row of any length, given all tokens before it.
+
+        For models of gated units: their memory is carried from one `context` tokens to the next. A batch of rows takes
+        as long as its longest.
+        """
+        axis = self.trained.model.axis
+        local = axis.size // jax.process_count()
+        for batch in _batched(rows, self.batch_rows):
+            length = max(map(len, batch)) - 1
+            tokens = np.full((self.batch_rows, -(-length // self._context) * self._context + 1), -1, np.int32)
+            for blank, row in zip(tokens, batch, strict=False):
+                blank[: len(row)] = row
+            mine = split_rows(tokens, axis.size, axis.tensor)[self.trained.host * local :][:local]
+            cache, parts = self._programs.new_cache(mine), []
+            for start in range(0, length, self._context):
+                part, position = mine[..., start : start + self._context + 1], np.full(local, start, np.int32)
+                *found, cache = self._programs.score_on(self.trained.params, part, cache, position)
+                parts.append([np.asarray(x) for x in found])
+            losses, is_greedy = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+            for number, row in enumerate(batch):
+                yield Score(losses[number, : len(row) - 1].astype(np.float64), is_greedy[number, : len(row) - 1])
+
+
+def _batched(rows: Iterable[np.ndarray], size: int) -> Iterator[list[np.ndarray]]:
+    iterator = iter(rows)
+    while batch := list(islice(iterator, size)):
+        yield batch
 
 
 def windows(tokens: np.ndarray, context: int, stride: int) -> Iterator[Passage]:
@@ -94,7 +124,7 @@ def windows(tokens: np.ndarray, context: int, stride: int) -> Iterator[Passage]:
 
 
 def score_validation_set(
-    scorer: Scorer, index: str | list[str], context: int, stride: int, only_completions: bool = False
+    scorer: Scorer, index: str | list[str], context: int, stride: int | None, only_completions: bool = False
 ) -> dict[str, Any]:
     """Loss, perplexity and bits per byte over every token but the first of each row, each token scored once.
 
@@ -102,7 +132,7 @@ def score_validation_set(
       scorer: of the model.
       index: of the validation set.
       context: tokens that the model sees at once.
-      stride: tokens that a longer row is moved by between two passages.
+      stride: tokens that a longer row is moved by between two passages; None for rows that are scored as if at once.
       only_completions: as for a `Loader`; only these tokens count.
     """
     tokenizer = scorer.trained.tokenizer
@@ -118,18 +148,26 @@ def score_validation_set(
     lengths = tokenizer.byte_lengths()
     texts: deque[np.ndarray] = deque()
 
-    def passages() -> Iterator[Passage]:
+    def rows() -> Iterator[np.ndarray]:
         with closing(prefetch(loader.batches())) as batches:
             for batch in tqdm(
                 batches, total=loader.rows, unit="row", desc="validation", disable=scorer.trained.host != 0
             ):
-                row = np.trim_zeros(batch.tokens[0] + 1, "b") - 1  # without its padding
-                for passage in windows(row, context, stride):
-                    texts.append(passage.tokens[passage.first :])
-                    yield passage
+                yield np.trim_zeros(batch.tokens[0] + 1, "b") - 1  # without its padding
+
+    def passages(stride: int) -> Iterator[Passage]:
+        for row in rows():
+            for passage in windows(row, context, stride):
+                texts.append(passage.tokens[passage.first :])
+                yield passage
+
+    def whole_rows() -> Iterator[np.ndarray]:
+        for row in rows():
+            texts.append(row[1:])
+            yield row
 
     nats, tokens, num_bytes = 0.0, 0, 0
-    for score in scorer.scores(passages()):
+    for score in scorer.scores_of_whole(whole_rows()) if stride is None else scorer.scores(passages(stride)):
         text = texts.popleft()
         is_scored = text >= 0
         nats, tokens, num_bytes = (

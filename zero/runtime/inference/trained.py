@@ -12,14 +12,13 @@ import jax
 from zero.models.config import GPTConfig
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import PyTree
-from zero.partition.state import from_global
 from zero.runtime.build import make_model
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.sections import Config
 from zero.runtime.hosts import startup
 from zero.runtime.run_directory import saved_checkpoint_directory
 from zero.runtime.tokenizers import Tokenizer, load_tokenizer
-from zero.runtime.weights.sources import weights_subtree
+from zero.runtime.weights.sources import restore_weights, weights_subtree
 from zero.training.sharded_gpt import ShardedGPT
 
 log = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ def open_model(config: Config, size: GPTConfig, rows: int) -> TrainedModel:
 
 
 def load_weights(run: Path, model: ShardedGPT, step: int | None, ema: bool = False) -> tuple[PyTree, int]:
-    """Shards of a run's parameters for these devices, and the step they are of; None is the newest.
+    """A run's weights for these devices, in shards, and the step they are of; None is the newest.
 
     With `ema` they are the moving average of the parameters.
 
@@ -71,6 +70,6 @@ def load_weights(run: Path, model: ShardedGPT, step: int | None, ema: bool = Fal
     with Checkpoints(directory, keep=None) as checkpoints:
         step = checkpoints.choose(step)
         within = weights_subtree(f"{directory}, step {step}", checkpoints.meta(step), ema)
-        params = checkpoints.restore(step, model.layout, model.axis, within=within)
+        weights = restore_weights(checkpoints, step, model, within)
     log.info("weights from step %d of %s", step, directory)
-    return from_global(params, model.layout, model.axis, donate=True), step
+    return weights, step

@@ -178,14 +178,14 @@ def step_arguments(job: Job, rows: int, context: int) -> Any:
 def evaluation_arguments(job: Job, request: Request) -> Any:
     """Shapes of what an evaluation during training takes on all devices, in one call."""
     tokens = jax.ShapeDtypeStruct((request.rows, request.config.data.max_context), jnp.int32)
-    return _on_devices((job.model.layout.shard_shapes(), tokens), job)
+    return _on_devices((job.model.weight_shapes(), tokens), job)
 
 
 def sampling_arguments(job: Job, inference: Inference, count: int) -> tuple[Any, ...]:
     """Shapes of what extends a text by `count` tokens: a text per device, which begins with one token."""
     text, length = jax.ShapeDtypeStruct((1, bucket(1 + count)), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))[None])
-    params, text, length, key = _on_devices((job.model.layout.shard_shapes(), text, length, key), job)
+    params, text, length, key = _on_devices((job.model.weight_shapes(), text, length, key), job)
     state = inference.prefill.lower(params, text, length, bucket(1)).out_info
     return params, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state), key, count
 
@@ -205,9 +205,10 @@ def _peak(analysis: Any, platform: str) -> int:
 def _pause_peaks(request: Request, job: Job, state: Layout, devices: list[Any]) -> dict[str, int | None]:
     """Peaks while a run evaluates and samples between two steps.
 
-    These programs take the parameters alone, but the rest of the state stays where it is.
+    These programs take the weights alone, but the rest of the state stays where it is.
     """
-    rest = state.bytes_per_device() - job.model.layout.bytes_per_device()
+    weights = jax.tree.leaves(job.model.weight_shapes())
+    rest = state.bytes_per_device() - sum(x.size * x.dtype.itemsize for x in weights)
 
     def peak(program: Any, *arguments: Any) -> int:
         try:

@@ -218,7 +218,7 @@ class ActiveRun:
     def harness_results(self) -> dict[str, float]:
         """The tasks of `evaluate.harness` on the weights of this step, as `harness/TASK/METRIC`."""
         host = jax.process_index()
-        trained = TrainedModel(self.model, self.state.params, self.tokenizer, self.position.step, host)
+        trained = TrainedModel(self.model, self.state.weights, self.tokenizer, self.position.step, host)
         scorer = Scorer(trained, self.context.full, self.config.training.batch_size)
         results = run_tasks(scorer, self.context.full, self.config.evaluate.harness)
         return {

@@ -37,7 +37,7 @@ def average(place: str, run_directory: Path, steps: Sequence[int] | None = None)
                 total += checkpoints.read(step, name).astype(np.float32)
             return total / np.float32(len(chosen))
 
-        means = {name: mean(name) for name in meta["shapes"] if name.startswith("params/")}
+        means = {name: mean(name) for name in meta["shapes"] if name.startswith(("params/", "codebook/"))}
         config = meta["config"]
         config["data"] |= {"bucket_path": None, "checkpoint_directory": "checkpoints"}
         run_files.save_config(unfinished, config)

@@ -34,6 +34,8 @@ UNSEEN = (
     "scale_embedding",
     "scale_output",
     "logit_cap",
+    "layer",
+    "vq_block",
 )
 
 

@@ -10,9 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from zero.models.gated_unit import CODEBOOK
+from zero.partition.layout import Layout, PyTree
+from zero.partition.state import from_global
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 from zero.runtime.run_directory import CONFIG_FILE, saved_checkpoint_directory
+from zero.training.sharded_gpt import ShardedGPT
 
 
 def open_checkpoints(place: str) -> Checkpoints:
@@ -49,6 +53,21 @@ def weights_subtree(origin: str, meta: Mapping[str, Any], ema: bool) -> str:
     if not any(leaf.startswith(f"{name}/") for leaf in meta["shapes"]):
         raise UserError(f"{origin}: holds no moving average of the weights; training.ema keeps one from the first step")
     return name
+
+
+def restore_weights(checkpoints: Checkpoints, step: int, model: ShardedGPT, within: str) -> PyTree:
+    """Shards for a pmap of the parameters `within` a checkpointed state, with the codebook if the model has one.
+
+    Raises as `Checkpoints.restore`.
+    """
+
+    def shards(layout: Layout, within: str) -> PyTree:
+        return from_global(
+            checkpoints.restore(step, layout, model.axis, within=within), layout, model.axis, donate=True
+        )
+
+    codebook = shards(model.codebook_layout, CODEBOOK) if model.config.has_codebook else None
+    return model.join(shards(model.layout, within), codebook)
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from zero.models.config import FAMILIES, HEAD, VOCABULARY, GPTConfig
+from zero.models.config import HEAD, VOCABULARY, GPTConfig
+from zero.models.families import FAMILIES
 from zero.partition.layout import LeafLayout
 
 FUSED_QKV = ("query", "key", "value")

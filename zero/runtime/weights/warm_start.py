@@ -14,7 +14,7 @@ from zero.partition.state import from_global
 from zero.runtime.errors import UserError
 from zero.runtime.weights.hf_config import UNSEEN
 from zero.runtime.weights.hf_folder import CONFIG_FILE, HuggingFaceFolder
-from zero.runtime.weights.sources import choose_steps, open_checkpoints, weights_subtree
+from zero.runtime.weights.sources import choose_steps, open_checkpoints, restore_weights, weights_subtree
 from zero.training.programs import repeat_blocks
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
-    """Parameter shards for a pmap, from a Hugging Face folder, a run directory, or a directory of checkpoints.
+    """Weights in shards for a pmap, from a Hugging Face folder, a run directory, or a directory of checkpoints.
 
     A source with fewer layers is grown (`repeated_blocks`). With `ema` a run's moving average of the weights is taken.
 
@@ -35,7 +35,11 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
             if ema:
                 raise UserError(f"{place}: a Hugging Face folder holds no moving average of the weights")
             folder = stack.enter_context(HuggingFaceFolder(Path(place)))
-            origin, size, read = place, folder.size, folder.params
+            origin, size = place, folder.size
+
+            def read(model: ShardedGPT) -> PyTree:
+                return from_global(folder.params(model), model.layout, model.axis, donate=True)
+
         else:
             checkpoints = stack.enter_context(open_checkpoints(place))
             step = choose_steps(checkpoints, None)[-1]
@@ -43,7 +47,7 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
             size, within = dataclasses.asdict(GPTConfig(**meta["size"])), weights_subtree(origin, meta, ema)
 
             def read(model: ShardedGPT) -> PyTree:
-                return checkpoints.restore(step, model.layout, model.axis, within=within)
+                return restore_weights(checkpoints, step, model, within)
 
         for key in UNSEEN:
             if size[key] != getattr(model.config, key):
@@ -52,7 +56,7 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
             raise UserError(f"{origin}: N={size['N']} different blocks do not grow to N={model.config.N}")
         order = repeated_blocks(size["N"], model.config.N, origin)
         source = dataclasses.replace(model, config=dataclasses.replace(model.config, N=size["N"]))
-        params = from_global(read(source), source.layout, model.axis, donate=True)
+        params = read(source)
     log.info("weights from %s", origin)
     if size["N"] < model.config.N:
         log.info("grown from %d blocks to %d, which repeat blocks %s", size["N"], model.config.N, order)

@@ -1,0 +1,266 @@
+"""Gated units with vector-quantised keys, against a loop over positions that keeps every key."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero.models.block import init_cache
+from zero.models.config import GPTConfig
+from zero.models.families import FAMILIES
+from zero.models.gated_unit import (
+    CODEBOOK,
+    GatedUnit,
+    Heads,
+    Memory,
+    attend,
+    quantise,
+)
+from zero.models.gpt import GPT
+from zero.training.averages import init_codebook, update_codebook, with_commitment
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+K, V = 4, 6
+SIZE: dict[str, Any] = {"embedding_dim": 12, "vocab_size": 31, "num_head": 1, "block_size": 64, "dropout": 0.0, "N": 2}
+UNITS: dict[str, Any] = {**FAMILIES["vq"], "codes": 5, "vq_block": 4, "key_width": K}
+CONFIG = GPTConfig(**SIZE | UNITS)
+
+
+def random_heads(seed: int, rows: int, positions: int, codes: int) -> tuple[Heads, jax.Array]:
+    """Of random codes, and these codes."""
+    keys = jax.random.split(jax.random.key(seed), 5)
+    book = jax.random.normal(keys[0], (codes, K))
+    of_codes = jax.random.randint(keys[1], (rows, positions), 0, codes)
+    q, q_distance = jax.random.normal(keys[2], (2, rows, positions, K))
+    return Heads(q, q_distance, book[of_codes], of_codes, jax.random.normal(keys[3], (rows, positions, V))), book
+
+
+def empty(rows: int, block: int, codes: int) -> Memory:
+    means = jnp.zeros((rows, codes, V))
+    k = jnp.zeros((rows, 2 * block, K))
+    return Memory(k, jnp.zeros(k.shape[:2], jnp.int32), jnp.zeros((rows, 2 * block, V)), means, means[..., 0])
+
+
+def plain_loop(heads: Heads, r_WK: Any, block: int, codes: int) -> np.ndarray:
+    """One query after the other, with the keys of all positions before it."""
+    q, q_distance, k, _, v, r = (np.asarray(x, np.float64) for x in (*heads, r_WK))
+    out = np.zeros(v.shape)
+    for row in range(len(q)):
+        for t in range(q.shape[1]):
+            first = max(0, t // block - 1) * block  # of the window
+            scores = k[row, : t + 1] @ q[row, t]
+            scores[first:] += [q_distance[row, t] @ r[t - s] for s in range(first, t + 1)]
+            seen = slice(0 if codes else first, t + 1)
+            weights = np.exp(scores[seen] - scores[seen].max())
+            out[row, t] = weights @ v[row, seen] / weights.sum()
+    return out
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    positions=st.integers(2, 40),
+    block=st.integers(2, 9),
+    codes=st.integers(0, 7),
+    cut=st.integers(0, 40),
+    seed=st.integers(0, 99),
+)
+def test_blocks_and_single_positions_equal_a_plain_loop(
+    positions: int, block: int, codes: int, cut: int, seed: int
+) -> None:
+    heads, book = random_heads(seed, 2, positions, codes or 1)
+    book = book[:codes]
+    r = jax.random.normal(jax.random.key(seed + 1), (2 * block, K))
+    expected = plain_loop(heads, r, block, codes)
+    got, _ = attend(heads, r, book, empty(2, block, codes))
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+    def part(start: int, stop: int) -> Heads:
+        return jax.tree.map(lambda x: x[:, start:stop], heads)
+
+    # A whole number of blocks at once, then more with what is not known yet behind them, then one at a time.
+    whole = min(cut, positions) // block * block
+    outs, memory = [], empty(2, block, codes)
+    if whole > 1:
+        out, memory = attend(part(0, whole), r, book, memory)
+        outs.append(out)
+    known = whole + (positions - whole) // 2
+    if positions - whole > 1:
+        out, memory = attend(part(whole, positions), r, book, memory, jnp.int32(whole), jnp.int32(known))
+        outs.append(out[:, : known - whole])
+    else:
+        known = whole
+    one = jax.jit(attend)
+    for t in range(known, positions):
+        out, memory = one(part(t, t + 1), r, book, memory, jnp.int32(t))
+        outs.append(out)
+    np.testing.assert_allclose(jnp.concatenate(outs, 1), expected, atol=1e-5)
+
+
+def test_gradients_are_those_of_a_matrix_of_all_scores() -> None:
+    """Where scores of keys older than a window give their keys no gradient, and with the option their values none."""
+    positions, block, codes = 17, 3, 5
+    heads, book = random_heads(3, 2, positions, codes)
+    r = jax.random.normal(jax.random.key(4), (2 * block, K))
+    weights = jax.random.normal(jax.random.key(5), (2, positions, V))
+    t, s = jnp.arange(positions)[:, None], jnp.arange(positions)[None]
+    is_near = s >= (t // block - 1) * block
+
+    def dense(q: Any, q_distance: Any, k: Any, v: Any, r: Any, cache_gradient: bool) -> jax.Array:
+        old_k, old_v = jax.lax.stop_gradient(k), v if cache_gradient else jax.lax.stop_gradient(v)
+        bias = jnp.take_along_axis(q_distance @ r.T, jnp.clip(t - s, 0, 2 * block - 1)[None], axis=2)
+        near, far = jnp.where(is_near[None], q @ k.swapaxes(1, 2) + bias, -jnp.inf), q @ old_k.swapaxes(1, 2)
+        scores = jnp.where((s <= t)[None], jnp.where(is_near[None], near, far), -jnp.inf)
+        p = jax.nn.softmax(scores)
+        return (p * is_near[None]) @ v + (p * ~is_near[None]) @ old_v
+
+    def blocks(q: Any, q_distance: Any, k: Any, v: Any, r: Any, cache_gradient: bool) -> jax.Array:
+        made = Heads(q, q_distance, k, heads.codes_BT, v)
+        return attend(made, r, book, empty(2, block, codes), cache_gradient=cache_gradient)[0]
+
+    arguments = (heads.q_BTK, heads.q_distance_BTK, heads.k_BTK, heads.v_BTV, r)
+    found = []
+    for cache_gradient in (True, False):
+        got, expected = (
+            jax.jit(jax.grad(lambda *x, f=f, c=cache_gradient: (f(*x, c) * weights).sum(), range(5)))(*arguments)
+            for f in (blocks, dense)
+        )
+        for x, y in zip(got, expected, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
+        found.append(got[3])
+    assert float(jnp.abs(found[0] - found[1]).max()) > 1e-2
+
+
+def test_keys_are_rounded_to_the_nearest_code_and_their_gradient_goes_straight_through() -> None:
+    keys = jax.random.normal(jax.random.key(0), (3, 11, K))
+    counts, sums = jnp.asarray([2.0, 1.0, 0.5, 4.0]), jax.random.normal(jax.random.key(1), (4, K))
+    weights = jax.random.normal(jax.random.key(2), keys.shape)
+    codes = np.asarray(sums, np.float64) / np.asarray(counts)[:, None]
+    nearest = np.square(np.asarray(keys)[:, :, None] - codes[None, None]).sum(-1).argmin(-1)
+    rounded, found = quantise(keys, counts, sums)
+    np.testing.assert_array_equal(found, nearest)
+    assert len(np.unique(nearest)) > 1
+    np.testing.assert_allclose(rounded, codes[nearest], rtol=1e-6)
+
+    def loss(keys: jax.Array, counts: jax.Array, sums: jax.Array, commitment: float) -> jax.Array:
+        return (quantise(keys, counts, sums, commitment)[0] * weights).sum()
+
+    grads = jax.grad(loss, (0, 1, 2))(keys, counts, sums, 0.25)
+    np.testing.assert_allclose(grads[0], weights + 2 * 0.25 * (keys - codes[nearest]), rtol=1e-5, atol=1e-6)
+    is_code = nearest[..., None] == np.arange(4)
+    np.testing.assert_array_equal(grads[1], is_code.sum((0, 1)))
+    np.testing.assert_allclose(grads[2], np.einsum("bts,btk->sk", is_code, keys), rtol=1e-5, atol=1e-5)
+
+
+def test_codebook_moves_by_averages_of_counts_and_sums_and_unused_codes_stay() -> None:
+    counts, sums = jnp.asarray([[1.0, 0.0100001, 3.0]]), jnp.arange(6.0).reshape(1, 3, 2)
+    old = {"counts": counts, "sums": sums}
+    found = {"counts": jnp.asarray([[7.0, 0, 0]]), "sums": jnp.asarray([[[2.0, -1], [0, 0], [0, 0]]])}
+    got = update_codebook({"blocks": {"unit_0": old}}, {"blocks": {"unit_0": found}})["blocks"]["unit_0"]
+    np.testing.assert_allclose(got["counts"], np.asarray([[0.99 + 0.07, 0.0100001, 2.97]]), rtol=1e-6)
+    np.testing.assert_allclose(got["sums"], np.asarray([[[0.02, 0.98], [2.0, 3.0], [3.96, 4.95]]]), rtol=1e-6)
+
+
+def test_a_new_codebook_is_that_of_its_seed_and_a_step_commits_keys_by_a_mean_over_its_positions() -> None:
+    first, again, other = (init_codebook(CONFIG, jax.random.key(seed)) for seed in (0, 0, 1))
+    for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(x, y)
+    sums = [unit["sums"] for book in (first, other) for unit in book["blocks"].values()]
+    assert len({np.asarray(layer).tobytes() for x in sums for layer in x}) == 8  # of each seed, unit and layer
+    for unit in with_commitment(first, 50)["blocks"].values():
+        np.testing.assert_allclose(unit["commitment"], np.full(CONFIG.N, 1e-4 / 50), rtol=1e-6)
+
+
+def test_commitment_pulls_keys_to_their_codes_and_leaves_the_output_alone() -> None:
+    unit = GatedUnit(CONFIG, jnp.float32)
+    x, weights = jax.random.normal(jax.random.key(0), (2, 2, 9, CONFIG.embedding_dim))
+    params = unit.init(jax.random.key(1), x, None, 0, None)["params"]
+    of_layer = jax.tree.map(lambda x: x[0], init_codebook(CONFIG, jax.random.key(2))["blocks"]["unit_0"])
+
+    def loss(params: Any, commitment: float) -> jax.Array:
+        book = {**of_layer, "commitment": jnp.float32(commitment)}
+        return (unit.apply({"params": params, CODEBOOK: book}, x, None, 0, None)[0] * weights).sum()
+
+    def committed(params: Any) -> jax.Array:
+        def rms(x: jax.Array) -> jax.Array:
+            return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + CONFIG.norm_epsilon)
+
+        keys = rms(rms(x) * params["norm"]["scale"][None, None] @ params["key"]["kernel"]) * K**-0.25
+        codes = (of_layer["sums"] / of_layer["counts"][:, None])[None, None]
+        return 0.5 * jnp.square(keys[:, :, None] - codes).sum(-1).min(-1).sum()
+
+    (with_it, with_grads), (without, grads) = (jax.value_and_grad(loss)(params, w) for w in (0.5, 0.0))
+    assert with_it == without
+    expected = jax.tree.map(jnp.add, grads, jax.grad(committed)(params))
+    for got, y in zip(jax.tree.leaves(with_grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, y, rtol=1e-4, atol=1e-5)
+    assert float(jnp.abs(with_grads["key"]["kernel"] - grads["key"]["kernel"]).max()) > 1e-3
+
+
+def test_model_reads_at_once_and_token_by_token_alike_with_a_state_of_constant_size() -> None:
+    model = GPT(CONFIG)
+    tokens = jax.random.randint(jax.random.key(0), (2, 27), 0, CONFIG.vocab_size)
+    params = model.init(jax.random.key(1), tokens, None, method="hidden")["params"]
+    params = jax.tree.map(lambda x: x * 3 if x.ndim > 1 else x, params)  # far from uniform
+    variables = {"params": params, CODEBOOK: init_codebook(CONFIG, jax.random.key(2))}
+    hidden = jax.jit(partial(model.apply, method="hidden"))
+    expected, _ = hidden(variables, tokens, None)
+    read = 10  # of 14 that are computed, as a sampler reads a prompt whose length is rounded up
+    cache = init_cache(CONFIG, 2, 27, jnp.float32, known=read)
+    assert [x.shape for x in jax.tree.leaves(cache)] == [
+        x.shape for x in jax.tree.leaves(init_cache(CONFIG, 2, 999, jnp.float32))
+    ]
+    logits, cache = jax.jit(partial(model.apply, method="logits"))(variables, tokens[:, :14], cache, 0, read - 1)
+    table = params["vocabulary"]["table"][0]
+    np.testing.assert_allclose(logits, expected[:, read - 1] @ table.T, atol=1e-5)
+    for t in range(read, 27):
+        got, cache = hidden(variables, tokens[:, t : t + 1], None, cache, jnp.int32(t))
+        np.testing.assert_allclose(got[:, 0], expected[:, t], atol=1e-5, err_msg=str(t))
+
+
+def test_memory_is_linear_in_the_context() -> None:
+    def temporaries(positions: int) -> int:
+        heads = jax.eval_shape(lambda: random_heads(0, 1, positions, 8)[0])
+
+        def loss(heads: Heads, r: jax.Array, book: jax.Array) -> jax.Array:
+            return attend(heads, r, book, empty(1, 16, 8))[0].sum()
+
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((32, K), (8, K))]
+        compiled: Any = jax.jit(jax.grad(loss, (1, 2))).lower(heads, *shapes).compile().memory_analysis()
+        return int(compiled.temp_size_in_bytes)
+
+    assert temporaries(4096) < 5 * temporaries(1024)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"alibi_attn": True}, "alibi_attn: false"),
+        ({"positions": "rotary"}, "positions: none"),
+        ({"num_head": 2}, "num_head: 1"),
+        ({"windows": (4,)}, "layer: gated_units needs windows"),
+        ({"parametrization": "mup", "mup_base_width": 4, "tied": False}, "layer: gated_units needs"),
+        ({"attention_dropout": 0.1}, "layer: gated_units needs attention_dropout: none, got 0.1"),
+        ({"mlp_dim": 9}, "layer: gated_units needs mlp_dim: none, got 9"),
+        ({"layer": "transformer"}, "layer: transformer needs codes: 512, got 5"),
+        ({"layer": "linear"}, "layer must be one of transformer, gated_units"),
+        ({"codes": -1}, "codes must be at least 0"),
+        ({"key_width": 5}, "key_width even"),
+        ({"vq_block": 0}, "vq_block must be at least 1"),
+    ],
+)
+def test_what_gated_units_do_not_have_is_refused_by_name(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**{**SIZE, **UNITS, **keys})
+
+
+def test_segments_are_refused() -> None:
+    tokens = jnp.zeros((1, 6), jnp.int32)
+    variables = jax.eval_shape(GPT(CONFIG).init, jax.random.key(0), tokens, tokens)
+    with pytest.raises(ValueError, match="do not keep segments of a row apart"):
+        jax.eval_shape(partial(GPT(CONFIG).apply, starts_BT=tokens), variables, tokens, tokens)

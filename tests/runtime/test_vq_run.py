@@ -1,0 +1,116 @@
+"""A run of a model with vector-quantised keys: resumed, on two hosts, warm-started, evaluated and sampled from."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import cli, hosts
+from zero.runtime.checkpoints.manager import Checkpoints
+from zero.runtime.errors import UserError
+from zero.runtime.tracking.metrics import read_metrics
+from zero.runtime.weights.export import export
+
+LAST = 8
+VQ = (
+    *cli.TINY,
+    "model.size=test_vq",
+    "training.warmup_train_context=8",
+    "training.staged_warmup_steps=2",
+    "training.evaluation_frequency=4",
+    f"training.total_steps={LAST}",
+    "training.sample_tokens=20",
+    "data.max_context=16",
+)
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> cli.Forks:
+    forks = cli.Forks(cli.make_workplace(tmp_path_factory.mktemp("vq")))
+    done = forks.run(*VQ, "hydra.run.dir=whole")
+    assert done.returncode == 0, done.stderr
+    return forks
+
+
+def state(run: Path, step: int) -> dict[str, np.ndarray]:
+    with Checkpoints(run / "checkpoints", None) as checkpoints:
+        names = [name for name in checkpoints.meta(step)["shapes"] if name.startswith(("params/", "codebook/"))]
+        return {name: checkpoints.read(step, name) for name in names}
+
+
+def losses(run: Path) -> list[float]:
+    return [line["validation/loss"] for line in read_metrics(run / "metrics.jsonl") if "validation/loss" in line]
+
+
+def resumed(forks: cli.Forks, *arguments: str) -> Path:
+    """A run that goes on from step 4 of the first one."""
+    before = set(forks.workplace.glob("runs/*/*"))
+    done = forks.run("--resume", "hydra.run.dir=whole", "data.resume_step=4", *arguments)
+    assert done.returncode == 0, done.stderr
+    (run,) = set(forks.workplace.glob("runs/*/*")) - before
+    return run
+
+
+def test_it_resumes_bit_for_bit_and_to_rounding_on_other_devices_at_another_stage(forks: cli.Forks) -> None:
+    whole = forks.workplace / "whole"
+    expected, start = state(whole, LAST), state(whole, 4)
+    run = resumed(forks)
+    assert losses(run) == losses(whole)
+    for name, x in state(run, LAST).items():
+        np.testing.assert_array_equal(x, expected[name], err_msg=name)
+    elsewhere = state(resumed(forks, "distributed.cpu_devices=4", "zero.stage=1"), LAST)
+    for name in expected:
+        if name.startswith("codebook/"):
+            assert np.abs(expected[name] - start[name]).max() > 1e-2, name
+            np.testing.assert_allclose(elsewhere[name], expected[name], rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+def test_rows_longer_than_the_context_are_scored_as_if_at_once(forks: cli.Forks) -> None:
+    found = {}
+    for name, options in {
+        "carried": ("evaluate.context=8", "evaluate.carry=true"),
+        "at_once": ("evaluate.context=32",),
+        "cut": ("evaluate.context=8", "evaluate.stride=7"),
+    }.items():
+        out = f"evaluated-{name}"
+        done = forks.run("mode=evaluate", "model.model_path=whole", *options, f"hydra.run.dir={out}")
+        assert done.returncode == 0, done.stderr
+        found[name] = json.loads((forks.workplace / out / "evaluation.json").read_text())
+    assert found["carried"]["tokens"] == found["at_once"]["tokens"]
+    np.testing.assert_allclose(found["carried"]["loss"], found["at_once"]["loss"], rtol=1e-6)
+    assert abs(found["cut"]["loss"] - found["at_once"]["loss"]) > 1e-4
+
+
+@pytest.mark.slow
+def test_two_hosts_have_the_codebook_of_one(forks: cli.Forks) -> None:
+    job = ("training.batch_size=8", "training.gradient_accumulation_steps=1", "distributed.cpu_devices=2")
+    done = hosts.finish(hosts.start([forks.workplace] * 2, *VQ, *job, "hydra.run.dir=hosts"))
+    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+    expected = state(forks.workplace / "whole", LAST)
+    for name, x in state(forks.workplace / "hosts", LAST).items():
+        if name.startswith("codebook/"):
+            np.testing.assert_allclose(x, expected[name], rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+def test_it_is_evaluated_sampled_from_and_warm_started_with_its_codebook(forks: cli.Forks, tmp_path: Path) -> None:
+    use = ("model.model_path=whole",)
+    done = forks.run("mode=evaluate", *use, "hydra.run.dir=evaluated")
+    assert done.returncode == 0, done.stderr
+    loss = json.loads((forks.workplace / "evaluated" / "evaluation.json").read_text())["loss"]
+    assert abs(loss - losses(forks.workplace / "whole")[-1]) < 0.2  # of more rows
+    done = forks.run("mode=sample", *use, "sample.tokens=100", "hydra.run.dir=sampled")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((forks.workplace / "sampled" / "samples.jsonl").read_text())["text"]
+    warm = (*VQ, "model.warm_start=true", *use, "training.peak_learning_rate=0", "training.total_steps=4")
+    done = forks.run(*warm, "training.end_learning_rate=0", "hydra.run.dir=warm")
+    assert done.returncode == 0, done.stderr
+    source, got = state(forks.workplace / "whole", LAST), state(forks.workplace / "warm", 4)
+    for name, x in source.items():
+        if name.startswith("params/"):
+            np.testing.assert_array_equal(got[name], x, err_msg=name)
+    # Four steps move codes by few per cent; a new codebook would be anywhere.
+    counts, other = (s["codebook/blocks/unit_0/counts"] for s in (source, got))
+    assert np.corrcoef(counts.ravel(), other.ravel())[0, 1] > 0.9
+    with pytest.raises(UserError, match=r"no architecture of transformers equals this model.*layer=transformer"):
+        export(str(forks.workplace / "whole"), tmp_path / "exported")

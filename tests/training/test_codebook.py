@@ -1,0 +1,142 @@
+"""The codebook of vector-quantised keys: one state of the whole run, whatever computes it."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import zero
+from tests.training.small_gpt import ROWS, advance, assert_close, batch, bits, run_on, setup, tokens
+from zero.models.config import GPTConfig
+from zero.models.families import FAMILIES
+from zero.models.gated_unit import CODEBOOK
+from zero.models.gpt import GPT
+from zero.runtime.inference.generate import generate
+from zero.training.inference import Sampling
+from zero.training.programs import make_inference
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+CONFIG = GPTConfig(
+    embedding_dim=42,
+    vocab_size=101,
+    block_size=12,
+    dropout=0.1,
+    N=2,
+    vocab_chunks=3,
+    codes=6,
+    vq_block=3,
+    key_width=10,
+    **FAMILIES["vq"],
+)
+
+
+def codebook(state: Any) -> dict[str, np.ndarray]:
+    """Of the first device; all must have the same."""
+    zero.check_replicated(state.codebook, "zero", devices=list(jax.tree.leaves(state.codebook)[0].sharding.device_set))
+    flat = jax.tree_util.tree_leaves_with_path(state.codebook)
+    return {jax.tree_util.keystr(path): np.asarray(x)[0] for path, x in flat}
+
+
+@pytest.mark.parametrize(
+    ("devices", "stage", "options"),
+    [
+        (8, 3, {}),
+        (3, 2, {}),
+        (8, 1, {"micro_batches": 3}),
+        (8, 0, {}),
+        (8, 2, {"remat": "nested"}),
+        (1, 3, {"remat": "none", "micro_batches": 2}),
+    ],
+)
+def test_codebook_is_the_same_whatever_computes_it(devices: int, stage: int, options: dict[str, Any]) -> None:
+    expected = run_on(setup(1, 3, config=CONFIG))
+    got = run_on(setup(devices, stage, config=CONFIG, **options))
+    assert_close(got, expected, 1e-4, CONFIG)
+    for name, x in codebook(expected.state).items():
+        np.testing.assert_allclose(codebook(got.state)[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(("devices", "micro_batches"), [(1, 1), (3, 2), (8, 3)])
+def test_each_key_of_the_global_batch_counts_once(devices: int, micro_batches: int) -> None:
+    on = setup(devices, 3, micro_batches, config=CONFIG)
+    state = on.start()
+    params, before = on.whole(state.params, on.model.layout), codebook(state)
+    (after,) = [codebook(advance(on, state, range(1))[0])]
+    found = {name: (after[name] - 0.99 * before[name]) / 0.01 for name in after}
+    for unit in ("unit_0", "unit_1"):
+        counts = found[f"['blocks']['{unit}']['counts']"]
+        np.testing.assert_allclose(counts.sum(-1), ROWS * 12, rtol=1e-4)
+
+    # Of the first unit the keys follow from the tokens alone; dropout begins behind it.
+    def rms(x: np.ndarray) -> np.ndarray:
+        return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + CONFIG.norm_epsilon)
+
+    rows = tokens(0)
+    table = params["vocabulary/table"].reshape(-1, CONFIG.embedding_dim)
+    h = rms(table[np.maximum(rows, ~rows)]) * params["blocks/unit_0/norm/scale"][0]
+    keys = (rms(h @ params["blocks/unit_0/key/kernel"][0]) * CONFIG.key_width**-0.25).reshape(-1, CONFIG.key_width)
+    codes = before["['blocks']['unit_0']['sums']"][0]  # of counts of 1
+    is_code = np.square(keys[:, None] - codes).sum(-1).argmin(-1)[:, None] == np.arange(CONFIG.codes)
+    np.testing.assert_allclose(found["['blocks']['unit_0']['counts']"][0], is_code.sum(0), atol=2e-2)
+    np.testing.assert_allclose(found["['blocks']['unit_0']['sums']"][0], is_code.T @ keys, atol=2e-2)
+
+
+def test_reported_loss_is_without_the_commitment() -> None:
+    config = dataclasses.replace(CONFIG, dropout=0.0)
+    on = setup(8, 3, config=config)
+    state = on.start()
+    losses, scored = on.programs.evaluate(state.weights, batch(on, 0).tokens)
+    _, (metrics,) = advance(on, state, range(1))
+    np.testing.assert_allclose(metrics["loss"], losses.item() / scored.item(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_skipped_step_leaves_the_codebook_as_it_was(poison: float) -> None:
+    on = setup(8, 3, config=CONFIG)
+    state = on.start()
+    sick = {**state.params, "norm": {"scale": state.params["norm"]["scale"] * poison}}
+    before = bits(state.codebook)
+    state, metrics = on.programs.step(state._replace(params=sick), batch(on, 0))
+    assert metrics["skipped_steps"].item() == 1
+    for got, x in zip(bits(state.codebook), before, strict=True):
+        np.testing.assert_array_equal(got, x)
+
+
+def test_codebook_is_neither_a_parameter_nor_seen_by_the_optimizer() -> None:
+    names = [leaf.name for leaf in setup(8, 3, config=CONFIG).layout.leaves]
+    assert [name for name in names if "counts" in name or "sums" in name] == [
+        f"codebook/blocks/unit_{unit}/{name}" for unit in range(2) for name in ("counts", "sums")
+    ]
+    assert not any("codebook" in leaf.name for leaf in setup(8, 3).layout.leaves)
+
+
+def test_fused_update_is_refused() -> None:
+    on = setup(8, 3, config=CONFIG, fused_update=True)
+    with pytest.raises(ValueError, match="does not sum what a codebook of keys needs"):
+        advance(on, on.start(), range(1))
+
+
+def test_units_without_codes_train_at_every_stage_alike() -> None:
+    config = dataclasses.replace(CONFIG, codes=0, vq_block=6)
+    assert_close(run_on(setup(8, 3, config=config)), run_on(setup(1, 0, config=config)), 1e-4, config)
+
+
+def test_text_is_drawn_with_a_state_of_constant_size_as_by_whole_forward_passes() -> None:
+    on = setup(8, 3, config=CONFIG)
+    weights = advance(on, on.start(), range(2))[0].weights
+    params, book = on.model.split(weights)
+    whole = jax.tree_util.tree_unflatten(on.model.layout.treedef, [*on.whole(params, on.model.layout).values()])
+    variables = {"params": whole, CODEBOOK: jax.tree.map(lambda x: x[0], book)}
+    prompts = [np.arange(1, 2 + row % 5, dtype=np.int32) for row in range(8)]
+    inference = make_inference(on.model, Sampling(temperature=0))
+    *_, texts = generate(inference, weights, prompts, 21, seed=0, chunk=7)  # longer than block_size
+    hidden = jax.jit(partial(GPT(CONFIG).apply, method="hidden"))(variables, texts, None)[0]
+    logits = np.asarray(hidden) @ np.asarray(whole["vocabulary"]["table"]).reshape(-1, CONFIG.embedding_dim).T
+    for row, prompt in enumerate(prompts):
+        drawn = slice(len(prompt), len(prompt) + 21)
+        best = logits[row, :, : CONFIG.vocab_size].argmax(-1)[len(prompt) - 1 : len(prompt) + 20]
+        np.testing.assert_array_equal(texts[row, drawn], best)

@@ -1,0 +1,85 @@
+"""Model families: what their published models have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# What the published models of a family have in common and another default does not have; an entry of
+# conf/model_config.yaml with `family` starts from these keys.
+_ROTARY: dict[str, Any] = {"alibi_attn": False, "positions": "rotary"}
+_NO_BIASES: dict[str, Any] = {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
+_LLAMA: dict[str, Any] = {
+    **_ROTARY,
+    **_NO_BIASES,
+    "norm": "rms",
+    "norm_epsilon": 1e-5,
+    "activation": "silu",
+    "gated": True,
+    "tied": False,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"alibi_attn": False, "norm_epsilon": 1e-5},
+    "bloom": {"embedding_norm": True, "norm_epsilon": 1e-5},
+    "gpt_neo": {
+        "alibi_attn": False,
+        "norm_epsilon": 1e-5,
+        "windows": (0, 256),
+        "attention_scale": "none",
+        "qkv_bias": False,
+    },
+    "gpt_neox": {
+        **_ROTARY,
+        "rotary_fraction": 0.25,
+        "norm_epsilon": 1e-5,
+        "parallel_residual": True,
+        "activation": "gelu_exact",
+        "tied": False,
+    },
+    "llama": _LLAMA,
+    "mistral": {**_LLAMA, "windows": (4096,)},
+    "qwen3": {**_LLAMA, "qk_norm": True, "norm_epsilon": 1e-6, "rotary_base": 1e6},
+    "mixtral": {
+        **_LLAMA,
+        "rotary_base": 1e6,
+        "experts": 8,
+        "experts_per_token": 2,
+        "normalise_router": True,
+        "balance_loss": 0.02,
+    },
+    "qwen3_moe": {
+        **_LLAMA,
+        "qk_norm": True,
+        "norm_epsilon": 1e-6,
+        "rotary_base": 1e6,
+        "experts": 128,
+        "experts_per_token": 8,
+        "normalise_router": True,
+        "balance_loss": 0.001,
+    },
+    "gemma2": {
+        **_ROTARY,
+        **_NO_BIASES,
+        "norm": "rms_offset",
+        "norm_place": "both",
+        "activation": "gelu",
+        "gated": True,
+        "windows": (4096, 0),
+        "attention_cap": 50.0,
+        "logit_cap": 30.0,
+        "scale_embedding": True,
+    },
+    # The dense models of Lingvo's GShard examples (lingvo/tasks/lm/params/synthetic_packed_input.py).
+    "dense_lm": {
+        **_NO_BIASES,
+        "alibi_attn": False,
+        "positions": "t5",
+        "norm": "rms",
+        "activation": "gelu",
+        "gated": True,
+        "extra_logit": True,
+        "scale_output": True,
+        "z_loss": 1e-4,
+    },
+    # Transformer-VQ, arXiv 2309.16354.
+    "vq": {"layer": "gated_units", "alibi_attn": False, "positions": "none", "norm": "rms", "num_head": 1},
+}

@@ -1,0 +1,383 @@
+"""Gated attention units with vector-quantised keys: attention to all positions in time linear in their number.
+
+A query attends, in one softmax, to its own block of C positions (causally), to the block before, and to everything
+older. Keys are rounded to one of S codes, so that all older positions of one code have the same score: a mean value and
+a count per code stand for them exactly, and make a memory of constant size.
+
+Source: Lingle, Transformer-VQ, arXiv 2309.16354, section 3; the unit is that of Hua et al., arXiv 2202.10447.
+
+Shapes are named by suffix:
+  B rows, T positions of a row, D embedding, K width of queries and keys, V width of values, S codes, C positions of a
+  block, W = 2 C positions of a window, N blocks, L layers, U units of a layer
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from zero.models.attention.scores import LOWEST
+from zero.models.config import GPTConfig
+from zero.models.cut import WHOLE, Cut
+from zero.models.experts import ALONE, Group, Stream
+from zero.models.parametrization import kernel_init
+from zero.models.parts import dropout, make_norm
+
+UNITS = 2  # of a layer: together they have the parameters of an attention and an MLP, 12 D^2
+CODEBOOK = "codebook"  # the collection of variables that holds it
+
+
+@jax.custom_vjp
+def quantise(
+    keys_BTK: jax.Array, counts_S: jax.Array, sums_SK: jax.Array, commitment: jax.Array | float = 0.0
+) -> tuple[jax.Array, jax.Array]:
+    """Each key rounded to the nearest code, float32 `(B, T, K)`, and the number of that code, int32 `(B, T)`.
+
+    In the backward pass the gradient of a rounded key flows to the key ("straight through"); the gradient of
+    `commitment` times the squared distance between the two is added to it. The "gradients" of `counts_S` and
+    `sums_SK` are what their moving averages need: how many keys were rounded to each code, and the sums of these
+    keys. So micro-batches and rematerialised layers add them up, each key once, as they do gradients.
+
+    Args:
+      keys_BTK: float32.
+      counts_S, sums_SK: codes are sums / counts.
+      commitment: weight of the commitment loss of one position.
+
+    >>> keys = jnp.asarray([[[0.9, 0.1], [0.2, 0.7], [1.0, 0.0]]])
+    >>> rounded, backward = jax.vjp(lambda *args: quantise(*args)[0], keys, jnp.ones(2), jnp.eye(2))
+    >>> rounded.tolist()
+    [[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]]
+    >>> backward(jnp.zeros((1, 3, 2)))[1].tolist()
+    [2.0, 1.0]
+    """
+    codes_SK = codes_of(counts_S, sums_SK)
+    products_BTS = jnp.einsum("BTK,SK->BTS", keys_BTK, codes_SK, precision=lax.Precision.HIGHEST)
+    codes_BT = jnp.argmin(jnp.square(codes_SK).sum(-1)[None, None] - 2 * products_BTS, axis=-1).astype(jnp.int32)
+    return codes_SK[codes_BT], codes_BT
+
+
+def _quantise_forward(
+    keys_BTK: jax.Array, counts_S: jax.Array, sums_SK: jax.Array, commitment: jax.Array | float = 0.0
+) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
+    rounded_BTK, codes_BT = quantise(keys_BTK, counts_S, sums_SK, commitment)
+    return (rounded_BTK, codes_BT), (keys_BTK, rounded_BTK, codes_BT, counts_S, commitment)
+
+
+def _quantise_backward(
+    saved: tuple[Any, ...], grads: tuple[jax.Array, Any]
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    keys_BTK, rounded_BTK, codes_BT, counts_S, commitment = saved
+    is_code_BTS = _is_code(codes_BT, len(counts_S))
+    sums_SK = jnp.einsum("BTS,BTK->SK", is_code_BTS, keys_BTK, precision=lax.Precision.HIGHEST)
+    keys_grads_BTK = grads[0] + 2 * commitment * (keys_BTK - rounded_BTK)
+    return keys_grads_BTK, is_code_BTS.sum((0, 1)), sums_SK, jnp.zeros_like(commitment)
+
+
+quantise.defvjp(_quantise_forward, _quantise_backward)
+
+
+def codes_of(counts_S: jax.Array, sums_SK: jax.Array) -> jax.Array:
+    """The codes, `(S, K)`."""
+    return sums_SK / counts_S[:, None]
+
+
+def _is_code(codes_BT: jax.Array, codes: int) -> jax.Array:
+    return (codes_BT[..., None] == jnp.arange(codes)[None, None]).astype(jnp.float32)
+
+
+class Heads(NamedTuple):
+    """What attention is computed from: queries for keys and for distances, keys, their codes, and values."""
+
+    q_BTK: jax.Array
+    q_distance_BTK: jax.Array
+    k_BTK: jax.Array
+    codes_BT: jax.Array
+    v_BTV: jax.Array
+
+
+class Memory(NamedTuple):
+    """All that a unit remembers of the positions so far, of constant size.
+
+    Attributes:
+      k_BWK, codes_BW, v_BWV: keys, their codes, and values; of the block before, then of that of the next position.
+      mean_BSV, count_BS: of everything older, the mean value and the number of positions of each code, float32.
+    """
+
+    k_BWK: jax.Array
+    codes_BW: jax.Array
+    v_BWV: jax.Array
+    mean_BSV: jax.Array
+    count_BS: jax.Array
+
+
+def empty_memory(config: GPTConfig, rows: tuple[int, ...], block: int, dtype: DTypeLike) -> Memory:
+    """That of no position, with leading dimensions `rows`."""
+    keys = jnp.zeros((*rows, 2 * block, config.key_width), dtype)
+    values = jnp.zeros((*rows, 2 * block, 2 * config.embedding_dim), dtype)
+    means = jnp.zeros((*rows, config.codes, 2 * config.embedding_dim), jnp.float32)
+    empty = Memory(keys, jnp.zeros(keys.shape[:-1], jnp.int32), values, means, means[..., 0])
+    return lax.optimization_barrier(empty)  # else XLA multiplies the zeros at compile time, for seconds
+
+
+def attend(
+    heads: Heads,
+    r_WK: jax.Array,
+    codes_SK: jax.Array,
+    memory: Memory,
+    position: jax.Array | int = 0,
+    known: jax.Array | None = None,
+    *,
+    cache_gradient: bool = True,
+) -> tuple[jax.Array, Memory]:
+    """Attention of each position to itself and all before it, `(B, T, V)`, and the memory after position `known`.
+
+    The blocks are a scan, in time and memory linear in T. A single position, as in decoding, takes constant time.
+
+    Args:
+      heads: of these positions; keys are codes.
+      r_WK: for each distance from 0 to W - 1 what queries are multiplied by for its bias.
+      codes_SK: what keys were rounded to.
+      memory: of the positions before; the first one has to begin a block unless it is the only one.
+      position: of the first of these.
+      known: how many positions there are, those of the memory included; what lies beyond is computed in vain. None or
+        more than `position + T` for that many.
+      cache_gradient: whether gradients flow to values that are older than the block before.
+    """
+    positions, block = heads.k_BTK.shape[1], r_WK.shape[0] // 2
+    if positions == 1:
+        return _attend_one(heads, r_WK, codes_SK, memory, position)
+    end = position + positions if known is None else jnp.minimum(known, position + positions)
+    first = position // block
+    blocks = jax.tree.map(partial(_to_blocks, block=block), heads)
+    # The block before this one, and so on to an empty one behind the last.
+    all_blocks = [
+        jnp.concatenate([x[None, :, :block], own, jnp.zeros_like(own[:1])])
+        for x, own in zip(memory[:3], blocks[2:], strict=True)
+    ]
+    is_causal_CW = np.arange(2 * block)[None] <= block + np.arange(block)[:, None]
+
+    def one(cache: tuple[jax.Array, jax.Array], xs: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        own, before, number = xs
+        if not cache_gradient:
+            cache = lax.stop_gradient(cache)
+        k_BWK, _, v_BWV = (jnp.concatenate(pair, axis=1) for pair in zip(before, own[2:], strict=True))
+        is_seen_CW = is_causal_CW & ((number > 0) | (np.arange(2 * block)[None] >= block))
+        bias_BCW = _by_key(_by_distance(own, r_WK))
+        out_BCV = _joint(own.q_BTK, k_BWK, v_BWV, bias_BCW, is_seen_CW, codes_SK, *cache)
+        is_added = (number > 0) & ((number + 1) * block <= end)
+        return _added(*cache, before[1], before[2], is_added), out_BCV
+
+    befores = [x[:-2] for x in all_blocks]
+    xs = (blocks, befores, first + jnp.arange(len(befores[0])))
+    cache, out_NBCV = lax.scan(jax.checkpoint(one, prevent_cse=False), (memory.mean_BSV, memory.count_BS), xs)
+    out_BTV = out_NBCV.swapaxes(0, 1).reshape(out_NBCV.shape[1], -1, out_NBCV.shape[3])[:, :positions]
+    before, current = (
+        [lax.dynamic_index_in_dim(x, end // block - first + i, keepdims=False) for x in all_blocks] for i in (0, 1)
+    )
+    window = [jnp.concatenate(pair, axis=1) for pair in zip(before, current, strict=True)]
+    return out_BTV, Memory(window[0], window[1], window[2], *cache)
+
+
+def _attend_one(
+    heads: Heads, r_WK: jax.Array, codes_SK: jax.Array, memory: Memory, position: jax.Array | int
+) -> tuple[jax.Array, Memory]:
+    block = r_WK.shape[0] // 2
+    slot = block + position % block
+    window = [
+        lax.dynamic_update_slice_in_dim(x, new, slot, axis=1) for x, new in zip(memory[:3], heads[2:], strict=True)
+    ]
+    memory = Memory(window[0], window[1], window[2], *memory[3:])
+    bias_B1W = jnp.flip(_by_distance(heads, r_WK), -1)  # of the last slot
+    bias_B1W = lax.dynamic_slice_in_dim(
+        jnp.pad(bias_B1W, ((0, 0), (0, 0), (0, block))), 2 * block - 1 - slot, 2 * block, 2
+    )
+    slots_1W = np.arange(2 * block)[None]
+    is_seen_1W = (slots_1W <= slot) & ((slots_1W >= block) | (jnp.asarray(position) >= block))
+    out_B1V = _joint(heads.q_BTK, memory.k_BWK, memory.v_BWV, bias_B1W, is_seen_1W, codes_SK, *memory[3:])
+
+    def next_block(memory: Memory) -> Memory:
+        before, is_added = [x[:, :block] for x in memory[:3]], position >= block
+        window = [jnp.concatenate([x[:, block:], jnp.zeros_like(x[:, block:])], axis=1) for x in memory[:3]]
+        return Memory(window[0], window[1], window[2], *_added(*memory[3:], before[1], before[2], is_added))
+
+    return out_B1V, lax.cond((position + 1) % block == 0, next_block, lambda memory: memory, memory)
+
+
+def _joint(
+    q_BTK: jax.Array,
+    k_BWK: jax.Array,
+    v_BWV: jax.Array,
+    bias_BTW: jax.Array,
+    is_seen_TW: jax.Array | np.ndarray,
+    codes_SK: jax.Array,
+    mean_BSV: jax.Array,
+    count_BS: jax.Array,
+) -> jax.Array:
+    """One softmax over the window and the codes of everything older, `(B, T, V)`.
+
+    A code that n positions share stands for n equal scores: its own plus log n.
+    """
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    near_BTW = jnp.where(is_seen_TW[None], product("BTK,BWK->BTW", q_BTK, k_BWK) + bias_BTW, LOWEST)
+    log_count_B1S = jnp.log(jnp.maximum(count_BS, 1))[:, None]
+    far_BTS = product("BTK,SK->BTS", q_BTK, codes_SK.astype(q_BTK.dtype)) + log_count_B1S
+    far_BTS = jnp.where(count_BS[:, None] > 0, far_BTS, LOWEST)
+    probabilities = jax.nn.softmax(jnp.concatenate([near_BTW, far_BTS], axis=-1)).astype(v_BWV.dtype)
+    window = k_BWK.shape[1]
+    out_BTV = product("BTW,BWV->BTV", probabilities[..., :window], v_BWV)
+    return (out_BTV + product("BTS,BSV->BTV", probabilities[..., window:], mean_BSV.astype(v_BWV.dtype))).astype(
+        v_BWV.dtype
+    )
+
+
+def _added(
+    mean_BSV: jax.Array, count_BS: jax.Array, codes_BC: jax.Array, v_BCV: jax.Array, is_added: jax.Array | bool
+) -> tuple[jax.Array, jax.Array]:
+    """Means and counts with those of one more block; means, because sums of values would grow without bound."""
+    is_code_BCS = _is_code(codes_BC, count_BS.shape[1]) * is_added
+    sums_BSV = jnp.einsum("BCS,BCV->BSV", is_code_BCS.astype(v_BCV.dtype), v_BCV, preferred_element_type=jnp.float32)
+    new_count_BS = count_BS + is_code_BCS.sum(1)
+    share_BS1 = 1 / jnp.maximum(new_count_BS, 1)[..., None]
+    return mean_BSV * (count_BS[..., None] * share_BS1) + sums_BSV * share_BS1, new_count_BS
+
+
+def _to_blocks(x_BT: jax.Array, block: int) -> jax.Array:
+    """`(N, B, C, ...)`, padded with zeros."""
+    padding = [(0, 0), (0, -x_BT.shape[1] % block), *[(0, 0)] * (x_BT.ndim - 2)]
+    padded = jnp.pad(x_BT, padding)
+    return padded.reshape(x_BT.shape[0], -1, block, *x_BT.shape[2:]).swapaxes(0, 1)
+
+
+def _by_distance(heads: Heads, r_WK: jax.Array) -> jax.Array:
+    return jnp.einsum("BTK,WK->BTW", heads.q_distance_BTK, r_WK, preferred_element_type=jnp.float32)
+
+
+def _by_key(bias_BCW: jax.Array) -> jax.Array:
+    """From the bias of each distance to that of each key of a window whose second half are the queries' own positions.
+
+    The distance of query c and key w is C + c - w; what lies after the query gets an arbitrary finite number. A
+    reshape, because the gradient of a look-up would be a scatter. Source: Dai et al., Transformer-XL, arXiv 1901.02860,
+    appendix B.
+    """
+    rows, block, window = bias_BCW.shape
+    padded = jnp.pad(jnp.flip(bias_BCW, -1), ((0, 0), (0, 0), (1, 0)))
+    return padded.reshape(rows, window + 1, block)[:, 1:].reshape(rows, block, window)
+
+
+def _distance_features(window: int, width: int) -> np.ndarray:
+    """Sines and cosines of each distance, float32 `(W, K)` (Vaswani et al., arXiv 1706.03762, section 3.5)."""
+    angles = np.arange(window)[:, None] * 10_000.0 ** (-np.arange(0, width, 2) / width)
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
+
+
+class GatedUnit(nn.Module):
+    """A single head of attention whose output is multiplied by a gate: attention and MLP in one.
+
+    Attributes:
+      config: the model.
+      dtype: of activations and matrix products.
+    """
+
+    config: GPTConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(
+        self, x_BTD: jax.Array, memory: Memory | None, position: jax.Array | int, known: jax.Array | None
+    ) -> tuple[jax.Array, Memory]:
+        """What is added to the residual stream, `(B, T, D)`, and the memory; None for one that is empty."""
+        config, width = self.config, self.config.key_width
+        rows, positions, dim = x_BTD.shape
+        # Queries and keys of norm K^(1/4), so that a product is at most the root of K.
+        scale = width**-0.25
+        h_BTD = make_norm(config, self.dtype, "norm")(x_BTD)
+        q_BTK, k_BTK = (self._normed(self._dense(width, name)(h_BTD)) * scale for name in ("query", "key"))
+        codes_SK, codes_BT = jnp.zeros((0, width)), jnp.zeros((rows, positions), jnp.int32)
+        if config.codes:
+            counts_S = self.variable(CODEBOOK, "counts", jnp.ones, (config.codes,)).value
+            sums_SK = self.variable(CODEBOOK, "sums", jnp.ones, (config.codes, width)).value
+            commitment = self.get_variable(CODEBOOK, "commitment", 0.0)
+            codes_SK = lax.stop_gradient(codes_of(counts_S, sums_SK))
+            k_BTK, codes_BT = quantise(k_BTK, counts_S, sums_SK, commitment)
+        v_BTV = nn.silu(self._dense(2 * dim, "value")(h_BTD))
+        gate_BTV = nn.silu(self._dense(2 * dim, "gate")(h_BTD))
+        for_keys_K, for_distances_K = (
+            self.param(name, nn.initializers.zeros, (width,)) * scale for name in ("key_bias", "distance_bias")
+        )
+        q_distance_BTK = (q_BTK + for_distances_K[None, None]).astype(self.dtype)
+        q_BTK = (q_BTK + for_keys_K[None, None]).astype(self.dtype)
+        block = config.vq_block if memory is not None else min(config.vq_block, max(positions, 2))
+        r_WK = self._dense(width, "distance")(_distance_features(2 * block, width).astype(self.dtype)) * scale
+        if memory is None:
+            memory = empty_memory(config, (rows,), block, self.dtype)
+        heads = Heads(q_BTK, q_distance_BTK, k_BTK.astype(self.dtype), codes_BT, v_BTV)
+        out_BTV, memory = attend(heads, r_WK, codes_SK, memory, position, known, cache_gradient=config.cache_gradient)
+        out_BTD: jax.Array = self._dense(dim, "attention_out")(out_BTV * gate_BTV)
+        return out_BTD, memory
+
+    def _dense(self, features: int, name: str) -> nn.Dense:
+        return nn.Dense(features, False, dtype=self.dtype, kernel_init=kernel_init(self.config, name), name=name)
+
+    def _normed(self, x: jax.Array) -> jax.Array:
+        normed: jax.Array = nn.RMSNorm(self.config.norm_epsilon, dtype=jnp.float32, use_scale=False)(x)
+        return normed
+
+
+class RecurrentState(NamedTuple):
+    """The memories of all units, one after the other, `(L U, B, ...)`, and how many positions are known, int32."""
+
+    memory: Memory
+    known: jax.Array
+
+
+def init_recurrent(config: GPTConfig, rows: int, known: jax.Array | int, dtype: DTypeLike) -> RecurrentState:
+    """Before the first of `known` positions."""
+    memory = empty_memory(config, (config.N * UNITS, rows), config.vq_block, dtype)
+    return RecurrentState(memory, jnp.asarray(known, jnp.int32))
+
+
+class GatedLayer(nn.Module):
+    """Two gated units on the residual stream; attributes and arguments as of `zero.models.block.Block`."""
+
+    config: GPTConfig
+    dtype: DTypeLike
+    blockwise_from: int | None = None
+    window: int | None = None
+    cut: Cut = WHOLE
+    group: Group = ALONE
+    kernel: str | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        carry: tuple[Stream, RecurrentState | None],
+        layer: jax.Array,
+        keys_B: jax.Array | None,
+        position: jax.Array | int,
+        starts_BT: jax.Array | None = None,
+    ) -> tuple[tuple[Stream, RecurrentState | None], None]:
+        """Raises ValueError for segments: what is older than a window is remembered without them."""
+        if starts_BT is not None:
+            raise ValueError("gated units do not keep segments of a row apart")
+        (x_BTD, routing), state = carry
+        if keys_B is not None:
+            keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, layer)
+        for number in range(UNITS):
+            unit, place = GatedUnit(self.config, self.dtype, name=f"unit_{number}"), UNITS * layer + number
+            if state is None:
+                out_BTD, _ = unit(x_BTD, None, position, None)
+            else:
+                of_unit = partial(lax.dynamic_index_in_dim, index=place, keepdims=False)
+                out_BTD, memory = unit(x_BTD, jax.tree.map(of_unit, state.memory), position, state.known)
+                put = partial(lax.dynamic_update_index_in_dim, index=place, axis=0)
+                state = state._replace(memory=jax.tree.map(put, state.memory, memory))
+            site_keys_B = None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, number)
+            x_BTD = x_BTD + dropout(out_BTD, self.config.residual_drop_rate, site_keys_B)
+        return ((x_BTD, routing), state), None
