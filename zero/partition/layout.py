@@ -314,9 +314,9 @@ def match_layout(tree: PyTree, *layouts: Layout) -> Layout:
 
 
 def _choose_split(shape: tuple[int, ...], first: int, shards: int, *, is_kept: bool = False) -> Split | None:
-    """None where the leaf has fewer elements than there are shards; where `is_kept`, not along the first dimension."""
+    """None where there are fewer elements than shards, or no dimension to split: not the first one if `is_kept`."""
     candidates = [Split(dim, size, shards) for dim, size in enumerate(shape) if dim >= first + is_kept]
-    if shards == 1 or math.prod(shape[first:]) < shards:
+    if shards == 1 or math.prod(shape[first:]) < shards or not candidates:
         return None
     return min(candidates, key=lambda split: (split.padding / split.size, split.dim))
 
