@@ -91,6 +91,7 @@ def test_it_goes_on_in_other_dtypes_with_one_line(run: str, keys: tuple[str, ...
     assert {name: x.dtype for name, x in got.items()} == {name: x.dtype for name, x in expected.items()}
 
 
+@pytest.mark.slow
 def test_its_weights_are_used_by_evaluate_sample_average_and_warm_start(forks: cli.Forks, tmp_path: Path) -> None:
     whole = forks.workplace / "whole"
     found = {}

@@ -162,6 +162,7 @@ def test_fork_on_other_devices_and_another_stage_sees_the_same_samples(forks: cl
     assert done.returncode == 0 and "nothing left to do: the run is at step 40 of 40" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_copies_of_the_state_go_on_from_one_over_all_devices(forks: cli.Forks, undisturbed: Path) -> None:
     run = (
         "hydra.run.dir=undisturbed",
@@ -255,7 +256,8 @@ sys.exit(train(check(config, {{"test": size}}), size, Path.cwd()))
 """
 
 
-@pytest.mark.parametrize("steps", [400, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [400, 2000])
 def test_many_steps_on_more_devices_than_cores(workplace: Path, tmp_path: Path, steps: int) -> None:
     arguments = (
         f"training.total_steps={steps}",

@@ -92,6 +92,7 @@ def test_masks_of_the_embedding_are_the_same_in_every_pass(options: dict[str, An
     )
 
 
+@pytest.mark.slow
 def test_blocks_of_positions_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero.models.block.blockwise_attention", partial(blockwise_attention, block=3))
     for family in ("gemma2", "dense_lm"):
