@@ -72,6 +72,10 @@ def test_every_stage_trains_as_one_device(name: str, devices: int, stage: int) -
     assert (np.asarray(got.metrics["dropped_share"]) > 0).all() == (CONFIGS[name].expert_capacity is not None)
 
 
+def test_metrics_of_routing_are_those_of_the_rows_of_all_devices() -> None:
+    assert_same_training(trained("capped", 3, 3), trained("capped", 8, 3))
+
+
 IN_GROUPS = [(name, stage, experts) for name in ("capped", "switch") for stage in range(4) for experts in (2, 4, 8)]
 QUICK_GROUPS = [("switch", 3, 4), ("capped", 3, 8), ("capped", 1, 2), ("capped", 0, 4)]
 
