@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.runtime.config.composing import compose
-from zero.runtime.build import learning_rate, make_job
+from zero.runtime.build import learning_rate, make_job, make_model
 from zero.runtime.config.check import check
 from zero.runtime.config.files import load_sizes
 
@@ -32,3 +32,17 @@ def test_matrices_of_a_model_in_mup_learn_at_their_share_of_the_rate(size: str, 
     np.testing.assert_allclose(updates["blocks"]["query"]["kernel"], share, rtol=1e-6)
     for update in (updates["blocks"]["query"]["bias"], updates["vocabulary"]["table"]):
         np.testing.assert_allclose(update, 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("attention", "lacks"), [("kernel", ["a kernel for this device"]), ("auto", [])])
+def test_what_a_kernel_lacks_is_logged_once_and_attention_is_that_of_auto(
+    attention: str, lacks: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = check(compose(f"model.attention={attention}"), load_sizes())
+    model = make_model(config, load_sizes()["bytes"])
+    given = "model.attention"
+    said = [record.message for record in caplog.records if "kernel" in record.message]
+    assert model.kernel is None and model.blockwise_from == 512
+    assert said == [
+        f"model.attention=kernel lacks {x}: attention is computed as with model.attention=auto" for x in lacks
+    ]

@@ -81,7 +81,7 @@ def _warn_of_no_kernel(config: Config, model: ShardedGPT) -> None:
         has_segments=config.data.isolate_documents,
     )
     if missing is not None:
-        log.warning("model.attention=kernel: there is no kernel that has %s; attention is that of auto", missing)
+        log.warning("model.attention=kernel lacks %s: attention is computed as with model.attention=auto", missing)
 
 
 def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
