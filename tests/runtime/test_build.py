@@ -40,7 +40,6 @@ def test_what_a_kernel_lacks_is_logged_once_and_attention_is_that_of_auto(
 ) -> None:
     config = check(compose(f"model.attention={attention}"), load_sizes())
     model = make_model(config, load_sizes()["bytes"])
-    given = "model.attention"
     said = [record.message for record in caplog.records if "kernel" in record.message]
     assert model.kernel is None and model.blockwise_from == 512
     assert said == [
