@@ -142,8 +142,13 @@ def test_parameter_count_is_the_one_in_the_comment(size: str) -> None:
         pair = 8 * d**2 + 8 * d**2 + experts * (8 * d**2 + d) + 4 * d
         assert count == config.N // 2 * pair + d + config.vocab_size * d
         return
-    # Four d x d and two d x 4d matrices with their biases and two norms per layer; one norm and the tables.
     d, rows = config.embedding_dim, (2 - config.tied) * config.vocab_chunks * config.chunk_rows
+    if config.layer == "gated_units":
+        # Of each of two units three d x 2d matrices, queries and keys, what embeds distances, two biases and a norm.
+        k = config.key_width
+        assert count == config.N * 2 * (6 * d**2 + 2 * d * k + k**2 + 2 * k + d) + d + rows * d
+        return
+    # Four d x d and two d x 4d matrices with their biases and two norms per layer; one norm and the tables.
     assert count == config.N * (12 * d**2 + 13 * d) + 2 * d + rows * d
 
 
