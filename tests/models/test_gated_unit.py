@@ -157,13 +157,40 @@ def test_keys_are_rounded_to_the_nearest_code_and_their_gradient_goes_straight_t
     np.testing.assert_allclose(grads[2], np.einsum("bts,btk->sk", is_code, keys), rtol=1e-5, atol=1e-5)
 
 
-def test_codebook_moves_by_averages_of_counts_and_sums_and_unused_codes_stay() -> None:
-    counts, sums = jnp.asarray([[1.0, 0.0100001, 3.0]]), jnp.arange(6.0).reshape(1, 3, 2)
-    old = {"counts": counts, "sums": sums}
-    found = {"counts": jnp.asarray([[7.0, 0, 0]]), "sums": jnp.asarray([[[2.0, -1], [0, 0], [0, 0]]])}
-    got = update_codebook({"blocks": {"unit_0": old}}, {"blocks": {"unit_0": found}})["blocks"]["unit_0"]
-    np.testing.assert_allclose(got["counts"], np.asarray([[0.99 + 0.07, 0.0100001, 2.97]]), rtol=1e-6)
-    np.testing.assert_allclose(got["sums"], np.asarray([[[0.02, 0.98], [2.0, 3.0], [3.96, 4.95]]]), rtol=1e-6)
+def moved(counts: Any, sums: Any, found: Any, found_sums: Any, key: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Counts and sums of a codebook of one unit and layer after a step."""
+    old, new = (
+        {"blocks": {"unit_0": {"counts": jnp.asarray([x]), "sums": jnp.asarray([y])}}}
+        for x, y in ((counts, sums), (found, found_sums))
+    )
+    got = update_codebook(old, new, jax.random.key(key))["blocks"]["unit_0"]
+    return np.asarray(got["counts"][0]), np.asarray(got["sums"][0])
+
+
+def test_codebook_moves_by_averages_of_counts_and_sums() -> None:
+    counts, sums = moved([1.0, 2.0, 3.0], [[0.0, 1], [2, 3], [4, 5]], [7.0, 0, 0], [[2.0, -1], [0, 0], [0, 0]])
+    np.testing.assert_allclose(counts, np.asarray([0.99 + 0.07, 1.98, 2.97]), rtol=1e-6)
+    np.testing.assert_allclose(sums, np.asarray([[0.02, 0.98], [1.98, 2.97], [3.96, 4.95]]), rtol=1e-6)
+
+
+def test_an_unused_code_takes_half_of_the_keys_of_the_code_with_the_largest_error() -> None:
+    """Keys of two dimensions have norm 2^(1/4): most keys have the second code, but are all alike."""
+    alike, spread = np.asarray([2**0.25, 0.0]), np.asarray([0.3, 0.4])
+    counts, sums = np.asarray([0.02, 50.0, 30.0]), np.stack([[0.01, 0.0], 50 * alike, 30 * spread])
+    held = (counts, sums, counts, sums)  # as many keys of each code as on average
+    new_counts, new_sums = moved(*held)
+    np.testing.assert_allclose(new_counts, np.asarray([15.0, 50.0, 15.0]), rtol=1e-5)
+    np.testing.assert_allclose(new_sums[1:], np.stack([50 * alike, 15 * spread]), rtol=1e-5)
+    offsets = [x[1][0] / x[0][0] - spread for x in (moved(*held, key=key) for key in (0, 0, 1))]
+    np.testing.assert_allclose(np.linalg.norm(offsets[0]), 0.01 * 0.5, rtol=1e-3)
+    np.testing.assert_array_equal(offsets[0], offsets[1])
+    assert np.abs(offsets[0] - offsets[2]).max() > 1e-4
+
+
+def test_codes_that_are_all_unused_stay_where_they_are() -> None:
+    counts, sums = moved([0.0100001] * 2, [[2.0, 3.0]] * 2, [0.0, 0.0], [[0.0, 0.0]] * 2)
+    np.testing.assert_allclose(counts, np.asarray([0.0100001] * 2), rtol=1e-6)
+    np.testing.assert_allclose(sums, np.asarray([[2.0, 3.0]] * 2), rtol=1e-6)
 
 
 def test_a_new_codebook_is_that_of_its_seed_and_a_step_commits_keys_by_a_mean_over_its_positions() -> None:

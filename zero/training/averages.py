@@ -19,6 +19,9 @@ _DECAY, _JUDGED_BY = 1 - 1 / 128, 64
 _CODEBOOK_DECAY, _COMMITMENT = 0.99, 1e-4
 # A code whose moving average of keys per step falls below this stays where it is, before both of its sums underflow.
 _FEWEST_KEYS = 0.01
+# A code with less than this share of the keys of an average code takes half of the keys of another one; it starts at so
+# much of that one's norm away from it.
+_UNUSED, _SPLIT_BY = 0.1, 0.01
 
 
 def update_ema(
@@ -68,21 +71,42 @@ def with_commitment(codebook: Any, positions: int) -> Any:
     return {BLOCKS: {name: unit(state) for name, state in codebook[BLOCKS].items()}}
 
 
-def update_codebook(codebook: Any, found: Any) -> Any:
+def update_codebook(codebook: Any, found: Any, key: jax.Array) -> Any:
     """The codebook after a step in which `found` counts and sums of keys were assigned to its codes, over all devices.
 
-    Source: van den Oord et al., arXiv 1711.00937, appendix A.1.
+    In each layer and unit the least used code is then put beside another one, if hardly a key is rounded to it. All of
+    this follows from the codebook, `found` and the step's key, on every device alike.
+
+    Source: for the averages van den Oord et al., arXiv 1711.00937, appendix A.1; for the splits Linde, Buzo and Gray, An
+    algorithm for vector quantizer design (1980).
     """
 
-    def unit(old: dict[str, jax.Array], found: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def unit(old: dict[str, jax.Array], found: dict[str, jax.Array], key: jax.Array) -> dict[str, jax.Array]:
         moved = {name: _CODEBOOK_DECAY * old[name] + (1 - _CODEBOOK_DECAY) * found[name] for name in old}
         is_used = moved["counts"] >= _FEWEST_KEYS
-        return {
-            "counts": jnp.where(is_used, moved["counts"], old["counts"]),
-            "sums": jnp.where(is_used[..., None], moved["sums"], old["sums"]),
-        }
+        counts = jnp.where(is_used, moved["counts"], old["counts"])
+        sums = jnp.where(is_used[..., None], moved["sums"], old["sums"])
+        counts, sums = jax.vmap(_split)(counts, sums, jax.random.normal(key, (*counts.shape[:-1], sums.shape[-1])))
+        return {"counts": counts, "sums": sums}
 
-    return {BLOCKS: {name: unit(state, found[BLOCKS][name]) for name, state in codebook[BLOCKS].items()}}
+    units = enumerate(codebook[BLOCKS].items())
+    return {BLOCKS: {name: unit(x, found[BLOCKS][name], jax.random.fold_in(key, i)) for i, (name, x) in units}}
+
+
+def _split(counts: jax.Array, sums: jax.Array, direction: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gives half of the keys of the code with the largest error to an unused code, if there is one.
+
+    `(S,)`, `(S, K)` and `(K,)` in, the first two out. All keys have norm K^(1/4), so that the squared error of n keys
+    that are rounded to their mean c is n (K^(1/2) - |c|^2).
+    """
+    codes = sums / counts[:, None]
+    least, most = counts.argmin(), (counts * (math.sqrt(sums.shape[1]) - jnp.square(codes).sum(-1))).argmax()
+    half, own = counts[most] / 2, codes[most]
+    other = own + _SPLIT_BY * jnp.linalg.norm(own) * direction / jnp.linalg.norm(direction)
+    is_due = counts[least] < _UNUSED * counts.mean()
+    new_counts = counts.at[most].set(half).at[least].set(half)
+    new_sums = sums.at[most].set(half * own).at[least].set(half * other)
+    return jnp.where(is_due, new_counts, counts), jnp.where(is_due, new_sums, sums)
 
 
 def add_to_running(running: jax.Array, values: jax.Array) -> jax.Array:

@@ -148,7 +148,8 @@ def train_step(
         ema = update_ema(ema, params, ema_decay, state.step + 1 - state.skipped, is_bad | is_high)
     codebook = state.codebook
     if codebook is not None:
-        codebook = unless(is_bad | is_high, update_codebook(codebook, found), codebook)
+        moved = update_codebook(codebook, found, jax.random.fold_in(jax.random.key(seed), state.step))
+        codebook = unless(is_bad | is_high, moved, codebook)
     state = _next_state(state, params, opt_state, ema, codebook, is_bad, is_high, jnp.stack([loss, norm]))
     metrics = {
         "loss": loss,
