@@ -77,8 +77,8 @@ def update_codebook(codebook: Any, found: Any, key: jax.Array) -> Any:
     In each layer and unit the least used code is then put beside another one, if hardly a key is rounded to it. All of
     this follows from the codebook, `found` and the step's key, on every device alike.
 
-    Source: for the averages van den Oord et al., arXiv 1711.00937, appendix A.1; for the splits Linde, Buzo and Gray, An
-    algorithm for vector quantizer design (1980).
+    Source: for the averages van den Oord et al., arXiv 1711.00937, appendix A.1; for the splits Linde, Buzo and Gray,
+    An algorithm for vector quantizer design (1980).
     """
 
     def unit(old: dict[str, jax.Array], found: dict[str, jax.Array], key: jax.Array) -> dict[str, jax.Array]:
