@@ -121,7 +121,7 @@ def test_places_that_are_enough_for_all_give_what_sorting_gives() -> None:
         assert np.abs(g).max() > 1e-2, path
 
 
-@pytest.mark.parametrize("name", ["balance_loss", "router_z_loss"])
+@pytest.mark.parametrize("name", ["balance_loss", pytest.param("router_z_loss", marks=pytest.mark.slow)])
 def test_auxiliary_losses_have_the_gradient_of_their_formula_and_leave_the_reported_loss(name: str) -> None:
     """By finite differences of the loop, of the router alone: nothing else has a gradient of the penalty."""
     config = changed(SWITCH, **{"balance_loss": 0.0, "router_z_loss": 0.0, name: 0.5})
@@ -205,7 +205,7 @@ def test_router_is_exact_where_the_rest_is_bfloat16() -> None:
     np.testing.assert_array_equal(rounded.choices_LE, exact.choices_LE)
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_decoding_with_a_cache_gives_the_logits_of_the_whole_sequence(every: int) -> None:
     """Nothing is dropped while text is generated, so the model without a capacity gives them."""
     config = dataclasses.replace(CAPPED, N=4, experts_every=every)

@@ -62,7 +62,7 @@ def plain_loop(heads: Heads, r_WK: Any, block: int, codes: int) -> np.ndarray:
     return out
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     positions=st.integers(2, 40),
     block=st.integers(2, 9),

@@ -93,6 +93,7 @@ def test_two_hosts_have_the_codebook_of_one(forks: cli.Forks) -> None:
             np.testing.assert_allclose(x, expected[name], rtol=1e-3, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_it_is_evaluated_sampled_from_and_warm_started_with_its_codebook(forks: cli.Forks, tmp_path: Path) -> None:
     use = ("model.model_path=whole",)
     done = forks.run("mode=evaluate", *use, "hydra.run.dir=evaluated")

@@ -47,9 +47,9 @@ def codebook(state: Any) -> dict[str, np.ndarray]:
         (8, 3, {}),
         (3, 2, {}),
         (8, 1, {"micro_batches": 3}),
-        (8, 0, {}),
-        (8, 2, {"remat": "nested"}),
-        (1, 3, {"remat": "none", "micro_batches": 2}),
+        pytest.param(8, 0, {}, marks=pytest.mark.slow),
+        pytest.param(8, 2, {"remat": "nested"}, marks=pytest.mark.slow),
+        pytest.param(1, 3, {"remat": "none", "micro_batches": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_codebook_is_the_same_whatever_computes_it(devices: int, stage: int, options: dict[str, Any]) -> None:
@@ -60,7 +60,10 @@ def test_codebook_is_the_same_whatever_computes_it(devices: int, stage: int, opt
         np.testing.assert_allclose(codebook(got.state)[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize(("devices", "micro_batches"), [(1, 1), (3, 2), (8, 3)])
+@pytest.mark.parametrize(
+    ("devices", "micro_batches"),
+    [pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(3, 2, marks=pytest.mark.slow), (8, 3)],
+)
 def test_each_key_of_the_global_batch_counts_once(devices: int, micro_batches: int) -> None:
     on = setup(devices, 3, micro_batches, config=CONFIG)
     state = on.start()
@@ -120,6 +123,7 @@ def test_fused_update_is_refused() -> None:
         advance(on, on.start(), range(1))
 
 
+@pytest.mark.slow
 def test_units_without_codes_train_at_every_stage_alike() -> None:
     config = dataclasses.replace(CONFIG, codes=0, vq_block=6)
     assert_close(run_on(setup(8, 3, config=config)), run_on(setup(1, 0, config=config)), 1e-4, config)

@@ -59,7 +59,7 @@ def assert_same_training(got: Run, expected: Run, rtol: float = 1e-5, names: tup
 
 
 ALL = [(name, devices, stage) for name in CONFIGS for devices in (1, 3, 8) for stage in range(4)]
-QUICK = [("dropless", 8, 3), ("capped", 3, 3), ("switch", 8, 3), ("switch", 8, 0)]
+QUICK = [("dropless", 8, 3), ("capped", 3, 3), ("switch", 8, 3)]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_metrics_of_routing_are_those_of_the_rows_of_all_devices() -> None:
 
 
 IN_GROUPS = [(name, stage, experts) for name in ("capped", "switch") for stage in range(4) for experts in (2, 4, 8)]
-QUICK_GROUPS = [("switch", 3, 4), ("capped", 3, 8), ("capped", 1, 2), ("capped", 0, 4)]
+QUICK_GROUPS = [("switch", 3, 4), ("capped", 1, 2), ("capped", 0, 4)]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "unrolled": {"remat": "none"},
 }
 # In the quick run one of each: experts in every second layer, without and with groups.
-SHORT = [("micro-batches", 4), ("fused", 2), ("nested", 1)]
+SHORT = [("micro-batches", 4), ("nested", 1)]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_tensor_groups_cut_the_width_of_experts(name: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["muon", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "muon")]
+    "name", ["lamb", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "lamb")]
 )
 def test_optimizers_see_the_experts_of_all_devices(name: str) -> None:
     hyperparameters: dict[str, Any] = {"factored_from": 8} if name == "adafactor" else {}

@@ -127,6 +127,7 @@ def test_weights_travel_as_they_are_held(stage: int) -> None:
     assert sizes["bf16"] > 20 * sizes["f32"]  # norms and biases
 
 
+@pytest.mark.slow
 def test_gradients_of_bfloat16_weights_are_float32_where_they_are_asked_to_be() -> None:
     """A gradient would otherwise have the dtype of its weight."""
     on = setup(8, 3, max_norm=None, tx=INT8, master_dtype=jnp.bfloat16)

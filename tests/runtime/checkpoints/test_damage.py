@@ -239,6 +239,9 @@ def test_place_that_became_read_only_is_reported_in_one_line(disk: Path) -> None
         assert_refused(checkpoints, "Read-only file system")
         with pytest.raises(UserError, match="Read-only file system"):
             checkpoints.set_aside(1)
+    end = time.monotonic() + 30  # a writer may be about to end
+    while not set(threading.enumerate()) <= threads and time.monotonic() < end:
+        time.sleep(0.1)
     assert set(threading.enumerate()) <= threads  # none that the process would wait for at its end
     assert_same(restore_small(disk, 1), make_state(*small(8), seed=1), small(8)[0])
 
