@@ -101,7 +101,10 @@ def test_context_groups_on_two_hosts_train_as_one_process_without_them(workplace
         values, others = ([line[key] for line in lines if key in line] for lines in (got, expected))
         np.testing.assert_allclose(values, others, rtol=1e-5)
     done = hosts.finish(start_hosts(workplace, *job, "zero.context_shards=4", "hydra.run.dir=across"))
-    assert all("zero.context_shards=4: expected groups of devices of one host" in one.stderr for one in done)
+    refusal = "zero.context_shards=4: expected groups of devices of one host"
+    # Of two hosts that both refuse, one may end before the other and be what the other reports.
+    assert any(refusal in one.stderr for one in done), [one.stderr for one in done]
+    assert all(one.returncode not in (0, 75) for one in done)
 
 
 @pytest.mark.slow
