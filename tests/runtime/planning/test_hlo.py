@@ -97,3 +97,18 @@ def test_a_gather_beside_a_product_is_hidden_and_counts_once(topology: str, has_
 def test_nothing_is_hidden_where_nothing_is_gathered() -> None:
     assert hidden_share([]) is None
     assert hidden_share([Collective("all-reduce", 8, "", is_hidden=True)]) is None
+
+
+@pytest.mark.parametrize(
+    ("target", "is_hidden"), [("__cublas$gemm", True), ("__cudnn$fmhaSoftmax", True), ("Sharding", False)]
+)
+def test_a_kernel_of_a_library_hides_a_gather_and_another_call_does_not(target: str, is_hidden: bool) -> None:
+    """A program as XLA for GPU schedules it."""
+    text = f"""
+ENTRY %main (x: f32[8], y: f32[8,8]) -> f32[16] {{
+  %start = (f32[8]{{0}}, f32[16]{{0}}) all-gather-start(%x), replica_groups={{{{0,1}}}}, dimensions={{0}}
+  %product = f32[8,8]{{1,0}} custom-call(%y, %y), custom_call_target="{target}"
+  ROOT %done = f32[16]{{0}} all-gather-done(%start)
+}}"""
+    (found,) = collectives(text)
+    assert (found.sent, found.is_hidden) == (32, is_hidden)

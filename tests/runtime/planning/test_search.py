@@ -55,7 +55,7 @@ def test_a_search_goes_over_all_combinations_of_the_grid(monkeypatch: pytest.Mon
     for state_dtypes, master_dtypes in ((None, None), (["float32", "int8"], ["float32", "bfloat16"])):
         grid.state_dtype, grid.master_dtype = state_dtypes, master_dtypes
         with ThreadPoolExecutor(1) as pool:
-            rows = search.fastest(pool, Request(config, GPTConfig(512, 50304, 2, 64, 0.0, 4), 1))
+            rows = search.fastest(pool, Request(config, GPTConfig(512, 50304, 2, 64, 0.0, 4), 1), 1)
         found = [row["config"] for row in rows]
         assert [(c.zero.stage, c.optimizer.state_dtype, c.zero.master_dtype) for c in found[::2]] == [
             (stage, state_dtype, master_dtype)
@@ -120,7 +120,7 @@ def test_a_search_leaves_out_what_is_not_possible(monkeypatch: pytest.MonkeyPatc
     config.training.context_stages, config.training.staged_warmup_steps = None, 0
     request = Request(config, GPTConfig(512, 50304, 2, 64, 0.0, 4), 1)
     with ThreadPoolExecutor(1) as pool:
-        found = [row["zero"] for row in search.fastest(pool, request)]
+        found = [row["zero"] for row in search.fastest(pool, request, 1)]
         expected = [(1, 1), (1, 2), (2, 1)]  # of 64 positions 3 devices have no equal numbers of pieces
         assert sorted({one[:2] for one in found}) == expected
         for groups in expected:
@@ -129,12 +129,12 @@ def test_a_search_leaves_out_what_is_not_possible(monkeypatch: pytest.MonkeyPatc
         assert "left out: zero.replicas=3: expected a divisor of 8" in caplog.text
         config.plan.grid.replicas = [3]
         with pytest.raises(UserError, match="divisor of 8"):
-            search.fastest(pool, request)
+            search.fastest(pool, request, 1)
         config.plan.grid.tensor = [3]
         with pytest.raises(
             UserError, match=r"(?s)no combination.*zero.tensor_shards: expected a divisor of num_head=2"
         ):
-            search.fastest(pool, request)
+            search.fastest(pool, request, 1)
 
 
 @pytest.mark.parametrize(("fits_up_to", "remat"), [(4, "full"), (5, "full"), (8, "full"), (61, "full"), (77, "nested")])
@@ -173,5 +173,5 @@ def test_searches_go_over_the_dtypes_of_the_state(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(search, "WIDTHS", (512,))
     size = GPTConfig(512, 50304, 2, 64, 0.0, 4)
     with ThreadPoolExecutor(1) as pool:
-        for rows in (search.fastest(pool, Request(config, size, 1)), search.largest(pool, config)):
+        for rows in (search.fastest(pool, Request(config, size, 1), 1), search.largest(pool, config)):
             assert [row["dtypes"] for row in rows] == [("float32", "int8"), ("bfloat16", "int8")]

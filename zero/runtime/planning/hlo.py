@@ -27,6 +27,8 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _PRODUCTS = ("dot", "convolution")
+# Targets of custom calls that multiply: of cuBLAS and cuDNN, and kernels of Pallas for TPU.
+_KERNELS = re.compile(r'custom_call_target="(__cublas|__cudnn|tpu_custom_call)')
 
 
 class Collective(NamedTuple):
@@ -107,12 +109,13 @@ def _until_done(lines: list[str], start: int) -> list[str]:
 
 
 def _multiplies(line: str, bodies: dict[str, list[str]]) -> bool:
-    """Whether an instruction is a matrix product, or a fusion that contains one."""
+    """Whether an instruction is a matrix product, a kernel of them, or a fusion that contains one."""
     match = _INSTRUCTION.match(line)
     if match is None:
         return False
     called = _CALLED.findall(match[3]) if match[2] == "fusion" else []
-    return match[2] in _PRODUCTS or any(_multiplies(inner, bodies) for name in called for inner in bodies[name])
+    is_product = match[2] in _PRODUCTS or (match[2] == "custom-call" and _KERNELS.search(match[3]) is not None)
+    return is_product or any(_multiplies(inner, bodies) for name in called for inner in bodies[name])
 
 
 def _sent(kind: str, result: str, op: str, rest: str) -> float:

@@ -30,7 +30,7 @@ def every_stage(pool: Executor, request: Request) -> list[Row]:
     return list(gather([pool.submit(compile_step, request.with_changes(stage=stage)) for stage in stages]).values())
 
 
-def fastest(pool: Executor, request: Request, processes: int = 1) -> list[Row]:
+def fastest(pool: Executor, request: Request, processes: int) -> list[Row]:
     """A row for each setting of the grid that could be the fastest one that fits, compiled by so many processes.
 
     State and operations give an upper bound on the speed of each setting without compiling it, and the highest bounds
@@ -42,7 +42,8 @@ def fastest(pool: Executor, request: Request, processes: int = 1) -> list[Row]:
     """
     settings = _combinations(request)
     outlines = gather([pool.submit(outline, setting) for setting in settings])
-    waiting = sorted(outlines, key=lambda number: -float(f"{_speed(outlines[number]):.2e}"))  # small numbers first
+    # Settings whose bounds agree to three digits stay in the order of the grid: fewer sequences first.
+    waiting = sorted(outlines, key=lambda number: -float(f"{_speed(outlines[number]):.2e}"))
     running: dict[Future[Row], int] = {}
     rows: dict[int, Row] = {}
 
