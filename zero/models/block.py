@@ -22,8 +22,9 @@ from zero.models.attention.kernel import kernel_attention, missing_in
 from zero.models.attention.scores import T5_BUCKETS, Form
 from zero.models.config import GPTConfig
 from zero.models.cut import WHOLE, Cut
-from zero.models.experts import ALONE, Experts, Group, Routing, Stream
+from zero.models.experts import Experts, Routing, Stream
 from zero.models.gated_unit import GatedLayer, RecurrentState, init_recurrent
+from zero.models.layer import Layer
 from zero.models.parametrization import kernel_init
 from zero.models.parts import ACTIVATIONS, dropout, make_norm, rotary_frequencies, rotate
 
@@ -65,29 +66,14 @@ def attention_form(config: GPTConfig, window: int, cut: Cut = WHOLE) -> Form:
     )
 
 
-class Block(nn.Module):
+class Block(Layer):
     """Attention and MLP, each normalised and added to the residual stream.
 
     Attributes:
-      config: the model.
-      dtype: of activations and matrix products.
-      blockwise_from: the number of query positions from which attention is blockwise; None for never.
-      window: how many positions a query sees, itself included; 0 for all. None: by the number of the layer when it
-        runs, for callers that scan single layers.
-      cut: which heads and which part of the MLP's width this device computes, and which positions of the stream it has.
-      group: the devices among which experts are divided.
       is_dense: the layer has no experts, although the model has.
-      kernel: for attention, of `kernel_of`; None for none.
     """
 
-    config: GPTConfig
-    dtype: DTypeLike
-    blockwise_from: int | None = None
-    window: int | None = None
-    cut: Cut = WHOLE
-    group: Group = ALONE
     is_dense: bool = False
-    kernel: str | None = None
 
     @nn.compact
     def __call__(
@@ -247,16 +233,8 @@ class Block(nn.Module):
         return self.cut.sum_positions(y_BTD), decided
 
 
-class Period(nn.Module):
-    """`experts_every` layers, of which the last one has experts; the attributes are those of `Block`."""
-
-    config: GPTConfig
-    dtype: DTypeLike
-    blockwise_from: int | None = None
-    window: int | None = None
-    cut: Cut = WHOLE
-    group: Group = ALONE
-    kernel: str | None = None
+class Period(Layer):
+    """`experts_every` layers, of which the last one has experts."""
 
     @nn.compact
     def __call__(
@@ -272,8 +250,8 @@ class Period(nn.Module):
         return carry, None
 
 
-def scanned_layer(config: GPTConfig) -> type[nn.Module]:
-    """The class of an entry of the stack of layers; all have the same attributes and arguments."""
+def scanned_layer(config: GPTConfig) -> type[Layer]:
+    """The class of an entry of the stack of layers; all take the same arguments."""
     if config.layer == "gated_units":
         return GatedLayer
     return Block if config.experts_every == 1 else Period

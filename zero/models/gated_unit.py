@@ -25,8 +25,8 @@ from jax.typing import DTypeLike
 
 from zero.models.attention.scores import LOWEST
 from zero.models.config import GPTConfig
-from zero.models.cut import WHOLE, Cut
-from zero.models.experts import ALONE, Group, Stream
+from zero.models.experts import Stream
+from zero.models.layer import Layer
 from zero.models.parametrization import kernel_init
 from zero.models.parts import dropout, make_norm
 
@@ -343,16 +343,8 @@ def init_recurrent(config: GPTConfig, rows: int, known: jax.Array | int, dtype: 
     return RecurrentState(memory, jnp.asarray(known, jnp.int32))
 
 
-class GatedLayer(nn.Module):
-    """Two gated units on the residual stream; attributes and arguments as of `zero.models.block.Block`."""
-
-    config: GPTConfig
-    dtype: DTypeLike
-    blockwise_from: int | None = None
-    window: int | None = None
-    cut: Cut = WHOLE
-    group: Group = ALONE
-    kernel: str | None = None
+class GatedLayer(Layer):
+    """Two gated units on the residual stream; arguments as of `zero.models.block.Block`."""
 
     @nn.compact
     def __call__(
