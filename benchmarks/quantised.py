@@ -8,7 +8,7 @@ First form: trains the model of the default job (`--size small`: 2 layers of wid
 each form and seed, and prints the validation losses relative to float32 with the same seed. A finished training is kept
 in `--directory` and not repeated, so the command may be interrupted and repeated. `--factor` multiplies the learning
 rate. Second form: the table of what is in the directory, and its curves. Third form: a float32 and an int8 update of a
-million parameters in 100 leaves, in turns.
+million parameters in 100 leaves, in turns, and the bytes that each reads and writes by the compilers for CPU and TPU.
 
 Forms: what zero has, what was compared with it (scales per block of 256, as in arXiv 2110.02861; three bytes per
 weight), and the naive forms. Those that zero does not have round float32 arrays to the values that they could hold.
@@ -40,6 +40,7 @@ from zero.partition.quantised import quantised_adamw, rounded_updates
 from zero.runtime.config.files import load_sizes
 from zero.runtime.corpus.prepare_if_missing import prepare_if_missing
 from zero.runtime.data.loader import Loader
+from zero.runtime.planning.topology import find_devices, prepare_environment
 from zero.runtime.tokenizers import load_tokenizer
 from zero.training import optimizer
 from zero.training.batch import Batch
@@ -265,7 +266,27 @@ def speed(rounds: int = 15) -> str:
     times = {name: each[2:] for name, each in seconds.items()}  # the first ones compile and warm up
     ratio = median(a / b for a, b in zip(times["int8"], times["float32"], strict=True))
     shown = ", ".join(f"{name} {1000 * median(each):.2f} ms" for name, each in times.items())
-    return f"{shown}; int8 to float32 {ratio:.2f}, the median of {rounds} pairs"
+    lines = [f"{shown}; int8 to float32 {ratio:.2f}, the median of {rounds} pairs"]
+    for compiler, device in (("CPU", jax.devices()[0]), ("TPU v3", find_devices("v3-8")[0])):
+        shown = ", ".join(f"{name} {bytes_accessed(tx, params, device) / 1e6:.1f} MB" for name, tx in kinds.items())
+        lines.append(f"accessed by update and addition, by the compiler for {compiler}: {shown}")
+    return "\n".join(lines)
+
+
+def bytes_accessed(tx: optax.GradientTransformation, params: Any, device: Any) -> float:
+    """Of a compiled update of the parameters: gradients, state and parameters read, the latter two written."""
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def on_device(tree: Any) -> Any:
+        sharding = jax.sharding.SingleDeviceSharding(device)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+    state = jax.eval_shape(tx.init, params)
+    program = jax.jit(update, donate_argnums=(1, 2)).lower(*map(on_device, (params, state, params))).compile()
+    return program.cost_analysis()["bytes accessed"]
 
 
 def main() -> None:
@@ -281,6 +302,7 @@ def main() -> None:
     parser.add_argument("--speed", action="store_true")
     options = parser.parse_args()
     if options.speed:
+        prepare_environment("v3-8")
         print(speed())
         return
     options.directory.mkdir(parents=True, exist_ok=True)
