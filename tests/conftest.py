@@ -30,6 +30,24 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 
+def pytest_collection_finish() -> None:
+    """Looks for garbage more rarely: a fifth of the time of a trace goes into passes over what has been imported."""
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leaves out most of XLA's optimizations: programs compile in a fifth of the time. `-m slow` compiles as users do.
+
+    So do tests marked `optimized`, which compare compiled programs with single operations bit by bit.
+    """
+    is_quick = item.get_closest_marker("optimized") is None and item.config.getoption("-m") != "slow"
+    if is_quick != jax.config.values["jax_disable_most_optimizations"]:
+        jax.clear_caches()  # single operations too are compiled in one of two ways
+        jax.config.update("jax_disable_most_optimizations", is_quick)
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leaves out programs that tests start: --doctest-modules would import them."""
     return True if collection_path.suffix == ".py" and not collection_path.name.startswith("test_") else None
@@ -52,14 +70,6 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 TESTS = pytest.StashKey[int]()
-
-
-@pytest.fixture(scope="module")
-def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Leaves out most of XLA's optimizations, which halves compilation; `-m slow` compiles as users do."""
-    jax.config.update("jax_disable_most_optimizations", request.config.getoption("-m") != "slow")
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")

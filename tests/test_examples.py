@@ -19,8 +19,6 @@ from benchmarks.examples import EXAMPLES, NAMES, load
 from tests import hosts
 from tests.partition.collectives.test_ordering import unordered
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @functools.cache
 def program(name: str, sharded: bool, folder: Path) -> ModuleType:

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 FOLDER = Path(__file__).parents[1] / "examples" / "fully_shard"
 
 

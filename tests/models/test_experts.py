@@ -49,7 +49,7 @@ def changed(config: GPTConfig, **changes: Any) -> GPTConfig:
 
 
 def applied(config: GPTConfig, p: Any, h: Any, dtype: Any = jnp.float32) -> Any:
-    return Experts(config, dtype).apply({"params": p}, h, 0, drops=True)
+    return jax.jit(partial(Experts(config, dtype).apply, drops=True))({"params": p}, h, 0)
 
 
 def act(config: GPTConfig, x: np.ndarray) -> np.ndarray:
@@ -113,8 +113,8 @@ def test_places_that_are_enough_for_all_give_what_sorting_gives() -> None:
         y, routing = applied(config, p, h)
         return jnp.sum(y**2) + routing.penalty_B.sum()
 
-    value, grads = jax.value_and_grad(partial(loss, GATED))(p)
-    other, other_grads = jax.value_and_grad(partial(loss, enough))(p)
+    value, grads = jax.jit(jax.value_and_grad(partial(loss, GATED)))(p)
+    other, other_grads = jax.jit(jax.value_and_grad(partial(loss, enough)))(p)
     np.testing.assert_allclose(other, value, rtol=1e-5)
     for (path, g), x in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(other_grads), strict=True):
         np.testing.assert_allclose(x, g, rtol=1e-3, atol=1e-4 * np.abs(g).max(), err_msg=str(path))
@@ -131,7 +131,7 @@ def test_auxiliary_losses_have_the_gradient_of_their_formula_and_leave_the_repor
         penalty: jax.Array = applied(config, {**p, "router": {"kernel": kernel}}, h)[1].penalty_B[0]
         return penalty
 
-    grad = np.asarray(jax.grad(penalty)(p["router"]["kernel"]))
+    grad = np.asarray(jax.jit(jax.grad(penalty))(p["router"]["kernel"]))
     for index in ((0, 0), (3, 2), (5, 4)):
         step = np.zeros_like(grad, np.float64)
         step[index] = 1e-6
@@ -140,15 +140,15 @@ def test_auxiliary_losses_have_the_gradient_of_their_formula_and_leave_the_repor
         assert grad[index] == pytest.approx((up - down) / 2e-6, rel=1e-3, abs=1e-5)
 
     x = np.random.default_rng(2).integers(0, 31, (2, T))
-    params: Any = GPT(config).init(jax.random.key(0), x, x)["params"]
+    params: Any = jax.jit(GPT(config).init)(jax.random.key(0), x, x)["params"]
     without = changed(config, **{name: 0.0})
 
     def mean(config: GPTConfig, params: Any) -> jax.Array:
         losses: Any = GPT(config).apply({"params": params}, x, x)
         return losses.mean()
 
-    loss, grads = jax.value_and_grad(partial(mean, config))(params)
-    plain_loss, plain_grads = jax.value_and_grad(partial(mean, without))(params)
+    loss, grads = jax.jit(jax.value_and_grad(partial(mean, config)))(params)
+    plain_loss, plain_grads = jax.jit(jax.value_and_grad(partial(mean, without)))(params)
     assert loss == plain_loss
     router, plain = (np.asarray(g["blocks"]["experts"]["router"]["kernel"]) for g in (grads, plain_grads))
     assert np.abs(router - plain).max() > 1e-3 * np.abs(plain).max()
@@ -157,13 +157,13 @@ def test_auxiliary_losses_have_the_gradient_of_their_formula_and_leave_the_repor
         scored: Any = GPT(config).apply({"params": params}, x, x, method="routed_scores")
         return scored[2].penalty_B.mean()
 
-    expected = np.asarray(jax.grad(penalties)(params)["blocks"]["experts"]["router"]["kernel"])
+    expected = np.asarray(jax.jit(jax.grad(penalties))(params)["blocks"]["experts"]["router"]["kernel"])
     np.testing.assert_allclose(router - plain, expected, rtol=1e-3, atol=1e-6)
 
 
 def test_what_is_dropped_in_a_row_depends_on_that_row_alone() -> None:
     p, h = weights(CAPPED), hidden(4)
-    apply: Any = partial(Experts(CAPPED, jnp.float32).apply, {"params": p}, drops=True)
+    apply: Any = jax.jit(partial(Experts(CAPPED, jnp.float32).apply, {"params": p}, drops=True))
     y, routing = apply(h, 0)
     for i in range(4):
         alone, of_row = apply(h[i : i + 1], 0)
@@ -210,17 +210,16 @@ def test_decoding_with_a_cache_gives_the_logits_of_the_whole_sequence(every: int
     """Nothing is dropped while text is generated, so the model without a capacity gives them."""
     config = dataclasses.replace(CAPPED, N=4, experts_every=every)
     x = np.random.default_rng(3).integers(0, 31, (2, 8))
-    params: Any = GPT(config).init(jax.random.key(0), x, x)["params"]
+    params: Any = jax.jit(GPT(config).init)(jax.random.key(0), x, x)["params"]
     params = jax.tree.map(lambda leaf: leaf + 0.2 * np.random.default_rng(4).normal(size=leaf.shape), params)
     whole = dataclasses.replace(config, expert_capacity=None)
-    logits, cache = GPT(config).apply(
-        {"params": params}, x[:, :3], init_cache(config, 2, 8, jnp.float32), 0, method="logits"
-    )
+    apply: Any = jax.jit(partial(GPT(config).apply, {"params": params}, method="logits"))
+    of_whole: Any = jax.jit(partial(GPT(whole).apply, {"params": params}, method="logits"))
+    logits, cache = apply(x[:, :3], init_cache(config, 2, 8, jnp.float32), 0)
     for position in range(3, 7):
-        expected, _ = GPT(whole).apply({"params": params}, x[:, :position], method="logits")
+        expected, _ = of_whole(x[:, :position])
         np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
-        token = x[:, position : position + 1]
-        logits, cache = GPT(config).apply({"params": params}, token, cache, position, method="logits")
+        logits, cache = apply(x[:, position : position + 1], cache, position)
 
 
 def test_only_every_second_layer_has_experts() -> None:

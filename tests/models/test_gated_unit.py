@@ -24,8 +24,6 @@ from zero.models.gated_unit import (
 from zero.models.gpt import GPT
 from zero.training.averages import init_codebook, update_codebook, with_commitment
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 K, V = 4, 6
 SIZE: dict[str, Any] = {"embedding_dim": 12, "vocab_size": 31, "num_head": 1, "block_size": 64, "dropout": 0.0, "N": 2}
 UNITS: dict[str, Any] = {**FAMILIES["vq"], "codes": 5, "vq_block": 4, "key_width": K}
@@ -77,7 +75,8 @@ def test_blocks_and_single_positions_equal_a_plain_loop(
     book = book[:codes]
     r = jax.random.normal(jax.random.key(seed + 1), (2 * block, K))
     expected = plain_loop(heads, r, block, codes)
-    got, _ = attend(heads, r, book, empty(2, block, codes))
+    compiled: Any = jax.jit(attend)
+    got, _ = compiled(heads, r, book, empty(2, block, codes))
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
     def part(start: int, stop: int) -> Heads:
@@ -87,17 +86,16 @@ def test_blocks_and_single_positions_equal_a_plain_loop(
     whole = min(cut, positions) // block * block
     outs, memory = [], empty(2, block, codes)
     if whole > 1:
-        out, memory = attend(part(0, whole), r, book, memory)
+        out, memory = compiled(part(0, whole), r, book, memory)
         outs.append(out)
     known = whole + (positions - whole) // 2
     if positions - whole > 1:
-        out, memory = attend(part(whole, positions), r, book, memory, jnp.int32(whole), jnp.int32(known))
+        out, memory = compiled(part(whole, positions), r, book, memory, jnp.int32(whole), jnp.int32(known))
         outs.append(out[:, : known - whole])
     else:
         known = whole
-    one = jax.jit(attend)
     for t in range(known, positions):
-        out, memory = one(part(t, t + 1), r, book, memory, jnp.int32(t))
+        out, memory = compiled(part(t, t + 1), r, book, memory, jnp.int32(t))
         outs.append(out)
     np.testing.assert_allclose(jnp.concatenate(outs, 1), expected, atol=1e-5)
 
@@ -150,7 +148,7 @@ def test_keys_are_rounded_to_the_nearest_code_and_their_gradient_goes_straight_t
     def loss(keys: jax.Array, counts: jax.Array, sums: jax.Array, commitment: float) -> jax.Array:
         return (quantise(keys, counts, sums, commitment)[0] * weights).sum()
 
-    grads = jax.grad(loss, (0, 1, 2))(keys, counts, sums, 0.25)
+    grads = jax.jit(jax.grad(loss, (0, 1, 2)))(keys, counts, sums, 0.25)
     np.testing.assert_allclose(grads[0], weights + 2 * 0.25 * (keys - codes[nearest]), rtol=1e-5, atol=1e-6)
     is_code = nearest[..., None] == np.arange(4)
     np.testing.assert_array_equal(grads[1], is_code.sum((0, 1)))
@@ -206,7 +204,7 @@ def test_a_new_codebook_is_that_of_its_seed_and_a_step_commits_keys_by_a_mean_ov
 def test_commitment_pulls_keys_to_their_codes_and_leaves_the_output_alone() -> None:
     unit = GatedUnit(CONFIG, jnp.float32)
     x, weights = jax.random.normal(jax.random.key(0), (2, 2, 9, CONFIG.embedding_dim))
-    params = unit.init(jax.random.key(1), x, None, 0, None)["params"]
+    params = jax.jit(unit.init)(jax.random.key(1), x, None, 0, None)["params"]
     of_layer = jax.tree.map(lambda x: x[0], init_codebook(CONFIG, jax.random.key(2))["blocks"]["unit_0"])
 
     def loss(params: Any, commitment: float) -> jax.Array:
@@ -221,9 +219,9 @@ def test_commitment_pulls_keys_to_their_codes_and_leaves_the_output_alone() -> N
         codes = (of_layer["sums"] / of_layer["counts"][:, None])[None, None]
         return 0.5 * jnp.square(keys[:, :, None] - codes).sum(-1).min(-1).sum()
 
-    (with_it, with_grads), (without, grads) = (jax.value_and_grad(loss)(params, w) for w in (0.5, 0.0))
+    (with_it, with_grads), (without, grads) = (jax.jit(jax.value_and_grad(loss))(params, w) for w in (0.5, 0.0))
     assert with_it == without
-    expected = jax.tree.map(jnp.add, grads, jax.grad(committed)(params))
+    expected = jax.tree.map(jnp.add, grads, jax.jit(jax.grad(committed))(params))
     for got, y in zip(jax.tree.leaves(with_grads), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, y, rtol=1e-4, atol=1e-5)
     assert float(jnp.abs(with_grads["key"]["kernel"] - grads["key"]["kernel"]).max()) > 1e-3
@@ -232,7 +230,7 @@ def test_commitment_pulls_keys_to_their_codes_and_leaves_the_output_alone() -> N
 def test_model_reads_at_once_and_token_by_token_alike_with_a_state_of_constant_size() -> None:
     model = GPT(CONFIG)
     tokens = jax.random.randint(jax.random.key(0), (2, 27), 0, CONFIG.vocab_size)
-    params = model.init(jax.random.key(1), tokens, None, method="hidden")["params"]
+    params = jax.jit(partial(model.init, method="hidden"))(jax.random.key(1), tokens, None)["params"]
     params = jax.tree.map(lambda x: x * 3 if x.ndim > 1 else x, params)  # far from uniform
     variables = {"params": params, CODEBOOK: init_codebook(CONFIG, jax.random.key(2))}
     hidden = jax.jit(partial(model.apply, method="hidden"))

@@ -19,8 +19,6 @@ from zero.models.gpt import GPT
 from zero.models.parts import dropout
 from zero.runtime.config.files import load_sizes
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SIZES_FILE = Path(__file__).parents[2] / "conf" / "model_config.yaml"
 SIZES = load_sizes(SIZES_FILE)
 ODD = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=12, dropout=0.0, N=2, vocab_chunks=3)

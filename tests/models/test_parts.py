@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -29,13 +28,6 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "partial rotary": {"positions": "rotary", "rotary_fraction": 0.4, "rotary_base": 30.0, "extra_logit": True},
 }
 EACH = pytest.mark.parametrize("changes", COMPOSED.values(), ids=COMPOSED)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def random_params(config: GPTConfig) -> Any:

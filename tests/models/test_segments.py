@@ -14,8 +14,6 @@ from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
 from zero.models.parts import rotary_frequencies, rotate
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 LENGTHS = (7, 1, 12, 3, 14)
 POSITIONS = sum(LENGTHS)
 CONFIG = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=POSITIONS, dropout=0.0, N=2)

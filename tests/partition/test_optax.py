@@ -20,8 +20,6 @@ import pytest
 
 import zero
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # Factored moments start at 128; the others are awkward for three and for eight devices.
 SHAPES = {"w": (129, 136), "a": {"k": (7, 9), "b": (9,), "n": (8,)}, "s": (), "t": (2,), "u": (1, 25)}
 STEPS = 10

@@ -16,8 +16,6 @@ from flax.core import freeze
 import zero
 from tests.partition.exact_training import assert_close, local_grads, lower, make_params, replicate
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 class Point(NamedTuple):
     x: Any

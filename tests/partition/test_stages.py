@@ -12,6 +12,7 @@ import pytest
 
 import zero
 
+pytestmark = pytest.mark.optimized
 AXES = {
     "eight": zero.Axis("batch", (1, 8)),
     "three": zero.Axis("batch", (1, 3)),

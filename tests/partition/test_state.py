@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 import zero
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SHAPES = {"w": (5, 24), "odd": (13, 3), "b": (9,), "scalar": (), "tiny": (2,)}
 AXES = [
     zero.Axis("batch", (1, 8)),

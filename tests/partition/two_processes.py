@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import zero
 
 process, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-jax.config.update("jax_disable_most_optimizations", True)  # halves the time; as in `quick_compilation`
+jax.config.update("jax_disable_most_optimizations", True)  # compiles quickly
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 zero.use_cpu_devices(4)
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)

@@ -36,7 +36,6 @@ from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import state_layout
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 CONTEXT, STEPS = 48, 6
 LLAMA: dict[str, Any] = {**FAMILIES["llama"], "kv_heads": 2, "mlp_dim": 61}

@@ -18,8 +18,6 @@ from zero.runtime.inference.generate import generate
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CONFIG = GPTConfig(
     embedding_dim=42,
     vocab_size=101,

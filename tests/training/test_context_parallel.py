@@ -17,7 +17,6 @@ from zero.runtime.planning.hlo import collectives
 from zero.training.batch import Batch
 from zero.training.programs import split_rows
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 CONTEXT = 48  # of 2 devices pieces of 12 positions, of 4 of 6, of 8 of 3
 # 5 heads and 43 divide by nothing.
 ODD = dataclasses.replace(CONFIG, embedding_dim=40, num_head=5, block_size=CONTEXT)

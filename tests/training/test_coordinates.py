@@ -9,8 +9,6 @@ from benchmarks import coordinate_check
 from benchmarks.coordinate_check import RATE, STEPS, Sizes, config_of, mistakes
 from zero.models.config import GPTConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @cache
 def slopes(parametrization: str, widths: tuple[int, ...], seeds: int) -> dict[str, float]:

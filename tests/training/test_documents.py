@@ -25,8 +25,6 @@ from zero.models.gpt import GPT
 from zero.training.programs import make_inference
 from zero.training.schedules import Context
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 END = 3
 PLAIN = dataclasses.replace(CONFIG, dropout=0.0)  # whose masks would depend on the place in a row
 LEARNED = dataclasses.replace(PLAIN, alibi_attn=False)

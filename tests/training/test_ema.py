@@ -14,8 +14,6 @@ from tests.training.small_gpt import STEPS, Setup, advance, bits, setup
 from zero.training.averages import update_ema
 from zero.training.step import TrainState
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 DECAY = 0.9
 CASES: list[Any] = [(8, 3, 1), (3, 1, 2)]  # devices, stage, micro-batches
 CASES += [pytest.param(case, marks=pytest.mark.slow) for case in ((8, 0, 1), (1, 2, 1))]

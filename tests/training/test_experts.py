@@ -42,9 +42,6 @@ CONFIGS = {"dropless": DROPLESS, "capped": CAPPED, "switch": SWITCH, "qwen3_moe"
 ROUTING = ("expert_share_max", "expert_share_min", "dropped_share", "router_entropy")
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 @cache
 def trained(name: str, devices: int, stage: int, experts: int = 1, **options: Any) -> Run:
     axis = zero.Axis.with_expert_groups("zero", devices, experts) if experts > 1 else None

@@ -4,7 +4,6 @@ import dataclasses
 from functools import cache, partial
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -37,13 +36,6 @@ TRAINED = {
     ),
     "dropouts": _of("gpt2", N=4, dropout=0.0, embedding_dropout=0.2, attention_dropout=0.3),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation() -> Any:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @cache

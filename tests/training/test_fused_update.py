@@ -32,7 +32,6 @@ from zero.models.gpt import BLOCKS
 from zero.training.fused_update import Guard, backward_and_update
 from zero.training.sharded_gpt import group_size
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 DEEP = dataclasses.replace(CONFIG, N=6)  # three groups of two layers
 
 

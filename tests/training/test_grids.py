@@ -13,7 +13,6 @@ from tests.training.small_gpt import assert_close, run_on, setup, shapes_of
 from zero.runtime.planning.hlo import across_hosts, bytes_by_kind, collectives
 from zero.training.batch import Batch
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 GRIDS = {
     "two copies": zero.Axis("zero", (2, 4)),
     "a copy per device": zero.Axis("zero", (8, 1)),

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import zero
 from zero.models.config import GPTConfig
@@ -16,8 +15,6 @@ from zero.training.inference import Sampling, evaluate_step, filtered, penalised
 from zero.training.optimizer import adamw
 from zero.training.programs import Inference, make_inference, make_programs
 from zero.training.sharded_gpt import ShardedGPT
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 CONFIG = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=12, dropout=0.5, N=2, vocab_chunks=3)
 PROMPT = np.array([5, 100, 7], np.int32)

@@ -28,7 +28,6 @@ from zero.models.config import GPTConfig
 from zero.models.parametrization import rate_multipliers
 from zero.training.optimizer import MULTIPLIABLE, NAMES, make_optimizer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 DECAY, W = 0.1, 3
 MUP = dataclasses.replace(
     CONFIG,

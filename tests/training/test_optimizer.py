@@ -116,7 +116,6 @@ def test_the_rest_moves_as_by_optax(name: str) -> None:
         np.testing.assert_allclose(found[key], expected[key], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     "name", ["muon", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in ("adamw", "muon"))]
 )

@@ -25,7 +25,6 @@ from tests.training.small_gpt import (
 )
 from zero.training.optimizer import adamw, convert_state, decayed
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 INT8 = adamw(0.1, state_dtype=jnp.int8)
 FORMS: dict[str, dict[str, Any]] = {
     "int8 moments": {"tx": INT8},

@@ -27,8 +27,6 @@ from tests.training.small_gpt import (
 from zero.training.averages import add_to_running, is_spike
 from zero.training.step import TrainState
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def with_running(state: TrainState, running: Any) -> TrainState:
     copies = np.stack([np.asarray(running, np.float32)] * len(state.running))

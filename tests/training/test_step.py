@@ -37,8 +37,6 @@ from zero.training.optimizer import decayed
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import TrainState
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def test_the_reference_clips_some_steps_and_not_others() -> None:
     norms = np.asarray(reference().metrics["gradient_norm"])

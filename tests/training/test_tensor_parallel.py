@@ -19,7 +19,6 @@ from zero.training.batch import Batch
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference, split_rows
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 DIVISIBLE = dataclasses.replace(CONFIG, embedding_dim=48, num_head=8, block_size=16)
 _GROUPED: dict[str, Any] = {"head_dim": 10, "kv_heads": 4, "mlp_dim": 56}
 

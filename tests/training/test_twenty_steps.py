@@ -11,7 +11,7 @@ from tests.training.small_gpt import CONFIG, advance, setup, tokens
 from tests.training.test_tensor_parallel import MODELS
 from zero.models.config import GPTConfig
 
-pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
+pytestmark = [pytest.mark.slow]
 CONTEXT = 16
 EXPERTS = dataclasses.replace(
     CONFIG, block_size=CONTEXT, mlp_bias=False, experts=8, experts_per_token=2, expert_capacity=1.0, balance_loss=0.1

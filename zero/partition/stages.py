@@ -197,7 +197,7 @@ def fully_shard(
     >>> dense = fully_shard(nn.Dense, layout, "batch")(3)
     >>> shards = jax.pmap(lambda x: dense.init(jax.random.key(0), x), axis_name="batch")(x)
     >>> y = jax.pmap(dense.apply, axis_name="batch")(shards, x)
-    >>> bool((y[0] == nn.Dense(3).init_with_output(jax.random.key(0), x[0])[0]).all())
+    >>> bool(jnp.allclose(y[0], nn.Dense(3).init_with_output(jax.random.key(0), x[0])[0]))
     True
     """
 

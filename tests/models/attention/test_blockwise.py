@@ -28,8 +28,6 @@ from zero.training.inference import Sampling
 from zero.training.programs import make_inference
 from zero.training.sharded_gpt import ShardedGPT
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ROWS = 2
 CONFIG = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=64, dropout=0.0, N=2, vocab_chunks=3)
 

@@ -16,7 +16,6 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup, HeadSwap
 from zero.partition.collectives.ordering import in_order
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROWS, WIDTH = 2, 5
 Inputs = tuple[Any, ...]  # queries, keys, values, bias, gradients of the output
 

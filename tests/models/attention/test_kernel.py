@@ -13,8 +13,6 @@ from zero.models.attention.scores import Form
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def compare(attend: Any, groups: int, form: Form, starts: jax.Array | None = None, width: int = 16) -> None:
     """Outputs and gradients, with 4 heads of queries."""

@@ -99,7 +99,10 @@ def test_int8_on_the_wire_keeps_to_its_bound(axis: zero.Axis) -> None:
     for leaf, x, sums, exact, gathered in zip(layout.leaves, full, *run(full), strict=True):
         error = np.abs(sums[0] - x.sum(0))
         assert np.max(error) <= np.abs(x).max(axis=tuple(range(1, x.ndim))).sum() / 254 * (1 + 1e-5)
-        assert (np.max(error) > 0) == bool(leaf.splits)  # what is whole is all-reduced as it is
+        if not leaf.splits:  # what is whole is all-reduced as it is
+            assert np.max(error) == 0
+        elif x[0].size > axis.size:  # a block of one number may come back exact
+            assert np.max(error) > 0
         assert np.max(np.abs(gathered - exact)) <= np.max(np.abs(exact)) / 254 * (1 + 1e-5)
         assert gathered.dtype == sums.dtype == jnp.float32
 

@@ -13,8 +13,6 @@ from jax import lax
 
 import zero
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 rounded = jax.custom_vjp(lambda x: jnp.round(x))
 rounded.defvjp(lambda x: (rounded(x), None), lambda _, g: (g,))  # a straight-through estimator
 

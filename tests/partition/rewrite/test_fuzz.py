@@ -15,8 +15,6 @@ from jax import lax
 
 import zero
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SHAPES = {"a": (13, 6), "b": (6, 13), "c": (13,), "d": (6, 6), "e": (2, 3, 9), "s": ()}
 AXES = {
     "three": zero.Axis("batch", (1, 3)),

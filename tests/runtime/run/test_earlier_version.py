@@ -16,7 +16,6 @@ from zero.runtime.run_directory import saved_config, saved_steps
 from zero.runtime.tracking.metrics import read_metrics, read_resumes
 from zero.runtime.train import train
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 ARCHIVE = Path(__file__).with_name("run-4d0cdf6.tar.xz")
 
 

@@ -45,9 +45,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 @cache
 def greedy(size: GPTConfig, prompt: tuple[int, ...], length: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens `(length,)` and the logits `(length, V)` that they were chosen by, one device, with a cache."""
-    apply = partial(GPT(size).apply, {"params": params(size)}, method="logits")
+    apply: Any = jax.jit(partial(GPT(size).apply, {"params": params(size)}, method="logits"))
     cache = init_cache(size, 1, len(prompt) + length, jnp.float32)
-    first: Any = apply(jnp.asarray([prompt]), cache)
+    first = apply(jnp.asarray([prompt]), cache)
 
     def write(carry: Any, position: jax.Array) -> Any:
         logits_BV, cache = carry

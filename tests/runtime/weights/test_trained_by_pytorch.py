@@ -22,7 +22,7 @@ from zero.runtime.tracking.metrics import read_metrics
 from zero.runtime.train import train
 from zero.runtime.weights.warm_start import warm_start
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("quick_compilation")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LLAMA: dict[str, Any] = {**FAMILIES["llama"], "kv_heads": 2, "mlp_dim": 122}
 SIZE = GPTConfig(embedding_dim=48, vocab_size=257, num_head=6, block_size=cli.CONTEXT, dropout=0.0, N=2, **LLAMA)
 STEPS, ROWS = 400, 32
