@@ -228,25 +228,29 @@ def table(directory: Path) -> Iterator[str]:
 
 
 def draw(directory: Path, path: Path) -> None:
-    """The curves of seed 0 relative to float32."""
+    """For each size and learning rate the losses, means over the seeds, and beside them their ratio to float32."""
     import matplotlib.pyplot as plt
 
-    found = [r for r in results(directory) if r["seed"] == 0]
+    found = list(results(directory))
     keys = sorted({(r["size"], r["steps"], r["factor"]) for r in found}, key=str)
-    figure, panels = plt.subplots(1, len(keys), figsize=(6 * len(keys), 4), squeeze=False)
-    for panel, key in zip(panels[0], keys, strict=True):
-        chosen = {r["form"]: r["curve"] for r in found if (r["size"], r["steps"], r["factor"]) == key}
-        base = dict(chosen.pop("float32"))
-        for form, curve in chosen.items():
-            panel.plot([step for step, _ in curve], [100 * (loss / base[step] - 1) for step, loss in curve], label=form)
-        panel.set(
-            title=f"{key[0]}, learning rate {key[2] * PEAK:g}",
-            xlabel="step",
-            ylabel="loss above float32, %",
-            ylim=(-1, 5),
-        )
-        panel.legend(fontsize=6)
-    figure.savefig(path)
+    figure, rows = plt.subplots(len(keys), 2, figsize=(11, 3.6 * len(keys)), squeeze=False, layout="constrained")
+    for (losses, ratios), key in zip(rows, keys, strict=True):
+        chosen = [r for r in found if (r["size"], r["steps"], r["factor"]) == key]
+        base = {r["seed"]: dict(r["curve"]) for r in chosen if r["form"] == "float32"}
+        for form in forms():
+            curves = [(dict(r["curve"]), base[r["seed"]]) for r in chosen if r["form"] == form and r["seed"] in base]
+            if not curves:
+                continue
+            steps = list(curves[0][0])[:-1]  # the last loss is that of all validation rows, the others of a fourth
+            label = f"{form} ({len(curves)} {'seed' if len(curves) == 1 else 'seeds'})"
+            losses.plot(steps, [mean(curve[step] for curve, _ in curves) for step in steps], label=label, linewidth=1)
+            ratios.plot(steps, [100 * mean(c[step] / b[step] - 1 for c, b in curves) for step in steps], linewidth=1)
+        title = f"{key[0]}, {key[1]} steps, learning rate {key[2] * PEAK:g}"
+        losses.set(title=title, xlabel="step", ylabel="validation loss, nats per token")
+        ratios.set(title="relative to float32 with the same seed", xlabel="step", ylabel="%", ylim=(-4, 8))
+        ratios.axhline(0, color="black", linewidth=0.5)
+        losses.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
 
 
 def speed(rounds: int = 15) -> str:
