@@ -31,7 +31,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 
-from zero.cpu import use_cpu_devices
 from zero.models.attention.blockwise import BLOCK, blockwise_attention
 from zero.models.attention.dense import dense_attention
 from zero.models.attention.kernel import kernel_of
@@ -44,6 +43,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup, HeadSwap
 from zero.partition.collectives.ordering import in_order
 from zero.runtime.planning.hlo import collectives
+from zero.virtual_devices import use_cpu_devices
 
 HEADS, HEAD_DIM = 6, 64
 WINDOW = 1024

@@ -290,7 +290,8 @@ def bytes_accessed(tx: optax.GradientTransformation, params: Any, device: Any) -
 
     state = jax.eval_shape(tx.init, params)
     program = jax.jit(update, donate_argnums=(1, 2)).lower(*map(on_device, (params, state, params))).compile()
-    return program.cost_analysis()["bytes accessed"]
+    cost: Any = program.cost_analysis()
+    return float(cost["bytes accessed"])
 
 
 def main() -> None:

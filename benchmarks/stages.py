@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 
 from benchmarks.collectives import DEVICES
-from zero.cpu import use_cpu_devices
 from zero.partition.collectives.axis import Axis
 from zero.partition.memory import memory
 from zero.runtime.config.files import load_sizes
@@ -29,6 +28,7 @@ from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import state_layout
+from zero.virtual_devices import use_cpu_devices
 
 ROOT = Path(__file__).parent.parent
 SIZES = load_sizes(ROOT / "conf/model_config.yaml")

@@ -15,9 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from zero.cpu import IN_ORDER
 from zero.runtime.corpus.prepare import prepare
 from zero.runtime.tokenizers import ByteTokenizer
+from zero.virtual_devices import IN_ORDER
 
 MAIN = Path(__file__).parents[1] / "main_zero.py"
 INDICES = ("corpus/index/tiny_train.index", "corpus/index/tiny_validation.index")

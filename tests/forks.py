@@ -17,7 +17,7 @@ import hydra
 
 import zero.runtime.main
 import zero.runtime.train  # noqa: F401  what takes long to import
-from zero.runtime.config.resolve import default_config
+from zero.runtime.config.saved_config import default_config
 from zero.runtime.tracking import plot
 
 program = sys.argv[1]

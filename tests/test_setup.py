@@ -168,7 +168,7 @@ def test_ci_calls_the_test_command_of_the_readme() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/launching.md"])
 def test_configuration_accepts_the_commands_of_a_page(page: str) -> None:
-    import zero.runtime.config.sections  # noqa: F401  declares the keys
+    import zero.runtime.config.schema  # noqa: F401  declares the keys
     from zero.runtime.config.files import conf_directory
 
     text = (REPOSITORY / page).read_text().replace("\\\n", "")

@@ -28,7 +28,6 @@ as `zero.in_order(train_step)` where it has loops with collectives: XLA's CPU ba
 Nothing here reads a configuration or a file; `print(layout)` and `print(zero.memory(...))` show what is held where.
 """
 
-from zero.cpu import use_cpu_devices
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.expert_group import ExpertGroup
 from zero.partition.collectives.ordering import in_order
@@ -58,6 +57,7 @@ from zero.partition.rewrite.functions import across_shards
 from zero.partition.rewrite.runner import NotElementwiseError
 from zero.partition.stages import fully_shard, gather, scatter_mean, scatter_sum, shard
 from zero.partition.state import check_replicated, checksums, from_global, global_shapes, to_global
+from zero.virtual_devices import use_cpu_devices
 
 __all__ = [
     "Axis",

@@ -22,7 +22,7 @@ from zero.models.gated_unit import (
     quantise,
 )
 from zero.models.gpt import GPT
-from zero.training.averages import init_codebook, update_codebook, with_commitment
+from zero.training.running_averages import init_codebook, update_codebook, with_commitment
 
 K, V = 4, 6
 SIZE: dict[str, Any] = {"embedding_dim": 12, "vocab_size": 31, "num_head": 1, "block_size": 64, "dropout": 0.0, "N": 2}

@@ -13,7 +13,7 @@ from tests import cli
 from zero.partition.layout import derive_layout
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.files import load_sizes
-from zero.runtime.inference.trained import load_weights
+from zero.runtime.inference.trained_model import load_weights
 from zero.runtime.run_directory import saved_steps
 from zero.runtime.tracking.metrics import read_metrics
 from zero.runtime.weights.average import average

@@ -18,14 +18,14 @@ from zero.models.families import FAMILIES
 from zero.runtime.build import make_model
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.check import check
-from zero.runtime.config.resolve import merge_resumed
-from zero.runtime.config.sections import Config
+from zero.runtime.config.saved_config import merge_resumed
+from zero.runtime.config.schema import Config
 from zero.runtime.data.loader import Loader
 from zero.runtime.errors import UserError
 from zero.runtime.inference.evaluate import evaluate
 from zero.runtime.inference.sample import sample
 from zero.runtime.inference.scoring import Scorer, score_validation_set
-from zero.runtime.inference.trained import TrainedModel
+from zero.runtime.inference.trained_model import TrainedModel
 from zero.runtime.run_directory import saved_config
 from zero.runtime.tokenizers import load_tokenizer, train_tokenizer
 from zero.runtime.tracking.metrics import read_metrics

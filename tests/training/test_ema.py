@@ -11,7 +11,7 @@ import pytest
 
 import zero
 from tests.training.small_gpt import STEPS, Setup, advance, bits, setup
-from zero.training.averages import update_ema
+from zero.training.running_averages import update_ema
 from zero.training.step import TrainState
 
 DECAY = 0.9

@@ -24,7 +24,7 @@ from tests.training.small_gpt import (
     run_on,
     setup,
 )
-from zero.training.averages import add_to_running, is_spike
+from zero.training.running_averages import add_to_running, is_spike
 from zero.training.step import TrainState
 
 

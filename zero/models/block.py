@@ -21,10 +21,10 @@ from zero.models.attention.dense import dense_attention
 from zero.models.attention.kernel import kernel_attention, missing_in
 from zero.models.attention.scores import T5_BUCKETS, Form
 from zero.models.config import GPTConfig
-from zero.models.cut import WHOLE, Cut
 from zero.models.experts import Experts, Routing, Stream
 from zero.models.gated_unit import GatedLayer, RecurrentState, init_recurrent
 from zero.models.layer import Layer
+from zero.models.model_parallel import WHOLE, Cut
 from zero.models.parametrization import kernel_init
 from zero.models.parts import ACTIVATIONS, dropout, make_norm, rotary_frequencies, rotate
 

@@ -22,7 +22,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from zero.models.config import GPTConfig
-from zero.models.cut import WHOLE, Cut
+from zero.models.model_parallel import WHOLE, Cut
 from zero.models.parametrization import kernel_init
 from zero.models.parts import ACTIVATIONS
 

@@ -22,8 +22,8 @@ from jax.typing import DTypeLike
 
 from zero.models.block import AnyCache, scanned_layer
 from zero.models.config import BLOCKS, HEAD, VOCABULARY, GPTConfig
-from zero.models.cut import WHOLE, Cut
 from zero.models.experts import ALONE, Group, Routing, Stream, no_routing
+from zero.models.model_parallel import WHOLE, Cut
 from zero.models.parametrization import table_stddev
 from zero.models.parts import Lift, dropout, make_norm, position_numbers
 

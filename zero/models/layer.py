@@ -6,8 +6,8 @@ import flax.linen as nn
 from jax.typing import DTypeLike
 
 from zero.models.config import GPTConfig
-from zero.models.cut import WHOLE, Cut
 from zero.models.experts import ALONE, Group
+from zero.models.model_parallel import WHOLE, Cut
 
 
 class Layer(nn.Module):

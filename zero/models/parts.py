@@ -18,7 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from zero.models.config import GPTConfig
-from zero.models.cut import WHOLE
+from zero.models.model_parallel import WHOLE
 
 Lift = Callable[[type[nn.Module], str], type[nn.Module]]
 

@@ -18,7 +18,7 @@ from zero.models.parametrization import multipliers_of
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout
 from zero.partition.state import pmap_devices
-from zero.runtime.config.sections import Config, Zero
+from zero.runtime.config.schema import Config, Zero
 from zero.runtime.errors import UserError
 from zero.runtime.tokenizers import load_tokenizer
 from zero.training.optimizer import make_optimizer

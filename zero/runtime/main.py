@@ -21,8 +21,8 @@ from omegaconf import DictConfig
 from zero.models.config import GPTConfig
 from zero.runtime.config.check import check, describe
 from zero.runtime.config.files import conf_directory, load_sizes
-from zero.runtime.config.resolve import merge_resumed
-from zero.runtime.config.sections import Config
+from zero.runtime.config.saved_config import merge_resumed
+from zero.runtime.config.schema import Config
 from zero.runtime.errors import WRONG_PATH, UserError, file_error
 from zero.runtime.hosts.signals import SIGNALS, exit_immediately, unanswered
 from zero.runtime.run.find_run import resume_overrides, trained_run

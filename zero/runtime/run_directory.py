@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from zero.runtime import storage
-from zero.runtime.config.resolve import upgrade
+from zero.runtime.config.saved_config import upgrade
 from zero.runtime.errors import UserError
 
 CONFIG_FILE = "config.yaml"

@@ -12,16 +12,17 @@ import jax
 import numpy as np
 
 from zero.models.config import GPTConfig
-from zero.runtime.config.sections import Config
+from zero.runtime.config.schema import Config
 from zero.runtime.data.prefetch import prefetch
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.generate import generate
-from zero.runtime.run.active_run import ActiveRun, split_batch
+from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.setup import open_run
 from zero.runtime.run_directory import SAMPLES_FILE, mirror
 from zero.runtime.tracking.html_report import REPORT_FILE, write_report
 from zero.runtime.tracking.plot import draw_run
+from zero.training.programs import split_rows
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
     training, losses, scored = run.config.training, dict.fromkeys(weights, 0.0), 0
     with closing(prefetch(run.validation.batches())) as batches:
         for batch in islice(batches, training.maximum_evaluation_steps):
-            rows = split_batch(batch.tokens, 0, run.axis.row_group).tokens
+            rows = split_rows(batch.tokens, jax.local_device_count(), run.axis.row_group)
             for name, params in weights.items():
                 loss, tokens = jax.device_get(run.programs.evaluate(params, rows))
                 losses[name] += loss.item()

@@ -19,19 +19,19 @@ from jax.typing import DTypeLike
 
 from zero.models.block import scanned_layer
 from zero.models.config import BLOCKS, GPTConfig, is_expert_leaf, tensor_dim
-from zero.models.cut import WHOLE, Cut
 from zero.models.experts import ALONE, Group, Routing, Stream
 from zero.models.gated_unit import CODEBOOK
 from zero.models.gpt import GPT
+from zero.models.model_parallel import WHOLE, Cut
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
 from zero.partition.collectives.expert_group import ExpertGroup
 from zero.partition.collectives.tensor_group import TensorGroup
 from zero.partition.layout import Layout, PyTree, derive_layout, make_layout
 from zero.partition.stages import fully_shard, gather, scatter_sum, sum_copies
-from zero.training.averages import init_codebook
 from zero.training.batch import document_starts, next_tokens, token_ids
 from zero.training.optimizer import decayed
+from zero.training.running_averages import init_codebook
 
 
 @dataclasses.dataclass(frozen=True)

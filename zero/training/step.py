@@ -20,10 +20,10 @@ from zero.models.gated_unit import CODEBOOK
 from zero.partition.layout import Layout, PyTree, derive_layout
 from zero.partition.optimizer import global_norm, on_shards
 from zero.partition.stages import shard
-from zero.training.averages import add_to_running, is_spike, update_codebook, update_ema, with_commitment
 from zero.training.batch import Batch, row_keys
 from zero.training.fused_update import Guard, backward_and_update, unless
 from zero.training.optimizer import scaled
+from zero.training.running_averages import add_to_running, is_spike, update_codebook, update_ema, with_commitment
 from zero.training.sharded_gpt import ShardedGPT, group_size
 
 
@@ -125,7 +125,7 @@ def train_step(
         loss, grads, routing, found = _loss_and_gradients(model, state, batch.tokens, keys, scored, micro_batches)
         layout, axis = model.layout, model.axis
         if model.stage == 0 and axis.tensor == 1:
-            # Of slices as well: the same sums in the same order at every stage.
+            # From slices here too: the same sums in the same order as at the other stages, so equal bit for bit.
             norm = global_norm(shard(grads, model.sharded_layout, axis), model.sharded_layout, axis)
         else:
             norm = global_norm(grads, layout, axis)
@@ -163,7 +163,10 @@ def train_step(
 
 
 def _routing_metrics(routing: Routing | None, batch: Batch, model: ShardedGPT) -> dict[str, jax.Array]:
-    """Over the rows of all devices; nothing where there are no experts. Devices of a tensor group count alike."""
+    """Over the rows of all devices; nothing where there are no experts.
+
+    Each device of a tensor group counts all its tokens.
+    """
     if routing is None:
         return {}
     penalty_B, *sums = routing
@@ -238,7 +241,7 @@ def _fused(
     tx: optax.GradientTransformation,
     guard: Guard,
 ) -> tuple[jax.Array, PyTree, PyTree, jax.Array, jax.Array, Routing | None]:
-    """As `backward_and_update`."""
+    """One step with the update of each layer inside the backward pass; returns what `backward_and_update` returns."""
     tokens_in, targets, starts = model.inputs(tokens)
 
     def embed(params: PyTree) -> Stream:

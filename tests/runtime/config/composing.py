@@ -3,7 +3,7 @@
 import hydra
 from omegaconf import DictConfig
 
-import zero.runtime.config.sections  # noqa: F401  declares the keys
+import zero.runtime.config.schema  # noqa: F401  declares the keys
 from zero.runtime.config.files import conf_directory
 
 CONF = conf_directory()

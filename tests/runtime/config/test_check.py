@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from tests.runtime.config.composing import CONF, compose
 from zero.runtime.config.check import check, describe
 from zero.runtime.config.files import load_sizes
-from zero.runtime.config.sections import Config
+from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
 
 SIZES = load_sizes()

@@ -17,7 +17,7 @@ from zero.partition.collectives.axis import Axis
 from zero.runtime.config.files import load_sizes
 from zero.runtime.data.loader import Loader
 from zero.runtime.inference.scoring import windows
-from zero.runtime.inference.trained import load_weights
+from zero.runtime.inference.trained_model import load_weights
 from zero.runtime.tokenizers import ByteTokenizer
 from zero.training.sharded_gpt import ShardedGPT
 

@@ -19,8 +19,8 @@ from tests import cli
 from tests.runtime.config.composing import compose
 from zero.runtime.config.check import check
 from zero.runtime.config.files import load_sizes
-from zero.runtime.config.resolve import default_config
-from zero.runtime.config.sections import Config
+from zero.runtime.config.saved_config import default_config
+from zero.runtime.config.schema import Config
 from zero.runtime.planning.table import table, training_command
 from zero.runtime.planning.topology import SPEEDS
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from zero.models.config import GPTConfig
-from zero.runtime.config.sections import Config, Grid
+from zero.runtime.config.schema import Config, Grid
 from zero.runtime.errors import UserError
 from zero.runtime.planning import search
 from zero.runtime.planning.compile import Request

@@ -11,7 +11,7 @@ from tests import cli
 from tests.runtime.config.composing import compose
 from zero.runtime.config.check import check
 from zero.runtime.config.files import load_sizes
-from zero.runtime.config.resolve import merge_resumed
+from zero.runtime.config.saved_config import merge_resumed
 from zero.runtime.run_directory import saved_config, saved_steps
 from zero.runtime.tracking.metrics import read_metrics, read_resumes
 from zero.runtime.train import train

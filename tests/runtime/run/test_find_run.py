@@ -7,7 +7,7 @@ from pathlib import Path
 import hydra
 import pytest
 
-import zero.runtime.config.sections  # noqa: F401  declares the keys
+import zero.runtime.config.schema  # noqa: F401  declares the keys
 from tests import bucket, hosts
 from zero.runtime.errors import UserError
 from zero.runtime.main import errors_in_lines

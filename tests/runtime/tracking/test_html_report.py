@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from zero.models.experts import METRICS
 from zero.runtime import run_directory
-from zero.runtime.config.resolve import default_config
+from zero.runtime.config.saved_config import default_config
 from zero.runtime.tracking.html_report import PANELS, TASKS, write_report
 from zero.runtime.tracking.tracker import Tracker
 

@@ -16,7 +16,7 @@ from zero.runtime.config.check import check
 from zero.runtime.data.loader import Loader
 from zero.runtime.inference.evaluate import evaluate
 from zero.runtime.inference.scoring import Scorer, score_validation_set
-from zero.runtime.inference.trained import TrainedModel
+from zero.runtime.inference.trained_model import TrainedModel
 from zero.runtime.tokenizers import load_tokenizer
 from zero.runtime.tracking.metrics import read_metrics
 from zero.runtime.train import train

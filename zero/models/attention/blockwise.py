@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero.models.attention.blocks import Blocks, Carry, around_the_ring, block_scores, dropped_block
+from zero.models.attention.block_pairs import Blocks, Carry, around_the_ring, block_scores, dropped_block
 from zero.models.attention.dense import by_group
 from zero.models.attention.scores import PLAIN, Form, relative_bias
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero.models.cut import WHOLE, Cut
+from zero.models.model_parallel import WHOLE, Cut
 
 LOWEST = float(np.finfo(np.float32).min)
 # Buckets of distance of T5's relative bias: one for each distance below 16, logarithmic up to 128, one for all beyond.

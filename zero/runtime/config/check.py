@@ -11,12 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from zero.models.config import GPTConfig
-from zero.runtime.config import rules
-from zero.runtime.config.constraints import shown
-from zero.runtime.config.sections import Config
+from zero.runtime.config import rules_between_keys
+from zero.runtime.config.rules_per_key import shown
+from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
 
-# Keys of earlier versions, and what replaces them. Saved configurations with them go on working (resolve.py).
+# Keys of earlier versions, and what replaces them. Saved configurations with them go on working (saved_config.py).
 RENAMED = {
     "data.window": "data.shuffle_shards",
     "plan.largest": "plan.search=largest",
@@ -44,7 +44,7 @@ def check(config: DictConfig, sizes: Mapping[str, GPTConfig]) -> Config:
         size = sizes[checked.model.size]
         if checked.data.max_context is None:
             checked.data.max_context = size.block_size
-        for key, expected in rules.mistakes(checked, size):
+        for key, expected in rules_between_keys.mistakes(checked, size):
             wrong.setdefault(key, expected)
     mistakes += [f"{key}={shown(OmegaConf.select(typed, key))}: expected {expected}" for key, expected in wrong.items()]
     if mistakes:

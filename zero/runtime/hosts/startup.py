@@ -19,11 +19,11 @@ from pathlib import Path
 import jax
 import psutil
 
-from zero.cpu import use_cpu_devices
 from zero.runtime.errors import Unavailable
 from zero.runtime.hosts import watchdog
 from zero.runtime.hosts.agreement import JOIN_SECONDS
 from zero.runtime.hosts.watchdog import SILENCE_SECONDS
+from zero.virtual_devices import use_cpu_devices
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from zero.models.config import GPTConfig
-from zero.runtime.config.resolve import index_files
-from zero.runtime.config.sections import Config
+from zero.runtime.config.saved_config import index_files
+from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.harness_tasks import run_tasks
 from zero.runtime.inference.scoring import Scorer, score_validation_set
-from zero.runtime.inference.trained import open_model
+from zero.runtime.inference.trained_model import open_model
 
 log = logging.getLogger(__name__)
 

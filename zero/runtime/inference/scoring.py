@@ -17,7 +17,7 @@ from zero.runtime.data.index_files import row_tokens
 from zero.runtime.data.loader import Loader
 from zero.runtime.data.prefetch import prefetch
 from zero.runtime.errors import UserError
-from zero.runtime.inference.trained import TrainedModel
+from zero.runtime.inference.trained_model import TrainedModel
 from zero.training.programs import make_inference, split_rows
 
 

@@ -16,7 +16,7 @@ from zero.models.config import GPTConfig
 from zero.partition.layout import Layout
 from zero.partition.memory import memory
 from zero.runtime.build import Job, make_job
-from zero.runtime.config.sections import Config
+from zero.runtime.config.schema import Config
 from zero.runtime.hosts.startup import OVERLAP_GATHERS
 from zero.runtime.inference.generate import bucket
 from zero.runtime.planning.hlo import Collective, across_hosts, bytes_by_kind, collectives, hidden_share

@@ -12,14 +12,14 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from zero.cpu import use_cpu_devices
 from zero.models.config import GPTConfig
-from zero.runtime.config.sections import Config
+from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
 from zero.runtime.planning import search
 from zero.runtime.planning.compile import Request
 from zero.runtime.planning.table import table, training_command
 from zero.runtime.planning.topology import prepare_environment
+from zero.virtual_devices import use_cpu_devices
 
 PLAN_FILE = "plan.json"
 COMPILER_LOG = "compiler.log"

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from zero.models.config import GPTConfig
-from zero.runtime.config.rules import zero_rules
-from zero.runtime.config.sections import Config
+from zero.runtime.config.rules_between_keys import zero_rules
+from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
 from zero.runtime.planning.compile import Request, Row, compile_step, highest_peak, outline
 

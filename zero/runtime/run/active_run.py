@@ -21,15 +21,16 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout
 from zero.partition.state import checksums, from_global, to_global
 from zero.runtime.checkpoints.manager import Checkpoints
-from zero.runtime.config.sections import Config
+from zero.runtime.config.schema import Config
 from zero.runtime.data.loader import HostBatch, Loader
 from zero.runtime.data.prefetch import prefetch
 from zero.runtime.errors import UserError
-from zero.runtime.hosts import agreement, compilation, signals
+from zero.runtime.hosts import agreement, signals
+from zero.runtime.hosts.interruptible_compilation import CacheHits, compile_unless_stopped
 from zero.runtime.hosts.startup import process_age
 from zero.runtime.inference.harness_tasks import run_tasks
 from zero.runtime.inference.scoring import Scorer
-from zero.runtime.inference.trained import TrainedModel
+from zero.runtime.inference.trained_model import TrainedModel
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.step_metrics import StepMetrics, peak_memory
 from zero.runtime.run.training_position import TrainingPosition
@@ -135,10 +136,10 @@ class ActiveRun:
     def _first_step(self, length: int, rows: Batch) -> bool:
         """The first step of this sequence length, compiled; it is waited for and timed apart from the others."""
         began = time.monotonic()
-        with compilation.CacheHits().counting() as cache_hits:
+        with CacheHits().counting() as cache_hits:
             program = self.programs.step
             if jax.process_count() == 1:
-                program = compilation.compile_unless_stopped(self.stop_requests, program, self.state, rows)
+                program = compile_unless_stopped(self.stop_requests, program, self.state, rows)
                 if program is None:
                     return False
             self.state, metrics = program(self.state, rows)
@@ -180,7 +181,7 @@ class ActiveRun:
         minutes = self.config.data.checkpoint_minutes
         is_due = self.tracker is not None and minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
         if is_due:
-            self.saved_at = time.monotonic()  # raised once: the answer may come a call later
+            self.saved_at = time.monotonic()  # asked for once: hosts may agree on it only at the next call
         is_stop, is_due = self.any_host(self.position.step, bool(self.stop_requests), is_due)
         return is_stop, is_due
 
@@ -274,7 +275,7 @@ class ActiveRun:
 
 
 def split_batch(tokens: np.ndarray, host: int, group: int) -> Batch:
-    """This host's rows `(rows, context)`, for groups of devices: `(devices, rows / groups, context)`."""
+    """This host's rows `(rows, context)` as `(devices, rows / groups, context)`, the same ones for a group."""
     rows = split_rows(tokens, jax.local_device_count(), group)
     first_rows = host * len(tokens) + rows.shape[1] * (np.arange(len(rows)) // group)
     return Batch(rows, first_rows.astype(np.int32))

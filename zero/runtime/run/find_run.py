@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from zero.runtime import storage
-from zero.runtime.config.resolve import default_config
+from zero.runtime.config.saved_config import default_config
 from zero.runtime.errors import UserError
 from zero.runtime.run_directory import (
     CONFIG_FILE,
@@ -68,10 +68,9 @@ def trained_run(place: str | None) -> Path:
 def resume_overrides(arguments: Sequence[str]) -> list[str]:
     """Command-line arguments with `--resume` and `--resume=auto` turned into overrides that Hydra understands.
 
-    The run is the one in `hydra.run.dir`, or the newest; where the arguments say that checkpoints lie apart
-    (`data.bucket_path`), it is the one that they belong to, rebuilt if this machine does not know it. It goes on in its
-    own directory, except from a step that is not its newest (`data.resume_step`): this forks into the directory that a
-    new run would get.
+    They resume the run in `hydra.run.dir` if that is given, else the newest run. With `data.bucket_path` it is the run
+    whose checkpoints lie in that bucket, and its directory is rebuilt from there if this machine does not have it. A
+    `data.resume_step` that is not the newest starts a new run directory.
 
     Raises:
       UserError: `--resume` without a checkpoint; `--resume=auto` from a fixed step; or an argument that only looks like

@@ -23,8 +23,8 @@ from zero.runtime import run_directory as run_files
 from zero.runtime import storage
 from zero.runtime.build import make_job
 from zero.runtime.checkpoints.manager import Checkpoints
-from zero.runtime.config.resolve import index_files
-from zero.runtime.config.sections import Config
+from zero.runtime.config.saved_config import index_files
+from zero.runtime.config.schema import Config
 from zero.runtime.corpus.manifest import check_tokenizer
 from zero.runtime.corpus.prepare_if_missing import prepare_if_missing
 from zero.runtime.data.cache import ShardCache
@@ -38,7 +38,7 @@ from zero.runtime.run.restore import restore
 from zero.runtime.run.step_metrics import StepMetrics
 from zero.runtime.run.training_position import TrainingPosition
 from zero.runtime.tokenizers import Tokenizer, load_tokenizer
-from zero.runtime.tracking.metrics import METRICS_FILE, read_metrics
+from zero.runtime.tracking.metrics import read_metrics
 from zero.runtime.tracking.tracker import Tracker
 from zero.runtime.weights.warm_start import warm_start
 from zero.training.programs import Programs, make_inference
@@ -201,8 +201,12 @@ def with_global_batch(config: Config, global_rows: int) -> Config:
     Raises:
       UserError: the global batch does not divide into the micro-batches of all devices.
     """
-    training, hosts, size = config.training, jax.process_count(), config.zero.tensor_shards * config.zero.context_shards
-    groups, what = jax.local_device_count() // size, "devices" if size == 1 else f"groups of {size} devices"
+    training, hosts, group = (
+        config.training,
+        jax.process_count(),
+        config.zero.tensor_shards * config.zero.context_shards,
+    )
+    groups, what = jax.local_device_count() // group, "devices" if group == 1 else f"groups of {group} devices"
     parts = hosts * groups * training.gradient_accumulation_steps
     if global_rows % parts:
         raise UserError(
@@ -300,8 +304,8 @@ def _last_step(config: Config, loader: Loader) -> int:
 def _is_evaluated(run_directory: Path, step: int) -> bool:
     """Whether an earlier start of this run has evaluated its checkpoint already, as host 0 knows."""
     found = False
-    if jax.process_index() == 0 and (run_directory / METRICS_FILE).exists():
-        lines = read_metrics(run_directory / METRICS_FILE)
+    if jax.process_index() == 0 and (run_directory / run_files.METRICS_FILE).exists():
+        lines = read_metrics(run_directory / run_files.METRICS_FILE)
         found = any(line["step"] == step and "validation/loss" in line for line in lines)
     return bool(agreement.broadcast("evaluated", "yes" if found else ""))
 
@@ -319,9 +323,9 @@ def _write_run_files(
 ) -> None:
     """The configuration, the layout with its memory table, and for a fork the metrics up to its first step."""
     if forked_at is not None:
-        lines = read_metrics(Path(str(config.resume)) / METRICS_FILE)
+        lines = read_metrics(Path(str(config.resume)) / run_files.METRICS_FILE)
         inherited = [json.dumps(line) + "\n" for line in lines if line["step"] <= forked_at]
-        storage.write(run_directory / METRICS_FILE, "".join(inherited).encode())
+        storage.write(run_directory / run_files.METRICS_FILE, "".join(inherited).encode())
     run_files.save_config(run_directory, config)
     shapes, shards = model.sharded_layout.shapes(), model.axis.shards
     if config.training.ema is not None:  # counted as optimizer state

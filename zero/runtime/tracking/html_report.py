@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from plotly.colors import qualitative
 from plotly.subplots import make_subplots
 
-from zero.runtime.config.resolve import default_config, flat_config
+from zero.runtime.config.saved_config import default_config, flat_config
 from zero.runtime.errors import UserError
 from zero.runtime.run_directory import (
     LAYOUT_FILE,

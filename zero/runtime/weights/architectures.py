@@ -10,7 +10,7 @@ from typing import Any
 
 from zero.models.config import BLOCKS, HEAD, VOCABULARY, GPTConfig
 from zero.runtime.errors import UserError
-from zero.runtime.weights.tensors import Architecture
+from zero.runtime.weights.architecture import Architecture
 
 
 def _layers(names: Mapping[str, str], prefix: str) -> dict[str, str]:

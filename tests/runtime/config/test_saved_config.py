@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from tests.runtime.config.composing import compose
 from zero.runtime.config.check import check
 from zero.runtime.config.files import load_sizes
-from zero.runtime.config.resolve import FIXED_KEYS, default_config, index_files, merge_resumed, upgrade
+from zero.runtime.config.saved_config import FIXED_KEYS, default_config, index_files, merge_resumed, upgrade
 from zero.runtime.errors import UserError
 
 RESUMED = ["resume=runs/a"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.layout import PyTree
 from zero.runtime.build import make_model
 from zero.runtime.checkpoints.manager import Checkpoints
-from zero.runtime.config.sections import Config
+from zero.runtime.config.schema import Config
 from zero.runtime.hosts import startup
 from zero.runtime.run_directory import saved_checkpoint_directory
 from zero.runtime.tokenizers import Tokenizer, load_tokenizer
@@ -40,14 +40,13 @@ def open_model(config: Config, size: GPTConfig, rows: int) -> TrainedModel:
     Sharded as `zero.stage` says; or whole on every device that has a row, where `zero.replicate` is true, or null and
     two copies fit.
     """
-    host, hosts = startup.start(**dataclasses.asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
+    host, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
     # One copy, over however many devices there are now, and whole rows.
-    config.zero.replicas = config.zero.context_shards = 1
-    model = make_model(config, size)
+    model = make_model(replace(config, zero=replace(config.zero, replicas=1, context_shards=1)), size)
     whole = model.layout.whole().bytes_per_device()
     if config.zero.replicate or (config.zero.replicate is None and 2 * whole <= startup.device_memory()):
         devices = min(rows, jax.device_count()) if hosts == 1 else jax.device_count()
-        model = dataclasses.replace(model, axis=Axis("zero", (1, devices)), stage=0)
+        model = replace(model, axis=Axis("zero", (1, devices)), stage=0)
     log.info(
         "%s bytes of weights, %s %d devices",
         f"{whole:,}",

@@ -13,8 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from zero.runtime import storage
 from zero.runtime.config.check import check, describe
-from zero.runtime.config.constraints import shown
 from zero.runtime.config.files import conf_directory, load_sizes
+from zero.runtime.config.rules_per_key import shown
 from zero.runtime.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -55,7 +55,7 @@ def init_codebook(config: GPTConfig, key: jax.Array) -> Any:
 
     def unit(number: int) -> dict[str, jax.Array]:
         shape = (config.N, config.codes, config.key_width)
-        codes = jax.random.normal(jax.random.fold_in(key, number)[None][0], shape) / math.sqrt(config.key_width)
+        codes = jax.random.normal(jax.random.fold_in(key, number), shape) / math.sqrt(config.key_width)
         return {"counts": jnp.ones(shape[:2]), "sums": codes}
 
     return {BLOCKS: {f"unit_{number}": unit(number) for number in range(UNITS)}}

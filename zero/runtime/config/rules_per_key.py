@@ -1,4 +1,4 @@
-"""Constraints on the values of configuration keys, as fields of the dataclasses in sections.py (omegaconf).
+"""Constraints on the values of configuration keys, as fields of the dataclasses in schema.py (omegaconf).
 
 The type of a key says whether it may be null; null is not checked.
 """

@@ -1,4 +1,4 @@
-"""Rules between the keys of a configuration. What is right for one key by itself is checked in sections.py."""
+"""Rules between the keys of a configuration. What is right for one key by itself is checked in schema.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from zero.models.config import GPTConfig
-from zero.runtime.config.constraints import is_paths, shown
-from zero.runtime.config.sections import Config
+from zero.runtime.config.rules_per_key import is_paths, shown
+from zero.runtime.config.schema import Config
 from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE, hyperparameters
 from zero.training.sharded_gpt import group_size
 
