@@ -1,6 +1,8 @@
 """Training with moments of a byte and bfloat16 weights: the same at any stage and on any number of devices."""
 
+import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,6 +11,8 @@ import numpy as np
 import pytest
 
 import zero
+from benchmarks import quantised as benchmark
+from tests import cli
 from tests.training.small_gpt import (
     KEY,
     Run,
@@ -161,3 +165,19 @@ def test_the_average_of_bfloat16_weights_is_float32() -> None:
     table = np.asarray(state.ema["vocabulary"]["table"])
     assert (table != table.astype(jnp.bfloat16).astype(np.float32)).mean() > 0.5
     zero.check_replicated(state.step, "zero", on.devices)
+
+
+def test_losses_are_those_of_float32_and_a_scale_per_tensor_diverges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The short form of benchmarks/quantised.py."""
+    workplace = cli.make_workplace(tmp_path)
+    monkeypatch.setattr(benchmark, "INDEX", [str(workplace / index) for index in cli.INDICES])
+    monkeypatch.setattr(benchmark, "ROW_TOKENS", cli.CONTEXT)
+    size = dataclasses.replace(benchmark.SMALL, embedding_dim=32, block_size=cli.CONTEXT)
+    names = ("float32", "int8", "int8, bfloat16 weights", "int8 per tensor, linear, nearest")
+    trained = [benchmark.train(benchmark.forms()[name](), size, steps=60, seed=0, factor=1) for name in names]
+    float32, int8, short, naive = (result["loss"] for result in trained)
+    assert float32 < 0.5 * trained[0]["curve"][0][1]
+    assert int8 == pytest.approx(float32, rel=3e-3) and short == pytest.approx(float32, rel=1e-2)
+    assert not naive < 2 * float32
