@@ -16,7 +16,7 @@ from tests import cli
 from zero.runtime.tracking.metrics import read_metrics, read_resumes
 
 CLOCKED = ("step_time", "tokens_per_second", "tokens_per_second_per_device", "data_wait", "seconds_to_first_step")
-pytestmark = pytest.mark.timeout(900)  # of which the spinning processes take most
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the spinning processes take most of it
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def use(forks: cli.Forks, trained: str, name: str) -> dict[str, Any]:
     return {"bits_per_byte": evaluation["bits_per_byte"], "text": done.stdout}
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in range(3)), 3])
+@pytest.mark.parametrize("stage", range(4))
 def test_runs_beside_spinning_processes_write_what_the_quiet_ones_did(
     forks: cli.Forks, quiet: dict[int, Any], spinning: list[subprocess.Popen[bytes]], stage: int
 ) -> None:
@@ -72,7 +72,6 @@ def test_runs_beside_spinning_processes_write_what_the_quiet_ones_did(
     assert [process.poll() for process in spinning] == [None] * len(spinning)  # none had ended early
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_weights_in_use_beside_spinning_processes_give_what_they_gave_alone(forks: cli.Forks, stage: int) -> None:
     run_all(forks, f"trained{stage}", stage)

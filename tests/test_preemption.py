@@ -1,5 +1,6 @@
-"""A signal at any moment: one line, or a checkpoint and status 75, and a resumed run equals an undisturbed one."""
+"""A signal at any moment: one line, or a checkpoint and status 75; disturbed runs equal one that was not disturbed."""
 
+import os
 import re
 import shutil
 import signal
@@ -90,8 +91,9 @@ with errors_in_lines():
 
 def test_a_compilation_is_not_waited_for(forks: cli.Forks, undisturbed: Path) -> None:
     run = forks.workplace / "compiling"
+    opened = run / "metrics.jsonl"  # just before signals are answered; the program takes seconds after that
     process = forks.start(*cli.TINY, "hydra.run.dir=compiling", "zero.remat=dots")  # a program of its own
-    done = signalled(process, signal.SIGTERM, (run / "metrics.jsonl").exists)
+    done = signalled(process, signal.SIGTERM, lambda: opened.exists() and time.time() > opened.stat().st_mtime + 0.3)
     assert done.returncode == 75, done.stderr
     assert "first step with" not in done.stderr and "step 0 is saved" in done.stderr
     assert saved_steps(run) == [0] and metrics(run) == []
@@ -134,6 +136,18 @@ def test_an_evaluation_is_broken_off_and_made_up_for(forks: cli.Forks) -> None:
     assert metrics(run) == metrics(forks.workplace / "long") and "validation/loss" in metrics(run)[-1]
     done = forks.run("--resume", "hydra.run.dir=evaluating")
     assert done.returncode == 0 and "nothing left to do" in done.stderr, done.stderr
+
+
+def test_a_run_beside_spinning_processes_writes_the_same(forks: cli.Forks, undisturbed: Path) -> None:
+    """Bit for bit: virtual CPU devices used to abort there. Every stage and mode: test_busy.py."""
+    run, expected = forks.workplace / "busy", metrics(undisturbed)
+    with cli.spinning(1 + (os.cpu_count() or 1), seconds=300) as spinning:
+        done = forks.run(*cli.TINY, "hydra.run.dir=busy")
+        assert done.returncode == 0 and metrics(run) == expected, done.stderr
+        shutil.rmtree(run / "checkpoints" / "12")  # as if the machine had been lost before
+        done = forks.run("--resume", "hydra.run.dir=busy")
+        assert done.returncode == 0 and metrics(run) == expected, done.stderr
+        assert [process.poll() for process in spinning] == [None] * len(spinning)  # none had ended early
 
 
 def test_a_machine_that_shuts_down_takes_the_reader_of_the_log_first(workplace: Path) -> None:

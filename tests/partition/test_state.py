@@ -157,7 +157,7 @@ KINDS = [(shape, "float32") for shape in AWKWARD] + [(shape, dtype) for shape in
 BITS = {f"{dtype} {shape}": make_bits(shape, dtype, i) for i, (shape, dtype) in enumerate(KINDS)}
 
 
-@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("axis", AXES, ids=str)
 def test_checksums_depend_on_nothing_but_the_elements(axis: zero.Axis, is_whole: bool) -> None:
     expected = checksums(BITS)

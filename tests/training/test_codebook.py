@@ -1,7 +1,7 @@
 """The codebook of vector-quantised keys: one state of the whole run, whatever computes it."""
 
 import dataclasses
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import zero
-from tests.training.small_gpt import ROWS, advance, assert_close, batch, bits, run_on, setup, tokens
+from tests.training.small_gpt import ROWS, Run, advance, assert_close, batch, bits, run_on, setup, tokens
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gated_unit import CODEBOOK
@@ -39,6 +39,11 @@ def codebook(state: Any) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(x)[0] for path, x in flat}
 
 
+@cache
+def on_one_device() -> Run:
+    return run_on(setup(1, 3, config=CONFIG))
+
+
 @pytest.mark.parametrize(
     ("devices", "stage", "options"),
     [
@@ -51,7 +56,7 @@ def codebook(state: Any) -> dict[str, np.ndarray]:
     ],
 )
 def test_codebook_is_the_same_whatever_computes_it(devices: int, stage: int, options: dict[str, Any]) -> None:
-    expected = run_on(setup(1, 3, config=CONFIG))
+    expected = on_one_device()
     got = run_on(setup(devices, stage, config=CONFIG, **options))
     assert_close(got, expected, 1e-4, CONFIG)
     for name, x in codebook(expected.state).items():

@@ -242,7 +242,14 @@ def test_memory_is_linear_in_the_context() -> None:
     assert temporaries(blockwise_attention, 2048) < temporaries(dense_attention, 2048) / 8
 
 
-@pytest.mark.parametrize(("remat", "has_segments"), [("full", False), ("full", True), ("dots", False), ("none", False)])
+@pytest.mark.parametrize(
+    ("remat", "has_segments"),
+    [
+        ("full", True),
+        ("none", False),
+        *(pytest.param(remat, False, marks=pytest.mark.slow) for remat in ("full", "dots")),
+    ],
+)
 def test_memory_of_a_model_is_linear_in_the_context(remat: str, has_segments: bool) -> None:
     """Also where layers are scanned: nothing that all layers have in common is computed ahead for all pairs."""
 

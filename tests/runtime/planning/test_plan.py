@@ -1,7 +1,6 @@
 """Plans against what they plan: the table of a slice that is not here, and a step that was really made."""
 
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -93,7 +92,7 @@ def test_a_program_that_does_not_fit_is_a_row(tmp_path: Path) -> None:
 )
 def test_planned_bytes_are_those_of_a_real_step(arguments: tuple[str, ...]) -> None:
     script = Path(__file__).parent / "planned_memory.py"
-    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = cli.environment() | {"XLA_FLAGS": "", "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
         [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=280
     )
