@@ -15,7 +15,7 @@ import pytest
 
 from tests import cli
 from zero.runtime.run_directory import saved_steps
-from zero.runtime.tracking.metrics import read_metrics
+from zero.runtime.tracking.metrics import read_metrics, read_resumes
 
 pytestmark = pytest.mark.timeout(400)
 CLOCKED = ("step_time", "tokens_per_second", "tokens_per_second_per_device", "data_wait", "seconds_to_first_step")
@@ -147,6 +147,7 @@ def test_a_run_beside_spinning_processes_writes_the_same(forks: cli.Forks, undis
         shutil.rmtree(run / "checkpoints" / "12")  # as if the machine had been lost before
         done = forks.run("--resume", "hydra.run.dir=busy")
         assert done.returncode == 0 and metrics(run) == expected, done.stderr
+        assert read_resumes(run / "metrics.jsonl") == [6]
         assert [process.poll() for process in spinning] == [None] * len(spinning)  # none had ended early
 
 

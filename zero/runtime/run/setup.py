@@ -201,11 +201,8 @@ def with_global_batch(config: Config, global_rows: int) -> Config:
     Raises:
       UserError: the global batch does not divide into the micro-batches of all devices.
     """
-    training, hosts, group = (
-        config.training,
-        jax.process_count(),
-        config.zero.tensor_shards * config.zero.context_shards,
-    )
+    training, hosts = config.training, jax.process_count()
+    group = config.zero.tensor_shards * config.zero.context_shards
     groups, what = jax.local_device_count() // group, "devices" if group == 1 else f"groups of {group} devices"
     parts = hosts * groups * training.gradient_accumulation_steps
     if global_rows % parts:
