@@ -105,6 +105,7 @@ def no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def wandb_runs(directory: Path) -> list[bytes]:
+    wandb.teardown()  # finish() does not wait until W&B's process has written the end of its file
     return [path.read_bytes() for path in sorted(directory.glob("wandb/offline-run-*/*.wandb"))]
 
 
