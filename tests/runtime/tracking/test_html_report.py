@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from zero.models.experts import METRICS
 from zero.runtime import run_directory
 from zero.runtime.config.saved_config import default_config
-from zero.runtime.tracking.html_report import PANELS, TASKS, write_report
+from zero.runtime.tracking.html_report import MOST_POINTS, PANELS, TASKS, write_report
 from zero.runtime.tracking.tracker import Tracker
 
 EVALUATED = ("validation/ema_loss", "harness/choice/acc", "harness/lambada/acc")
@@ -116,6 +116,31 @@ def test_quantities_that_no_run_has_logged_have_no_panel(tmp_path: Path) -> None
     text = write_report([run], tmp_path / "page.html").read_text()
     assert "throughput" in text and "utilization" not in text and "peak memory" not in text and TASKS not in text
     assert "most chosen expert" not in text
+
+
+@pytest.mark.timeout(40)  # lines of resumes that are added one by one took minutes
+def test_a_long_run_that_was_often_resumed_is_a_page_that_opens(tmp_path: Path) -> None:
+    run, spike = make_run(tmp_path / "run", 0.5), 5_555
+    lines: list[dict[str, object]] = [
+        {"step": step, "train/loss": 9.0 if step == spike else None if step > 7_000 else 1 / step}
+        for step in range(21, 8_021)
+    ]
+    lines += [{"event": "resume", "step": 8_020 + number} for number in range(200)]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps(line)}\n" for line in lines)
+    text = write_report([run], tmp_path / "page.html").read_text()
+    _, _, drawn = text.rpartition("Plotly.newPlot(")
+    traces, end = json.JSONDecoder().raw_decode(drawn, drawn.index("[{"))
+    layout, _ = json.JSONDecoder().raw_decode(drawn, drawn.index("{", end))
+    (loss,) = (trace for trace in traces if trace["name"].endswith("train/loss"))
+    assert len(loss["x"]) <= MOST_POINTS and (loss["x"][0], loss["y"][0]) == (1, 2.5)
+    assert loss["x"] == sorted(loss["x"]) and loss["y"][loss["x"].index(spike)] == 9 and loss["y"][-1] is None
+    panels = len(PANELS) + 1  # that of tasks
+    assert len(layout["shapes"]) == 200 * panels
+    assert [shape["x0"] for shape in layout["shapes"] if shape["label"].get("text")] == [8_020]
+    assert {(shape["xref"], shape["yref"]) for shape in layout["shapes"]} == {
+        (f"x{number or ''}", f"y{number or ''} domain") for number in (0, *range(2, panels + 1))
+    }
 
 
 def test_command_writes_into_the_first_run_and_names_what_is_no_run(tmp_path: Path) -> None:

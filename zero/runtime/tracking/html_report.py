@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections.abc import Sequence
 from itertools import cycle
@@ -49,6 +50,7 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
 )
 TASKS = "tasks of lm-evaluation-harness"
 DASHES = ("solid", "dash", "dot", "dashdot")
+MOST_POINTS = 2_000  # of a curve
 COUNTS = ("sequence_length", "skipped_steps", "skipped_spikes")  # drawn as steps
 EVALUATED = ("validation/", "harness/")  # drawn with markers, as their points are far apart
 STYLE = """
@@ -66,11 +68,11 @@ def write_report(directories: Sequence[Path], page: Path) -> Path:
     Raises:
       UserError: a directory is not a run directory.
     """
+    configs = []
     for directory in directories:
-        saved_config(directory)
+        configs.append(flat_config(saved_config(directory)))
         if not (directory / METRICS_FILE).is_file():
             raise UserError(f"{directory}: {METRICS_FILE} is missing; expected a run that has made a step")
-    configs = [flat_config(saved_config(directory)) for directory in directories]
     names = ["/".join(directory.absolute().parts[-2:]) for directory in directories]
     colors = [qualitative.D3[i % len(qualitative.D3)] for i in range(len(names))]
     legend = " &nbsp; ".join(
@@ -108,12 +110,13 @@ def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[
     panels = [panel for panel in (*PANELS, (TASKS, tasks, False)) if any(metric in known for metric, _ in panel[1])]
     rows = -(-len(panels) // 2)
     figure = make_subplots(rows, 2, subplot_titles=[title for title, _, _ in panels], vertical_spacing=0.07)
+    resume_lines: list[dict[str, Any]] = []
     for directory, lines, name, color in zip(directories, logged, names, colors, strict=True):
         resumes = read_resumes(directory / METRICS_FILE)
         for number, (_, metrics, is_log) in enumerate(panels):
             place: Any = {"row": number // 2 + 1, "col": number % 2 + 1}
             for metric, dash in metrics:
-                points = [(line["step"], line[metric]) for line in lines if metric in line]
+                points = _thinned([(line["step"], line[metric]) for line in lines if metric in line])
                 figure.add_trace(
                     go.Scatter(
                         x=[step for step, _ in points],
@@ -126,16 +129,49 @@ def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[
                     ),
                     **place,
                 )
-            for step in resumes:
-                label = "resumed" if number == 0 else ""
-                line = {"color": color, "dash": "dot", "width": 1}
-                figure.add_vline(x=step, line=line, annotation_text=label, **place)
+            for index, step in enumerate(resumes):
+                label = "resumed" if number == index == 0 else ""
+                resume_lines.append(_vertical_line(step, number, color, label))
             figure.update_yaxes(
                 type="log" if is_log else "linear", rangemode="normal" if number == 0 else "tozero", **place
             )
             figure.update_xaxes(title_text="step" if number // 2 == rows - 1 else None, **place)
+    # All at once: add_vline looks through all lines before, which takes minutes for a run that was often resumed.
+    figure.update_layout(shapes=resume_lines)
     figure.update_layout(height=290 * rows, template="plotly_white", margin={"t": 40, "l": 50, "r": 20, "b": 40})
     return figure
+
+
+def _thinned(points: list[tuple[int, float | None]]) -> list[tuple[int, float | None]]:
+    """At most `MOST_POINTS` of them, for browsers: the lowest and the highest of each stretch, so that spikes stay."""
+    if len(points) <= MOST_POINTS:
+        return points
+    length = -(-2 * len(points) // MOST_POINTS)
+    kept = []
+    for start in range(0, len(points), length):
+        stretch = points[start : start + length]
+        finite = [point for point in stretch if point[1] is not None]
+        kept += sorted({min(finite, key=_value), max(finite, key=_value)}) if finite else stretch[:1]
+    return kept
+
+
+def _value(point: tuple[int, float | None]) -> float:
+    return math.nan if point[1] is None else point[1]
+
+
+def _vertical_line(step: int, panel: int, color: str, label: str) -> dict[str, Any]:
+    axis = panel + 1 if panel else ""  # plotly calls the first one x and the second one x2
+    return {
+        "type": "line",
+        "xref": f"x{axis}",
+        "yref": f"y{axis} domain",
+        "x0": step,
+        "x1": step,
+        "y0": 0,
+        "y1": 1,
+        "line": {"color": color, "dash": "dot", "width": 1},
+        "label": {"text": label, "textposition": "end", "xanchor": "right"},
+    }
 
 
 def _differences(configs: Sequence[dict[str, str]], names: Sequence[str]) -> str:

@@ -31,7 +31,8 @@ def draw_run(run_directory: Path) -> Path:
 
 
 def _plot(metrics: list[dict[str, Any]], resumes: list[int], title: str) -> Figure:
-    figure = Figure(figsize=(11, 6.5), dpi=110, layout="constrained")
+    figure = Figure(figsize=(11, 6.5), dpi=110)
+    figure.subplots_adjust(0.07, 0.08, 0.98, 0.9, 0.17, 0.14)  # a layout engine takes half of the time of drawing
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=12, fontweight="bold")
     panels = figure.subplots(2, 2, sharex=True)
