@@ -16,7 +16,6 @@ CASES = {
     "adafactor": ("optimizer.name=adafactor", "optimizer.factored_from=8"),
     "mup": ("model.size=bytes_mup",),
 }
-QUICK = ("muon",)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,8 @@ def state(run: Path) -> dict[str, np.ndarray]:
         return {name: checkpoints.read(LAST, name) for name in checkpoints.meta(LAST)["shapes"]}
 
 
-@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(c, marks=pytest.mark.slow) for c in CASES if c not in QUICK)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_resumed_run_ends_as_one_that_was_not_interrupted(forks: cli.Forks, case: str) -> None:
     whole, done = forks.workplace / case, forks.run(*RUN, *CASES[case], f"hydra.run.dir={case}")
     assert done.returncode == 0, done.stderr

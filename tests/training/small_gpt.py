@@ -55,7 +55,11 @@ class Setup(NamedTuple):
     rate: CountedRate
 
     def start(self) -> TrainState:
-        return self.programs.start(self.programs.init(np.stack([KEY] * len(self.devices))))
+        """From the weights of `programs.init`, which takes a while to compile; `assert_first_weights` compares them."""
+        if self.model.config.has_codebook:
+            return self.programs.start(self.programs.init(np.stack([KEY] * len(self.devices))))
+        first = self.model.layout.map(lambda leaf, x: np.asarray(x, leaf.dtype), first_params(self.model.config))
+        return self.programs.start(zero.from_host(first, self.model.layout, self.model.axis, self.devices))
 
     def whole(self, tree: Any, layout: zero.Layout) -> dict[str, np.ndarray]:
         """Logical arrays by name, put together on the host; their padding is zero."""
@@ -228,6 +232,15 @@ def assert_close(got: Run, expected: Run, rtol: float, config: GPTConfig = CONFI
         # is nothing else: so the whole of a leaf is compared, beside how far it has moved.
         if not name.endswith("/key/bias"):
             assert np.linalg.norm(got.params[name] - x) < 100 * rtol * np.linalg.norm(x - start[name]), name
+
+
+def assert_first_weights(on: Setup) -> None:
+    """New weights are those of the model on one device, rounded to the dtype in which they are held."""
+    got = on.whole(on.programs.init(np.stack([KEY] * len(on.devices))), on.model.layout)
+    expected = named(first_params(on.model.config))
+    assert got.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_array_equal(got[name], x.astype(got[name].dtype), err_msg=name)
 
 
 def shapes_of(on: Setup) -> Any:

@@ -17,6 +17,7 @@ from tests.training.small_gpt import (
     Setup,
     advance,
     assert_close,
+    assert_first_weights,
     batch,
     reference,
     run_on,
@@ -85,6 +86,10 @@ def test_expert_groups_train_as_devices_alone(name: str, stage: int, experts: in
     got = trained(name, 8, stage, experts)
     assert_same_training(got, trained(name, 8, 3))
     assert_close(got, reference(CONFIGS[name]), rtol=1e-5, config=CONFIGS[name])
+
+
+def test_first_weights_in_groups_are_those_of_the_model_alone() -> None:
+    assert_first_weights(setup(8, 3, config=SWITCH, axis=zero.Axis.with_expert_groups("zero", 8, 4)))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

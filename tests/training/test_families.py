@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.training.small_gpt import CONFIG, Run, reference, run_on, setup
+from tests.training.small_gpt import CONFIG, Run, assert_first_weights, reference, run_on, setup
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
@@ -58,6 +58,13 @@ def test_every_stage_trains_as_one_device(family: str, devices: int, stage: int)
     np.testing.assert_allclose(got.metrics["loss"], losses, rtol=1e-6)
     norms = expected.metrics["gradient_norm"]
     np.testing.assert_allclose(got.metrics["gradient_norm"], norms, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma2", *(pytest.param(family, marks=pytest.mark.slow) for family in TRAINED if family != "gemma2")]
+)
+def test_first_weights_are_those_of_the_model_alone(family: str) -> None:
+    assert_first_weights(setup(3, 3, config=TRAINED[family]))
 
 
 @pytest.mark.parametrize("options", [{"fused_update": True}, {"remat": "none"}], ids=["fused", "unrolled"])

@@ -13,7 +13,6 @@ import pytest
 import zero
 from tests.training.small_gpt import (
     CONFIG,
-    KEY,
     MAX_NORM,
     RATE,
     ROWS,
@@ -21,10 +20,9 @@ from tests.training.small_gpt import (
     advance,
     assert_close,
     assert_equal,
+    assert_first_weights,
     batch,
     bits,
-    first_params,
-    named,
     reference,
     run,
     run_on,
@@ -66,12 +64,7 @@ def test_many_devices_and_micro_batches_equal_one_device(devices: int, stage: in
 
 @pytest.mark.parametrize(("devices", "stage"), [(8, 0), (8, 3), (3, 1), (1, 3)])
 def test_first_parameters_do_not_depend_on_the_number_of_devices(devices: int, stage: int) -> None:
-    on = setup(devices, stage)
-    start = on.whole(on.programs.init(np.stack([KEY] * devices)), on.model.layout)
-    expected = named(first_params())
-    assert start.keys() == expected.keys()
-    for name, x in expected.items():
-        np.testing.assert_array_equal(start[name], x, err_msg=name)
+    assert_first_weights(setup(devices, stage))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
