@@ -20,7 +20,6 @@ VQ = (
     "training.staged_warmup_steps=2",
     "training.evaluation_frequency=4",
     f"training.total_steps={LAST}",
-    "training.sample_tokens=20",
     "data.max_context=16",
 )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import flax.linen as nn
@@ -323,3 +324,10 @@ class GPT(nn.Module):
 
     def _first_rows(self) -> jax.Array:
         return jnp.arange(self.config.vocab_chunks) * self.config.chunk_rows
+
+
+@lru_cache(maxsize=64)  # the trace takes a tenth of a second
+def variable_shapes(config: GPTConfig) -> Any:
+    """What `GPT(config).init` makes, as `jax.ShapeDtypeStruct`s."""
+    tokens_BT = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    return jax.eval_shape(partial(GPT(config).init, method="hidden"), jax.random.key(0), tokens_BT, None)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from zero.models.config import GPTConfig
-from zero.models.gpt import GPT
+from zero.models.gpt import GPT, variable_shapes
 
 
 def model_flops(config: GPTConfig, rows: int, context: int) -> int:
@@ -23,12 +23,12 @@ def model_flops(config: GPTConfig, rows: int, context: int) -> int:
     """
     # T5's bias is looked up by a product, which is no operation of the model.
     positions = "none" if config.positions == "t5" else config.positions
-    model = GPT(dataclasses.replace(config, windows=(0,), positions=positions))
+    whole = dataclasses.replace(config, windows=(0,), positions=positions)
+    model, variables = GPT(whole), variable_shapes(whole)
     tokens = jax.ShapeDtypeStruct((rows, context), jnp.int32)
-    params = jax.eval_shape(model.init, jax.random.key(0), tokens, tokens)
     unseen = sum(context - min(context, window or context) for window in config.windows) * config.N
     local = 2 * 2 * rows * context * (unseen // len(config.windows)) * config.num_head * config.head_width
-    return 3 * (matmul_flops(jax.make_jaxpr(model.apply)(params, tokens, tokens).jaxpr) - local)
+    return 3 * (matmul_flops(jax.make_jaxpr(model.apply)(variables, tokens, tokens).jaxpr) - local)
 
 
 def matmul_flops(jaxpr: Any) -> int:

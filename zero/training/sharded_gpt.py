@@ -21,7 +21,7 @@ from zero.models.block import scanned_layer
 from zero.models.config import BLOCKS, GPTConfig, is_expert_leaf, tensor_dim
 from zero.models.experts import ALONE, Group, Routing, Stream
 from zero.models.gated_unit import CODEBOOK
-from zero.models.gpt import GPT
+from zero.models.gpt import GPT, variable_shapes
 from zero.models.model_parallel import WHOLE, Cut
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
@@ -87,8 +87,7 @@ class ShardedGPT:
 
     @cached_property
     def _sharded_by_parts(self) -> Layout:
-        tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-        params = jax.eval_shape(partial(self._plain.init, method="hidden"), jax.random.key(0), tokens, None)["params"]
+        params = variable_shapes(self.config)["params"]
         held = jax.tree.map(
             lambda p, is_matrix: jax.ShapeDtypeStruct(p.shape, self.master_dtype if is_matrix else p.dtype),
             params,
