@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 import re
 from collections.abc import Sequence
 from itertools import cycle
@@ -147,16 +146,13 @@ def _thinned(points: list[tuple[int, float | None]]) -> list[tuple[int, float | 
     if len(points) <= MOST_POINTS:
         return points
     length = -(-2 * len(points) // MOST_POINTS)
-    kept = []
+    kept: list[tuple[int, float | None]] = []
     for start in range(0, len(points), length):
         stretch = points[start : start + length]
-        finite = [point for point in stretch if point[1] is not None]
-        kept += sorted({min(finite, key=_value), max(finite, key=_value)}) if finite else stretch[:1]
+        finite = [(value, step) for step, value in stretch if value is not None]
+        extremes = {min(finite), max(finite)} if finite else set()
+        kept += sorted((step, value) for value, step in extremes) or stretch[:1]
     return kept
-
-
-def _value(point: tuple[int, float | None]) -> float:
-    return math.nan if point[1] is None else point[1]
 
 
 def _vertical_line(step: int, panel: int, color: str, label: str) -> dict[str, Any]:
