@@ -132,7 +132,7 @@ def available_bytes(devices: list[Any]) -> int:
     if device.platform != "tpu" or device.client is jax.local_devices()[0].client:
         return device_memory()
     program = jax.pmap(lambda x: x + 1, devices=devices, donate_argnums=0)
-    too_much = jax.ShapeDtypeStruct((len(devices), 120 * 2**28), jnp.float32)  # libtpu 0.0.40 aborts on twice as much
+    too_much = jax.ShapeDtypeStruct((len(devices), 120 * 2**28), jnp.float32)  # libtpu 0.0.40 fails on twice as much
     try:
         program.lower(too_much).compile()
     except jax.errors.JaxRuntimeError as error:

@@ -53,11 +53,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         UserError: a line is not a JSON object, other than the last one of a killed process.
     """
     by_step: dict[int, dict[str, Any]] = {}
-    for line in _read_lines(path):
+    last = math.inf  # step that the resumes after a line have kept
+    for line in reversed(_read_lines(path)):
         if line.get("event") == "resume":
-            by_step = {step: metrics for step, metrics in by_step.items() if step <= line["step"]}
-        else:
-            by_step[line["step"]] = line
+            last = min(last, line["step"])
+        elif line["step"] <= last:
+            by_step.setdefault(line["step"], line)
     return [by_step[step] for step in sorted(by_step)]
 
 
