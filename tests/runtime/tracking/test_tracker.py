@@ -41,14 +41,16 @@ def test_resumed_run_keeps_every_line_and_counts_the_later(tmp_path: Path) -> No
     assert len(lines) == 9 and json.loads(lines[7]) == {"event": "resume", "step": 4}
 
 
-def test_each_resume_discards_the_steps_above_it(tmp_path: Path) -> None:
-    """Whether it went further back than the resume before it, or less far."""
-    for resumed_from, steps in ((None, range(1, 6)), (4, range(5, 8)), (1, range(2, 6)), (3, range(4, 5))):
+def test_each_resume_discards_the_steps_above_it_and_a_later_line_replaces_an_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for resumed_from, steps in ((None, range(1, 6)), (4, range(5, 8)), (1, range(2, 3))):
         with Tracker(tmp_path, project=None, config={}, resumed_from=resumed_from) as tracker:
             for step in steps:
                 tracker.log({"step": step, "from": resumed_from or 0})
-    got = [(line["step"], line["from"]) for line in read_metrics(tmp_path / "metrics.jsonl")]
-    assert got == [(1, 0), (2, 1), (3, 1), (4, 3)]
+    assert [(line["step"], line["from"]) for line in read_metrics(path)] == [(1, 0), (2, 1)]
+    with path.open("a") as file:
+        file.write('{"step": 2, "from": 9}\n')
+    assert [(line["step"], line["from"]) for line in read_metrics(path)] == [(1, 0), (2, 9)]
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
