@@ -54,10 +54,13 @@ class Setup(NamedTuple):
     layout: zero.Layout
     rate: CountedRate
 
+    def new_weights(self) -> Any:
+        return self.programs.init(np.stack([KEY] * len(self.devices)))
+
     def start(self) -> TrainState:
         """From the weights of `programs.init`, which takes a while to compile; `assert_first_weights` compares them."""
         if self.model.config.has_codebook:
-            return self.programs.start(self.programs.init(np.stack([KEY] * len(self.devices))))
+            return self.programs.start(self.new_weights())
         first = self.model.layout.map(lambda leaf, x: np.asarray(x, leaf.dtype), first_params(self.model.config))
         return self.programs.start(zero.from_host(first, self.model.layout, self.model.axis, self.devices))
 
@@ -236,7 +239,7 @@ def assert_close(got: Run, expected: Run, rtol: float, config: GPTConfig = CONFI
 
 def assert_first_weights(on: Setup) -> None:
     """New weights are those of the model on one device, rounded to the dtype in which they are held."""
-    got = on.whole(on.programs.init(np.stack([KEY] * len(on.devices))), on.model.layout)
+    got = on.whole(on.new_weights(), on.model.layout)
     expected = named(first_params(on.model.config))
     assert got.keys() == expected.keys()
     for name, x in expected.items():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import zero
-from tests.training.small_gpt import CONFIG, KEY, Run, Setup, assert_close, run_on, setup, shapes_of, tokens
+from tests.training.small_gpt import CONFIG, Run, Setup, assert_close, run_on, setup, shapes_of, tokens
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.runtime.planning.hlo import collectives
@@ -104,7 +104,7 @@ def test_an_evaluation_sums_what_whole_rows_do() -> None:
     totals = []
     rows = tokens(0, CONTEXT)
     for on in (setup(8, 3, config=ODD), setup(8, 3, config=ODD, axis=axis(4))):
-        params = on.programs.init(np.stack([KEY] * 8))
+        params = on.new_weights()
         total, scored = on.programs.evaluate(params, split_rows(rows, 8, on.model.axis.row_group))
         assert int(scored) == np.sum(rows[:, 1:] >= 0)
         totals.append(float(total))

@@ -10,7 +10,6 @@ import pytest
 
 from tests.training.small_gpt import (
     CONFIG,
-    KEY,
     ROWS,
     STEPS,
     Run,
@@ -112,7 +111,7 @@ def test_evaluation_and_the_staged_warmup_keep_documents_apart(length: int) -> N
     targets = np.pad(documents[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
     read = np.where(documents < 0, ~documents, documents)
     losses: Any = jax.jit(GPT(LEARNED).apply)({"params": first_params(LEARNED)}, read, targets)
-    params = on.programs.init(np.stack([KEY] * 8))
+    params = on.new_weights()
     got, scored = on.programs.evaluate(params, rows.reshape(8, -1, length))
     assert scored == (targets >= 0).sum()
     np.testing.assert_allclose(got, np.asarray(losses)[targets >= 0].sum(), rtol=1e-5)
@@ -122,7 +121,7 @@ def test_scores_keep_documents_apart() -> None:
     """Every token has one, also those that are not predicted in training."""
     on = setup(8, 3, config=LEARNED, end_of_text=END)
     rows = packed(0)
-    params = on.programs.init(np.stack([KEY] * 8))
+    params = on.new_weights()
     got, _ = make_inference(on.model).score(params, rows.reshape(8, 3, 12))
     read = np.where(rows < 0, ~rows, rows)
     for row, losses in zip(read, np.asarray(got), strict=True):

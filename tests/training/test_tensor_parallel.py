@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import zero
-from tests.training.small_gpt import CONFIG, KEY, Run, Setup, assert_close, run_on, setup, shapes_of, tokens
+from tests.training.small_gpt import CONFIG, Run, Setup, assert_close, run_on, setup, shapes_of, tokens
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.runtime.inference.generate import generate
@@ -118,7 +118,7 @@ def test_losses_and_text_are_those_of_devices_alone(model: str) -> None:
     found, totals = [], []
     for on in (setup(8, 3, config=MODELS[model]), setup(8, 3, config=MODELS[model], axis=axis(3, 4))):
         programs = make_inference(on.model, Sampling(temperature=0), devices=on.devices)
-        params = on.programs.init(np.stack([KEY] * 8))
+        params = on.new_weights()
         rows = np.maximum(tokens(0, 13)[:8], 0)
         losses, is_greedy = programs.score(params, split_rows(rows, 8, on.model.axis.tensor))
         prompts = [row[: 3 + i] for i, row in enumerate(rows[:3])]
