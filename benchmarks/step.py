@@ -43,8 +43,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
 from zero.partition.collectives.axis import Axis
+from zero.partition.global_arrays import pmap_devices
 from zero.partition.layout import LeafLayout
-from zero.partition.state import pmap_devices
 from zero.runtime.hosts.startup import start
 from zero.training.batch import Batch, next_tokens
 from zero.training.optimizer import adamw, decayed

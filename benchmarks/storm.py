@@ -35,7 +35,7 @@ import numpy as np
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests import bucket, cli, hosts
+from tests.helpers import bucket, cli, hosts
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.run_directory import CONFIG_FILE, checkpoint_directory, saved_config, saved_steps
 from zero.runtime.storage import gcs

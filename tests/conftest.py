@@ -75,8 +75,8 @@ TESTS = pytest.StashKey[int]()
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
-    """The address of a storage server on loopback (tests/bucket.py)."""
-    from tests import bucket
+    """The address of a storage server on loopback (tests/helpers/bucket.py)."""
+    from tests.helpers import bucket
 
     with bucket.serving() as address:
         yield address

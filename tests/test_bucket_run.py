@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests import bucket, cli
+from tests.helpers import bucket, cli
 from zero.runtime import storage
 from zero.runtime.tracking.metrics import read_metrics
 

@@ -16,7 +16,7 @@ from flax import jax_utils
 
 import zero
 from benchmarks.examples import EXAMPLES, NAMES, load
-from tests import hosts
+from tests.helpers import hosts
 from tests.partition.collectives.test_ordering import unordered
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import cli, hosts
-from tests.shards import npy, write_tar
+from tests.helpers import cli, hosts
+from tests.helpers.shards import npy, write_tar
 from zero.runtime.run_directory import saved_config, saved_steps
 from zero.runtime.tracking.metrics import read_metrics
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from tests import cli
+from tests.helpers import cli
 from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.main import errors_in_lines
 from zero.runtime.run_directory import locked, saved_steps

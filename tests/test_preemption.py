@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests import cli
+from tests.helpers import cli
 from zero.runtime.run_directory import saved_steps
 from zero.runtime.tracking.metrics import read_metrics, read_resumes
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests import cli
+from tests.helpers import cli
 
 STEPS_AHEAD = Path(__file__).parents[1] / "benchmarks" / "steps_ahead.py"
 

@@ -28,18 +28,12 @@ as `zero.in_order(train_step)` where it has loops with collectives: XLA's CPU ba
 Nothing here reads a configuration or a file; `print(layout)` and `print(zero.memory(...))` show what is held where.
 """
 
+from zero.partition.checksums import check_replicated, checksums
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.expert_group import ExpertGroup
 from zero.partition.collectives.ordering import in_order
 from zero.partition.collectives.tensor_group import TensorGroup
-from zero.partition.host_state import (
-    ShardedOptimizer,
-    ShardedState,
-    from_host,
-    shard_state,
-    to_host,
-    whole_state,
-)
+from zero.partition.global_arrays import from_global, global_shapes, to_global
 from zero.partition.layout import Layout, LeafLayout, Split, derive_layout, make_layout
 from zero.partition.memory import memory
 from zero.partition.optimizer import (
@@ -56,7 +50,14 @@ from zero.partition.quantised import quantised_adamw, quantised_lion, round_stoc
 from zero.partition.rewrite.functions import across_shards
 from zero.partition.rewrite.runner import NotElementwiseError
 from zero.partition.stages import fully_shard, gather, scatter_mean, scatter_sum, shard
-from zero.partition.state import check_replicated, checksums, from_global, global_shapes, to_global
+from zero.partition.whole_state import (
+    ShardedOptimizer,
+    ShardedState,
+    from_host,
+    shard_state,
+    to_host,
+    whole_state,
+)
 from zero.virtual_devices import use_cpu_devices
 
 __all__ = [

@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import zero
-from tests import hosts
+from tests.helpers import hosts
 
 pytestmark = pytest.mark.timeout(400)  # two interpreters start and compile, on a machine that may be busy
 WORKER = Path(__file__).with_name("two_processes.py")

@@ -161,7 +161,7 @@ def check_checksums() -> None:
         raise AssertionError("a difference between processes was not seen")
 
 
-def check_host_state(axis: zero.Axis, plain: Any, right: Any) -> None:
+def check_whole_state(axis: zero.Axis, plain: Any, right: Any) -> None:
     """Optimizer state is whole and the same on both processes, and comes back as it was."""
     tx = zero.shard_optimizer(right, axis)
     params = jax.pmap(lambda _: whole, "batch")(ones)
@@ -194,8 +194,8 @@ def check_lonely_call() -> None:
 
 for name, axis in AXES.items():
     check_state(axis, f"{folder}/{name}")
-    check_host_state(axis, optax.adam(0.1), optax.adam(0.1))
-check_host_state(AXES["phases"], *OPTIMIZERS["factored moments"])
+    check_whole_state(axis, optax.adam(0.1), optax.adam(0.1))
+check_whole_state(AXES["phases"], *OPTIMIZERS["factored moments"])
 check_checksums()
 check_divergence()
 for axis in AXES.values():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import zero
-from tests import cli
+from tests.helpers import cli
 from zero.partition.layout import derive_layout
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.files import load_sizes

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import zero
-from tests import cli
-from tests.corpora import call
+from tests.helpers import cli
+from tests.helpers.corpora import call
 from tests.runtime.config.composing import compose
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import cli
+from tests.helpers import cli
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.training.optimizer import NAMES
 

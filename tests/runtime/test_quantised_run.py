@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import cli
+from tests.helpers import cli
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.run_directory import saved_steps
 from zero.runtime.tracking.metrics import read_metrics

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import zero
-from tests import cli
+from tests.helpers import cli
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.files import load_sizes
 from zero.runtime.hosts.signals import stop_requests, unanswered
@@ -244,7 +244,7 @@ import sys
 import threading
 from pathlib import Path
 import hydra
-from tests import cli
+from tests.helpers import cli
 from zero.models.config import GPTConfig
 from zero.runtime.config.check import check
 from zero.runtime.train import train

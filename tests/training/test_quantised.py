@@ -12,7 +12,7 @@ import pytest
 
 import zero
 from benchmarks import quantised as benchmark
-from tests import cli
+from tests.helpers import cli
 from tests.training.small_gpt import (
     Run,
     Setup,

@@ -26,8 +26,8 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
+from zero.partition.checksums import mix
 from zero.partition.layout import PyTree
-from zero.partition.state import mix
 
 Mask = PyTree | Callable[[PyTree], PyTree]
 

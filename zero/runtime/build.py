@@ -16,8 +16,8 @@ from zero.models.block import attention_form
 from zero.models.config import BLOCKS, GPTConfig
 from zero.models.parametrization import multipliers_of
 from zero.partition.collectives.axis import Axis
+from zero.partition.global_arrays import pmap_devices
 from zero.partition.layout import Layout
-from zero.partition.state import pmap_devices
 from zero.runtime.config.schema import Config, Zero
 from zero.runtime.errors import UserError
 from zero.runtime.tokenizers import load_tokenizer

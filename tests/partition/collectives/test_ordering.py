@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import zero
-from tests import cli
+from tests.helpers import cli
 
 REPRODUCTION = Path(__file__).parents[3] / "benchmarks" / "collective_order.py"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import hosts
+from tests.helpers import hosts
 from tests.runtime.checkpoints.test_manager import (
     assert_same,
     make_state,

@@ -4,7 +4,7 @@ import fsspec
 import gcsfs
 import pytest
 
-from tests import bucket
+from tests.helpers import bucket
 from tests.runtime.checkpoints.test_manager import assert_same, make_state, save_small, small
 from zero.runtime.checkpoints.manager import Checkpoints
 

@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from tests.corpora import call, digest, make, tokens_of
+from tests.helpers.corpora import call, digest, make, tokens_of
 from zero.runtime.chat_template import load_chat_template
 from zero.runtime.corpus.prepare import Corpus
 from zero.runtime.corpus.sources import documents

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import bucket
-from tests.corpora import COMMAND, REPOSITORY, both, call, digest, make
+from tests.helpers import bucket
+from tests.helpers.corpora import COMMAND, REPOSITORY, both, call, digest, make
 from zero.runtime import storage
 from zero.runtime.corpus.prepare import prepare
 from zero.runtime.corpus.sources import documents

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.corpora import both, digest, documents_of, make, tokens_of
-from tests.records import example, record
+from tests.helpers.corpora import both, digest, documents_of, make, tokens_of
+from tests.helpers.records import example, record
 from zero.runtime.data.index_files import read_index
 from zero.runtime.data.loader import Loader
 from zero.runtime.errors import UserError

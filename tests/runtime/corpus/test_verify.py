@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.corpora import call, make
+from tests.helpers.corpora import call, make
 from zero.runtime.corpus.manifest import check_tokenizer
 from zero.runtime.corpus.verify import verify
 from zero.runtime.errors import UserError

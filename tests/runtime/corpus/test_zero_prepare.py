@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.corpora import call, run
+from tests.helpers.corpora import call, run
 from zero.runtime.data.index_files import read_index
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import bucket
-from tests.shards import write_corpus
+from tests.helpers import bucket
+from tests.helpers.shards import write_corpus
 from zero.runtime import storage
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests import bucket
-from tests.shards import loader, tokens_of, write_corpus
+from tests.helpers import bucket
+from tests.helpers.shards import loader, tokens_of, write_corpus
 from zero.runtime import storage
 from zero.runtime.data.index_files import read_index
 from zero.runtime.data.shards import count_rows

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests import bucket
-from tests.shards import CONTEXT, VOCAB, loader, tokens_of
+from tests.helpers import bucket
+from tests.helpers.shards import CONTEXT, VOCAB, loader, tokens_of
 from zero.runtime import storage
 from zero.runtime.data.cache import ShardCache
 from zero.runtime.data.index_files import read_index

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.shards import loader, write_corpus
+from tests.helpers.shards import loader, write_corpus
 from zero.runtime.errors import UserError
 
 

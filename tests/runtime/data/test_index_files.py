@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.shards import first_tokens, loader, npy, write_corpus, write_tar
+from tests.helpers.shards import first_tokens, loader, npy, write_corpus, write_tar
 from zero.runtime import storage
 from zero.runtime.data.index_files import read_index
 from zero.runtime.errors import Unavailable, UserError

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.shards import COUNTS, PATIENT, first_tokens, flat, loader, write_corpus
+from tests.helpers.shards import COUNTS, PATIENT, first_tokens, flat, loader, write_corpus
 from zero.runtime.data.corpus_reader import CorpusReader
 from zero.runtime.data.index_files import read_index
 from zero.runtime.errors import UserError

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.shards import PATIENT, first_tokens, flat, loader, write_corpus
+from tests.helpers.shards import PATIENT, first_tokens, flat, loader, write_corpus
 from zero.runtime.errors import UserError
 
 BOUNDS = [0, 20_000, 40_000]

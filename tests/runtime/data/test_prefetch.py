@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.shards import loader
+from tests.helpers.shards import loader
 from zero.runtime.data.prefetch import prefetch
 from zero.runtime.errors import UserError
 

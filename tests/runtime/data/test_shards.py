@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.shards import first_tokens, loader, npy, write_corpus, write_tar
+from tests.helpers.shards import first_tokens, loader, npy, write_corpus, write_tar
 from zero.runtime.data.shards import count_rows, read_samples
 from zero.runtime.errors import UserError
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests import cli
+from tests.helpers import cli
 from zero.models.gpt import GPT
 from zero.partition.collectives.axis import Axis
 from zero.runtime.config.files import load_sizes

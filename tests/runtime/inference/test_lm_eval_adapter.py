@@ -16,8 +16,8 @@ import pytest
 import zero
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
+from zero.partition.global_arrays import from_global
 from zero.partition.layout import derive_layout
-from zero.partition.state import from_global
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.inference import harness_tasks

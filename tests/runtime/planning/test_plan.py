@@ -14,7 +14,7 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from tests import cli
+from tests.helpers import cli
 from tests.runtime.config.composing import compose
 from zero.runtime.config.check import check
 from zero.runtime.config.files import load_sizes

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import cli
+from tests.helpers import cli
 from tests.runtime.config.composing import compose
 from zero.runtime.config.check import check
 from zero.runtime.config.files import load_sizes
@@ -25,7 +25,7 @@ def test_run_of_an_earlier_version_goes_on_with_the_same_losses(
     """The archive is the directory of a run of 12 steps by commit 4d0cdf6, with its checkpoint of step 6 alone.
 
     Its model is the size `test` with an embedding_dim of 6, to keep it small; on 8 devices, with dropout and a moving
-    average of the weights, on the corpus of tests/cli.py.
+    average of the weights, on the corpus of tests/helpers/cli.py.
     """
     monkeypatch.chdir(cli.make_workplace(tmp_path / "workplace"))
     with tarfile.open(ARCHIVE) as archive:

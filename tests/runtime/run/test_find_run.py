@@ -8,7 +8,7 @@ import hydra
 import pytest
 
 import zero.runtime.config.schema  # noqa: F401  declares the keys
-from tests import bucket, hosts
+from tests.helpers import bucket, hosts
 from zero.runtime.errors import UserError
 from zero.runtime.main import errors_in_lines
 from zero.runtime.run.find_run import DEFAULT_ROOT, newest_run, resume_overrides

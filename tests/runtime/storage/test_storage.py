@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import bucket, hosts
+from tests.helpers import bucket, hosts
 from zero.runtime import storage
 from zero.runtime.errors import UserError
 from zero.runtime.storage import checksummed, gcs

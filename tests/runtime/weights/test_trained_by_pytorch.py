@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import cli
+from tests.helpers import cli
 from tests.runtime.config.composing import compose
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES

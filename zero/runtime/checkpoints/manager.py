@@ -24,8 +24,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from zero.partition.collectives.axis import Axis
+from zero.partition.global_arrays import global_shapes
 from zero.partition.layout import Layout, LeafLayout, PyTree
-from zero.partition.state import global_shapes
 from zero.runtime import storage
 from zero.runtime.checkpoints.damage import DamagedCheckpoint, move_aside, read_errors, without_brackets, write_errors
 from zero.runtime.checkpoints.orbax_commit import KeepNewestAndBest, barrier_unless_failing, temporary_path_class

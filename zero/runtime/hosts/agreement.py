@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import reached_preemption_sync_point
 
-from zero.partition.host_state import coordination_client
+from zero.partition.whole_state import coordination_client
 from zero.runtime.errors import UserError
 
 JOIN_SECONDS = 300  # within which all hosts have to start

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from zero.partition.host_state import coordination_client
+from zero.partition.whole_state import coordination_client
 from zero.runtime.errors import UserError, first_line
 from zero.runtime.hosts.agreement import wait_for_all
 from zero.runtime.hosts.signals import exit_immediately, unanswered

@@ -17,9 +17,10 @@ import numpy as np
 from tqdm import tqdm
 
 from zero.models.config import GPTConfig
+from zero.partition.checksums import checksums
 from zero.partition.collectives.axis import Axis
+from zero.partition.global_arrays import from_global, to_global
 from zero.partition.layout import Layout
-from zero.partition.state import checksums, from_global, to_global
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.schema import Config
 from zero.runtime.data.loader import HostBatch, Loader

@@ -8,9 +8,10 @@ from functools import partial
 
 import jax
 
+from zero.partition.checksums import checksums
 from zero.partition.collectives.axis import Axis
+from zero.partition.global_arrays import from_global
 from zero.partition.layout import Layout
-from zero.partition.state import checksums, from_global
 from zero.runtime.checkpoints.damage import DamagedCheckpoint
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError

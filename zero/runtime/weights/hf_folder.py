@@ -13,8 +13,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from zero.models.config import HEAD
+from zero.partition.global_arrays import global_shapes
 from zero.partition.layout import LeafLayout, PyTree
-from zero.partition.state import global_shapes
 from zero.runtime.errors import UserError
 from zero.runtime.weights.hf_config import read_architecture, read_choices
 from zero.training.sharded_gpt import ShardedGPT

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from zero.models.gated_unit import CODEBOOK
+from zero.partition.global_arrays import from_global
 from zero.partition.layout import Layout, PyTree
-from zero.partition.state import from_global
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 from zero.runtime.run_directory import CONFIG_FILE, saved_checkpoint_directory

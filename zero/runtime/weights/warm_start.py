@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from zero.models.config import GPTConfig
+from zero.partition.global_arrays import from_global
 from zero.partition.layout import PyTree
-from zero.partition.state import from_global
 from zero.runtime.errors import UserError
 from zero.runtime.weights.hf_config import UNSEEN
 from zero.runtime.weights.hf_folder import CONFIG_FILE, HuggingFaceFolder

@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from tests.corpora import both, make, run
+from tests.helpers.corpora import both, make, run
 from zero.runtime.corpus.sources.documents import TextReader
 from zero.runtime.corpus.sources.hub import HubDataset
 from zero.runtime.corpus.sources.source import Source

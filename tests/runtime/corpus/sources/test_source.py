@@ -10,8 +10,8 @@ import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests import records
-from tests.records import record
+from tests.helpers import records
+from tests.helpers.records import record
 from zero.runtime.corpus.sources import documents
 from zero.runtime.corpus.sources.source import Source
 from zero.runtime.errors import UserError

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.records import example, record
+from tests.helpers.records import example, record
 from zero.runtime.corpus.sources import tfrecords
 from zero.runtime.errors import UserError
 

@@ -1,4 +1,4 @@
-"""Prepares small corpora, and reads them back. A helper of tests."""
+"""Prepares small corpora, and reads them back."""
 
 import hashlib
 import io
@@ -16,7 +16,7 @@ from zero.runtime.corpus.prepare import Corpus, prepare
 from zero.runtime.data.loader import Loader
 from zero.runtime.tokenizers import ByteTokenizer
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 COMMAND = [sys.executable, "data/prepare.py"]
 
 

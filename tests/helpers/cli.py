@@ -1,4 +1,4 @@
-"""Starts main_zero.py as a person does, with a model and a corpus that take seconds. A helper of tests."""
+"""Starts main_zero.py as a person does, with a model and a corpus that take seconds."""
 
 import atexit
 import json
@@ -19,7 +19,7 @@ from zero.runtime.corpus.prepare import prepare
 from zero.runtime.tokenizers import ByteTokenizer
 from zero.virtual_devices import IN_ORDER
 
-MAIN = Path(__file__).parents[1] / "main_zero.py"
+MAIN = Path(__file__).parents[2] / "main_zero.py"
 INDICES = ("corpus/index/tiny_train.index", "corpus/index/tiny_validation.index")
 CONTEXT = 32
 TINY = (

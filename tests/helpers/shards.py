@@ -1,4 +1,4 @@
-"""Writes small token shards, and reads them through a loader. A helper of tests."""
+"""Writes small token shards, and reads them through a loader."""
 
 import io
 import itertools

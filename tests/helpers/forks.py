@@ -1,4 +1,4 @@
-"""Runs the program in a fork for each line of stdin, and answers with its process id, then with what came of it.
+"""Runs the program in a fork for each line of stdin, and answers with its process id, then with what came of it
 
 A line is JSON: `{"cwd": ..., "environment": {...}, "arguments": [...]}`.
 """

@@ -15,8 +15,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero.partition.collectives.axis import Axis, AxisLike
+from zero.partition.global_arrays import local_shards, mesh_of, pmap_devices
 from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout
-from zero.partition.state import local_shards, mesh_of, pmap_devices
 
 _REMEDY = (
     "Checkpoints hold the whole state: save zero.whole_state(opt_state, tx, params), which all processes call, and "

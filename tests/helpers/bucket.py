@@ -1,4 +1,4 @@
-"""A storage server on loopback, and a proxy in front of it that injects faults. A helper of tests."""
+"""A storage server on loopback, and a proxy in front of it that injects faults."""
 
 import gc
 import http.client

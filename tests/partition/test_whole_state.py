@@ -14,7 +14,7 @@ from jax import lax
 
 import zero
 from tests.partition import test_optax
-from zero.partition import host_state
+from zero.partition import whole_state
 
 SHAPES = {"w": (13, 24), "odd": (9,), "few": (3,), "scalar": ()}
 
@@ -137,11 +137,11 @@ class Device(NamedTuple):
 
 def test_no_device_holds_more_than_its_share_while_state_is_made_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two processes with four devices each: a quarter of a leaf, by what the compiler says."""
-    program = host_state._gather_program
+    program = whole_state._gather_program
     made: list[Any] = []
-    monkeypatch.setattr(host_state, "_gather_program", lambda name, groups, _: made.append((name, groups)))
+    monkeypatch.setattr(whole_state, "_gather_program", lambda name, groups, _: made.append((name, groups)))
     for axis in (zero.Axis("batch", (1, 8)), zero.Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7))):
-        host_state._exchange(axis, tuple(Device(i // 4, i) for i in range(8)))
+        whole_state._exchange(axis, tuple(Device(i // 4, i) for i in range(8)))
         leaf = jax.ShapeDtypeStruct((8, 256, 1024), np.float32)  # one slice per device
         compiled = program(*made[-1], tuple(jax.devices())).lower(leaf).compile().memory_analysis()
         assert compiled.output_size_in_bytes == 8 * 256 * 1024 * 4 / 4

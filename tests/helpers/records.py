@@ -1,4 +1,4 @@
-"""Writes TFRecords with Google's own protobuf. A helper of tests."""
+"""Writes TFRecords with Google's own protobuf."""
 
 import struct
 from typing import Any

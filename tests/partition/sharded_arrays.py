@@ -1,0 +1,27 @@
+"""Arrays of awkward shapes, as a pmap holds their shards on axes of all kinds. A helper of tests."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import zero
+
+SHAPES = {"w": (5, 24), "odd": (13, 3), "b": (9,), "scalar": (), "tiny": (2,)}
+AXES = [
+    zero.Axis("batch", (1, 8)),
+    zero.Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7)),
+    zero.Axis("batch", (2, 4)),
+    zero.Axis("batch", (4, 2), (7, 6, 5, 4, 3, 2, 1, 0)),
+    zero.Axis("batch", (1, 3)),
+    zero.Axis("batch", (1, 1)),
+]
+
+
+def make_whole() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def make_shards(layout: zero.Layout, axis: zero.Axis) -> dict[str, jax.Array]:
+    whole = make_whole()
+    return jax.pmap(lambda _: zero.shard(whole, layout, axis), "batch")(jnp.zeros(axis.size))
