@@ -51,10 +51,33 @@ def test_bytes_across_hosts_are_those_of_groups_that_span_them() -> None:
     assert bytes_by_kind(across_hosts(collectives(text), [0] * 4 + [1] * 4)) == reduced
     assert bytes_by_kind(across_hosts(collectives(text), [0] * 8)) == {}
     assert bytes_by_kind(across_hosts(collectives(text), [0, 1] * 4)) == gathered
-    line = "  %y = f32[8]{0} all-reduce(%x), replica_groups=[4,2]<=[2,4]T(1,0)"  # as XLA for TPU writes them
-    text = f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{line}\n}}"
-    assert bytes_by_kind(across_hosts(collectives(text), [0] * 4 + [1] * 4)) == {"all-reduce": 32}
-    assert bytes_by_kind(across_hosts(collectives(text), [0, 1] * 4)) == {}
+
+
+@pytest.mark.parametrize(
+    ("groups", "sent", "spans_halves", "spans_neighbours"),
+    [
+        ("[4,2]<=[2,4]T(1,0)", 32, True, False),  # as XLA for TPU writes them
+        ("[2,4]<=[8]", 48, False, True),
+        ("mesh['i'=8] {'i'}", 56, True, True),  # as XLA has written one group of all devices since jaxlib 0.12
+        ("mesh['host'=2,'core'=4] {'core'}", 48, False, True),
+        ("mesh['core'=4,'host'=2] {'core'}", 48, True, False),
+        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", 48, True, True),
+        ("mesh['a'=2,'b'=2,'c'=2] {'a','b'}", 48, True, False),
+    ],
+)
+def test_groups_are_read_from_each_notation(groups: str, sent: int, spans_halves: bool, spans_neighbours: bool) -> None:
+    line = f"  %y = f32[8]{{0}} all-reduce(%x), replica_groups={groups}, use_global_device_ids=true"
+    found = collectives(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{line}\n}}")
+    assert bytes_by_kind(found) == {"all-reduce": sent}
+    assert bool(across_hosts(found, [0] * 4 + [1] * 4)) == spans_halves
+    assert bool(across_hosts(found, [0, 1] * 4)) == spans_neighbours
+
+
+@pytest.mark.parametrize("groups", ["{}", "mesh['a'=8] {'a':(2)4}", "mesh['a'=8], device_ids=([8]) {'a'}"])
+def test_groups_in_another_notation_are_refused(groups: str) -> None:
+    line = f"  %y = f32[8]{{0}} all-reduce(%x), replica_groups={groups}"
+    with pytest.raises(ValueError, match="replica groups not understood"):
+        collectives(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{line}\n}}")
 
 
 def test_a_loop_of_unknown_length_is_refused() -> None:

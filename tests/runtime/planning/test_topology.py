@@ -71,4 +71,5 @@ def test_what_did_not_fit_is_read_from_the_error() -> None:
 def test_slices_are_those_that_jax_will_see(name: str, devices: int, gib: float) -> None:
     pytest.importorskip("libtpu")
     found = find_devices(name)
-    assert (len(found), available_bytes(found)) == (devices, int(gib * 2**30))
+    assert len(found) == devices
+    assert available_bytes(found) == pytest.approx(gib * 2**30, rel=1e-3)  # versions of libtpu differ by 0.01 GiB

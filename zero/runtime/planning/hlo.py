@@ -52,7 +52,7 @@ def collectives(text: str) -> list[Collective]:
     """The collectives of a compiled program.
 
     Raises:
-      ValueError: the number of iterations of a loop cannot be read.
+      ValueError: the iterations of a loop or the devices of a collective cannot be read.
     """
     bodies, entry = _computations(text)
     found: list[Collective] = []
@@ -128,31 +128,34 @@ def _sent(kind: str, result: str, op: str, rest: str) -> float:
         size = sum(sizes)
     if kind == "collective-permute":
         return size
-    group = re.search(r"replica_groups=\{\{([\d,]+)\}", rest)
-    if group:
-        k = group[1].count(",") + 1
-    else:
-        iota = re.search(r"replica_groups=\[\d+,(\d+)\]", rest)
-        if iota is None:
-            raise ValueError(f"replica groups of {op} not understood: {rest[:200]}")
-        k = int(iota[1])
+    k = len(_groups(rest)[0])
     # The result of a reduce-scatter is 1/k of its operand.
     return size * {"all-reduce": 2 * (k - 1) / k, "reduce-scatter": k - 1}.get(kind, (k - 1) / k)
 
 
-def _spans_hosts(rest: str, hosts: Sequence[int]) -> bool:
-    """Whether a group of a collective, or a pair of a permutation, is of devices of several hosts."""
+def _groups(rest: str) -> list[list[int]]:
+    """The devices of each group of a collective, or of each pair of a permutation, in one of XLA's three notations."""
     if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]+\})\}", rest):
-        groups = [list(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
-    elif iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
-        shape = list(map(int, iota[3].split(",")))
+        return [list(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
+        shape = list(map(int, iota[2].split(",")))
         numbers = np.arange(math.prod(shape)).reshape(shape)
-        if iota[4]:
-            numbers = numbers.transpose(list(map(int, iota[4].split(","))))
-        groups = numbers.reshape(int(iota[1]), int(iota[2])).tolist()
-    else:
-        raise ValueError(f"replica groups not understood: {rest[:200]}")
-    return any(len({hosts[device] for device in group}) > 1 for group in groups)
+        if iota[3]:
+            numbers = numbers.transpose(list(map(int, iota[3].split(","))))
+        return numbers.reshape(-1, int(iota[1])).tolist()
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]+)\] \{([^}:]+)\}", rest):  # since jaxlib 0.12
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+        grouped = re.findall(r"'([^']+)'", mesh[2])
+        order = [*(name for name in sizes if name not in grouped), *grouped]
+        numbers = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+        numbers = numbers.transpose([list(sizes).index(name) for name in order])
+        return numbers.reshape(-1, math.prod(sizes[name] for name in grouped)).tolist()
+    raise ValueError(f"replica groups not understood: {rest[:200]}")
+
+
+def _spans_hosts(rest: str, hosts: Sequence[int]) -> bool:
+    """Whether a group is of devices of several hosts."""
+    return any(len({hosts[device] for device in group}) > 1 for group in _groups(rest))
 
 
 def _array_bytes(dtype: str, dims: str) -> int:
