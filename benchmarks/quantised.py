@@ -36,7 +36,7 @@ import optax
 
 from zero.models.config import GPTConfig
 from zero.partition.collectives.axis import Axis
-from zero.partition.quantised import quantised_adamw, rounded_updates
+from zero.partition.quantised_optimizers import quantised_adamw, rounded_updates
 from zero.runtime.config.files import load_sizes
 from zero.runtime.corpus.prepare_if_missing import prepare_if_missing
 from zero.runtime.data.loader import Loader

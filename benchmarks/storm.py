@@ -39,7 +39,7 @@ from tests.helpers import bucket, cli, hosts
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.run_directory import CONFIG_FILE, checkpoint_directory, saved_config, saved_steps
 from zero.runtime.storage import gcs
-from zero.runtime.tracking.metrics import read_metrics, read_resumes
+from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 
 SHAPES = ((1, 8), (2, 4), (1, 4))  # processes, devices of each
 STAGES = (1, 2, 3)

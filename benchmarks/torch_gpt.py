@@ -37,7 +37,7 @@ LIMIT = 600  # seconds that a process may run
 
 
 class Block(nn.Module):
-    """zero.models.gpt.Block without dropout; with `remat` the backward pass computes it again."""
+    """zero.models.block.Block without dropout; with `remat` the backward pass computes it again."""
 
     def __init__(self, dim: int, heads: int, remat: bool) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class GPT(nn.Module):
 
 
 def alibi(heads: int, context: int) -> Tensor:
-    """What is added to attention scores, minus infinity for later positions: zero.models.gpt.alibi_slopes."""
+    """What is added to scores, minus infinity for later positions; slopes as in zero.models.attention.scores."""
     power = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
     slopes += [2 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)]

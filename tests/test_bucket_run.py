@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers import bucket, cli
 from zero.runtime import storage
-from zero.runtime.tracking.metrics import read_metrics
+from zero.runtime.tracking.metrics_file import read_metrics
 
 pytestmark = pytest.mark.timeout(400)
 JOB = (*cli.TINY, "hydra.run.dir=run")

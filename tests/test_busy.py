@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import cli
-from zero.runtime.tracking.metrics import read_metrics, read_resumes
+from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 
 CLOCKED = ("step_time", "tokens_per_second", "tokens_per_second_per_device", "data_wait", "seconds_to_first_step")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the spinning processes take most of it

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers import cli, hosts
 from tests.helpers.shards import npy, write_tar
 from zero.runtime.run_directory import saved_config, saved_steps
-from zero.runtime.tracking.metrics import read_metrics
+from zero.runtime.tracking.metrics_file import read_metrics
 
 pytestmark = pytest.mark.timeout(400)
 

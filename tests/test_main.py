@@ -20,7 +20,7 @@ from tests.helpers import cli
 from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.main import errors_in_lines
 from zero.runtime.run_directory import locked, saved_steps
-from zero.runtime.tracking.metrics import read_metrics
+from zero.runtime.tracking.metrics_file import read_metrics
 
 
 @pytest.fixture(scope="module")

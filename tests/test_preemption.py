@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers import cli
 from zero.runtime.run_directory import saved_steps
-from zero.runtime.tracking.metrics import read_metrics, read_resumes
+from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 
 pytestmark = pytest.mark.timeout(400)
 CLOCKED = ("step_time", "tokens_per_second", "tokens_per_second_per_device", "data_wait", "seconds_to_first_step")

@@ -36,7 +36,10 @@ from zero.partition.collectives.tensor_group import TensorGroup
 from zero.partition.global_arrays import from_global, global_shapes, to_global
 from zero.partition.layout import Layout, LeafLayout, Split, derive_layout, make_layout
 from zero.partition.memory import memory
-from zero.partition.optimizer import (
+from zero.partition.quantised_optimizers import quantised_adamw, quantised_lion, round_stochastically
+from zero.partition.rewrite.entry_points import across_shards
+from zero.partition.rewrite.interpreter import NotElementwiseError
+from zero.partition.sharded_optimizer import (
     adafactor,
     clip_by_global_norm,
     global_norm,
@@ -46,9 +49,6 @@ from zero.partition.optimizer import (
     on_shards,
     shard_optimizer,
 )
-from zero.partition.quantised import quantised_adamw, quantised_lion, round_stochastically
-from zero.partition.rewrite.functions import across_shards
-from zero.partition.rewrite.runner import NotElementwiseError
 from zero.partition.stages import fully_shard, gather, scatter_mean, scatter_sum, shard
 from zero.partition.whole_state import (
     ShardedOptimizer,

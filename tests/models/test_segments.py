@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from zero.models.attention.blockwise import blockwise_attention
+from zero.models.basic_layers import rotary_frequencies, rotate
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
-from zero.models.parts import rotary_frequencies, rotate
 
 LENGTHS = (7, 1, 12, 3, 14)
 POSITIONS = sum(LENGTHS)

@@ -15,7 +15,7 @@ from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.files import load_sizes
 from zero.runtime.inference.trained_model import load_weights
 from zero.runtime.run_directory import saved_steps
-from zero.runtime.tracking.metrics import read_metrics
+from zero.runtime.tracking.metrics_file import read_metrics
 from zero.runtime.weights.average import average
 from zero.training.optimizer import adamw
 from zero.training.sharded_gpt import ShardedGPT

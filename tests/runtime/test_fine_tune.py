@@ -28,7 +28,7 @@ from zero.runtime.inference.scoring import Scorer, score_validation_set
 from zero.runtime.inference.trained_model import TrainedModel
 from zero.runtime.run_directory import saved_config
 from zero.runtime.tokenizers import load_tokenizer, train_tokenizer
-from zero.runtime.tracking.metrics import read_metrics
+from zero.runtime.tracking.metrics_file import read_metrics
 from zero.runtime.train import train
 from zero.runtime.weights.warm_start import warm_start
 from zero.training.optimizer import adamw

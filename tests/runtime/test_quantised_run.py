@@ -10,7 +10,7 @@ import pytest
 from tests.helpers import cli
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.run_directory import saved_steps
-from zero.runtime.tracking.metrics import read_metrics
+from zero.runtime.tracking.metrics_file import read_metrics
 from zero.runtime.weights.average import average
 
 LAST = 8

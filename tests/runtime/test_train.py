@@ -21,7 +21,7 @@ from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.files import load_sizes
 from zero.runtime.hosts.signals import stop_requests, unanswered
 from zero.runtime.run_directory import saved_steps
-from zero.runtime.tracking.metrics import read_metrics, read_resumes
+from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 from zero.training.optimizer import adamw
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import state_layout

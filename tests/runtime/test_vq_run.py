@@ -9,7 +9,7 @@ import pytest
 from tests.helpers import cli, hosts
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
-from zero.runtime.tracking.metrics import read_metrics
+from zero.runtime.tracking.metrics_file import read_metrics
 from zero.runtime.weights.export import export
 
 LAST = 8

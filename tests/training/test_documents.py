@@ -22,7 +22,7 @@ from tests.training.small_gpt import (
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
 from zero.training.programs import make_inference
-from zero.training.schedules import Context
+from zero.training.schedules import SequenceLengths
 
 END = 3
 PLAIN = dataclasses.replace(CONFIG, dropout=0.0)  # whose masks would depend on the place in a row
@@ -106,7 +106,7 @@ def test_blocks_of_positions_keep_documents_apart() -> None:
 def test_evaluation_and_the_staged_warmup_keep_documents_apart(length: int) -> None:
     """The warmup cuts rows, wherever a document is, into rows that are read alone."""
     on = setup(8, 3, config=LEARNED, end_of_text=END)
-    rows = Context(12, ((1, length),)).cut(packed(0), 0)
+    rows = SequenceLengths(12, ((1, length),)).cut(packed(0), 0)
     documents = apart(rows)
     targets = np.pad(documents[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
     read = np.where(documents < 0, ~documents, documents)

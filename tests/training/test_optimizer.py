@@ -14,7 +14,7 @@ import zero
 from tests.training import small_gpt
 from zero.models.gpt import BLOCKS, VOCABULARY
 from zero.partition.layout import make_layout
-from zero.partition.optimizer import on_shards
+from zero.partition.sharded_optimizer import on_shards
 from zero.training.optimizer import NAMES, PER_LAYER, hyperparameters, make_optimizer
 from zero.training.schedules import SCHEDULES, LearningRate
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.training.schedules import Context, LearningRate
+from zero.training.schedules import LearningRate, SequenceLengths
 
 
 def test_rate_warms_up_in_a_line_and_falls_in_a_cosine() -> None:
@@ -33,7 +33,7 @@ def test_rate_without_a_peak_is_nought() -> None:
 
 
 def test_short_contexts_come_first_with_as_many_tokens() -> None:
-    context = Context(12, ((3, 4), (1, 6)))
+    context = SequenceLengths(12, ((3, 4), (1, 6)))
     assert [context.at(step) for step in range(6)] == [4, 4, 4, 6, 12, 12]
     rows = np.arange(24).reshape(2, 12)
     cut = context.cut(rows, 2)
@@ -46,7 +46,7 @@ def test_short_contexts_come_first_with_as_many_tokens() -> None:
 def test_linear_growth_is_never_above_its_line_and_ends_in_time(full: int, data: st.DataObject, steps: int) -> None:
     divisors = [length for length in range(1, full + 1) if full % length == 0]
     shortest = data.draw(st.sampled_from(divisors))
-    context = Context.linear(full, shortest, steps)
+    context = SequenceLengths.linear(full, shortest, steps)
     for step in range(steps):
         line = shortest + (full - shortest) * step / steps
         assert context.at(step) == max(length for length in divisors if length <= line + 1e-6)
@@ -55,4 +55,4 @@ def test_linear_growth_is_never_above_its_line_and_ends_in_time(full: int, data:
 
 def test_context_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="rows of 12 tokens cannot be cut into sequences of 5"):
-        Context(12, ((1, 5),))
+        SequenceLengths(12, ((1, 5),))

@@ -20,13 +20,13 @@ from zero.models.attention.blockwise import blockwise_attention
 from zero.models.attention.dense import dense_attention
 from zero.models.attention.kernel import kernel_attention, missing_in
 from zero.models.attention.scores import T5_BUCKETS, Form
+from zero.models.base_layer import Layer
+from zero.models.basic_layers import ACTIVATIONS, dropout, make_norm, rotary_frequencies, rotate
 from zero.models.config import GPTConfig
-from zero.models.experts import Experts, Routing, Stream
+from zero.models.experts import Experts, ResidualStream, Routing
 from zero.models.gated_unit import GatedLayer, RecurrentState, init_recurrent
-from zero.models.layer import Layer
 from zero.models.model_parallel import WHOLE, Cut
 from zero.models.parametrization import kernel_init
-from zero.models.parts import ACTIVATIONS, dropout, make_norm, rotary_frequencies, rotate
 
 
 class Cache(NamedTuple):
@@ -78,12 +78,12 @@ class Block(Layer):
     @nn.compact
     def __call__(
         self,
-        carry: tuple[Stream, Cache | None],
+        carry: tuple[ResidualStream, Cache | None],
         layer: jax.Array,
         keys_B: jax.Array | None,
         position: jax.Array | int,
         starts_BT: jax.Array | None = None,
-    ) -> tuple[tuple[Stream, Cache | None], None]:
+    ) -> tuple[tuple[ResidualStream, Cache | None], None]:
         """`starts_BT` is the column where the segment of each position starts; None for one segment per row."""
         config = self.config
         (x_BTD, routing), cache = carry
@@ -238,8 +238,8 @@ class Period(Layer):
 
     @nn.compact
     def __call__(
-        self, carry: tuple[Stream, Cache | None], number: jax.Array, *arguments: Any
-    ) -> tuple[tuple[Stream, Cache | None], None]:
+        self, carry: tuple[ResidualStream, Cache | None], number: jax.Array, *arguments: Any
+    ) -> tuple[tuple[ResidualStream, Cache | None], None]:
         """As `Block`, but for the number: that of the period."""
         every = self.config.experts_every
         options: dict[str, Any] = {field: getattr(self, field) for field in ("window", "cut", "group", "kernel")}

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from zero.models.basic_layers import ACTIVATIONS
 from zero.models.config import GPTConfig
 from zero.models.model_parallel import WHOLE, Cut
 from zero.models.parametrization import kernel_init
-from zero.models.parts import ACTIVATIONS
 
 # `Alone`, or something with its attributes and methods: `zero.partition.collectives.expert_group.ExpertGroup`.
 Group = Any
@@ -64,7 +64,7 @@ class Routing(NamedTuple):
 
 
 # What flows from layer to layer: the residual stream, and where there are experts what was decided so far.
-Stream = tuple[jax.Array, Routing | None]
+ResidualStream = tuple[jax.Array, Routing | None]
 
 
 def no_routing(config: GPTConfig, rows: int) -> Routing | None:

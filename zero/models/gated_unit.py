@@ -24,11 +24,11 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from zero.models.attention.scores import LOWEST
+from zero.models.base_layer import Layer
+from zero.models.basic_layers import dropout, make_norm
 from zero.models.config import GPTConfig
-from zero.models.experts import Stream
-from zero.models.layer import Layer
+from zero.models.experts import ResidualStream
 from zero.models.parametrization import kernel_init
-from zero.models.parts import dropout, make_norm
 
 UNITS = 2  # of a layer: together they have the parameters of an attention and an MLP, 12 D^2
 CODEBOOK = "codebook"  # the collection of variables that holds it
@@ -118,7 +118,7 @@ class Memory(NamedTuple):
 
 
 def empty_memory(config: GPTConfig, rows: tuple[int, ...], block: int, dtype: DTypeLike) -> Memory:
-    """That of no position, with leading dimensions `rows`."""
+    """The memory before the first position, with leading dimensions `rows`."""
     keys = jnp.zeros((*rows, 2 * block, config.key_width), dtype)
     values = jnp.zeros((*rows, 2 * block, 2 * config.embedding_dim), dtype)
     means = jnp.zeros((*rows, config.codes, 2 * config.embedding_dim), jnp.float32)
@@ -146,8 +146,8 @@ def attend(
       codes_SK: what keys were rounded to.
       memory: of the positions before; the first one has to begin a block unless it is the only one.
       position: of the first of these.
-      known: how many positions there are, those of the memory included; what lies beyond is computed in vain. None or
-        more than `position + T` for that many.
+      known: the number of valid positions, those in the memory included; results beyond it are meaningless. None, or
+        more than `position + T`: all are valid.
       cache_gradient: whether gradients flow to values that are older than the block before.
     """
     positions, block = heads.k_BTK.shape[1], r_WK.shape[0] // 2
@@ -349,12 +349,12 @@ class GatedLayer(Layer):
     @nn.compact
     def __call__(
         self,
-        carry: tuple[Stream, RecurrentState | None],
+        carry: tuple[ResidualStream, RecurrentState | None],
         layer: jax.Array,
         keys_B: jax.Array | None,
         position: jax.Array | int,
         starts_BT: jax.Array | None = None,
-    ) -> tuple[tuple[Stream, RecurrentState | None], None]:
+    ) -> tuple[tuple[ResidualStream, RecurrentState | None], None]:
         """Raises ValueError for segments: what is older than a window is remembered without them."""
         if starts_BT is not None:
             raise ValueError("gated units do not keep segments of a row apart")

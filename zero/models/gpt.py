@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from zero.models.basic_layers import Lift, dropout, make_norm, position_numbers
 from zero.models.block import AnyCache, scanned_layer
 from zero.models.config import BLOCKS, HEAD, VOCABULARY, GPTConfig
-from zero.models.experts import ALONE, Group, Routing, Stream, no_routing
+from zero.models.experts import ALONE, Group, ResidualStream, Routing, no_routing
 from zero.models.model_parallel import WHOLE, Cut
 from zero.models.parametrization import table_stddev
-from zero.models.parts import Lift, dropout, make_norm, position_numbers
 
 # What of a layer is kept for the backward pass besides its input, by name; the rest is computed again. With "none"
 # there is no checkpoint at all: one that keeps everything still copies and rounds what it keeps. "nested" is for
@@ -51,12 +51,12 @@ class VocabularyChunk(nn.Module):
     def __call__(
         self, embedded_BTD: Any, first: jax.Array, tokens_BT: Any, x_BTD: Any
     ) -> tuple[jax.Array | None, jax.Array | tuple[jax.Array, jax.Array, jax.Array] | None]:
-        """Without `x_BTD` embeds the tokens, without tokens scores `x_BTD`, with both scores it against the tokens.
+        """Given tokens alone, embeds them; given `x_BTD` alone, returns logits; given both, a part of a cross-entropy.
 
-        Embedding adds the rows of those tokens that lie in this chunk to the carry. Scoring returns float32 logits
-        `(B, T, C)`, minus infinity past the vocabulary; against tokens only the chunk's part of a cross-entropy:
-        the log-sum-exp of its logits, the token's own logit where it is here, and the largest, each `(B, T)`.
-        Of a chunk that is cut over devices this one has a part of the rows.
+        Embedding adds to the carry the embeddings of those tokens that lie in this chunk of the vocabulary. Logits are
+        float32 `(B, T, C)`, minus infinity past the vocabulary. The chunk's part of a cross-entropy is the log-sum-exp
+        of its logits, the token's own logit if it is in this chunk, and the largest logit, each `(B, T)`.
+        With tensor groups each device has a part of the chunk's tokens.
         """
         rows = self.cut.part_size(self.config.chunk_rows)
         first_own = self.cut.first(rows)
@@ -205,7 +205,7 @@ class GPT(nn.Module):
         losses_BT, is_greedy_BT, _ = self.score(stream, targets_BT)
         return (losses_BT, is_greedy_BT), new_cache
 
-    def score(self, stream: Stream, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array, Routing | None]:
+    def score(self, stream: ResidualStream, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array, Routing | None]:
         """`routed_scores` from what leaves the last block."""
         x_BTD, routing = stream
         cut = self._cut.for_positions(targets_BT.shape[1])
@@ -256,13 +256,13 @@ class GPT(nn.Module):
 
     def _layers(
         self,
-        stream: Stream,
+        stream: ResidualStream,
         cache: AnyCache | None,
         keys_B: jax.Array | None,
         position: jax.Array | int,
         starts_BT: jax.Array | None,
         cut: Cut,
-    ) -> tuple[Stream, AnyCache | None]:
+    ) -> tuple[ResidualStream, AnyCache | None]:
         """All layers: a scan over the periods of the pattern, in which each layer is one of its own."""
         layers = jnp.arange(self.config.scanned_layers)
         if self.is_initializing():
@@ -295,7 +295,7 @@ class GPT(nn.Module):
 
     def embed(
         self, tokens_BT: jax.Array, keys_B: jax.Array | None = None, starts_BT: jax.Array | None = None
-    ) -> Stream:
+    ) -> ResidualStream:
         """What enters the first block: `(B, T, D)`, of which a cut leaves this device's positions, and no routing."""
         x_BTD = self._embed(tokens_BT, keys_B, 0, starts_BT, self._cut.for_positions(tokens_BT.shape[1]))
         return x_BTD, no_routing(self.config, len(tokens_BT))

@@ -12,7 +12,7 @@ Cut = Any
 
 
 class Whole:
-    """A group of one device. What each method does on more is said there.
+    """A group of one device. `TensorGroup` and `ContextGroup` say what each method does on several.
 
     Attributes:
       size: the number of parts into which heads, the MLP's width and the vocabulary are cut.
@@ -45,7 +45,7 @@ class Whole:
         return x
 
     def numbers(self, count: int, turn: jax.Array | int = 0) -> jax.Array:
-        """Of the positions whose keys this device has after so many turns, int32 `(pieces, count / pieces)`."""
+        """The positions of the keys here after so many steps of the ring, int32 `(pieces, count / pieces)`."""
         return jnp.arange(count, dtype=jnp.int32)[None]
 
     def head_swap(self, *heads: int) -> Any:
@@ -53,7 +53,7 @@ class Whole:
         return None
 
     def input_positions(self, x_BT: jax.Array) -> jax.Array:
-        """Of whole rows what the model takes."""
+        """The positions of whole rows that are this device's input of the model."""
         return x_BT
 
     def stream_positions(self, x_BT: jax.Array) -> jax.Array:
@@ -91,7 +91,10 @@ class Whole:
         return x[None]
 
     def counted_once(self, x_BT: jax.Array) -> jax.Array:
-        """Of what all devices of the group have alike, this device's share of the positions; 0 elsewhere."""
+        """This device's share of the positions of what all devices of the group hold, and 0 elsewhere.
+
+        So a psum counts each position once.
+        """
         return x_BT
 
 

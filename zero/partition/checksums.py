@@ -75,11 +75,11 @@ def checksums(
 ) -> dict[str, int]:
     """A number below 2^32 for each leaf, by name: the same for any number of devices, any stage and any groups.
 
-    Arrays of the same bits have the same checksum; names and padding do not count. A change of one element, be it of
-    one bit, is always seen. Of other changes, two elements that trade places among them, about one in 2^32 is not:
-    enough against hardware and mistakes, not against someone who means to deceive.
+    Arrays of the same bits have the same checksum; names and padding do not count. Any change of a single element is
+    detected, be it of one bit. Other changes, such as two swapped elements, are missed with a probability of about
+    2^-32: enough against hardware faults and mistakes, not against an attacker.
 
-    Copies of what is held more than once are compared by their checksums as well; `check_replicated` compares all bits.
+    Replicas of a leaf are compared by their checksums as well; `check_replicated` compares all bits.
     Call outside pmap, on all processes: each gets the result. Every element is read once, on the device that holds it;
     a few bytes per leaf travel, in one `psum` and one `pmax`. The program is compiled once for a layout.
 

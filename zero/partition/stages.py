@@ -266,11 +266,11 @@ def _as_held(full: PyTree, layout: Layout) -> PyTree:
 
 
 def _pinned(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
-    """The same shards, which XLA for TPU cannot prepare for all turns of a loop ahead of it.
+    """The same shards, on which XLA for TPU cannot hoist work out of a loop over layers.
 
-    What a loop over layers slices and gathers it would transpose as a whole before the loop, where the product with the
-    gathered weight prefers that: so the layout of the slice in memory is fixed. And what is then rounded to the dtype
-    on the wire it would round as a whole: so it goes on as bits, which XLA does not look into. It would hold both.
+    It would transpose the shards of all layers before the loop, where the product with a gathered weight prefers that,
+    or round all of them to the dtype on the wire, and hold both versions. A fixed layout of the slice in memory
+    prevents the first, a bitcast to integers the second.
     """
 
     def one(x: jax.Array) -> jax.Array:

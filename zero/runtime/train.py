@@ -115,7 +115,7 @@ def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
             if is_stop:
                 return False
     if not scored:
-        raise UserError(f"training.loss_on={training.loss_on}: the rows of the evaluation hold no token that counts")
+        raise UserError(f"training.loss_on={training.loss_on}: the rows of the evaluation hold no token to score")
     line |= {name: loss / scored for name, loss in losses.items()}
     frequency = training.harness_frequency
     if frequency is not None:

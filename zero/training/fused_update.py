@@ -22,15 +22,16 @@ from jax import lax
 from zero.models.config import BLOCKS
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split
-from zero.partition.optimizer import Squares, norm_of, on_shards, squares
+from zero.partition.sharded_optimizer import Squares, norm_of, on_shards, squares
 
 
 class Guard(NamedTuple):
     """What is done about a gradient that is too large or not finite.
 
     Attributes:
-      max_norm: each of n parts is clipped to the norm `max_norm / sqrt(n)`, so the whole to `max_norm`; None: none is.
-      skips: leave a part as it was if its gradient is not finite; where the loss is not, no part's is.
+      max_norm: each of n parts is clipped to the norm `max_norm / sqrt(n)`, so the whole to `max_norm`; None: no
+        clipping.
+      skips: leave a part as it was if its gradient is not finite, and all parts if the loss is not.
     """
 
     max_norm: float | None = None

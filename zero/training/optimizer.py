@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 
 from zero.models.config import BLOCKS, HEAD, VOCABULARY
 from zero.partition.layout import Layout, PyTree
-from zero.partition.quantised import convert_adam, rounded_updates, scale_by_adam, scale_by_lion
-from zero.partition.rewrite.functions import across_shards
+from zero.partition.quantised_optimizers import convert_adam, rounded_updates, scale_by_adam, scale_by_lion
+from zero.partition.rewrite.entry_points import across_shards
 
 Multipliers = Callable[[PyTree], PyTree]  # from parameters, or a part of them, to a float for each leaf
 B1, B2, EPS = 0.9, 0.95, 1e-8  # of AdamW; b2 as in GPT-3, arXiv 2005.14165, appendix B

@@ -17,7 +17,7 @@ from zero.models.gated_unit import CODEBOOK
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.ordering import in_order
 from zero.partition.layout import PyTree
-from zero.partition.optimizer import on_shards
+from zero.partition.sharded_optimizer import on_shards
 from zero.training.inference import Sampling, evaluate_step, extend, prefill, score, score_on
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import new_state, train_step

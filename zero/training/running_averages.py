@@ -19,8 +19,8 @@ _DECAY, _JUDGED_BY = 1 - 1 / 128, 64
 _CODEBOOK_DECAY, _COMMITMENT = 0.99, 1e-4
 # A code whose moving average of keys per step falls below this stays where it is, before both of its sums underflow.
 _FEWEST_KEYS = 0.01
-# A code with less than this share of the keys of an average code takes half of the keys of another one; it starts at so
-# much of that one's norm away from it.
+# A code with fewer keys than `_UNUSED` times the average is moved next to another code, at a distance of `_SPLIT_BY`
+# times that one's norm, and takes half of its keys.
 _UNUSED, _SPLIT_BY = 0.1, 0.01
 
 

@@ -61,7 +61,7 @@ class LearningRate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Context:
+class SequenceLengths:
     """Staged sequence-length warmup: short sequences first, at an unchanged number of tokens per step.
 
     Source: Li et al., The Stability-Efficiency Dilemma, arXiv 2108.06084.
@@ -83,10 +83,10 @@ class Context:
                 raise ValueError(f"rows of {self.full} tokens cannot be cut into sequences of {context}")
 
     @classmethod
-    def linear(cls, full: int, shortest: int, steps: int) -> Context:
+    def linear(cls, full: int, shortest: int, steps: int) -> SequenceLengths:
         """Grows to `full` within `steps`: always the longest divisor of `full` on or below a line from `shortest`.
 
-        >>> Context.linear(1024, 128, 70).stages
+        >>> SequenceLengths.linear(1024, 128, 70).stages
         ((10, 128), (20, 256), (40, 512))
         """
         lengths = [length for length in range(shortest, full + 1) if full % length == 0]

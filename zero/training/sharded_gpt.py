@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from zero.models.block import scanned_layer
 from zero.models.config import BLOCKS, GPTConfig, is_expert_leaf, tensor_dim
-from zero.models.experts import ALONE, Group, Routing, Stream
+from zero.models.experts import ALONE, Group, ResidualStream, Routing
 from zero.models.gated_unit import CODEBOOK
 from zero.models.gpt import GPT, variable_shapes
 from zero.models.model_parallel import WHOLE, Cut
@@ -136,11 +136,11 @@ class ShardedGPT:
     def block(
         self,
         variables: dict[str, PyTree],
-        stream: Stream,
+        stream: ResidualStream,
         layer: jax.Array,
         keys: jax.Array | None,
         starts: jax.Array | None,
-    ) -> Stream:
+    ) -> ResidualStream:
         """One entry of the stack of layers, from its own part of the variables."""
         module_class = scanned_layer(self.config)
         lifted: Any = self._lift(module_class, BLOCKS) if self.stage >= 2 else module_class

@@ -1,6 +1,7 @@
 """One training step at any stage of ZeRO, for one pmap: the table of `zero.partition.stages` around a GPT.
 
-State is always sharded; at stage 0 it is sharded by a layout that splits nothing. All of this is called inside pmap.
+From stage 1 on the training state is always sharded; stage 0 is the same code with a layout that splits nothing. All
+of this is called inside pmap.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import numpy as np
 import optax
 from jax import lax
 
-from zero.models.experts import Routing, Stream, no_routing, routing_metrics
+from zero.models.experts import ResidualStream, Routing, no_routing, routing_metrics
 from zero.models.gated_unit import CODEBOOK
 from zero.partition.layout import Layout, PyTree, derive_layout
-from zero.partition.optimizer import global_norm, on_shards
+from zero.partition.sharded_optimizer import global_norm, on_shards
 from zero.partition.stages import shard
 from zero.training.batch import Batch, row_keys
 from zero.training.fused_update import Guard, backward_and_update, unless
@@ -99,9 +100,9 @@ def train_step(
 
     The loss is the mean over all tokens scored in the global batch. With `skip_bad_steps` a gradient that is not finite
     leaves parameters and optimizer state as they were, on all devices alike; with `skip_spikes` so does a loss or a
-    gradient norm that exceeds its running mean by so many running standard deviations. With `ema_decay` the state
-    contains `ema`, which every update that is made moves; so it does the codebook of vector-quantised keys, by all
-    keys of the global batch.
+    gradient norm that exceeds its running mean by so many running standard deviations. Every update that is applied
+    also moves the average of the parameters, `ema`, with `ema_decay`, and the codebook of vector-quantised keys, if the
+    model has one, by all keys of the global batch.
 
     Raises:
       NotElementwiseError: `tx` would be wrong on shards, or layer by layer where the update is fused.
@@ -244,13 +245,13 @@ def _fused(
     """One step with the update of each layer inside the backward pass; returns what `backward_and_update` returns."""
     tokens_in, targets, starts = model.inputs(tokens)
 
-    def embed(params: PyTree) -> Stream:
+    def embed(params: PyTree) -> ResidualStream:
         return model.apply({"params": params}, tokens_in, keys, starts, method="embed")
 
-    def block(params: PyTree, stream: Stream, layer: jax.Array) -> Stream:
+    def block(params: PyTree, stream: ResidualStream, layer: jax.Array) -> ResidualStream:
         return model.block({"params": params}, stream, layer, keys, starts)
 
-    def score(params: PyTree, stream: Stream) -> tuple[jax.Array, Routing | None]:
+    def score(params: PyTree, stream: ResidualStream) -> tuple[jax.Array, Routing | None]:
         losses, _, routing = model.apply({"params": params}, stream, targets, method="score")
         return model.sum_scored(losses, tokens) / scored, routing
 

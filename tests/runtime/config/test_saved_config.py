@@ -1,14 +1,12 @@
 """Configurations of saved runs: merged with the overrides given now, and read from earlier versions."""
 
-from typing import Any
-
 import pytest
 from omegaconf import OmegaConf
 
 from tests.runtime.config.composing import compose
 from zero.runtime.config.check import check
 from zero.runtime.config.files import load_sizes
-from zero.runtime.config.saved_config import FIXED_KEYS, default_config, index_files, merge_resumed, upgrade
+from zero.runtime.config.saved_config import FIXED_KEYS, default_config, merge_resumed, upgrade
 from zero.runtime.errors import UserError
 
 RESUMED = ["resume=runs/a"]
@@ -62,21 +60,6 @@ def test_resume_reads_a_configuration_from_before_a_key_existed() -> None:
     saved = compose()
     older = OmegaConf.create({k: v for k, v in saved.items() if k != "zero"})
     assert merge_resumed(older, compose(*RESUMED), []).zero.stage == 3
-
-
-@pytest.mark.parametrize(
-    ("value", "bucket_path", "index"),
-    [
-        ("a/b.index", None, "a/b.index"),
-        ("a/b.index", "gs://bucket/place/", "gs://bucket/place/a/b.index"),
-        ("/a/b.index", "bucket", "/a/b.index"),
-        (["a", "gs://other/b"], "bucket", ["gs://bucket/a", "gs://other/b"]),
-        ([{"index": "a", "weight": 0.7}, {"index": "b", "weight": 3}], None, {"a": 0.7, "b": 3}),
-        ([{"index": "a", "weight": 0.7}], "bucket", {"gs://bucket/a": 0.7}),
-    ],
-)
-def test_index_files_lie_in_the_bucket_or_where_they_say(value: Any, bucket_path: str | None, index: Any) -> None:
-    assert index_files(value, bucket_path) == index
 
 
 @pytest.mark.parametrize("key", FIXED_KEYS)

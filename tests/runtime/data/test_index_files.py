@@ -2,13 +2,14 @@
 
 import errno
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.helpers.shards import first_tokens, loader, npy, write_corpus, write_tar
 from zero.runtime import storage
-from zero.runtime.data.index_files import read_index
+from zero.runtime.data.index_files import index_paths, read_index
 from zero.runtime.errors import Unavailable, UserError
 
 
@@ -42,7 +43,7 @@ def test_names_with_spaces_and_sharps(tmp_path: Path):
 
 def test_status_says_whether_an_index_file_may_be_read_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "latin.index").write_bytes(b"\xe9.tar\n")
-    for name, message in (("latin.index", "is no text"), ("", "cannot be read: .*Is a directory")):
+    for name, message in (("latin.index", "is not UTF-8 text"), ("", "cannot be read: .*Is a directory")):
         with pytest.raises(UserError, match=message) as caught:
             read_index(tmp_path / name)
         assert caught.value.status == 2
@@ -68,5 +69,20 @@ def test_bad_index_files(tmp_path: Path, corpus):
         loader(corpus([4]), global_rows=7, hosts=2)
     with pytest.raises(UserError, match="2 epochs of 4 rows do not fill one batch of 9"):
         loader(corpus([4]), global_rows=9, max_epochs=2)
-    with pytest.raises(UserError, match="hold no samples"):
+    with pytest.raises(UserError, match="hold no rows"):
         loader(corpus([4]), train_samples=0)
+
+
+@pytest.mark.parametrize(
+    ("value", "bucket_path", "index"),
+    [
+        ("a/b.index", None, "a/b.index"),
+        ("a/b.index", "gs://bucket/place/", "gs://bucket/place/a/b.index"),
+        ("/a/b.index", "bucket", "/a/b.index"),
+        (["a", "gs://other/b"], "bucket", ["gs://bucket/a", "gs://other/b"]),
+        ([{"index": "a", "weight": 0.7}, {"index": "b", "weight": 3}], None, {"a": 0.7, "b": 3}),
+        ([{"index": "a", "weight": 0.7}], "bucket", {"gs://bucket/a": 0.7}),
+    ],
+)
+def test_index_files_lie_in_the_bucket_or_where_they_say(value: Any, bucket_path: str | None, index: Any) -> None:
+    assert index_paths(value, bucket_path) == index

@@ -18,7 +18,7 @@ from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.step_metrics import StepMetrics
 from zero.runtime.run.training_position import TrainingPosition
 from zero.runtime.tracking.tracker import Tracker
-from zero.training.schedules import Context
+from zero.training.schedules import SequenceLengths
 
 
 def values(**other: float) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def make_run(directory: Path, tracker: Tracker | None, **metrics: float) -> Acti
     run.model = SimpleNamespace(axis=Axis("zero", (1, 8)))
     run.position = TrainingPosition(8, step=3, cursor={"batches": 3})
     run.loader = SimpleNamespace(rows_seen=lambda batches: {})
-    run.context, run.last_step, run.stop_requests = Context(16), 10, [15]
+    run.context, run.last_step, run.stop_requests = SequenceLengths(16), 10, [15]
     run.metrics = StepMetrics(128, 8, peak_flops=1e6)
     run._uncounted = (0, 0)
     run.metrics.add(values(**metrics), leave=1, flops=500)

@@ -13,7 +13,7 @@ from zero.runtime.config.check import check
 from zero.runtime.config.files import load_sizes
 from zero.runtime.config.saved_config import merge_resumed
 from zero.runtime.run_directory import saved_config, saved_steps
-from zero.runtime.tracking.metrics import read_metrics, read_resumes
+from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 from zero.runtime.train import train
 
 ARCHIVE = Path(__file__).with_name("run-4d0cdf6.tar.xz")

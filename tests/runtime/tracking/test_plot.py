@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from zero.runtime.tracking.metrics import read_metrics, read_resumes
+from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 from zero.runtime.tracking.plot import _plot, draw_run
 from zero.runtime.tracking.tracker import Tracker
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero.runtime.errors import UserError
-from zero.runtime.tracking.metrics import read_metrics, read_resumes
+from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 from zero.runtime.tracking.tracker import Tracker
 from zero.runtime.tracking.weights_and_biases import _has_login
 

@@ -18,7 +18,7 @@ from zero.runtime.inference.evaluate import evaluate
 from zero.runtime.inference.scoring import Scorer, score_validation_set
 from zero.runtime.inference.trained_model import TrainedModel
 from zero.runtime.tokenizers import load_tokenizer
-from zero.runtime.tracking.metrics import read_metrics
+from zero.runtime.tracking.metrics_file import read_metrics
 from zero.runtime.train import train
 from zero.runtime.weights.warm_start import warm_start
 

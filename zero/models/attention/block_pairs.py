@@ -66,10 +66,10 @@ class Blocks(NamedTuple):
         return np.asarray([(i, j) for i in range(rows) for j in range(firsts[i] // self.block, i + 1)], np.int32)
 
     def later_pairs(self) -> tuple[np.ndarray, ...]:
-        """Those of a later turn: where the keys are of a device with an earlier first piece than this one's, or not.
+        """The pairs of a later step of the ring: with keys of a device whose first piece is earlier, and of any other.
 
-        Of the first all queries see the early piece alone; of the others the late queries see all keys. So at each turn
-        a device has half of the pairs.
+        In the first case all queries attend to the early piece of those keys only, in the second only the late queries
+        attend, to all keys. Both are half of the pairs.
         """
         if self.form.cut.ring == 1:
             return ()

@@ -1,4 +1,4 @@
-"""Which form of attention is used."""
+"""The values of `model.attention`, and the context from which `auto` computes attention in blocks."""
 
 from __future__ import annotations
 

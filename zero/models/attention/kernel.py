@@ -1,4 +1,4 @@
-"""Attention by kernels that jax and NVIDIA keep, where they can compute what is asked for.
+"""Fused attention kernels of jax (splash, for TPU) and NVIDIA (cuDNN), and what they lack.
 
 Shapes are named by suffix: B rows, T positions, H heads of queries, G heads of keys, K head dimension.
 """
@@ -30,7 +30,7 @@ def kernel_of(platform: str, device_kind: str) -> str | None:
 def missing_in(
     kernel: str | None, form: Form, *, positions: int, drops: bool, has_bias: bool, has_segments: bool
 ) -> str | None:
-    """What a kernel lacks of an attention among as many queries as keys; None where it computes all of it.
+    """What this attention, of as many queries as keys, needs and the kernel lacks; None if it has everything.
 
     Args:
       kernel: of `kernel_of`.

@@ -76,9 +76,10 @@ def scatter_sum_arrays(
 def _coalesce(
     arrays: Sequence[jax.Array], leaves: Sequence[LeafLayout], wire_dtype: DTypeLike | None
 ) -> Iterator[list[int]]:
-    """Which leaves travel together: neighbours among the small split ones of a dtype and as many parts; others alone.
+    """Groups of leaves that share a collective: consecutive small split leaves of one dtype and number of parts.
 
-    Leaves that are quantised travel alone, because no two of them may share a scale; those of experts take another way.
+    Every other leaf is a group of its own: quantised ones, because no two of them may share a scale, and those of
+    experts, which are exchanged by another collective.
     """
     filling: dict[tuple[np.dtype, int], list[int]] = {}
     for i, (x, leaf) in enumerate(zip(arrays, leaves, strict=True)):

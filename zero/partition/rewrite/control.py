@@ -14,7 +14,15 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from zero.partition.collectives.arrays import scatter_sum_array
 from zero.partition.collectives.ordering import scan_carry
 from zero.partition.layout import LeafLayout, Split
-from zero.partition.rewrite.runner import NotElementwiseError, Rule, Runner, Value, bind, primitives, whole_shape
+from zero.partition.rewrite.interpreter import (
+    Interpreter,
+    NotElementwiseError,
+    Rule,
+    Value,
+    bind,
+    primitives,
+    whole_shape,
+)
 
 # What meets on all devices: it must not run on one of them alone.
 _COLLECTIVES = """
@@ -28,9 +36,9 @@ def _values(xs: Sequence[Any], splits: Sequence[Split | None]) -> list[Value]:
     return [Value(x, split) for x, split in zip(xs, splits, strict=True)]
 
 
-def _cond(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+def _cond(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     """Both branches run on shards; a result is split if it is in any branch."""
-    inside = runner.inside(eqn, runner.may_communicate)
+    inside = interpreter.inside(eqn, interpreter.may_communicate)
     index, operands = args[0].x, args[1:]
     columns = zip(*(inside.splits(branch, operands) for branch in eqn.params["branches"]), strict=True)
     wanted = [next((split for split in column if split), None) for column in columns]
@@ -46,7 +54,7 @@ def _cond(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     return _values(lax.switch(index, branches, *(arg.x for arg in operands)), wanted)
 
 
-def _scan(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+def _scan(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     """An element-wise body runs on slices; the carry is split where any iteration makes it so."""
     params, body = eqn.params, eqn.params["jaxpr"]
     inside = scan_carry(params)
@@ -54,14 +62,14 @@ def _scan(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] |
     if any(value.split and value.split.dim == 0 for value in xs):
         return None
     steps = [Value(jax.eval_shape(lambda x: x[0], value.x), _shifted(value.split, -1)) for value in xs]
-    carry = _settled(runner, eqn, carry, lambda carry: runner.splits(body, [*consts, *carry, *steps]))
+    carry = _settled(interpreter, eqn, carry, lambda carry: interpreter.splits(body, [*consts, *carry, *steps]))
     x_splits = [value.split for value in steps]
     splits = [value.split for value in carry]
-    y_splits = runner.splits(body, [*consts, *carry, *steps])[len(carry) :]
+    y_splits = interpreter.splits(body, [*consts, *carry, *steps])[len(carry) :]
 
     def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        results = runner.run(body, [*consts, *_values(carry, splits), *_values(xs, x_splits)])
-        placed = [runner.place(value, split, eqn).x for value, split in zip(results, splits, strict=False)]
+        results = interpreter.run(body, [*consts, *_values(carry, splits), *_values(xs, x_splits)])
+        placed = [interpreter.place(value, split, eqn).x for value, split in zip(results, splits, strict=False)]
         return placed, [value.x for value in results[len(splits) :]]
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
@@ -69,34 +77,39 @@ def _scan(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] |
     return [*_values(last_carry, splits), *_values(ys, [_shifted(split, 1) for split in y_splits])]
 
 
-def _while(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+def _while(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     """An element-wise body runs on slices, where the condition does not depend on them."""
     params = eqn.params
     first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     cond_consts, body_consts, carry = args[:first], args[first:last], args[last:]
-    carry = _settled(runner, eqn, carry, lambda carry: runner.splits(params["body_jaxpr"], [*body_consts, *carry]))
+    carry = _settled(
+        interpreter, eqn, carry, lambda carry: interpreter.splits(params["body_jaxpr"], [*body_consts, *carry])
+    )
     splits = [value.split for value in carry]
 
     def condition(carry: Sequence[Any]) -> Any:
-        return runner.run(params["cond_jaxpr"], [*cond_consts, *_values(carry, splits)])[0].x
+        return interpreter.run(params["cond_jaxpr"], [*cond_consts, *_values(carry, splits)])[0].x
 
     def body(carry: Sequence[Any]) -> list[Any]:
-        results = runner.run(params["body_jaxpr"], [*body_consts, *_values(carry, splits)])
-        return [runner.place(value, split, eqn).x for value, split in zip(results, splits, strict=True)]
+        results = interpreter.run(params["body_jaxpr"], [*body_consts, *_values(carry, splits)])
+        return [interpreter.place(value, split, eqn).x for value, split in zip(results, splits, strict=True)]
 
-    runner.splits(params["cond_jaxpr"], [*cond_consts, *carry])
+    interpreter.splits(params["cond_jaxpr"], [*cond_consts, *carry])
     return _values(lax.while_loop(condition, body, [value.x for value in carry]), splits)
 
 
 def _settled(
-    runner: Runner, eqn: JaxprEqn, carry: Sequence[Value], splits_after: Callable[[Sequence[Value]], list[Split | None]]
+    interpreter: Interpreter,
+    eqn: JaxprEqn,
+    carry: Sequence[Value],
+    splits_after: Callable[[Sequence[Value]], list[Split | None]],
 ) -> list[Value]:
     """The carry of a loop, sliced where an iteration makes a slice of what was whole."""
     while True:
         after = splits_after(carry)[: len(carry)]
         if all(value.split or not split for value, split in zip(carry, after, strict=True)):
             return list(carry)
-        carry = [runner.place(value, value.split or split, eqn) for value, split in zip(carry, after, strict=True)]
+        carry = [interpreter.place(value, value.split or split, eqn) for value, split in zip(carry, after, strict=True)]
 
 
 def _shifted(split: Split | None, by: int) -> Split | None:
@@ -106,20 +119,20 @@ def _shifted(split: Split | None, by: int) -> Split | None:
 def _loop(rule: Rule) -> Rule:
     """On slices where all of a loop is element-wise; else its owner runs it, inside `across_shards`."""
 
-    def run(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> Sequence[Value] | None:
+    def run(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> Sequence[Value] | None:
         args = [Value(arg.x, arg.split) for arg in args]  # a shard computed inside the loop must not be used outside
         try:
-            results = rule(runner.inside(eqn, may_communicate=False), eqn, args)
+            results = rule(interpreter.inside(eqn, may_communicate=False), eqn, args)
         except NotElementwiseError:
-            if not runner.may_communicate:
+            if not interpreter.may_communicate:
                 raise
             results = None
-        return _own(runner, eqn, args) if results is None else results
+        return _own(interpreter, eqn, args) if results is None else results
 
     return run
 
 
-def _own(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+def _own(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     """One device computes, the others wait: results like an operand are split like it, the rest are sent to all.
 
     What meets other devices, or returns what cannot be sent, runs on all of them.
@@ -127,33 +140,35 @@ def _own(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | 
     avals: list[Any] = [var.aval for var in eqn.outvars]
     if primitives(eqn) & COLLECTIVES or any(jnp.issubdtype(aval.dtype, jax.dtypes.extended) for aval in avals):
         return None
-    full = [runner.place(arg, None, eqn).x for arg in args]
-    owner = min(range(runner.axis.size), key=lambda device: runner.owned.get(device, 0))
-    runner.owned[owner] = runner.owned.get(owner, 0) + sum(np.size(x) for x in full)
+    full = [interpreter.place(arg, None, eqn).x for arg in args]
+    owner = min(range(interpreter.axis.size), key=lambda device: interpreter.owned.get(device, 0))
+    interpreter.owned[owner] = interpreter.owned.get(owner, 0) + sum(np.size(x) for x in full)
 
     def idle(*_: Any) -> list[Any]:
         return [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
 
-    is_owner = lax.axis_index(runner.axis.name) == owner
+    is_owner = lax.axis_index(interpreter.axis.name) == owner
     splits = {arg.shape: arg.split for arg in args if arg.split}
     results = []
     for x in lax.cond(is_owner, lambda *xs: bind(eqn, xs), idle, *full):
         split = splits.get(x.shape)
         leaf = LeafLayout((), x.shape, x.dtype, (split,) if split else ())
         number = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-        received = scatter_sum_array(number, leaf, runner.axis, reduce_dtype=number.dtype)
+        received = scatter_sum_array(number, leaf, interpreter.axis, reduce_dtype=number.dtype)
         results.append(Value(received.astype(x.dtype), split))
     return results
 
 
-def _custom_jvp(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+def _custom_jvp(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     """A function with a derivative of its own keeps it: the derivative is traced on whole arrays as well."""
     splits = [arg.split for arg in args]
     out_splits: list[Split | None] = []
 
     @jax.custom_jvp
     def call(*xs: Any) -> list[Any]:
-        results = runner.inside(eqn, runner.may_communicate).run(eqn.params["call_jaxpr"], _values(xs, splits))
+        results = interpreter.inside(eqn, interpreter.may_communicate).run(
+            eqn.params["call_jaxpr"], _values(xs, splits)
+        )
         out_splits[:] = [value.split for value in results]
         return [value.x for value in results]
 
@@ -167,23 +182,25 @@ def _custom_jvp(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Va
 
         values = _values(primals, splits)
         moved = [Value(tangents[i], splits[i]) for i in moving]
-        derivative = _traced(runner, eqn, whole, values, moved)
+        derivative = _traced(interpreter, eqn, whole, values, moved)
         primals_out = call(*primals)
-        placed = [runner.place(v, s, eqn).x for v, s in zip(derivative, out_splits, strict=True)]
+        placed = [interpreter.place(v, s, eqn).x for v, s in zip(derivative, out_splits, strict=True)]
         return primals_out, placed
 
     xs = call(*(arg.x for arg in args))
     return _values(xs, out_splits)
 
 
-def _custom_vjp(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+def _custom_vjp(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     """As `_custom_jvp`, for reverse mode alone."""
     splits = [arg.split for arg in args]
     out_splits: list[Split | None] = []
 
     @jax.custom_vjp
     def call(*xs: Any) -> list[Any]:
-        results = runner.inside(eqn, runner.may_communicate).run(eqn.params["call_jaxpr"], _values(xs, splits))
+        results = interpreter.inside(eqn, interpreter.may_communicate).run(
+            eqn.params["call_jaxpr"], _values(xs, splits)
+        )
         out_splits[:] = [value.split for value in results]
         return [value.x for value in results]
 
@@ -194,8 +211,8 @@ def _custom_vjp(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Va
             of_moving = lambda *moved: bind(eqn, _put(xs, moving, moved))  # noqa: E731
             return jax.vjp(of_moving, *(xs[i] for i in moving))[1](list(cotangents))
 
-        gradients = _traced(runner, eqn, whole, _values(xs, splits), _values(cotangents, out_splits))
-        placed = [runner.place(v, splits[i], eqn).x for i, v in zip(moving, gradients, strict=True)]
+        gradients = _traced(interpreter, eqn, whole, _values(xs, splits), _values(cotangents, out_splits))
+        placed = [interpreter.place(v, splits[i], eqn).x for i, v in zip(moving, gradients, strict=True)]
         return tuple(_put([None] * len(xs), moving, placed))
 
     call.defvjp(lambda *xs: (call(*xs), xs), backward)
@@ -208,11 +225,13 @@ def _put(xs: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> lis
     return [by_place.get(i, x) for i, x in enumerate(xs)]
 
 
-def _traced(runner: Runner, eqn: JaxprEqn, fn: Callable[..., Any], *args: Sequence[Value]) -> list[Value]:
+def _traced(interpreter: Interpreter, eqn: JaxprEqn, fn: Callable[..., Any], *args: Sequence[Value]) -> list[Value]:
     """`fn(*lists of whole arrays)`, computed from slices."""
     shapes = [[whole_shape(value) for value in values] for values in args]
     closed = jax.make_jaxpr(fn)(*shapes)
-    return runner.inside(eqn, runner.may_communicate).run(closed, [value for values in args for value in values])
+    return interpreter.inside(eqn, interpreter.may_communicate).run(
+        closed, [value for values in args for value in values]
+    )
 
 
 RULES: dict[str, Rule] = {

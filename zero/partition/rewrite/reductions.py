@@ -13,24 +13,24 @@ from jax.extend.core import JaxprEqn
 
 from zero.partition.collectives.arrays import fill_padding, sum_dtype
 from zero.partition.collectives.axis import Axis
-from zero.partition.rewrite.runner import Rule, Runner, Value, bind
+from zero.partition.rewrite.interpreter import Interpreter, Rule, Value, bind
 from zero.partition.rewrite.shapes import without
 
 
 def _reduction(identity: Callable[[Any], Any], collective: Callable[[jax.Array, Axis], jax.Array] | None) -> Rule:
     """Without a collective the parts are gathered and reduced once more."""
 
-    def reduce(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+    def reduce(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
         (value,) = args
         assert value.split
         if value.split.dim not in eqn.params["axes"]:
             return [Value(x, without(value, eqn.params["axes"])) for x in bind(eqn, [value.x])]
-        if not runner.may_communicate:
-            runner.refuse(eqn, "reduces over a dimension that is split")
-        (part,) = bind(eqn, [fill_padding(value.x, value.leaf, runner.axis, identity(value.x.dtype))])
+        if not interpreter.may_communicate:
+            interpreter.refuse(eqn, "reduces over a dimension that is split")
+        (part,) = bind(eqn, [fill_padding(value.x, value.leaf, interpreter.axis, identity(value.x.dtype))])
         if collective:
-            return [Value(collective(part, runner.axis), None)]
-        parts = lax.all_gather(part, runner.axis.name, axis_index_groups=runner.axis.copies())
+            return [Value(collective(part, interpreter.axis), None)]
+        parts = lax.all_gather(part, interpreter.axis.name, axis_index_groups=interpreter.axis.copies())
         return [Value(x, None) for x in bind(eqn.replace(params={**eqn.params, "axes": (0,)}), [parts])]
 
     return reduce
@@ -76,7 +76,7 @@ def _all_bits(dtype: Any) -> Any:
     return True if dtype == jnp.bool_ else ~jnp.zeros((), dtype)
 
 
-def _dot_general(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+def _dot_general(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     """A contraction over the split dimension is completed by a sum; a batch or free dimension stays split."""
     contracted, batch = eqn.params["dimension_numbers"]
     # The larger operand of those that are split stays where it is.
@@ -86,16 +86,16 @@ def _dot_general(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[V
     dim = value.split.dim
 
     def together(dims: Any) -> list[Any]:
-        placed = runner.place(other, value.moved(dims[1 - kept][dims[kept].index(dim)]), eqn)
+        placed = interpreter.place(other, value.moved(dims[1 - kept][dims[kept].index(dim)]), eqn)
         return [value, placed] if kept == 0 else [placed, value]
 
     if dim in contracted[kept]:
-        if not runner.may_communicate:
-            runner.refuse(eqn, "sums over a dimension that is split")
-        xs = [fill_padding(arg.x, arg.leaf, runner.axis, 0) for arg in together(contracted)]
+        if not interpreter.may_communicate:
+            interpreter.refuse(eqn, "sums over a dimension that is split")
+        xs = [fill_padding(arg.x, arg.leaf, interpreter.axis, 0) for arg in together(contracted)]
         out: Any = eqn.outvars[0].aval
         part = bind(eqn.replace(params={**eqn.params, "preferred_element_type": sum_dtype(out.dtype)}), xs)[0]
-        return [Value(_sum(part, runner.axis).astype(out.dtype), None)]
+        return [Value(_sum(part, interpreter.axis).astype(out.dtype), None)]
     if dim in batch[kept]:
         split = value.moved(batch[kept].index(dim))
         return [Value(x, split) for x in bind(eqn, [arg.x for arg in together(batch)])]
@@ -104,7 +104,7 @@ def _dot_general(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[V
         for arg, c, b in zip(args, contracted, batch, strict=True)
     ]
     split = value.moved(len(batch[0]) + kept * len(free[0]) + free[kept].index(dim))
-    xs = [arg.x if i == kept else runner.place(arg, None, eqn).x for i, arg in enumerate(args)]
+    xs = [arg.x if i == kept else interpreter.place(arg, None, eqn).x for i, arg in enumerate(args)]
     return [Value(x, split) for x in bind(eqn, xs)]
 
 

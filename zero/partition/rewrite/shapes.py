@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from zero.partition.layout import Split
-from zero.partition.rewrite.runner import Rule, Runner, Value, bind
+from zero.partition.rewrite.interpreter import Interpreter, Rule, Value, bind
 
 
 def _with_params(eqn: JaxprEqn, **params: Any) -> JaxprEqn:
@@ -32,27 +32,27 @@ def _largest_split(args: Sequence[Value]) -> Split:
 def _along_others(name: str) -> Rule:
     """Along one or more dimensions, which the parameter `name` holds; all shapes stay, or differ there alone."""
 
-    def rule(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+    def rule(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
         dims, split = eqn.params[name], _largest_split(args)
         if split.dim in (dims if isinstance(dims, tuple) else (dims,)):
             return None
-        return [Value(x, split) for x in bind(eqn, [runner.place(arg, split, eqn).x for arg in args])]
+        return [Value(x, split) for x in bind(eqn, [interpreter.place(arg, split, eqn).x for arg in args])]
 
     return rule
 
 
-def _stack(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+def _stack(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     split = _largest_split(args)
     moved = dataclasses.replace(split, dim=split.dim + (eqn.params["axis"] <= split.dim))
-    return [Value(x, moved) for x in bind(eqn, [runner.place(arg, split, eqn).x for arg in args])]
+    return [Value(x, moved) for x in bind(eqn, [interpreter.place(arg, split, eqn).x for arg in args])]
 
 
-def _each(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+def _each(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     """Each result is an operand."""
     return [Value(x, arg.split) for x, arg in zip(bind(eqn, [arg.x for arg in args]), args, strict=True)]
 
 
-def _broadcast_in_dim(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+def _broadcast_in_dim(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     (value,) = args
     assert value.split
     dims = eqn.params["broadcast_dimensions"]
@@ -61,7 +61,7 @@ def _broadcast_in_dim(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> l
     return [Value(lax.broadcast_in_dim(value.x, shape, dims), split)]
 
 
-def _reshape(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+def _reshape(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     """Where the split dimension survives."""
     (value,) = args
     assert value.split
@@ -79,19 +79,19 @@ def without(value: Value, dims: Sequence[int]) -> Split:
     return value.moved(value.split.dim - sum(dim < value.split.dim for dim in dims))
 
 
-def _squeeze(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+def _squeeze(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     (value,) = args
     return [Value(x, without(value, eqn.params["dimensions"])) for x in bind(eqn, [value.x])]
 
 
-def _transpose(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+def _transpose(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     (value,) = args
     assert value.split
     split = value.moved(eqn.params["permutation"].index(value.split.dim))
     return [Value(x, split) for x in bind(eqn, [value.x])]
 
 
-def _tile(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+def _tile(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     (value,) = args
     assert value.split
     if eqn.params["reps"][value.split.dim] != 1:
@@ -99,7 +99,7 @@ def _tile(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] |
     return [Value(x, value.split) for x in bind(eqn, [value.x])]
 
 
-def _slice(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+def _slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     (value,) = args
     split, params = value.split, eqn.params
     assert split
@@ -110,7 +110,7 @@ def _slice(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] 
     return [Value(x, split) for x in bind(_with_params(eqn, limit_indices=limits), [value.x])]
 
 
-def _pad(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+def _pad(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     value, fill = args
     assert value.split
     if eqn.params["padding_config"][value.split.dim] != (0, 0, 0):
@@ -118,7 +118,7 @@ def _pad(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | 
     return [Value(x, value.split) for x in bind(eqn, [value.x, fill.x])]
 
 
-def _dynamic_slice(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+def _dynamic_slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     value, *starts = args
     split, sizes = value.split, eqn.params["slice_sizes"]
     assert split
@@ -128,13 +128,13 @@ def _dynamic_slice(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list
     return [Value(x, split) for x in bind(_with_params(eqn, slice_sizes=sizes), [value.x, *_all(starts, split.dim)])]
 
 
-def _dynamic_update_slice(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+def _dynamic_update_slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     value, update, *starts = args
     split = value.split or update.split
     assert split
     if value.shape[split.dim] != update.shape[split.dim]:
         return None
-    placed = [runner.place(arg, split, eqn).x for arg in (value, update)]
+    placed = [interpreter.place(arg, split, eqn).x for arg in (value, update)]
     return [Value(x, split) for x in bind(eqn, [*placed, *_all(starts, split.dim)])]
 
 
@@ -143,7 +143,7 @@ def _all(starts: Sequence[Value], dim: int) -> list[Any]:
     return [jnp.zeros_like(start.x) if i == dim else start.x for i, start in enumerate(starts)]
 
 
-def _bitcast_convert_type(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+def _bitcast_convert_type(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     """A change of the size of an element appends a dimension, or takes the last one away."""
     (value,) = args
     assert value.split
@@ -153,7 +153,7 @@ def _bitcast_convert_type(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) 
     return [Value(x, value.split) for x in bind(eqn, [value.x])]
 
 
-def _arg_reduction(runner: Runner, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+def _arg_reduction(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     (value,) = args
     assert value.split
     if value.split.dim in eqn.params["axes"]:

@@ -12,7 +12,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from zero.models.config import GPTConfig
 from zero.runtime.config import rules_between_keys
-from zero.runtime.config.rules_per_key import shown
+from zero.runtime.config.constraints import shown
 from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zero.models.config import GPTConfig
-from zero.runtime.config.rules_per_key import is_paths, shown
+from zero.runtime.config.constraints import is_paths, shown
 from zero.runtime.config.schema import Config
 from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE, hyperparameters
 from zero.training.sharded_gpt import group_size
@@ -105,7 +105,10 @@ def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
         if size.layer == "gated_units" and getattr(zero, key) > 1:
             yield f"zero.{key}", f"1, as model.size={config.model.size} has gated units"
     if size.has_codebook and zero.fused_update:
-        yield "zero.fused_update", f"false, as model.size={config.model.size} has codes, which all keys move"
+        yield (
+            "zero.fused_update",
+            f"false, as model.size={config.model.size} has a codebook, which an update of single layers cannot move",
+        )
     if not zero.fused_update:
         return
     needed: dict[str, tuple[Any, list[Any]]] = {
@@ -135,7 +138,7 @@ def _undivided(config: Config, size: GPTConfig) -> Mistakes:
     elif size.expert_capacity is None:
         yield (
             "zero.expert_shards",
-            f"1, or a number as expert_capacity {of_model}: places are what devices exchange",
+            f"1, or a number as expert_capacity {of_model}, as devices exchange a fixed number of tokens",
         )
     given = f"zero.expert_shards={zero.expert_shards}"
     if zero.tensor_shards > 1:

@@ -11,15 +11,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from zero.runtime import storage
 from zero.runtime.config.check import check, describe
+from zero.runtime.config.constraints import shown
 from zero.runtime.config.files import conf_directory, load_sizes
-from zero.runtime.config.rules_per_key import shown
 from zero.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# What a resume may not change: the model, the seed and the order of the data.
+# What a resume may not change: the model, the seed, the order of the data, the optimizer and the decay of its state.
 FIXED_KEYS = (
     "seed",
     "model.size",
@@ -71,7 +70,7 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
     A preset given now changes nothing: its values are those of a fresh start, and a warning names what differs.
 
     Raises:
-      UserError: overrides that would change the model, the seed or the order of the data, a line for each.
+      UserError: overrides that would change one of `FIXED_KEYS`, a line for each.
     """
     try:
         merged = OmegaConf.merge(config, saved)
@@ -120,15 +119,3 @@ def flat_config(config: Any) -> dict[str, str]:
         else:
             flat[str(key)] = shown(value)
     return flat
-
-
-def index_files(value: Any, bucket_path: str | None) -> str | list[str] | dict[str, float]:
-    """What `data.index_path_train` or `..._validation` says, for a Loader: index files, or their weights.
-
-    Relative paths are in the bucket, if there is one.
-    """
-    if isinstance(value, str):
-        return storage.join(storage.bucket(bucket_path), value) if bucket_path else value
-    if all(isinstance(entry, str) for entry in value):
-        return [str(index_files(entry, bucket_path)) for entry in value]
-    return {str(index_files(entry["index"], bucket_path)): entry["weight"] for entry in value}

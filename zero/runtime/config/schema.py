@@ -3,7 +3,7 @@
 Values and explanations are in conf/config.yaml alone, rules between keys in rules_between_keys.py. What builds a model,
 a run or a plan takes these classes; all else takes plain values.
 """
-# ruff: noqa: RUF009  the functions of rules_per_key.py return dataclass fields
+# ruff: noqa: RUF009  the functions of constraints.py return dataclass fields
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from omegaconf import MISSING
 
 from zero.models.attention.choice import CHOICES as ATTENTION
 from zero.models.gpt import REMAT
-from zero.runtime.config.rules_per_key import (
+from zero.runtime.config.constraints import (
     at_least,
     checked,
     fraction,

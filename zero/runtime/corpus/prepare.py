@@ -86,7 +86,7 @@ def prepare(
         index_directory: a path or a gs:// URL; index files name the shards relative to it where possible.
         tokenizer: see `zero.runtime.tokenizers.load_tokenizer`; or a number of tokens, to train one on the source and
             save it as `directory/name/tokenizer.json`.
-        row_tokens: length of a row, a training sample; the longest context that a model can be trained with.
+        row_tokens: length of a row, of which training reads `max_context` tokens; the longest context that it can have.
         one_document_per_row: give each document its own rows and pad its last one, instead of joining documents.
         validation_fraction: of the documents, above 0 and below 1.
         rows_per_member: rows in one array. The cost of reading is per array, hardly per row.

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zero.runtime import storage
 from zero.runtime.data import shards
@@ -44,7 +45,7 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
     except FileNotFoundError:
         raise UserError(f"index file {index}: no such file; zero-prepare writes one") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"index file {index} is no text: {error}") from error
+        raise UserError(f"index file {index} is not UTF-8 text: {error}") from error
     except OSError as error:
         raise file_error(f"index file {index} cannot be read: {error}", error) from error
     listed: list[tuple[str, int | None]] = []
@@ -62,6 +63,18 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
     if missing and not skip_bad:
         raise BadData(f"index file {index}: shard {missing[0]} is missing")
     return [Shard(path, shards.count_rows(path) if rows is None else rows) for path, rows in listed]
+
+
+def index_paths(value: Any, bucket_path: str | None) -> str | list[str] | dict[str, float]:
+    """What `data.index_path_train` or `..._validation` says, for a Loader: index files, or their weights.
+
+    Relative paths are in the bucket, if there is one.
+    """
+    if isinstance(value, str):
+        return storage.join(storage.bucket(bucket_path), value) if bucket_path else value
+    if all(isinstance(entry, str) for entry in value):
+        return [str(index_paths(entry, bucket_path)) for entry in value]
+    return {str(index_paths(entry["index"], bucket_path)): entry["weight"] for entry in value}
 
 
 def _missing(paths: list[str]) -> list[str]:

@@ -23,7 +23,7 @@ from zero.runtime.data.cache import ShardCache
 from zero.runtime.data.corpus_reader import SKIPPED, CorpusReader
 from zero.runtime.data.index_files import Shard, read_index
 from zero.runtime.data.order import Mixture, Order, exact_weights
-from zero.runtime.data.prefetch import Stream
+from zero.runtime.data.prefetch import RowStream
 from zero.runtime.errors import UserError
 
 _REMOTE_THREADS = 16  # at most; they wait for the network, not for Python
@@ -183,22 +183,22 @@ class Loader:
         useful = _REMOTE_THREADS if is_remote else os.cpu_count() or 1
         return ThreadPoolExecutor(min(own_streams * len(self.corpora), useful), thread_name_prefix="shards")
 
-    def _open_stream(self, number: int, row: int, pool: ThreadPoolExecutor) -> list[Stream]:
-        """One stream from its `row` on: a `Stream` for each corpus."""
+    def _open_stream(self, number: int, row: int, pool: ThreadPoolExecutor) -> list[RowStream]:
+        """One stream from its `row` on: a `RowStream` for each corpus."""
         counts = self._mixture.counts(number, row)[:, 0].tolist()
         return [
-            Stream(corpus.order.buffers(number, count), corpus.read_buffer, pool)
+            RowStream(corpus.order.buffers(number, count), corpus.read_buffer, pool)
             for corpus, count in zip(self.corpora, counts, strict=True)
         ]
 
-    def _count_to_cut(self, streams: list[list[Stream]], done: int) -> int:
+    def _count_to_cut(self, streams: list[list[RowStream]], done: int) -> int:
         """How many batches to cut at once: those whose rows are available; copying many costs little more than one."""
         rows = [float(weight * self._stream_rows) for weight in self._mixture.weights]  # of a corpus per batch
         count = min(int(stream.available / own) for group in streams for stream, own in zip(group, rows, strict=True))
         count = max(1, min(count, _CUT_TOKENS // (len(streams) * self._stream_rows * self._context)))
         return count if self.total_batches is None else min(count, self.total_batches - done)
 
-    def _take(self, number: int, row: int, group: list[Stream], tokens: np.ndarray, lengths: np.ndarray) -> None:
+    def _take(self, number: int, row: int, group: list[RowStream], tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Fills (batches, rows, T) and (batches, rows) with the rows of a stream from its `row` on."""
         count = lengths.size
         if len(group) == 1:
@@ -239,7 +239,7 @@ def _used_shards(indices: list[str | Path], train_samples: int | None, skip_bad:
         if rows:
             used.append((shard, rows))
     if not used:
-        raise UserError(f"index file {', '.join(map(str, indices))}: the shards hold no samples")
+        raise UserError(f"index file {', '.join(map(str, indices))}: the shards hold no rows")
     return used
 
 

@@ -92,7 +92,9 @@ class Mixture:
     streams: int
 
     def counts(self, stream: int, row: int, count: int = 0) -> np.ndarray:
-        """(corpora, 1 + count): rows of each corpus among the first row, row + 1, ..., row + count rows of a stream.
+        """How many of the first n rows of a stream are of each corpus, for n from row to row + count.
+
+        Shape `(corpora, 1 + count)`.
 
         The first corpus takes its share of the rows, rounded down, the second its share of the rest, and so on: no
         count ever decreases, and none drifts from its weight. Streams round at different rows, so that batches are

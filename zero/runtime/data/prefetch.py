@@ -15,7 +15,7 @@ from zero.runtime.data.shards import Rows
 _Item = TypeVar("_Item")
 
 
-class Stream:
+class RowStream:
     """The rows of one stream in order. The next shuffle buffer is read while one is in use."""
 
     def __init__(

@@ -91,7 +91,8 @@ def start(
                 )
         except (RuntimeError, ValueError) as error:
             remedy = (
-                "expected TPU pods, Slurm or Open MPI, or HOST:PORT with num_processes and process_id (1 and 0 alone)"
+                "expected TPU pods, Slurm or Open MPI, or HOST:PORT with num_processes and process_id (1 and 0 for a "
+                "single process)"
             )
             raise Unavailable(
                 f"distributed.coordinator_address={coordinator_address}: {str(error).splitlines()[0]}; {remedy}"

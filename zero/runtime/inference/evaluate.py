@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from zero.models.config import GPTConfig
-from zero.runtime.config.saved_config import index_files
 from zero.runtime.config.schema import Config
+from zero.runtime.data.index_files import index_paths
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.harness_tasks import run_tasks
@@ -40,7 +40,7 @@ def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
     scorer = Scorer(trained, context, config.training.batch_size)
     result: dict[str, Any] = {"run": str(config.model.model_path), "step": trained.step, "context": context}
     if config.evaluate.validation:
-        index = index_files(config.data.index_path_validation, config.data.bucket_path)
+        index = index_paths(config.data.index_path_validation, config.data.bucket_path)
         assert not isinstance(index, dict)  # which the check of the configuration refuses
         stride = None if config.evaluate.carry else config.evaluate.stride or -(-context // 2)
         result |= score_validation_set(scorer, index, context, stride, config.training.loss_on == "completion")

@@ -29,9 +29,9 @@ class HarnessModel(TemplateLM):
       context: tokens that the model sees at once, of which it scores all but the first.
       score: `(tokens, first)` to the losses in nats of the tokens from `first` on, and whether each was the most
         likely.
-      write: prompts and a number of tokens to each prompt's most likely continuation, longer and longer up to that
-        many tokens.
-      rows: prompts of a batch.
+      write: `(prompts, count)` to an iterator of the most likely continuations of all prompts so far, until each has
+        `count` tokens.
+      rows: prompts per batch.
     """
 
     def __init__(

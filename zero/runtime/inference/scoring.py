@@ -41,7 +41,7 @@ class Scorer:
     Args:
       trained: the model.
       context: tokens of a row.
-      rows: of a batch of one host; rounded up to the number of tensor groups, which are devices alone mostly.
+      rows: per host and batch; the sum over hosts is rounded up to a multiple of the number of tensor groups.
     """
 
     def __init__(self, trained: TrainedModel, context: int, rows: int):
@@ -176,7 +176,7 @@ def score_validation_set(
             num_bytes + int(lengths[text[is_scored]].sum()),
         )
     if not tokens:
-        raise UserError(f"{index}: its rows hold no token that counts")
+        raise UserError(f"{index}: its rows hold no token to score")
     return {
         "loss": nats / tokens,
         "perplexity": math.exp(nats / tokens),

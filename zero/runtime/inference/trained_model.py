@@ -18,7 +18,7 @@ from zero.runtime.config.schema import Config
 from zero.runtime.hosts import startup
 from zero.runtime.run_directory import saved_checkpoint_directory
 from zero.runtime.tokenizers import Tokenizer, load_tokenizer
-from zero.runtime.weights.sources import restore_weights, weights_subtree
+from zero.runtime.weights.checkpoint_weights import restore_weights, weights_subtree
 from zero.training.sharded_gpt import ShardedGPT
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from zero.runtime.config.rules_per_key import shown
+from zero.runtime.config.constraints import shown
 from zero.runtime.config.saved_config import default_config
 from zero.runtime.config.schema import Config
 from zero.runtime.planning.compile import Row, highest_peak

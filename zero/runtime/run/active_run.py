@@ -41,7 +41,7 @@ from zero.runtime.tracking.tracker import Tracker
 from zero.training.batch import Batch
 from zero.training.flops import model_flops
 from zero.training.programs import Inference, Programs, split_rows
-from zero.training.schedules import Context
+from zero.training.schedules import SequenceLengths
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import TrainState
 
@@ -80,7 +80,7 @@ class ActiveRun:
     programs: Programs
     inference: Inference
     layout: Layout
-    context: Context
+    context: SequenceLengths
     loader: Loader
     validation: Loader
     checkpoints: Checkpoints

@@ -23,11 +23,11 @@ from zero.runtime import run_directory as run_files
 from zero.runtime import storage
 from zero.runtime.build import make_job
 from zero.runtime.checkpoints.manager import Checkpoints
-from zero.runtime.config.saved_config import index_files
 from zero.runtime.config.schema import Config
 from zero.runtime.corpus.manifest import check_tokenizer
 from zero.runtime.corpus.prepare_if_missing import prepare_if_missing
 from zero.runtime.data.cache import ShardCache
+from zero.runtime.data.index_files import index_paths
 from zero.runtime.data.loader import Loader
 from zero.runtime.errors import UserError
 from zero.runtime.hosts import agreement, signals, startup
@@ -38,11 +38,11 @@ from zero.runtime.run.restore import restore
 from zero.runtime.run.step_metrics import StepMetrics
 from zero.runtime.run.training_position import TrainingPosition
 from zero.runtime.tokenizers import Tokenizer, load_tokenizer
-from zero.runtime.tracking.metrics import read_metrics
+from zero.runtime.tracking.metrics_file import read_metrics
 from zero.runtime.tracking.tracker import Tracker
 from zero.runtime.weights.warm_start import warm_start
 from zero.training.programs import Programs, make_inference
-from zero.training.schedules import Context
+from zero.training.schedules import SequenceLengths
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import TrainState
 
@@ -174,7 +174,7 @@ def _load_tokenizer(config: Config, size: GPTConfig) -> Tokenizer:
 def _prepare_corpus(config: Config, tokenizer: Tokenizer) -> None:
     """Prepares the corpus if its index files are missing: the default job needs nothing but this machine."""
     data = config.data
-    indices = [index_files(value, data.bucket_path) for value in (data.index_path_train, data.index_path_validation)]
+    indices = [index_paths(value, data.bucket_path) for value in (data.index_path_train, data.index_path_validation)]
     paths = [path for index in indices for path in ([index] if isinstance(index, str) else index)]
     is_first = jax.process_index() == 0
     for is_turn in (is_first, not is_first):  # hosts that share a disk find what the first one has made
@@ -225,11 +225,11 @@ def with_global_batch(config: Config, global_rows: int) -> Config:
     return replace(config, training=replace(training, batch_size=share))
 
 
-def staged_context(config: Config) -> Context:
+def staged_context(config: Config) -> SequenceLengths:
     training, full = config.training, config.data.max_context
     if training.context_stages == "linear":
-        return Context.linear(full, training.warmup_train_context, training.staged_warmup_steps)
-    return Context(full, training.stages())
+        return SequenceLengths.linear(full, training.warmup_train_context, training.staged_warmup_steps)
+    return SequenceLengths(full, training.stages())
 
 
 def _loaders(config: Config, size: GPTConfig, tokenizer: Tokenizer, global_rows: int) -> tuple[Loader, Loader]:
@@ -243,7 +243,7 @@ def _loaders(config: Config, size: GPTConfig, tokenizer: Tokenizer, global_rows:
     host, hosts = jax.process_index(), jax.process_count()
     only_completions = config.training.loss_on == "completion"
     training = Loader(
-        index_files(data.index_path_train, data.bucket_path),
+        index_paths(data.index_path_train, data.bucket_path),
         global_rows=global_rows,
         context=data.max_context,
         vocab_size=size.vocab_size,
@@ -258,7 +258,7 @@ def _loaders(config: Config, size: GPTConfig, tokenizer: Tokenizer, global_rows:
         only_completions=only_completions,
     )
     validation = Loader(
-        index_files(data.index_path_validation, data.bucket_path),
+        index_paths(data.index_path_validation, data.bucket_path),
         global_rows=global_rows,
         context=data.max_context,
         vocab_size=size.vocab_size,

@@ -21,7 +21,7 @@ from zero.runtime.run_directory import (
     SAMPLES_FILE,
     saved_config,
 )
-from zero.runtime.tracking.metrics import read_metrics, read_resumes
+from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 
 REPORT_FILE = "report.html"
 # Panel, its curves as (metric, dash), and whether the axis is logarithmic.

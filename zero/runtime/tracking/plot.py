@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from zero.runtime.run_directory import METRICS_FILE
-from zero.runtime.tracking.metrics import read_metrics, read_resumes
+from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 
 PICTURE_FILE = "run.png"
 TRAINING, VALIDATION, SKIPPED, GREY = "#4c78a8", "#e45756", "#f58518", "#888888"

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from zero.runtime.tracking.metrics import MetricsFile
+from zero.runtime.tracking.metrics_file import MetricsFile
 from zero.runtime.tracking.tensorboard import TensorBoard
 from zero.runtime.tracking.weights_and_biases import WeightsAndBiases
 
@@ -38,7 +38,7 @@ class Tracker:
 
     >>> import tempfile
     >>> from zero.runtime.run_directory import METRICS_FILE
-    >>> from zero.runtime.tracking.metrics import read_metrics
+    >>> from zero.runtime.tracking.metrics_file import read_metrics
     >>> directory = Path(tempfile.mkdtemp())
     >>> with Tracker(directory, project=None, config={}, resumed_from=None) as tracker:
     ...     tracker.log({"step": 1, "train/loss": 5.5})

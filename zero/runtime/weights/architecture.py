@@ -21,7 +21,7 @@ FUSED_QKV = ("query", "key", "value")
 _SIZES = {"embedding_dim", "vocab_size", "num_head", "block_size", "N", "kv_heads", "head_dim", "mlp_dim"}
 _SIZES |= {"norm_epsilon", "dropout", "vocab_chunks", "z_loss", "parametrization", "mup_base_width", "zero_init"}
 _SIZES |= {"embedding_dropout", "attention_dropout", "residual_dropout"}
-_SIZES |= {"expert_capacity", "balance_loss", "router_z_loss"}  # without a capacity text is generated, here too
+_SIZES |= {"expert_capacity", "balance_loss", "router_z_loss"}  # zero too generates text without a capacity
 _DEFAULTS = {one.name: one.default for one in fields(GPTConfig)} | {"attention_scale": "sqrt"}
 
 
@@ -31,7 +31,7 @@ class Architecture:
 
     Attributes:
       model_type, class_name: as in config.json.
-      family: of `zero.models.config.FAMILIES`, what the architecture fixes.
+      family: of `zero.models.families.FAMILIES`, what the architecture fixes.
       keys: keys of config.json, and the attribute of `GPTConfig` that each holds.
       absent: what a missing key means.
       aliases: other names of keys.

@@ -10,7 +10,7 @@ import numpy as np
 from zero.partition.layout import make_layout
 from zero.runtime import run_directory as run_files
 from zero.runtime.checkpoints.manager import Checkpoints
-from zero.runtime.weights.sources import choose_steps, new_directory, open_checkpoints
+from zero.runtime.weights.checkpoint_weights import choose_steps, new_directory, open_checkpoints
 
 
 def average(place: str, run_directory: Path, steps: Sequence[int] | None = None) -> list[int]:

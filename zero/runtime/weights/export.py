@@ -19,10 +19,10 @@ from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import Unavailable, first_line
 from zero.runtime.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 from zero.runtime.weights.architecture import Architecture
-from zero.runtime.weights.architectures import architecture_of
+from zero.runtime.weights.architecture_table import architecture_of
+from zero.runtime.weights.checkpoint_weights import choose_steps, new_directory, open_checkpoints, weights_subtree
 from zero.runtime.weights.hf_config import write_config
 from zero.runtime.weights.hf_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
-from zero.runtime.weights.sources import choose_steps, new_directory, open_checkpoints, weights_subtree
 
 MAX_FILE_BYTES = 4 << 30  # a file is held in memory while it is written; a larger tensor gets a file of its own
 

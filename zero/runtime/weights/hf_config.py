@@ -8,7 +8,7 @@ from typing import Any
 from zero.models.config import GPTConfig
 from zero.runtime.errors import UserError
 from zero.runtime.weights.architecture import Architecture
-from zero.runtime.weights.architectures import ARCHITECTURES
+from zero.runtime.weights.architecture_table import ARCHITECTURES
 
 _MISSING = object()
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")

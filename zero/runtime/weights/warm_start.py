@@ -12,9 +12,9 @@ from zero.models.config import GPTConfig
 from zero.partition.global_arrays import from_global
 from zero.partition.layout import PyTree
 from zero.runtime.errors import UserError
+from zero.runtime.weights.checkpoint_weights import choose_steps, open_checkpoints, restore_weights, weights_subtree
 from zero.runtime.weights.hf_config import UNSEEN
 from zero.runtime.weights.hf_folder import CONFIG_FILE, HuggingFaceFolder
-from zero.runtime.weights.sources import choose_steps, open_checkpoints, restore_weights, weights_subtree
 from zero.training.programs import repeat_blocks
 from zero.training.sharded_gpt import ShardedGPT
 

@@ -136,7 +136,7 @@ def _fields(message: bytes, wanted: int) -> Iterator[bytes]:
             case kind:
                 raise ValueError(f"wire type {kind}")
         if position > len(message):
-            raise ValueError("a field ends behind its message")
+            raise ValueError("a field extends past the end of its message")
         if tag >> 3 == wanted:
             yield message[start:position]
 

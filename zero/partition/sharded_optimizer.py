@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 from zero.partition.collectives.arrays import fill_padding
 from zero.partition.collectives.axis import Axis, AxisLike, as_axis
 from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout, match_layout
-from zero.partition.rewrite.functions import across_shards, run_on_shards, with_extra_args
-from zero.partition.rewrite.runner import NotElementwiseError
+from zero.partition.rewrite.entry_points import across_shards, run_on_shards, with_extra_args
+from zero.partition.rewrite.interpreter import NotElementwiseError
 from zero.partition.stages import checked_axis, gather, scatter_mean, scatter_sum, shard
 from zero.partition.whole_state import ShardedOptimizer, ShardedState, require_sharded
 

@@ -12,7 +12,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split
 from zero.partition.rewrite import control, reductions
 from zero.partition.rewrite import shapes as shape_rules
-from zero.partition.rewrite.runner import ACROSS_SHARDS, Rule, Runner, Value, whole_shape
+from zero.partition.rewrite.interpreter import ACROSS_SHARDS, Interpreter, Rule, Value, whole_shape
 
 RULES: dict[str, Rule] = {**shape_rules.RULES, **reductions.RULES, **control.RULES}
 
@@ -20,9 +20,10 @@ RULES: dict[str, Rule] = {**shape_rules.RULES, **reductions.RULES, **control.RUL
 def across_shards(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Lets an optax transform that is not element-wise communicate between shards, so that it is right on them.
 
-    Where arrays are split, its reductions over the split dimension end in an all-reduce; loops and factorisations run
-    on gathered arrays, each on one device that owns it; other operations that have no such form on every device alike.
-    Everywhere else it is the transform itself. Use it on the part of a chain that needs it.
+    Where arrays are split, its reductions over the split dimension end in an all-reduce; loops and factorizations run
+    on gathered arrays, each on one device that owns it; any other operation that has no form for shards runs on
+    gathered arrays on every device. Outside pmap and `shard_optimizer` it is the transform itself. Use it on the part
+    of a chain that needs it.
 
     >>> clip = across_shards(optax.adaptive_grad_clip(0.1))
     >>> tx = optax.chain(clip, optax.adam(1e-3))
@@ -80,8 +81,8 @@ def run_on_shards(
         values += given
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*trees)
     wanted = [_split(leaf) for leaf in outputs(shapes)]
-    results = zip(Runner(axis, RULES).run(closed, values), wanted, strict=True)
-    place = Runner(axis, RULES, may_communicate=True).place
+    results = zip(Interpreter(axis, RULES).run(closed, values), wanted, strict=True)
+    place = Interpreter(axis, RULES, may_communicate=True).place
     return jax.tree.unflatten(jax.tree.structure(shapes), [place(x, split, None).x for x, split in results])
 
 

@@ -1,4 +1,4 @@
-"""Carries out the operations of a traced function one by one, on values that are whole or split."""
+"""An interpreter of jaxprs, whose values are whole or split: it evaluates a traced function one operation at a time."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def whole_shape(value: Value) -> jax.ShapeDtypeStruct:
 
 
 # A rule carries out one kind of operation on values of which at least one is split. None: not for these arguments.
-Rule = Callable[["Runner", JaxprEqn, Sequence[Value]], Sequence[Value] | None]
+Rule = Callable[["Interpreter", JaxprEqn, Sequence[Value]], Sequence[Value] | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Runner:
+class Interpreter:
     """Where and how operations are carried out.
 
     Attributes:
@@ -198,8 +198,8 @@ class Runner:
             x = slice_array(x, LeafLayout((), x.shape, x.dtype, (split,)), self.axis)
         return Value(x, split)
 
-    def inside(self, eqn: JaxprEqn, may_communicate: bool) -> Runner:
-        """The runner of what an operation calls."""
+    def inside(self, eqn: JaxprEqn, may_communicate: bool) -> Interpreter:
+        """The interpreter of what an operation calls."""
         return dataclasses.replace(self, may_communicate=may_communicate, callers=(eqn, *self.callers))
 
     def splits(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Split | None]:

@@ -12,8 +12,8 @@ import optax
 import pytest
 
 import zero
-from zero.partition import quantised
-from zero.partition.quantised import AdamCode, scale_by_adam, scale_by_lion, to_bfloat16
+from zero.partition import quantised_optimizers
+from zero.partition.quantised_optimizers import AdamCode, scale_by_adam, scale_by_lion, to_bfloat16
 
 # Nothing divides by 3 or 8 but the last dimension of "tall", which is split there: 4099 is prime.
 SHAPES = {"tall": (3, 4099), "wide": (13, 512), "cube": (5, 7, 120), "vector": (4101,), "small": (13, 24), "scalar": ()}
@@ -160,7 +160,7 @@ def test_no_collective_and_no_whole_array(dtype: str) -> None:
 
 
 def randoms(shape: tuple[int, ...], step: int = 0) -> tuple[jax.Array, jax.Array]:
-    return quantised._random_halves(shape, "leaf", jnp.int32(step))
+    return quantised_optimizers._random_halves(shape, "leaf", jnp.int32(step))
 
 
 @pytest.mark.parametrize("value", [3.3e-7, 1.7e-12, 4e-15, 2.1e3])
@@ -267,8 +267,8 @@ def test_random_bits_differ_by_step_leaf_and_place_and_look_uniform() -> None:
     shape = (64, 4096)
     bits = [np.asarray(x).reshape(-1) for x in randoms(shape)]
     bits += [np.asarray(randoms(shape, step=1)[0]).reshape(-1)]
-    bits += [np.asarray(quantised._random_halves(shape, "leaf2", jnp.int32(0))[0]).reshape(-1)]
-    bits += [np.asarray(quantised._random_halves(shape, "leaf", jnp.int32(0), salt=1)[0]).reshape(-1)]
+    bits += [np.asarray(quantised_optimizers._random_halves(shape, "leaf2", jnp.int32(0))[0]).reshape(-1)]
+    bits += [np.asarray(quantised_optimizers._random_halves(shape, "leaf", jnp.int32(0), salt=1)[0]).reshape(-1)]
     correlation = np.corrcoef(bits)
     assert np.abs(correlation - np.eye(len(bits))).max() < 0.01
     for x in bits:
@@ -286,7 +286,7 @@ def test_what_cannot_be_held_is_refused() -> None:
         with pytest.raises(ValueError, match="state_dtype must be int8, bfloat16 or float32, got float16"):
             make(state_dtype=jnp.float16)
     with pytest.raises(ValueError, match="params"):
-        zero.round_stochastically().update(jnp.ones(3), quantised.RoundingState(jnp.int32(0)))
+        zero.round_stochastically().update(jnp.ones(3), quantised_optimizers.RoundingState(jnp.int32(0)))
 
 
 def test_leaves_that_are_no_floats_or_have_no_gradient() -> None:
@@ -310,7 +310,7 @@ def test_moments_are_converted_between_dtypes(source: str, target: str) -> None:
     for step in range(3):
         state = jax.jit(made[0].update)(gradients(step), state)[1]
     dtypes = jax.tree.map(lambda x: x.dtype, jax.eval_shape(made[1].init, params))
-    got: Any = quantised.convert_adam(state, dtypes, 0.9, 0.95)
+    got: Any = quantised_optimizers.convert_adam(state, dtypes, 0.9, 0.95)
     assert jax.tree.map(lambda x: x.dtype, got) == dtypes
     if source == target:
         jax.tree.map(np.testing.assert_array_equal, got, state)
