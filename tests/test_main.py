@@ -137,7 +137,10 @@ def test_status_says_whether_a_repeat_may_succeed(
     ("overrides", "named"),
     [
         (["+trainig.total_steps=5"], ["trainig", "expected one of mode"]),
-        (["training.batch_size=12"], ["training.batch_size", "12", "8 devices", "gradient_accumulation_steps=2", "16"]),
+        (
+            ["training.batch_size=12", "data.index_path_train=absent.index", "data.corpus=absent"],
+            ["training.batch_size", "12", "8 devices", "gradient_accumulation_steps=2", "16"],
+        ),
         (["data.resume_step=5"], ["data.resume_step=5", "--resume"]),
         (["data.tokenizer=none.json"], ["none.json"]),
         (["data.index_path_validation=none.index"], ["none.index"]),

@@ -122,10 +122,14 @@ def test_quantities_that_no_run_has_logged_have_no_panel(tmp_path: Path) -> None
 def test_a_long_run_that_was_often_resumed_is_a_page_that_opens(tmp_path: Path) -> None:
     run, spike = make_run(tmp_path / "run", 0.5), 5_555
     lines: list[dict[str, object]] = [
-        {"step": step, "train/loss": 9.0 if step == spike else None if step > 7_000 else 1 / step}
-        for step in range(21, 8_021)
+        {
+            "step": step,
+            "train/loss": 9.0 if step == spike else None if step > 7_000 else 1 / step,
+            "gradient_norm": 3 * step % 10,
+        }
+        for step in range(21, 8_026)
     ]
-    lines += [{"event": "resume", "step": 8_020 + number} for number in range(200)]
+    lines += [{"event": "resume", "step": 8_025 + number} for number in range(200)]
     with (run / "metrics.jsonl").open("a") as file:
         file.writelines(f"{json.dumps(line)}\n" for line in lines)
     text = write_report([run], tmp_path / "page.html").read_text()
@@ -135,9 +139,11 @@ def test_a_long_run_that_was_often_resumed_is_a_page_that_opens(tmp_path: Path) 
     (loss,) = (trace for trace in traces if trace["name"].endswith("train/loss"))
     assert len(loss["x"]) <= MOST_POINTS and (loss["x"][0], loss["y"][0]) == (1, 2.5)
     assert loss["x"] == sorted(loss["x"]) and loss["y"][loss["x"].index(spike)] == 9 and loss["y"][-1] is None
+    (norm,) = (trace for trace in traces if trace["name"].endswith("gradient_norm"))
+    assert len(norm["x"]) <= MOST_POINTS and (norm["x"][-1], norm["y"][-1]) == (8_025, 5)
     panels = len(PANELS) + 1  # that of tasks
     assert len(layout["shapes"]) == 200 * panels
-    assert [shape["x0"] for shape in layout["shapes"] if shape["label"].get("text")] == [8_020]
+    assert [shape["x0"] for shape in layout["shapes"] if shape["label"].get("text")] == [8_025]
     assert {(shape["xref"], shape["yref"]) for shape in layout["shapes"]} == {
         (f"x{number or ''}", f"y{number or ''} domain") for number in (0, *range(2, panels + 1))
     }

@@ -63,6 +63,9 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
     run_directory, is_fork = _join_run_directory(run_directory, config.resume)
     count, backend = jax.device_count(), jax.default_backend()
     log.info("%d %s devices, %d of this host; %s", count, backend, jax.local_device_count(), run_directory)
+    position = TrainingPosition(global_rows=config.training.batch_size * hosts)
+    if config.resume is None:
+        with_global_batch(config, position.global_rows)  # a mistake is reported before a corpus is prepared
     tokenizer = _load_tokenizer(config, size)
     _prepare_corpus(config, tokenizer)
     model, tx, programs, layout = make_job(config, size)
@@ -73,7 +76,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
         place = run_files.checkpoint_directory(run_directory, config.data.bucket_path, config.data.checkpoint_directory)
         agreement.check_shared("data.checkpoint_directory", place)
         checkpoints = stack.enter_context(Checkpoints(place, config.data.keep_checkpoints))
-        position, state = TrainingPosition(config.training.batch_size * hosts), None
+        state = None
         if config.resume is not None:
             origin = _origin(config, run_directory, place) if is_fork else None
             source = checkpoints if origin is None else stack.enter_context(Checkpoints(origin, keep=None))

@@ -142,17 +142,17 @@ def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[
 
 
 def _thinned(points: list[tuple[int, float | None]]) -> list[tuple[int, float | None]]:
-    """At most `MOST_POINTS` of them, for browsers: the lowest and the highest of each stretch, so that spikes stay."""
+    """At most `MOST_POINTS` of them, for browsers: the lowest and the highest of each stretch, and the last of all."""
     if len(points) <= MOST_POINTS:
         return points
-    length = -(-2 * len(points) // MOST_POINTS)
+    length = -(-len(points) // (MOST_POINTS // 2 - 1))
     kept: list[tuple[int, float | None]] = []
     for start in range(0, len(points), length):
         stretch = points[start : start + length]
         finite = [(value, step) for step, value in stretch if value is not None]
         extremes = {min(finite), max(finite)} if finite else set()
         kept += sorted((step, value) for value, step in extremes) or stretch[:1]
-    return kept
+    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
 
 
 def _vertical_line(step: int, panel: int, color: str, label: str) -> dict[str, Any]:
