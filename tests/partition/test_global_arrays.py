@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zero
 from tests.partition.sharded_arrays import AXES, make_shards, make_whole
@@ -29,6 +30,7 @@ def test_to_global_is_the_whole_array_and_from_global_the_way_back(axis: zero.Ax
         np.testing.assert_array_equal(x, before[name])
         assert x.sharding == shards[name].sharding  # else the program that takes it is compiled again
         assert shards[name].is_deleted() == donate
+        assert result[name].is_deleted() == donate
 
 
 def test_donation_copies_no_byte() -> None:
@@ -38,6 +40,40 @@ def test_donation_copies_no_byte() -> None:
     addresses = [part.data.unsafe_buffer_pointer() for part in shards["w"].addressable_shards]
     back = zero.from_global(zero.to_global(shards, layout, axis, donate=True), layout, axis, donate=True)
     assert [part.data.unsafe_buffer_pointer() for part in back["w"].addressable_shards] == addresses
+
+
+def test_each_device_compiles_one_program(caplog: pytest.LogCaptureFixture) -> None:
+    """One for each shape as well took seconds at the first checkpoint of a run."""
+    axis, whole = zero.Axis("batch", (1, 8)), {str(n): np.ones((n, n + 8), np.float32) for n in range(40, 52)}
+    layout = zero.make_layout(whole, 8)
+    shards = zero.from_host(whole, layout, axis)
+    with jax.log_compiles():
+        zero.from_global(zero.to_global(shards, layout, axis, donate=True), layout, axis, donate=True)
+    compiled = [record.getMessage() for record in caplog.records]
+    assert sum(message.startswith("Finished XLA compilation") for message in compiled) == 2 * 8
+
+
+def test_an_error_leaves_donated_arrays_as_they_were() -> None:
+    layout = zero.make_layout(make_whole(), 8)
+    shards = make_shards(layout, zero.Axis("batch", (1, 8)))
+    with pytest.raises(ValueError, match="leaf w"):
+        zero.to_global({**shards, "w": shards["b"]}, layout, "batch", donate=True)
+    whole = zero.to_global(shards, layout, "batch")
+    with pytest.raises(ValueError, match="leaf w"):
+        zero.from_global({**whole, "w": whole["b"]}, layout, "batch", donate=True)
+    assert not any(x.is_deleted() for x in (*shards.values(), *whole.values()))
+
+
+def test_arrays_that_are_not_donated_stay_as_they_were() -> None:
+    """Also those that need not move, be their sharding another one of the same meaning, and those of the host."""
+    layout = zero.make_layout({"w": jnp.zeros((5, 24))}, 8)
+    placed = zero.global_shapes(layout, "batch")["w"].sharding
+    same = NamedSharding(Mesh(placed.mesh.devices.reshape(8), "x"), PartitionSpec(None, "x"))
+    ones = np.ones((5, 24), np.float32)
+    for source in (ones, jnp.asarray(ones), jax.device_put(ones, placed), jax.device_put(ones, same)):
+        shards = zero.from_global({"w": source}, layout, "batch")["w"]
+        assert jax.pmap(lambda x: x + 1, "batch", donate_argnums=0)(shards).sum() == 2 * ones.sum()
+        np.testing.assert_array_equal(source, ones)
 
 
 def test_from_global_takes_arrays_that_lie_elsewhere() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ def global_shapes(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] 
       ValueError: axis, layout and devices do not fit each other.
 
     >>> import zero
+    >>> from jax import numpy as jnp
     >>> n = jax.local_device_count()
     >>> layout = zero.make_layout({"w": jax.ShapeDtypeStruct((n + 1,), jnp.float32)}, n)
     >>> global_shapes(layout, "batch")["w"].shape == (2 * n,)
@@ -41,7 +43,7 @@ def to_global(
 
     Nothing moves between devices and nothing is gathered; with several processes each labels what it holds. A leaf
     keeps its padding: `leaf.padded_shape` out. Its sharding spans the replicas, then the shards, in the order that the
-    axis gives. Each shard is copied on its own device, leaf by leaf, unless it may be donated.
+    axis gives. Each shard is copied on its own device, unless it may be donated.
 
     Args:
       tree: per leaf `(local devices, *leaf.shard_shape)`, as it came out of pmap.
@@ -54,6 +56,7 @@ def to_global(
       ValueError: a leaf has another shape or lies on other devices than the layout and the axis say.
 
     >>> import zero
+    >>> from jax import numpy as jnp
     >>> n = jax.local_device_count()
     >>> layout = zero.make_layout({"w": jax.ShapeDtypeStruct((3, 5 * n), jnp.float32)}, n)
     >>> shards = {"w": jax.pmap(lambda i: jnp.full((3, 5), i, jnp.float32), axis_name="batch")(jnp.arange(n))}
@@ -64,17 +67,14 @@ def to_global(
     True
     """
     mesh = mesh_of(layout, axis, devices)
-
-    def one(leaf: LeafLayout, x: jax.Array) -> jax.Array:
-        parts = local_shards(leaf, x, mesh)
-        squeeze = _squeeze_donated if donate else _squeeze
-        shards = [squeeze(part.data) for part in parts]
-        if donate:
-            x.delete()
-        sharding = _sharding(leaf, mesh)
-        return jax.make_array_from_single_device_arrays(leaf.padded_shape, sharding, shards)
-
-    return layout.map(one, tree)
+    arrays = layout.treedef.flatten_up_to(tree)
+    for leaf, x in zip(layout.leaves, arrays, strict=True):
+        local_shards(leaf, x, mesh)
+    shards = _reshape_shards(_drop_first, arrays, donate)
+    return layout.treedef.unflatten(
+        jax.make_array_from_single_device_arrays(leaf.padded_shape, _sharding(leaf, mesh), parts)
+        for leaf, parts in zip(layout.leaves, shards, strict=True)
+    )
 
 
 def from_global(
@@ -92,6 +92,7 @@ def from_global(
       ValueError: a leaf has another shape or dtype than the layout says.
 
     >>> import zero
+    >>> from jax import numpy as jnp
     >>> n = jax.local_device_count()
     >>> layout = zero.make_layout({"w": jax.ShapeDtypeStruct((2 * n,), jnp.float32)}, n)
     >>> from_global({"w": np.arange(2 * n, dtype=np.float32)}, layout, "batch")["w"][0].tolist()
@@ -103,21 +104,21 @@ def from_global(
     name = axis.name if isinstance(axis, Axis) else axis
     stacked = NamedSharding(Mesh(np.asarray(local), (name,)), PartitionSpec(name))
 
-    def one(leaf: LeafLayout, x: jax.Array | np.ndarray) -> jax.Array:
+    def place(leaf: LeafLayout, x: jax.Array | np.ndarray) -> jax.Array:
         if x.shape != leaf.padded_shape or x.dtype != leaf.dtype:
             remedy = "; zero.from_host takes arrays without padding" if x.shape == leaf.shape else ""
             raise ValueError(
                 f"leaf {leaf.name}: the layout says {leaf.dtype.name}{list(leaf.padded_shape)}, padding included, "
                 f"got {x.dtype.name}{list(x.shape)}{remedy}"
             )
-        whole = jax.device_put(x, _sharding(leaf, mesh))
-        unsqueeze = _unsqueeze_donated if donate else _unsqueeze
-        shards = [unsqueeze(part.data) for part in whole.addressable_shards]
-        if donate:
-            whole.delete()
-        return jax.make_array_from_single_device_arrays((len(local), *leaf.shard_shape), stacked, shards)
+        return jax.device_put(x, _sharding(leaf, mesh), may_alias=donate)
 
-    return layout.map(one, tree)
+    arrays = layout.treedef.flatten_up_to(layout.map(place, tree))
+    shards = _reshape_shards(_add_first, arrays, donate=True)  # copies where the caller keeps his
+    return layout.treedef.unflatten(
+        jax.make_array_from_single_device_arrays((len(local), *leaf.shard_shape), stacked, parts)
+        for leaf, parts in zip(layout.leaves, shards, strict=True)
+    )
 
 
 def mesh_of(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None) -> Mesh:
@@ -149,7 +150,6 @@ def _sharding(leaf: LeafLayout, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*dims))
 
 
-# A donated reshape only renames a buffer; without donation XLA copies it.
 def _drop_first(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[1:])
 
@@ -158,5 +158,28 @@ def _add_first(x: jax.Array) -> jax.Array:
     return x[None]
 
 
-_squeeze, _squeeze_donated = jax.jit(_drop_first), jax.jit(_drop_first, donate_argnums=0)
-_unsqueeze, _unsqueeze_donated = jax.jit(_add_first), jax.jit(_add_first, donate_argnums=0)
+def _reshape_shards(
+    reshape: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array], donate: bool
+) -> list[list[jax.Array]]:
+    """The shards of each array on the devices of this process, reshaped in their buffers if they may be donated.
+
+    By one program for each device: one for each shape as well would take many seconds to compile.
+    """
+    of_device: dict[jax.Device, list[jax.Array]] = defaultdict(list)
+    for x in arrays:
+        for part in x.addressable_shards:
+            of_device[part.device].append(part.data)
+    program = _reshape_donated if donate else _reshape
+    reshaped = [program(reshape, parts) for parts in of_device.values()]
+    if donate:
+        for x in arrays:
+            x.delete()
+    return [list(parts) for parts in zip(*reshaped, strict=True)]
+
+
+def _reshape_parts(reshape: Callable[[jax.Array], jax.Array], parts: list[jax.Array]) -> list[jax.Array]:
+    return [reshape(part) for part in parts]
+
+
+_reshape = jax.jit(_reshape_parts, static_argnums=0)
+_reshape_donated = jax.jit(_reshape_parts, static_argnums=0, donate_argnums=1)

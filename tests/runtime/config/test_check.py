@@ -156,7 +156,7 @@ def test_every_size_can_be_trained(size: str) -> None:
         ),
         (
             "model.size=bytes_vq; zero.fused_update=true",
-            ["zero.fused_update=true", "false, as model.size=bytes_vq has codes"],
+            ["zero.fused_update=true", "false, as model.size=bytes_vq has a codebook"],
         ),
         (
             "model.size=bytes_vq; data.isolate_documents=true",
