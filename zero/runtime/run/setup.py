@@ -63,9 +63,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
     run_directory, is_fork = _join_run_directory(run_directory, config.resume)
     count, backend = jax.device_count(), jax.default_backend()
     log.info("%d %s devices, %d of this host; %s", count, backend, jax.local_device_count(), run_directory)
-    position = TrainingPosition(global_rows=config.training.batch_size * hosts)
-    if config.resume is None:
-        with_global_batch(config, position.global_rows)  # a mistake is reported before a corpus is prepared
+    position = _first_position(config, hosts)
     tokenizer = _load_tokenizer(config, size)
     _prepare_corpus(config, tokenizer)
     model, tx, programs, layout = make_job(config, size)
@@ -132,6 +130,14 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             last_step=last_step,
             in_flight=in_flight,
         )
+
+
+def _first_position(config: Config, hosts: int) -> TrainingPosition:
+    """That of a run that starts. A batch that does not divide is refused here, before a corpus is prepared."""
+    position = TrainingPosition(global_rows=config.training.batch_size * hosts)
+    if config.resume is None:
+        with_global_batch(config, position.global_rows)
+    return position
 
 
 def _join_run_directory(run_directory: Path, resume: str | None) -> tuple[Path, bool]:
