@@ -14,7 +14,8 @@ class Batch(NamedTuple):
     """What one device computes on.
 
     Attributes:
-      tokens: int32 `(rows, context)`. A token t that is read but not predicted is `~t`, that is -1 - t; padding is -1.
+      tokens: int32 `(rows, context)`: rows of the data, or pieces of them in the staged warmup. A token t that is read
+        but not predicted is `~t`, that is -1 - t; padding is -1, read as token 0.
       first_row: int32, where these rows lie in the global batch.
     """
 

@@ -117,14 +117,14 @@ class ActiveRun:
         Returns:
           False where a stop request came while the program was being compiled; nothing was started then.
         """
-        tokens = self.context.cut(batch.tokens, step - 1)
-        rows, length = split_batch(tokens, jax.process_index(), self.axis.row_group), tokens.shape[1]
+        sequences = self.context.cut(batch.tokens, step - 1)  # rows, or pieces of them
+        per_device, length = split_batch(sequences, jax.process_index(), self.axis.row_group), sequences.shape[1]
         self.profiler.before(step)
         if length in self._steps:
-            self.state, metrics = self._steps[length](self.state, rows)
+            self.state, metrics = self._steps[length](self.state, per_device)
             is_waited_for = self.profiler.is_last(step)
             self.metrics.add(metrics, leave=0 if is_waited_for else self.in_flight, flops=self._flops[length])
-        elif not self._first_step(length, rows):
+        elif not self._first_step(length, per_device):
             return False
         if self.profiler.is_last(step):
             began = time.monotonic()
@@ -134,23 +134,23 @@ class ActiveRun:
         self.bar.update()
         return True
 
-    def _first_step(self, length: int, rows: Batch) -> bool:
+    def _first_step(self, length: int, per_device: Batch) -> bool:
         """The first step of this sequence length, compiled; it is waited for and timed apart from the others."""
         began = time.monotonic()
         with CacheHits().counting() as cache_hits:
             program = self.programs.step
             if jax.process_count() == 1:
-                program = compile_unless_stopped(self.stop_requests, program, self.state, rows)
+                program = compile_unless_stopped(self.stop_requests, program, self.state, per_device)
                 if program is None:
                     return False
-            self.state, metrics = program(self.state, rows)
+            self.state, metrics = program(self.state, per_device)
             self.metrics.add(metrics, leave=0)
         seconds, age = time.monotonic() - began, process_age()
         self.metrics.exclude(seconds, steps=1)
         if not self._steps:
             self.metrics.add_to_next_line("seconds_to_first_step", age)
         self._steps[length] = program
-        self._flops[length] = model_flops(self.size, rows.tokens.shape[1], length) // self.axis.row_group
+        self._flops[length] = model_flops(self.size, per_device.tokens.shape[1], length) // self.axis.row_group
         log.info(
             "first step with sequences of %d tokens: %.1f s after the start; it took %.1f s and was %s",
             length,
@@ -275,11 +275,11 @@ class ActiveRun:
         return signals.PREEMPTED
 
 
-def split_batch(tokens: np.ndarray, host: int, group: int) -> Batch:
-    """This host's rows `(rows, context)` as `(devices, rows / groups, context)`, the same ones for a group."""
-    rows = split_rows(tokens, jax.local_device_count(), group)
-    first_rows = host * len(tokens) + rows.shape[1] * (np.arange(len(rows)) // group)
-    return Batch(rows, first_rows.astype(np.int32))
+def split_batch(sequences: np.ndarray, host: int, group: int) -> Batch:
+    """This host's sequences `(B, T)` as `(devices, B / groups, T)`, the same ones for all devices of a group."""
+    tokens = split_rows(sequences, jax.local_device_count(), group)
+    first_rows = host * len(sequences) + tokens.shape[1] * (np.arange(len(tokens)) // group)
+    return Batch(tokens, first_rows.astype(np.int32))
 
 
 def check_limits(config: Config, line: dict[str, Any], skipped_in_a_row: int) -> None:
