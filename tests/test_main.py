@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -214,6 +215,27 @@ def test_checkpoint_of_another_model_is_refused_by_leaf(forks: cli.Forks, finish
     done = forks.run("--resume", "hydra.run.dir=other", "training.total_steps=20")
     check_refusal(done, "other/checkpoints, step 12, leaf params/", "holds (2,", "expects (4,")
     assert contents(other) == before
+
+
+def test_checkpoint_of_a_size_that_was_edited_is_refused(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+    """What shows in no leaf; the metadata of the checkpoint is edited here, because the entry is this repository's."""
+    edited = workplace / "edited"
+    shutil.copytree(finished, edited)
+    (meta_file,) = edited.glob("checkpoints/12/meta/metadata")
+    meta = json.loads(meta_file.read_text())
+
+    def run(*arguments: str, **changed: Any) -> subprocess.CompletedProcess[str]:
+        meta_file.write_text(json.dumps({**meta, "size": {**meta["size"], **changed}}))
+        return forks.run(*arguments)
+
+    resume = ("--resume", "hydra.run.dir=edited")
+    expected = "edited/checkpoints, step 12: norm_epsilon is 1e-05, this run expects 1e-06"
+    for arguments in (resume, ("mode=sample", "model.model_path=edited")):
+        check_refusal(run(*arguments, norm_epsilon=1e-5), expected)
+    done = run(*resume, parametrization="mup", mup_base_width=16, tied=False, attention_scale="linear")
+    check_refusal(done, "parametrization is mup, this run expects standard")
+    done = run(*resume, dropout=0.5)  # what only training sees may change
+    assert done.returncode == 0 and "has changed since then: dropout from 0.5 to" in done.stderr
 
 
 def test_data_that_changed_is_refused(forks: cli.Forks, finished: Path, workplace: Path) -> None:

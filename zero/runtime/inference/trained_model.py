@@ -18,7 +18,7 @@ from zero.runtime.config.schema import Config
 from zero.runtime.hosts import startup
 from zero.runtime.run_directory import saved_checkpoint_directory
 from zero.runtime.tokenizers import Tokenizer, load_tokenizer
-from zero.runtime.weights.checkpoint_weights import restore_weights, weights_subtree
+from zero.runtime.weights.checkpoint_weights import check_unseen, restore_weights, weights_subtree
 from zero.training.sharded_gpt import ShardedGPT
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,9 @@ def load_weights(run: Path, model: ShardedGPT, step: int | None, ema: bool = Fal
     directory = saved_checkpoint_directory(run)
     with Checkpoints(directory, keep=None) as checkpoints:
         step = checkpoints.choose(step)
-        within = weights_subtree(f"{directory}, step {step}", checkpoints.meta(step), ema)
+        origin, meta = f"{directory}, step {step}", checkpoints.meta(step)
+        check_unseen(origin, asdict(GPTConfig(**meta["size"])), model.config)
+        within = weights_subtree(origin, meta, ema)
         weights = restore_weights(checkpoints, step, model, within)
     log.info("weights from step %d of %s", step, directory)
     return weights, step

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 
 import jax
 
+from zero.models.config import GPTConfig
 from zero.partition.checksums import checksums
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import from_global
@@ -16,6 +17,7 @@ from zero.runtime.checkpoints.damage import DamagedCheckpoint
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 from zero.runtime.run.training_position import TrainingPosition
+from zero.runtime.weights.checkpoint_weights import check_unseen
 from zero.training.optimizer import convert_state
 from zero.training.step import TrainState
 
@@ -23,34 +25,35 @@ log = logging.getLogger(__name__)
 
 
 def restore(
-    source: Checkpoints, step: int | None, layout: Layout, axis: Axis, is_own: bool, **adam: float
+    source: Checkpoints, step: int | None, size: GPTConfig, layout: Layout, axis: Axis, is_own: bool, **adam: float
 ) -> tuple[TrainingPosition, TrainState]:
     """The checkpoint of `step`, or for None the newest that can be read; damaged ones of this run are set aside.
 
     Args:
       source: the checkpoints of this run, or of the one that it forks from.
       step: a step, or None for the newest.
+      size: of the model, whose entry in conf/model_config.yaml may have changed.
       layout: of the whole state.
       axis: the pmap axis.
       adam: decay rates and epsilon that differ from AdamW's defaults; moments in 8 bits depend on them.
       is_own: whether the checkpoints are this run's; those of another run are left as they are.
 
     Raises:
-      UserError: there is no such checkpoint, or none that can be read.
+      UserError: there is no such checkpoint, none that can be read, or it is of another model.
     """
     newest, damaged = source.choose(step), []
     for candidate in [newest] if step is not None else source.steps()[::-1]:
         try:
             meta = source.meta(candidate)
+            origin, trained = f"{source.directory}, step {candidate}", asdict(GPTConfig(**meta["size"]))
+            check_unseen(origin, trained, size, also=("parametrization", "mup_base_width"))
             saved = source.as_saved(candidate, layout)
             state = from_global(source.restore(candidate, saved, axis), saved, axis, donate=True)
             sums = checksums(state, saved, axis)
             bad = [name for name, saved in meta["checksums"].items() if sums[name] != saved]
             if bad:
                 del state  # before the next one takes its place
-                raise DamagedCheckpoint(
-                    f"checkpoint {source.directory}, step {candidate}: {', '.join(bad)} is not what was saved"
-                )
+                raise DamagedCheckpoint(f"checkpoint {origin}: {', '.join(bad)} is not what was saved")
         except DamagedCheckpoint as error:
             if step is not None:
                 raise
@@ -61,6 +64,9 @@ def restore(
             source.set_aside(number)
         known = {field.name for field in fields(TrainingPosition)}
         log.info("resumed from step %d of %s", candidate, source.directory)
+        if changed := [key for key, value in asdict(size).items() if value != trained[key]]:
+            values = ", ".join(f"{key} from {trained[key]} to {getattr(size, key)}" for key in changed)
+            log.warning("the model's entry in conf/model_config.yaml has changed since then: %s", values)
         if saved != layout:
             changes = {
                 f"{old.path[0]} from {old.dtype.name} to {new.dtype.name}"

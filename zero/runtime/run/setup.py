@@ -80,7 +80,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             source = checkpoints if origin is None else stack.enter_context(Checkpoints(origin, keep=None))
             given = config.optimizer.hyperparameters()
             adam = {key: given[key] for key in ("b1", "b2", "eps") if key in given}
-            position, state = restore(source, config.data.resume_step, layout, model.axis, not is_fork, **adam)
+            position, state = restore(source, config.data.resume_step, size, layout, model.axis, not is_fork, **adam)
         elif checkpoints.steps():
             raise UserError(f"{place} has checkpoints: --resume continues, another hydra.run.dir starts a new run")
         config = with_global_batch(config, position.global_rows)

@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from zero.models.config import GPTConfig
 from zero.models.gated_unit import CODEBOOK
 from zero.partition.global_arrays import from_global
 from zero.partition.layout import Layout, PyTree
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 from zero.runtime.run_directory import CONFIG_FILE, saved_checkpoint_directory
+from zero.runtime.weights.hf_config import UNSEEN
 from zero.training.sharded_gpt import ShardedGPT
 
 
@@ -41,6 +43,17 @@ def choose_steps(checkpoints: Checkpoints, steps: Sequence[int] | None) -> list[
     if missing:
         raise UserError(f"{checkpoints.directory}: no step {missing[0]}; there are {', '.join(map(str, existing))}")
     return sorted(set(steps)) if steps else existing
+
+
+def check_unseen(origin: str, saved: Mapping[str, Any], expected: GPTConfig, also: Sequence[str] = ()) -> None:
+    """Compares what shows in no leaf: the attributes `UNSEEN`, and `also`, of the saved size with the expected ones.
+
+    Raises:
+      UserError: one differs; `origin` begins the message.
+    """
+    for key in (*also, *UNSEEN):
+        if saved[key] != getattr(expected, key):
+            raise UserError(f"{origin}: {key} is {saved[key]}, this run expects {getattr(expected, key)}")
 
 
 def weights_subtree(origin: str, meta: Mapping[str, Any], ema: bool) -> str:

@@ -12,8 +12,13 @@ from zero.models.config import GPTConfig
 from zero.partition.global_arrays import from_global
 from zero.partition.layout import PyTree
 from zero.runtime.errors import UserError
-from zero.runtime.weights.checkpoint_weights import choose_steps, open_checkpoints, restore_weights, weights_subtree
-from zero.runtime.weights.hf_config import UNSEEN
+from zero.runtime.weights.checkpoint_weights import (
+    check_unseen,
+    choose_steps,
+    open_checkpoints,
+    restore_weights,
+    weights_subtree,
+)
 from zero.runtime.weights.hf_folder import CONFIG_FILE, HuggingFaceFolder
 from zero.training.programs import repeat_blocks
 from zero.training.sharded_gpt import ShardedGPT
@@ -49,9 +54,7 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
             def read(model: ShardedGPT) -> PyTree:
                 return restore_weights(checkpoints, step, model, within)
 
-        for key in UNSEEN:
-            if size[key] != getattr(model.config, key):
-                raise UserError(f"{origin}: {key} is {size[key]}, this run expects {getattr(model.config, key)}")
+        check_unseen(origin, size, model.config)
         if size["N"] != model.config.N and (len(model.config.windows) > 1 or model.config.experts_every > 1):
             raise UserError(f"{origin}: N={size['N']} different blocks do not grow to N={model.config.N}")
         order = repeated_blocks(size["N"], model.config.N, origin)
