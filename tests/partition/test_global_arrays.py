@@ -1,6 +1,7 @@
 """Shards as whole arrays and back: the same elements, in the same buffers where they may be donated."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,24 +34,39 @@ def test_to_global_is_the_whole_array_and_from_global_the_way_back(axis: zero.Ax
         assert result[name].is_deleted() == donate
 
 
-def test_donation_copies_no_byte() -> None:
-    axis = zero.Axis("batch", (1, 8))
-    layout = zero.make_layout(make_whole(), 8)
-    shards = make_shards(layout, axis)
-    addresses = [part.data.unsafe_buffer_pointer() for part in shards["w"].addressable_shards]
-    back = zero.from_global(zero.to_global(shards, layout, axis, donate=True), layout, axis, donate=True)
-    assert [part.data.unsafe_buffer_pointer() for part in back["w"].addressable_shards] == addresses
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(5, 24), (13, 3)],
+        [(8, 64), (512,)],  # shards of (1, 64) and (64,): of one the array has the shape that the other is given
+        [(1, 16, 64), (16, 64), (64, 16, 1)],
+        [(24, 16)] * 5,
+    ],
+    ids=str,
+)
+def test_donation_copies_no_byte(shapes: list[tuple[int, ...]]) -> None:
+    whole = [np.full(shape, number, np.float32) for number, shape in enumerate(shapes)]
+    layout = zero.make_layout(whole, 8)
+
+    def addresses(arrays: list[jax.Array]) -> list[list[int]]:
+        return [[part.data.unsafe_buffer_pointer() for part in x.addressable_shards] for x in arrays]
+
+    shards = jax.pmap(lambda _: zero.shard(whole, layout, "batch"), "batch")(jnp.zeros(8))
+    before = addresses(shards)
+    back = zero.from_global(zero.to_global(shards, layout, "batch", donate=True), layout, "batch", donate=True)
+    assert addresses(back) == before
 
 
 def test_each_device_compiles_one_program(caplog: pytest.LogCaptureFixture) -> None:
-    """One for each shape as well took seconds at the first checkpoint of a run."""
-    axis, whole = zero.Axis("batch", (1, 8)), {str(n): np.ones((n, n + 8), np.float32) for n in range(40, 52)}
+    """Or two. One for each shape as well took seconds at the first checkpoint of a run."""
+    axis, sizes = zero.Axis("batch", (1, 8)), range(40, 52)
+    whole = {str(shape): np.ones(shape, np.float32) for n in sizes for shape in ((n, n + 8), (n,))}
     layout = zero.make_layout(whole, 8)
     shards = zero.from_host(whole, layout, axis)
     with jax.log_compiles():
         zero.from_global(zero.to_global(shards, layout, axis, donate=True), layout, axis, donate=True)
     compiled = [record.getMessage() for record in caplog.records]
-    assert sum(message.startswith("Finished XLA compilation") for message in compiled) == 2 * 8
+    assert sum(message.startswith("Finished XLA compilation") for message in compiled) == 2 * 2 * 8
 
 
 def test_an_error_leaves_donated_arrays_as_they_were() -> None:
@@ -64,16 +80,36 @@ def test_an_error_leaves_donated_arrays_as_they_were() -> None:
     assert not any(x.is_deleted() for x in (*shards.values(), *whole.values()))
 
 
-def test_arrays_that_are_not_donated_stay_as_they_were() -> None:
-    """Also those that need not move, be their sharding another one of the same meaning, and those of the host."""
-    layout = zero.make_layout({"w": jnp.zeros((5, 24))}, 8)
-    placed = zero.global_shapes(layout, "batch")["w"].sharding
-    same = NamedSharding(Mesh(placed.mesh.devices.reshape(8), "x"), PartitionSpec(None, "x"))
-    ones = np.ones((5, 24), np.float32)
-    for source in (ones, jnp.asarray(ones), jax.device_put(ones, placed), jax.device_put(ones, same)):
-        shards = zero.from_global({"w": source}, layout, "batch")["w"]
-        assert jax.pmap(lambda x: x + 1, "batch", donate_argnums=0)(shards).sum() == 2 * ones.sum()
-        np.testing.assert_array_equal(source, ones)
+def elsewhere(x: np.ndarray, leaf: zero.LeafLayout) -> dict[str, Any]:
+    """The array in the places that jax may share a buffer with, or not."""
+    placed, devices = zero.global_shapes(zero.make_layout({"": x}, 8), "batch")[""].sharding, np.asarray(jax.devices())
+    dims = [split.dim for split in leaf.splits]
+
+    def on(mesh: Mesh, names: Any) -> Any:
+        return NamedSharding(mesh, PartitionSpec(*(names if dim in dims else None for dim in range(x.ndim))))
+
+    shardings = {
+        "as to_global": placed,
+        "the same by another name": on(Mesh(devices, "x"), "x"),
+        "other shards on the same devices": on(Mesh(devices.reshape(4, 2), ("a", "b")), ("b", "a")),
+        "other devices": on(Mesh(devices[::-1], "x"), "x"),
+        "one device": jax.devices()[3],
+        "four devices": NamedSharding(Mesh(devices[:4], "x"), PartitionSpec()),
+    }
+    return {"host": x, "default": jnp.asarray(x)} | {
+        name: jax.device_put(x, place) for name, place in shardings.items()
+    }
+
+
+@pytest.mark.parametrize("shape", [(5, 24), (8,), (2,), ()], ids=str)
+def test_arrays_that_are_not_donated_stay_as_they_were(shape: tuple[int, ...]) -> None:
+    ones = np.ones(shape, np.float32)
+    layout = zero.make_layout({"w": ones, "again": ones}, 8)
+    for name, x in elsewhere(ones, layout.leaves[0]).items():
+        for _ in range(2):
+            shards = zero.from_global({"w": x, "again": x}, layout, "batch")["w"]
+            jax.pmap(lambda x: x + 1, "batch", donate_argnums=0)(shards)
+            np.testing.assert_array_equal(x, ones, name)
 
 
 def test_from_global_takes_arrays_that_lie_elsewhere() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -70,7 +71,7 @@ def to_global(
     arrays = layout.treedef.flatten_up_to(tree)
     for leaf, x in zip(layout.leaves, arrays, strict=True):
         local_shards(leaf, x, mesh)
-    shards = _reshape_shards(_drop_first, arrays, donate)
+    shards = _reshape_shards(_drop_first, arrays, [donate] * len(arrays))
     return layout.treedef.unflatten(
         jax.make_array_from_single_device_arrays(leaf.padded_shape, _sharding(leaf, mesh), parts)
         for leaf, parts in zip(layout.leaves, shards, strict=True)
@@ -86,7 +87,7 @@ def from_global(
       tree: per leaf a `jax.Array` or numpy array of `leaf.padded_shape`; arrays that lie as `to_global` would lay them
         do not move, others do.
       layout, axis, devices: as for `to_global`.
-      donate: reuse the buffers of arrays that need not move; they are deleted.
+      donate: reuse the buffers that lie in their place already; the arrays are deleted.
 
     Raises:
       ValueError: a leaf has another shape or dtype than the layout says.
@@ -99,7 +100,11 @@ def from_global(
     [0.0, 1.0]
     """
     mesh = mesh_of(layout, axis, devices)
-    local = [d for d in (devices or pmap_devices()[: mesh.size]) if d.process_index == jax.process_index()]
+    local = [
+        d
+        for d in (pmap_devices()[: mesh.size] if devices is None else devices)
+        if d.process_index == jax.process_index()
+    ]
     # To the letter what pmap gives to its results: any other name, and the program that takes them is compiled again.
     name = axis.name if isinstance(axis, Axis) else axis
     stacked = NamedSharding(Mesh(np.asarray(local), (name,)), PartitionSpec(name))
@@ -111,10 +116,12 @@ def from_global(
                 f"leaf {leaf.name}: the layout says {leaf.dtype.name}{list(leaf.padded_shape)}, padding included, "
                 f"got {x.dtype.name}{list(x.shape)}{remedy}"
             )
-        return jax.device_put(x, _sharding(leaf, mesh), may_alias=donate)
+        return jax.device_put(x, _sharding(leaf, mesh))
 
-    arrays = layout.treedef.flatten_up_to(layout.map(place, tree))
-    shards = _reshape_shards(_add_first, arrays, donate=True)  # copies where the caller keeps his
+    placed = layout.treedef.flatten_up_to(layout.map(place, tree))
+    # What was placed may share buffers with the caller's array, but not with one of numpy: XLA copies that instead.
+    is_own = [not isinstance(x, jax.Array) for x in layout.treedef.flatten_up_to(tree)]
+    shards = _reshape_shards(_add_first, placed, [donate or own for own in is_own])
     return layout.treedef.unflatten(
         jax.make_array_from_single_device_arrays((len(local), *leaf.shard_shape), stacked, parts)
         for leaf, parts in zip(layout.leaves, shards, strict=True)
@@ -159,27 +166,31 @@ def _add_first(x: jax.Array) -> jax.Array:
 
 
 def _reshape_shards(
-    reshape: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array], donate: bool
+    reshape: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array], is_donated: Sequence[bool]
 ) -> list[list[jax.Array]]:
-    """The shards of each array on the devices of this process, reshaped in their buffers if they may be donated.
+    """The shards of each array on the devices of this process, reshaped in their buffers where they may be donated.
 
-    By one program for each device: one for each shape as well would take many seconds to compile.
+    One program for each shape would compile for many seconds. Two programs for each device reshape all: with odd and
+    even numbers of dimensions apart, no result has the shape of another array, with which jax would swap buffers.
     """
-    of_device: dict[jax.Device, list[jax.Array]] = defaultdict(list)
-    for x in arrays:
+    programs: dict[tuple[jax.Device, int], dict[int, jax.Array]] = defaultdict(dict)
+    for number, x in enumerate(arrays):
         for part in x.addressable_shards:
-            of_device[part.device].append(part.data)
-    program = _reshape_donated if donate else _reshape
-    reshaped = [program(reshape, parts) for parts in of_device.values()]
-    if donate:
-        for x in arrays:
+            programs[part.device, x.ndim % 2][number] = part.data
+    reshaped: list[list[jax.Array]] = [[] for _ in arrays]
+    for parts in programs.values():
+        donated = {number: part for number, part in parts.items() if is_donated[number]}
+        kept = {number: part for number, part in parts.items() if not is_donated[number]}
+        for number, part in _reshape(reshape, kept, donated).items():
+            reshaped[number].append(part)
+    for x, is_deleted in zip(arrays, is_donated, strict=True):
+        if is_deleted:
             x.delete()
-    return [list(parts) for parts in zip(*reshaped, strict=True)]
+    return reshaped
 
 
-def _reshape_parts(reshape: Callable[[jax.Array], jax.Array], parts: list[jax.Array]) -> list[jax.Array]:
-    return [reshape(part) for part in parts]
-
-
-_reshape = jax.jit(_reshape_parts, static_argnums=0)
-_reshape_donated = jax.jit(_reshape_parts, static_argnums=0, donate_argnums=1)
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _reshape(
+    reshape: Callable[[jax.Array], jax.Array], kept: dict[int, jax.Array], donated: dict[int, jax.Array]
+) -> dict[int, jax.Array]:
+    return {number: reshape(x) for number, x in (kept | donated).items()}
