@@ -173,6 +173,10 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("plan.grid.stage=[4]", ["plan.grid.stage=[4]", "0, 1, 2, 3"]),
         ("plan.grid.remat=[]", ["plan.grid.remat=[]", "full, nested, dots, none"]),
         ("plan.grid.context=[1024]", ["plan.grid.context=[1024]", "2 to 256"]),
+        (
+            "plan.grid.state_dtype=[float32,int8]; optimizer.name=sgd",
+            ["plan.grid.state_dtype=", "as optimizer.name=sgd"],
+        ),
     ],
 )
 def test_mistake_is_one_line_that_names_key_and_expectation(override: str, named: list[str]) -> None:

@@ -195,6 +195,8 @@ def plan_rules(config: Config, size: GPTConfig) -> Mistakes:
     if plan.search != "largest" and max(plan.grid.context or [0]) > size.block_size:
         limit = f"the block_size of model.size={config.model.size}"
         yield "plan.grid.context", f"a list, each element 2 to {size.block_size}, {limit}, or null"
+    if config.optimizer.name not in QUANTISABLE and set(plan.grid.state_dtype or []) - {"float32"}:
+        yield "plan.grid.state_dtype", f"[float32] or null, as optimizer.name={config.optimizer.name}"
 
 
 def distributed_rules(config: Config, size: GPTConfig) -> Mistakes:
