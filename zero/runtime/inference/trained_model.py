@@ -69,8 +69,7 @@ def load_weights(run: Path, model: ShardedGPT, step: int | None, ema: bool = Fal
     with Checkpoints(directory, keep=None) as checkpoints:
         step = checkpoints.choose(step)
         origin, meta = f"{directory}, step {step}", checkpoints.meta(step)
+        weights = restore_weights(checkpoints, step, model, weights_subtree(origin, meta, ema))
         check_unseen(origin, asdict(GPTConfig(**meta["size"])), model.config)
-        within = weights_subtree(origin, meta, ema)
-        weights = restore_weights(checkpoints, step, model, within)
     log.info("weights from step %d of %s", step, directory)
     return weights, step

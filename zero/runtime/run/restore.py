@@ -45,10 +45,10 @@ def restore(
     for candidate in [newest] if step is not None else source.steps()[::-1]:
         try:
             meta = source.meta(candidate)
-            origin, trained = f"{source.directory}, step {candidate}", asdict(GPTConfig(**meta["size"]))
-            check_unseen(origin, trained, size, also=("parametrization", "mup_base_width"))
             saved = source.as_saved(candidate, layout)
             state = from_global(source.restore(candidate, saved, axis), saved, axis, donate=True)
+            origin, trained = f"{source.directory}, step {candidate}", asdict(GPTConfig(**meta["size"]))
+            check_unseen(origin, trained, size, also=("parametrization", "mup_base_width"))
             sums = checksums(state, saved, axis)
             bad = [name for name, saved in meta["checksums"].items() if sums[name] != saved]
             if bad:
