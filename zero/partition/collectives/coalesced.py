@@ -76,10 +76,10 @@ def scatter_sum_arrays(
 def _coalesce(
     arrays: Sequence[jax.Array], leaves: Sequence[LeafLayout], wire_dtype: DTypeLike | None
 ) -> Iterator[list[int]]:
-    """Groups of leaves that share a collective: consecutive small split leaves of one dtype and number of parts.
+    """The numbers of leaves that share a collective: small split ones of one dtype and number of parts, in order.
 
-    Every other leaf is a group of its own: quantised ones, because no two of them may share a scale, and those of
-    experts, which are exchanged by another collective.
+    Every other leaf is alone. So are quantised ones, because no two of them may share a scale, and those of experts,
+    which another collective exchanges.
     """
     filling: dict[tuple[np.dtype, int], list[int]] = {}
     for i, (x, leaf) in enumerate(zip(arrays, leaves, strict=True)):

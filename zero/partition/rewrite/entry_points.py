@@ -22,8 +22,8 @@ def across_shards(tx: optax.GradientTransformation) -> optax.GradientTransformat
 
     Where arrays are split, its reductions over the split dimension end in an all-reduce; loops and factorizations run
     on gathered arrays, each on one device that owns it; any other operation that has no form for shards runs on
-    gathered arrays on every device. Outside pmap and `shard_optimizer` it is the transform itself. Use it on the part
-    of a chain that needs it.
+    gathered arrays on every device. Where nothing is split, and outside of `shard_optimizer` and `on_shards`, it is the
+    transform itself. Use it on the part of a chain that needs it.
 
     >>> clip = across_shards(optax.adaptive_grad_clip(0.1))
     >>> tx = optax.chain(clip, optax.adam(1e-3))
