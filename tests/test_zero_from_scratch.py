@@ -1,0 +1,24 @@
+"""examples/zero_from_scratch.py: 80 lines that run, equal losses after every step, and the bytes that ZeRO promises."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = Path(__file__).parents[1] / "examples" / "zero_from_scratch.py"
+WEIGHTS = 8 * 256 * 256 * 4  # bytes, float32
+
+
+def test_losses_agree_and_bytes_fall() -> None:
+    assert len(PROGRAM.read_text().splitlines()) <= 80
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    done = subprocess.run([sys.executable, PROGRAM], env=environment, capture_output=True, text=True, check=True)
+    rows = re.findall(r"^\w+ +([\d.]+) +([\d,]+) +([\d,]+)$", done.stdout, re.MULTILINE)
+    losses = [loss for loss, *_ in rows]
+    held, temporaries = ([int(row[i].replace(",", "")) for row in rows] for i in (1, 2))
+    assert len(losses) == 5 and len(set(losses)) == 1
+    moments = 2 * WEIGHTS
+    assert held[:3] == [WEIGHTS + moments, WEIGHTS + moments, WEIGHTS + moments // 8]
+    assert held[3:] == [(WEIGHTS + moments) // 8] * 2
+    assert temporaries[4] < WEIGHTS / 2 < 2 * WEIGHTS <= temporaries[3]  # no whole weights, no whole gradient
