@@ -2,14 +2,12 @@
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import hydra
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
@@ -164,20 +162,3 @@ def test_ci_calls_the_test_command_of_the_readme() -> None:
     assert main == "./prepareTPUVM.sh && .venv/bin/python main_zero.py"
     assert test == "./prepareTPUVM.sh --test && .venv/bin/python -m pytest"
     assert test in (REPOSITORY / ".ci/run").read_text()
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/launching.md"])
-def test_configuration_accepts_the_commands_of_a_page(page: str) -> None:
-    import zero.runtime.config.schema  # noqa: F401  declares the keys
-    from zero.runtime.config.files import conf_directory
-
-    text = (REPOSITORY / page).read_text().replace("\\\n", "")
-    commands = re.findall(r"(?:^|`)python main_zero\.py([^`\n]*)", text, re.MULTILINE)
-    assert any("mode=plan" in command for command in commands)
-    with hydra.initialize_config_dir(str(conf_directory()), version_base="1.3"):
-        for command in commands:
-            words = shlex.split(command, comments=True)
-            overrides = [word for word in words if not word.startswith("--")]
-            if "--multirun" in words:  # each key once, with the first of its values
-                overrides = [word.split(",")[0] for word in overrides]
-            hydra.compose("config", overrides)  # raises for an unknown key or a wrong type

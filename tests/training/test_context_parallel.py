@@ -136,7 +136,7 @@ WIDE = GPTConfig(256, 512, 8, 128, 0.0, 4, vocab_chunks=2)
     [(4, 8), (4, 9), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 8), (8, 8), (2, 9), (8, 9)))],
 )
 def test_bytes_sent_are_those_of_the_formula(context: int, heads: int) -> None:
-    """Of docs/stages.md, "Context groups"."""
+    """Of docs/groups.md, "Context groups"."""
     rows, config = 4, dataclasses.replace(WIDE, num_head=heads, head_dim=32)
     on = setup(8, 3, config=config, axis=axis(context))
     batch = Batch(np.zeros((8, rows, WIDE.block_size), np.int32), np.zeros(8, np.int32))

@@ -169,7 +169,7 @@ def moved_to(to: Setup, of: Setup, state: TrainState) -> TrainState:
 
 
 def test_expert_groups_send_what_the_formula_says() -> None:
-    """Bytes per device and step at stage 3 with full rematerialisation (docs/stages.md), of the compiled program."""
+    """Bytes per device and step at stage 3 with full rematerialisation (docs/groups.md), of the compiled program."""
     config = dataclasses.replace(
         DROPLESS, embedding_dim=64, num_head=4, mlp_dim=256, N=2, expert_capacity=1.0, vocab_size=104, vocab_chunks=1
     )

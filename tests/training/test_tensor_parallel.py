@@ -90,7 +90,7 @@ WIDE = GPTConfig(embedding_dim=256, vocab_size=512, num_head=8, block_size=128, 
 
 @pytest.mark.parametrize("tensor", [4, *(pytest.param(tensor, marks=pytest.mark.slow) for tensor in (1, 2, 8))])
 def test_bytes_sent_are_those_of_the_formula(tensor: int) -> None:
-    """Of docs/stages.md, "Tensor groups"."""
+    """Of docs/groups.md, "Tensor groups"."""
     rows, context = 4, WIDE.block_size
     on = setup(8, 3, config=WIDE, axis=axis(3, tensor))
     batch = Batch(np.zeros((8, rows, context), np.int32), np.zeros(8, np.int32))

@@ -143,9 +143,9 @@ def test_tasks_give_what_transformers_gets_for_the_exported_model(place: Path, o
         assert got["rolling"][metric] == pytest.approx(expected["rolling"][metric], rel=1e-5)
 
 
-def test_task_of_the_readme_runs_from_its_file(place: Path, ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    (text,) = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
+def test_task_of_the_documentation_runs_from_its_file(place: Path, ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     lines = [{"text": words(i, 3), "choices": ["shard", "gather stage"], "gold": i % 2} for i in range(8)]
     monkeypatch.chdir(place)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(place / "cache"))
