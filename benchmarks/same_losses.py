@@ -3,8 +3,8 @@
     python benchmarks/same_losses.py 0d770a5                    # the current commit against that one
     python benchmarks/same_losses.py 0d770a5 --only vq fused    # some of the settings
 
-Each setting is a short run of `python main_zero.py` on 8 virtual CPU devices. For some of them the new commit also resumes
-a checkpoint of the old one. Finished runs are kept in --place and not repeated.
+Each setting is a short run of `python main_zero.py` on 8 virtual CPU devices. For some of them the new commit also
+resumes a checkpoint of the old one. Finished runs are kept in --place and not repeated.
 """
 
 import argparse
@@ -121,9 +121,9 @@ def result(directory: Path, place: Path, *trainings: tuple[Path, str]) -> list[d
 
 def difference(expected: list[dict[str, float]] | str, found: list[dict[str, float]] | str) -> str | None:
     """What differs first, or None."""
+    if isinstance(expected, str) or isinstance(found, str):
+        return f"old: {str(expected)[:150]}; new: {str(found)[:150]}"
     for old, new in zip(expected, found, strict=False):
-        if isinstance(old, str) or isinstance(new, str):
-            return f"old: {str(expected)[:150]}; new: {str(found)[:150]}"
         for key in (*old, *(key for key in new if key not in old)):
             if old.get(key) != new.get(key):
                 return f"step {old['step']}, {key}: {old.get(key)} and {new.get(key)}"
