@@ -10,6 +10,7 @@ resumes a checkpoint of the old one. Finished runs are kept in --place and not r
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -166,8 +167,8 @@ def main() -> None:
             rest = "--resume training.total_steps=8"
             pairs.append((f"{name}, resumed", [(old, whole)], [(old, f"{overrides} {half}"), (new, rest)]))
         for title, before, after in pairs:
-            expected = result(old / "runs" / title.replace(" ", "_"), place, *before)
-            found = result(new / "runs" / title.replace(" ", "_"), place, *after)
+            expected = result(old / "runs" / re.sub(r"\W+", "_", title), place, *before)
+            found = result(new / "runs" / re.sub(r"\W+", "_", title), place, *after)
             differs = difference(expected, found)
             differing += differs is not None
             losses = expected[-1].get("train/loss") if isinstance(expected[-1], dict) else None
