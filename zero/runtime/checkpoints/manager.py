@@ -282,7 +282,7 @@ class Checkpoints:
     def _read_meta(self, step: int) -> dict[str, Any]:
         file = storage.join(self.directory, f"{step}/meta/metadata")
         with read_errors(self._name(step), [file]):
-            return storage.read(file, json.load)
+            return json.loads(storage.read_bytes(file))
 
     def _read_arrays(self, step: int, targets: PyTree, restore_args: PyTree) -> PyTree:
         files = storage.list_files(storage.join(self.directory, f"{step}/state"))
