@@ -18,9 +18,11 @@ from zero.runtime.data.cache import ShardCache
 from zero.runtime.data.index_files import read_index
 from zero.runtime.errors import UserError
 
+LOCK = ".zero-cache.lock"
+
 
 def files(directory: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in directory.iterdir() if path.name != ".lock"}
+    return {path.name: path.stat().st_size for path in directory.iterdir() if path.name != LOCK}
 
 
 def test_a_cache_is_read_in_place_of_the_bucket(
@@ -71,6 +73,25 @@ def test_a_cache_holds_no_more_than_its_limit(server: str, tmp_path: Path, monke
     with cache.open_reader(f"gs://{bucket.BUCKET}/cached/large") as stream:
         assert stream.read() == bytes(4000)
     assert sum(files(tmp_path).values()) <= 3500 and 4000 not in files(tmp_path).values()
+
+
+def test_a_cache_deletes_only_what_it_has_named(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A directory with files of others: none is changed, none counts towards the limit."""
+    bucket.use(monkeypatch, server)
+    for number in range(3):
+        storage.write(f"gs://{bucket.BUCKET}/beside/{number}", bytes([number]) * 1000)
+    hexadecimal = "0123456789abcdef" * 4  # as content-addressed stores name their files
+    names = (hexadecimal, ".lock", ".part-notes", "thesis.tex", "..zero-cache.lock", f"{hexadecimal}.zero-cache.bak")
+    for name in names:
+        (tmp_path / name).write_bytes(b"mine" * 1000)
+    (tmp_path / "folder").mkdir()
+    before = {name: (tmp_path / name).read_bytes() for name in names}
+    cache = ShardCache(tmp_path, 1500)
+    for number in (0, 1, 2):
+        storage.read(f"gs://{bucket.BUCKET}/beside/{number}", lambda stream: stream.read(), cache.open_reader)
+    assert {name: (tmp_path / name).read_bytes() for name in names} == before
+    own = files(tmp_path).keys() - {*names, "folder"}
+    assert [(tmp_path / name).read_bytes() for name in own] == [bytes([2]) * 1000]
 
 
 def test_a_cache_keeps_nothing_that_came_damaged(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -204,4 +225,4 @@ def test_processes_share_a_cache(server: str, bucket_corpus, tmp_path: Path, mon
     for seed, found in ((1, other), (2, own)):
         assert found == tokens_of(loader(bucket_corpus[0], max_epochs=2, seed=seed))
     assert 0 < sum(files(tmp_path).values()) <= limit
-    assert not [name for name in files(tmp_path) if name.startswith(".part-")]
+    assert not [name for name in files(tmp_path) if ".part-" in name]

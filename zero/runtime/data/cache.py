@@ -1,8 +1,8 @@
 """Shards of a bucket kept on a local disk, up to a number of bytes. Any number of processes may share one directory.
 
-A file is named after the URL and generation of its object. It is written under a temporary name, with a lock that ends
-with its process, and renamed once its checksum was right; every later read compares the checksum again. What goes
-wrong with the disk is logged, and the shard is read from the bucket.
+A file is named after the URL and generation of its object; other files of the directory are never touched. It is
+written under a temporary name, with a lock that ends with its process, and renamed once its checksum was right; every
+later read compares the checksum again. What goes wrong with the disk is logged, and the shard is read from the bucket.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ from zero.runtime.errors import UserError
 from zero.runtime.storage import gcs
 from zero.runtime.storage.checksummed import open_checksummed
 
-_PART, _LOCK = ".part-", ".lock"
+_SUFFIX, _PART, _LOCK = ".zero-cache", ".zero-cache.part-", ".zero-cache.lock"
+_FINISHED, _UNFINISHED = re.compile(rf"[0-9a-f]{{64}}{_SUFFIX}"), re.compile(rf"{_PART}[0-9a-f]{{16}}")
 _log = logging.getLogger(__name__)
 
 
@@ -49,7 +51,8 @@ class ShardCache:
                 yield stream
             return
         stat = storage.stat(url)
-        path = self.directory / hashlib.sha256(f"{url}#{stat.generation}".encode()).hexdigest()
+        name = hashlib.sha256(f"{url}#{stat.generation}".encode()).hexdigest()
+        path = self.directory / f"{name}{_SUFFIX}"
         file = self._open(path)
         opened = self._fetch(url, stat, path) if file is None else self._verify(file, path, stat)
         with opened as stream:
@@ -115,9 +118,10 @@ class ShardCache:
         """Deletes files that no process is writing any more, then the least recently used; whether there is room."""
         files = []
         for path in self.directory.iterdir():
-            if path.name.startswith(_PART) and _is_abandoned(path):
+            is_part = _UNFINISHED.fullmatch(path.name) is not None
+            if is_part and _is_abandoned(path):
                 path.unlink(missing_ok=True)
-            elif path.name != _LOCK:
+            elif is_part or _FINISHED.fullmatch(path.name):
                 try:
                     files.append((path.stat(), path))
                 except FileNotFoundError:  # a temporary file that has just been renamed or deleted
