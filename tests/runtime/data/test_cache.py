@@ -18,9 +18,11 @@ from zero.runtime.data.cache import ShardCache
 from zero.runtime.data.index_files import read_index
 from zero.runtime.errors import UserError
 
+LOCK = ".zero-cache.lock"
+
 
 def files(directory: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in directory.iterdir() if path.name != ".lock"}
+    return {path.name: path.stat().st_size for path in directory.iterdir() if path.name != LOCK}
 
 
 def test_a_cache_is_read_in_place_of_the_bucket(
@@ -73,6 +75,25 @@ def test_a_cache_holds_no_more_than_its_limit(server: str, tmp_path: Path, monke
     assert sum(files(tmp_path).values()) <= 3500 and 4000 not in files(tmp_path).values()
 
 
+def test_a_cache_deletes_only_what_it_has_named(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A directory with files of others: none is changed, none counts towards the limit."""
+    bucket.use(monkeypatch, server)
+    for number in range(3):
+        storage.write(f"gs://{bucket.BUCKET}/beside/{number}", bytes([number]) * 1000)
+    hexadecimal = "0123456789abcdef" * 4  # as content-addressed stores name their files
+    names = (hexadecimal, ".lock", ".part-notes", "thesis.tex", "..zero-cache.lock", f"{hexadecimal}.zero-cache.bak")
+    for name in names:
+        (tmp_path / name).write_bytes(b"mine" * 1000)
+    (tmp_path / "folder").mkdir()
+    before = {name: (tmp_path / name).read_bytes() for name in names}
+    cache = ShardCache(tmp_path, 1500)
+    for number in (0, 1, 2):
+        cache.open_reader(f"gs://{bucket.BUCKET}/beside/{number}")
+    assert {name: (tmp_path / name).read_bytes() for name in names} == before
+    own = files(tmp_path).keys() - {*names, "folder"}
+    assert [(tmp_path / name).read_bytes() for name in own] == [bytes([2]) * 1000]
+
+
 def test_a_cache_keeps_nothing_that_came_damaged(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     bucket.use(monkeypatch, server)
     url = f"gs://{bucket.BUCKET}/damaged"
@@ -81,7 +102,7 @@ def test_a_cache_keeps_nothing_that_came_damaged(server: str, tmp_path: Path, mo
     with bucket.disturbed(bucket.Proxy(server, budget=1, faults=("wrong bytes",))) as address:
         bucket.use(monkeypatch, address)
         assert cache.open_reader(url).read() == b"right" * 100
-    assert [path.read_bytes() for path in tmp_path.iterdir() if path.name != ".lock"] == [b"right" * 100]
+    assert [path.read_bytes() for path in tmp_path.iterdir() if path.name != LOCK] == [b"right" * 100]
 
 
 def test_a_cached_file_is_verified_at_every_read(server: str, tmp_path: Path, monkeypatch, caplog):
@@ -106,19 +127,6 @@ def test_a_cached_file_is_verified_at_every_read(server: str, tmp_path: Path, mo
         patch.setattr(Path, "read_bytes", fail)
         assert cache.open_reader(url).read() == data
     assert f"{path}: Input/output error" in caplog.text
-
-
-def test_a_cache_deletes_only_its_own_files(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The directory may hold other files, which neither count nor go."""
-    bucket.use(monkeypatch, server)
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "folder").mkdir()
-    cache = ShardCache(tmp_path, 700)
-    for number in range(2):
-        storage.write(f"gs://{bucket.BUCKET}/own/{number}", bytes([number]) * 500)
-        cache.open_reader(f"gs://{bucket.BUCKET}/own/{number}")
-    assert (tmp_path / "notes.txt").read_text() == "mine" and (tmp_path / "folder").is_dir()
-    assert [size for name, size in files(tmp_path).items() if len(name) == 64] == [500] and len(files(tmp_path)) == 3
 
 
 def test_a_damaged_cache_changes_no_batch(server: str, bucket_corpus, tmp_path: Path, monkeypatch):
@@ -173,13 +181,13 @@ def test_a_killed_process_leaves_no_half_file_that_counts(server: str, tmp_path:
     )
     try:
         assert process.stdout is not None and process.stdout.readline() == b"written\n"
-        assert files(tmp_path) == {".part": 500}
+        assert files(tmp_path) == {".zero-cache.part": 500}
         process.send_signal(signal.SIGKILL)
     finally:
         process.kill()
         process.communicate()
     assert ShardCache(tmp_path, 700).open_reader(url).read() == b"whole" * 100
-    assert list(files(tmp_path).values()) == [500] and ".part" not in files(tmp_path)
+    assert list(files(tmp_path).values()) == [500] and ".zero-cache.part" not in files(tmp_path)
 
 
 def test_processes_share_a_cache(server: str, bucket_corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -202,4 +210,4 @@ def test_processes_share_a_cache(server: str, bucket_corpus, tmp_path: Path, mon
     for seed, found in ((1, other), (2, own)):
         assert found == tokens_of(loader(bucket_corpus[0], max_epochs=2, seed=seed))
     assert 0 < sum(files(tmp_path).values()) <= limit
-    assert not [name for name in files(tmp_path) if name == ".part"]
+    assert not [name for name in files(tmp_path) if name.endswith(".part")]

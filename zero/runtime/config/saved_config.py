@@ -94,7 +94,7 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
     if changed:
         raise UserError("\n".join(changed))
     if kept := [
-        key for key in _preset_keys(overrides) if OmegaConf.select(merged, key) != OmegaConf.select(config, key)
+        key for key in preset_keys(overrides) if OmegaConf.select(merged, key) != OmegaConf.select(config, key)
     ]:
         values = ", ".join(f"{key}={shown(OmegaConf.select(merged, key))}" for key in kept)
         log.warning("a preset is for a fresh start; the run keeps its own values: %s", values)
@@ -103,7 +103,7 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
     return merged
 
 
-def _preset_keys(overrides: list[str]) -> list[str]:
+def preset_keys(overrides: list[str]) -> list[str]:
     """The keys that the presets, slices and memory recipes among the overrides set."""
     pairs = [override.lstrip("+").split("=", 1) for override in overrides if "=" in override]
     groups = {path.name for path in conf_directory().iterdir() if path.is_dir()}

@@ -1,7 +1,8 @@
 """Shards of a bucket kept on a local disk, up to a number of bytes. Any number of processes may share one directory.
 
-A file is named after the URL and generation of its object. Every read compares its checksum, so a file that is damaged
-or incomplete is never used. What goes wrong with the disk is logged, and the shard is read from the bucket.
+A file is named after the URL and generation of its object; other files of the directory are never touched. Every read
+compares its checksum, so a file that is damaged or incomplete is never used. What goes wrong with the disk is logged,
+and the shard is read from the bucket.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from zero.runtime import storage
 from zero.runtime.errors import UserError
 from zero.runtime.storage import gcs
 
-_PART, _LOCK = ".part", ".lock"  # a shard is written under the first name while its process holds the second
+_SUFFIX, _PART, _LOCK = ".zero-cache", ".zero-cache.part", ".zero-cache.lock"  # whoever writes the part has the lock
 _log = logging.getLogger(__name__)
 
 
@@ -43,7 +44,8 @@ class ShardCache:
         if not storage.is_remote(url):
             return storage.open_reader(url)
         stat = gcs.stat(url)
-        path = self.directory / hashlib.sha256(f"{url}#{stat.generation}".encode()).hexdigest()
+        name = hashlib.sha256(f"{url}#{stat.generation}".encode()).hexdigest()
+        path = self.directory / f"{name}{_SUFFIX}"
         data = self._read(path, stat.crc32c)
         if data is None:
             data = gcs.read(url, stat)
@@ -86,7 +88,8 @@ class ShardCache:
 
     def _make_room(self, path: Path, size: int) -> bool:
         """Deletes the least recently used files of the cache; whether there is room for `size` bytes at `path`."""
-        own = [file for file in self.directory.iterdir() if re.fullmatch("[0-9a-f]{64}", file.name) and file != path]
+        named = re.compile(rf"[0-9a-f]{{64}}{_SUFFIX}")
+        own = [file for file in self.directory.iterdir() if named.fullmatch(file.name) and file != path]
         files = sorted(((file.stat(), file) for file in own), key=lambda one: one[0].st_mtime_ns)
         room = self.limit - size - sum(status.st_size for status, _ in files)
         for status, file in files:
