@@ -16,6 +16,7 @@ from types import FrameType
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from zero.models.config import GPTConfig
@@ -26,6 +27,7 @@ from zero.runtime.config.schema import Config
 from zero.runtime.errors import WRONG_PATH, UserError, file_error
 from zero.runtime.hosts.signals import SIGNALS, exit_immediately, unanswered
 from zero.runtime.run.find_run import resume_overrides, trained_run
+from zero.runtime.run.sweeps import continue_job, swept_keys
 from zero.runtime.run_directory import saved_config
 
 FULL_DISK = {errno.EDQUOT, errno.ENOSPC}
@@ -48,9 +50,12 @@ def main() -> None:
 @hydra.main(version_base="1.3", config_path=str(conf_directory()), config_name="config")
 def run(config: DictConfig) -> None:
     hydra_config = HydraConfig.get()
+    overrides, run_directory = list(hydra_config.overrides.task), Path(hydra_config.runtime.output_dir)
     with errors_in_lines():
-        checked, size = resolve(config, list(hydra_config.overrides.task))
-        status = program(checked.mode)(checked, size, Path(hydra_config.runtime.output_dir))
+        if hydra_config.mode == RunMode.MULTIRUN and config.mode == "train":
+            continue_job(config, run_directory, swept_keys(sys.argv[1:], overrides))
+        checked, size = resolve(config, overrides)
+        status = program(checked.mode)(checked, size, run_directory)
     if status:
         exit_immediately(status)  # a status of 0 returns, so that --multirun goes on
 

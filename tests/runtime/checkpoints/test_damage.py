@@ -70,6 +70,39 @@ def test_every_damage_is_reported_in_one_line_or_does_no_harm(tmp_path: Path) ->
     assert re.search("file .*5/state/_METADATA cannot be read: not valid JSON", found["state/_METADATA", "torn"])
 
 
+@pytest.mark.parametrize("name", ["lr=[1,2]", "back\\slash", "st*r", "wh?t", "no utf-8 \udce9"])
+def test_path_that_orbax_takes_for_a_pattern_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"expected a path .*without \* \? \[ and backslashes"):
+        Checkpoints(tmp_path / name / "checkpoints", keep=3)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_checkpoint_that_was_not_merged_is_not_called_saved_and_deletes_no_other(
+    is_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a path that orbax could not list: what the hosts have written is never joined, and orbax only logs that."""
+
+    async def nothing(*args: object, **options: object) -> None:
+        pass
+
+    caplog.set_level(logging.INFO, "zero")
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        if not is_first:
+            save_small(checkpoints, 1)
+            checkpoints.wait()
+        caplog.clear()
+        module = "orbax.checkpoint._src.serialization.ocdbt_utils"
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{module}.merge_ocdbt_per_process_files", nothing)
+            save_small(checkpoints, 2)
+            with pytest.raises(UserError, match=rf"{tmp_path}: .* could not be written: .*leaves b, w.* missing"):
+                checkpoints.wait()
+        assert checkpoints.steps() == [1][is_first:] and not caplog.messages
+        save_small(checkpoints, 3)
+    assert_same(restore_small(tmp_path, 3), make_state(*small(8), seed=3), small(8)[0])
+
+
 def test_damaged_checkpoint_is_set_aside_and_its_step_is_free_again(tmp_path: Path) -> None:
     with Checkpoints(tmp_path, keep=3) as checkpoints:
         save_small(checkpoints, 5)

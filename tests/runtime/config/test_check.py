@@ -206,6 +206,14 @@ def test_every_preset_is_accepted_and_opens_with_what_to_expect(name: str) -> No
         assert part in head
 
 
+def test_a_slice_and_a_memory_recipe_make_what_has_no_preset() -> None:
+    config = compose("+slice=v4-32", "+memory=4-bytes", "model.size=119_9b")
+    assert (config.plan.topology, config.plan.micro_batch, config.optimizer.state_dtype) == ("v4-32", 1, "int8")
+    assert (config.zero.fused_update, config.zero.remat, config.zero.master_dtype) == (True, "nested", "bfloat16")
+    check(config, SIZES)
+    assert compose("+preset=v3-8-fused") == compose("+slice=v3-8", "+memory=fused", "model.size=10_3b")
+
+
 FUSED = ("zero.fused_update=true",)
 
 

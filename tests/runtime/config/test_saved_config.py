@@ -34,7 +34,12 @@ def test_resume_takes_the_saved_values_and_the_overrides_given_now() -> None:
 
 
 def test_preset_changes_nothing_of_a_run_and_what_differs_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    keys = ["+preset=v3-8", "training.total_steps=900"]
+    for given in (["+preset=v3-8"], ["+slice=v3-8"], ["+slice=v3-32", "+memory=fused"]):
+        _check_that_a_preset_changes_nothing([*given, "training.total_steps=900"], caplog)
+        caplog.clear()
+
+
+def _check_that_a_preset_changes_nothing(keys: list[str], caplog: pytest.LogCaptureFixture) -> None:
     saved = compose(*keys, "training.batch_size=16")
     merged = merge_resumed(saved, compose(*RESUMED, *keys), keys)
     assert (merged.training.batch_size, merged.training.total_steps) == (16, 900)

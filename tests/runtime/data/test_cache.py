@@ -18,9 +18,11 @@ from zero.runtime.data.cache import ShardCache
 from zero.runtime.data.index_files import read_index
 from zero.runtime.errors import UserError
 
+LOCK = ".zero-cache.lock"
+
 
 def files(directory: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in directory.iterdir() if path.name != ".lock"}
+    return {path.name: path.stat().st_size for path in directory.iterdir() if path.name != LOCK}
 
 
 def test_a_cache_is_read_in_place_of_the_bucket(
@@ -73,6 +75,25 @@ def test_a_cache_holds_no_more_than_its_limit(server: str, tmp_path: Path, monke
     assert sum(files(tmp_path).values()) <= 3500 and 4000 not in files(tmp_path).values()
 
 
+def test_a_cache_deletes_only_what_it_has_named(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A directory with files of others: none is changed, none counts towards the limit."""
+    bucket.use(monkeypatch, server)
+    for number in range(3):
+        storage.write(f"gs://{bucket.BUCKET}/beside/{number}", bytes([number]) * 1000)
+    hexadecimal = "0123456789abcdef" * 4  # as content-addressed stores name their files
+    names = (hexadecimal, ".lock", ".part-notes", "thesis.tex", "..zero-cache.lock", f"{hexadecimal}.zero-cache.bak")
+    for name in names:
+        (tmp_path / name).write_bytes(b"mine" * 1000)
+    (tmp_path / "folder").mkdir()
+    before = {name: (tmp_path / name).read_bytes() for name in names}
+    cache = ShardCache(tmp_path, 1500)
+    for number in (0, 1, 2):
+        cache.open_reader(f"gs://{bucket.BUCKET}/beside/{number}")
+    assert {name: (tmp_path / name).read_bytes() for name in names} == before
+    own = files(tmp_path).keys() - {*names, "folder"}
+    assert [(tmp_path / name).read_bytes() for name in own] == [bytes([2]) * 1000]
+
+
 def test_a_cache_keeps_nothing_that_came_damaged(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     bucket.use(monkeypatch, server)
     url = f"gs://{bucket.BUCKET}/damaged"
@@ -80,17 +101,8 @@ def test_a_cache_keeps_nothing_that_came_damaged(server: str, tmp_path: Path, mo
     cache = ShardCache(tmp_path, 10**6)
     with bucket.disturbed(bucket.Proxy(server, budget=1, faults=("wrong bytes",))) as address:
         bucket.use(monkeypatch, address)
-        with pytest.raises(storage.ChecksumMismatch), cache.open_reader(url) as stream:
-            stream.read()
-        assert files(tmp_path) == {}
-        assert storage.read(url, lambda stream: stream.read(), cache.open_reader) == b"right" * 100
-    assert list(files(tmp_path).values()) == [500]
-
-
-def cached_file(cache: ShardCache, url: str) -> Path:
-    storage.read(url, lambda stream: stream.read(), cache.open_reader)
-    (name,) = files(cache.directory)
-    return cache.directory / name
+        assert cache.open_reader(url).read() == b"right" * 100
+    assert [path.read_bytes() for path in tmp_path.iterdir() if path.name != LOCK] == [b"right" * 100]
 
 
 def test_a_cached_file_is_verified_at_every_read(server: str, tmp_path: Path, monkeypatch, caplog):
@@ -99,22 +111,21 @@ def test_a_cached_file_is_verified_at_every_read(server: str, tmp_path: Path, mo
     url, data = f"gs://{bucket.BUCKET}/verified", b"right" * 100
     storage.write(url, data)
     cache = ShardCache(tmp_path, 10**6)
-    path = cached_file(cache, url)
-    for damaged in (b"wrong" * 100, data[:-1], b""):
+    cache.open_reader(url)
+    (name,) = files(tmp_path)
+    path = tmp_path / name
+    for damaged in (b"wrong" * 100, data[:-1], b"", data[:-5] + b"wrong"):
         path.write_bytes(damaged)
-        assert storage.read(url, lambda stream: stream.read(), cache.open_reader) == data
-        assert f"{path}: " in caplog.text and path.read_bytes() == data
+        assert cache.open_reader(url).read() == data
+        assert f"{path}: crc32c is" in caplog.text and path.read_bytes() == data
         caplog.clear()
-    path.write_bytes(data[:-5] + b"wrong")
-    seen = storage.read(url, lambda stream: stream.read(5), cache.open_reader)  # whoever stops early is safe as well
-    assert seen == b"right" and path.read_bytes() == data and "expected" in caplog.text
 
     def fail(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:  # a disk that cannot read the file any more
-        patch.setattr(os, "pread", fail)
-        assert storage.read(url, lambda stream: stream.read(), cache.open_reader) == data
+        patch.setattr(Path, "read_bytes", fail)
+        assert cache.open_reader(url).read() == data
     assert f"{path}: Input/output error" in caplog.text
 
 
@@ -137,27 +148,27 @@ def test_a_full_disk_is_logged_once_and_the_bucket_is_read(server: str, tmp_path
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for function in ("posix_fallocate", "fsync"):
+    for function in ("write_bytes", "replace"):
         caplog.clear()
         with monkeypatch.context() as patch:
             cache = ShardCache(tmp_path, 10**6)
-            patch.setattr(os, function, full)
+            patch.setattr(Path, function, full)
             for _ in range(2):
-                assert storage.read(url, lambda stream: stream.read(), cache.open_reader) == b"right" * 100
+                assert cache.open_reader(url).read() == b"right" * 100
         assert caplog.text.count("No space left on device") == 1 and files(tmp_path) == {}
     with pytest.raises(UserError, match=r"data\.cache_directory=/proc/nowhere"):
         ShardCache(Path("/proc/nowhere"), 10**6)
 
 
-READ_SLOWLY = """
+WRITE_SLOWLY = """
 import sys, time
 from pathlib import Path
-from typing import Any
 from zero.runtime.data.cache import ShardCache
-with ShardCache(Path(sys.argv[1]), 10**6).open_reader(sys.argv[2]) as stream:
-    stream.read(10)
-    print("reading", flush=True)
+def wait(part, target):
+    print("written", flush=True)
     time.sleep(60)
+Path.replace = wait
+ShardCache(Path(sys.argv[1]), 10**6).open_reader(sys.argv[2])
 """
 
 
@@ -166,22 +177,17 @@ def test_a_killed_process_leaves_no_half_file_that_counts(server: str, tmp_path:
     url = f"gs://{bucket.BUCKET}/killed"
     storage.write(url, b"whole" * 100)
     process = subprocess.Popen(
-        [sys.executable, "-c", READ_SLOWLY, str(tmp_path), url], stdout=subprocess.PIPE, env={**os.environ}
+        [sys.executable, "-c", WRITE_SLOWLY, str(tmp_path), url], stdout=subprocess.PIPE, env={**os.environ}
     )
     try:
-        assert process.stdout is not None and process.stdout.readline() == b"reading\n"
-        (part,) = files(tmp_path)
-        with ShardCache(tmp_path, 700).open_reader(url) as stream:  # 500 of these are the other's, who lives
-            assert list(files(tmp_path)) == [part]
-            assert stream.read() == b"whole" * 100
-        assert list(files(tmp_path)) == [part]
+        assert process.stdout is not None and process.stdout.readline() == b"written\n"
+        assert files(tmp_path) == {".zero-cache.part": 500}
         process.send_signal(signal.SIGKILL)
     finally:
         process.kill()
         process.communicate()
-    with ShardCache(tmp_path, 700).open_reader(url) as stream:
-        assert stream.read() == b"whole" * 100
-    assert list(files(tmp_path).values()) == [500] and part not in files(tmp_path)
+    assert ShardCache(tmp_path, 700).open_reader(url).read() == b"whole" * 100
+    assert list(files(tmp_path).values()) == [500] and ".zero-cache.part" not in files(tmp_path)
 
 
 def test_processes_share_a_cache(server: str, bucket_corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -204,4 +210,4 @@ def test_processes_share_a_cache(server: str, bucket_corpus, tmp_path: Path, mon
     for seed, found in ((1, other), (2, own)):
         assert found == tokens_of(loader(bucket_corpus[0], max_epochs=2, seed=seed))
     assert 0 < sum(files(tmp_path).values()) <= limit
-    assert not [name for name in files(tmp_path) if name.startswith(".part-")]
+    assert not [name for name in files(tmp_path) if name.endswith(".part")]

@@ -127,6 +127,24 @@ def test_nothing_to_resume() -> None:
     assert resume_overrides(["--resume=auto", "seed=1"]) == ["seed=1"]
 
 
+@pytest.mark.parametrize("option", ["-m", "--multirun"])
+def test_sweep_is_continued_in_its_directory_and_no_job_in_that_of_another(option: str, in_tmp_path: Path) -> None:
+    make_run(DEFAULT_ROOT / "multirun" / "older" / "0", [5])
+    make_run(DEFAULT_ROOT / "multirun" / "it's" / "1", [5])
+    make_run(DEFAULT_ROOT / "no sweep", [5])
+    make_run(Path("mine") / "a" / "0", [5])
+    for flag in ("--resume", "--resume=auto"):
+        newest, given = resume_overrides([option, "seed=1,2", flag]), ("hydra.sweep.dir=mine",)
+        assert newest == [option, "seed=1,2", f"hydra.sweep.dir='{in_tmp_path}/runs/multirun/it\\'s'"]
+        named = resume_overrides([option, "seed=1,2", *given, flag])
+        assert named == [option, "seed=1,2", f"hydra.sweep.dir='{in_tmp_path}/mine'"]
+    with pytest.raises(UserError, match="none has no checkpoint"):
+        resume_overrides([option, "--resume", "hydra.sweep.dir=none"])
+    assert resume_overrides([option, "--resume=auto", "hydra.sweep.dir=none"]) == [option, "hydra.sweep.dir=none"]
+    forks = resume_overrides([option, "--resume", "hydra.run.dir=mine/a/0", "seed=1,2"])
+    assert forks == [option, "seed=1,2", f"resume='{in_tmp_path}/mine/a/0'"]
+
+
 @pytest.mark.parametrize("flag", ["--resume=yes", "--resume=", "--resume-auto", "--resumes"])
 def test_misspelt_flag_is_refused(flag: str) -> None:
     make_run(DEFAULT_ROOT / "a", [5])

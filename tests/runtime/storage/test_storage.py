@@ -11,7 +11,7 @@ import pytest
 from tests.helpers import bucket, hosts
 from zero.runtime import storage
 from zero.runtime.errors import UserError
-from zero.runtime.storage import checksummed, gcs
+from zero.runtime.storage import gcs
 
 DATA = bytes(range(256)) * 400
 
@@ -31,17 +31,15 @@ def test_a_bucket_is_like_a_directory(place: str):
     with pytest.raises(FileNotFoundError, match="b c"):
         storage.read_bytes(url)
     storage.write(url, b"before")
-    first = storage.stat(url)
+    assert storage.read_bytes(url) == b"before"
     storage.write(url, DATA)
-    assert storage.exists(url) and storage.stat(url).size == len(DATA)
-    assert storage.stat(url).generation != first.generation
+    assert storage.exists(url)
     assert storage.read_bytes(url) == DATA
     with storage.open_reader(url) as stream:
         assert stream.read(3) == DATA[:3]
         stream.seek(90_000, os.SEEK_CUR)
         assert stream.read(5) == DATA[90_003:90_008]
-    with storage.open_reader(url) as stream:
-        storage.write(storage.join(place, "copy"), stream)
+    storage.write(storage.join(place, "copy"), DATA)
     storage.write(storage.join(place, "empty"), b"")
     assert storage.read_bytes(storage.join(place, "empty")) == b""
     assert storage.read_bytes(storage.join(place, "copy")) == DATA
@@ -72,7 +70,7 @@ def test_a_write_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypat
 
 def test_a_write_that_fails_keeps_the_former_contents(tmp_path: Path):
     storage.write(tmp_path / "a", b"before")
-    with pytest.raises(AttributeError):
+    with pytest.raises(TypeError):
         storage.write(tmp_path / "a", 7)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert storage.read_bytes(tmp_path / "a") == b"before"
@@ -88,7 +86,6 @@ def test_other_addresses_are_refused(url: str):
 def test_every_fault_is_overcome(server: str, monkeypatch: pytest.MonkeyPatch, fault: str):
     bucket.use(monkeypatch, server)
     storage.write(f"gs://{bucket.BUCKET}/faults", DATA)
-    monkeypatch.setattr(checksummed, "CHUNK", 40_000)
     proxy = bucket.Proxy(server, budget=3, faults=(fault,))
     with bucket.disturbed(proxy) as address:
         bucket.use(monkeypatch, address)
@@ -112,8 +109,7 @@ def test_a_broken_read_goes_on_at_its_byte(server: str, monkeypatch: pytest.Monk
 
         monkeypatch.setattr(http, "request", watch)
         assert storage.read_bytes(f"gs://{bucket.BUCKET}/long") == DATA
-    last = len(DATA) - 1
-    assert [line for line in seen if line] == [f"bytes=0-{last}", f"bytes={len(DATA) // 2}-{last}"]
+    assert [line for line in seen if line] == [f"bytes={len(DATA) // 2}-"]
 
 
 def test_bytes_that_stay_wrong_are_told(server: str, monkeypatch: pytest.MonkeyPatch):
@@ -123,24 +119,17 @@ def test_bytes_that_stay_wrong_are_told(server: str, monkeypatch: pytest.MonkeyP
         bucket.use(monkeypatch, address)
         with pytest.raises(UserError, match=r"gs://bucket/wrong: crc32c is .*, expected .*, 5 times in a row"):
             storage.read_bytes(f"gs://{bucket.BUCKET}/wrong")
-        with pytest.raises(storage.ChecksumMismatch):  # although nobody asked for the end
-            with storage.open_reader(f"gs://{bucket.BUCKET}/wrong") as stream:
-                stream.read(1)
 
 
-def test_a_reader_that_fails_over_wrong_bytes_is_called_again(server: str, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_bytes_after_a_broken_connection_are_noticed(server: str, monkeypatch: pytest.MonkeyPatch):
+    """Google's library compares no checksum of a download that it has continued."""
     bucket.use(monkeypatch, server)
     storage.write(f"gs://{bucket.BUCKET}/wrong", DATA)
-
-    def parse(stream):
-        data = stream.read(10)
-        if data != DATA[:10]:
-            raise ValueError("this is no header")
-        return data
-
-    with bucket.disturbed(bucket.Proxy(server, budget=2, faults=("wrong bytes",))) as address:
+    proxy = bucket.Proxy(server, budget=2, faults=("truncated", "wrong bytes"))
+    with bucket.disturbed(proxy) as address:
         bucket.use(monkeypatch, address)
-        assert storage.read(f"gs://{bucket.BUCKET}/wrong", parse) == DATA[:10]
+        assert storage.read_bytes(f"gs://{bucket.BUCKET}/wrong") == DATA
+    assert proxy.injected == {"truncated": 1, "wrong bytes": 1}
 
 
 def test_a_bucket_that_does_not_answer_is_told(server: str, monkeypatch: pytest.MonkeyPatch):

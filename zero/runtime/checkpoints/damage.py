@@ -108,7 +108,7 @@ def _is_outage(error: BaseException) -> bool:
 
 def _is_valid_json(file: str) -> bool:
     try:
-        storage.read(file, json.load)
+        json.loads(storage.read_bytes(file))
     except (json.JSONDecodeError, UnicodeDecodeError):
         return False
     return True

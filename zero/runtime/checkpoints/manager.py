@@ -11,6 +11,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -62,6 +63,9 @@ class Checkpoints:
         self._pending: _PendingSave | None = None
         self._is_stale = False  # after a failed save orbax's list of steps may lack some that still exist
         self._commit_times: dict[int, float] = {}
+        self._leaves: list[str] = []  # of the save under way
+        if keep is not None:
+            _check_path(self.directory)
         with ExitStack() as stack:
             stack.enter_context(quiet_loggers())
             self._arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
@@ -81,7 +85,7 @@ class Checkpoints:
                 # Else threads wait minutes for a directory that could not be made, and the process for them at its end.
                 create_directories_asynchronously=False,
             ),
-            temporary_path_class=temporary_path_class(is_remote, self._commit_times),
+            temporary_path_class=temporary_path_class(is_remote, self._commit_times, self._leaves),
             lightweight_initialize=True,  # else it reads a file of each checkpoint, which may be damaged
         )
 
@@ -148,6 +152,7 @@ class Checkpoints:
             losses[step] = validation_loss
         started = time.monotonic()
         self._commit_times.pop(step, None)  # of a checkpoint that was set aside
+        self._leaves[:] = arrays
         with self._write_errors():
             self._manager.save(
                 step,
@@ -282,7 +287,7 @@ class Checkpoints:
     def _read_meta(self, step: int) -> dict[str, Any]:
         file = storage.join(self.directory, f"{step}/meta/metadata")
         with read_errors(self._name(step), [file]):
-            return storage.read(file, json.load)
+            return json.loads(storage.read_bytes(file))
 
     def _read_arrays(self, step: int, targets: PyTree, restore_args: PyTree) -> PyTree:
         files = storage.list_files(storage.join(self.directory, f"{step}/state"))
@@ -337,6 +342,12 @@ class Checkpoints:
         finally:
             self._manager.close()
             self._until_closed.close()
+
+
+def _check_path(directory: Path | str) -> None:
+    """Orbax lists directories by patterns, which it makes of their paths; tensorstore takes only UTF-8."""
+    if re.search(r"[*?\[\\\ud800-\udfff]", str(directory)):
+        raise UserError(f"{str(directory)!r}: expected a path in UTF-8 without * ? [ and backslashes; name another one")
 
 
 def _patient_buckets() -> AbstractContextManager[None]:

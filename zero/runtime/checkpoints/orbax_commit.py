@@ -1,9 +1,10 @@
-"""When orbax may count a checkpoint as written: synced to disk, then renamed; and which ones it then deletes."""
+"""When orbax may count a checkpoint as written: read back, synced, then renamed; and which ones it then deletes."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,20 +13,30 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import orbax.checkpoint as ocp
+import tensorstore as ts
 
 
-def temporary_path_class(is_remote: bool, commit_times: dict[int, float]) -> type:
-    """The class of orbax's temporary directories; `time.monotonic()` of each commit goes to `commit_times`, by step."""
+def temporary_path_class(is_remote: bool, commit_times: dict[int, float], leaves: list[str]) -> type:
+    """The class of orbax's temporary directories.
+
+    Args:
+      is_remote: whether they are in a bucket.
+      commit_times: `time.monotonic()` of each commit goes here, by step.
+      leaves: names of the leaves of the save that is under way; it fails if one of them cannot be found again.
+    """
     base: type = _BucketPath if is_remote else _LocalPath
-    return type("TemporaryPath", (base,), {"commit_times": commit_times})  # orbax takes a class, not an instance
+    # Orbax takes a class, not an instance.
+    return type("TemporaryPath", (base,), {"commit_times": commit_times, "leaves": leaves})
 
 
 class _LocalPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
     """Renamed once everything in it is synced; committed once the rename is synced."""
 
     commit_times: ClassVar[dict[int, float]]
+    leaves: ClassVar[list[str]]
 
     async def finalize(self) -> None:
+        await _check_merged(self)
         await asyncio.to_thread(_fsync_tree, Path(self.get()))
         await super().finalize()  # writes two more files, which no reader needs, and renames
         await asyncio.to_thread(_fsync_tree, Path(self.get_final()))
@@ -37,14 +48,37 @@ class _BucketPath(ocp.path.atomicity.CommitFileTemporaryPath):
     """An object that was uploaded is durable, and the one that marks the commit comes last."""
 
     commit_times: ClassVar[dict[int, float]]
+    leaves: ClassVar[list[str]]
 
     async def finalize(self) -> None:
+        await _check_merged(self)
         await super().finalize()
         _record_commit(self)
 
 
+async def _check_merged(path: Any) -> None:
+    """Reads which leaves the merged files of all hosts hold: orbax does not notice if it has merged none.
+
+    Raises:
+      ValueError: some are missing.
+    """
+    if _is_whole(path):
+        bucket = re.fullmatch("gs://([^/]+)/(.*)", str(path.get()))
+        place = {"driver": "gcs", "bucket": bucket[1]} if bucket else {"driver": "file"}
+        base = place | {"path": f"{bucket[2] if bucket else path.get()}/state/"}
+        merged = {
+            os.path.dirname(key) for key in await (await ts.KvStore.open({"driver": "ocdbt", "base": base})).list()
+        }
+        if missing := [name for name in path.leaves if name.encode() not in merged]:
+            raise ValueError(f"read back before it was committed, leaves {', '.join(sorted(missing))} are missing")
+
+
+def _is_whole(path: Any) -> bool:
+    return str(path.get_final().name).isdigit()  # orbax also finalizes the items of a checkpoint
+
+
 def _record_commit(path: Any) -> None:
-    if path.get_final().name.isdigit():  # orbax also finalizes the items of a checkpoint
+    if _is_whole(path):
         path.commit_times[int(path.get_final().name)] = time.monotonic()
 
 

@@ -6,32 +6,22 @@ import asyncio
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 # Loggers, and the level from which their records are let through.
 LEVELS = {"absl": logging.CRITICAL, "gcsfs": logging.CRITICAL, "fsspec": logging.WARNING}
 
 
-class _AtLeast(logging.Filter):
-    def __init__(self, level: int) -> None:
-        super().__init__()
-        self._level = level
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= self._level
-
-
 @contextmanager
 def quiet_loggers() -> Iterator[None]:
     """Drops records below `LEVELS` within; several such blocks may overlap in any order."""
-    filters = [(logging.getLogger(name), _AtLeast(level)) for name, level in LEVELS.items()]
-    for logger, added in filters:
-        logger.addFilter(added)
-    try:
+    with ExitStack() as stack:
+        for name, level in LEVELS.items():
+            logger, at_least = logging.getLogger(name), partial(lambda level, record: record.levelno >= level, level)
+            logger.addFilter(at_least)
+            stack.callback(logger.removeFilter, at_least)
         yield
-    finally:
-        for logger, added in filters:
-            logger.removeFilter(added)
 
 
 class _DrainingEventLoop(asyncio.SelectorEventLoop):

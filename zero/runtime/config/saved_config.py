@@ -1,4 +1,4 @@
-"""The default configuration, and those of saved runs, also of earlier versions (omegaconf)."""
+"""The default configuration, and those of saved runs, also of earlier versions (hydra, omegaconf)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 from functools import cache
 from typing import Any
 
+import hydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -93,7 +94,7 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
     if changed:
         raise UserError("\n".join(changed))
     if kept := [
-        key for key in _preset_keys(overrides) if OmegaConf.select(merged, key) != OmegaConf.select(config, key)
+        key for key in preset_keys(overrides) if OmegaConf.select(merged, key) != OmegaConf.select(config, key)
     ]:
         values = ", ".join(f"{key}={shown(OmegaConf.select(merged, key))}" for key in kept)
         log.warning("a preset is for a fresh start; the run keeps its own values: %s", values)
@@ -102,12 +103,13 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
     return merged
 
 
-def _preset_keys(overrides: list[str]) -> list[str]:
-    """The keys that the presets among the overrides set."""
-    pairs = (override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
-    groups = {path.name: path for path in conf_directory().iterdir() if path.is_dir()}
-    presets = [OmegaConf.load(groups[key] / f"{value}.yaml") for key, value in pairs if key in groups]
-    return [key for preset in presets for key in flat_config(preset)]
+def preset_keys(overrides: list[str]) -> list[str]:
+    """The keys that the presets, slices and memory recipes among the overrides set."""
+    pairs = [override.lstrip("+").split("=", 1) for override in overrides if "=" in override]
+    groups = {path.name for path in conf_directory().iterdir() if path.is_dir()}
+    with hydra.initialize_config_dir(str(conf_directory()), version_base="1.3"):
+        presets = [hydra.compose(f"{key}/{value}") for key, value in pairs if key in groups]
+    return list(dict.fromkeys(key for preset in presets for key in flat_config(preset)))
 
 
 def flat_config(config: Any) -> dict[str, str]:

@@ -61,26 +61,22 @@ class CorpusReader:
     def _fill(self, part: RowRange, slots: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> list[str]:
         """Puts the rows of a range into these slots of `tokens` and `lengths`; returns what had to be skipped."""
         shard, _ = self.shards[part.shard]
-
-        def fill(stream: BinaryIO) -> list[str]:
-            problems: list[str] = []
-            filled = 0
-            for rows, row_lengths in self._read(part, stream, problems):
-                into = slots[filled : filled + len(rows)]
-                tokens[into], lengths[into] = rows, row_lengths
-                filled += len(rows)
-            tokens[slots[filled:]], lengths[slots[filled:]] = 0, SKIPPED
-            return problems
-
+        problems: list[str] = []
+        filled = 0
         try:
-            return storage.read(shard.path, fill, self.cache.open_reader if self.cache else None)
+            with (self.cache or storage).open_reader(shard.path) as stream:
+                for rows, row_lengths in self._read(part, stream, problems):
+                    into = slots[filled : filled + len(rows)]
+                    tokens[into], lengths[into] = rows, row_lengths
+                    filled += len(rows)
         except FileNotFoundError:
             if not self.skip_bad:
                 raise BadData(f"shard {shard.path} is missing") from None
-            tokens[slots], lengths[slots] = 0, SKIPPED
-            return [f"shard {shard.path} is missing"]
+            problems.append(f"shard {shard.path} is missing")
         except OSError as error:
             raise file_error(f"shard {shard.path} cannot be read: {error}", error) from error
+        tokens[slots[filled:]], lengths[slots[filled:]] = 0, SKIPPED
+        return problems
 
     def _read(self, part: RowRange, stream: BinaryIO, problems: list[str]) -> Iterator[Rows]:
         """The rows of a range and their lengths, sample by sample; a bad sample joins `problems`, or is raised.

@@ -32,28 +32,26 @@ class BadData(UserError):
 
 def count_rows(path: str | Path) -> int:
     """Rows of a shard, from the headers of its members alone; raises BadData for a truncated or damaged shard."""
-
-    def count(stream: BinaryIO) -> int:
-        rows = 0
-        for name, data in _tar_files(stream, most=_NPY_HEADER):
-            if name.lower().endswith(".input_id.npy"):
-                shape = _npy_header(data).shape
-                rows += shape[0] if len(shape) == 2 else 1
-        return rows
-
+    rows = 0
     try:
-        return storage.read(path, count)
+        with storage.open_reader(path) as stream:
+            for name, data in _tar_files(stream, most=_NPY_HEADER):
+                if name.lower().endswith(".input_id.npy"):
+                    shape = _npy_header(data).shape
+                    rows += shape[0] if len(shape) == 2 else 1
     except FileNotFoundError:
         raise BadData(f"shard {path} is missing, and the index file does not say how many rows it has") from None
     except _UNREADABLE as error:
         raise BadData(f"shard {path} is truncated or damaged: {error}") from error
     except OSError as error:
         raise file_error(f"shard {path} cannot be read: {error}", error) from error
+    return rows
 
 
 def row_tokens(path: str) -> int:
     """The number of tokens per row, according to the first sample of a shard."""
-    sample = storage.read(path, lambda stream: next(read_samples(path, stream)))
+    with storage.open_reader(path) as stream:
+        sample = next(read_samples(path, stream))
     return _array(sample, "input_id.npy", f"shard {path}, sample {sample['__key__']}").shape[-1]
 
 
@@ -65,8 +63,6 @@ def read_samples(path: str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
     # webdataset appends its stream and its address to the arguments; the first one is the message
     except _UNREADABLE as error:
         raise BadData(f"shard {path} is truncated or damaged: {error.args[0]}") from error
-    except UserError as error:
-        raise type(error)(error.args[0]) from error
 
 
 def decode(sample: dict[str, Any], name: str, context: int, vocab_size: int, only_completions: bool = False) -> Rows:

@@ -247,8 +247,6 @@ class ActiveRun:
                 "the same everywhere. This state is not saved: --resume continues from the checkpoint before"
             ) from error
         meta = {**asdict(self.position), "checksums": sums, "config": asdict(self.config), "size": asdict(self.size)}
-        if self.tracker is not None and self.tracker.wandb_run_id is not None:
-            meta["wandb_run_id"] = self.tracker.wandb_run_id
         whole = to_global(self.state, self.layout, self.axis, donate=True)
         self.checkpoints.save(self.position.step, whole, self.layout, meta, validation_loss=validation_loss)
         self.state = from_global(whole, self.layout, self.axis, donate=True)

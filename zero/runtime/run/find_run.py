@@ -27,6 +27,7 @@ from zero.runtime.run_directory import (
 log = logging.getLogger(__name__)
 
 DEFAULT_ROOT = Path("runs")
+SWEEPS = DEFAULT_ROOT / "multirun"
 
 
 def newest_run(root: Path, place: Path | str | None = None) -> Path | None:
@@ -72,6 +73,9 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
     whose checkpoints lie in that bucket, and its directory is rebuilt from there if this machine does not have it. A
     `data.resume_step` that is not the newest starts a new run directory.
 
+    Jobs of a sweep (`--multirun`) find their own checkpoints (sweeps.py) in `hydra.sweep.dir` or else in the newest
+    sweep; they fork from a run that is named by `hydra.run.dir`, or from the newest with `data.resume_step`.
+
     Raises:
       UserError: `--resume` without a checkpoint; `--resume=auto` from a fixed step; or an argument that only looks like
         `--resume`.
@@ -88,16 +92,33 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
             "data.resume_step: expected --resume, once; a launcher that repeats --resume=auto would go back "
             "to that step at every start"
         )
-    run, place = _run_to_resume(given)
+    is_sweep = any(argument == "-m" or ("--multirun".startswith(argument) and len(argument) > 2) for argument in rest)
+    resumes_sweep = is_sweep and not given.keys() & {"hydra.run.dir", "data.resume_step"}
+    run, place = _newest_sweep(given) if resumes_sweep else _run_to_resume(given)
     if run is None:
         if flags[-1] == "--resume=auto":
             return rest
         raise UserError(f"--resume: {place} has no checkpoint; start without it, or name a run in hydra.run.dir")
     run_path = QuotedString(os.path.abspath(run), Quote.single).with_quotes()
+    if resumes_sweep:
+        return [
+            *(argument for argument in rest if not argument.startswith("hydra.sweep.dir=")),
+            f"hydra.sweep.dir={run_path}",
+        ]
     rest = [argument for argument in rest if not argument.startswith("hydra.run.dir=")]
     step = given.get("data.resume_step")
     is_fork = step is not None and step != saved_steps(run)[-1]
-    return [*rest, f"resume={run_path}", *([] if is_fork else [f"hydra.run.dir={run_path}"])]
+    return [*rest, f"resume={run_path}", *([] if is_fork or is_sweep else [f"hydra.run.dir={run_path}"])]
+
+
+def _newest_sweep(given: dict[str, Any]) -> tuple[Path | None, Path]:
+    """The directory of the sweep that was started last and has a checkpoint, and the place that was searched."""
+    named = given.get("hydra.sweep.dir")
+    root = SWEEPS if named is None else Path(str(named))
+    run = newest_run(root)
+    if run is None or named is not None:
+        return (None if run is None else root), root
+    return root.joinpath(*run.relative_to(root).parts[:1]), root
 
 
 def _run_to_resume(given: dict[str, Any]) -> tuple[Path | None, Path | str]:

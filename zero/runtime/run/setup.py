@@ -74,6 +74,8 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
         place = run_files.checkpoint_directory(run_directory, config.data.bucket_path, config.data.checkpoint_directory)
         agreement.check_shared("data.checkpoint_directory", place)
         checkpoints = stack.enter_context(Checkpoints(place, config.data.keep_checkpoints))
+        if config.resume is None or is_fork:
+            _check_unused(run_directory, checkpoints)
         state = None
         if config.resume is not None:
             origin = _origin(config, run_directory, place) if is_fork else None
@@ -81,8 +83,6 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             given = config.optimizer.hyperparameters()
             adam = {key: given[key] for key in ("b1", "b2", "eps") if key in given}
             position, state = restore(source, config.data.resume_step, size, layout, model.axis, not is_fork, **adam)
-        elif checkpoints.steps():
-            raise UserError(f"{place} has checkpoints: --resume continues, another hydra.run.dir starts a new run")
         config = with_global_batch(config, position.global_rows)
         loader, validation = _loaders(config, size, tokenizer, position.global_rows)
         last_step = _last_step(config, loader)
@@ -154,6 +154,17 @@ def _join_run_directory(run_directory: Path, resume: str | None) -> tuple[Path, 
     if host:
         _move_log(run_directory, Path(shared), host)
     return Path(shared), is_fork
+
+
+def _check_unused(run_directory: Path, checkpoints: Checkpoints) -> None:
+    """Raises UserError if a run that starts or forks here would write over another one; all hosts call it."""
+    place: Path | str = checkpoints.directory
+    is_used = bool(checkpoints.steps())
+    if jax.process_index() == 0 and not is_used and (run_directory / run_files.CONFIG_FILE).exists():
+        is_used, place = bool(run_files.saved_steps(run_directory)), run_directory
+    place = agreement.broadcast("used", str(place) if is_used else "")
+    if place:
+        raise UserError(f"{place} has checkpoints: --resume continues, another hydra.run.dir starts a new run")
 
 
 def _move_log(run_directory: Path, shared: Path, host: int) -> None:

@@ -2,46 +2,35 @@
 
 import json
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, TypeAlias
 
 from zero.runtime.errors import UserError
 from zero.runtime.run_directory import METRICS_FILE
 
+Log: TypeAlias = Callable[[dict[str, float | int]], None]  # takes the metrics of one step, by increasing `step`
 
-class MetricsFile:
-    """Appends a run's metrics to `run_directory/metrics.jsonl`; a context manager.
 
-    Args:
-        run_directory: the run's own.
-        resumed_from: the step of the checkpoint that this process continues, None for a fresh start. Recorded as
-            `{"event": "resume", "step": ...}`.
+@contextmanager
+def metrics_file(run_directory: Path, resumed_from: int | None) -> Iterator[Log]:
+    """Appends a run's metrics to `run_directory/metrics.jsonl`; a number that is not finite becomes null.
+
+    A process that continues a run, from the step `resumed_from`, first appends `{"event": "resume", "step": ...}`.
     """
+    path = run_directory / METRICS_FILE
+    written = path.read_bytes() if path.exists() else b""
+    with path.open("ab", buffering=0) as file:  # one write per line: a kill cuts at most the last one
 
-    def __init__(self, run_directory: Path, resumed_from: int | None) -> None:
-        self._path, self._resumed_from = run_directory / METRICS_FILE, resumed_from
+        def append(line: dict[str, Any]) -> None:
+            file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
 
-    def __enter__(self) -> Self:
-        written = self._path.read_bytes() if self._path.exists() else b""
-        self._file = self._path.open("ab", buffering=0)  # one write per line: a kill cuts at most the last one
         if written and not written.endswith(b"\n"):
-            self._file.write(b"\n")
-        if written or self._resumed_from is not None:
-            self._append({"event": "resume", "step": self._resumed_from or 0})
-        return self
-
-    def log(self, metrics: dict[str, float | int]) -> None:
-        """Appends one line: `step` and what else is known of it. A number that is not finite becomes null."""
-        self._append({key: value if math.isfinite(value) else None for key, value in metrics.items()})
-
-    def _append(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._file.close()
+            file.write(b"\n")
+        if written or resumed_from is not None:
+            append({"event": "resume", "step": resumed_from or 0})
+        yield lambda metrics: append({key: x if math.isfinite(x) else None for key, x in metrics.items()})
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -1,26 +1,13 @@
 """Where the metrics of a run go: metrics.jsonl always, W&B and TensorBoard where they are configured."""
 
 import math
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from zero.runtime.tracking.metrics_file import MetricsFile
-from zero.runtime.tracking.tensorboard import TensorBoard
-from zero.runtime.tracking.weights_and_biases import WeightsAndBiases
-
-
-class Destination(Protocol):
-    """A context manager that takes metrics, one dictionary per logged step, by increasing `step`."""
-
-    def __enter__(self) -> Self: ...
-
-    def log(self, metrics: dict[str, float | int]) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+from zero.runtime.tracking.metrics_file import Log, metrics_file
+from zero.runtime.tracking.tensorboard import tensorboard_events
+from zero.runtime.tracking.weights_and_biases import weights_and_biases
 
 
 class Tracker:
@@ -32,9 +19,6 @@ class Tracker:
         tensorboard: whether to write TensorBoard's event files too.
         config: of the run, for W&B.
         resumed_from: the step of the checkpoint that this process continues, None for a fresh start.
-
-    Raises:
-        UserError: W&B could not start, or TensorBoard's writer is not installed.
 
     >>> import tempfile
     >>> from zero.runtime.run_directory import METRICS_FILE
@@ -55,23 +39,18 @@ class Tracker:
         resumed_from: int | None,
         tensorboard: bool = False,
     ) -> None:
-        self._wandb = WeightsAndBiases(run_directory, project, config) if project else None
-        # W&B first: if it cannot start, metrics.jsonl does not record a resume that never happened.
-        optional = [self._wandb, TensorBoard(run_directory, resumed_from) if tensorboard else None]
-        destinations = [*optional, MetricsFile(run_directory, resumed_from)]
-        self._destinations: list[Destination] = [one for one in destinations if one is not None]
+        # metrics.jsonl last: if another cannot start, it does not record a resume that never happened.
+        self._destinations: list[AbstractContextManager[Log]] = [
+            *([weights_and_biases(run_directory, project, config)] if project else []),
+            *([tensorboard_events(run_directory, resumed_from)] if tensorboard else []),
+            metrics_file(run_directory, resumed_from),
+        ]
         self._last_step: float = -math.inf
-        self._stack = ExitStack()
-
-    @property
-    def wandb_run_id(self) -> str | None:
-        """W&B's id of the run, for the checkpoints; None without W&B."""
-        return None if self._wandb is None else self._wandb.run_id
 
     def __enter__(self) -> Self:
+        """Raises UserError where W&B could not start, or TensorBoard's writer is not installed."""
         with ExitStack() as stack:
-            for destination in self._destinations:
-                stack.enter_context(destination)
+            self._logs = [stack.enter_context(destination) for destination in self._destinations]
             self._stack = stack.pop_all()
         return self
 
@@ -84,10 +63,8 @@ class Tracker:
         if metrics["step"] <= self._last_step:
             raise ValueError(f"step {metrics['step']} is logged after step {self._last_step}")
         self._last_step = metrics["step"]
-        for destination in self._destinations:
-            destination.log(metrics)
+        for log in self._logs:
+            log(metrics)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)

@@ -6,16 +6,15 @@ import os
 import secrets
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 from zero.runtime.errors import UserError
 from zero.runtime.run_directory import WANDB_ID_FILE
-
-if TYPE_CHECKING:
-    import wandb
+from zero.runtime.tracking.metrics_file import Log
 
 NETWORK_SECONDS = 15  # the most that a run waits for W&B's servers, at its start and again at its end
 LOCAL_SECONDS = 120  # the most that it waits for W&B's own process to write its files, on a busy machine
@@ -23,44 +22,14 @@ LOCAL_SECONDS = 120  # the most that it waits for W&B's own process to write its
 log = logging.getLogger(__name__)
 
 
-class WeightsAndBiases:
-    """Sends metrics to W&B; a context manager. A resumed run continues under the id that `wandb_run_id` holds.
+@contextmanager
+def weights_and_biases(run_directory: Path, project: str, config: dict[str, Any]) -> Iterator[Log]:
+    """Sends metrics to a project of W&B, offline unless WANDB_API_KEY or a login (netrc) is found.
 
-    Args:
-        run_directory: where its files go.
-        project: W&B's project. Offline unless WANDB_API_KEY or a login (netrc) is found.
-        config: of the run, for its page.
+    A resumed run continues under the id that its file `wandb_run_id` holds. Raises UserError if W&B cannot start.
     """
-
-    def __init__(self, run_directory: Path, project: str, config: dict[str, Any]) -> None:
-        self._arguments = run_directory, project, config
-        self._run: wandb.Run | None = None
-
-    @property
-    def run_id(self) -> str | None:
-        """None before the run has started."""
-        return None if self._run is None else self._run.id
-
-    def __enter__(self) -> Self:
-        self._run = _start(*self._arguments)
-        return self
-
-    def log(self, metrics: dict[str, float | int]) -> None:
-        """One point per metric."""
-        assert self._run is not None
-        self._run.log(metrics)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._run is not None:
-            self._run.finish(exit_code=0 if error is None else 1)
-
-
-def _start(run_directory: Path, project: str, config: dict[str, Any]) -> "wandb.Run":
-    os.environ.setdefault(
-        "WANDB_CACHE_DIR", str(run_directory / "wandb" / "cache")
-    )  # else it writes to the home directory
+    # Else it writes to the home directory.
+    os.environ.setdefault("WANDB_CACHE_DIR", str(run_directory / "wandb" / "cache"))
     import wandb  # takes half a second, which a run without W&B does not spend
 
     id_file = run_directory / WANDB_ID_FILE
@@ -95,7 +64,12 @@ def _start(run_directory: Path, project: str, config: dict[str, Any]) -> "wandb.
     # W&B's own step only increases and would drop what a resumed run logs again; `step` is an axis like any other.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
-    return run
+    try:
+        yield run.log
+    except BaseException:
+        run.finish(exit_code=1)
+        raise
+    run.finish(exit_code=0)
 
 
 def _has_login(base_url: str) -> bool:

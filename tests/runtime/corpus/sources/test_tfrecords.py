@@ -8,21 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.records import example, record
-from zero.runtime.corpus.sources import tfrecords
+from zero.runtime.corpus.sources.tfrecords import record_units
 from zero.runtime.errors import UserError
 
 
-def read_all(path: Path, key: str = "ids", size: int = 100) -> list[np.ndarray]:
-    return [ids for span in tfrecords.spans(path, size) for ids in tfrecords.read(span, key)]
+def read_all(path: Path, size: int = 100) -> list[np.ndarray]:
+    documents = [document for unit in record_units(path, "ids", size) for document in unit.documents()]
+    return [np.asarray(document.content) for document in documents if document is not None]
 
 
 @given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1))), st.integers(1, 200))
 def test_integers_come_back(tmp_path_factory: pytest.TempPathFactory, lists: list[list[int]], size: int):
     path = tmp_path_factory.mktemp("records") / "a.tfrecord"
     path.write_bytes(b"".join(record(example(ids=ids, weight=[0.5], other=[7], name=[b"x"])) for ids in lists))
-    spans = list(tfrecords.spans(path, size))
-    assert [span.start for span in spans[1:]] == [span.stop for span in spans[:-1]]
-    assert all(span.stop - span.start >= size for span in spans[:-1])
+    units = list(record_units(path, "ids", size))
+    assert [unit.start for unit in units[1:]] == [unit.start + unit.size for unit in units[:-1]]
+    assert all(unit.size >= size for unit in units[:-1])
     assert [ids.tolist() for ids in read_all(path, size=size)] == lists
 
 

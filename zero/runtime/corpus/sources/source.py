@@ -9,12 +9,13 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from zero.runtime.corpus.sources import documents, tfrecords
+from zero.runtime.corpus.sources import documents
 from zero.runtime.corpus.sources.documents import Reader, TextReader, Unit
 from zero.runtime.corpus.sources.files import find_files, is_json_lines, is_tfrecords, stat
 from zero.runtime.corpus.sources.hub import HubDataset
 from zero.runtime.corpus.sources.json_lines import json_lines
 from zero.runtime.corpus.sources.text import WholeFiles, text_parts
+from zero.runtime.corpus.sources.tfrecords import record_units
 from zero.runtime.errors import UserError
 
 
@@ -62,7 +63,7 @@ class Source:
             yield from text_parts(self._files[0], self._validation_fraction)
         elif self.has_ids:
             for file in self._files:
-                yield from tfrecords.record_units(file, self._key)
+                yield from record_units(file, self._key, documents.UNIT_BYTES)
         else:
             yield from self._text_units()
 

@@ -1,0 +1,118 @@
+"""A sweep that was killed is repeated: each job continues in its own directory, and finished ones are not touched."""
+
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import cli
+from zero.runtime.run_directory import saved_steps
+from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
+
+SWEEP = (*cli.TINY, "training.evaluation_frequency=3", "seed=0,1,2", "hydra.sweep.dir=runs/multirun/mine")
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> cli.Forks:
+    return cli.Forks(cli.make_workplace(tmp_path_factory.mktemp("sweeps")))
+
+
+@pytest.fixture(scope="module")
+def killed(forks: cli.Forks) -> Path:
+    """The directory of a sweep of three jobs that was killed in its second one."""
+    place = forks.workplace / "runs" / "multirun" / "mine"
+    process = forks.start("--multirun", *SWEEP)
+    while process.poll() is None and not (place / "1" / "checkpoints" / "3").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.finish().returncode == -signal.SIGKILL
+    assert saved_steps(place / "0")[-1] == 12 and saved_steps(place / "1")[-1] < 12 and not (place / "2").exists()
+    return place
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Everything but the log, which every start writes to."""
+    files = (path for path in directory.rglob("*") if path.is_file() and path.suffix != ".log")
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+def check_refusal(done: subprocess.CompletedProcess[str], *named: str) -> None:
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: ") and [name for name in named if name not in last] == [], done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--multirun", *SWEEP),
+        ("--multirun", "--resume=auto", *SWEEP[:-1]),
+    ],
+    ids=["same command", "newest sweep"],
+)
+def test_repeated_sweep_skips_resumes_and_starts_its_jobs(
+    arguments: tuple[str, ...], killed: Path, forks: cli.Forks
+) -> None:
+    shutil.copytree(killed, backup := killed.with_name("backup"))
+    try:
+        finished = contents(killed / "0")
+        done = forks.run(*arguments)
+        assert done.returncode == 0, done.stderr
+        assert "nothing left to do: the run is at step 12 of 12" in done.stderr
+        assert contents(killed / "0") == finished
+        for job in "12":
+            assert [line["step"] for line in read_metrics(killed / job / "metrics.jsonl")] == list(range(1, 13))
+        assert [len(read_resumes(killed / job / "metrics.jsonl")) for job in "012"] == [0, 1, 0]
+        everything = contents(killed)
+        assert forks.run(*arguments).returncode == 0
+        assert contents(killed) == everything
+    finally:
+        shutil.rmtree(killed)
+        backup.rename(killed)
+
+
+def test_another_sweep_in_the_same_directory_is_refused(killed: Path, forks: cli.Forks) -> None:
+    """Also by a key that a resume may change: the finished job would pass for one of the new values."""
+    before = contents(killed)
+    swept = ("seed=5,6", "training.peak_learning_rate=1e-4,2e-4", "+preset=v3-8,v4-32")
+    saved = ("expected 0", "expected 0.003", "expected")
+    for other, expected in zip(swept, saved, strict=True):
+        done = forks.run("--multirun", *(one for one in SWEEP if not one.startswith("seed")), other)
+        check_refusal(done, expected, f"{killed}/0", "another hydra.sweep.dir")
+    assert {name: text for name, text in contents(killed).items() if name != "multirun.yaml"} == {
+        name: text for name, text in before.items() if name != "multirun.yaml"
+    }
+
+
+def test_fork_into_a_directory_with_checkpoints_is_refused_before_anything_is_written(
+    killed: Path, forks: cli.Forks
+) -> None:
+    before = contents(killed)
+    for place in ("checkpoints", "elsewhere"):
+        into = ("resume=runs/multirun/mine/1", "hydra.run.dir=runs/multirun/mine/0", "seed=1")
+        done = forks.run(*into, f"data.checkpoint_directory={place}")
+        check_refusal(done, f"{killed}/0", "has checkpoints", "another hydra.run.dir")
+    done = forks.run(*cli.TINY, "hydra.run.dir=runs/multirun/mine/0", "data.checkpoint_directory=elsewhere")
+    check_refusal(done, f"{killed}/0", "has checkpoints", "--resume continues")
+    assert contents(killed) == before
+
+
+def test_sweep_of_forks_is_repeated_as_well(killed: Path, forks: cli.Forks) -> None:
+    origin = ("--resume", "hydra.run.dir=runs/multirun/mine/0", "data.resume_step=6")
+    command = ("--multirun", *origin, "training.peak_learning_rate=1e-4,2e-4", "hydra.sweep.dir=forks")
+    before = contents(killed)
+    for resumes in (1, 1):
+        done = forks.run(*command)
+        assert done.returncode == 0, done.stderr
+        for job in "01":
+            assert len(read_resumes(forks.workplace / "forks" / job / "metrics.jsonl")) == resumes
+            assert saved_steps(forks.workplace / "forks" / job)[-1] == 12
+    assert contents(killed) == before
+
+
+def test_resume_without_a_sweep_is_refused(forks: cli.Forks) -> None:
+    check_refusal(forks.run("--multirun", "--resume", *SWEEP[:-1], "hydra.sweep.dir=none"), "none has no checkpoint")

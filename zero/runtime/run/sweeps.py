@@ -1,0 +1,67 @@
+"""Sweeps (`--multirun`): a sweep that is repeated continues each job in the job's own directory (hydra)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from zero.runtime.config.check import check
+from zero.runtime.config.constraints import shown
+from zero.runtime.config.files import load_sizes
+from zero.runtime.config.saved_config import preset_keys
+from zero.runtime.errors import UserError
+from zero.runtime.run_directory import CONFIG_FILE, checkpoint_directory, rebuild, saved_config, saved_steps
+
+
+def swept_keys(arguments: Iterable[str], task_overrides: Sequence[str]) -> set[str]:
+    """The keys whose values differ between the jobs of a sweep, those of swept presets included.
+
+    Args:
+      arguments: of the whole sweep, with lists of values.
+      task_overrides: those of one job.
+    """
+    plain = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    parsed = OverridesParser.create().parse_overrides(plain)
+    swept = {override.key_or_group for override in parsed if override.is_sweep_override()}
+    own = [override for override in task_overrides if override.lstrip("+").split("=", 1)[0] in swept]
+    return swept | set(preset_keys(own))
+
+
+def continue_job(config: DictConfig, run_directory: Path, keys: set[str]) -> None:
+    """Sets `resume` of a job whose own directory has checkpoints, in place of a run that the sweep forks from.
+
+    Args:
+      config: of the job; changed in place.
+      run_directory: of the job. Where it is lost, it is rebuilt from the mirror beside checkpoints that are elsewhere.
+      keys: the job's values of these must be those of the run in the directory.
+
+    Raises:
+      UserError: the directory holds the run of another job or of another sweep.
+    """
+    place = checkpoint_directory(run_directory, config.data.bucket_path, config.data.checkpoint_directory)
+    if not (run_directory / CONFIG_FILE).is_file():
+        with TemporaryDirectory() as copy:  # nothing of another job may get into the directory
+            if rebuild(Path(copy), place):
+                _check_job(config, saved_config(Path(copy)), keys, str(place))
+                rebuild(run_directory, place)
+    if (run_directory / CONFIG_FILE).is_file() and saved_steps(run_directory):
+        _check_job(config, saved_config(run_directory), keys, str(run_directory))
+        config.resume, config.data.resume_step = str(run_directory), None
+
+
+def _check_job(config: DictConfig, saved: DictConfig, keys: set[str], place: str) -> None:
+    own = OmegaConf.create(asdict(check(config, load_sizes())))  # as a run saves it
+    pairs = {key: (OmegaConf.select(own, key), OmegaConf.select(saved, key)) for key in sorted(keys)}
+    changed = [
+        f"{key}={shown(now)}: expected {shown(before)}, the value of the run in {place}; "
+        "repeat the sweep with the same values, or name another hydra.sweep.dir"
+        for key, (now, before) in pairs.items()
+        if now != before
+    ]
+    if changed:
+        raise UserError("\n".join(changed))
