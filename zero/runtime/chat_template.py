@@ -121,4 +121,6 @@ def load_chat_template(tokenizer: str) -> ChatTemplate | None:
         raise UserError(f"{path}: chat_template is {type(text).__name__}; expected text")
     tokens = {key: value for key, value in config.items() if key.endswith("_token")}
     spelled = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
-    return ChatTemplate(path, text, tuple(sorted(item for item in spelled.items() if isinstance(item[1], str))))
+    return ChatTemplate(
+        path, text, tuple(sorted((key, name) for key, name in spelled.items() if isinstance(name, str)))
+    )

@@ -38,8 +38,17 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's message, cut where it is long, or the name of its class where it has none."""
     if type(error) is KeyError:  # its message is the key
         return f"{error} is missing"
+    if mark := getattr(error, "problem_mark", None):  # of YAML, whose message is several lines
+        return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', None) or error}"
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..."
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, the one that it was raised for, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 @contextmanager

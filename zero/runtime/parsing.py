@@ -36,9 +36,12 @@ def reading(message: str, *also: type[Exception], kind: type[UserError] = UserEr
       also: what this parser raises besides `MALFORMED`.
       kind: of the error that is raised.
     """
+    parser_errors: tuple[type[Exception], ...] = (*MALFORMED, *also)
     try:
         yield
-    except (*MALFORMED, *also) as error:
+    except parser_errors as error:
+        if isinstance(error, UserError):
+            raise
         raise kind(f"{message}: {first_line(error)}") from error
 
 
