@@ -56,8 +56,11 @@ def _assign(section: DictConfig, values: DictConfig, prefix: str = "") -> Iterat
     written: dict[Any, Any] = OmegaConf.to_container(values)  # type: ignore[assignment]  # a mapping, as values is
     names = [field.name for field in dataclasses.fields(OmegaConf.get_type(section))]  # type: ignore[arg-type]
     for key, text in written.items():
-        if isinstance(text, dict) and key in names and OmegaConf.is_dict(section.get(key)):
-            yield from _assign(section[key], values[key], f"{prefix}{key}.")
+        if key in names and OmegaConf.is_dict(section.get(key)):
+            if isinstance(text, dict):
+                yield from _assign(section[key], values[key], f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}={shown(text)}: expected a section of keys"
             continue
         try:
             value = text if OmegaConf.is_missing(values, key) else values[key]

@@ -101,7 +101,7 @@ class Data:
     index_path_train: Any = checked(lambda value: is_paths(value) or is_mixture(value), f"{_PATHS}, or {_MIXTURE}")
     index_path_validation: Any = checked(lambda value: is_paths(value), _PATHS)
     shuffle_shards: int = at_least(1)
-    max_skipped_rows: int = at_least(0, INT64)
+    max_skipped_rows: int = zero_or_more()
     cache_directory: str | None = MISSING
     cache_bytes: int = at_least(1, INT64)
     wandb_project: str | None = MISSING

@@ -17,6 +17,7 @@ from zero.runtime.errors import UserError, file_error
 from zero.runtime.parsing import reading
 
 MOST_ROWS = 2**31 - 1  # of a shard in a bucket, whose size is not known yet
+FEW_ROWS = 2**24  # that need no more than 128 MiB for their order: what is missing of a truncated shard can be skipped
 _log = logging.getLogger(__name__)
 
 
@@ -83,9 +84,9 @@ def index_paths(value: Any, bucket_path: str | None) -> str | list[str] | dict[s
 
 
 def _can_hold(path: str, rows: str) -> bool:
-    """Whether a shard may have so many rows, each of a byte at least. The order of the rows takes memory for each."""
+    """Whether a shard may have so many rows. Each is a byte at least, and the order of the rows takes 8 for each."""
     is_here = not storage.is_remote(path) and os.path.isfile(path)
-    return len(rows) <= 10 and int(rows) <= (os.path.getsize(path) if is_here else MOST_ROWS)
+    return len(rows) <= 10 and int(rows) <= (max(os.path.getsize(path), FEW_ROWS) if is_here else MOST_ROWS)
 
 
 def _missing(paths: list[str]) -> list[str]:
