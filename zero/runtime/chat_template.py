@@ -1,24 +1,25 @@
-"""Chat templates: how a tokenizer spells a conversation, rendered as transformers renders it (jinja2)."""
+"""Chat templates: how a tokenizer spells a conversation, rendered as transformers renders it."""
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NoReturn
-
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pathlib import Path
+from typing import Any
 
 from zero.runtime import storage
-from zero.runtime.errors import UserError
+from zero.runtime.errors import UserError, first_line
+from zero.runtime.parsing import json_object, reading
 
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # files beside a tokenizer
+RENDERER = Path(__file__).with_name("chat_renderer.py")
 
 
 @dataclass(frozen=True)
@@ -40,58 +41,86 @@ class ChatTemplate:
     def render(self, messages: Sequence[Any], add_generation_prompt: bool) -> str:
         """The text of a conversation; with `add_generation_prompt` up to where an answer begins.
 
-        Raises UserError for messages that the template does not accept.
+        Raises UserError for messages that the template does not accept, and for a template that fails or takes more
+        time or memory than `chat_renderer.py` allows.
         """
-        try:
-            return _compiled(self.text).render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **dict(self.special_tokens),
+        variables = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        variables |= {"tools": None, "documents": None, **dict(self.special_tokens)}
+        answer = _renderer.ask({"template": self.text, "variables": variables})
+        if "error" in answer:
+            raise UserError(f"{self.path} cannot render these messages: {answer['error']}")
+        return answer["text"]
+
+
+class _Renderer:
+    """The process that renders templates. It starts with the first request, and again after one that ended it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, request: dict[str, Any]) -> dict[str, str]:
+        if self._process is None:
+            # -P: the modules beside the program are not to be imported. A Ctrl-C is for this process alone.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(RENDERER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
             )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise UserError(f"{self.path} cannot render these messages: {error}") from error
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            line = json.dumps(request)
+        except (RecursionError, ValueError) as error:
+            return {"error": first_line(error)}
+        with suppress(BrokenPipeError):  # it has ended, and so has its answer
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if answer:
+            return json.loads(answer)
+        status = self.close()
+        return {"error": "it takes too long" if status == -signal.SIGPROF else f"its process ended with {status}"}
+
+    def close(self) -> int:
+        """Ends the process, if there is one; returns its status."""
+        if self._process is None:
+            return 0
+        process, self._process = self._process, None
+        with process, suppress(BrokenPipeError):
+            if process.stdin is not None:
+                process.stdin.close()
+        return process.returncode
+
+
+_renderer = _Renderer()
+atexit.register(_renderer.close)
 
 
 def load_chat_template(tokenizer: str) -> ChatTemplate | None:
-    """The chat template beside the file of a tokenizer, as in a Hugging Face folder; None where there is none."""
+    """The chat template beside the file of a tokenizer, as in a Hugging Face folder; None where there is none.
+
+    Raises UserError for files that hold something else.
+    """
     folder = storage.parent(tokenizer)
     paths = {name: storage.join(folder, name) for name in (CONFIG, TEMPLATE)}
-    config = json.loads(storage.read_bytes(paths[CONFIG])) if storage.exists(paths[CONFIG]) else {}
-    path, text = paths[CONFIG], config.get("chat_template")
+    path = paths[CONFIG]
+    config = json_object(storage.read_bytes(path), path) if storage.exists(path) else {}
+    text = config.get("chat_template")
     if isinstance(text, list):  # several, by name
-        text = {entry["name"]: entry["template"] for entry in text}.get("default")
+        with reading(f"{path}: expected names and templates under chat_template"):
+            text = {entry["name"]: entry["template"] for entry in text}.get("default")
     if storage.exists(paths[TEMPLATE]):
-        path, text = paths[TEMPLATE], storage.read_bytes(paths[TEMPLATE]).decode("utf-8")
+        path = paths[TEMPLATE]
+        with reading(f"{path} is not UTF-8 text"):
+            text = storage.read_bytes(path).decode("utf-8")
     if text is None:
         return None
+    if not isinstance(text, str):
+        raise UserError(f"{path}: chat_template is {type(text).__name__}; expected text")
     tokens = {key: value for key, value in config.items() if key.endswith("_token")}
-    spelled = {key: value["content"] if isinstance(value, dict) else value for key, value in tokens.items()}
-    return ChatTemplate(path, text, tuple(sorted(item for item in spelled.items() if isinstance(item[1], str))))
-
-
-class _Generation(Extension):
-    """`{% generation %}`, with which some templates mark what an assistant says; it is rendered like any text."""
-
-    tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@cache
-def _compiled(text: str) -> jinja2.Template:
-    extensions: list[Any] = [_Generation, "jinja2.ext.loopcontrols"]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-
-    def raise_exception(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    return environment.from_string(text)
+    spelled = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
+    return ChatTemplate(
+        path, text, tuple(sorted((key, name) for key, name in spelled.items() if isinstance(name, str)))
+    )

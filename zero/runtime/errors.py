@@ -10,7 +10,8 @@ from pathlib import Path
 
 # Numbers of an OSError whose path is wrong as it is; a disk, a network or a full disk may recover.
 WRONG_PATH = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EPERM}
-WRONG_PATH |= {errno.EROFS}
+WRONG_PATH |= {errno.ELOOP, errno.EROFS}
+LONGEST_LINE = 300  # characters of the message of a library, which may quote a whole file
 
 
 class UserError(Exception):
@@ -34,8 +35,20 @@ def file_error(message: str, error: OSError) -> UserError:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its class where it has none."""
-    return (str(error) or type(error).__name__).splitlines()[0]
+    """The first line of an error's message, cut where it is long, or the name of its class where it has none."""
+    if type(error) is KeyError:  # its message is the key
+        return f"{error} is missing"
+    if mark := getattr(error, "problem_mark", None):  # of YAML, whose message is several lines
+        return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', None) or error}"
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..."
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, the one that it was raised for, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 @contextmanager

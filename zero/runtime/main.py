@@ -25,7 +25,7 @@ from zero.runtime.config.files import conf_directory, load_sizes
 from zero.runtime.config.saved_config import merge_resumed
 from zero.runtime.config.schema import Config
 from zero.runtime.errors import WRONG_PATH, UserError, file_error
-from zero.runtime.hosts.signals import SIGNALS, exit_immediately, unanswered
+from zero.runtime.hosts.signals import SIGNALS, IgnoreBrokenPipe, exit_immediately, unanswered
 from zero.runtime.run.find_run import resume_overrides, trained_run
 from zero.runtime.run.sweeps import continue_job, swept_keys
 from zero.runtime.run_directory import saved_config
@@ -37,6 +37,7 @@ def main() -> None:
     """Runs what `sys.argv` says. Exit status: see the README, "Train"."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra itself prints what it catches, over many lines
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax's threads would log after the last line
+    sys.stdout = IgnoreBrokenPipe(sys.stdout)
     with errors_in_lines():
         for number in SIGNALS:
             signal.signal(number, interrupt)
@@ -141,8 +142,9 @@ def errors_in_lines() -> Iterator[None]:
             say_interrupted(unanswered[0][0])
         if isinstance(error, UserError):
             end(str(error), error.status)
-        if isinstance(error, OSError) and error.errno in WRONG_PATH | FULL_DISK:  # of the run directory
-            end(str(error), file_error(str(error), error).status)
+        for cause in (error, error.__cause__):  # logging has an error of its own where it cannot open its file
+            if isinstance(cause, OSError) and cause.errno in WRONG_PATH | FULL_DISK:  # of the run directory
+                end(str(cause), file_error(str(cause), cause).status)
         raise
 
 

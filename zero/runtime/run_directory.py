@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from yaml import YAMLError
 
 from zero.runtime import storage
+from zero.runtime.config.files import read_yaml
 from zero.runtime.config.saved_config import upgrade
 from zero.runtime.errors import UserError
+from zero.runtime.parsing import reading
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
@@ -48,15 +49,13 @@ def saved_config(run_directory: Path) -> DictConfig:
     path = run_directory / CONFIG_FILE
     if not path.is_file():
         raise DamagedRun(f"{run_directory}: not a run directory, {CONFIG_FILE} is missing")
-    try:
-        config = OmegaConf.load(path)
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise DamagedRun(f"{path} is damaged: {str(error).splitlines()[0]}") from error
-    data = OmegaConf.select(config, "data")
-    is_whole = isinstance(data, DictConfig) and {"bucket_path", "checkpoint_directory"} <= data.keys()
-    if not isinstance(config, DictConfig) or not is_whole:
-        raise DamagedRun(f"{path} is damaged: expected the configuration of a run")
-    return upgrade(config)
+    message = f"{path} is damaged: expected the configuration of a run"
+    config = read_yaml(path, message, DamagedRun)
+    with reading(message, kind=DamagedRun):
+        data = config["data"]
+        if not (isinstance(data["bucket_path"], str | None) and isinstance(data["checkpoint_directory"], str)):
+            raise TypeError("data.bucket_path or data.checkpoint_directory is no path")
+        return upgrade(config)
 
 
 def checkpoint_directory(run_directory: Path, bucket_path: str | None, directory: str) -> Path | str:
@@ -92,7 +91,7 @@ def saved_steps(run_directory: Path) -> list[int]:
     """
     directory = saved_checkpoint_directory(run_directory)
     if isinstance(directory, Path):
-        return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit() and path.is_dir())
+        return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal() and path.is_dir())
     files = storage.list_files(directory)
     whole = (re.fullmatch(r"(\d+)/commit_success\.txt", url.removeprefix(f"{directory}/")) for url in files)
     return sorted(int(found[1]) for found in whole if found)

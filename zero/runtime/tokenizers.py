@@ -12,11 +12,13 @@ import numpy as np
 
 from zero.runtime import storage
 from zero.runtime.errors import UserError
+from zero.runtime.parsing import reading
 
 if TYPE_CHECKING:
     import tokenizers
 
 # Names of the token between two documents in published tokenizers, most specific first.
+MOST_TOKENS = 1 << 24  # of a vocabulary: tables of a number for each token fit into memory
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
@@ -84,14 +86,15 @@ class FileTokenizer:
 
         self.path, self.data = path, data
         self.name = f"{Path(path).name} sha256:{hashlib.sha256(data).hexdigest()[:16]}"
-        try:
+        # For a bad file the library raises a bare Exception and nothing narrower.
+        with reading(f"tokenizer {path} is not a file of the tokenizers library", Exception):
             self._tokenizer: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(data)
-        except Exception as error:  # for a bad file the library raises a bare Exception and nothing narrower
-            raise UserError(f"tokenizer {path} is not a file of the tokenizers library: {error}") from error
         # A text that contains "<|endoftext|>" must not end a document.
         self._tokenizer.encode_special_tokens = True
         # Files may leave holes between the ids of their added tokens: the count of tokens would be too small.
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if self.vocab_size > MOST_TOKENS:
+            raise UserError(f"tokenizer {path}: its highest id is {self.vocab_size - 1}; expected less than 2**24")
         ids = {name: self._tokenizer.token_to_id(name) for name in _END_OF_TEXT}
         found = next(((name, i) for name, i in ids.items() if i is not None), None)
         if found is None:
@@ -106,12 +109,14 @@ class FileTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         # The fast one leaves out the offsets of each token, and takes two thirds of the time.
-        (encoding,) = self._tokenizer.encode_batch_fast([_without_surrogates(text)], add_special_tokens=False)
+        with reading(f"tokenizer {self.path} cannot encode a text", Exception):
+            (encoding,) = self._tokenizer.encode_batch_fast([_without_surrogates(text)], add_special_tokens=False)
         return np.asarray(encoding.ids, np.uint32)
 
     def encode_with_ends(self, text: str, has_special: bool) -> tuple[np.ndarray, np.ndarray]:
         self._tokenizer.encode_special_tokens = not has_special
-        encoding = self._tokenizer.encode(_without_surrogates(text), add_special_tokens=False)
+        with reading(f"tokenizer {self.path} cannot encode a text", Exception):
+            encoding = self._tokenizer.encode(_without_surrogates(text), add_special_tokens=False)
         self._tokenizer.encode_special_tokens = True
         ends = np.asarray([end for _, end in encoding.offsets], np.int64)
         return np.asarray(encoding.ids, np.uint32), ends

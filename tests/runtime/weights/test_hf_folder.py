@@ -169,7 +169,7 @@ def test_broken_folders_are_refused_in_a_line(hf: Path, tmp_path: Path) -> None:
 
     assert "expected a run directory, a directory of checkpoints, or a Hugging Face folder" in refusal()
     (tmp_path / "config.json").write_text("{")
-    assert "config.json: not JSON" in refusal()
+    assert "config.json: expected a JSON object" in refusal()
     (tmp_path / "config.json").write_bytes((hf / "config.json").read_bytes())
     (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")
     assert "model.safetensors is missing; weights are read from safetensors only" in refusal()

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from zero.runtime import storage
-from zero.runtime.errors import Unavailable, UserError, first_line
+from zero.runtime.errors import Unavailable, UserError, causes, first_line
 
 # Codes of tensorstore's errors that say nothing about the stored bytes.
 OUTAGE_CODES = {"ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"}
@@ -41,7 +41,7 @@ def read_errors(checkpoint: str, json_files: Sequence[str]) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        for cause in _exception_chain(error):
+        for cause in causes(error):
             if isinstance(cause, json.JSONDecodeError | UnicodeDecodeError):
                 file = next((file for file in json_files if not _is_valid_json(file)), json_files[0])
                 raise DamagedCheckpoint(
@@ -89,12 +89,6 @@ def move_aside(directory: Path | str, step: int) -> str:
 def without_brackets(error: BaseException) -> str:
     """The first line, without what tensorstore adds in brackets: the whole specification, and lines of its source."""
     return first_line(error).partition(" [")[0]
-
-
-def _exception_chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _is_outage(error: BaseException) -> bool:

@@ -32,14 +32,13 @@ def check(config: DictConfig, sizes: Mapping[str, GPTConfig]) -> Config:
         the key, its value and what was expected.
     """
     typed = OmegaConf.structured(Config)
-    values: dict[Any, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]  # a mapping, as config is
-    mistakes = list(_assign(typed, values))
+    mistakes = list(_assign(typed, config))
     missing = OmegaConf.missing_keys(typed)
     mistakes += [f"{key}: missing" for key in sorted(missing) if not any(f"{key}=" in line for line in mistakes)]
     wrong = dict(_wrong_values(typed))
     if "model.size" not in missing and typed.model.size not in sizes:
         wrong["model.size"] = f"one of {', '.join(sizes)} (conf/model_config.yaml)"
-    if not missing and not wrong.keys() & {"model.size", "data.max_context", "optimizer.name"}:  # other rules use them
+    if not missing and not wrong:  # each key is right by itself, so that a rule may use any of them
         checked: Config = OmegaConf.to_object(typed)  # type: ignore[assignment]  # what a structured config becomes
         size = sizes[checked.model.size]
         if checked.data.max_context is None:
@@ -52,19 +51,24 @@ def check(config: DictConfig, sizes: Mapping[str, GPTConfig]) -> Config:
     return checked
 
 
-def _assign(section: DictConfig, values: dict[Any, Any], prefix: str = "") -> Iterator[str]:
-    """Sets the values of a section key by key; a line for each unknown key or wrong type."""
+def _assign(section: DictConfig, values: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Sets the values of a section key by key; a line for each unknown key, wrong type or wrong interpolation."""
+    written: dict[Any, Any] = OmegaConf.to_container(values)  # type: ignore[assignment]  # a mapping, as values is
     names = [field.name for field in dataclasses.fields(OmegaConf.get_type(section))]  # type: ignore[arg-type]
-    for key, value in values.items():
-        if isinstance(value, dict) and key in names and OmegaConf.is_dict(section.get(key)):
-            yield from _assign(section[key], value, f"{prefix}{key}.")
+    for key, text in written.items():
+        if key in names and OmegaConf.is_dict(section.get(key)):
+            if isinstance(text, dict):
+                yield from _assign(section[key], values[key], f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}={shown(text)}: expected a section of keys"
             continue
         try:
-            section[key] = value
+            value = text if OmegaConf.is_missing(values, key) else values[key]
+            section[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         except (ConfigKeyError, ConfigAttributeError) as error:
             yield describe(error)
         except OmegaConfBaseException as error:
-            yield f"{prefix}{key}={shown(value)}: {str(error).splitlines()[0]}"
+            yield f"{prefix}{key}={shown(text)}: {str(error).splitlines()[0]}"
 
 
 def _wrong_values(section: DictConfig, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -26,8 +26,12 @@ def checked(holds: Callable[[Any], bool], expected: str) -> Any:
     return dataclasses.field(default=MISSING, metadata={"check": Check(holds, expected)})
 
 
-def at_least(minimum: int) -> Any:
-    return checked(lambda value: value >= minimum, f"at least {minimum}")
+INT32 = 2**31 - 1  # the largest number of a step, a row of a batch or a token on a device
+INT64 = 2**63 - 1
+
+
+def at_least(minimum: int, maximum: int = INT32) -> Any:
+    return checked(lambda value: minimum <= value <= maximum, f"at least {minimum}, at most {maximum}")
 
 
 def zero_or_more() -> Any:
@@ -69,6 +73,12 @@ def shown(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def is_prompts(value: Any) -> bool:
+    """Whether a value is a text or a list of texts. The command line makes a number of a text that looks like one."""
+    texts = value if isinstance(value, list) else [value]
+    return bool(texts) and all(isinstance(text, str) for text in texts)
+
+
 def is_paths(value: Any) -> bool:
     """Whether a value is the path of an index file or a list of them, and not a mixture."""
     paths = value if isinstance(value, list) else [value]
@@ -77,7 +87,7 @@ def is_paths(value: Any) -> bool:
 
 def is_stages(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(stage, list) and len(stage) == 2 and all(isinstance(x, int) and x >= 1 for x in stage)
+        isinstance(stage, list) and len(stage) == 2 and all(isinstance(x, int) and 1 <= x <= INT32 for x in stage)
         for stage in value
     )
 

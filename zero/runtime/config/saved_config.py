@@ -49,9 +49,9 @@ def default_config() -> DictConfig:
     return copy.deepcopy(_default())
 
 
-def upgrade(saved: DictConfig) -> DictConfig:
+def upgrade(saved: dict[str, Any]) -> DictConfig:
     """A saved configuration, maybe of an earlier version, with the keys of this version."""
-    upgraded: dict[str, Any] = OmegaConf.to_container(saved)  # type: ignore[assignment]  # string keys
+    upgraded = copy.deepcopy(saved)
     data, plan = upgraded.get("data", {}), upgraded.get("plan", {})
     if "window" in data:  # until 0.1
         data["shuffle_shards"] = data.pop("window")

@@ -17,12 +17,15 @@ from omegaconf import MISSING
 from zero.models.attention.choice import CHOICES as ATTENTION
 from zero.models.gpt import REMAT
 from zero.runtime.config.constraints import (
+    INT32,
+    INT64,
     at_least,
     checked,
     fraction,
     fraction_below_one,
     is_mixture,
     is_paths,
+    is_prompts,
     is_stages,
     list_of,
     one_of,
@@ -37,6 +40,7 @@ DTYPES = ("float32", "bfloat16")
 STATE_DTYPES = (*DTYPES, "int8")
 _PATHS = "the path of an index file, or a list of them"
 _STAGES = "[[steps, tokens per sequence], ...]"
+_PROMPTS = "a text, quoted as '\"2024\"' if it looks like a number, or a list of texts"
 _MIXTURE = "[{index: path, weight: 0.7}, ...] of files of different names"
 
 
@@ -46,13 +50,13 @@ class Training:
     batch_size: int = at_least(1)
     peak_learning_rate: float = zero_or_more()
     end_learning_rate: float = zero_or_more()
-    warmup_steps: int = zero_or_more()
+    warmup_steps: int = at_least(0)
     total_steps: int = at_least(1)
     weight_decay: float = zero_or_more()
     gradient_accumulation_steps: int = at_least(1)
     evaluation_frequency: int = at_least(1)
     maximum_evaluation_steps: int = at_least(1)
-    staged_warmup_steps: int = zero_or_more()
+    staged_warmup_steps: int = at_least(0)
     warmup_train_context: int = MISSING
     context_stages: Any = checked(
         lambda value: value in (None, "linear") or is_stages(value), f"linear, {_STAGES}, or null"
@@ -62,7 +66,7 @@ class Training:
     skip_spikes: float | None = positive()
     max_skipped_in_a_row: int = at_least(1)
     log_frequency: int = at_least(1)
-    sample_tokens: int = zero_or_more()
+    sample_tokens: int = at_least(0)
     ema: float | None = checked(lambda value: 0 < value < 1, "more than 0, less than 1")
     harness_frequency: int | None = at_least(1)
     loss_on: str = one_of("all", "completion")
@@ -88,10 +92,10 @@ class Data:
     corpus: str | None = MISSING
     tokenizer: str = MISSING
     max_context: Any = checked(  # an integer, once it is checked
-        lambda value: value is None or (isinstance(value, int) and value >= 2), "at least 2, or null"
+        lambda value: value is None or (isinstance(value, int) and 2 <= value <= INT32), "at least 2, or null"
     )
     isolate_documents: bool = MISSING
-    train_samples: int | None = at_least(1)
+    train_samples: int | None = at_least(1, INT64)
     checkpoint_directory: str = MISSING
     bucket_path: str | None = MISSING
     index_path_train: Any = checked(lambda value: is_paths(value) or is_mixture(value), f"{_PATHS}, or {_MIXTURE}")
@@ -99,7 +103,7 @@ class Data:
     shuffle_shards: int = at_least(1)
     max_skipped_rows: int = zero_or_more()
     cache_directory: str | None = MISSING
-    cache_bytes: int = at_least(1)
+    cache_bytes: int = at_least(1, INT64)
     wandb_project: str | None = MISSING
     tensorboard: bool = MISSING
     resume_step: int | None = MISSING
@@ -166,7 +170,7 @@ class Evaluate:
 
 @dataclass
 class Sample:
-    prompt: Any = MISSING
+    prompt: Any = checked(lambda value: value is None or is_prompts(value), f"{_PROMPTS}, or null")
     prompt_file: str | None = MISSING
     chat: bool = MISSING
     copies: int = at_least(1)
@@ -222,7 +226,7 @@ class Distributed:
         lambda value: re.fullmatch(r".+:\d+", value) is not None, "host:port of the first process"
     )
     num_processes: int | None = at_least(1)
-    process_id: int | None = zero_or_more()
+    process_id: int | None = at_least(0)
     compilation_cache: str | None = MISSING
 
 

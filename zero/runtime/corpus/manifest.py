@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from zero.runtime import storage
 from zero.runtime.corpus import directory
 from zero.runtime.errors import UserError
+from zero.runtime.parsing import json_object, reading
 from zero.runtime.tokenizers import FileTokenizer, Tokenizer
 
 MANIFEST = "manifest.json"
@@ -76,14 +77,28 @@ def find_usable(place: str, arguments: dict[str, Any], source_state: str, overwr
 
 def load(place: str) -> dict[str, Any]:
     path = storage.join(place, MANIFEST)
-    try:
-        manifest = {_FORMER_KEYS.get(key, key): value for key, value in json.loads(directory.read(path)).items()}
-        if not all(isinstance(manifest[split]["shards"], list) for split in SPLITS):
-            raise TypeError("shards are not a list")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        message = f"{path} is not a manifest that this version can read: choose another name, or remove it"
-        raise UserError(message) from error
+    with reading(f"{path} is not a manifest that this version can read, choose another name, or remove it"):
+        manifest = {_FORMER_KEYS.get(key, key): value for key, value in json_object(directory.read(path), path).items()}
+        _check_form(manifest)
     return manifest
+
+
+def _check_form(manifest: dict[str, Any]) -> None:
+    """Raises one of `zero.runtime.parsing.MALFORMED` where a value is missing or of another type."""
+    is_done = "unfinished" not in manifest
+    expected: list[tuple[Any, type]] = [(manifest["tokenizer"], str)]
+    for split in SPLITS:
+        expected.append((manifest[split]["shards"], list))
+        expected += [(shard["name"], str) for shard in manifest[split]["shards"]]
+        expected += [(shard["rows"], int) for shard in manifest[split]["shards"]]
+        if is_done:
+            expected += [(manifest[split][key], int) for key in ("documents", "tokens", "rows")]
+        else:
+            unit, skip, counts = manifest["unfinished"][split]
+            expected += [(number, int) for number in (unit, skip, *Counts(*counts))]
+    for value, kind in expected:
+        if not isinstance(value, kind):
+            raise TypeError(f"expected {kind.__name__}, found {value!r}")
 
 
 def check_tokenizer(place: str, tokenizer: Tokenizer) -> None:

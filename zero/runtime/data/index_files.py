@@ -14,7 +14,10 @@ from zero.runtime import storage
 from zero.runtime.data import shards
 from zero.runtime.data.shards import BadData
 from zero.runtime.errors import UserError, file_error
+from zero.runtime.parsing import reading
 
+MOST_ROWS = 2**31 - 1  # of a shard in a bucket, whose size is not known yet
+FEW_ROWS = 2**24  # that need no more than 128 MiB for their order: what is missing of a truncated shard can be skipped
 _log = logging.getLogger(__name__)
 
 
@@ -40,20 +43,23 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
     that are missing, unless `skip_bad`.
     """
     try:
-        # Not splitlines(), which also cuts at characters that a file name may hold, as U+2028.
-        lines = storage.read_bytes(index).decode().split("\n")
+        content = storage.read_bytes(index)
     except FileNotFoundError:
         raise UserError(f"index file {index}: no such file; zero-prepare writes one") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"index file {index} is not UTF-8 text: {error}") from error
     except OSError as error:
         raise file_error(f"index file {index} cannot be read: {error}", error) from error
+    with reading(f"index file {index} is not UTF-8 text"):
+        # Not splitlines(), which also cuts at characters that a file name may hold, as U+2028.
+        lines = content.decode().split("\n")
     listed: list[tuple[str, int | None]] = []
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         name, *comment = re.split(r"(?:^|\s+)#", line.strip(), maxsplit=1)
         if name:
-            counted = re.match(r"\s*(\d+) rows\b", "".join(comment))
-            listed.append((storage.join(storage.parent(index), name), int(counted[1]) if counted else None))
+            counted = re.match(r"\s*([0-9]+) rows\b", "".join(comment))
+            path = storage.join(storage.parent(index), name)
+            if counted and not _can_hold(path, counted[1]):
+                raise UserError(f"index file {index}, line {number}: the shard cannot hold {counted[1][:30]} rows")
+            listed.append((path, int(counted[1]) if counted else None))
     if not listed:
         raise UserError(f"index file {index} lists no shards; expected one path per line")
     try:
@@ -75,6 +81,12 @@ def index_paths(value: Any, bucket_path: str | None) -> str | list[str] | dict[s
     if all(isinstance(entry, str) for entry in value):
         return [str(index_paths(entry, bucket_path)) for entry in value]
     return {str(index_paths(entry["index"], bucket_path)): entry["weight"] for entry in value}
+
+
+def _can_hold(path: str, rows: str) -> bool:
+    """Whether a shard may have so many rows. Each is a byte at least, and the order of the rows takes 8 for each."""
+    is_here = not storage.is_remote(path) and os.path.isfile(path)
+    return len(rows) <= 10 and int(rows) <= (max(os.path.getsize(path), FEW_ROWS) if is_here else MOST_ROWS)
 
 
 def _missing(paths: list[str]) -> list[str]:

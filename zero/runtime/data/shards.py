@@ -20,8 +20,8 @@ from webdataset.tariterators import group_by_keys
 
 from zero.runtime import storage
 from zero.runtime.errors import UserError, file_error
+from zero.runtime.parsing import MALFORMED, reading
 
-_UNREADABLE = (EOFError, ValueError)  # raised while parsing a truncated or damaged shard
 _NPY_HEADER = 1024  # bytes to read for it; numpy writes 128
 Rows = tuple[np.ndarray, np.ndarray]  # tokens (n, T), and the number of tokens in each row (n,)
 
@@ -34,15 +34,15 @@ def count_rows(path: str | Path) -> int:
     """Rows of a shard, from the headers of its members alone; raises BadData for a truncated or damaged shard."""
     rows = 0
     try:
-        with storage.open_reader(path) as stream:
-            for name, data in _tar_files(stream, most=_NPY_HEADER):
+        with reading(f"shard {path} is truncated or damaged", kind=BadData), storage.open_reader(path) as stream:
+            for name, data, size in _tar_files(stream, most=_NPY_HEADER):
                 if name.lower().endswith(".input_id.npy"):
                     shape = _npy_header(data).shape
+                    if len(shape) == 2 and shape[0] > size:  # a row is a byte at least
+                        raise ValueError(f"{name} has the shape {shape} and {size} bytes")
                     rows += shape[0] if len(shape) == 2 else 1
     except FileNotFoundError:
         raise BadData(f"shard {path} is missing, and the index file does not say how many rows it has") from None
-    except _UNREADABLE as error:
-        raise BadData(f"shard {path} is truncated or damaged: {error}") from error
     except OSError as error:
         raise file_error(f"shard {path} cannot be read: {error}", error) from error
     return rows
@@ -57,11 +57,11 @@ def row_tokens(path: str) -> int:
 
 def read_samples(path: str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
     """The samples of a shard in webdataset's convention: `__key__` and the bytes of each member."""
-    files = ({"fname": name, "data": data, "__url__": path} for name, data in _tar_files(stream))
+    files = ({"fname": name, "data": data, "__url__": path} for name, data, _ in _tar_files(stream))
     try:
         yield from group_by_keys(files)
     # webdataset appends its stream and its address to the arguments; the first one is the message
-    except _UNREADABLE as error:
+    except MALFORMED as error:
         raise BadData(f"shard {path} is truncated or damaged: {error.args[0]}") from error
 
 
@@ -120,8 +120,8 @@ def _completions(sample: dict[str, Any], name: str, shape: tuple[int, ...]) -> n
 # ---- tar -------------------------------------------------------------------------------------------------------------
 
 
-def _tar_files(stream: BinaryIO, most: int | None = None) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the files in a tar; with `most`, only so many first bytes of each.
+def _tar_files(stream: BinaryIO, most: int | None = None) -> Iterator[tuple[str, bytes, int]]:
+    """Names, contents and sizes of the files in a tar; with `most`, only so many first bytes of each.
 
     Unlike tarfile this does not take a damaged header for the end of the archive, and it is ten times as fast.
     """
@@ -144,10 +144,10 @@ def _tar_files(stream: BinaryIO, most: int | None = None) -> Iterator[tuple[str,
         elif kind in b"0\0":
             prefix = header[345:500] if header[257:263] == b"ustar\0" else b""
             short_name = b"/".join(part for field in (prefix, header[:100]) if (part := field.partition(b"\0")[0]))
-            name = (long_name or short_name).decode("utf-8", "surrogateescape")
+            name = (long_name or short_name).decode("utf-8", "backslashreplace")
             long_name = b""
             if not re.match(r"__[^/]*__(/|$)", name):  # webdataset's mark of metadata
-                yield name, data
+                yield name, data, size
 
 
 def _octal(field: bytes) -> int:
@@ -188,7 +188,7 @@ def _parse_npy_header(header: bytes) -> _NpyHeader:
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     try:
         parsed = _NpyHeader(*read(file), file.tell())
-    except (SyntaxError, TypeError, tokenize.TokenError) as error:  # numpy parses it as a Python literal
+    except tokenize.TokenError as error:  # numpy parses it as a Python literal
         raise ValueError(f"cannot parse its header: {error}") from error
     if min(parsed.shape, default=0) < 0:
         raise ValueError(f"its shape is {parsed.shape}")
@@ -200,12 +200,9 @@ def _array(sample: dict[str, Any], member: str, name: str) -> np.ndarray:
     if member not in sample:
         others = ", ".join(key for key in sample if not key.startswith("__"))
         raise BadData(f"{name} has no member {member}, only {others}")
-    try:
+    with reading(f"{name}: member {member} is not a complete .npy array", kind=BadData):
         header = _npy_header(sample[member])
         if header.dtype.kind not in "ui":
             raise BadData(f"{name}: member {member} must hold integers, not {header.dtype}")
-        count = math.prod(header.shape)
-        array = np.frombuffer(sample[member], header.dtype, count, header.offset)
-    except ValueError as error:
-        raise BadData(f"{name}: member {member} is not a complete .npy array: {error}") from error
+        array = np.frombuffer(sample[member], header.dtype, math.prod(header.shape), header.offset)
     return array.reshape(header.shape, order="F" if header.is_fortran else "C")

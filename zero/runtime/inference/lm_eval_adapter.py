@@ -15,7 +15,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from zero.runtime.errors import Unavailable, UserError, first_line
+from zero.runtime.errors import WRONG_PATH, Unavailable, UserError, causes, first_line
 from zero.runtime.tokenizers import Tokenizer
 
 LONGEST_ANSWER = 256  # tokens, where a task does not say
@@ -44,6 +44,7 @@ class HarnessModel(TemplateLM):
     ) -> None:
         super().__init__()
         self._encoding, self._context, self._score, self._write, self._rows = tokenizer, context, score, write, rows
+        self.is_computing = False  # stays true where an error leaves the model
 
     @property
     def eot_token_id(self) -> int:
@@ -62,7 +63,10 @@ class HarnessModel(TemplateLM):
                 tokens = np.asarray(before + text, np.int32)[-self._context :]
                 yield tokens, len(tokens) - len(text)
 
-        return [(-float(losses.sum()), bool(is_greedy.all())) for losses, is_greedy in self._score(passages())]
+        self.is_computing = True
+        scores = [(-float(losses.sum()), bool(is_greedy.all())) for losses, is_greedy in self._score(passages())]
+        self.is_computing = False
+        return scores
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         parts = [
@@ -85,7 +89,7 @@ class HarnessModel(TemplateLM):
             stops.append([stop for stop in ([until] if isinstance(until, str) else until) if stop])
             tokens = np.asarray(self.tok_encode(text) or [self.eot_token_id], np.int32)
             prompts.append(tokens[-max(1, self._context - counts[-1]) :])
-        texts = [""] * len(requests)
+        self.is_computing, texts = True, [""] * len(requests)
         # Prompts of like lengths share a batch, and with it a compiled program.
         order = sorted(range(len(requests)), key=lambda i: (counts[i], len(prompts[i])))
         for _, group in groupby(order, key=lambda i: counts[i]):
@@ -96,6 +100,7 @@ class HarnessModel(TemplateLM):
                         break
                 for i, (text, _) in zip(batch, ends, strict=True):
                     texts[i] = text
+        self.is_computing = False
         return texts
 
     def _until(self, tokens: np.ndarray, stops: Sequence[str]) -> tuple[str, bool]:
@@ -126,7 +131,7 @@ def run(model: HarnessModel, tasks: list[Any]) -> dict[str, dict[str, Any]]:
       tasks: names of the harness, paths of its .yaml files, or dictionaries like these files.
 
     Raises:
-      UserError: there is no such task, or its data does not exist.
+      UserError: there is no such task, its file or its data is missing or wrong, or it does not fit its data.
       Unavailable: the data cannot be reached.
     """
     manager = _task_manager()
@@ -137,9 +142,14 @@ def run(model: HarnessModel, tasks: list[Any]) -> dict[str, dict[str, Any]]:
         found = lm_eval.simple_evaluate(
             model=model, tasks=tasks, task_manager=manager, bootstrap_iters=0, log_samples=False
         )
-    except FileNotFoundError as error:
-        raise UserError(f"evaluate.harness: {first_line(error)}") from error
-    except OSError as error:
-        raise Unavailable(f"evaluate.harness: {first_line(error)}") from error
+    except Exception as error:  # a task is a program of its author's: YAML, templates, filters, Python
+        if model.is_computing or isinstance(error, UserError):
+            raise
+        outages = (cause for cause in causes(error) if isinstance(cause, OSError) and cause.errno not in WRONG_PATH)
+        is_outage = any(
+            not isinstance(cause, FileNotFoundError) for cause in outages
+        )  # datasets has it without a number
+        names = ", ".join(task if isinstance(task, str) else str(task.get("task")) for task in tasks)
+        raise (Unavailable if is_outage else UserError)(f"evaluate.harness: {names}: {first_line(error)}") from error
     assert found is not None  # it is None for ranks other than 0, and the harness takes every host for rank 0
     return found["results"]

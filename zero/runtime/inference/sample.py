@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
@@ -20,6 +21,7 @@ from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.generate import generate
 from zero.runtime.inference.trained_model import open_model
+from zero.runtime.parsing import reading
 from zero.runtime.tokenizers import FileTokenizer, Tokenizer
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference
@@ -121,19 +123,20 @@ def _stream(screen: TextIO, shown: str, text: str) -> str:
 def _prompts(config: Config) -> list[str]:
     given = config.sample.prompt
     if given is not None:
-        return [given] if isinstance(given, str) else [str(prompt) for prompt in given]
+        return [given] if isinstance(given, str) else given
     if config.sample.prompt_file is None:
         return [""]
     if config.sample.prompt_file == "-":
-        lines = [line.rstrip("\n") for line in sys.stdin]  # not splitlines(), which also cuts at U+2028
+        data = sys.stdin.buffer.read()
     else:
         path = Path(config.sample.prompt_file)
         if not path.is_file():
             raise UserError(
                 f"sample.prompt_file={path}: no such file; expected one prompt per line, or - for standard input"
             )
-        with path.open(encoding="utf-8") as file:
-            lines = [line.rstrip("\n") for line in file]
+        data = path.read_bytes()
+    with reading(f"sample.prompt_file={config.sample.prompt_file} is not UTF-8 text"):
+        lines = io.StringIO(data.decode("utf-8"), newline=None).readlines()  # splitlines() also cuts at U+2028
     if not lines:
         raise UserError(f"sample.prompt_file={config.sample.prompt_file}: it has no prompt; expected one per line")
-    return lines
+    return [line.rstrip("\n") for line in lines]

@@ -107,6 +107,8 @@ def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[
     known = {metric for lines in logged for line in lines for metric in line}
     tasks = tuple(zip(sorted(metric for metric in known if metric.startswith("harness/")), cycle(DASHES)))
     panels = [panel for panel in (*PANELS, (TASKS, tasks, False)) if any(metric in known for metric, _ in panel[1])]
+    if not panels:
+        raise UserError(f"{directories[0] / METRICS_FILE}: holds no curve; expected a run that has made a step")
     rows = -(-len(panels) // 2)
     figure = make_subplots(rows, 2, subplot_titles=[title for title, _, _ in panels], vertical_spacing=0.07)
     resume_lines: list[dict[str, Any]] = []

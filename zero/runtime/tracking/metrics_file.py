@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from zero.runtime.errors import UserError
+from zero.runtime.parsing import MALFORMED
 from zero.runtime.run_directory import METRICS_FILE
 
 Log: TypeAlias = Callable[[dict[str, float | int]], None]  # takes the metrics of one step, by increasing `step`
@@ -39,7 +40,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Of two lines for one step the later counts. After a resume at step s, lines of steps above s from before do not.
 
     Raises:
-        UserError: a line is not a JSON object, other than the last one of a killed process.
+        UserError: a line is not a JSON object of numbers, other than the last one of a killed process.
     """
     by_step: dict[int, dict[str, Any]] = {}
     last = math.inf  # step that the resumes after a line have kept
@@ -61,14 +62,21 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     incomplete: int | None = None
     for number, text in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            line = None
-        is_complete = isinstance(line, dict) and "step" in line
-        if incomplete is not None and not (is_complete and line.get("event") == "resume"):
-            raise UserError(f"{path}, line {incomplete}: expected a JSON object with a step")
-        incomplete = None if is_complete else number
-        if is_complete:
+        line = _parse(text)
+        if incomplete is not None and not (line and line.get("event") == "resume"):
+            raise UserError(f"{path}, line {incomplete}: expected a JSON object of a step and finite numbers or null")
+        incomplete = number if line is None else None
+        if line is not None:
             lines.append(line)
     return lines
+
+
+def _parse(text: bytes) -> dict[str, Any] | None:
+    """A line, or None if it is not complete, or not one that `MetricsFile` writes."""
+    try:
+        line = json.loads(text)
+        numbers = [value for key, value in line.items() if key != "event" and value is not None]
+        is_complete = isinstance(line["step"], int) and all(map(math.isfinite, numbers))
+    except MALFORMED:
+        return None
+    return line if is_complete else None

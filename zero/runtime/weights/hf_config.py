@@ -7,6 +7,7 @@ from typing import Any
 
 from zero.models.config import GPTConfig
 from zero.runtime.errors import UserError
+from zero.runtime.parsing import reading
 from zero.runtime.weights.architecture import Architecture
 from zero.runtime.weights.architecture_table import ARCHITECTURES
 
@@ -46,7 +47,7 @@ def read_architecture(origin: str, config: Mapping[str, Any]) -> Architecture:
       UserError: no model of zero equals it; `origin` begins the message.
     """
     model_type = config.get("model_type")
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise UserError(f"{origin}: model_type {model_type!r}: expected one of {', '.join(map(repr, ARCHITECTURES))}")
     architecture = ARCHITECTURES[model_type]
     for key, value in architecture.fixed.items():
@@ -72,9 +73,11 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
         elif name in UNSEEN:
             raise UserError(f"{origin}: {key} is missing")
     if architecture.rotary is not None:
-        found |= _read_rotary(origin, config, architecture)
+        with reading(f"{origin}: the keys of rotary positions hold something else"):
+            found |= _read_rotary(origin, config, architecture)
     if architecture.windows:
-        found["windows"] = _read_windows(origin, config, architecture.windows, layers)
+        with reading(f"{origin}: the keys of windows hold something else"):
+            found["windows"] = _read_windows(origin, config, architecture.windows, layers)
     return {name: found[name] for name in UNSEEN}
 
 
@@ -119,7 +122,8 @@ def _read_windows(origin: str, config: Mapping[str, Any], kind: str, layers: int
     if kind == "sliding_window":
         return (window,)
     if kind == "attention_types":
-        names = [name for part, times in config.get("attention_types") or [] for name in times * part]
+        parts = config.get("attention_types") or []
+        names = [name for part, times in parts for name in part * min(times, layers + 1)]  # not any number of times
         local = "local"
     else:
         alternating = ["sliding_attention", "full_attention"] * layers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +15,7 @@ from zero.models.config import HEAD
 from zero.partition.global_arrays import global_shapes
 from zero.partition.layout import LeafLayout, PyTree
 from zero.runtime.errors import UserError
+from zero.runtime.parsing import json_object, reading
 from zero.runtime.weights.hf_config import read_architecture, read_choices
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -36,7 +36,7 @@ class HuggingFaceFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._files = ExitStack()
-        config = _read_json(path / CONFIG_FILE)
+        config = json_object((path / CONFIG_FILE).read_bytes(), str(path / CONFIG_FILE))
         self.architecture = read_architecture(str(path / CONFIG_FILE), config)
         self._is_tied = config.get("tie_word_embeddings", self.architecture.choices()["tied"])
         with ExitStack() as stack:
@@ -57,10 +57,8 @@ class HuggingFaceFolder:
             path = self.path / name
             if not path.is_file():
                 raise UserError(f"{self.path}: {name} is missing; weights are read from safetensors only")
-            try:
+            with reading(f"{path}: not a safetensors file", SafetensorError):
                 file = stack.enter_context(safe_open(path, "numpy"))
-            except SafetensorError as error:
-                raise UserError(f"{path}: not a safetensors file: {error}") from error
             prefix = self.architecture.prefix
             tensors |= {key.removeprefix(prefix): file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         head = self.architecture.modules.get(HEAD)
@@ -75,7 +73,7 @@ class HuggingFaceFolder:
         index = self.path / INDEX_FILE
         if not index.is_file():
             return [WEIGHTS_FILE]
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = json_object(index.read_bytes(), str(index)).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise UserError(f"{index}: expected a weight_map from the names of tensors to names of files")
         for name in weight_map.values():
@@ -124,13 +122,3 @@ class HuggingFaceFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._files.close()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a JSON object")
-    return content

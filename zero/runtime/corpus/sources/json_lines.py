@@ -11,7 +11,7 @@ from zero.runtime.corpus.sources import documents
 from zero.runtime.corpus.sources.compression import decompressed_blocks
 from zero.runtime.corpus.sources.documents import Document, Reader, Unit
 from zero.runtime.corpus.sources.files import named_errors
-from zero.runtime.errors import UserError
+from zero.runtime.parsing import reading
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,8 @@ class JsonLines:
             if not line.strip():
                 continue
             name = f"{self.path}, line {number}"
-            try:
+            with reading(f"{name}: expected a JSON object"):
                 entry = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{name}: expected a JSON object: {error}") from error
             yield self.reader(entry, name)
 
 

@@ -1,0 +1,71 @@
+"""The process in which chat templates are rendered: a line of JSON in, a line of JSON out (jinja2).
+
+A template is a program that comes with the files of a model, and may ask for any time and any memory: the process has a
+limit on both. Nothing of zero is imported, which would take seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from functools import cache
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+SECONDS = 5.0  # of computation for one conversation, which takes less than a millisecond
+MEMORY = 1 << 30  # bytes of address space
+LONGEST_ERROR = 300  # characters
+
+
+def main() -> None:
+    """Answers each request `{"template": text, "variables": {...}}` with `{"text": ...}` or `{"error": ...}`.
+
+    A request that takes longer than `SECONDS` ends the process by SIGPROF, also in the middle of one operation.
+    """
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        try:
+            request = json.loads(line)
+            answer = json.dumps({"text": compiled(request["template"]).render(**request["variables"])})
+        except Exception as error:  # noqa: BLE001  a template raises whatever its expressions do
+            answer = json.dumps({"error": (str(error) or type(error).__name__)[:LONGEST_ERROR]})
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(answer, flush=True)
+
+
+class Generation(Extension):
+    """`{% generation %}`, with which some templates mark what an assistant says; it is rendered like any text."""
+
+    tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@cache
+def compiled(text: str) -> jinja2.Template:
+    extensions: list[Any] = [Generation, "jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    return environment.from_string(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The boundary around parsers of files that others write: whatever a parser raises becomes one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from zero.runtime.errors import UserError, first_line
+
+# What parsers raise for input that is malformed, truncated, nested too deeply or too large, and what is raised by the
+# first access to a value of another kind, such as a list where an object belongs.
+MALFORMED = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+
+
+@contextmanager
+def reading(message: str, *also: type[Exception], kind: type[UserError] = UserError) -> Iterator[None]:
+    """Turns the errors of a parser into one line. The block holds the parser and the first accesses to its result.
+
+    An OSError passes: it concerns the disk, not the contents of a file.
+
+    Args:
+      message: begins the line: the file, the place in it, and what was expected.
+      also: what this parser raises besides `MALFORMED`.
+      kind: of the error that is raised.
+    """
+    parser_errors: tuple[type[Exception], ...] = (*MALFORMED, *also)
+    try:
+        yield
+    except parser_errors as error:
+        if isinstance(error, UserError):
+            raise
+        raise kind(f"{message}: {first_line(error)}") from error
+
+
+def json_object(data: bytes, place: str) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+      UserError: it holds anything else; `place` begins the message.
+    """
+    with reading(f"{place}: expected a JSON object"):
+        content = json.loads(data)
+        if not isinstance(content, dict):
+            raise TypeError(f"found {type(content).__name__}")
+    return content
