@@ -33,7 +33,7 @@ def global_shapes(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] 
     >>> global_shapes(layout, "batch")["w"].shape == (2 * n,)
     True
     """
-    mesh = mesh_of(layout, axis, devices)
+    mesh = _mesh(*axis_and_devices(layout, axis, devices))
     return layout.map(lambda leaf: jax.ShapeDtypeStruct(leaf.padded_shape, leaf.dtype, sharding=_sharding(leaf, mesh)))
 
 
@@ -54,7 +54,8 @@ def to_global(
       donate: reuse the buffers of `tree`, which is deleted. No byte is copied; `from_global` is the way back.
 
     Raises:
-      ValueError: a leaf has another shape or lies on other devices than the layout and the axis say.
+      ValueError: a leaf has another shape or dtype, or lies on other devices or in another order of them than the
+        layout and the axis say.
 
     >>> import zero
     >>> from jax import numpy as jnp
@@ -67,10 +68,15 @@ def to_global(
     >>> bool((from_global(whole, layout, "batch")["w"] == shards["w"]).all())
     True
     """
-    mesh = mesh_of(layout, axis, devices)
-    arrays = layout.treedef.flatten_up_to(tree)
+    on, ordered = axis_and_devices(layout, axis, devices)
+    mesh, arrays = _mesh(on, ordered), layout.treedef.flatten_up_to(tree)
     for leaf, x in zip(layout.leaves, arrays, strict=True):
-        local_shards(leaf, x, mesh)
+        local_shards(leaf, x, ordered)
+        if x.dtype != leaf.dtype:
+            raise ValueError(
+                f"leaf {leaf.name}: the array holds {x.dtype.name}, the layout says {leaf.dtype.name}, as which it "
+                "would be restored: describe what is held, by zero.make_layout of a tree of that dtype"
+            )
     shards = _reshape_shards(_drop_first, arrays, [donate] * len(arrays))
     return layout.treedef.unflatten(
         jax.make_array_from_single_device_arrays(leaf.padded_shape, _sharding(leaf, mesh), parts)
@@ -99,15 +105,10 @@ def from_global(
     >>> from_global({"w": np.arange(2 * n, dtype=np.float32)}, layout, "batch")["w"][0].tolist()
     [0.0, 1.0]
     """
-    mesh = mesh_of(layout, axis, devices)
-    local = [
-        d
-        for d in (pmap_devices()[: mesh.size] if devices is None else devices)
-        if d.process_index == jax.process_index()
-    ]
+    on, ordered = axis_and_devices(layout, axis, devices)
+    mesh, local = _mesh(on, ordered), [d for d in ordered if d.process_index == jax.process_index()]
     # To the letter what pmap gives to its results: any other name, and the program that takes them is compiled again.
-    name = axis.name if isinstance(axis, Axis) else axis
-    stacked = NamedSharding(Mesh(np.asarray(local), (name,)), PartitionSpec(name))
+    stacked = NamedSharding(Mesh(np.asarray(local), (on.name,)), PartitionSpec(on.name))
 
     def place(leaf: LeafLayout, x: jax.Array | np.ndarray) -> jax.Array:
         if x.shape != leaf.padded_shape or x.dtype != leaf.dtype:
@@ -128,26 +129,53 @@ def from_global(
     )
 
 
-def mesh_of(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None) -> Mesh:
+def axis_and_devices(
+    layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None
+) -> tuple[Axis, tuple[jax.Device, ...]]:
+    """The axis, on which a name means one group of `layout.shards` devices, and its devices in the order of pmap.
+
+    Raises:
+      ValueError: axis, layout and devices do not fit each other.
+    """
     on = axis if isinstance(axis, Axis) else Axis(axis, (1, layout.shards))
     if on.shards != layout.shards:
         raise ValueError(f"the layout has {layout.shards} shards, but axis {on.name!r} spreads a copy over {on.shards}")
-    ordered = np.asarray(pmap_devices()[: on.size] if devices is None else devices)
-    if ordered.size != on.size:
-        raise ValueError(f"axis {on.name!r} has {on.size} devices, but there are {ordered.size}")
-    return Mesh(ordered[list(on.devices)].reshape(on.replicas, on.shards), ("replica", "shard"))
+    ordered = pmap_devices()[: on.size] if devices is None else tuple(devices)
+    if len(ordered) != on.size:
+        raise ValueError(f"axis {on.name!r} has {on.size} devices, but there are {len(ordered)}")
+    return on, ordered
 
 
-def local_shards(leaf: LeafLayout, x: jax.Array, mesh: Mesh) -> Sequence[Any]:
-    """One a local device, in the order of pmap."""
+def _mesh(axis: Axis, devices: Sequence[jax.Device]) -> Mesh:
+    grid = np.asarray(devices)[list(axis.devices)]
+    return Mesh(grid.reshape(axis.replicas, axis.shards), ("replica", "shard"))
+
+
+def local_shards(leaf: LeafLayout, x: Any, devices: Sequence[jax.Device]) -> Sequence[Any]:
+    """The shards of a stacked array on this process's devices: what leaves a pmap is looked at here.
+
+    Args:
+      leaf: the layout of one device's shard.
+      x: the array.
+      devices: those of the pmap, in its order.
+
+    Raises:
+      ValueError: the array has another shape, or lies on other devices or in another order.
+    """
     parts = x.addressable_shards if isinstance(x, jax.Array) else []
-    if any(part.data.shape != (1, *leaf.shard_shape) for part in parts) or {p.device for p in parts} != {
-        device for device in mesh.devices.flat if device.process_index == jax.process_index()
-    }:
+    expected = [device for device in devices if device.process_index == jax.process_index()]
+    if any(part.data.shape != (1, *leaf.shard_shape) for part in parts) or {p.device for p in parts} != set(expected):
         raise ValueError(
             f"leaf {leaf.name}: expected what pmap returns, one shard of {leaf.shard_shape} on each local device, "
             f"got shape {np.shape(x)}{f' on {len(parts)} devices' if parts else ' on the host'}"
         )
+    rows = [part.device for part in sorted(parts, key=lambda part: part.index[0].start or 0)]
+    for row, (found, device) in enumerate(zip(rows, expected, strict=True)):
+        if found != device:
+            raise ValueError(
+                f"leaf {leaf.name}: row {row} lies on {found}, expected it on {device}: pass the devices= that pmap "
+                "was given, in their order"
+            )
     return parts
 
 

@@ -14,8 +14,9 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero.partition.checksums import check_copies
 from zero.partition.collectives.axis import Axis, AxisLike
-from zero.partition.global_arrays import local_shards, mesh_of, pmap_devices
+from zero.partition.global_arrays import axis_and_devices, local_shards, pmap_devices
 from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout
 
 _REMEDY = (
@@ -102,7 +103,8 @@ def whole_state(
 
     Raises:
       TypeError: `opt_state` or `tx` is not sharded.
-      ValueError: a leaf has another shape than `tx` and `params` say, or a device holds another's slice.
+      ValueError: a leaf has another shape than `tx` and `params` say, a device holds another's slice, or devices differ
+        in what is the same on all, as after an update by a `value` that was not reduced.
       RuntimeError: some process did not call it in time.
 
     >>> import zero
@@ -117,10 +119,10 @@ def whole_state(
     True
     """
     require_sharded(opt_state)
-    axis, layout = _layout(tx, params, devices)
+    axis, devices, layout = _layout(tx, params, devices)
     held = {part.device: int(part.data[0]) for part in opt_state.shard.addressable_shards}
     expected = axis.shard_of_device()
-    for position, device in enumerate(_devices(axis, devices)):
+    for position, device in enumerate(devices):
         if device in held and held[device] != expected[position]:
             raise ValueError(f"{device} holds slice {held[device]}, not its own, {expected[position]}. {_REMEDY}")
     return to_host(opt_state.inner, layout, axis, devices, timeout=timeout)
@@ -150,8 +152,8 @@ def shard_state(
     """
     if isinstance(opt_state, ShardedState):
         raise ValueError("this state is sharded already: shard_state takes the whole state of the unsharded optimizer")
-    axis, layout = _layout(tx, params, devices)
-    local = _local_positions(axis, devices)
+    axis, devices, layout = _layout(tx, params, devices)
+    local = _local_positions(devices)
     shard_of = np.asarray(axis.shard_of_device(), np.int32)
     index = _stack([shard_of[position, None] for position, _ in local], [device for _, device in local], axis)
     return ShardedState(from_host(opt_state, layout, axis, devices), index)
@@ -167,6 +169,8 @@ def to_host(
 ) -> PyTree:
     """Whole numpy arrays, unpadded, from the shards that a pmap returned: sharded averages of parameters, for instance.
 
+    Leaves keep the dtype in which they are held, whatever the layout says. What several devices hold is compared first.
+
     All processes call it and all get the result. In one process nothing moves between devices; among several a leaf
     at a time is gathered, a device receiving its share among the devices of its process.
 
@@ -178,7 +182,8 @@ def to_host(
       timeout: seconds until the other processes must have called it too.
 
     Raises:
-      ValueError: a leaf has another shape or lies on other devices than the layout and the axis say.
+      ValueError: a leaf has another shape, or lies on other devices or in another order of them than the layout and the
+        axis say, or copies of it differ between devices.
       RuntimeError: some process did not call it in time.
 
     >>> import zero
@@ -189,17 +194,17 @@ def to_host(
     >>> to_host(shards, layout, "batch")["w"].tolist()
     [0.0, 1.0, 2.0, 3.0, 4.0]
     """
-    mesh = mesh_of(layout, axis, devices)
-    on = _axis(layout, axis)
-    layout.map(lambda leaf, x: local_shards(leaf, x, mesh), tree)  # before a process waits for another
+    on, ordered = axis_and_devices(layout, axis, devices)
+    layout.map(lambda leaf, x: local_shards(leaf, x, ordered), tree)  # before a process waits for another
     _meet(timeout)
-    exchange = _exchange(on, tuple(_devices(on, devices)))
+    check_copies(tree, layout, on, ordered)
+    exchange = _exchange(on, ordered)
 
     def one(leaf: LeafLayout, x: jax.Array) -> np.ndarray:
         if not leaf.splits:
             first = x.addressable_shards[0].data[0]
             return first if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else np.asarray(first)
-        whole = np.empty(leaf.padded_shape, leaf.dtype)
+        whole = np.empty(leaf.padded_shape, x.dtype)
         for index, part in exchange(x):
             whole[_slices(leaf, index)] = part
         return whole[tuple(map(slice, leaf.shape))]
@@ -209,6 +214,8 @@ def to_host(
 
 def from_host(tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None = None) -> PyTree:
     """What `to_host` returned as shards for a pmap, from any N; nothing is communicated.
+
+    A float may be wider than the layout says, as optax promotes state, and stays so.
 
     Args:
       tree: per leaf an array of `leaf.shape`, the same on every process.
@@ -222,17 +229,16 @@ def from_host(tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[ja
     >>> from_host({"w": np.ones(2 * n - 1, np.float32)}, layout, "batch")["w"][-1].tolist()
     [1.0, 0.0]
     """
-    mesh_of(layout, axis, devices)
-    on = _axis(layout, axis)
-    local = _local_positions(on, devices)
+    on, ordered = axis_and_devices(layout, axis, devices)
+    local = _local_positions(ordered)
     shard_of = on.shard_of_device()
 
     def one(leaf: LeafLayout, x: Any) -> jax.Array:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
         whole = x if is_key else np.asarray(x, None if hasattr(x, "dtype") else leaf.dtype)
-        if whole.shape != leaf.shape or whole.dtype != leaf.dtype:
+        if whole.shape != leaf.shape or not _may_hold(leaf.dtype, whole.dtype):
             hint = "; this looks like a copy per device: unreplicate it" if whole.shape[1:] == leaf.shape else ""
-            if whole.shape == leaf.shard_shape:
+            if whole.shape == leaf.shard_shape != leaf.shape:
                 hint = "; this looks like one device's slice, 1/N of it: save what zero.to_host returns"
             raise ValueError(
                 f"leaf {leaf.name}: expected the whole {leaf.dtype.name}{list(leaf.shape)}, without padding, "
@@ -244,27 +250,28 @@ def from_host(tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[ja
     return layout.map(one, tree)
 
 
-def _layout(tx: ShardedOptimizer, params: PyTree, devices: Sequence[jax.Device] | None) -> tuple[Axis, Layout]:
-    """The axis and the layout of the optimizer's state."""
+def _layout(
+    tx: ShardedOptimizer, params: PyTree, devices: Sequence[jax.Device] | None
+) -> tuple[Axis, tuple[jax.Device, ...], Layout]:
+    """The axis, its devices and the layout of the optimizer's state."""
     if not isinstance(tx, ShardedOptimizer):
         raise TypeError(f"tx must be what zero.shard_optimizer returned, got a {type(tx).__name__}")
     size = len(pmap_devices() if devices is None else devices)
     axis = tx.axis if isinstance(tx.axis, Axis) else Axis(tx.axis, (1, size))
-    return axis, derive_layout(tx.unsharded.init, make_layout(params, axis.shards))
+    layout = derive_layout(tx.unsharded.init, make_layout(params, axis.shards))
+    return *axis_and_devices(layout, axis, devices), layout
 
 
-def _axis(layout: Layout, axis: AxisLike) -> Axis:
-    return axis if isinstance(axis, Axis) else Axis(axis, (1, layout.shards))
-
-
-def _devices(axis: Axis, devices: Sequence[jax.Device] | None) -> Sequence[jax.Device]:
-    return pmap_devices()[: axis.size] if devices is None else devices
-
-
-def _local_positions(axis: Axis, devices: Sequence[jax.Device] | None) -> list[tuple[int, jax.Device]]:
+def _local_positions(devices: Sequence[jax.Device]) -> list[tuple[int, jax.Device]]:
     """This process's devices with their positions on the pmap axis."""
-    here = jax.process_index()
-    return [(i, device) for i, device in enumerate(_devices(axis, devices)) if device.process_index == here]
+    return [(i, device) for i, device in enumerate(devices) if device.process_index == jax.process_index()]
+
+
+def _may_hold(layout_dtype: Any, dtype: Any) -> bool:
+    """Whether state of this dtype fits the layout: its own, or a wider float, to which updates may have promoted it."""
+    if dtype == layout_dtype or not all(jnp.issubdtype(x, jnp.floating) for x in (dtype, layout_dtype)):
+        return dtype == layout_dtype
+    return jnp.promote_types(layout_dtype, dtype) == dtype == jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _slices(leaf: LeafLayout, index: int) -> tuple[slice, ...]:
