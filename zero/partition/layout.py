@@ -233,6 +233,7 @@ def make_layout(
         among the devices of an expert group. Another dimension is split.
 
     Raises:
+      TypeError: a leaf is a function.
       ValueError: `shards` is not positive or does not divide into groups, `expert` does not divide a leaf's experts, or
         a stacked name fits no leaf.
 
@@ -255,6 +256,11 @@ def make_layout(
             raise ValueError(f"stacked names {name!r}, but no leaf lies under it")
     leaves = []
     for path, (_, leaf) in zip(paths, flat, strict=True):
+        if callable(leaf):
+            raise TypeError(
+                f"leaf {'/'.join(path)}: expected an array or its shape, got a function, {leaf}: keep what is "
+                "static out of the parameters"
+            )
         shape, dtype = np.shape(leaf), np.dtype(jax.numpy.result_type(leaf))
         is_stacked = path[:1] in [(name,) for name in names]
         cut = tensor_dim("/".join(path)) if tensor > 1 else None

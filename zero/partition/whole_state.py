@@ -34,7 +34,7 @@ class ShardedState(NamedTuple):
 
     Attributes:
       inner: the state of the optax transform, in its own structure, each leaf this device's slice.
-      shard: int32, the number of the slice.
+      shard: int32 `(1,)`, the number of the slice.
     """
 
     inner: Any
@@ -43,20 +43,40 @@ class ShardedState(NamedTuple):
 
 def _flatten_with_keys(state: ShardedState) -> tuple[Any, None]:
     keys = map(jax.tree_util.GetAttrKey, ShardedState._fields)
-    return tuple(zip(keys, state, strict=True)), None
+    return tuple(zip(keys, _checked(state), strict=True)), None
+
+
+def _checked(state: ShardedState) -> ShardedState:
+    if not _is_concrete(state.shard) or np.ndim(state.shard) != 2:  # one device's, or not stacked
+        return state
+    for path, x in jax.tree_util.tree_leaves_with_path(state.inner):
+        if np.ndim(x) == 0:
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path, simple=True, separator='/')}: a scalar among stacks of one slice "
+                f"per device; put jnp.full({len(state.shard)}, value) there, or set it inside pmap"
+            )
+    return state
+
+
+def _is_concrete(x: Any) -> bool:
+    is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
+    return is_array and not isinstance(x, jax.core.Tracer) and x.dtype == np.int32
 
 
 def _unflatten(_: None, children: Iterable[Any]) -> ShardedState:
     state = ShardedState(*children)
-    is_array = isinstance(state.shard, jax.Array | np.ndarray | np.generic)
-    # Outside a trace every device's number is there, and a scalar is one slice alone: seen without waiting for values.
-    is_concrete = is_array and not isinstance(state.shard, jax.core.Tracer)
-    if is_concrete and np.shape(state.shard) == () and state.shard.dtype == np.int32:
-        raise ValueError(f"this takes one device's slice of a sharded optimizer state and loses the rest. {_REMEDY}")
+    # Outside a trace every device's number is there, and a single one is one slice alone: seen without waiting for
+    # values. The state of shard_map over one device has a single number, and says so.
+    if _is_concrete(state.shard) and np.size(state.shard) == 1 and np.ndim(state.shard) < 2:
+        sharding = getattr(state.shard, "sharding", None)
+        if not (np.ndim(state.shard) and isinstance(sharding, NamedSharding) and sharding.mesh.size == 1):
+            raise ValueError(
+                f"this takes one device's slice of a sharded optimizer state and loses the rest. {_REMEDY}"
+            )
     return state
 
 
-jax.tree_util.register_pytree_with_keys(ShardedState, _flatten_with_keys, _unflatten, lambda s: (tuple(s), None))
+jax.tree_util.register_pytree_with_keys(ShardedState, _flatten_with_keys, _unflatten, lambda s: (_checked(s), None))
 
 
 def require_sharded(state: Any) -> None:
@@ -67,6 +87,30 @@ def require_sharded(state: Any) -> None:
             "over replicated parameters, or slice what was built or restored on the host by "
             "zero.shard_state(opt_state, tx, params)"
         )
+
+
+def check_structure(state: PyTree, layout: Layout, *, may_lack: bool = False) -> None:
+    """Raises where state is not what the optimizer of this layout makes of these parameters."""
+    if jax.tree.structure(state) == layout.treedef:
+        return
+    expected = [leaf.name for leaf in layout.leaves]
+    flat = jax.tree_util.tree_leaves_with_path(state)
+    found = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+    missing, unknown = [x for x in expected if x not in found], [x for x in found if x not in expected]
+    if unknown or (missing and not may_lack):
+        raise ValueError(
+            "this is the state of another optimizer, or for other parameters: no "
+            f"{_some(missing)}; not expected: {_some(unknown)}"
+        )
+    if not may_lack:
+        raise ValueError(
+            "the state has the same leaves in other containers, as dicts and lists of a file are: put them into "
+            "tx.init(params), by flax.serialization.from_state_dict for instance"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "leaf"
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):
@@ -120,7 +164,8 @@ def whole_state(
     """
     require_sharded(opt_state)
     axis, devices, layout = _layout(tx, params, devices)
-    held = {part.device: int(part.data[0]) for part in opt_state.shard.addressable_shards}
+    check_structure(opt_state.inner, layout)
+    held = {part.device: int(part.data.item()) for part in opt_state.shard.addressable_shards}
     expected = axis.shard_of_device()
     for position, device in enumerate(devices):
         if device in held and held[device] != expected[position]:
@@ -147,15 +192,16 @@ def shard_state(
     >>> params = {"w": jnp.arange(5.0)}
     >>> tx = zero.shard_optimizer(optax.adam(0.1), "batch")
     >>> opt_state = zero.shard_state(optax.adam(0.1).init(params), tx, params)
-    >>> opt_state.shard.tolist() == list(range(jax.local_device_count()))
+    >>> opt_state.shard.ravel().tolist() == list(range(jax.local_device_count()))
     True
     """
     if isinstance(opt_state, ShardedState):
         raise ValueError("this state is sharded already: shard_state takes the whole state of the unsharded optimizer")
     axis, devices, layout = _layout(tx, params, devices)
+    check_structure(opt_state, layout)
     local = _local_positions(devices)
     shard_of = np.asarray(axis.shard_of_device(), np.int32)
-    index = _stack([shard_of[position, None] for position, _ in local], [device for _, device in local], axis)
+    index = _stack([shard_of[position, None, None] for position, _ in local], [device for _, device in local], axis)
     return ShardedState(from_host(opt_state, layout, axis, devices), index)
 
 
