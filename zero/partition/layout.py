@@ -292,13 +292,20 @@ def derive_layout(fn: Callable[[PyTree], PyTree], layout: Layout) -> Layout:
     leaves = []
     for keys, x in flat:
         path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
-        parts = [path[i:j] for i in range(len(path) + 1) for j in range(i, len(path) + 1)]
-        same = [by_path[part] for part in parts if part in by_path and by_path[part].shape == x.shape]
-        # The longest path is the leaf itself, a shorter one a leaf of the same name.
-        model = max(same, key=lambda leaf: len(leaf.path), default=None)
+        model = source_of(path, x.shape, by_path)
         splits, stacked = (model.splits, model.stacked) if model else ((), False)
         leaves.append(LeafLayout(path, x.shape, x.dtype, splits, stacked))
     return Layout(treedef, tuple(leaves), layout.shards)
+
+
+def source_of(
+    path: tuple[str, ...], shape: tuple[int, ...], by_path: Mapping[tuple[str, ...], LeafLayout]
+) -> LeafLayout | None:
+    """The leaf of a tree that a leaf of the result of `derive_layout` is split as."""
+    parts = [path[i:j] for i in range(len(path) + 1) for j in range(i, len(path) + 1)]
+    same = [by_path[part] for part in parts if part in by_path and by_path[part].shape == shape]
+    # The longest path is the leaf itself, a shorter one a leaf of the same name.
+    return max(same, key=lambda leaf: len(leaf.path), default=None)
 
 
 def match_layout(tree: PyTree, *layouts: Layout) -> Layout:

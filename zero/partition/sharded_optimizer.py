@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from zero.partition.collectives.arrays import fill_padding
-from zero.partition.collectives.axis import Axis, AxisLike, as_axis
+from zero.partition.collectives.axis import Axis, AxisLike, as_axis, check_untracked
 from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout, match_layout
 from zero.partition.rewrite.entry_points import across_shards, run_on_shards, with_extra_args
 from zero.partition.rewrite.interpreter import NotElementwiseError
@@ -330,6 +330,7 @@ def _bound(axis: AxisLike) -> Axis:
             f"slice: jax.pmap(tx.init, axis_name={name!r})(replicated_params). State that is built or restored on the "
             "host gets in by zero.shard_state(opt_state, tx, params)"
         ) from error
+    check_untracked(lax.axis_index(name))
     on = as_axis(axis)
     if on.size != size:
         raise ValueError(f"axis {name!r} has {size} devices, but its Axis describes {on.size}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -15,9 +15,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero.partition.checksums import check_copies
-from zero.partition.collectives.axis import Axis, AxisLike
+from zero.partition.collectives.axis import Axis, AxisLike, as_axis
 from zero.partition.global_arrays import axis_and_devices, local_shards, pmap_devices
-from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout
+from zero.partition.layout import Layout, LeafLayout, PyTree, Split, derive_layout, make_layout
+from zero.partition.on_mesh import MeshLeaf, leaf_on_mesh, read, state_on_mesh, write
+from zero.partition.stages import gather
 
 _REMEDY = (
     "Checkpoints hold the whole state: save zero.whole_state(opt_state, tx, params), which all processes call, and "
@@ -138,10 +140,13 @@ def whole_state(
     All processes call it and all get the result; then one of them may write it. No device holds more of a leaf than
     its share among the devices of one process.
 
+    Inside pmap it is what the state of the unsharded optimizer would be there, on every device: a gather. Use it for
+    what reads state beside whole parameters, as `optax.contrib.schedule_free_eval_params` does.
+
     Args:
-      opt_state: as it came out of pmap.
+      opt_state: as it came out of pmap, or of shard_map by `zero.specs`.
       tx: what `shard_optimizer` returned.
-      params: one whole copy, or its shapes.
+      params: one whole copy, or its shapes; where other axes of a mesh cut them, with their shardings.
       devices: those that pmap was given, if any.
       timeout: seconds until the other processes must have called it too.
 
@@ -163,6 +168,13 @@ def whole_state(
     True
     """
     require_sharded(opt_state)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(opt_state.inner)):
+        axis = as_axis(_checked_optimizer(tx).axis)
+        layout = derive_layout(tx.unsharded.init, make_layout(params, axis.shards))
+        check_structure(opt_state.inner, layout)
+        return gather(opt_state.inner, layout, axis)
+    if np.ndim(opt_state.shard) == 1:
+        return _whole_state_of_mesh(opt_state, tx, params, timeout)
     axis, devices, layout = _layout(tx, params, devices)
     check_structure(opt_state.inner, layout)
     held = {part.device: int(part.data.item()) for part in opt_state.shard.addressable_shards}
@@ -174,7 +186,7 @@ def whole_state(
 
 
 def shard_state(
-    opt_state: PyTree, tx: ShardedOptimizer, params: PyTree, devices: Sequence[jax.Device] | None = None
+    opt_state: PyTree, tx: ShardedOptimizer, params: PyTree, devices: Sequence[jax.Device] | Mesh | None = None
 ) -> ShardedState:
     """State of the unsharded optimizer, built on the host or restored, as slices for pmap: one on each device.
 
@@ -182,7 +194,8 @@ def shard_state(
 
     Args:
       opt_state: as `optax`'s own `init` returns it, or `whole_state`.
-      tx, params, devices: as for `whole_state`.
+      tx, params: as for `whole_state`.
+      devices: those that pmap was given, if any; or the mesh of shard_map.
 
     Raises:
       TypeError: `tx` is not sharded.
@@ -197,6 +210,8 @@ def shard_state(
     """
     if isinstance(opt_state, ShardedState):
         raise ValueError("this state is sharded already: shard_state takes the whole state of the unsharded optimizer")
+    if isinstance(devices, Mesh):
+        return _shard_state_on_mesh(opt_state, tx, params, devices)
     axis, devices, layout = _layout(tx, params, devices)
     check_structure(opt_state, layout)
     local = _local_positions(devices)
@@ -205,11 +220,67 @@ def shard_state(
     return ShardedState(from_host(opt_state, layout, axis, devices), index)
 
 
+def specs(tx: ShardedOptimizer, params: PyTree, mesh: Mesh) -> ShardedState:
+    """The `PartitionSpec` of every leaf of the sharded state, for `in_specs` and `out_specs` of `jax.shard_map`.
+
+    The global arrays that come out so are the whole state, with padding; `whole_state` and `shard_state` take them.
+
+    Args:
+      tx: what `shard_optimizer` returned, with the name of an axis of the mesh.
+      params: one whole copy, or its shapes; where other axes of the mesh cut them, with their shardings.
+      mesh: of any axes and types of axes.
+
+    Raises:
+      TypeError: `tx` is not sharded.
+      ValueError: `tx` was given an `Axis` of groups: a further axis of the mesh says that better.
+
+    >>> import zero
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    >>> tx = zero.shard_optimizer(optax.adam(0.1), "data")
+    >>> zero.specs(tx, {"w": jnp.ones((3, 64))}, mesh).inner[0].mu["w"]
+    PartitionSpec(None, 'data')
+    """
+    layout, leaves = _state_on_mesh(tx, params, mesh.shape)
+    return ShardedState(layout.treedef.unflatten([leaf.spec for leaf in leaves]), PartitionSpec(tx.axis))
+
+
+def _state_on_mesh(tx: ShardedOptimizer, params: PyTree, sizes: Mapping[str, int]) -> tuple[Layout, list[MeshLeaf]]:
+    axis = _checked_optimizer(tx).axis
+    if isinstance(axis, Axis) or axis not in sizes:
+        raise ValueError(
+            f"under shard_map an optimizer has the name of an axis of the mesh, {list(sizes)}, got {axis!r}"
+        )
+    return state_on_mesh(tx.unsharded.init, params, sizes[axis], axis)
+
+
+def _whole_state_of_mesh(opt_state: ShardedState, tx: ShardedOptimizer, params: PyTree, timeout: float) -> PyTree:
+    numbers = opt_state.shard.shape[0]
+    layout, leaves = _state_on_mesh(tx, params, {str(_checked_optimizer(tx).axis): numbers})
+    check_structure(opt_state.inner, layout)
+    index = leaf_on_mesh(LeafLayout(("shard",), (numbers,), np.dtype(np.int32), ()), tx.axis)
+    _meet(timeout)
+    held, *wholes = read([opt_state.shard, *layout.treedef.flatten_up_to(opt_state.inner)], [index, *leaves])
+    if held.tolist() != list(range(numbers)):
+        raise ValueError(f"devices hold the slices {held.tolist()}, not their own. {_REMEDY}")
+    return layout.treedef.unflatten(wholes)
+
+
+def _shard_state_on_mesh(opt_state: PyTree, tx: ShardedOptimizer, params: PyTree, mesh: Mesh) -> ShardedState:
+    layout, leaves = _state_on_mesh(tx, params, mesh.shape)
+    check_structure(opt_state, layout)
+    wholes = layout.treedef.flatten_up_to(opt_state)
+    arrays = [write(_checked_whole(x, one.leaf, one.shape), one, mesh) for one, x in zip(leaves, wholes, strict=True)]
+    numbers = np.arange(layout.shards, dtype=np.int32)
+    split = (Split(0, layout.shards, layout.shards),)
+    index = leaf_on_mesh(LeafLayout(("shard",), numbers.shape, numbers.dtype, split), tx.axis)
+    return ShardedState(layout.treedef.unflatten(arrays), write(numbers, index, mesh))
+
+
 def to_host(
     tree: PyTree,
     layout: Layout,
     axis: AxisLike,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[jax.Device] | Mesh | None = None,
     *,
     timeout: float = 300,
 ) -> PyTree:
@@ -224,7 +295,7 @@ def to_host(
       tree: per leaf `(local devices, *leaf.shard_shape)`, as it came out of pmap.
       layout: of the tree.
       axis: the pmap axis; a name means one group of `layout.shards` devices.
-      devices: those that pmap was given, if any.
+      devices: those that pmap was given, if any; or the mesh of shard_map, whose global arrays `tree` has.
       timeout: seconds until the other processes must have called it too.
 
     Raises:
@@ -240,6 +311,10 @@ def to_host(
     >>> to_host(shards, layout, "batch")["w"].tolist()
     [0.0, 1.0, 2.0, 3.0, 4.0]
     """
+    if isinstance(devices, Mesh):
+        _meet(timeout)
+        leaves = [leaf_on_mesh(leaf, axis) for leaf in layout.leaves]
+        return layout.treedef.unflatten(read(layout.treedef.flatten_up_to(tree), leaves))
     on, ordered = axis_and_devices(layout, axis, devices)
     layout.map(lambda leaf, x: local_shards(leaf, x, ordered), tree)  # before a process waits for another
     _meet(timeout)
@@ -258,7 +333,9 @@ def to_host(
     return layout.map(one, tree)
 
 
-def from_host(tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None = None) -> PyTree:
+def from_host(
+    tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | Mesh | None = None
+) -> PyTree:
     """What `to_host` returned as shards for a pmap, from any N; nothing is communicated.
 
     A float may be wider than the layout says, as optax promotes state, and stays so.
@@ -275,35 +352,50 @@ def from_host(tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[ja
     >>> from_host({"w": np.ones(2 * n - 1, np.float32)}, layout, "batch")["w"][-1].tolist()
     [1.0, 0.0]
     """
+    if isinstance(devices, Mesh):
+        mesh = devices
+        return layout.map(
+            lambda leaf, x: write(_checked_whole(x, leaf, leaf.shape), leaf_on_mesh(leaf, axis), mesh), tree
+        )
     on, ordered = axis_and_devices(layout, axis, devices)
     local = _local_positions(ordered)
     shard_of = on.shard_of_device()
 
     def one(leaf: LeafLayout, x: Any) -> jax.Array:
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-        whole = x if is_key else np.asarray(x, None if hasattr(x, "dtype") else leaf.dtype)
-        if whole.shape != leaf.shape or not _may_hold(leaf.dtype, whole.dtype):
-            hint = "; this looks like a copy per device: unreplicate it" if whole.shape[1:] == leaf.shape else ""
-            if whole.shape == leaf.shard_shape != leaf.shape:
-                hint = "; this looks like one device's slice, 1/N of it: save what zero.to_host returns"
-            raise ValueError(
-                f"leaf {leaf.name}: expected the whole {leaf.dtype.name}{list(leaf.shape)}, without padding, "
-                f"got {whole.dtype.name}{list(whole.shape)}{hint}"
-            )
+        whole = _checked_whole(x, leaf, leaf.shape)
         parts = (_padded_slice(whole, leaf, shard_of[position]) for position, _ in local)
         return _stack([part[None] for part in parts], [device for _, device in local], on)
 
     return layout.map(one, tree)
 
 
+def _checked_whole(x: Any, leaf: LeafLayout, shape: tuple[int, ...]) -> Any:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    whole = x if is_key else np.asarray(x, None if hasattr(x, "dtype") else leaf.dtype)
+    if whole.shape != shape or not _may_hold(leaf.dtype, whole.dtype):
+        hint = "; this looks like a copy per device: unreplicate it" if whole.shape[1:] == shape else ""
+        if whole.shape == leaf.shard_shape != shape:
+            hint = "; this looks like one device's slice, 1/N of it: save what zero.to_host returns"
+        raise ValueError(
+            f"leaf {leaf.name}: expected the whole {leaf.dtype.name}{list(shape)}, without padding, "
+            f"got {whole.dtype.name}{list(whole.shape)}{hint}"
+        )
+    return whole
+
+
+def _checked_optimizer(tx: ShardedOptimizer) -> ShardedOptimizer:
+    if not isinstance(tx, ShardedOptimizer):
+        raise TypeError(f"tx must be what zero.shard_optimizer returned, got a {type(tx).__name__}")
+    return tx
+
+
 def _layout(
     tx: ShardedOptimizer, params: PyTree, devices: Sequence[jax.Device] | None
 ) -> tuple[Axis, tuple[jax.Device, ...], Layout]:
     """The axis, its devices and the layout of the optimizer's state."""
-    if not isinstance(tx, ShardedOptimizer):
-        raise TypeError(f"tx must be what zero.shard_optimizer returned, got a {type(tx).__name__}")
     size = len(pmap_devices() if devices is None else devices)
-    axis = tx.axis if isinstance(tx.axis, Axis) else Axis(tx.axis, (1, size))
+    axis = _checked_optimizer(tx).axis
+    axis = axis if isinstance(axis, Axis) else Axis(axis, (1, size))
     layout = derive_layout(tx.unsharded.init, make_layout(params, axis.shards))
     return *axis_and_devices(layout, axis, devices), layout
 
