@@ -148,9 +148,42 @@ def test_a_scalar_put_into_the_stacked_state_is_named() -> None:
     state = jax.pmap(tx.init, "batch")(replicate(params))
     step = jax.pmap(lambda s, p: tx.update(p, s, p), "batch")
     for value in (0.5, jnp.float32(0.5), np.float32(0.5)):
-        state.inner.hyperparams["learning_rate"] = value
+        state.slices.hyperparams["learning_rate"] = value
         with pytest.raises(ValueError, match=r"leaf hyperparams/learning_rate: .*scalar.* jnp.full\(8, value\)"):
             step(state, replicate(params))
-    state.inner.hyperparams["learning_rate"] = jnp.full(8, 0.5)
+    state.slices.hyperparams["learning_rate"] = jnp.full(8, 0.5)
     updates, _ = step(state, replicate(params))
     np.testing.assert_allclose(np.abs(updates["w"]).max(), 0.5, rtol=1e-4)
+
+
+def test_state_is_read_whole_beside_whole_parameters_inside_pmap() -> None:
+    """A dimension as long as there are devices: a slice of one row would be broadcast over all of them."""
+    params = {"w": np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)}
+    plain = optax.contrib.schedule_free_sgd(0.1)
+    tx = zero.shard_optimizer(plain, "batch")
+
+    @partial(jax.pmap, axis_name="batch")
+    def evaluated(params: Any) -> Any:
+        state = tx.init(params)
+        for _ in range(2):
+            updates, state = tx.update(params, state, params)
+            params = optax.apply_updates(params, updates)
+        return optax.contrib.schedule_free_eval_params(zero.whole_state(state, tx, params), params)
+
+    expected, state = params, plain.init(params)
+    for _ in range(2):
+        updates, state = plain.update(expected, state, expected)
+        expected = optax.apply_updates(expected, updates)
+    right = optax.contrib.schedule_free_eval_params(state, expected)
+    np.testing.assert_allclose(evaluated(replicate(params))["w"][3], right["w"], rtol=1e-6)
+
+
+def test_copies_of_a_global_array_are_compared() -> None:
+    """As the parameters of shard_map are: one array of which every device has a copy."""
+    mesh = jax.make_mesh((8,), ("data",))
+    x = jax.device_put(np.ones(3, np.float32), jax.NamedSharding(mesh, jax.P()))
+    zero.check_replicated({"w": x}, "data")
+    parts = [part.data + (part.device.id == 5) for part in x.addressable_shards]
+    broken = jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+    with pytest.raises(ValueError, match=r"leaves differ .*: w"):
+        zero.check_replicated({"w": broken}, "data")

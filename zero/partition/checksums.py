@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from zero.partition.collectives.axis import Axis, AxisLike
-from zero.partition.global_arrays import axis_and_devices, local_shards
+from zero.partition.global_arrays import axis_and_devices, local_shards, pmap_devices, stack_local
 from zero.partition.layout import Layout, LeafLayout, PyTree
 
 
@@ -22,7 +22,7 @@ def check_replicated(tree: PyTree, axis_name: str, devices: Sequence[jax.Device]
     pmap with `out_axes=None` on such a value raises nothing. Call outside pmap, on all processes.
 
     Args:
-      tree: per leaf `(local devices, ...)`, as it came out of pmap.
+      tree: per leaf `(local devices, ...)`, as it came out of pmap; or a global array of which every device has a copy.
       axis_name: the pmap axis.
       devices: those that pmap was given, if any.
 
@@ -33,9 +33,25 @@ def check_replicated(tree: PyTree, axis_name: str, devices: Sequence[jax.Device]
     >>> check_replicated({"w": jnp.ones((n, 3))}, "batch")
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    named = [(jax.tree_util.keystr(path, simple=True, separator="/"), x, None) for path, x in flat]
+    for _, x in flat:
+        if _is_copied(x) and devices is None:
+            devices = [device for device in pmap_devices() if device in x.sharding.device_set]
+    named = [(jax.tree_util.keystr(path, simple=True, separator="/"), _stacked(x, axis_name), None) for path, x in flat]
     if bad := _differing(named, axis_name, devices):
         raise ValueError(f"leaves differ between the devices of axis {axis_name!r}: {', '.join(bad)}")
+
+
+def _is_copied(x: Any) -> bool:
+    """Whether this is one array of which each of several devices has a copy."""
+    return isinstance(x, jax.Array) and x.sharding.is_fully_replicated and len(x.sharding.device_set) > 1
+
+
+def _stacked(x: Any, axis_name: str) -> Any:
+    if not _is_copied(x):
+        return x
+    parts = {part.device: part.data for part in x.addressable_shards}
+    local = [device for device in jax.local_devices() if device in parts]
+    return stack_local([parts[device][None] for device in local], local, axis_name)
 
 
 def check_copies(tree: PyTree, layout: Layout, axis: Axis, devices: Sequence[jax.Device]) -> None:

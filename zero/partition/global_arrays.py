@@ -204,6 +204,13 @@ def local_shards(leaf: LeafLayout, x: Any, devices: Sequence[jax.Device]) -> Seq
     return parts
 
 
+def stack_local(parts: Sequence[Any], devices: Sequence[jax.Device], axis_name: str) -> jax.Array:
+    """One `(1, ...)` array for each local device as pmap returns them."""
+    sharding = NamedSharding(Mesh(np.asarray(devices), (axis_name,)), PartitionSpec(axis_name))
+    arrays = [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
+    return jax.make_array_from_single_device_arrays((len(parts), *arrays[0].shape[1:]), sharding, arrays)
+
+
 def _sharding(leaf: LeafLayout, mesh: Mesh, name: str) -> NamedSharding:
     return NamedSharding(mesh, leaf_on_mesh(leaf, name).spec)
 

@@ -183,7 +183,7 @@ def shard_optimizer(
     >>> tx = shard_optimizer(optax.adam(0.1), "batch")
     >>> params = {"w": jnp.ones((n, 4 * n))}
     >>> state = jax.pmap(tx.init, axis_name="batch")(params)
-    >>> state.inner[0].mu["w"].shape == (n, 4)
+    >>> state.slices[0].mu["w"].shape == (n, 4)
     True
     """
     if reduction not in ("mean", "sum", "scattered", None):
@@ -214,9 +214,9 @@ def shard_optimizer(
             grads = jax.tree.map(_as_own, reduced, updates)
         param_shards = None if params is None else shard(params, layout, axis)
         if trust:
-            new, new_state = inner.update(grads, state.inner, param_shards, **extra)
+            new, new_state = inner.update(grads, state.slices, param_shards, **extra)
         else:
-            new, new_state = _update(inner, axis, (grads, given), state.inner, (param_shards, layout), extra)
+            new, new_state = _update(inner, axis, (grads, given), state.slices, (param_shards, layout), extra)
         is_own = state.shard[0] == axis.shard_index()
         new_layout = match_layout(new, layout, given)
         new = new_layout.map(lambda leaf, x: _nan_unless(is_own, x) if leaf.splits else x, new)

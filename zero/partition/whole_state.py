@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero.partition.checksums import check_copies
 from zero.partition.collectives.axis import Axis, AxisLike, as_axis
-from zero.partition.global_arrays import axis_and_devices, local_shards, pmap_devices
+from zero.partition.global_arrays import axis_and_devices, local_shards, pmap_devices, stack_local
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split, derive_layout, make_layout
 from zero.partition.on_mesh import MeshLeaf, leaf_on_mesh, read, state_on_mesh, write
 from zero.partition.stages import gather
@@ -35,11 +35,12 @@ class ShardedState(NamedTuple):
     is not, by a way that this cannot see, makes `update` return NaN.
 
     Attributes:
-      inner: the state of the optax transform, in its own structure, each leaf this device's slice.
+      slices: the state of the optax transform, in its own structure, each leaf this device's slice. What reads it
+        beside whole parameters takes `whole_state` inside pmap.
       shard: int32 `(1,)`, the number of the slice.
     """
 
-    inner: Any
+    slices: Any
     shard: Any
 
 
@@ -51,7 +52,7 @@ def _flatten_with_keys(state: ShardedState) -> tuple[Any, None]:
 def _checked(state: ShardedState) -> ShardedState:
     if not _is_concrete(state.shard) or np.ndim(state.shard) != 2:  # one device's, or not stacked
         return state
-    for path, x in jax.tree_util.tree_leaves_with_path(state.inner):
+    for path, x in jax.tree_util.tree_leaves_with_path(state.slices):
         if np.ndim(x) == 0:
             raise ValueError(
                 f"leaf {jax.tree_util.keystr(path, simple=True, separator='/')}: a scalar among stacks of one slice "
@@ -71,7 +72,7 @@ def _unflatten(_: None, children: Iterable[Any]) -> ShardedState:
     # values. The state of shard_map over one device has a single number, and says so.
     if _is_concrete(state.shard) and np.size(state.shard) == 1 and np.ndim(state.shard) < 2:
         sharding = getattr(state.shard, "sharding", None)
-        if not (np.ndim(state.shard) and isinstance(sharding, NamedSharding) and sharding.mesh.size == 1):
+        if not (np.ndim(state.shard) and isinstance(sharding, NamedSharding) and any(sharding.spec)):
             raise ValueError(
                 f"this takes one device's slice of a sharded optimizer state and loses the rest. {_REMEDY}"
             )
@@ -168,21 +169,21 @@ def whole_state(
     True
     """
     require_sharded(opt_state)
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(opt_state.inner)):
+    if isinstance(opt_state.shard, jax.core.Tracer):
         axis = as_axis(_checked_optimizer(tx).axis)
         layout = derive_layout(tx.unsharded.init, make_layout(params, axis.shards))
-        check_structure(opt_state.inner, layout)
-        return gather(opt_state.inner, layout, axis)
+        check_structure(opt_state.slices, layout)
+        return gather(opt_state.slices, layout, axis)
     if np.ndim(opt_state.shard) == 1:
         return _whole_state_of_mesh(opt_state, tx, params, timeout)
     axis, devices, layout = _layout(tx, params, devices)
-    check_structure(opt_state.inner, layout)
+    check_structure(opt_state.slices, layout)
     held = {part.device: int(part.data.item()) for part in opt_state.shard.addressable_shards}
     expected = axis.shard_of_device()
     for position, device in enumerate(devices):
         if device in held and held[device] != expected[position]:
             raise ValueError(f"{device} holds slice {held[device]}, not its own, {expected[position]}. {_REMEDY}")
-    return to_host(opt_state.inner, layout, axis, devices, timeout=timeout)
+    return to_host(opt_state.slices, layout, axis, devices, timeout=timeout)
 
 
 def shard_state(
@@ -216,7 +217,9 @@ def shard_state(
     check_structure(opt_state, layout)
     local = _local_positions(devices)
     shard_of = np.asarray(axis.shard_of_device(), np.int32)
-    index = _stack([shard_of[position, None, None] for position, _ in local], [device for _, device in local], axis)
+    index = stack_local(
+        [shard_of[position, None, None] for position, _ in local], [device for _, device in local], axis.name
+    )
     return ShardedState(from_host(opt_state, layout, axis, devices), index)
 
 
@@ -237,7 +240,7 @@ def specs(tx: ShardedOptimizer, params: PyTree, mesh: Mesh) -> ShardedState:
     >>> import zero
     >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
     >>> tx = zero.shard_optimizer(optax.adam(0.1), "data")
-    >>> zero.specs(tx, {"w": jnp.ones((3, 64))}, mesh).inner[0].mu["w"]
+    >>> zero.specs(tx, {"w": jnp.ones((3, 64))}, mesh).slices[0].mu["w"]
     PartitionSpec(None, 'data')
     """
     layout, leaves = _state_on_mesh(tx, params, mesh.shape)
@@ -256,10 +259,10 @@ def _state_on_mesh(tx: ShardedOptimizer, params: PyTree, sizes: Mapping[str, int
 def _whole_state_of_mesh(opt_state: ShardedState, tx: ShardedOptimizer, params: PyTree, timeout: float) -> PyTree:
     numbers = opt_state.shard.shape[0]
     layout, leaves = _state_on_mesh(tx, params, {str(_checked_optimizer(tx).axis): numbers})
-    check_structure(opt_state.inner, layout)
+    check_structure(opt_state.slices, layout)
     index = leaf_on_mesh(LeafLayout(("shard",), (numbers,), np.dtype(np.int32), ()), tx.axis)
     _meet(timeout)
-    held, *wholes = read([opt_state.shard, *layout.treedef.flatten_up_to(opt_state.inner)], [index, *leaves])
+    held, *wholes = read([opt_state.shard, *layout.treedef.flatten_up_to(opt_state.slices)], [index, *leaves])
     if held.tolist() != list(range(numbers)):
         raise ValueError(f"devices hold the slices {held.tolist()}, not their own. {_REMEDY}")
     return layout.treedef.unflatten(wholes)
@@ -364,7 +367,7 @@ def from_host(
     def one(leaf: LeafLayout, x: Any) -> jax.Array:
         whole = _checked_whole(x, leaf, leaf.shape)
         parts = (_padded_slice(whole, leaf, shard_of[position]) for position, _ in local)
-        return _stack([part[None] for part in parts], [device for _, device in local], on)
+        return stack_local([part[None] for part in parts], [device for _, device in local], on.name)
 
     return layout.map(one, tree)
 
@@ -426,13 +429,6 @@ def _padded_slice(whole: Any, leaf: LeafLayout, index: int) -> Any:
     part = whole[_slices(leaf, index)]
     widths = [(0, size - there) for size, there in zip(leaf.shard_shape, part.shape, strict=True)]
     return np.pad(part, widths)
-
-
-def _stack(parts: Sequence[Any], devices: Sequence[jax.Device], axis: Axis) -> jax.Array:
-    """One `(1, ...)` array for each local device as pmap returns them."""
-    sharding = NamedSharding(Mesh(np.asarray(devices), (axis.name,)), PartitionSpec(axis.name))
-    arrays = [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
-    return jax.make_array_from_single_device_arrays((len(parts), *arrays[0].shape[1:]), sharding, arrays)
 
 
 def _exchange(axis: Axis, devices: tuple[jax.Device, ...]) -> Any:
