@@ -71,7 +71,7 @@ def test_a_state_saved_the_wrong_way_is_refused(name: str, folder: Path) -> None
         sharded.to_devices(plain.to_host(state))
     stack = jax.tree.map(np.asarray, state.opt_state)
     with pytest.raises(ValueError, match=r"expected the whole .*, without padding"):
-        zero.shard_state(stack.inner, sharded.sharded, new.params)
+        zero.shard_state(stack.slices, sharded.sharded, new.params)
 
 
 @pytest.mark.parametrize("name", NAMES)

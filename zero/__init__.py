@@ -55,6 +55,7 @@ from zero.partition.whole_state import (
     ShardedState,
     from_host,
     shard_state,
+    specs,
     to_host,
     whole_state,
 )
@@ -97,6 +98,7 @@ __all__ = [
     "shard",
     "shard_optimizer",
     "shard_state",
+    "specs",
     "to_global",
     "to_host",
     "use_cpu_devices",

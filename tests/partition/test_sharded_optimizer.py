@@ -96,14 +96,14 @@ def test_accumulation_inside_and_outside() -> None:
 def test_extra_arguments_reach_the_transform() -> None:
     tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1))
     _, state = train(zero.shard_optimizer(tx, "batch"), make_params(), steps=4, value=jnp.float32(1.0))
-    assert state.inner[1].scale[0] < 1
+    assert state.slices[1].scale[0] < 1
 
 
 def test_state_is_laid_out_like_the_parameters_and_moves_to_another_number_of_devices() -> None:
     tx = optax.inject_hyperparams(optax.adamw)(optax.constant_schedule(0.1))
     params, state = train(zero.shard_optimizer(tx, "batch"), make_params())
     layout = zero.derive_layout(tx.init, zero.make_layout(make_params(), 8))
-    whole = zero.to_global(state.inner, layout, "batch")
+    whole = zero.to_global(state.slices, layout, "batch")
     mu = whole.inner_state[0].mu["w"]
     assert mu.shape == (13, 24)
 

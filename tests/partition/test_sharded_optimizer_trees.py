@@ -121,10 +121,10 @@ def test_weak_types_are_kept_so_that_a_scan_accepts_the_state() -> None:
         assert jax.typeof(params["w"]).weak_type
         tx = zero.shard_optimizer(optax.trace(0.5), "batch")
         state = tx.init(params)
-        assert [x.weak_type for x in jax.tree.leaves(jax.tree.map(jax.typeof, state.inner))] == [False, True]
+        assert [x.weak_type for x in jax.tree.leaves(jax.tree.map(jax.typeof, state.slices))] == [False, True]
         return jax.lax.scan(lambda s, _: (tx.update(params, s, params)[1], None), state, None, length=3)[0]
 
-    assert float(jax.pmap(run, "batch")(jnp.zeros(8)).inner.trace["w"][0, 0]) == 1.75
+    assert float(jax.pmap(run, "batch")(jnp.zeros(8)).slices.trace["w"][0, 0]) == 1.75
 
 
 def test_strict_promotion() -> None:

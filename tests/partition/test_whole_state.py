@@ -157,7 +157,7 @@ def test_state_moves_to_another_number_of_devices(devices: int) -> None:
     whole = zero.whole_state(state, tx, params)
     few = jax.devices()[:devices]
     moved = zero.shard_state(whole, tx, params, few)
-    assert moved.inner[0].mu["w"].sharding.device_set == set(few)
+    assert moved.slices[0].mu["w"].sharding.device_set == set(few)
     jax.tree.map(np.testing.assert_array_equal, zero.whole_state(moved, tx, params, few), whole)
 
 
@@ -247,7 +247,7 @@ def test_random_keys_and_python_numbers_in_state() -> None:
     tx = zero.shard_optimizer(optax.GradientTransformation(init, lambda g, s, p=None: (g, s)), "batch")
     params = make_params()
     state = zero.shard_state(init(params), tx, params)
-    assert state.inner["key"].shape == (8,) and state.inner["rate"].dtype == np.float32
+    assert state.slices["key"].shape == (8,) and state.slices["rate"].dtype == np.float32
     whole = zero.whole_state(state, tx, params)
     assert whole["key"] == jax.random.key(7)
     np.testing.assert_array_equal(whole["mu"]["w"], params["w"])
@@ -332,7 +332,7 @@ def test_steps_in_a_scan_with_donated_state() -> None:
         p, s = step(p, s, replicate(grads_at(i), 8))
     for name in SHAPES:
         np.testing.assert_allclose(found[name], p[name], rtol=1e-6, atol=1e-7)
-    assert after.shard.tolist() == list(range(8))
+    assert after.shard.ravel().tolist() == list(range(8))
 
 
 def test_parameters_that_pmap_takes_with_in_axes_none() -> None:

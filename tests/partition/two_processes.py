@@ -13,6 +13,8 @@ import numpy as np
 import optax
 import optax.contrib
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import zero
 
@@ -179,6 +181,50 @@ def check_whole_state(axis: zero.Axis, plain: Any, right: Any) -> None:
         np.testing.assert_array_equal(x, y)
 
 
+def check_local_decision() -> None:
+    """What one process decides for itself is seen by both."""
+    params = {"w": np.ones((16, 8), np.float32)}
+    tx = zero.shard_optimizer(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=0)), "batch")
+    replicated = jax.pmap(lambda _: params, "batch")(ones)
+    step = jax.pmap(lambda p, s, loss: tx.update(p, s, p, value=loss)[1], "batch")
+    state = jax.pmap(tx.init, "batch")(replicated)
+    for loss in (1, 0.5 + process):
+        state = step(replicated, state, np.full(4, loss, np.float32))
+    try:
+        zero.whole_state(state, tx, params)
+    except ValueError as error:
+        assert "1/scale" in str(error), error
+    else:
+        raise AssertionError("a decision of one process was not seen")
+
+
+def check_mesh() -> None:
+    """Under shard_map, on a mesh of two axes over both processes: state leaves whole and comes back."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    specs = {"w": P(None, "model"), "odd": P(), "b": P(), "scalar": P()}
+    params = {
+        name: jax.make_array_from_callback(x.shape, NamedSharding(mesh, specs[name]), lambda index, x=x: x[index])
+        for name, x in whole.items()
+    }
+    plain = optax.inject_hyperparams(optax.adam)(0.1)
+    tx = zero.shard_optimizer(plain, "data")
+    state_specs: Any = zero.specs(tx, params, mesh)
+
+    def run(params: Any) -> Any:
+        return tx.update(params, tx.init(params), params)[1]
+
+    state = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=state_specs, check_vma=False))(params)
+    found = zero.whole_state(state, tx, params)
+    _, expected = jax.jit(lambda p: plain.update(p, plain.init(p), p))(whole)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+    back = zero.shard_state(found, tx, params, mesh)
+    for x, y in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
+        assert x.sharding == y.sharding, (x.sharding, y.sharding)
+        for part, right in zip(x.addressable_shards, y.addressable_shards, strict=True):
+            np.testing.assert_array_equal(part.data, right.data)
+
+
 def check_lonely_call() -> None:
     """What only one process calls ends in an error that says so, not in a hang. Last, as barriers are counted."""
     layout = zero.make_layout(whole, 8)
@@ -198,6 +244,8 @@ for name, axis in AXES.items():
 check_whole_state(AXES["phases"], *OPTIMIZERS["factored moments"])
 check_checksums()
 check_divergence()
+check_local_decision()
+check_mesh()
 for axis in AXES.values():
     check_optimizer(axis, *OPTIMIZERS["a norm"])
     check_quantised(axis)

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from zero.partition.collectives.axis import Axis, AxisLike
-from zero.partition.global_arrays import local_shards, mesh_of
+from zero.partition.global_arrays import axis_and_devices, local_shards, pmap_devices, stack_local
 from zero.partition.layout import Layout, LeafLayout, PyTree
 
 
@@ -22,7 +22,7 @@ def check_replicated(tree: PyTree, axis_name: str, devices: Sequence[jax.Device]
     pmap with `out_axes=None` on such a value raises nothing. Call outside pmap, on all processes.
 
     Args:
-      tree: per leaf `(local devices, ...)`, as it came out of pmap.
+      tree: per leaf `(local devices, ...)`, as it came out of pmap; or a global array of which every device has a copy.
       axis_name: the pmap axis.
       devices: those that pmap was given, if any.
 
@@ -33,26 +33,71 @@ def check_replicated(tree: PyTree, axis_name: str, devices: Sequence[jax.Device]
     >>> check_replicated({"w": jnp.ones((n, 3))}, "batch")
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    differ = jax.pmap(partial(_differ, axis_name=axis_name), axis_name, devices=devices)([x for _, x in flat])
-    bad = [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for (path, _), is_bad in zip(flat, differ, strict=True)
-        if np.asarray(is_bad.addressable_shards[0].data).any()
-    ]
-    if bad:
+    for _, x in flat:
+        if _is_copied(x) and devices is None:
+            devices = [device for device in pmap_devices() if device in x.sharding.device_set]
+    named = [(jax.tree_util.keystr(path, simple=True, separator="/"), _stacked(x, axis_name), None) for path, x in flat]
+    if bad := _differing(named, axis_name, devices):
         raise ValueError(f"leaves differ between the devices of axis {axis_name!r}: {', '.join(bad)}")
 
 
-def _differ(leaves: list[jax.Array], axis_name: str) -> list[jax.Array]:
-    """Whether each leaf differs from its neighbour's anywhere on the ring."""
-    size = lax.axis_size(axis_name)
-    ring = [(i, (i + 1) % size) for i in range(size)]
+def _is_copied(x: Any) -> bool:
+    """Whether this is one array of which each of several devices has a copy."""
+    return isinstance(x, jax.Array) and x.sharding.is_fully_replicated and len(x.sharding.device_set) > 1
 
-    def one(x: jax.Array) -> jax.Array:
-        differs = [jnp.any(bits != lax.ppermute(bits, axis_name, ring)) for bits in _bits(x)]
-        return lax.pmax(jnp.stack(differs).any().astype(jnp.int32), axis_name)
 
-    return [one(x) for x in leaves]
+def _stacked(x: Any, axis_name: str) -> Any:
+    if not _is_copied(x):
+        return x
+    parts = {part.device: part.data for part in x.addressable_shards}
+    local = [device for device in jax.local_devices() if device in parts]
+    return stack_local([parts[device][None] for device in local], local, axis_name)
+
+
+def check_copies(tree: PyTree, layout: Layout, axis: Axis, devices: Sequence[jax.Device]) -> None:
+    """Raises where the copies of a leaf of sharded state differ: one that is whole on every device, or a slice.
+
+    Arguments as for `checksums`. Call outside pmap, on all processes.
+    """
+    holders = tuple(map(tuple, axis.groups(0) or [list(range(axis.size))]))  # of one slice each
+    pairs = zip(layout.leaves, layout.treedef.flatten_up_to(tree), strict=True)
+    copied = [(x.name, array, holders if x.splits else None) for x, array in pairs if axis.replicas > 1 or not x.splits]
+    if bad := _differing(copied, axis.name, tuple(devices)):
+        raise ValueError(
+            f"leaves differ between the devices of axis {axis.name!r} that hold the same: {', '.join(bad)}. What "
+            f"decides for all, as value= of an update does, is reduced first: lax.pmean(value, {axis.name!r})"
+        )
+
+
+Groups = tuple[tuple[int, ...], ...] | None  # None is all devices of the axis
+
+
+def _differing(
+    leaves: Sequence[tuple[str, jax.Array, Groups]], axis_name: str, devices: Sequence[jax.Device] | None
+) -> list[str]:
+    """The names of arrays that differ inside a group of devices."""
+    if not leaves:
+        return []
+    names, arrays, groups = zip(*leaves, strict=True)
+    differs = _differ_program(groups, axis_name, None if devices is None else tuple(devices))(arrays)
+    return [name for name, is_bad in zip(names, np.asarray(differs), strict=True) if is_bad]
+
+
+@lru_cache(maxsize=8)  # a pmap of a new function would be traced and compiled again at every call
+def _differ_program(groups: tuple[Groups, ...], axis_name: str, devices: tuple[jax.Device, ...] | None) -> Any:
+    return jax.pmap(partial(_differ, groups=groups, axis_name=axis_name), axis_name, devices=devices, out_axes=None)
+
+
+def _differ(leaves: Sequence[jax.Array], groups: Sequence[Groups], axis_name: str) -> jax.Array:
+    """Whether each leaf differs from its neighbour's anywhere on the rings of its groups."""
+
+    def one(x: jax.Array, rings: Groups) -> jax.Array:
+        rings = rings or (tuple(range(lax.axis_size(axis_name))),)
+        pairs = [pair for ring in rings for pair in zip(ring, ring[1:] + ring[:1], strict=True)]
+        differs = [jnp.any(bits != lax.ppermute(bits, axis_name, pairs)) for bits in _bits(x)]
+        return jnp.stack(differs).any().astype(jnp.int32)
+
+    return lax.pmax(jnp.stack(list(map(one, leaves, groups))), axis_name)
 
 
 def _bits(x: jax.Array) -> list[jax.Array]:
@@ -101,14 +146,13 @@ def checksums(
     >>> checksums(shards, layout, "batch")
     {'w': 352290347}
     """
-    mesh = mesh_of(layout, axis, devices)
-    layout.map(lambda leaf, x: local_shards(leaf, x, mesh), tree)
+    on, ordered = axis_and_devices(layout, axis, devices)
+    layout.map(lambda leaf, x: local_shards(leaf, x, ordered), tree)
     names = [leaf.name for leaf in layout.leaves]
     if len(set(names)) < len(names):
         raise ValueError(f"leaves share the name {next(name for name in names if names.count(name) > 1)!r}: rename one")
     if not layout.leaves:
         return {}
-    on = axis if isinstance(axis, Axis) else Axis(axis, (1, layout.shards))
     program = _checksum_program(layout.leaves, on, None if devices is None else tuple(devices))
     largest, smallest = np.asarray(program(layout.treedef.flatten_up_to(tree))).tolist()
     bad = [name for name, high, low in zip(names, largest, smallest, strict=True) if high != low]

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero.partition.collectives.axis import Axis, AxisLike
 from zero.partition.layout import Layout, LeafLayout, PyTree
+from zero.partition.on_mesh import check_global, leaf_on_mesh
 
 
 def pmap_devices() -> tuple[jax.Device, ...]:
@@ -20,7 +21,7 @@ def pmap_devices() -> tuple[jax.Device, ...]:
     return tuple(device for process in range(jax.process_count()) for device in jax.local_devices(process))
 
 
-def global_shapes(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None = None) -> PyTree:
+def global_shapes(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | Mesh | None = None) -> PyTree:
     """What `to_global` returns, as `jax.ShapeDtypeStruct`: padded shapes and shardings, for a restore to aim at.
 
     Raises:
@@ -33,12 +34,19 @@ def global_shapes(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] 
     >>> global_shapes(layout, "batch")["w"].shape == (2 * n,)
     True
     """
-    mesh = mesh_of(layout, axis, devices)
-    return layout.map(lambda leaf: jax.ShapeDtypeStruct(leaf.padded_shape, leaf.dtype, sharding=_sharding(leaf, mesh)))
+    mesh, name = _labels(layout, axis, devices)
+    return layout.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.padded_shape, leaf.dtype, sharding=_sharding(leaf, mesh, name))
+    )
 
 
 def to_global(
-    tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None = None, *, donate: bool = False
+    tree: PyTree,
+    layout: Layout,
+    axis: AxisLike,
+    devices: Sequence[jax.Device] | Mesh | None = None,
+    *,
+    donate: bool = False,
 ) -> PyTree:
     """Labels the shards that a pmap returned as whole `jax.Array`s, which Orbax or anything else can store.
 
@@ -50,11 +58,13 @@ def to_global(
       tree: per leaf `(local devices, *leaf.shard_shape)`, as it came out of pmap.
       layout: of the tree.
       axis: the pmap axis; a name means one group of `layout.shards` devices.
-      devices: those that pmap was given, if any.
+      devices: those that pmap was given, if any; or the mesh of shard_map, whose results are labelled already: they are
+        looked at and returned.
       donate: reuse the buffers of `tree`, which is deleted. No byte is copied; `from_global` is the way back.
 
     Raises:
-      ValueError: a leaf has another shape or lies on other devices than the layout and the axis say.
+      ValueError: a leaf has another shape or dtype, or lies on other devices or in another order of them than the
+        layout and the axis say.
 
     >>> import zero
     >>> from jax import numpy as jnp
@@ -67,19 +77,33 @@ def to_global(
     >>> bool((from_global(whole, layout, "batch")["w"] == shards["w"]).all())
     True
     """
-    mesh = mesh_of(layout, axis, devices)
-    arrays = layout.treedef.flatten_up_to(tree)
+    (mesh, name), arrays = _labels(layout, axis, devices), layout.treedef.flatten_up_to(tree)
     for leaf, x in zip(layout.leaves, arrays, strict=True):
-        local_shards(leaf, x, mesh)
+        if isinstance(devices, Mesh):
+            check_global(leaf, x)
+        else:
+            local_shards(leaf, x, axis_and_devices(layout, axis, devices)[1])
+        if x.dtype != leaf.dtype:
+            raise ValueError(
+                f"leaf {leaf.name}: the array holds {x.dtype.name}, the layout says {leaf.dtype.name}, as which it "
+                "would be restored: describe what is held, by zero.make_layout of a tree of that dtype"
+            )
+    if isinstance(devices, Mesh):
+        return tree
     shards = _reshape_shards(_drop_first, arrays, [donate] * len(arrays))
     return layout.treedef.unflatten(
-        jax.make_array_from_single_device_arrays(leaf.padded_shape, _sharding(leaf, mesh), parts)
+        jax.make_array_from_single_device_arrays(leaf.padded_shape, _sharding(leaf, mesh, name), parts)
         for leaf, parts in zip(layout.leaves, shards, strict=True)
     )
 
 
 def from_global(
-    tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None = None, *, donate: bool = False
+    tree: PyTree,
+    layout: Layout,
+    axis: AxisLike,
+    devices: Sequence[jax.Device] | Mesh | None = None,
+    *,
+    donate: bool = False,
 ) -> PyTree:
     """What `to_global` took: shards for a pmap, from whole arrays of any sharding, from any N.
 
@@ -99,15 +123,7 @@ def from_global(
     >>> from_global({"w": np.arange(2 * n, dtype=np.float32)}, layout, "batch")["w"][0].tolist()
     [0.0, 1.0]
     """
-    mesh = mesh_of(layout, axis, devices)
-    local = [
-        d
-        for d in (pmap_devices()[: mesh.size] if devices is None else devices)
-        if d.process_index == jax.process_index()
-    ]
-    # To the letter what pmap gives to its results: any other name, and the program that takes them is compiled again.
-    name = axis.name if isinstance(axis, Axis) else axis
-    stacked = NamedSharding(Mesh(np.asarray(local), (name,)), PartitionSpec(name))
+    mesh, name = _labels(layout, axis, devices)
 
     def place(leaf: LeafLayout, x: jax.Array | np.ndarray) -> jax.Array:
         if x.shape != leaf.padded_shape or x.dtype != leaf.dtype:
@@ -116,9 +132,15 @@ def from_global(
                 f"leaf {leaf.name}: the layout says {leaf.dtype.name}{list(leaf.padded_shape)}, padding included, "
                 f"got {x.dtype.name}{list(x.shape)}{remedy}"
             )
-        return jax.device_put(x, _sharding(leaf, mesh))
+        return jax.device_put(x, _sharding(leaf, mesh, name))
 
     placed = layout.treedef.flatten_up_to(layout.map(place, tree))
+    if isinstance(devices, Mesh):
+        return layout.treedef.unflatten(placed)
+    on, ordered = axis_and_devices(layout, axis, devices)
+    local = [device for device in ordered if device.process_index == jax.process_index()]
+    # To the letter what pmap gives to its results: any other name, and the program that takes them is compiled again.
+    stacked = NamedSharding(Mesh(np.asarray(local), (on.name,)), PartitionSpec(on.name))
     # What was placed may share buffers with the caller's array, but not with one of numpy: XLA copies that instead.
     is_own = [not isinstance(x, jax.Array) for x in layout.treedef.flatten_up_to(tree)]
     shards = _reshape_shards(_add_first, placed, [donate or own for own in is_own])
@@ -128,33 +150,69 @@ def from_global(
     )
 
 
-def mesh_of(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None) -> Mesh:
+def axis_and_devices(
+    layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None
+) -> tuple[Axis, tuple[jax.Device, ...]]:
+    """The axis, on which a name means one group of `layout.shards` devices, and its devices in the order of pmap.
+
+    Raises:
+      ValueError: axis, layout and devices do not fit each other.
+    """
     on = axis if isinstance(axis, Axis) else Axis(axis, (1, layout.shards))
     if on.shards != layout.shards:
         raise ValueError(f"the layout has {layout.shards} shards, but axis {on.name!r} spreads a copy over {on.shards}")
-    ordered = np.asarray(pmap_devices()[: on.size] if devices is None else devices)
-    if ordered.size != on.size:
-        raise ValueError(f"axis {on.name!r} has {on.size} devices, but there are {ordered.size}")
-    return Mesh(ordered[list(on.devices)].reshape(on.replicas, on.shards), ("replica", "shard"))
+    ordered = pmap_devices()[: on.size] if devices is None else tuple(devices)
+    if len(ordered) != on.size:
+        raise ValueError(f"axis {on.name!r} has {on.size} devices, but there are {len(ordered)}")
+    return on, ordered
 
 
-def local_shards(leaf: LeafLayout, x: jax.Array, mesh: Mesh) -> Sequence[Any]:
-    """One a local device, in the order of pmap."""
+def _labels(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | Mesh | None) -> tuple[Mesh, str]:
+    """The mesh of global arrays, and the name of its axis over which shards lie."""
+    if isinstance(devices, Mesh):
+        return devices, str(axis)
+    on, ordered = axis_and_devices(layout, axis, devices)
+    grid = np.asarray(ordered)[list(on.devices)]
+    return Mesh(grid.reshape(on.replicas, on.shards), ("replica", "shard")), "shard"
+
+
+def local_shards(leaf: LeafLayout, x: Any, devices: Sequence[jax.Device]) -> Sequence[Any]:
+    """The shards of a stacked array on this process's devices: what leaves a pmap is looked at here.
+
+    Args:
+      leaf: the layout of one device's shard.
+      x: the array.
+      devices: those of the pmap, in its order.
+
+    Raises:
+      ValueError: the array has another shape, or lies on other devices or in another order.
+    """
     parts = x.addressable_shards if isinstance(x, jax.Array) else []
-    if any(part.data.shape != (1, *leaf.shard_shape) for part in parts) or {p.device for p in parts} != {
-        device for device in mesh.devices.flat if device.process_index == jax.process_index()
-    }:
+    expected = [device for device in devices if device.process_index == jax.process_index()]
+    if any(part.data.shape != (1, *leaf.shard_shape) for part in parts) or {p.device for p in parts} != set(expected):
         raise ValueError(
             f"leaf {leaf.name}: expected what pmap returns, one shard of {leaf.shard_shape} on each local device, "
             f"got shape {np.shape(x)}{f' on {len(parts)} devices' if parts else ' on the host'}"
         )
+    rows = [part.device for part in sorted(parts, key=lambda part: part.index[0].start or 0)]
+    for row, (found, device) in enumerate(zip(rows, expected, strict=True)):
+        if found != device:
+            raise ValueError(
+                f"leaf {leaf.name}: row {row} lies on {found}, expected it on {device}: pass the devices= that pmap "
+                "was given, in their order"
+            )
     return parts
 
 
-def _sharding(leaf: LeafLayout, mesh: Mesh) -> NamedSharding:
-    split_dims = {split.dim for split in leaf.splits}
-    dims = ("shard" if dim in split_dims else None for dim in range(len(leaf.shape)))
-    return NamedSharding(mesh, PartitionSpec(*dims))
+def stack_local(parts: Sequence[Any], devices: Sequence[jax.Device], axis_name: str) -> jax.Array:
+    """One `(1, ...)` array for each local device as pmap returns them."""
+    sharding = NamedSharding(Mesh(np.asarray(devices), (axis_name,)), PartitionSpec(axis_name))
+    arrays = [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
+    return jax.make_array_from_single_device_arrays((len(parts), *arrays[0].shape[1:]), sharding, arrays)
+
+
+def _sharding(leaf: LeafLayout, mesh: Mesh, name: str) -> NamedSharding:
+    return NamedSharding(mesh, leaf_on_mesh(leaf, name).spec)
 
 
 def _drop_first(x: jax.Array) -> jax.Array:

@@ -233,6 +233,7 @@ def make_layout(
         among the devices of an expert group. Another dimension is split.
 
     Raises:
+      TypeError: a leaf is a function.
       ValueError: `shards` is not positive or does not divide into groups, `expert` does not divide a leaf's experts, or
         a stacked name fits no leaf.
 
@@ -255,6 +256,11 @@ def make_layout(
             raise ValueError(f"stacked names {name!r}, but no leaf lies under it")
     leaves = []
     for path, (_, leaf) in zip(paths, flat, strict=True):
+        if callable(leaf):
+            raise TypeError(
+                f"leaf {'/'.join(path)}: expected an array or its shape, got a function, {leaf}: keep what is "
+                "static out of the parameters"
+            )
         shape, dtype = np.shape(leaf), np.dtype(jax.numpy.result_type(leaf))
         is_stacked = path[:1] in [(name,) for name in names]
         cut = tensor_dim("/".join(path)) if tensor > 1 else None
@@ -286,13 +292,20 @@ def derive_layout(fn: Callable[[PyTree], PyTree], layout: Layout) -> Layout:
     leaves = []
     for keys, x in flat:
         path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
-        parts = [path[i:j] for i in range(len(path) + 1) for j in range(i, len(path) + 1)]
-        same = [by_path[part] for part in parts if part in by_path and by_path[part].shape == x.shape]
-        # The longest path is the leaf itself, a shorter one a leaf of the same name.
-        model = max(same, key=lambda leaf: len(leaf.path), default=None)
+        model = source_of(path, x.shape, by_path)
         splits, stacked = (model.splits, model.stacked) if model else ((), False)
         leaves.append(LeafLayout(path, x.shape, x.dtype, splits, stacked))
     return Layout(treedef, tuple(leaves), layout.shards)
+
+
+def source_of(
+    path: tuple[str, ...], shape: tuple[int, ...], by_path: Mapping[tuple[str, ...], LeafLayout]
+) -> LeafLayout | None:
+    """The leaf of a tree that a leaf of the result of `derive_layout` is split as."""
+    parts = [path[i:j] for i in range(len(path) + 1) for j in range(i, len(path) + 1)]
+    same = [by_path[part] for part in parts if part in by_path and by_path[part].shape == shape]
+    # The longest path is the leaf itself, a shorter one a leaf of the same name.
+    return max(same, key=lambda leaf: len(leaf.path), default=None)
 
 
 def match_layout(tree: PyTree, *layouts: Layout) -> Layout:

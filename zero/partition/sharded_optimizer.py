@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Literal, NamedTuple, ParamSpec
 
 import jax
@@ -14,12 +15,12 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from zero.partition.collectives.arrays import fill_padding
-from zero.partition.collectives.axis import Axis, AxisLike, as_axis
+from zero.partition.collectives.axis import Axis, AxisLike, as_axis, check_untracked
 from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout, match_layout
 from zero.partition.rewrite.entry_points import across_shards, run_on_shards, with_extra_args
 from zero.partition.rewrite.interpreter import NotElementwiseError
 from zero.partition.stages import checked_axis, gather, scatter_mean, scatter_sum, shard
-from zero.partition.whole_state import ShardedOptimizer, ShardedState, require_sharded
+from zero.partition.whole_state import ShardedOptimizer, ShardedState, check_structure, require_sharded
 
 P = ParamSpec("P")
 
@@ -125,6 +126,7 @@ def _update(
         if callable(value):
             raise NotElementwiseError(f"{name} is a function of whole parameters, which no device has: {_LINE_SEARCH}")
     state_layout = derive_layout(inner.init, params[1])
+    check_structure(state, state_layout, may_lack=True)
 
     def layout_of(result: tuple[PyTree, PyTree]) -> tuple[LeafLayout, ...]:
         layouts = match_layout(result[0], params[1], updates[1]), match_layout(result[1], state_layout)
@@ -158,59 +160,64 @@ def shard_optimizer(
       tx: any transform; what is not element-wise belongs into `across_shards`, or has a version in `zero`.
       axis_name: the pmap axis, or an `Axis` that says how it is cut into groups.
       reduction: of gradients over devices. None where they have been reduced already and are whole; "scattered" where
-        `scatter_mean` or `scatter_sum` has reduced them to slices, which may have been clipped or measured since.
+        `scatter_mean` or `scatter_sum` has reduced them to slices, which may have been clipped or measured since;
+        they reach `tx` in the dtype of the parameters.
       wire_dtype: of gradients on the wire; None is their own.
       reduce_dtype: in which they are summed; None is their own, but float32 at least. They reach `tx` in their own.
       trust: run `tx` on shards as it is, for a transform that is known to be right there.
 
     Raises:
-      ValueError: `reduction` is none of these.
+      ValueError: `reduction` is none of these, or `tx` is sharded already.
 
     Both functions raise:
       RuntimeError: called outside pmap.
       NotElementwiseError: as for `on_shards`.
 
     `update` raises:
-      ValueError: a leaf has another shape than its parameter, or an optax transform around this one reads gradients
-        that are not whole and reduced (`chain`, `apply_if_finite`, a `MultiSteps` that skips): it belongs inside.
+      ValueError: a leaf has another shape than its parameter, or an optax transform around this one uses gradients
+        that are not whole and reduced (`chain`, `masked`, `partition`, `apply_if_finite`, a `MultiSteps` that skips):
+        it belongs inside.
       TypeError: the state was not made by `init` or `shard_state`.
 
     >>> n = jax.local_device_count()
     >>> tx = shard_optimizer(optax.adam(0.1), "batch")
     >>> params = {"w": jnp.ones((n, 4 * n))}
     >>> state = jax.pmap(tx.init, axis_name="batch")(params)
-    >>> state.inner[0].mu["w"].shape == (n, 4)
+    >>> state.slices[0].mu["w"].shape == (n, 4)
     True
     """
     if reduction not in ("mean", "sum", "scattered", None):
         raise ValueError(f"reduction must be 'mean', 'sum', 'scattered' or None, got {reduction!r}")
+    if isinstance(tx, ShardedOptimizer):
+        raise ValueError("this optimizer is sharded already: zero.shard_optimizer takes the optax transform itself")
     inner = with_extra_args(tx)
 
     def init(params: PyTree) -> PyTree:
         axis = _bound(axis_name)
+        _check_callers(_caller(), None)
         shards = shard(params, layout := make_layout(params, axis.shards), axis)
         state = inner.init(shards) if trust else _init(inner, layout, axis, shards)
-        return ShardedState(state, axis.shard_index().astype(jnp.int32))
+        return ShardedState(state, axis.shard_index().astype(jnp.int32)[None])
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         axis = _bound(axis_name)
+        _check_callers(_caller(), reduction)
         require_sharded(state)
         given, layout = _layouts(updates, params, axis, is_scattered=reduction == "scattered")
-        grads = updates
         if reduction is None:
             grads = shard(updates, given, axis)
+        elif reduction == "scattered":
+            grads = given.map(lambda leaf, g: g.astype(leaf.dtype) if _is_float(leaf) else g, updates)
         else:
-            _check_gradients_come_first(reduction)
-        if reduction in ("mean", "sum"):
             scatter = scatter_mean if reduction == "mean" else scatter_sum
             reduced = scatter(updates, given, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
             grads = jax.tree.map(_as_own, reduced, updates)
         param_shards = None if params is None else shard(params, layout, axis)
         if trust:
-            new, new_state = inner.update(grads, state.inner, param_shards, **extra)
+            new, new_state = inner.update(grads, state.slices, param_shards, **extra)
         else:
-            new, new_state = _update(inner, axis, (grads, given), state.inner, (param_shards, layout), extra)
-        is_own = state.shard == axis.shard_index()
+            new, new_state = _update(inner, axis, (grads, given), state.slices, (param_shards, layout), extra)
+        is_own = state.shard[0] == axis.shard_index()
         new_layout = match_layout(new, layout, given)
         new = new_layout.map(lambda leaf, x: _nan_unless(is_own, x) if leaf.splits else x, new)
         return gather(new, new_layout, axis), ShardedState(new_state, state.shard)
@@ -222,7 +229,7 @@ def shard_optimizer(
 
 def _nan_unless(condition: jax.Array, x: jax.Array) -> jax.Array:
     """A compiled program cannot raise; a NaN in the first update is seen, a loss that is 12 % off is not."""
-    return jnp.where(condition, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+    return jnp.where(condition, x, jnp.nan) if _is_float(x) else x
 
 
 def _layouts(updates: PyTree, params: PyTree, axis: Axis, *, is_scattered: bool) -> tuple[Layout, Layout]:
@@ -238,9 +245,19 @@ def _layouts(updates: PyTree, params: PyTree, axis: Axis, *, is_scattered: bool)
     return match_layout(updates, layout), layout
 
 
+def _caller() -> FrameType | None:
+    """What called the function that calls this."""
+    frame = inspect.currentframe()
+    return frame.f_back.f_back if frame and frame.f_back else None
+
+
+def _is_float(x: jax.Array | LeafLayout) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 def _as_own(reduced: jax.Array, own: jax.Array) -> jax.Array:
     """As `lax.pmean` does: a mean of narrow floats is as narrow, one of integers is a float."""
-    return reduced.astype(own.dtype) if jnp.issubdtype(own.dtype, jnp.inexact) else reduced
+    return reduced.astype(own.dtype) if _is_float(own) else reduced
 
 
 def _check_gradients(given: Layout, layout: Layout) -> None:
@@ -256,28 +273,42 @@ def _check_gradients(given: Layout, layout: Layout) -> None:
             )
 
 
-# Transforms of optax that compute something from the gradients they are given, beside what they pass on.
-_READ_GRADIENTS = ("apply_if_finite", "mechanize", "sam", "scale_by_galore")
+# Wrappers of optax that hand all gradients in as they are and see whole updates only; `chain` where this is its first.
+_TRANSPARENT = (
+    "chain",
+    "named_chain",
+    "flatten",
+    "inject_hyperparams",
+    "lookahead",
+    "schedule_free",
+    "split_real_and_imaginary",
+    "with_extra_args_support",
+    "MultiSteps.update",
+)
 _GIVEN = {
     "scattered": "is given each device's slices of the gradients, and so decides or measures something else on each",
-    "sum": "transforms each device's own gradients before they are reduced",
-    "mean": "transforms each device's own gradients before they are reduced",
+    "sum": "uses each device's own gradients before they are reduced",
+    "mean": "uses each device's own gradients before they are reduced",
 }
 
 
-def _check_gradients_come_first(reduction: Literal["mean", "sum", "scattered"]) -> None:
-    """Refuses an outer transform of optax that has seen each device's own gradients, or slices of reduced ones."""
-    frame = inspect.currentframe()
+def _check_callers(frame: FrameType | None, reduction: Literal["mean", "sum", "scattered"] | None) -> None:
+    """Refuses to be inside another sharded optimizer, or a transform of optax that uses gradients before this does."""
     while frame:
-        maker, variables = frame.f_code.co_qualname.partition(".<locals>.")[0], frame.f_locals
+        name, variables = frame.f_code.co_qualname, frame.f_locals
+        maker, module = name.partition(".<locals>.")[0], frame.f_globals.get("__name__", "")
+        if maker == "shard_optimizer" and module == __name__:
+            raise ValueError(
+                "zero.shard_optimizer inside zero.shard_optimizer: only one of them may cut state into slices. Keep "
+                "the outermost, and put the optax transforms into it as they are"
+            )
         is_later = maker in ("chain", "named_chain") and variables.get("new_state")
         may_skip = maker == "MultiSteps.update" and "self" in variables and _may_skip(variables["self"])
-        is_optax = frame.f_globals.get("__name__", "").startswith("optax.")
-        if is_optax and (is_later or may_skip or maker in _READ_GRADIENTS):
-            name, options = maker.removesuffix(".update"), ", reduction='scattered'" * (reduction == "scattered")
+        if reduction and module.startswith("optax.") and (is_later or may_skip or maker not in _TRANSPARENT):
+            maker, options = maker.removesuffix(".update"), ", reduction='scattered'" * (reduction == "scattered")
             raise ValueError(
-                f"optax.{name} around zero.shard_optimizer {_GIVEN[reduction]}. Put it inside: "
-                f"zero.shard_optimizer(optax.{name}(...), axis_name{options}); or reduce whole gradients first and "
+                f"optax.{maker} around zero.shard_optimizer {_GIVEN[reduction]}. Put it inside: "
+                f"zero.shard_optimizer(optax.{maker}(...), axis_name{options}); or reduce whole gradients first and "
                 "pass reduction=None"
             )
         frame = frame.f_back
@@ -299,6 +330,7 @@ def _bound(axis: AxisLike) -> Axis:
             f"slice: jax.pmap(tx.init, axis_name={name!r})(replicated_params). State that is built or restored on the "
             "host gets in by zero.shard_state(opt_state, tx, params)"
         ) from error
+    check_untracked(lax.axis_index(name))
     on = as_axis(axis)
     if on.size != size:
         raise ValueError(f"axis {name!r} has {size} devices, but its Axis describes {on.size}")

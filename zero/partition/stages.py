@@ -25,7 +25,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.typing import DTypeLike
 
 from zero.partition.collectives import arrays, coalesced
-from zero.partition.collectives.axis import Axis, AxisLike, as_axis
+from zero.partition.collectives.axis import Axis, AxisLike, as_axis, check_untracked
 from zero.partition.layout import Layout, PyTree
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -147,9 +147,10 @@ def checked_axis(layout: Layout, axis: AxisLike) -> Axis:
     """The axis, known to fit the layout. Call inside pmap.
 
     Raises:
-      ValueError: the layout was made for another number of shards.
+      ValueError: the layout was made for another number of shards, or this is `jax.shard_map` with `check_vma=True`.
     """
     axis = as_axis(axis)
+    check_untracked(lax.axis_index(axis.name))
     if layout.shards != axis.shards:
         raise ValueError(
             f"the layout has {layout.shards} shards, but axis {axis.name!r} spreads one copy over {axis.shards}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -14,9 +14,12 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero.partition.collectives.axis import Axis, AxisLike
-from zero.partition.global_arrays import local_shards, mesh_of, pmap_devices
-from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout
+from zero.partition.checksums import check_copies
+from zero.partition.collectives.axis import Axis, AxisLike, as_axis
+from zero.partition.global_arrays import axis_and_devices, local_shards, pmap_devices, stack_local
+from zero.partition.layout import Layout, LeafLayout, PyTree, Split, derive_layout, make_layout
+from zero.partition.on_mesh import MeshLeaf, leaf_on_mesh, read, state_on_mesh, write
+from zero.partition.stages import gather
 
 _REMEDY = (
     "Checkpoints hold the whole state: save zero.whole_state(opt_state, tx, params), which all processes call, and "
@@ -32,30 +35,51 @@ class ShardedState(NamedTuple):
     is not, by a way that this cannot see, makes `update` return NaN.
 
     Attributes:
-      inner: the state of the optax transform, in its own structure, each leaf this device's slice.
-      shard: int32, the number of the slice.
+      slices: the state of the optax transform, in its own structure, each leaf this device's slice. What reads it
+        beside whole parameters takes `whole_state` inside pmap.
+      shard: int32 `(1,)`, the number of the slice.
     """
 
-    inner: Any
+    slices: Any
     shard: Any
 
 
 def _flatten_with_keys(state: ShardedState) -> tuple[Any, None]:
     keys = map(jax.tree_util.GetAttrKey, ShardedState._fields)
-    return tuple(zip(keys, state, strict=True)), None
+    return tuple(zip(keys, _checked(state), strict=True)), None
+
+
+def _checked(state: ShardedState) -> ShardedState:
+    if not _is_concrete(state.shard) or np.ndim(state.shard) != 2:  # one device's, or not stacked
+        return state
+    for path, x in jax.tree_util.tree_leaves_with_path(state.slices):
+        if np.ndim(x) == 0:
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path, simple=True, separator='/')}: a scalar among stacks of one slice "
+                f"per device; put jnp.full({len(state.shard)}, value) there, or set it inside pmap"
+            )
+    return state
+
+
+def _is_concrete(x: Any) -> bool:
+    is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
+    return is_array and not isinstance(x, jax.core.Tracer) and x.dtype == np.int32
 
 
 def _unflatten(_: None, children: Iterable[Any]) -> ShardedState:
     state = ShardedState(*children)
-    is_array = isinstance(state.shard, jax.Array | np.ndarray | np.generic)
-    # Outside a trace every device's number is there, and a scalar is one slice alone: seen without waiting for values.
-    is_concrete = is_array and not isinstance(state.shard, jax.core.Tracer)
-    if is_concrete and np.shape(state.shard) == () and state.shard.dtype == np.int32:
-        raise ValueError(f"this takes one device's slice of a sharded optimizer state and loses the rest. {_REMEDY}")
+    # Outside a trace every device's number is there, and a single one is one slice alone: seen without waiting for
+    # values. The state of shard_map over one device has a single number, and says so.
+    if _is_concrete(state.shard) and np.size(state.shard) == 1 and np.ndim(state.shard) < 2:
+        sharding = getattr(state.shard, "sharding", None)
+        if not (np.ndim(state.shard) and isinstance(sharding, NamedSharding) and any(sharding.spec)):
+            raise ValueError(
+                f"this takes one device's slice of a sharded optimizer state and loses the rest. {_REMEDY}"
+            )
     return state
 
 
-jax.tree_util.register_pytree_with_keys(ShardedState, _flatten_with_keys, _unflatten, lambda s: (tuple(s), None))
+jax.tree_util.register_pytree_with_keys(ShardedState, _flatten_with_keys, _unflatten, lambda s: (_checked(s), None))
 
 
 def require_sharded(state: Any) -> None:
@@ -66,6 +90,30 @@ def require_sharded(state: Any) -> None:
             "over replicated parameters, or slice what was built or restored on the host by "
             "zero.shard_state(opt_state, tx, params)"
         )
+
+
+def check_structure(state: PyTree, layout: Layout, *, may_lack: bool = False) -> None:
+    """Raises where state is not what the optimizer of this layout makes of these parameters."""
+    if jax.tree.structure(state) == layout.treedef:
+        return
+    expected = [leaf.name for leaf in layout.leaves]
+    flat = jax.tree_util.tree_leaves_with_path(state)
+    found = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+    missing, unknown = [x for x in expected if x not in found], [x for x in found if x not in expected]
+    if unknown or (missing and not may_lack):
+        raise ValueError(
+            "this is the state of another optimizer, or for other parameters: no "
+            f"{_some(missing)}; not expected: {_some(unknown)}"
+        )
+    if not may_lack:
+        raise ValueError(
+            "the state has the same leaves in other containers, as dicts and lists of a file are: put them into "
+            "tx.init(params), by flax.serialization.from_state_dict for instance"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "leaf"
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):
@@ -93,16 +141,20 @@ def whole_state(
     All processes call it and all get the result; then one of them may write it. No device holds more of a leaf than
     its share among the devices of one process.
 
+    Inside pmap it is what the state of the unsharded optimizer would be there, on every device: a gather. Use it for
+    what reads state beside whole parameters, as `optax.contrib.schedule_free_eval_params` does.
+
     Args:
-      opt_state: as it came out of pmap.
+      opt_state: as it came out of pmap, or of shard_map by `zero.specs`.
       tx: what `shard_optimizer` returned.
-      params: one whole copy, or its shapes.
+      params: one whole copy, or its shapes; where other axes of a mesh cut them, with their shardings.
       devices: those that pmap was given, if any.
       timeout: seconds until the other processes must have called it too.
 
     Raises:
       TypeError: `opt_state` or `tx` is not sharded.
-      ValueError: a leaf has another shape than `tx` and `params` say, or a device holds another's slice.
+      ValueError: a leaf has another shape than `tx` and `params` say, a device holds another's slice, or devices differ
+        in what is the same on all, as after an update by a `value` that was not reduced.
       RuntimeError: some process did not call it in time.
 
     >>> import zero
@@ -117,17 +169,25 @@ def whole_state(
     True
     """
     require_sharded(opt_state)
-    axis, layout = _layout(tx, params, devices)
-    held = {part.device: int(part.data[0]) for part in opt_state.shard.addressable_shards}
+    if isinstance(opt_state.shard, jax.core.Tracer):
+        axis = as_axis(_checked_optimizer(tx).axis)
+        layout = derive_layout(tx.unsharded.init, make_layout(params, axis.shards))
+        check_structure(opt_state.slices, layout)
+        return gather(opt_state.slices, layout, axis)
+    if np.ndim(opt_state.shard) == 1:
+        return _whole_state_of_mesh(opt_state, tx, params, timeout)
+    axis, devices, layout = _layout(tx, params, devices)
+    check_structure(opt_state.slices, layout)
+    held = {part.device: int(part.data.item()) for part in opt_state.shard.addressable_shards}
     expected = axis.shard_of_device()
-    for position, device in enumerate(_devices(axis, devices)):
+    for position, device in enumerate(devices):
         if device in held and held[device] != expected[position]:
             raise ValueError(f"{device} holds slice {held[device]}, not its own, {expected[position]}. {_REMEDY}")
-    return to_host(opt_state.inner, layout, axis, devices, timeout=timeout)
+    return to_host(opt_state.slices, layout, axis, devices, timeout=timeout)
 
 
 def shard_state(
-    opt_state: PyTree, tx: ShardedOptimizer, params: PyTree, devices: Sequence[jax.Device] | None = None
+    opt_state: PyTree, tx: ShardedOptimizer, params: PyTree, devices: Sequence[jax.Device] | Mesh | None = None
 ) -> ShardedState:
     """State of the unsharded optimizer, built on the host or restored, as slices for pmap: one on each device.
 
@@ -135,7 +195,8 @@ def shard_state(
 
     Args:
       opt_state: as `optax`'s own `init` returns it, or `whole_state`.
-      tx, params, devices: as for `whole_state`.
+      tx, params: as for `whole_state`.
+      devices: those that pmap was given, if any; or the mesh of shard_map.
 
     Raises:
       TypeError: `tx` is not sharded.
@@ -145,27 +206,90 @@ def shard_state(
     >>> params = {"w": jnp.arange(5.0)}
     >>> tx = zero.shard_optimizer(optax.adam(0.1), "batch")
     >>> opt_state = zero.shard_state(optax.adam(0.1).init(params), tx, params)
-    >>> opt_state.shard.tolist() == list(range(jax.local_device_count()))
+    >>> opt_state.shard.ravel().tolist() == list(range(jax.local_device_count()))
     True
     """
     if isinstance(opt_state, ShardedState):
         raise ValueError("this state is sharded already: shard_state takes the whole state of the unsharded optimizer")
-    axis, layout = _layout(tx, params, devices)
-    local = _local_positions(axis, devices)
+    if isinstance(devices, Mesh):
+        return _shard_state_on_mesh(opt_state, tx, params, devices)
+    axis, devices, layout = _layout(tx, params, devices)
+    check_structure(opt_state, layout)
+    local = _local_positions(devices)
     shard_of = np.asarray(axis.shard_of_device(), np.int32)
-    index = _stack([shard_of[position, None] for position, _ in local], [device for _, device in local], axis)
+    index = stack_local(
+        [shard_of[position, None, None] for position, _ in local], [device for _, device in local], axis.name
+    )
     return ShardedState(from_host(opt_state, layout, axis, devices), index)
+
+
+def specs(tx: ShardedOptimizer, params: PyTree, mesh: Mesh) -> ShardedState:
+    """The `PartitionSpec` of every leaf of the sharded state, for `in_specs` and `out_specs` of `jax.shard_map`.
+
+    The global arrays that come out so are the whole state, with padding; `whole_state` and `shard_state` take them.
+
+    Args:
+      tx: what `shard_optimizer` returned, with the name of an axis of the mesh.
+      params: one whole copy, or its shapes; where other axes of the mesh cut them, with their shardings.
+      mesh: of any axes and types of axes.
+
+    Raises:
+      TypeError: `tx` is not sharded.
+      ValueError: `tx` was given an `Axis` of groups: a further axis of the mesh says that better.
+
+    >>> import zero
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    >>> tx = zero.shard_optimizer(optax.adam(0.1), "data")
+    >>> zero.specs(tx, {"w": jnp.ones((3, 64))}, mesh).slices[0].mu["w"]
+    PartitionSpec(None, 'data')
+    """
+    layout, leaves = _state_on_mesh(tx, params, mesh.shape)
+    return ShardedState(layout.treedef.unflatten([leaf.spec for leaf in leaves]), PartitionSpec(tx.axis))
+
+
+def _state_on_mesh(tx: ShardedOptimizer, params: PyTree, sizes: Mapping[str, int]) -> tuple[Layout, list[MeshLeaf]]:
+    axis = _checked_optimizer(tx).axis
+    if isinstance(axis, Axis) or axis not in sizes:
+        raise ValueError(
+            f"under shard_map an optimizer has the name of an axis of the mesh, {list(sizes)}, got {axis!r}"
+        )
+    return state_on_mesh(tx.unsharded.init, params, sizes[axis], axis)
+
+
+def _whole_state_of_mesh(opt_state: ShardedState, tx: ShardedOptimizer, params: PyTree, timeout: float) -> PyTree:
+    numbers = opt_state.shard.shape[0]
+    layout, leaves = _state_on_mesh(tx, params, {str(_checked_optimizer(tx).axis): numbers})
+    check_structure(opt_state.slices, layout)
+    index = leaf_on_mesh(LeafLayout(("shard",), (numbers,), np.dtype(np.int32), ()), tx.axis)
+    _meet(timeout)
+    held, *wholes = read([opt_state.shard, *layout.treedef.flatten_up_to(opt_state.slices)], [index, *leaves])
+    if held.tolist() != list(range(numbers)):
+        raise ValueError(f"devices hold the slices {held.tolist()}, not their own. {_REMEDY}")
+    return layout.treedef.unflatten(wholes)
+
+
+def _shard_state_on_mesh(opt_state: PyTree, tx: ShardedOptimizer, params: PyTree, mesh: Mesh) -> ShardedState:
+    layout, leaves = _state_on_mesh(tx, params, mesh.shape)
+    check_structure(opt_state, layout)
+    wholes = layout.treedef.flatten_up_to(opt_state)
+    arrays = [write(_checked_whole(x, one.leaf, one.shape), one, mesh) for one, x in zip(leaves, wholes, strict=True)]
+    numbers = np.arange(layout.shards, dtype=np.int32)
+    split = (Split(0, layout.shards, layout.shards),)
+    index = leaf_on_mesh(LeafLayout(("shard",), numbers.shape, numbers.dtype, split), tx.axis)
+    return ShardedState(layout.treedef.unflatten(arrays), write(numbers, index, mesh))
 
 
 def to_host(
     tree: PyTree,
     layout: Layout,
     axis: AxisLike,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[jax.Device] | Mesh | None = None,
     *,
     timeout: float = 300,
 ) -> PyTree:
     """Whole numpy arrays, unpadded, from the shards that a pmap returned: sharded averages of parameters, for instance.
+
+    Leaves keep the dtype in which they are held, whatever the layout says. What several devices hold is compared first.
 
     All processes call it and all get the result. In one process nothing moves between devices; among several a leaf
     at a time is gathered, a device receiving its share among the devices of its process.
@@ -174,11 +298,12 @@ def to_host(
       tree: per leaf `(local devices, *leaf.shard_shape)`, as it came out of pmap.
       layout: of the tree.
       axis: the pmap axis; a name means one group of `layout.shards` devices.
-      devices: those that pmap was given, if any.
+      devices: those that pmap was given, if any; or the mesh of shard_map, whose global arrays `tree` has.
       timeout: seconds until the other processes must have called it too.
 
     Raises:
-      ValueError: a leaf has another shape or lies on other devices than the layout and the axis say.
+      ValueError: a leaf has another shape, or lies on other devices or in another order of them than the layout and the
+        axis say, or copies of it differ between devices.
       RuntimeError: some process did not call it in time.
 
     >>> import zero
@@ -189,17 +314,21 @@ def to_host(
     >>> to_host(shards, layout, "batch")["w"].tolist()
     [0.0, 1.0, 2.0, 3.0, 4.0]
     """
-    mesh = mesh_of(layout, axis, devices)
-    on = _axis(layout, axis)
-    layout.map(lambda leaf, x: local_shards(leaf, x, mesh), tree)  # before a process waits for another
+    if isinstance(devices, Mesh):
+        _meet(timeout)
+        leaves = [leaf_on_mesh(leaf, axis) for leaf in layout.leaves]
+        return layout.treedef.unflatten(read(layout.treedef.flatten_up_to(tree), leaves))
+    on, ordered = axis_and_devices(layout, axis, devices)
+    layout.map(lambda leaf, x: local_shards(leaf, x, ordered), tree)  # before a process waits for another
     _meet(timeout)
-    exchange = _exchange(on, tuple(_devices(on, devices)))
+    check_copies(tree, layout, on, ordered)
+    exchange = _exchange(on, ordered)
 
     def one(leaf: LeafLayout, x: jax.Array) -> np.ndarray:
         if not leaf.splits:
             first = x.addressable_shards[0].data[0]
             return first if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else np.asarray(first)
-        whole = np.empty(leaf.padded_shape, leaf.dtype)
+        whole = np.empty(leaf.padded_shape, x.dtype)
         for index, part in exchange(x):
             whole[_slices(leaf, index)] = part
         return whole[tuple(map(slice, leaf.shape))]
@@ -207,8 +336,12 @@ def to_host(
     return layout.map(one, tree)
 
 
-def from_host(tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None = None) -> PyTree:
+def from_host(
+    tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | Mesh | None = None
+) -> PyTree:
     """What `to_host` returned as shards for a pmap, from any N; nothing is communicated.
+
+    A float may be wider than the layout says, as optax promotes state, and stays so.
 
     Args:
       tree: per leaf an array of `leaf.shape`, the same on every process.
@@ -222,49 +355,64 @@ def from_host(tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[ja
     >>> from_host({"w": np.ones(2 * n - 1, np.float32)}, layout, "batch")["w"][-1].tolist()
     [1.0, 0.0]
     """
-    mesh_of(layout, axis, devices)
-    on = _axis(layout, axis)
-    local = _local_positions(on, devices)
+    if isinstance(devices, Mesh):
+        mesh = devices
+        return layout.map(
+            lambda leaf, x: write(_checked_whole(x, leaf, leaf.shape), leaf_on_mesh(leaf, axis), mesh), tree
+        )
+    on, ordered = axis_and_devices(layout, axis, devices)
+    local = _local_positions(ordered)
     shard_of = on.shard_of_device()
 
     def one(leaf: LeafLayout, x: Any) -> jax.Array:
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-        whole = x if is_key else np.asarray(x, None if hasattr(x, "dtype") else leaf.dtype)
-        if whole.shape != leaf.shape or whole.dtype != leaf.dtype:
-            hint = "; this looks like a copy per device: unreplicate it" if whole.shape[1:] == leaf.shape else ""
-            if whole.shape == leaf.shard_shape:
-                hint = "; this looks like one device's slice, 1/N of it: save what zero.to_host returns"
-            raise ValueError(
-                f"leaf {leaf.name}: expected the whole {leaf.dtype.name}{list(leaf.shape)}, without padding, "
-                f"got {whole.dtype.name}{list(whole.shape)}{hint}"
-            )
+        whole = _checked_whole(x, leaf, leaf.shape)
         parts = (_padded_slice(whole, leaf, shard_of[position]) for position, _ in local)
-        return _stack([part[None] for part in parts], [device for _, device in local], on)
+        return stack_local([part[None] for part in parts], [device for _, device in local], on.name)
 
     return layout.map(one, tree)
 
 
-def _layout(tx: ShardedOptimizer, params: PyTree, devices: Sequence[jax.Device] | None) -> tuple[Axis, Layout]:
-    """The axis and the layout of the optimizer's state."""
+def _checked_whole(x: Any, leaf: LeafLayout, shape: tuple[int, ...]) -> Any:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    whole = x if is_key else np.asarray(x, None if hasattr(x, "dtype") else leaf.dtype)
+    if whole.shape != shape or not _may_hold(leaf.dtype, whole.dtype):
+        hint = "; this looks like a copy per device: unreplicate it" if whole.shape[1:] == shape else ""
+        if whole.shape == leaf.shard_shape != shape:
+            hint = "; this looks like one device's slice, 1/N of it: save what zero.to_host returns"
+        raise ValueError(
+            f"leaf {leaf.name}: expected the whole {leaf.dtype.name}{list(shape)}, without padding, "
+            f"got {whole.dtype.name}{list(whole.shape)}{hint}"
+        )
+    return whole
+
+
+def _checked_optimizer(tx: ShardedOptimizer) -> ShardedOptimizer:
     if not isinstance(tx, ShardedOptimizer):
         raise TypeError(f"tx must be what zero.shard_optimizer returned, got a {type(tx).__name__}")
+    return tx
+
+
+def _layout(
+    tx: ShardedOptimizer, params: PyTree, devices: Sequence[jax.Device] | None
+) -> tuple[Axis, tuple[jax.Device, ...], Layout]:
+    """The axis, its devices and the layout of the optimizer's state."""
     size = len(pmap_devices() if devices is None else devices)
-    axis = tx.axis if isinstance(tx.axis, Axis) else Axis(tx.axis, (1, size))
-    return axis, derive_layout(tx.unsharded.init, make_layout(params, axis.shards))
+    axis = _checked_optimizer(tx).axis
+    axis = axis if isinstance(axis, Axis) else Axis(axis, (1, size))
+    layout = derive_layout(tx.unsharded.init, make_layout(params, axis.shards))
+    return *axis_and_devices(layout, axis, devices), layout
 
 
-def _axis(layout: Layout, axis: AxisLike) -> Axis:
-    return axis if isinstance(axis, Axis) else Axis(axis, (1, layout.shards))
-
-
-def _devices(axis: Axis, devices: Sequence[jax.Device] | None) -> Sequence[jax.Device]:
-    return pmap_devices()[: axis.size] if devices is None else devices
-
-
-def _local_positions(axis: Axis, devices: Sequence[jax.Device] | None) -> list[tuple[int, jax.Device]]:
+def _local_positions(devices: Sequence[jax.Device]) -> list[tuple[int, jax.Device]]:
     """This process's devices with their positions on the pmap axis."""
-    here = jax.process_index()
-    return [(i, device) for i, device in enumerate(_devices(axis, devices)) if device.process_index == here]
+    return [(i, device) for i, device in enumerate(devices) if device.process_index == jax.process_index()]
+
+
+def _may_hold(layout_dtype: Any, dtype: Any) -> bool:
+    """Whether state of this dtype fits the layout: its own, or a wider float, to which updates may have promoted it."""
+    if dtype == layout_dtype or not all(jnp.issubdtype(x, jnp.floating) for x in (dtype, layout_dtype)):
+        return dtype == layout_dtype
+    return jnp.promote_types(layout_dtype, dtype) == dtype == jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _slices(leaf: LeafLayout, index: int) -> tuple[slice, ...]:
@@ -281,13 +429,6 @@ def _padded_slice(whole: Any, leaf: LeafLayout, index: int) -> Any:
     part = whole[_slices(leaf, index)]
     widths = [(0, size - there) for size, there in zip(leaf.shard_shape, part.shape, strict=True)]
     return np.pad(part, widths)
-
-
-def _stack(parts: Sequence[Any], devices: Sequence[jax.Device], axis: Axis) -> jax.Array:
-    """One `(1, ...)` array for each local device as pmap returns them."""
-    sharding = NamedSharding(Mesh(np.asarray(devices), (axis.name,)), PartitionSpec(axis.name))
-    arrays = [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
-    return jax.make_array_from_single_device_arrays((len(parts), *arrays[0].shape[1:]), sharding, arrays)
 
 
 def _exchange(axis: Axis, devices: tuple[jax.Device, ...]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -184,3 +185,16 @@ AxisLike = str | Axis
 def as_axis(axis: AxisLike) -> Axis:
     """A pmap axis name means one group of all its devices. Call inside pmap."""
     return axis if isinstance(axis, Axis) else Axis(axis, (1, lax.axis_size(axis)))
+
+
+def check_untracked(x: Any) -> None:
+    """Raises where jax tracks over which axes `x` varies: in `jax.shard_map` with `check_vma=True`.
+
+    There autodiff sums the gradients of what is alike on all devices, and a sum after that is N times too large.
+    """
+    kind = getattr(jax.typeof(x), "manual_axis_type", jax.typeof(x))
+    if getattr(kind, "varying", None) or getattr(kind, "vma", None):  # the name depends on the version of jax
+        raise ValueError(
+            "pass jax.shard_map(..., check_vma=False): under check_vma=True autodiff has summed gradients over devices "
+            "before zero does"
+        )

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from zero.partition.collectives.axis import check_untracked
 from zero.partition.layout import PyTree
 
 COLLECTIVES = ("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all", "reduce_scatter")
@@ -47,6 +48,8 @@ def in_order(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     def ordered(*args: Any, **kwargs: Any) -> PyTree:
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+        for array in arrays.values():
+            check_untracked(array)
 
         def flat(arrays: dict[int, jax.Array]) -> PyTree:
             args, kwargs = jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])

@@ -1,0 +1,113 @@
+"""State on its way to the host: the dtype that is held, the order of the devices, and copies that agree."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zero
+from tests.partition.exact_training import local_grads, make_params, replicate
+
+VALUE = np.float32(1.001)  # 1.0 in bfloat16
+
+
+def narrow(params: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(np.shape(p), dtype), params)
+
+
+def updated(tx: Any, params: Any, **extra: Any) -> Any:
+    """The state of all devices after one update."""
+    step = jax.pmap(lambda p, g: tx.update(g, tx.init(p), p, **extra)[1], "batch")
+    return step(replicate(params), local_grads(0))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_state_is_saved_in_the_dtype_that_is_held(dtype: Any) -> None:
+    """Whatever the copy of the parameters is in that was at hand."""
+    tx, params = zero.shard_optimizer(optax.adam(0.1), "batch"), make_params()
+    state = updated(tx, params)
+    expected = zero.whole_state(state, tx, params)
+    found = zero.whole_state(state, tx, narrow(params, dtype))
+    assert [x.dtype for x in jax.tree.leaves(found)] == [x.dtype for x in jax.tree.leaves(expected)]
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_an_average_is_saved_in_the_dtype_that_is_held() -> None:
+    params = {"w": np.full(13, VALUE), "few": np.full(3, VALUE)}
+    layout = zero.make_layout(narrow(params, jnp.bfloat16), 8)
+    held = jax.pmap(lambda p: zero.shard(p, layout, "batch"), "batch")(replicate(params))
+    for leaf in zero.to_host(held, layout, "batch").values():
+        assert leaf.dtype == np.float32 and (leaf == VALUE).all()
+    with pytest.raises(ValueError, match=r"leaf few: .* holds float32, .* bfloat16.* zero.make_layout"):
+        zero.to_global(held, layout, "batch")
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_state_that_optax_promotes_is_restored_as_it_was_saved(wide: bool) -> None:
+    """A rate in the dtype of the first leaf makes moments of narrower leaves wider, in the unsharded program too."""
+    with jax.enable_x64(wide):
+        params = {"a": np.full(16, VALUE, np.float64 if wide else np.float32), "b": np.full((13, 3), 1, jnp.bfloat16)}
+        plain = optax.inject_hyperparams(optax.adamw)(0.1)
+        tx = zero.shard_optimizer(plain, "batch")
+        grads = jax.tree.map(np.ones_like, params)
+        unsharded = jax.jit(plain.update)(grads, plain.init(params), params)[1]
+        step = jax.pmap(lambda p, s, g: tx.update(g, s, p), "batch")
+        _, state = step(replicate(params), jax.pmap(tx.init, "batch")(replicate(params)), replicate(grads))
+        saved = zero.whole_state(state, tx, params)
+        for found, right in zip(jax.tree.leaves(saved), jax.tree.leaves(unsharded), strict=True):
+            assert found.dtype == right.dtype
+            np.testing.assert_allclose(found, right, rtol=1e-6)
+        for whole in (saved, jax.device_get(unsharded)):
+            back = zero.shard_state(whole, tx, params)
+            again, _ = step(replicate(params), back, replicate(grads))
+            right, _ = step(replicate(params), state, replicate(grads))
+            jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), again, right)
+
+
+def test_another_dtype_is_refused_without_a_hint_about_shapes() -> None:
+    layout = zero.make_layout({"few": jax.ShapeDtypeStruct((3,), np.float32)}, 8)
+    for dtype in (np.float16, np.int32):
+        with pytest.raises(ValueError, match=r"leaf few: expected .*float32\[3\], .* got \w+\[3\]$"):
+            zero.from_host({"few": np.ones(3, dtype)}, layout, "batch")
+
+
+@pytest.mark.parametrize("leave", [zero.to_host, zero.to_global, zero.checksums])
+def test_devices_in_another_order_are_named(leave: Any) -> None:
+    layout = zero.make_layout(make_params(), 8)
+    devices = [jax.devices()[i] for i in (0, 2, 4, 6, 1, 3, 5, 7)]
+    shards = jax.pmap(lambda p: zero.shard(p, layout, "batch"), "batch", devices=devices)(replicate(make_params()))
+    with pytest.raises(ValueError, match=r"leaf b: row 1 lies on .*2, expected it on .*1: .*devices="):
+        leave(shards, layout, "batch")
+    leave(shards, layout, "batch", devices)
+
+
+def test_state_that_differs_where_it_should_not_is_named() -> None:
+    """Each device has decided by its own loss."""
+    params = {"w": np.ones((16, 8), np.float32)}
+    tx = zero.shard_optimizer(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=0)), "batch")
+
+    @partial(jax.pmap, axis_name="batch")
+    def step(params: Any, state: Any, loss: jax.Array) -> Any:
+        return tx.update(params, state, params, value=loss)[1]
+
+    state = jax.pmap(tx.init, "batch")(replicate(params))
+    for losses in (np.ones(8), np.linspace(0.5, 1.5, 8)):
+        state = step(replicate(params), state, losses.astype(np.float32))
+    with pytest.raises(ValueError, match=r"differ .*: 1/scale, .* lax.pmean"):
+        zero.whole_state(state, tx, params)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (8, 1)])
+def test_copies_of_slices_that_differ_are_named(shape: tuple[int, int]) -> None:
+    axis = zero.Axis("batch", shape)
+    layout = zero.make_layout({"w": jax.ShapeDtypeStruct((16, 3), np.float32)}, axis.shards)
+    held = jax.pmap(lambda p: zero.shard(p, layout, axis), "batch")({"w": np.ones((8, 16, 3), np.float32)})
+    zero.to_host(held, layout, axis)
+    broken = np.array(held["w"])
+    broken[5, 0, 0] = 2
+    with pytest.raises(ValueError, match=r"leaves differ between .*: w"):
+        zero.to_host({"w": jax.pmap(lambda x: x, "batch")(broken)}, layout, axis)

@@ -1,0 +1,156 @@
+"""Sharded state of `jax.shard_map`: global arrays on a mesh, padded, where a pmap has a stack of one slice per device.
+
+The optimizer cuts along one axis of the mesh what the other axes have left whole. How these cut the parameters is read
+from the shardings of the parameters; state of the same path and shape is cut likewise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout, source_of
+
+
+class MeshLeaf(NamedTuple):
+    """A global array.
+
+    Attributes:
+      leaf: of the part that devices share which differ on the axis of the optimizer only.
+      axes: for each dimension the axes of the mesh that cut it, that of the optimizer last.
+      parts: for each dimension in how many parts the other axes cut it.
+    """
+
+    leaf: LeafLayout
+    axes: tuple[tuple[str, ...], ...]
+    parts: tuple[int, ...]
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return PartitionSpec(*(names if len(names) > 1 else (*names, None)[0] for names in self.axes))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Without padding."""
+        return tuple(n * size for n, size in zip(self.parts, self.leaf.shape, strict=True))
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        return tuple(n * size for n, size in zip(self.parts, self.leaf.padded_shape, strict=True))
+
+    def _by_part(self, x: Any, fit: Callable[[Any, int, int, int], Any], sizes: Sequence[int]) -> Any:
+        """`x` with each part of each dimension fitted to its size without padding, or with it."""
+        for dim, (n, size) in enumerate(zip(self.parts, sizes, strict=True)):
+            if x.shape[dim] != n * size:
+                split = x.reshape(*x.shape[:dim], n, -1, *x.shape[dim + 1 :])
+                x = fit(split, dim + 1, size, x.ndim).reshape(*x.shape[:dim], n * size, *x.shape[dim + 1 :])
+        return x
+
+    def cropped(self, x: Any) -> Any:
+        return self._by_part(x, lambda x, dim, size, _: x[(slice(None),) * dim + (slice(size),)], self.leaf.shape)
+
+    def padded(self, x: Any) -> Any:
+        def pad(x: Any, dim: int, size: int, ndim: int) -> Any:
+            return np.pad(x, [(0, size - x.shape[dim] if i == dim else 0) for i in range(ndim + 1)])
+
+        return self._by_part(x, pad, self.leaf.padded_shape)
+
+
+def leaf_on_mesh(leaf: LeafLayout, axis_name: Any) -> MeshLeaf:
+    """Of an array that no other axis cuts."""
+    return _mesh_leaf(leaf, [()] * len(leaf.shape), {}, axis_name)
+
+
+def state_on_mesh(
+    init: Callable[[PyTree], PyTree], params: PyTree, shards: int, axis_name: str
+) -> tuple[Layout, list[MeshLeaf]]:
+    """The layout of the state of an optimizer, of the part that the other axes leave together, and its global arrays.
+
+    Raises:
+      ValueError: the axis of the optimizer cuts a parameter already.
+    """
+    whole = make_layout(params, 1)
+    cuts = [_cuts(x, axis_name) for x in jax.tree.leaves(params)]
+    shapes = [_local_shape(leaf.shape, *cut) for leaf, cut in zip(whole.leaves, cuts, strict=True)]
+    local = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in zip(shapes, whole.leaves, strict=True)]
+    layout = make_layout(whole.treedef.unflatten(local), shards)
+    by_path = {leaf.path: leaf for leaf in layout.leaves}
+    cut_of = dict(zip(by_path, cuts, strict=True))
+    state = derive_layout(init, layout)
+
+    def on_mesh(leaf: LeafLayout) -> MeshLeaf:
+        source = source_of(leaf.path, leaf.shape, by_path)
+        axes, sizes = cut_of[source.path] if source else ([()] * len(leaf.shape), {})
+        return _mesh_leaf(leaf, axes, sizes, axis_name)
+
+    return state, [on_mesh(leaf) for leaf in state.leaves]
+
+
+def _cuts(x: Any, axis_name: str) -> tuple[list[tuple[str, ...]], dict[str, int]]:
+    """For each dimension of a parameter the axes that cut it, and the sizes of the axes."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return [()] * np.ndim(x), {}
+    entries = [*sharding.spec, *[None] * (np.ndim(x) - len(sharding.spec))]
+    axes = [() if one is None else (one,) if isinstance(one, str) else tuple(one) for one in entries]
+    if any(axis_name in names for names in axes):
+        raise ValueError(
+            f"a parameter of shape {np.shape(x)} is cut by {sharding.spec}: axis {axis_name!r} is that of the "
+            "optimizer, along which parameters are whole"
+        )
+    return axes, dict(sharding.mesh.shape)
+
+
+def _local_shape(shape: tuple[int, ...], axes: list[tuple[str, ...]], sizes: dict[str, int]) -> tuple[int, ...]:
+    """jax has seen to it that every dimension divides."""
+    return tuple(size // math.prod(sizes[name] for name in names) for size, names in zip(shape, axes, strict=True))
+
+
+def _mesh_leaf(leaf: LeafLayout, axes: list[tuple[str, ...]], sizes: dict[str, int], axis_name: str) -> MeshLeaf:
+    own = {split.dim for split in leaf.splits}
+    parts = tuple(math.prod(sizes[name] for name in names) for names in axes)
+    return MeshLeaf(leaf, tuple((*names, axis_name) if d in own else names for d, names in enumerate(axes)), parts)
+
+
+def check_global(leaf: LeafLayout | MeshLeaf, x: Any) -> None:
+    """Raises where `x` is not the global array of a leaf."""
+    if np.shape(x) != leaf.padded_shape or not isinstance(x, jax.Array):
+        name = leaf.leaf.name if isinstance(leaf, MeshLeaf) else leaf.name
+        raise ValueError(
+            f"leaf {name}: expected the global array of shard_map, {leaf.padded_shape}, got {np.shape(x)}; parameters "
+            "that other axes of the mesh cut are handed in with their shardings"
+        )
+
+
+def read(arrays: Sequence[jax.Array], leaves: Sequence[MeshLeaf]) -> list[np.ndarray]:
+    """The whole arrays, unpadded, on every process, which all call it.
+
+    Raises:
+      ValueError: an array has another shape, or devices differ in what they hold alike.
+    """
+    for one, x in zip(leaves, arrays, strict=True):
+        check_global(one, x)
+    wholes, differ = [], np.zeros(len(leaves), bool)
+    for number, x in enumerate(arrays):
+        whole = np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
+        for part in x.addressable_shards:
+            differ[number] |= np.asarray(part.data).tobytes() != whole[part.index].tobytes()
+        wholes.append(whole)
+    if jax.process_count() > 1:
+        differ = multihost_utils.process_allgather(differ).any(0)
+    if differ.any():
+        names = ", ".join(leaf.leaf.name for leaf, is_bad in zip(leaves, differ, strict=True) if is_bad)
+        raise ValueError(f"leaves differ between devices that hold the same, by their sharding: {names}")
+    return [one.cropped(whole) for one, whole in zip(leaves, wholes, strict=True)]
+
+
+def write(whole: np.ndarray, leaf: MeshLeaf, mesh: Mesh) -> jax.Array:
+    """The global array; each process places what its devices hold."""
+    padded = leaf.padded(whole)
+    return jax.make_array_from_callback(padded.shape, NamedSharding(mesh, leaf.spec), lambda index: padded[index])
