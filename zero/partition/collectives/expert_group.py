@@ -48,8 +48,8 @@ class ExpertGroup:
 
         Per device: `(rows, experts, ...)` in, `(size * rows, experts / size, ...)` out.
         """
-        return lax.all_to_all(x_BECD, self.axis.name, 1, 0, tiled=True, axis_index_groups=self.axis.expert_groups())
+        return lax.all_to_all(x_BECD, self.axis.name, 1, 0, tiled=True, axis_index_groups=self.axis.groups(self.size))
 
     def from_experts(self, x_BECD: jax.Array) -> jax.Array:
         """The inverse of `to_experts`."""
-        return lax.all_to_all(x_BECD, self.axis.name, 0, 1, tiled=True, axis_index_groups=self.axis.expert_groups())
+        return lax.all_to_all(x_BECD, self.axis.name, 0, 1, tiled=True, axis_index_groups=self.axis.groups(self.size))

@@ -56,6 +56,10 @@ class TensorGroup:
         """Devices of a group, and parts into which heads, the MLP's width and the vocabulary are cut."""
         return self.axis.tensor
 
+    @property
+    def _groups(self) -> list[list[int]] | None:
+        return self.axis.groups(self.size, apart=self.axis.shards // self.size)
+
     def for_positions(self, positions: int) -> TensorGroup:
         """The same group for rows of so many positions, which are cut if they divide."""
         return dataclasses.replace(self, cuts_positions=positions % self.size == 0)
@@ -116,18 +120,18 @@ class TensorGroup:
         """All positions, from each device's."""
         if not self.cuts_positions:
             return x_BTD
-        return lax.all_gather(x_BTD, self.axis.name, axis=1, tiled=True, axis_index_groups=self.axis.groups(1))
+        return lax.all_gather(x_BTD, self.axis.name, axis=1, tiled=True, axis_index_groups=self._groups)
 
     def sum_positions(self, x_BTD: jax.Array) -> jax.Array:
         """This device's positions of the sum over the group."""
-        name, groups = self.axis.name, self.axis.groups(1)
+        name, groups = self.axis.name, self._groups
         if not self.cuts_positions:
             return lax.psum(x_BTD, name, axis_index_groups=groups)
         return lax.psum_scatter(x_BTD, name, scatter_dimension=1, tiled=True, axis_index_groups=groups)
 
     def stack(self, x: jax.Array) -> jax.Array:
         """That of each device of the group, in a new leading dimension."""
-        return lax.all_gather(x, self.axis.name, axis_index_groups=self.axis.groups(1))
+        return lax.all_gather(x, self.axis.name, axis_index_groups=self._groups)
 
     def counted_once(self, x_BT: jax.Array) -> jax.Array:
         """Of what all devices of the group have alike, this device's share of the positions; 0 elsewhere."""
