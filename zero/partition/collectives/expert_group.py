@@ -13,11 +13,12 @@ import dataclasses
 import jax
 from jax import lax
 
+from zero.model_parallel import ExpertParallel
 from zero.partition.collectives.axis import Axis
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertGroup:
+class ExpertGroup(ExpertParallel):
     """This device's expert group, on an axis made by `Axis.with_expert_groups`.
 
     `make_layout` with `expert` and `is_expert` says which leaves are of experts; `gather` and `fully_shard` then give

@@ -11,17 +11,17 @@ Sources: Megatron-LM, arXiv 1909.08053, section 3; sequence parallelism, arXiv 2
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zero.model_parallel import Draw, ModelParallel
 from zero.partition.collectives.axis import Axis
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorGroup:
+class TensorGroup(ModelParallel):
     """This device's tensor group, on an axis made by `Axis.with_tensor_groups`.
 
     `make_layout` with `tensor` and `tensor_dim` says which leaves are cut; `gather` and `fully_shard` then give each
@@ -48,8 +48,6 @@ class TensorGroup:
 
     axis: Axis
     cuts_positions: bool = True
-    pieces = 1  # of a row on each device, inside attention
-    ring = 1  # devices of a context group
 
     @property
     def size(self) -> int:
@@ -85,34 +83,19 @@ class TensorGroup:
         part = x.shape[dim] // self.size
         return lax.dynamic_slice_in_dim(x, self.first(part), part, dim)
 
-    def numbers(self, count: int, turn: jax.Array | int = 0) -> jax.Array:
-        """Of the positions inside attention, int32 `(1, count)`."""
-        return jnp.arange(count, dtype=jnp.int32)[None]
-
-    def head_swap(self, *heads: int) -> None:
-        """None: inside attention each device has all positions of its heads."""
-
-    def input_positions(self, x_BT: jax.Array) -> jax.Array:
-        """Of whole rows what the model takes."""
-        return x_BT
-
     def stream_numbers(self, first: jax.Array | int, count: int) -> jax.Array | int:
         """The number of this device's first position of the stream between layers, given how many it has."""
         return first + self.first(count) if self.cuts_positions else first
-
-    def attended_numbers(self, first: jax.Array | int, count: int) -> jax.Array | int:
-        """The number of the first position inside attention."""
-        return first
 
     def stream_positions(self, x_BT: jax.Array) -> jax.Array:
         """This device's positions of the stream between layers, of what the model takes."""
         return self.part(x_BT, 1) if self.cuts_positions else x_BT
 
-    def of_positions(self, draw: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    def of_positions(self, draw: Draw, shape: tuple[int, ...]) -> jax.Array:
         """This device's positions `(T, ...)` of what `draw` makes for all of them."""
         return self.of_heads(draw, shape) if self.cuts_positions else draw(shape)
 
-    def of_heads(self, draw: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    def of_heads(self, draw: Draw, shape: tuple[int, ...]) -> jax.Array:
         """This device's heads `(H, ...)` of what `draw` makes for all of them."""
         return self.part(draw((shape[0] * self.size, *shape[1:])), 0)
 
