@@ -40,7 +40,7 @@ from zero.models.families import FAMILIES
 from zero.models.gated_unit import Heads, empty_memory, quantise
 from zero.models.gated_unit import attend as attend_by_codes
 from zero.partition.collectives.axis import Axis
-from zero.partition.collectives.context_group import ContextGroup, HeadSwap
+from zero.partition.collectives.context_group import ContextGroup, Ulysses
 from zero.partition.collectives.ordering import in_order
 from zero.runtime.planning.hlo import collectives
 from zero.virtual_devices import use_cpu_devices
@@ -122,7 +122,7 @@ def measure_cut(rows: int, context: int, rounds: int, shards: int) -> Iterator[s
     shape = (shards, rows, context, 8, HEAD_DIM)
     q, k, v, weights = jax.random.normal(jax.random.key(0), (4, *shape))
     group = ContextGroup(Axis("batch", (1, shards), context=shards))
-    whole, ring, swap = Form(has_alibi=True), Form(has_alibi=True, cut=group), HeadSwap(group)
+    whole, ring, swap = Form(has_alibi=True), Form(has_alibi=True, cut=group), Ulysses(group)
 
     def swapped(*qkv: jax.Array, form: Form) -> jax.Array:
         attended = blockwise_attention(*map(swap.to_heads, qkv), form=form._replace(cut=swap.cut))

@@ -5,7 +5,6 @@ import doctest
 import inspect
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -130,11 +129,6 @@ def test_components_have_no_circles() -> None:
         uses = {component(name) for name in imports(module, path.read_text()) if name in SOURCES}
         graph.setdefault(component(module), set()).update(uses - {component(module)})
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
-
-
-def test_no_package_has_more_than_ten_modules() -> None:
-    packages = Counter(path.parent for path in SOURCES.values() if path.name != "__init__.py")
-    assert {str(package): count for package, count in packages.items() if count > 10} == {}
 
 
 def long_functions(source: str) -> dict[str, int]:

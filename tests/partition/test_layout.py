@@ -71,10 +71,36 @@ def test_table_says_what_is_split_padded_and_whole() -> None:
     assert str(layout).splitlines() == [
         "42 elements in 2 leaves over 8 shards: 36 bytes per device, 9 elements of padding, "
         "3 elements in 1 leaves whole on every device",
-        "leaf  dtype    whole  split  shard  padding",
-        "b     float32  3      -      3      -",
-        "w     float32  13x3   dim 0  2x3    3",
+        "leaf  dtype    whole  split  shard  padding  gathered  by",
+        "b     float32  3      -      3      -        3         -",
+        "w     float32  13x3   dim 0  2x3    3        13x3      AllGather(dim=0, over=8, apart=1)",
     ]
+
+
+def table(layout: zero.Layout) -> list[str]:
+    """The rows of leaves, with single spaces."""
+    return [" ".join(line.split()) for line in str(layout).splitlines()[2:]]
+
+
+def test_table_shows_the_moves_of_groups_and_the_shape_that_they_lead_to() -> None:
+    tree = {"layers": {"experts": of((2, 8, 5, 3)), "few": of((2, 4)), "query": of((2, 16, 24))}}
+    experts: Any = {"expert": 2, "is_expert": lambda name: "query" not in name}
+    layout = zero.make_layout(tree, 8, stacked=["layers"], **experts)
+    exchanged = "AllToAll(split=1, concat=2, over=2) AllGather(dim=2, over=4, apart=2)"
+    query = "layers/query float32 2x16x24 {} AllGather(dim={}, over={}, apart=1)"
+    assert table(layout) == [
+        f"layers/experts float32 2x8x5x3 dim 2 2x8x1x3 3 2x4x5x3 {exchanged}",
+        "layers/few float32 2x4 - 2x4 - 2x2 Slice(dim=1, over=2)",
+        query.format("dim 1 2x2x24 0 2x16x24", 1, 8),
+    ]
+    assert table(layout.at("layers"))[0].endswith(
+        "8x1x3 3 4x5x3 AllToAll(split=0, concat=1, over=2) AllGather(dim=1, over=4, apart=2)"
+    )
+    assert table(layout.whole())[0] == "layers/experts float32 2x8x5x3 - 2x8x5x3 - 2x4x5x3 Slice(dim=1, over=2)"
+    tensor = zero.make_layout(tree, 8, stacked=["layers"], tensor=2, tensor_dim={"layers/query": -1}.get)
+    assert table(tensor)[2] == query.format("dim 2 2x16x3 0 2x16x12", 2, 4)
+    assert table(tensor.whole())[2] == table(tensor)[2]  # each part is where it is computed
+    assert tensor.without_parts().leaves[2].gathered_shape == (2, 16, 24)
 
 
 def test_whole_splits_nothing() -> None:

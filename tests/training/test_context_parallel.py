@@ -6,13 +6,17 @@ import math
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import zero
-from tests.training.small_gpt import CONFIG, Run, Setup, assert_close, run_on, setup, shapes_of, tokens
+from tests.training.small_gpt import CONFIG, Run, Setup, assert_close, first_params, run_on, setup, shapes_of, tokens
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
+from zero.models.gpt import GPT
+from zero.partition.collectives.context_group import ContextGroup
 from zero.runtime.planning.hlo import collectives
 from zero.training.batch import Batch
 from zero.training.programs import split_rows
@@ -109,6 +113,19 @@ def test_an_evaluation_sums_what_whole_rows_do() -> None:
         assert int(scored) == np.sum(rows[:, 1:] >= 0)
         totals.append(float(total))
     assert totals[1] == pytest.approx(totals[0], rel=1e-6)
+
+
+def test_generation_has_whole_rows_on_each_device_of_a_group() -> None:
+    """Logits with a cache are those of a device by itself, where `hidden` asks the group for all positions."""
+    shown = jnp.asarray(tokens(0, CONTEXT)[:2].clip(0))
+    params = first_params(ODD)
+
+    def logits(model: GPT) -> Any:
+        return model.apply({"params": params}, shown, method="logits")[0]
+
+    group = ContextGroup(axis(4))
+    got = jax.pmap(lambda _: logits(GPT(ODD, cut=group)), "zero")(jnp.zeros(8))
+    np.testing.assert_allclose(got, np.broadcast_to(logits(GPT(ODD)), got.shape), rtol=1e-5, atol=1e-5)
 
 
 LONG = GPTConfig(64, 128, 8, 8192, 0.0, 2)

@@ -24,11 +24,11 @@ from tests.training.small_gpt import (
     setup,
     shapes_of,
 )
-from zero.models.config import is_expert_leaf
 from zero.models.experts import capacity_of
 from zero.models.families import FAMILIES
 from zero.runtime.planning.hlo import bytes_by_kind, collectives
 from zero.training.optimizer import NAMES, make_optimizer
+from zero.training.placements import is_expert_leaf
 from zero.training.step import TrainState
 
 DROPLESS = dataclasses.replace(

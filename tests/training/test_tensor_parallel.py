@@ -98,7 +98,7 @@ def test_bytes_sent_are_those_of_the_formula(tensor: int) -> None:
     sent = sum(collective.sent for collective in collectives(compiled.as_text()))
     weights = 0.0
     for leaf in on.model.layout_by_parts.leaves:
-        spread = 8 // leaf.parts
+        spread = math.prod(move.over for move in leaf.moves)
         weights += 3 * math.prod(leaf.gathered_shape) * (spread - 1) / spread
     moves = 11 * WIDE.N + 4
     activations = moves * rows * context * WIDE.embedding_dim * (tensor - 1) / tensor

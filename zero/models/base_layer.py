@@ -5,9 +5,8 @@ from __future__ import annotations
 import flax.linen as nn
 from jax.typing import DTypeLike
 
+from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 from zero.models.config import GPTConfig
-from zero.models.experts import ALONE, Group
-from zero.models.model_parallel import WHOLE, Cut
 
 
 class Layer(nn.Module):
@@ -28,6 +27,6 @@ class Layer(nn.Module):
     dtype: DTypeLike
     blockwise_from: int | None = None
     window: int | None = None
-    cut: Cut = WHOLE
-    group: Group = ALONE
+    cut: ModelParallel = WHOLE
+    group: ExpertParallel = ALONE
     kernel: str | None = None

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from zero.model_parallel import WHOLE
 from zero.models.config import GPTConfig
-from zero.models.model_parallel import WHOLE
 
 Lift = Callable[[type[nn.Module], str], type[nn.Module]]
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from zero.model_parallel import WHOLE, ModelParallel
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.attention.dense import dense_attention
 from zero.models.attention.kernel import kernel_attention, missing_in
@@ -25,7 +26,6 @@ from zero.models.basic_layers import ACTIVATIONS, dropout, make_norm, rotary_fre
 from zero.models.config import GPTConfig
 from zero.models.experts import Experts, ResidualStream, Routing
 from zero.models.gated_unit import GatedLayer, RecurrentState, init_recurrent
-from zero.models.model_parallel import WHOLE, Cut
 from zero.models.parametrization import kernel_init
 
 
@@ -40,7 +40,12 @@ AnyCache = Cache | RecurrentState
 
 
 def init_cache(
-    config: GPTConfig, rows: int, positions: int, dtype: DTypeLike, cut: Cut = WHOLE, known: jax.Array | int = 0
+    config: GPTConfig,
+    rows: int,
+    positions: int,
+    dtype: DTypeLike,
+    cut: ModelParallel = WHOLE,
+    known: jax.Array | int = 0,
 ) -> AnyCache:
     """An empty cache for `rows` rows of up to `positions` positions, of this device's heads.
 
@@ -52,7 +57,7 @@ def init_cache(
     return Cache(k, k)
 
 
-def attention_form(config: GPTConfig, window: int, cut: Cut = WHOLE) -> Form:
+def attention_form(config: GPTConfig, window: int, cut: ModelParallel = WHOLE) -> Form:
     """What the scores of a layer with this window are made of."""
     divisors: dict[str | None, float | None] = {"sqrt": None, "linear": config.head_width, "none": 1.0}
     return Form(
@@ -173,7 +178,7 @@ class Block(Layer):
         out = self._residual_dense("attention_out", config.out_bias)
         return out(attended_BTHK.reshape(*h_BTD.shape[:2], -1)), cache
 
-    def _by_window(self, cut: Cut, layer: jax.Array, *arguments: Any) -> jax.Array:
+    def _by_window(self, cut: ModelParallel, layer: jax.Array, *arguments: Any) -> jax.Array:
         """`_attend` with the window of this layer."""
         windows = self.config.windows if self.window is None else (self.window,)
         if len(windows) == 1:
@@ -185,7 +190,7 @@ class Block(Layer):
 
     def _attend(
         self,
-        cut: Cut,
+        cut: ModelParallel,
         window: int,
         q_BTHK: jax.Array,
         k_BSGK: jax.Array,

@@ -9,33 +9,6 @@ from typing import Any
 # HEAD exists where the vocabulary is not tied.
 BLOCKS, VOCABULARY, HEAD = "blocks", "vocabulary", "head"
 
-# The last part of a leaf's name but one, and the dimension that tensor parallelism cuts, counted from the last one.
-_CUT_ALONG = {
-    **dict.fromkeys(("query", "key", "value", "mlp_in", "mlp_gate"), -1),
-    **dict.fromkeys(("attention_out", "mlp_out", VOCABULARY, HEAD), -2),
-}
-
-
-def is_expert_leaf(name: str) -> bool:
-    """Whether a parameter has a leading dimension of experts (after that of layers).
-
-    >>> is_expert_leaf("blocks/experts/mlp_in/kernel"), is_expert_leaf("blocks/experts/router/kernel")
-    (True, False)
-    """
-    return "experts" in name.split("/") and not name.endswith("router/kernel")
-
-
-def tensor_dim(name: str) -> int | None:
-    """The dimension of a parameter that tensor parallelism cuts, counted from the last one; None where it cuts none.
-
-    >>> tensor_dim("blocks/query/kernel"), tensor_dim("blocks/attention_out/bias")
-    (-1, None)
-    """
-    *_, module, leaf = ("", *name.split("/"))
-    dim = _CUT_ALONG.get(module)
-    return None if dim == -2 and leaf == "bias" else dim
-
-
 _CHOICES: dict[str, tuple[str, ...]] = {
     "positions": ("learned", "rotary", "t5", "none"),
     "norm": ("layer", "rms", "rms_offset"),

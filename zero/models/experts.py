@@ -21,30 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 from zero.models.basic_layers import ACTIVATIONS
 from zero.models.config import GPTConfig
-from zero.models.model_parallel import WHOLE, Cut
 from zero.models.parametrization import kernel_init
-
-# `Alone`, or something with its attributes and methods: `zero.partition.collectives.expert_group.ExpertGroup`.
-Group = Any
-
-
-class Alone:
-    """A group of one device, which has all experts. What each method does on more is said there."""
-
-    size = 1
-
-    def to_experts(self, x_BECD: jax.Array) -> jax.Array:
-        """The places of this device's experts, in the rows of all devices of the group."""
-        return x_BECD
-
-    def from_experts(self, x_BECD: jax.Array) -> jax.Array:
-        """The places of all experts, in the rows of this device: the inverse."""
-        return x_BECD
-
-
-ALONE = Alone()
 
 
 class Routing(NamedTuple):
@@ -127,8 +107,8 @@ class Experts(nn.Module):
 
     config: GPTConfig
     dtype: DTypeLike
-    cut: Cut = WHOLE
-    group: Group = ALONE
+    cut: ModelParallel = WHOLE
+    group: ExpertParallel = ALONE
 
     @nn.compact
     def __call__(self, h_BTD: jax.Array, layer: jax.Array | int, *, drops: bool) -> tuple[jax.Array, Routing]:

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 from zero.models.basic_layers import Lift, dropout, make_norm, position_numbers
 from zero.models.block import AnyCache, scanned_layer
 from zero.models.config import BLOCKS, HEAD, VOCABULARY, GPTConfig
-from zero.models.experts import ALONE, Group, ResidualStream, Routing, no_routing
-from zero.models.model_parallel import WHOLE, Cut
+from zero.models.experts import ResidualStream, Routing, no_routing
 from zero.models.parametrization import table_stddev
 
 # What of a layer is kept for the backward pass besides its input, by name; the rest is computed again. With "none"
@@ -45,7 +45,7 @@ class VocabularyChunk(nn.Module):
     config: GPTConfig
     dtype: DTypeLike
     stddev: float
-    cut: Cut = WHOLE
+    cut: ModelParallel = WHOLE
 
     @nn.compact
     def __call__(
@@ -122,8 +122,8 @@ class GPT(nn.Module):
     lift: Lift = lambda module_class, name: module_class
     remat: str = "full"
     blockwise_from: int | None = None
-    cut: Cut = WHOLE
-    group: Group = ALONE
+    cut: ModelParallel = WHOLE
+    group: ExpertParallel = ALONE
     kernel: str | None = None
 
     def setup(self) -> None:
@@ -261,7 +261,7 @@ class GPT(nn.Module):
         keys_B: jax.Array | None,
         position: jax.Array | int,
         starts_BT: jax.Array | None,
-        cut: Cut,
+        cut: ModelParallel,
     ) -> tuple[ResidualStream, AnyCache | None]:
         """All layers: a scan over the periods of the pattern, in which each layer is one of its own."""
         layers = jnp.arange(self.config.scanned_layers)
@@ -306,7 +306,7 @@ class GPT(nn.Module):
         keys_B: jax.Array | None,
         position: jax.Array | int,
         starts_BT: jax.Array | None,
-        cut: Cut,
+        cut: ModelParallel,
     ) -> jax.Array:
         x_BTD = jnp.zeros((*tokens_BT.shape, self.config.embedding_dim), jnp.float32)
         x_BTD, _ = self.vocabulary(x_BTD, self._first_rows(), tokens_BT, None)

@@ -169,7 +169,7 @@ def _checksum_program(leaves: tuple[LeafLayout, ...], axis: Axis, devices: tuple
         with jax.named_scope("zero_checksums"):
             own = [_checksum(x, leaf, axis) for leaf, x in zip(leaves, shards, strict=True)]
             mine = jnp.stack(own)
-            of_copy = lax.psum(mine, axis.name, axis_index_groups=axis.copies())
+            of_copy = lax.psum(mine, axis.name, axis_index_groups=axis.groups(axis.shards))
             sums = jnp.where(np.asarray([bool(leaf.splits) for leaf in leaves]), of_copy, mine)
             largest, complement = lax.pmax(jnp.stack([sums, ~sums]), axis.name)
         return jnp.stack([largest, ~complement])

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from zero.partition.moves import AllGather, AllToAll, Move, Slice
+
 PyTree = Any
 
 
@@ -37,12 +39,15 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class LeafLayout:
-    """The entry of one leaf: its whole logical shape and how it is split. No splits: every device holds it whole.
+    """The entry of one leaf: its whole logical shape, how it is split, and how a device gathers it.
 
-    A stacked leaf carries one layer per row of its leading dimension (`nn.scan`), which is never split. A leaf of
-    several parts is gathered by parts: tensor parallelism computes with one of them on each device of a tensor group.
-    A leaf of experts has them in its first dimension (after that of layers), which is not the one that is split; groups
-    of `exchanged` devices exchange it, so that each gathers its own experts alone.
+    Attributes:
+      path: of the leaf in its tree.
+      shape: of the whole array, without padding.
+      dtype: in which it is held.
+      splits: of which dimensions each device holds a part. Empty: every device holds the whole array.
+      stacked: the first dimension is that of layers (`nn.scan`), which is never split.
+      moves: from the shard to the array that a device computes with; by default an all-gather for each split.
     """
 
     path: tuple[str, ...]
@@ -50,12 +55,11 @@ class LeafLayout:
     dtype: np.dtype
     splits: tuple[Split, ...]
     stacked: bool = False
-    parts: int = 1
-    exchanged: int = 1
+    moves: tuple[Move, ...] = ()
 
-    @property
-    def expert_dim(self) -> int:
-        return int(self.stacked)
+    def __post_init__(self) -> None:
+        moves = self.moves or tuple(AllGather(split.dim, split.shards) for split in self.splits)
+        object.__setattr__(self, "moves", moves)
 
     @property
     def name(self) -> str:
@@ -70,14 +74,29 @@ class LeafLayout:
         return self._with_sizes(lambda split: split.shard_size)
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the moves join only some of the shards: each device of a tensor group computes with a part."""
+        return bool(self.splits) and math.prod(move.over for move in self.moves) < self.splits[0].shards
+
+    @property
+    def moved_shape(self) -> tuple[int, ...]:
+        """The shape that the moves make of a shard, padding included."""
+        shape = list(self.shard_shape)
+        for move in self.moves:
+            match move:
+                case AllGather(dim, over):
+                    shape[dim] *= over
+                case Slice(dim, over):
+                    shape[dim] //= over
+                case AllToAll(split, concat, over):
+                    shape[split] //= over
+                    shape[concat] *= over
+        return tuple(shape)
+
+    @property
     def gathered_shape(self) -> tuple[int, ...]:
-        """What a device computes with: the whole array, or one of its parts, the last ones with the padding."""
-        if self.exchanged > 1:
-            dim = self.expert_dim
-            return (*self.shape[:dim], self.shape[dim] // self.exchanged, *self.shape[dim + 1 :])
-        if self.parts == 1:
-            return self.shape
-        return self._with_sizes(lambda split: split.shard_size * split.shards // self.parts)
+        """The shape that a device computes with: without padding, except for a part, where all are of one size."""
+        return self.moved_shape if self.is_cut else tuple(map(min, self.moved_shape, self.shape))
 
     def _with_sizes(self, size: Callable[[Split], int]) -> tuple[int, ...]:
         shape = list(self.shape)
@@ -116,13 +135,12 @@ class Layout:
         return leaves
 
     def gathered_of(self, tree: PyTree) -> list[Any]:
-        """The leaves of a tree as they are gathered: whole arrays, or parts; raises as `wholes_of`."""
+        """The leaves of a tree as they are gathered, whole arrays or parts; raises as `wholes_of`."""
         leaves = self.treedef.flatten_up_to(tree)
         for leaf, x in zip(self.leaves, leaves, strict=True):
             if np.shape(x) != leaf.gathered_shape:
-                parts = max(leaf.parts, leaf.exchanged)
-                what = "the whole array" if parts == 1 else f"one of {parts} parts"
-                raise ValueError(f"leaf {leaf.name}: expected {what}, {leaf.gathered_shape}, got {np.shape(x)}")
+                expected = "the whole array" if leaf.gathered_shape == leaf.shape else "a device's part"
+                raise ValueError(f"leaf {leaf.name}: expected {expected}, {leaf.gathered_shape}, got {np.shape(x)}")
         return leaves
 
     def shards_of(self, tree: PyTree) -> list[Any]:
@@ -164,40 +182,31 @@ class Layout:
         return Layout(treedef, tuple(leaves), self.shards)
 
     def whole(self) -> Layout:
-        """The same tree with every leaf on every device, but for those of several parts: stage 0."""
-        leaves = (leaf if leaf.parts > 1 else dataclasses.replace(leaf, splits=()) for leaf in self.leaves)
-        return dataclasses.replace(self, leaves=tuple(leaves))
+        """The same tree with every leaf whole on every device, except for those that tensor groups cut: stage 0."""
+        return dataclasses.replace(self, leaves=tuple(map(_unsplit, self.leaves)))
 
     def without_parts(self) -> Layout:
-        """The same shards, of leaves that are gathered whole."""
-        leaves = (dataclasses.replace(leaf, parts=1, exchanged=1) for leaf in self.leaves)
-        return dataclasses.replace(self, leaves=tuple(leaves))
+        """The same shards, gathered whole."""
+        return dataclasses.replace(self, leaves=tuple(dataclasses.replace(leaf, moves=()) for leaf in self.leaves))
 
     def bytes_per_device(self) -> int:
         return sum(math.prod(leaf.shard_shape) * leaf.dtype.itemsize for leaf in self.leaves)
 
     def __str__(self) -> str:
-        whole = [leaf for leaf in self.leaves if not leaf.splits]
+        wholes = [leaf for leaf in self.leaves if not leaf.splits]
         elements = sum(math.prod(leaf.shape) for leaf in self.leaves)
         padding = sum(math.prod(leaf.padded_shape) for leaf in self.leaves) - elements
         lines = [
             f"{elements:,} elements in {len(self.leaves)} leaves over {self.shards} shards: "
             f"{self.bytes_per_device():,} bytes per device, {padding:,} elements of padding, "
-            f"{sum(math.prod(leaf.shape) for leaf in whole):,} elements in {len(whole)} leaves whole on every device"
+            f"{sum(math.prod(leaf.shape) for leaf in wholes):,} elements in {len(wholes)} leaves whole on every device"
         ]
-        rows = [("leaf", "dtype", "whole", "split", "shard", "padding")]
+        rows = [("leaf", "dtype", "whole", "split", "shard", "padding", "gathered", "by")]
         for leaf in self.leaves:
-            split = leaf.splits[0] if leaf.splits else None
-            rows.append(
-                (
-                    leaf.name or "(root)",
-                    leaf.dtype.name,
-                    _times(leaf.shape),
-                    f"dim {split.dim}" if split else "-",
-                    _times(leaf.shard_shape),
-                    str(split.padding) if split else "-",
-                )
-            )
+            whole, shard, gathered = map(_times, (leaf.shape, leaf.shard_shape, leaf.gathered_shape))
+            split = [f"dim {leaf.splits[0].dim}", str(leaf.splits[0].padding)] if leaf.splits else ["-", "-"]
+            moves = " ".join(map(str, leaf.moves)) or "-"
+            rows.append((leaf.name or "(root)", leaf.dtype.name, whole, split[0], shard, split[1], gathered, moves))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for row in rows:
             lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -261,18 +270,22 @@ def make_layout(
                 f"leaf {'/'.join(path)}: expected an array or its shape, got a function, {leaf}: keep what is "
                 "static out of the parameters"
             )
-        shape, dtype = np.shape(leaf), np.dtype(jax.numpy.result_type(leaf))
-        is_stacked = path[:1] in [(name,) for name in names]
-        cut = tensor_dim("/".join(path)) if tensor > 1 else None
-        exchanged = expert if is_expert("/".join(path)) else 1
-        if shape[is_stacked:][:1] and shape[is_stacked] % exchanged:
-            raise ValueError(f"leaf {'/'.join(path)}: {shape[is_stacked]} experts do not divide into {expert} parts")
-        if cut is None:
-            split, parts = _choose_split(shape, int(is_stacked), shards, is_kept=exchanged > 1), 1
+        name, shape, is_stacked = "/".join(path), np.shape(leaf), path[:1] in [(name,) for name in names]
+        split, moves, first = None, tuple[Move, ...](), int(is_stacked)
+        cut = tensor_dim(name) if tensor > 1 else None
+        if cut is not None:
+            split = Split(range(len(shape))[cut], shape[cut], shards)
+            moves = (AllGather(split.dim, shards // tensor),)
+        elif expert > 1 and is_expert(name):
+            if shape[first:][:1] and shape[first] % expert:
+                raise ValueError(f"leaf {name}: {shape[first]} experts do not divide into {expert} parts")
+            split, moves = _choose_split(shape, first, shards, keeps_first=True), (Slice(first, expert),)
+            if split:
+                moves = AllToAll(first, split.dim, expert), AllGather(split.dim, shards // expert, apart=expert)
         else:
-            dim = range(len(shape))[cut]
-            split, parts = Split(dim, shape[dim], shards), tensor
-        leaves.append(LeafLayout(path, shape, dtype, (split,) if split else (), is_stacked, parts, exchanged))
+            split = _choose_split(shape, first, shards)
+        dtype = np.dtype(jax.numpy.result_type(leaf))
+        leaves.append(LeafLayout(path, shape, dtype, (split,) if split else (), is_stacked, moves))
     return Layout(treedef, tuple(leaves), shards)
 
 
@@ -326,9 +339,9 @@ def match_layout(tree: PyTree, *layouts: Layout) -> Layout:
     return Layout(treedef, tuple(by_path[path] for path in paths), layouts[0].shards)
 
 
-def _choose_split(shape: tuple[int, ...], first: int, shards: int, *, is_kept: bool = False) -> Split | None:
-    """None where there are fewer elements than shards, or no dimension to split: not the first one if `is_kept`."""
-    candidates = [Split(dim, size, shards) for dim, size in enumerate(shape) if dim >= first + is_kept]
+def _choose_split(shape: tuple[int, ...], first: int, shards: int, *, keeps_first: bool = False) -> Split | None:
+    """None where there are fewer elements than shards, or no dimension that may be split."""
+    candidates = [Split(dim, size, shards) for dim, size in enumerate(shape) if dim >= first + keeps_first]
     if shards == 1 or math.prod(shape[first:]) < shards or not candidates:
         return None
     return min(candidates, key=lambda split: (split.padding / split.size, split.dim))
@@ -337,8 +350,21 @@ def _choose_split(shape: tuple[int, ...], first: int, shards: int, *, is_kept: b
 def _one_layer(leaf: LeafLayout) -> LeafLayout:
     if not leaf.stacked:
         return leaf
-    splits = tuple(dataclasses.replace(split, dim=split.dim - 1) for split in leaf.splits)
-    return dataclasses.replace(leaf, shape=leaf.shape[1:], splits=splits, stacked=False)
+    splits, moves = tuple(map(_one_dim_less, leaf.splits)), tuple(map(_one_dim_less, leaf.moves))
+    return dataclasses.replace(leaf, shape=leaf.shape[1:], splits=splits, stacked=False, moves=moves)
+
+
+def _one_dim_less(entry: Any) -> Any:
+    """A split or a move of an array without its first dimension."""
+    dims = {name: getattr(entry, name) - 1 for name in ("dim", "split", "concat") if hasattr(entry, name)}
+    return dataclasses.replace(entry, **dims)
+
+
+def _unsplit(leaf: LeafLayout) -> LeafLayout:
+    if leaf.is_cut or not leaf.splits:
+        return leaf
+    slices = tuple(Slice(move.split, move.over) for move in leaf.moves if isinstance(move, AllToAll))
+    return dataclasses.replace(leaf, splits=(), moves=slices)
 
 
 def _times(shape: tuple[int, ...]) -> str:

@@ -61,7 +61,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
     if config.model.attention == "kernel":
         _warn_of_no_kernel(config, model)
     for leaf in model.layout_by_parts.leaves:
-        if leaf.parts > 1 and leaf.path[0] == BLOCKS and leaf.splits[0].padding:
+        if leaf.is_cut and leaf.path[0] == BLOCKS and leaf.splits[0].padding:
             raise UserError(
                 f"zero.tensor_shards={zero.tensor_shards}: {leaf.splits[0].size}, the size of {leaf.name} along which "
                 f"it is cut, does not divide over {leaf.splits[0].shards} devices"

@@ -17,12 +17,12 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 from zero.models.block import scanned_layer
-from zero.models.config import BLOCKS, GPTConfig, is_expert_leaf, tensor_dim
-from zero.models.experts import ALONE, Group, ResidualStream, Routing
+from zero.models.config import BLOCKS, GPTConfig
+from zero.models.experts import ResidualStream, Routing
 from zero.models.gated_unit import CODEBOOK
 from zero.models.gpt import GPT, variable_shapes
-from zero.models.model_parallel import WHOLE, Cut
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
 from zero.partition.collectives.expert_group import ExpertGroup
@@ -31,6 +31,7 @@ from zero.partition.layout import Layout, PyTree, derive_layout, make_layout
 from zero.partition.stages import fully_shard, gather, scatter_sum, sum_copies
 from zero.training.batch import document_starts, next_tokens, token_ids
 from zero.training.optimizer import decayed
+from zero.training.placements import layout_options
 from zero.training.running_averages import init_codebook
 
 
@@ -74,14 +75,14 @@ class ShardedGPT:
     kernel: str | None = None
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> ModelParallel:
         """What of a model this device computes."""
         if self.axis.context > 1:
             return ContextGroup(self.axis)
         return TensorGroup(self.axis) if self.axis.tensor > 1 else WHOLE
 
     @property
-    def group(self) -> Group:
+    def group(self) -> ExpertParallel:
         """The devices among which experts are divided."""
         return ExpertGroup(self.axis) if self.axis.expert > 1 else ALONE
 
@@ -98,8 +99,7 @@ class ShardedGPT:
     @property
     def layout_options(self) -> dict[str, Any]:
         """What `zero.make_layout` and `zero.memory` have to know of this model."""
-        tensor = {"tensor": self.axis.tensor, "tensor_dim": tensor_dim}
-        return {"stacked": self.config.stacked, **tensor, "expert": self.axis.expert, "is_expert": is_expert_leaf}
+        return layout_options(self.config, self.axis)
 
     @cached_property
     def layout_by_parts(self) -> Layout:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32
 
 import zero
+from zero.model_parallel import WHOLE
 from zero.models.attention.block_pairs import Blocks, dropped_block
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.attention.choice import blockwise_from
@@ -21,7 +22,6 @@ from zero.models.attention.dense import dense_attention
 from zero.models.attention.scores import Form
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
-from zero.models.model_parallel import WHOLE
 from zero.runtime.inference.generate import generate
 from zero.training.flops import matmul_flops
 from zero.training.inference import Sampling

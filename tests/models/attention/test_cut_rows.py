@@ -13,7 +13,7 @@ from zero.models.attention.blockwise import blockwise_attention
 from zero.models.attention.dense import dense_attention
 from zero.models.attention.scores import Form
 from zero.partition.collectives.axis import Axis
-from zero.partition.collectives.context_group import ContextGroup, HeadSwap
+from zero.partition.collectives.context_group import ContextGroup, Ulysses
 from zero.partition.collectives.ordering import in_order
 
 ROWS, WIDTH = 2, 5
@@ -44,7 +44,7 @@ def on_groups(context: int, arrays: Inputs, form: Form, segments: int, swaps: bo
         if not swaps:
             cut_form = form._replace(cut=group)
             return blockwise_attention(*parts, form=cut_form, bias_CH=bias, starts_BT=own_starts, **options)
-        swap = HeadSwap(group)
+        swap = Ulysses(group)
         bias, parts = swap.cut.part(bias, 1), [swap.to_heads(x) for x in parts]
         whole_starts = None if own_starts is None else swap.whole_rows(own_starts)
         cut_form = form._replace(cut=swap.cut)

@@ -136,8 +136,9 @@ def test_phases_follow_the_torus_and_compile_to_true_reduce_scatters() -> None:
     devices: Any = get_topology_desc(topology_name="v3:4x4", platform="tpu").devices
     torus = zero.Axis.from_devices("batch", devices)
     assert torus.shape == (1, 4, 4, 2)  # two dimensions of chips, two cores a chip
-    for phase, size in enumerate((4, 4, 2)):
-        for group in torus.groups(phase + 1) or []:
+    assert torus.phases(32) == [(2, 1), (4, 2), (4, 8)]
+    for size, apart in torus.phases(32):
+        for group in torus.groups(size, apart) or []:
             places = [(*devices[i].coords, devices[i].core_on_chip) for i in group]
             assert sum(len(set(column)) > 1 for column in zip(*places, strict=True)) == 1
             assert len(set(places)) == size
@@ -157,7 +158,8 @@ def test_phases_go_inside_hosts_first() -> None:
     hosts: Any = [SimpleNamespace(process_index=i // 4) for i in range(8)]
     axis = zero.Axis.from_devices("batch", hosts)
     assert axis.shape == (1, 4, 2)
-    assert axis.groups(1) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert axis.phases(8) == [(2, 1), (4, 2)]
+    assert axis.groups(4, apart=2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert axis.groups(2) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     with pytest.raises(ValueError, match="7 devices do not fill a grid of"):
         zero.Axis.from_devices("batch", hosts[:7])
@@ -188,14 +190,13 @@ def test_parts_are_gathered_and_summed_over_the_devices_that_have_the_same(
     for leaf in layout.leaves:
         (name,), (split,) = leaf.path, leaf.splits
         padded = np.pad(full[name], [(0, split.padding), *[(0, 0)] * (full[name].ndim - 1)])
-        padded = padded if leaf.parts > 1 else full[name]
-        expected = [np.split(padded, leaf.parts)[rank if leaf.parts > 1 else 0] for rank in ranks]
+        assert leaf.is_cut == (name in CUT)
+        expected = [np.split(padded, tensor)[rank] for rank in ranks] if leaf.is_cut else [full[name]] * 8
         close = partial(np.testing.assert_allclose, atol=0 if wire_dtype is None else 1.5, err_msg=name)
         close(parts[name], expected)
         assert parts[name].shape[1:] == leaf.gathered_shape
         # Devices of one rank add up to the sum of their part; a leaf that is not cut is summed over all.
-        of_rank = [factors[ranks == rank].sum() if leaf.parts > 1 else factors.sum() for rank in ranks]
-        padded = np.pad(full[name], [(0, split.padding), *[(0, 0)] * (full[name].ndim - 1)])
+        of_rank = [factors[ranks == rank].sum() if leaf.is_cut else factors.sum() for rank in ranks]
         slices = np.split(padded, split.shards)
         close(sums[name], [slices[axis.shard_of_device()[i]] * of_rank[i] for i in range(8)])
 
@@ -227,6 +228,8 @@ def test_an_axis_says_what_does_not_fit() -> None:
         zero.Axis("batch", (8,))
     with pytest.raises(ValueError, match=r"devices must be a permutation of 0\.\.3"):
         zero.Axis("batch", (1, 4), (0, 1, 2, 2))
+    with pytest.raises(ValueError, match=r"no phases of \(1, 8\) make groups of 4, 2 apart"):
+        zero.Axis("batch", (1, 8)).phases(4, apart=2)
     layout = zero.make_layout(jnp.zeros(16), 8)
     with pytest.raises(ValueError, match="the layout has 8 shards, but axis 'batch' spreads one copy over 4"):
         jax.pmap(lambda x: zero.shard(x, layout, "batch"), "batch")(jnp.zeros((4, 16)))

@@ -171,7 +171,7 @@ def around_the_ring(
         return carry
 
     def one_turn(carry: tuple[Carry, Carry], turn: jax.Array) -> tuple[tuple[Carry, Carry], None]:
-        staying, travelling = carry[0], blocks.form.cut.pass_on(carry[1])
+        staying, travelling = carry[0], blocks.form.cut.ring_shift(carry[1])
         s_NR = blocks.numbers(blocks.keys, turn)
         return add_pairs(staying, travelling, jnp.where(s_NR[0, 0] < first_query, *later), s_NR), None
 

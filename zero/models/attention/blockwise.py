@@ -1,7 +1,8 @@
 """Causal attention block by block, without the whole matrix of scores, of rows on one device or cut over several.
 
-Where rows are cut (`Cut.ring` devices), queries stay where they are, and keys and values travel around the ring: at
-each turn a device adds what it finds in those that it has. In the backward pass their gradients travel with them.
+Where rows are cut, queries stay where they are, and keys and values travel around a ring of `ModelParallel.ring`
+devices: at each turn a device adds what it finds in those that it has. In the backward pass their gradients travel with
+them.
 
 Shapes are named by suffix:
   B rows, T query positions, S key positions, H heads of queries, G heads of keys, each for H / G of queries,
@@ -249,7 +250,7 @@ def _backward(
     (q_grads_NBHQK, bias_grads_CH), travelled = around_the_ring(blocks, pairs, add_pairs, staying, travelling)
     kv_grads_NBGKR = travelled[2:]
     if blocks.form.cut.ring > 1:  # once more, to where the keys are from
-        kv_grads_NBGKR = blocks.form.cut.pass_on(kv_grads_NBGKR)
+        kv_grads_NBGKR = blocks.form.cut.ring_shift(kv_grads_NBGKR)
     k_grads_NBGRK, v_grads_NBGRK = (x.swapaxes(3, 4).astype(dtype) for x in kv_grads_NBGKR)
     if bias_CH is not None:
         bias_grads_CH = bias_grads_CH.astype(bias_CH.dtype)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero.models.model_parallel import WHOLE, Cut
+from zero.model_parallel import WHOLE, ModelParallel
 
 LOWEST = float(np.finfo(np.float32).min)
 # Buckets of distance of T5's relative bias: one for each distance below 16, logarithmic up to 128, one for all beyond.
@@ -38,7 +38,7 @@ class Form(NamedTuple):
     cap: float | None = None
     has_extra_logit: bool = False
     dropout_rate: float = 0.0
-    cut: Cut = WHOLE
+    cut: ModelParallel = WHOLE
 
 
 PLAIN = Form()
@@ -101,7 +101,7 @@ def biased_and_masked(
       starts_BT: the first key that each query may see, or None for the first of all.
     """
     if form.has_alibi:
-        slopes_H = form.cut.part(alibi_slopes(scores_BHTS.shape[1] * form.cut.size), 0)
+        slopes_H = form.cut.part(jnp.asarray(alibi_slopes(scores_BHTS.shape[1] * form.cut.size)), 0)
         distance_11TS = (s_1S - t_T1)[None, None].astype(jnp.float32)
         scores_BHTS = scores_BHTS + slopes_H[None, :, None, None] * distance_11TS
     if bias_CH is not None:

@@ -7,7 +7,6 @@ wants a mean divides where it is named.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import LeafLayout
+from zero.partition.moves import AllGather, AllToAll, Move, Slice
 
 
 def slice_array(full_x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:
@@ -37,28 +37,20 @@ def gather_array(
     dtype: DTypeLike | None = None,
     wire_dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """The whole array, or its part, from its shards: `all_gather`, in `dtype` on the wire and after (default: its own).
+    """The array that a device computes with, from its shard: `leaf.moves`, in `dtype` (default: its own).
 
     With `wire_dtype=jnp.int8` floats travel as `quantise` makes them, which costs a quarter of float32. Integers,
     booleans and complex numbers keep their dtype.
 
     Per device: `leaf.shard_shape` in, `leaf.gathered_shape` out. Call inside pmap.
     """
-    full_x = as_dtype(shard_x, dtype)
-    if leaf.exchanged > 1 and not leaf.splits:
-        own = leaf.gathered_shape[leaf.expert_dim]
-        return lax.dynamic_slice_in_dim(full_x, _expert_rank(axis) * own, own, leaf.expert_dim)
-    if _is_quantised(full_x, leaf, wire_dtype) and leaf.splits:
-        return _gather_quantised(full_x, leaf, axis)
-    for split in leaf.splits:
-        for phase in reversed(axis.phases(leaf)):
-            groups: Any = {"tiled": True, "axis_index_groups": axis.groups(phase)}
-            if leaf.exchanged > 1 and phase == len(axis.shape) - 1:
-                full_x = lax.all_to_all(full_x, axis.name, leaf.expert_dim, split.dim, **groups)
-            else:
-                full_x = lax.all_gather(full_x, axis.name, axis=split.dim, **groups)
-        full_x = lax.slice_in_dim(full_x, 0, leaf.gathered_shape[split.dim], axis=split.dim)
-    return full_x
+    x = as_dtype(shard_x, dtype)
+    is_quantised = _is_quantised(x, leaf, wire_dtype)
+    if is_quantised:
+        x = fill_padding(x, leaf, axis, 0)  # else it would share a scale
+    for move in leaf.moves:
+        x = _apply(move, x, axis, is_quantised=is_quantised)
+    return cropped_for(leaf, x)
 
 
 def scatter_sum_array(
@@ -69,10 +61,9 @@ def scatter_sum_array(
     wire_dtype: DTypeLike | None = None,
     reduce_dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """This device's shard of the sum over all devices: `psum_scatter`; a leaf that is whole is all-reduced.
+    """This device's shard of the sum over all devices: the transposes of `leaf.moves`; a whole leaf is all-reduced.
 
-    Of a leaf of several parts each device has one, and the sum is over the devices that have the same; likewise of a
-    leaf of experts.
+    Where devices compute with parts, each part is summed over the devices that have it.
 
     With `wire_dtype=jnp.int8` floats of split leaves travel as `quantise` makes them, once, whatever the phases.
 
@@ -91,32 +82,23 @@ def scatter_sum_array(
     if not jnp.issubdtype(full_x.dtype, jnp.floating):
         wire_dtype = reduce_dtype = None
     reduce = np.dtype(reduce_dtype or sum_dtype(full_x.dtype))
-    if _is_quantised(full_x, leaf, wire_dtype):
-        if leaf.splits:
-            return _scatter_sum_quantised(full_x, leaf, axis, reduce)
-        wire_dtype = None
-    wire = np.dtype(wire_dtype or full_x.dtype)
-    if leaf.exchanged > 1 and not leaf.splits:
-        start: list[Any] = [0] * full_x.ndim
-        start[leaf.expert_dim] = _expert_rank(axis) * full_x.shape[leaf.expert_dim]
-        full_x = lax.dynamic_update_slice(jnp.zeros(leaf.shape, full_x.dtype), full_x, start)
-    x = full_x.astype(wire)
-    for split in leaf.splits:
-        x = padded_for(leaf, x)
-        for phase in axis.phases(leaf):
-            if leaf.exchanged > 1 and phase == len(axis.shape) - 1:
-                groups: Any = {"tiled": True, "axis_index_groups": axis.groups(phase)}
-                x = lax.all_to_all(x.astype(wire), axis.name, split.dim, leaf.expert_dim, **groups).astype(reduce)
-            else:
-                x = _scatter_sum_phase(x.astype(wire), split.dim, axis, phase, reduce)
-        if axis.sums_copies:
-            x = sum_copies_of_array(x, axis)
-    return x if leaf.splits else lax.psum(x.astype(reduce), axis.name)
+    is_quantised = _is_quantised(full_x, leaf, wire_dtype)
+    wire = np.dtype(full_x.dtype if wire_dtype is None or is_quantised else wire_dtype)
+    x = padded_for(leaf, full_x.astype(wire))
+    for move in reversed(leaf.moves):
+        x = _apply_transpose(move, x, axis, wire, reduce, is_quantised=is_quantised)
+    x = x.astype(reduce)
+    if not leaf.splits:
+        return lax.psum(x, axis.name)
+    return sum_copies_of_array(x, axis) if axis.sums_copies else x
 
 
 def sum_copies_of_array(shard_x: jax.Array, axis: Axis) -> jax.Array:
     """The sum of a shard over the copies of the state."""
-    return lax.psum(shard_x, axis.name, axis_index_groups=axis.groups(0)) if axis.replicas > 1 else shard_x
+    if axis.replicas == 1:
+        return shard_x
+    groups = axis.groups(axis.replicas, apart=axis.shards)
+    return lax.psum(shard_x, axis.name, axis_index_groups=groups)
 
 
 def as_dtype(x: jax.Array, dtype: DTypeLike | None) -> jax.Array:
@@ -146,37 +128,27 @@ def dequantise(values: jax.Array, scale: jax.Array, shape: tuple[int, ...]) -> j
     return rows[:, : math.prod(shape)].reshape(-1, *shape)
 
 
-def _expert_rank(axis: Axis) -> jax.Array:
-    """The place of this device in its expert group."""
-    return axis.shard_index() % axis.expert
-
-
 def _is_quantised(x: jax.Array, leaf: LeafLayout, wire_dtype: DTypeLike | None) -> bool:
     is_int8 = wire_dtype is not None and np.dtype(wire_dtype) == np.int8
-    if is_int8 and leaf.exchanged > 1:
+    if is_int8 and not all(isinstance(move, AllGather) for move in leaf.moves):
         raise ValueError(f"leaf {leaf.name}: what expert groups exchange does not travel as int8")
     return is_int8 and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _gather_quantised(shard_x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:
-    (split,) = leaf.splits
-    rows, groups = fill_padding(shard_x, leaf, axis, 0)[None], axis.copies(leaf.parts)  # else it would share a scale
-    values, scale = (lax.all_gather(x[0], axis.name, axis_index_groups=groups) for x in quantise(rows))
-    shards = jnp.moveaxis(dequantise(values, scale, leaf.shard_shape), 0, split.dim)
-    full_x = lax.collapse(shards, split.dim, split.dim + 2).astype(shard_x.dtype)
-    return lax.slice_in_dim(full_x, 0, leaf.gathered_shape[split.dim], axis=split.dim)
+def _gather_quantised(x: jax.Array, move: AllGather, axis: Axis) -> jax.Array:
+    groups, dim = axis.groups(move.over, move.apart), move.dim
+    values, scale = (lax.all_gather(part[0], axis.name, axis_index_groups=groups) for part in quantise(x[None]))
+    shards = jnp.moveaxis(dequantise(values, scale, x.shape), 0, dim)
+    return lax.collapse(shards, dim, dim + 2).astype(x.dtype)
 
 
-def _scatter_sum_quantised(full_x: jax.Array, leaf: LeafLayout, axis: Axis, reduce: np.dtype) -> jax.Array:
-    (split,) = leaf.splits
-    dim, padded = split.dim, padded_for(leaf, full_x)
-    shards = padded.reshape(*padded.shape[:dim], -1, split.shard_size, *padded.shape[dim + 1 :])
+def _scatter_sum_quantised(x: jax.Array, move: AllGather, axis: Axis, reduce: np.dtype) -> jax.Array:
+    groups, dim = axis.groups(move.over, move.apart), move.dim
+    shards = jnp.moveaxis(x.reshape(*x.shape[:dim], move.over, -1, *x.shape[dim + 1 :]), dim, 0)
     values, scale = (
-        lax.all_to_all(x, axis.name, 0, 0, tiled=True, axis_index_groups=axis.copies(leaf.parts))
-        for x in quantise(jnp.moveaxis(shards, dim, 0))
+        lax.all_to_all(part, axis.name, 0, 0, tiled=True, axis_index_groups=groups) for part in quantise(shards)
     )
-    shard_x = dequantise(values, scale, leaf.shard_shape).astype(reduce).sum(0)
-    return sum_copies_of_array(shard_x, axis) if axis.sums_copies else shard_x
+    return dequantise(values, scale, shards.shape[1:]).astype(reduce).sum(0)
 
 
 def sum_dtype(dtype: DTypeLike) -> np.dtype:
@@ -185,12 +157,46 @@ def sum_dtype(dtype: DTypeLike) -> np.dtype:
     return np.dtype(jnp.float32 if is_narrow else dtype)
 
 
-def _scatter_sum_phase(x: jax.Array, dim: int, axis: Axis, phase: int, reduce: np.dtype) -> jax.Array:
-    groups, parts = axis.groups(phase), axis.shape[phase]
+def _apply(move: Move, x: jax.Array, axis: Axis, *, is_quantised: bool) -> jax.Array:
+    match move:
+        case AllGather() if is_quantised:
+            return _gather_quantised(x, move, axis)
+        case AllGather(dim, over, apart):
+            for phase in axis.phases(over, apart):
+                x = lax.all_gather(x, axis.name, axis=dim, tiled=True, axis_index_groups=axis.groups(*phase))
+            return x
+        case AllToAll(split, concat, over):
+            return lax.all_to_all(x, axis.name, split, concat, tiled=True, axis_index_groups=axis.groups(over))
+        case Slice(dim, over):
+            own = x.shape[dim] // over
+            return lax.dynamic_slice_in_dim(x, axis.shard_index() % over * own, own, dim)
+
+
+def _apply_transpose(
+    move: Move, x: jax.Array, axis: Axis, wire: np.dtype, reduce: np.dtype, *, is_quantised: bool
+) -> jax.Array:
+    match move:
+        case AllGather() if is_quantised:
+            return _scatter_sum_quantised(x, move, axis, reduce)
+        case AllGather(dim, over, apart):
+            for phase in reversed(axis.phases(over, apart)):
+                x = _scatter_sum_phase(x.astype(wire), dim, axis, *phase, reduce)
+            return x
+        case AllToAll(split, concat, over):
+            groups = axis.groups(over)
+            return lax.all_to_all(x.astype(wire), axis.name, concat, split, tiled=True, axis_index_groups=groups)
+        case Slice(dim, over):
+            own = x.shape[dim]
+            zeros = jnp.zeros((*x.shape[:dim], own * over, *x.shape[dim + 1 :]), x.dtype)
+            return lax.dynamic_update_slice_in_dim(zeros, x, axis.shard_index() % over * own, dim)
+
+
+def _scatter_sum_phase(x: jax.Array, dim: int, axis: Axis, over: int, apart: int, reduce: np.dtype) -> jax.Array:
+    groups = axis.groups(over, apart)
     if x.dtype == reduce:
         return lax.psum_scatter(x, axis.name, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
     received = lax.all_to_all(x, axis.name, dim, dim, tiled=True, axis_index_groups=groups)
-    shape = (*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
+    shape = (*x.shape[:dim], over, x.shape[dim] // over, *x.shape[dim + 1 :])
     return received.reshape(shape).astype(reduce).sum(dim)
 
 
@@ -200,10 +206,16 @@ def pad_array(x: jax.Array, dim: int, amount: int) -> jax.Array:
     return lax.pad(x, lax.full_like(x, 0, shape=()), widths) if amount else x  # full_like keeps a weak type
 
 
+def cropped_for(leaf: LeafLayout, moved_x: jax.Array) -> jax.Array:
+    """What the moves made of a shard, without padding; the inverse of `padded_for`."""
+    shape = leaf.gathered_shape
+    return moved_x if moved_x.shape == shape else lax.slice(moved_x, [0] * len(shape), shape)
+
+
 def padded_for(leaf: LeafLayout, full_x: jax.Array) -> jax.Array:
-    """A gathered array with zeros appended, so that it divides into shards; a part has its padding."""
-    for split in leaf.splits if leaf.parts == 1 else ():
-        full_x = pad_array(full_x, split.dim, split.padding)
+    """A gathered array with zeros appended, so that it divides into shards; a part contains its padding."""
+    for dim, size in enumerate(leaf.moved_shape):
+        full_x = pad_array(full_x, dim, size - full_x.shape[dim])
     return full_x
 
 

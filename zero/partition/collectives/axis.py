@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zero.partition.layout import LeafLayout
-
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
@@ -76,7 +74,7 @@ class Axis:
     def with_tensor_groups(cls, name: str, size: int, tensor: int, replicas: int = 1) -> Axis:
         """Tensor groups of neighbours on the pmap axis; copies, where there are several, are of neighbours as well.
 
-        >>> Axis.with_tensor_groups("batch", 8, 2).groups(1)
+        >>> Axis.with_tensor_groups("batch", 8, 2).groups(2, apart=4)
         [[0, 1], [2, 3], [4, 5], [6, 7]]
 
         Raises:
@@ -91,7 +89,7 @@ class Axis:
     def with_expert_groups(cls, name: str, size: int, expert: int, replicas: int = 1) -> Axis:
         """Expert groups of neighbours on the pmap axis; copies, where there are several, are of neighbours as well.
 
-        >>> Axis.with_expert_groups("batch", 8, 2).expert_groups()
+        >>> Axis.with_expert_groups("batch", 8, 2).groups(2)
         [[0, 1], [2, 3], [4, 5], [6, 7]]
 
         Raises:
@@ -145,28 +143,35 @@ class Axis:
         """Devices that one copy is spread over."""
         return math.prod(self.shape[1:])
 
-    def groups(self, dim: int) -> list[list[int]] | None:
-        """`axis_index_groups` along one dimension of the grid; None where one group holds all devices in order."""
-        grid = np.asarray(self.devices).reshape(self.shape)
-        rows = np.moveaxis(grid, dim, -1).reshape(-1, self.shape[dim]).tolist()
+    def groups(self, over: int, apart: int = 1) -> list[list[int]] | None:
+        """`axis_index_groups` of `over` devices each, in the order of their shards, which are `apart` from one another.
+
+        None where one group holds all devices in order. `groups(replicas, shards)` are the copies of each shard.
+
+        >>> Axis("batch", (1, 8)).groups(4, apart=2)
+        [[0, 2, 4, 6], [1, 3, 5, 7]]
+        """
+        rows = np.asarray(self.devices).reshape(-1, over, apart).swapaxes(1, 2).reshape(-1, over).tolist()
         return None if rows == [list(range(self.size))] else rows
+
+    def phases(self, over: int, apart: int = 1) -> list[tuple[int, int]]:
+        """`over` and `apart` of each phase of such groups, in the order of a gather: the last phase first.
+
+        >>> Axis("batch", (1, 2, 4)).phases(8)
+        [(4, 1), (2, 4)]
+
+        Raises:
+          ValueError: no phases of the grid make such groups.
+        """
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        found = [(n, stride) for n, stride in zip(self.shape, strides, strict=True) if apart <= stride < apart * over]
+        if math.prod(n for n, _ in found) != over:
+            raise ValueError(f"axis {self.name!r}: no phases of {self.shape} make groups of {over}, {apart} apart")
+        return found[::-1]
 
     def context_groups(self) -> list[list[int]]:
         """Positions on the pmap axis of the devices of each context group."""
         return np.arange(self.size).reshape(-1, self.context).tolist()
-
-    def expert_groups(self) -> list[list[int]] | None:
-        """`axis_index_groups` of the devices among which experts are divided."""
-        return self.groups(len(self.shape) - 1)
-
-    def copies(self, parts: int = 1) -> list[list[int]] | None:
-        """`axis_index_groups` that hold a whole copy, or one of its parts, each in the order of its shards."""
-        rows = np.asarray(self.devices).reshape(self.replicas * parts, -1).tolist()
-        return None if rows == [list(range(self.size))] else rows
-
-    def phases(self, leaf: LeafLayout) -> range:
-        """The dimensions of the grid over which a leaf is gathered."""
-        return range(1 if leaf.parts == 1 else 2, len(self.shape))
 
     def shard_of_device(self) -> tuple[int, ...]:
         """For each position on the pmap axis the shard that this device holds."""

@@ -16,9 +16,10 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.partition.collectives.arrays import as_dtype, gather_array, padded_for, scatter_sum_array
+from zero.partition.collectives.arrays import as_dtype, cropped_for, gather_array, padded_for, scatter_sum_array
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import LeafLayout, Split
+from zero.partition.moves import AllGather
 
 SMALL = 1 << 18  # elements of a leaf that shares; larger ones are not worth the copies
 FULL = 1 << 20  # elements of a joined array, which is copied twice
@@ -44,9 +45,7 @@ def gather_arrays(
         row = jnp.concatenate([_rows(cast[i], leaves[i]) for i in members], axis=1)
         rows = gather_array(row, _joined_layout(row, axis, leaves[members[0]]), axis, wire_dtype=wire_dtype)
         for i, columns in _columns(rows, members, leaves):
-            dim = leaves[i].splits[0].dim
-            full_x = lax.slice_in_dim(_from_rows(columns, leaves[i]), 0, leaves[i].gathered_shape[dim], axis=dim)
-            full[i] = lax.optimization_barrier(full_x)
+            full[i] = lax.optimization_barrier(cropped_for(leaves[i], _from_rows(columns, leaves[i])))
     return [as_dtype(full[i], dtype) for i in range(len(leaves))]
 
 
@@ -76,21 +75,21 @@ def scatter_sum_arrays(
 def _coalesce(
     arrays: Sequence[jax.Array], leaves: Sequence[LeafLayout], wire_dtype: DTypeLike | None
 ) -> Iterator[list[int]]:
-    """The numbers of leaves that share a collective: small split ones of one dtype and number of parts, in order.
+    """The numbers of leaves that share a collective: small ones of one dtype that one all-gather completes.
 
-    Every other leaf is alone. So are quantised ones, because no two of them may share a scale, and those of experts,
-    which another collective exchanges.
+    Every other leaf is alone. So are quantised ones, because no two of them may share a scale.
     """
     filling: dict[tuple[np.dtype, int], list[int]] = {}
+    is_quantised = wire_dtype is not None and np.dtype(wire_dtype) == np.int8
     for i, (x, leaf) in enumerate(zip(arrays, leaves, strict=True)):
-        is_quantised = wire_dtype is not None and np.dtype(wire_dtype) == np.int8
-        if not leaf.splits or leaf.exchanged > 1 or math.prod(leaf.shape) > SMALL or is_quantised:
-            yield [i]
-            continue
-        members = filling.setdefault((x.dtype, leaf.parts), [])
-        members.append(i)
-        if sum(math.prod(leaves[j].shape) for j in members) > FULL:
-            yield filling.pop((x.dtype, leaf.parts))
+        match leaf.moves:
+            case (AllGather(over=over, apart=1),) if math.prod(leaf.shape) <= SMALL and not is_quantised:
+                members = filling.setdefault((x.dtype, over), [])
+                members.append(i)
+                if sum(math.prod(leaves[j].shape) for j in members) > FULL:
+                    yield filling.pop((x.dtype, over))
+            case _:
+                yield [i]
     yield from filling.values()
 
 
@@ -113,4 +112,4 @@ def _columns(rows: jax.Array, members: Sequence[int], leaves: Sequence[LeafLayou
 
 def _joined_layout(x: jax.Array, axis: Axis, member: LeafLayout) -> LeafLayout:
     shape, split = (axis.shards, x.shape[1]), Split(0, axis.shards, axis.shards)
-    return LeafLayout(("joined",), shape, np.dtype(x.dtype), (split,), parts=member.parts)
+    return LeafLayout(("joined",), shape, np.dtype(x.dtype), (split,), moves=(AllGather(0, member.moves[0].over),))

@@ -11,19 +11,19 @@ Sources: ring attention, arXiv 2310.01889; striped pieces for balance, arXiv 231
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zero.model_parallel import WHOLE, Draw, HeadParallel, ModelParallel
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.tensor_group import TensorGroup
 
 
 @dataclasses.dataclass(frozen=True)
-class ContextGroup:
+class ContextGroup(ModelParallel):
     """This device's context group, on an axis whose `context` is more than 1.
 
     >>> import numpy as np
@@ -39,17 +39,16 @@ class ContextGroup:
     """
 
     axis: Axis
-    pieces = 2  # of a row on each device
-    size = 1  # parts into which heads, the MLP's width and the vocabulary are cut
+    pieces = 2
 
     @property
     def ring(self) -> int:
         """Devices of a group: keys and values take so many turns to be on each."""
         return self.axis.context
 
-    def for_positions(self, positions: int) -> ContextGroup:
-        """The same group, for rows of which each device has so many positions."""
-        return self
+    def with_all_positions(self) -> ModelParallel:
+        """Each device computes whole rows, the same as the others of its group."""
+        return WHOLE
 
     def rank(self) -> jax.Array:
         """The place of this device in its group."""
@@ -67,11 +66,11 @@ class ContextGroup:
         firsts = length * jnp.stack([owner, 2 * self.ring - 1 - owner])
         return (firsts[:, None] + jnp.arange(length)[None]).astype(jnp.int32)
 
-    def head_swap(self, *heads: int) -> HeadSwap | None:
+    def head_swap(self, *heads: int) -> Ulysses | None:
         """For such numbers of heads of queries and of keys; None where they do not divide over the group."""
-        return None if any(count % self.ring for count in heads) else HeadSwap(self)
+        return None if any(count % self.ring for count in heads) else Ulysses(self)
 
-    def pass_on(self, tree: Any) -> Any:
+    def ring_shift(self, tree: Any) -> Any:
         """What the device before this one in its group has; the first one gets what the last one has."""
         groups = self.axis.context_groups()
         pairs = [pair for group in groups for pair in zip(group, [*group[1:], group[0]], strict=True)]
@@ -92,10 +91,6 @@ class ContextGroup:
         firsts = length * self.rank(), length * (2 * self.ring - 1 - self.rank())
         return jnp.concatenate([lax.dynamic_slice_in_dim(x, first, length, dim) for first in firsts], dim)
 
-    def stream_positions(self, x_BT: jax.Array) -> jax.Array:
-        """This device's positions of the stream between layers, of what the model takes."""
-        return x_BT
-
     def stream_numbers(self, first: jax.Array | int, count: int) -> jax.Array:
         """Of the positions of the stream, `(T,)`."""
         return first + self.numbers(count).ravel()
@@ -104,38 +99,13 @@ class ContextGroup:
         """Of the positions inside attention, `(T,)`."""
         return self.stream_numbers(first, count)
 
-    def of_positions(self, draw: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    def of_positions(self, draw: Draw, shape: tuple[int, ...]) -> jax.Array:
         """This device's positions `(T, ...)` of what `draw` makes for all of them."""
         return self._own(draw((shape[0] * self.ring, *shape[1:])), 0)
 
-    # Of heads, of the MLP's width and of the vocabulary each device has all.
-    def part_size(self, size: int) -> int:
-        return size
-
-    def first(self, part_size: int) -> int:
-        return 0
-
-    def part(self, x: jax.Array, dim: int) -> jax.Array:
-        return x
-
-    def of_heads(self, draw: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        return draw(shape)
-
-    def gather_positions(self, x_BTD: jax.Array) -> jax.Array:
-        return x_BTD
-
-    def sum_positions(self, x_BTD: jax.Array) -> jax.Array:
-        return x_BTD
-
-    def stack(self, x: jax.Array) -> jax.Array:
-        return x[None]
-
-    def counted_once(self, x_BT: jax.Array) -> jax.Array:
-        return x_BT
-
 
 @dataclasses.dataclass(frozen=True)
-class HeadSwap:
+class Ulysses(HeadParallel):
     """The devices of a context group swap their positions of all heads for all positions of their part of the heads.
 
     Source: DeepSpeed-Ulysses, arXiv 2309.14509.

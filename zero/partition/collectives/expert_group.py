@@ -13,11 +13,12 @@ import dataclasses
 import jax
 from jax import lax
 
+from zero.model_parallel import ExpertParallel
 from zero.partition.collectives.axis import Axis
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertGroup:
+class ExpertGroup(ExpertParallel):
     """This device's expert group, on an axis made by `Axis.with_expert_groups`.
 
     `make_layout` with `expert` and `is_expert` says which leaves are of experts; `gather` and `fully_shard` then give
@@ -48,8 +49,8 @@ class ExpertGroup:
 
         Per device: `(rows, experts, ...)` in, `(size * rows, experts / size, ...)` out.
         """
-        return lax.all_to_all(x_BECD, self.axis.name, 1, 0, tiled=True, axis_index_groups=self.axis.expert_groups())
+        return lax.all_to_all(x_BECD, self.axis.name, 1, 0, tiled=True, axis_index_groups=self.axis.groups(self.size))
 
     def from_experts(self, x_BECD: jax.Array) -> jax.Array:
         """The inverse of `to_experts`."""
-        return lax.all_to_all(x_BECD, self.axis.name, 0, 1, tiled=True, axis_index_groups=self.axis.expert_groups())
+        return lax.all_to_all(x_BECD, self.axis.name, 0, 1, tiled=True, axis_index_groups=self.axis.groups(self.size))

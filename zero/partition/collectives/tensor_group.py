@@ -11,17 +11,17 @@ Sources: Megatron-LM, arXiv 1909.08053, section 3; sequence parallelism, arXiv 2
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zero.model_parallel import Draw, ModelParallel
 from zero.partition.collectives.axis import Axis
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorGroup:
+class TensorGroup(ModelParallel):
     """This device's tensor group, on an axis made by `Axis.with_tensor_groups`.
 
     `make_layout` with `tensor` and `tensor_dim` says which leaves are cut; `gather` and `fully_shard` then give each
@@ -48,13 +48,15 @@ class TensorGroup:
 
     axis: Axis
     cuts_positions: bool = True
-    pieces = 1  # of a row on each device, inside attention
-    ring = 1  # devices of a context group
 
     @property
     def size(self) -> int:
         """Devices of a group, and parts into which heads, the MLP's width and the vocabulary are cut."""
         return self.axis.tensor
+
+    @property
+    def _groups(self) -> list[list[int]] | None:
+        return self.axis.groups(self.size, apart=self.axis.shards // self.size)
 
     def for_positions(self, positions: int) -> TensorGroup:
         """The same group for rows of so many positions, which are cut if they divide."""
@@ -81,34 +83,19 @@ class TensorGroup:
         part = x.shape[dim] // self.size
         return lax.dynamic_slice_in_dim(x, self.first(part), part, dim)
 
-    def numbers(self, count: int, turn: jax.Array | int = 0) -> jax.Array:
-        """Of the positions inside attention, int32 `(1, count)`."""
-        return jnp.arange(count, dtype=jnp.int32)[None]
-
-    def head_swap(self, *heads: int) -> None:
-        """None: inside attention each device has all positions of its heads."""
-
-    def input_positions(self, x_BT: jax.Array) -> jax.Array:
-        """Of whole rows what the model takes."""
-        return x_BT
-
     def stream_numbers(self, first: jax.Array | int, count: int) -> jax.Array | int:
         """The number of this device's first position of the stream between layers, given how many it has."""
         return first + self.first(count) if self.cuts_positions else first
-
-    def attended_numbers(self, first: jax.Array | int, count: int) -> jax.Array | int:
-        """The number of the first position inside attention."""
-        return first
 
     def stream_positions(self, x_BT: jax.Array) -> jax.Array:
         """This device's positions of the stream between layers, of what the model takes."""
         return self.part(x_BT, 1) if self.cuts_positions else x_BT
 
-    def of_positions(self, draw: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    def of_positions(self, draw: Draw, shape: tuple[int, ...]) -> jax.Array:
         """This device's positions `(T, ...)` of what `draw` makes for all of them."""
         return self.of_heads(draw, shape) if self.cuts_positions else draw(shape)
 
-    def of_heads(self, draw: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    def of_heads(self, draw: Draw, shape: tuple[int, ...]) -> jax.Array:
         """This device's heads `(H, ...)` of what `draw` makes for all of them."""
         return self.part(draw((shape[0] * self.size, *shape[1:])), 0)
 
@@ -116,18 +103,18 @@ class TensorGroup:
         """All positions, from each device's."""
         if not self.cuts_positions:
             return x_BTD
-        return lax.all_gather(x_BTD, self.axis.name, axis=1, tiled=True, axis_index_groups=self.axis.groups(1))
+        return lax.all_gather(x_BTD, self.axis.name, axis=1, tiled=True, axis_index_groups=self._groups)
 
     def sum_positions(self, x_BTD: jax.Array) -> jax.Array:
         """This device's positions of the sum over the group."""
-        name, groups = self.axis.name, self.axis.groups(1)
+        name, groups = self.axis.name, self._groups
         if not self.cuts_positions:
             return lax.psum(x_BTD, name, axis_index_groups=groups)
         return lax.psum_scatter(x_BTD, name, scatter_dimension=1, tiled=True, axis_index_groups=groups)
 
     def stack(self, x: jax.Array) -> jax.Array:
         """That of each device of the group, in a new leading dimension."""
-        return lax.all_gather(x, self.axis.name, axis_index_groups=self.axis.groups(1))
+        return lax.all_gather(x, self.axis.name, axis_index_groups=self._groups)
 
     def counted_once(self, x_BT: jax.Array) -> jax.Array:
         """Of what all devices of the group have alike, this device's share of the positions; 0 elsewhere."""

@@ -30,7 +30,9 @@ def _reduction(identity: Callable[[Any], Any], collective: Callable[[jax.Array, 
         (part,) = bind(eqn, [fill_padding(value.x, value.leaf, interpreter.axis, identity(value.x.dtype))])
         if collective:
             return [Value(collective(part, interpreter.axis), None)]
-        parts = lax.all_gather(part, interpreter.axis.name, axis_index_groups=interpreter.axis.copies())
+        parts = lax.all_gather(
+            part, interpreter.axis.name, axis_index_groups=interpreter.axis.groups(interpreter.axis.shards)
+        )
         return [Value(x, None) for x in bind(eqn.replace(params={**eqn.params, "axes": (0,)}), [parts])]
 
     return reduce
@@ -39,7 +41,7 @@ def _reduction(identity: Callable[[Any], Any], collective: Callable[[jax.Array, 
 def _sum(x: jax.Array, axis: Axis) -> jax.Array:
     """The sum over the shards of one copy, the same on all devices."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return lax.psum(x, axis.name, axis_index_groups=axis.copies())
+        return lax.psum(x, axis.name, axis_index_groups=axis.groups(axis.shards))
     # Over all replicas, so that no two devices can round differently; divided first, so that it does not overflow.
     total = x.astype(sum_dtype(x.dtype))
     return lax.psum(total if axis.replicas == 1 else total / axis.replicas, axis.name).astype(x.dtype)

@@ -1,0 +1,158 @@
+"""The contracts between models and groups of devices, which do not import each other.
+
+A model calls these methods wherever its computation may be cut; `zero.partition.collectives` has groups that cut it.
+The method bodies are those of a device that computes its rows by itself: a group overrides what it does otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+Draw = Callable[[tuple[int, ...]], jax.Array]  # random numbers, or anything else, of a shape
+
+
+class ModelParallel(Protocol):
+    """A group of devices that compute the same rows, as one of them sees it.
+
+    It may cut heads, the MLP's width and the vocabulary into parts (`size`), and positions into pieces. Between layers
+    the residual stream may have other positions than inside attention and MLP.
+    """
+
+    @property
+    def size(self) -> int:
+        """The number of parts of heads, of the MLP's width and of the vocabulary."""
+        return 1
+
+    @property
+    def pieces(self) -> int:
+        """The number of runs of neighbouring positions that a device has inside attention."""
+        return 1
+
+    @property
+    def ring(self) -> int:
+        """The number of devices that keys and values visit in turn."""
+        return 1
+
+    def for_positions(self, positions: int) -> ModelParallel:
+        """The same group for rows of so many positions."""
+        return self
+
+    def with_all_positions(self) -> ModelParallel:
+        """The same group, with all positions on each device: for inference."""
+        return self
+
+    def part_size(self, size: int) -> int:
+        """The size of a part of `size`."""
+        return size
+
+    def first(self, part_size: int) -> jax.Array | int:
+        """Where this device's part begins."""
+        return 0
+
+    def part(self, x: jax.Array, dim: int) -> jax.Array:
+        """This device's part along a dimension."""
+        return x
+
+    def stack(self, x: jax.Array) -> jax.Array:
+        """The arrays of all devices with different parts, in a new leading dimension."""
+        return x[None]
+
+    def of_heads(self, draw: Draw, shape: tuple[int, ...]) -> jax.Array:
+        """This device's heads `(H, ...)`, drawn as part of all heads."""
+        return draw(shape)
+
+    def of_positions(self, draw: Draw, shape: tuple[int, ...]) -> jax.Array:
+        """This device's positions of the stream `(T, ...)`, drawn as part of all positions."""
+        return draw(shape)
+
+    def input_positions(self, x_BT: jax.Array) -> jax.Array:
+        """From whole rows to the positions that the model takes on this device."""
+        return x_BT
+
+    def stream_positions(self, x_BT: jax.Array) -> jax.Array:
+        """From the positions that the model takes to those of the stream."""
+        return x_BT
+
+    def stream_numbers(self, first: jax.Array | int, count: int) -> jax.Array | int:
+        """The number of the first of `count` positions of the stream; `(T,)`, all numbers, where they have gaps."""
+        return first
+
+    def attended_numbers(self, first: jax.Array | int, count: int) -> jax.Array | int:
+        """As `stream_numbers`, of the positions inside attention."""
+        return first
+
+    def numbers(self, count: int, turn: jax.Array | int = 0) -> jax.Array:
+        """The positions of the keys here after so many turns of the ring, int32 `(pieces, count / pieces)`."""
+        return jnp.arange(count, dtype=jnp.int32)[None]
+
+    def gather_positions(self, x_BTD: jax.Array) -> jax.Array:
+        """From the positions of the stream to those inside attention and MLP."""
+        return x_BTD
+
+    def sum_positions(self, x_BTD: jax.Array) -> jax.Array:
+        """The way back: the sum of all parts at the positions of the stream."""
+        return x_BTD
+
+    def ring_shift(self, tree: Any) -> Any:
+        """The arrays of the device before this one in the ring."""
+        return tree
+
+    def head_swap(self, *heads: int) -> HeadParallel | None:
+        """For such numbers of heads of queries and of keys; None where positions are not swapped for heads."""
+        return None
+
+    def counted_once(self, x_BT: jax.Array) -> jax.Array:
+        """Zeros in all but this device's share of the positions that the group has in common.
+
+        A psum then counts each position once.
+        """
+        return x_BT
+
+
+class HeadParallel(Protocol):
+    """Around attention, devices swap their positions of all heads for all positions of some heads."""
+
+    @property
+    def cut(self) -> ModelParallel:
+        """The heads that this device then has."""
+
+    def to_heads(self, x_BTHK: jax.Array) -> jax.Array:
+        """From this device's positions of all heads to all positions of its heads."""
+
+    def to_positions(self, x_BTHK: jax.Array) -> jax.Array:
+        """The way back."""
+
+    def whole_rows(self, x_BT: jax.Array) -> jax.Array:
+        """All positions, from each device's."""
+
+
+class ExpertParallel(Protocol):
+    """A group of devices with different rows, each of which computes some of the experts for all of these rows."""
+
+    @property
+    def size(self) -> int:
+        """The number of devices, and of parts into which the experts are divided."""
+        return 1
+
+    def to_experts(self, x_BECD: jax.Array) -> jax.Array:
+        """From the places of all experts in this device's rows to those of its experts in the rows of the group."""
+        return x_BECD
+
+    def from_experts(self, x_BECD: jax.Array) -> jax.Array:
+        """The inverse of `to_experts`."""
+        return x_BECD
+
+
+class Whole(ModelParallel):
+    """A device that computes its rows by itself."""
+
+
+class Alone(ExpertParallel):
+    """A device that has all experts."""
+
+
+WHOLE, ALONE = Whole(), Alone()

@@ -1,0 +1,40 @@
+"""Which parameters of a GPT tensor groups cut and expert groups divide, by their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zero.models.config import HEAD, VOCABULARY, GPTConfig
+from zero.partition.collectives.axis import Axis
+
+# By module, the dimension that tensor groups cut, counted from the last one. A bias is only cut with the outputs.
+_CUT_ALONG = {
+    **dict.fromkeys(("query", "key", "value", "mlp_in", "mlp_gate"), -1),
+    **dict.fromkeys(("attention_out", "mlp_out", VOCABULARY, HEAD), -2),
+}
+
+
+def layout_options(config: GPTConfig, axis: Axis) -> dict[str, Any]:
+    """The arguments of `zero.make_layout` and `zero.memory` that place the parameters of this model on this axis."""
+    tensor = {"tensor": axis.tensor, "tensor_dim": tensor_dim}
+    return {"stacked": config.stacked, **tensor, "expert": axis.expert, "is_expert": is_expert_leaf}
+
+
+def tensor_dim(name: str) -> int | None:
+    """The dimension of a parameter that tensor groups cut, counted from the last one; None for none.
+
+    >>> tensor_dim("blocks/query/kernel"), tensor_dim("blocks/attention_out/bias")
+    (-1, None)
+    """
+    *_, module, leaf = ("", *name.split("/"))
+    dim = _CUT_ALONG.get(module)
+    return None if dim == -2 and leaf == "bias" else dim
+
+
+def is_expert_leaf(name: str) -> bool:
+    """Whether a parameter has a dimension of experts, the first one after that of layers.
+
+    >>> is_expert_leaf("blocks/experts/mlp_in/kernel"), is_expert_leaf("blocks/experts/router/kernel")
+    (True, False)
+    """
+    return "experts" in name.split("/") and not name.endswith("router/kernel")
