@@ -14,6 +14,7 @@ import pytest
 from tests.runtime.weights.random_weights import ALIBI, LEARNED, SIZES, contents, model_of, save, whole
 from zero.models.gpt import GPT
 from zero.runtime.errors import UserError
+from zero.runtime.weights.architecture_table import ARCHITECTURES
 from zero.runtime.weights.export import export
 from zero.runtime.weights.warm_start import warm_start
 
@@ -159,6 +160,53 @@ def test_another_architecture_is_refused_in_a_line(key: str, value: Any, line: s
     (tmp_path / "config.json").write_text(json.dumps(said | {key: value}))
     with pytest.raises(UserError, match=line):
         warm_start(str(tmp_path), model_of(LEARNED))
+
+
+def edited(folder: Path, place: Path, remove: tuple[str, ...] = (), **keys: Any) -> Path:
+    """A copy of a folder with keys of its config.json changed or removed."""
+    place.mkdir()
+    for name, data in contents(folder).items():
+        (place / name).write_bytes(data)
+    config = json.loads((place / "config.json").read_text()) | keys
+    (place / "config.json").write_text(json.dumps({key: x for key, x in config.items() if key not in remove}))
+    return place
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("mistral")
+    save(place / "run", SIZES["mistral"], 0)
+    export(str(place / "run"), place / "hf")
+    return place / "hf"
+
+
+def test_rope_scaling_replaces_rope_parameters(mistral: Path, tmp_path: Path) -> None:
+    """As users extend a context: transformers obeys the key that was added."""
+    place = edited(mistral, tmp_path / "yarn", rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    with pytest.raises(UserError, match="rope_scaling has rope_type 'yarn'"):
+        warm_start(str(place), model_of(SIZES["mistral"]))
+    place = edited(mistral, tmp_path / "theta", rope_scaling={"rope_theta": 500.0}, rope_parameters={"rope_theta": 7.0})
+    warm_start(str(place), model_of(dataclasses.replace(SIZES["mistral"], rotary_base=500.0)))
+
+
+@pytest.mark.parametrize("stated", [1, None])
+def test_number_of_layers_is_read(stated: int | None, mistral: Path, tmp_path: Path) -> None:
+    keys = {"num_hidden_layers": stated} if stated else {}
+    place = edited(mistral, tmp_path / "hf", () if stated else ("num_hidden_layers",), **keys)
+    with pytest.raises(UserError, match=f"num_hidden_layers is {stated or 'missing'}, the files hold"):
+        warm_start(str(place), model_of(SIZES["mistral"]))
+
+
+@pytest.mark.parametrize("family", ["gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "qwen3_moe", "gemma2"])
+def test_absent_keys_mean_what_they_mean_in_transformers(family: str) -> None:
+    import transformers
+
+    theirs = transformers.AutoConfig.for_model(family).to_dict()
+    for key, value in ARCHITECTURES[family].absent.items():
+        old = {"rope_theta": "rope_theta", "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
+        found = theirs["rope_parameters"][old[key]] if key in old else theirs[key]
+        assert found == value, key
+    assert theirs.get("sliding_window") == ARCHITECTURES[family].absent.get("sliding_window")
 
 
 def test_broken_folders_are_refused_in_a_line(hf: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class Architecture:
       model_type, class_name: as in config.json.
       family: of `zero.models.families.FAMILIES`, what the architecture fixes.
       keys: keys of config.json, and the attribute of `GPTConfig` that each holds.
-      absent: what a missing key means.
+      absent: the values of missing keys, as transformers has them.
       aliases: other names of keys.
       fixed: keys that must have these values, which are also the defaults where config.json lacks them.
       written: keys of an export that say nothing about the weights.
@@ -44,6 +44,7 @@ class Architecture:
       windows: where config.json has them: "sliding_window", "layer_types", "attention_types", or "" for no windows.
       is_transposed: kernels are stored `(out, in)`.
       fused: query, key and value are one tensor, side by side head by head ("head"), or one after the other ("matrix").
+      width_divides: transformers refuses an embedding_dim that does not divide by num_head, whatever head_dim is.
     """
 
     model_type: str
@@ -60,6 +61,7 @@ class Architecture:
     windows: str = ""
     is_transposed: bool = True
     fused: str | None = None
+    width_divides: bool = False
 
     def choices(self) -> dict[str, Any]:
         """Every attribute of `GPTConfig` with a default, as this architecture's family has it."""
@@ -84,7 +86,14 @@ class Architecture:
             found.append(f"windows of one length, this model {list(size.windows)}")
         if self.windows == "sliding_window" and len(size.windows) > 1:
             found.append(f"the same window in all layers, this model {list(size.windows)}")
+        if self.width_divides and size.embedding_dim % size.num_head:
+            found.append(f"embedding_dim divisible by num_head, this model {size.embedding_dim} and {size.num_head}")
         return found
+
+    @property
+    def layers_key(self) -> str:
+        """The key of config.json that holds the number of layers."""
+        return next(key for key, name in self.keys.items() if name == "N")
 
     @property
     def layers(self) -> str:

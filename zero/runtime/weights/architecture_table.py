@@ -118,7 +118,11 @@ GPT_NEO = Architecture(
         "resid_dropout": "residual_drop_rate",
         "embed_dropout": "embedding_dropout",
     },
-    absent={"layer_norm_epsilon": 1e-5},
+    absent={
+        "layer_norm_epsilon": 1e-5,
+        "attention_types": [[["global", "local"], 12]],
+        "window_size": 256,
+    },
     fixed={"activation_function": "gelu_new", "tie_word_embeddings": True},
     prefix="transformer.",
     modules={
@@ -158,7 +162,13 @@ GPT_NEOX = Architecture(
         "attention_dropout": "attention_drop_rate",
         "hidden_dropout": "residual_drop_rate",
     },
-    absent={"layer_norm_eps": 1e-5, "use_parallel_residual": True, "tie_word_embeddings": False, "rotary_pct": 0.25},
+    absent={
+        "layer_norm_eps": 1e-5,
+        "use_parallel_residual": True,
+        "tie_word_embeddings": False,
+        "rotary_emb_base": 1e4,
+        "rotary_pct": 0.25,
+    },
     fixed={"hidden_act": "gelu", "attention_bias": True},
     prefix="gpt_neox.",
     modules={
@@ -218,7 +228,7 @@ _LLAMA_MODULES = {
 }
 _LLAMA_SHARED: dict[str, Any] = {
     "keys": _LLAMA_KEYS,
-    "absent": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+    "absent": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 1e4},
     "prefix": "model.",
     "modules": _LLAMA_MODULES,
     "rotary": ("rope_theta", None),
@@ -228,6 +238,7 @@ LLAMA = Architecture(
     class_name="LlamaForCausalLM",
     family="llama",
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    width_divides=True,
     **_LLAMA_SHARED,
 )
 MISTRAL = Architecture(
@@ -236,7 +247,7 @@ MISTRAL = Architecture(
     family="mistral",
     fixed={"hidden_act": "silu"},
     windows="sliding_window",
-    **_LLAMA_SHARED,
+    **{**_LLAMA_SHARED, "absent": {**_LLAMA_SHARED["absent"], "sliding_window": 4096}},
 )
 QWEN3 = Architecture(
     model_type="qwen3",
@@ -264,7 +275,7 @@ MIXTRAL = Architecture(
     **{
         **_LLAMA_SHARED,
         "keys": {**_LLAMA_KEYS, "num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"},
-        "absent": {**_LLAMA_SHARED["absent"], "rms_norm_eps": 1e-5, "num_experts_per_tok": 2},
+        "absent": {**_LLAMA_SHARED["absent"], "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2},
         "modules": _expert_modules("block_sparse_moe", "gate", "w1", "w3", "w2"),
     },
 )
@@ -304,10 +315,17 @@ GEMMA2 = Architecture(
     family="gemma2",
     fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "tie_word_embeddings": True},
     windows="layer_types",
+    width_divides=True,
     **{
         **_LLAMA_SHARED,
         "keys": {key: name for key, name in _LLAMA_KEYS.items() if name != "tied"} | _GEMMA_KEYS,
-        "absent": {"rms_norm_eps": 1e-6, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        "absent": {
+            **_LLAMA_SHARED["absent"],
+            "tie_word_embeddings": True,
+            "sliding_window": 4096,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
         "modules": _LLAMA_MODULES
         | _layers(
             {

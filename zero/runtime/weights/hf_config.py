@@ -66,6 +66,9 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
       UserError: one of them cannot be read, or no model of zero has it; `origin` begins the message.
     """
     found = architecture.choices()
+    if config.get(architecture.layers_key) != layers:
+        stated = config.get(architecture.layers_key, "missing")
+        raise UserError(f"{origin}: {architecture.layers_key} is {stated}, the files hold {layers} layers")
     for key, name in architecture.keys.items():
         value = config.get(key, config.get(architecture.aliases.get(key, ""), architecture.absent.get(key, _MISSING)))
         if value is not _MISSING:
@@ -77,7 +80,7 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
             found |= _read_rotary(origin, config, architecture)
     if architecture.windows:
         with reading(f"{origin}: the keys of windows hold something else"):
-            found["windows"] = _read_windows(origin, config, architecture.windows, layers)
+            found["windows"] = _read_windows(origin, {**architecture.absent, **config}, architecture.windows, layers)
     return {name: found[name] for name in UNSEEN}
 
 
@@ -97,14 +100,18 @@ def write_config(architecture: Architecture, size: GPTConfig) -> dict[str, Any]:
 
 
 def _read_rotary(origin: str, config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """From `rope_parameters`, or from the keys that transformers had before version 5."""
+    """As `transformers` reads it: `rope_scaling` replaces `rope_parameters`; other keys hold what neither has."""
     assert architecture.rotary is not None
     base, fraction = architecture.rotary
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    parameters = config.get(name) or {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise UserError(f"{origin}: rope_type is {kind!r}, a GPT of zero has 'default' or 'llama3'")
-    found = {"rotary_base": float(parameters.get("rope_theta", config.get(base, 10_000.0)))}
+        raise UserError(
+            f"{origin}: {name} has rope_type {kind!r}, with which these weights were trained; "
+            "zero computes 'default' and 'llama3'"
+        )
+    found = {"rotary_base": float(parameters.get("rope_theta", config.get(base, architecture.absent[base])))}
     scaling = None
     if kind == "llama3":
         if missing := [key for key in _LLAMA3 if key not in parameters]:
