@@ -150,7 +150,7 @@ def test_export_refuses_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="gpt2 has alibi_attn=False, this model True; bloom has embedding_norm"):
         export(str(tmp_path / "plain"), tmp_path / "hf")
     save(tmp_path / "uneven", dataclasses.replace(SIZES["gemma2"], embedding_dim=44, head_dim=10), 0)
-    with pytest.raises(UserError, match="gemma2 has embedding_dim divisible by num_head, this model 44 and 3"):
+    with pytest.raises(UserError, match="gemma2 has embedding_dim divisible by num_head, this model 44 and 6"):
         export(str(tmp_path / "uneven"), tmp_path / "hf")
     save(tmp_path / "run", LEARNED, 3, 4)
     with pytest.raises(UserError, match=r"run: no step 5; there are 3, 4"):
