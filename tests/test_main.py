@@ -18,6 +18,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from tests.helpers import cli
+from zero.runtime.checkpoints.manager import META_CHECKSUM, meta_checksum
 from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.main import errors_in_lines
 from zero.runtime.run_directory import locked, saved_steps
@@ -225,7 +226,8 @@ def test_checkpoint_of_a_size_that_was_edited_is_refused(forks: cli.Forks, finis
     meta = json.loads(meta_file.read_text())
 
     def run(*arguments: str, **changed: Any) -> subprocess.CompletedProcess[str]:
-        meta_file.write_text(json.dumps({**meta, "size": {**meta["size"], **changed}}))
+        edited = {**meta, "size": {**meta["size"], **changed}}
+        meta_file.write_text(json.dumps({**edited, META_CHECKSUM: meta_checksum(edited)}))
         return forks.run(*arguments)
 
     resume = ("--resume", "hydra.run.dir=edited")
