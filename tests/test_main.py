@@ -342,6 +342,27 @@ def test_average_of_checkpoints_is_a_run_to_start_from(forks: cli.Forks, finishe
     assert contents(finished) == before
 
 
+@pytest.mark.parametrize(
+    ("diverging", "named"),
+    [
+        (("training.peak_learning_rate=1e3", "training.weight_decay=3e38"), ["params/", "not finite"]),
+        (("training.peak_learning_rate=1e37",), ["validation/loss=nan not finite"]),
+    ],
+    ids=["weights", "loss"],
+)
+def test_run_that_has_diverged_is_neither_saved_nor_called_finished(
+    diverging: tuple[str, ...], named: list[str], forks: cli.Forks, workplace: Path
+) -> None:
+    """Before max_skipped_in_a_row steps were skipped, which would end it as well."""
+    run = f"diverged-{len(diverging)}"
+    done = forks.run(*cli.TINY, *diverging, f"hydra.run.dir={run}")
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: step 6: ") and [name for name in named if name not in last] == [], done.stderr
+    assert "this state is not saved" in last and "Traceback" not in done.stderr
+    assert saved_steps(workplace / run) == []
+
+
 def test_run_that_runs_out_of_data_is_finished(forks: cli.Forks, workplace: Path) -> None:
     epochs = ("training.max_epochs=2", "data.train_samples=40", "training.evaluation_frequency=3")
     done = forks.run(*cli.TINY, *epochs, "hydra.run.dir=epochs")
