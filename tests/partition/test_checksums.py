@@ -124,7 +124,7 @@ def test_padding_does_not_count(axis: zero.Axis) -> None:
 @pytest.mark.parametrize("axis", AXES, ids=str)
 def test_leaves_that_are_not_finite_are_named_whichever_device_holds_the_element(axis: zero.Axis) -> None:
     whole = {name: np.ones((13, 3), dtype) for name, dtype in [("w", "float32"), ("b", jnp.bfloat16), ("n", "int32")]}
-    whole |= {"s": np.float32(1), "m": np.full((13, 3), np.finfo(np.float32).max)}
+    whole |= {"s": np.ones((), np.float32), "m": np.full((13, 3), np.finfo(np.float32).max)}
     layout = zero.make_layout(whole, axis.shards)
 
     def named(padding: Any = 0, **changed: Any) -> list[str]:

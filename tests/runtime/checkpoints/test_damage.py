@@ -96,7 +96,13 @@ def test_metadata_that_were_changed_or_have_another_form_are_damage(tmp_path: Pa
         older = {key: value for key, value in written.items() if key != "meta_checksum"}  # an earlier version
         for text in ("5", "[]", "null", '"text"', "{}", "[" * 100_000):
             damaged(text)
-        wrong = ("shapes", 5), ("shapes", {"w": "12"}), ("dtypes", []), ("dtypes", {"w": 32}), ("validation_loss", "1")
+        wrong: list[tuple[str, object]] = [
+            ("shapes", 5),
+            ("shapes", {"w": "12"}),
+            ("dtypes", []),
+            ("dtypes", {"w": 32}),
+            ("validation_loss", "1"),
+        ]
         for key, value in wrong:
             damaged(json.dumps(older | {key: value}))
         file.write_text(json.dumps(older))
