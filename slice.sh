@@ -89,6 +89,7 @@ delete() { tpus queued-resources delete "$name" --force --quiet; }
 
 training_status() { # what trainLoop.sh wrote on worker 0: none before a launch, lost where the machine was restarted
     on_workers 0 "status=\$(cat $directory/train.status 2>/dev/null || echo none); \
+        status=\${status:-running}; \
         [ \$status != running ] || tmux has-session -t zero 2>/dev/null || status=lost; echo \$status"
 }
 
@@ -114,6 +115,7 @@ keep() {
                     0) echo "$name has finished; ./slice.sh delete $name $zone ends its cost." && return ;;
                     none) { setup && launch "$@"; } || pause "setup or launch failed" ;;
                     running) sleep "$poll" ;;
+                    "") pause "worker 0 did not say how training is" ;;
                     unreachable) pause "worker 0 is unreachable" ;;
                     75 | 129 | 130 | 143 | lost) # stopped by a signal, as before a preemption; if the slice stays, go on
                         sleep "$poll"

@@ -8,23 +8,38 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 
-stopped=0 # a machine that shuts down signals this script too, which has to live on to see how training ends
-trap 'stopped=1' HUP INT TERM
+stopped=0 trainer=
+# A container signals only its first process, a machine that shuts down or a terminal signals all. A trainer that gets SIGHUP
+# besides another signal counts both as one request to stop; where nohup has it ignored, SIGTERM takes its place.
+trap 'stopped=1; [[ -z $trainer ]] || kill -s "$handed_on" "$trainer" 2>/dev/null' HUP INT TERM
+handed_on=HUP
+[[ $(trap -p HUP) != *"''"* ]] || handed_on=TERM
 
-echo running >train.status
+record() { # by a rename: slice.sh may read it at any time
+    echo "$1" >train.status.new && mv train.status.new train.status
+}
+
+record running
 failures=0
 while true; do
     started=$SECONDS
-    .venv/bin/python main_zero.py --resume=auto "$@"
-    status=$?
+    .venv/bin/python main_zero.py --resume=auto "$@" &
+    trainer=$!
+    while true; do # a signal ends wait, but not the trainer
+        wait "$trainer"
+        status=$?
+        kill -0 "$trainer" 2>/dev/null || break
+    done
+    trainer=
     case $status in 0 | 2 | 75 | 129 | 130 | 143) break ;; esac
     ((stopped)) && break
     ((SECONDS - started > 600)) && failures=0
     ((status == 134)) && echo "trainLoop.sh: a library aborted (SIGABRT), XLA most likely; its last lines above say why" >&2
     ((++failures < ${TRAIN_ATTEMPTS:-10})) || break
     echo "trainLoop.sh: status $status; starting again in ${TRAIN_PAUSE_SECONDS:-30} s" >&2
-    sleep "${TRAIN_PAUSE_SECONDS:-30}"
+    sleep "${TRAIN_PAUSE_SECONDS:-30}" &
+    wait $! # a signal ends the pause
     ((stopped)) && break
 done
-echo "$status" >train.status
+record "$status"
 exit "$status"

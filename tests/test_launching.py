@@ -202,7 +202,14 @@ def test_keep_launches_again_where_training_was_stopped_and_the_slice_stays(tpus
 
 @pytest.mark.parametrize(
     ("written", "is_training", "expected"),
-    [(None, False, "none"), ("running", True, "running"), ("running", False, "lost"), ("1", False, "1")],
+    [
+        (None, False, "none"),
+        ("running", True, "running"),
+        ("running", False, "lost"),
+        ("1", False, "1"),
+        ("", True, "running"),
+        ("", False, "lost"),
+    ],
 )
 def test_status_of_training_on_a_worker(
     tpus: Slice, tmp_path: Path, written: str | None, is_training: bool, expected: str
@@ -215,6 +222,12 @@ def test_status_of_training_on_a_worker(
     (command,) = (word.removeprefix("--command=") for word in shlex.split(call) if word.startswith("--command="))
     answer = worker.run(command)
     assert answer.stdout == f"{expected}\n", answer.stderr
+
+
+def test_keep_asks_again_where_the_status_is_empty(tpus: Slice) -> None:
+    done = tpus.run("keep", "run", "us-a", "v3-8", statuses="none,,running,0")
+    assert done.returncode == 0, done.stderr
+    assert tpus.sequence() == [*SET_UP, "pause", "pause"]
 
 
 @pytest.mark.parametrize("status", ["1", "2", "134"])
@@ -287,6 +300,52 @@ def test_loop_survives_a_signal_and_records_how_training_ended(tmp_path: Path) -
     finally:
         loop.kill()
     assert (tmp_path / "train.status").read_text() == "75\n"
+
+
+TRAINER = """
+import sys, time
+sys.path.insert(0, {repository!r})
+from zero.runtime.hosts.signals import PREEMPTED, stop_requests
+with stop_requests() as received:
+    open("ready", "w").close()
+    while not received:
+        time.sleep(0.01)
+    time.sleep(1)  # saves a checkpoint; a second request would end it at once
+sys.exit(PREEMPTED)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("is_whole_group", [False, True], ids=["container", "machine"])
+def test_loop_hands_a_signal_on_and_it_counts_once(tmp_path: Path, number: int, is_whole_group: bool) -> None:
+    """A container signals its first process alone; a machine or a terminal all of them, the trainer included."""
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    (tmp_path / "trainer.py").write_text(TRAINER.format(repository=str(REPOSITORY)))
+    python.write_text(f"#!/usr/bin/env bash\nexec {sys.executable} trainer.py\n")
+    python.chmod(0o755)
+    (tmp_path / "trainLoop.sh").write_text((REPOSITORY / "trainLoop.sh").read_text())
+    loop = subprocess.Popen(["bash", tmp_path / "trainLoop.sh"], start_new_session=True)
+    try:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        (os.killpg if is_whole_group else os.kill)(loop.pid, number)
+        assert loop.wait(30) == 75
+    finally:
+        os.killpg(loop.pid, signal.SIGKILL) if loop.poll() is None else None
+    assert (tmp_path / "train.status").read_text() == "75\n"
+
+
+def test_status_is_never_read_half_written(tmp_path: Path) -> None:
+    """Where the disk is full as well: what was written before stays."""
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/usr/bin/env bash\ncat train.status >seen\nls -i train.status >inode\nexit 2\n")
+    python.chmod(0o755)
+    (tmp_path / "trainLoop.sh").write_text((REPOSITORY / "trainLoop.sh").read_text())
+    assert subprocess.run(["bash", tmp_path / "trainLoop.sh"], timeout=30).returncode == 2
+    assert (tmp_path / "seen").read_text() == "running\n" and (tmp_path / "train.status").read_text() == "2\n"
+    assert (tmp_path / "inode").read_text().split()[0] != str((tmp_path / "train.status").stat().st_ino)
 
 
 @pytest.mark.parametrize("script", ["slice.sh", "trainLoop.sh"])

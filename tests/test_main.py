@@ -18,6 +18,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from tests.helpers import cli
+from zero.runtime.checkpoints.manager import META_CHECKSUM, meta_checksum
 from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.main import errors_in_lines
 from zero.runtime.run_directory import locked, saved_steps
@@ -225,7 +226,8 @@ def test_checkpoint_of_a_size_that_was_edited_is_refused(forks: cli.Forks, finis
     meta = json.loads(meta_file.read_text())
 
     def run(*arguments: str, **changed: Any) -> subprocess.CompletedProcess[str]:
-        meta_file.write_text(json.dumps({**meta, "size": {**meta["size"], **changed}}))
+        edited = {**meta, "size": {**meta["size"], **changed}}
+        meta_file.write_text(json.dumps({**edited, META_CHECKSUM: meta_checksum(edited)}))
         return forks.run(*arguments)
 
     resume = ("--resume", "hydra.run.dir=edited")
@@ -338,6 +340,27 @@ def test_average_of_checkpoints_is_a_run_to_start_from(forks: cli.Forks, finishe
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
     assert "bloom has embedding_norm=True, this model False" in done.stderr and not (workplace / "exported").exists()
     assert contents(finished) == before
+
+
+@pytest.mark.parametrize(
+    ("diverging", "named"),
+    [
+        (("training.peak_learning_rate=1e3", "training.weight_decay=3e38"), ["params/", "not finite"]),
+        (("training.peak_learning_rate=1e37",), ["validation/loss=nan not finite"]),
+    ],
+    ids=["weights", "loss"],
+)
+def test_run_that_has_diverged_is_neither_saved_nor_called_finished(
+    diverging: tuple[str, ...], named: list[str], forks: cli.Forks, workplace: Path
+) -> None:
+    """Before max_skipped_in_a_row steps were skipped, which would end it as well."""
+    run = f"diverged-{len(diverging)}"
+    done = forks.run(*cli.TINY, *diverging, f"hydra.run.dir={run}")
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: step 6: ") and [name for name in named if name not in last] == [], done.stderr
+    assert "this state is not saved" in last and "Traceback" not in done.stderr
+    assert saved_steps(workplace / run) == []
 
 
 def test_run_that_runs_out_of_data_is_finished(forks: cli.Forks, workplace: Path) -> None:

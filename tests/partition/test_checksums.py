@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import zero
 from tests.partition.sharded_arrays import AXES, make_whole
+from zero.partition.checksums import examine
 
 DTYPES = ["bool", "int8", "uint16", "int32", "bfloat16", "float16", "float32", "complex64"]
 ONE = zero.Axis("batch", (1, 1))
@@ -118,6 +119,32 @@ def test_swaps_of_numbers_whose_bits_differ_little_change_the_checksum() -> None
 def test_padding_does_not_count(axis: zero.Axis) -> None:
     floats = {name: x for name, x in BITS.items() if x.dtype == np.float32}
     assert checksums(floats, axis, padding=-0.0) == checksums(floats, axis, padding=np.nan) == checksums(floats)
+
+
+@pytest.mark.parametrize("axis", AXES, ids=str)
+def test_leaves_that_are_not_finite_are_named_whichever_device_holds_the_element(axis: zero.Axis) -> None:
+    whole = {name: np.ones((13, 3), dtype) for name, dtype in [("w", "float32"), ("b", jnp.bfloat16), ("n", "int32")]}
+    whole |= {"s": np.ones((), np.float32), "m": np.full((13, 3), np.finfo(np.float32).max)}
+    layout = zero.make_layout(whole, axis.shards)
+
+    def named(padding: Any = 0, **changed: Any) -> list[str]:
+        return examine(placed(whole | changed, layout, axis, padding), layout, axis)[1]
+
+    assert named() == []
+    assert (
+        examine(
+            placed({"w": whole["w"]}, small := zero.make_layout({"w": whole["w"]}, axis.shards), axis, np.nan),
+            small,
+            axis,
+        )[1]
+        == []
+    )
+    for row, value in ((0, np.nan), (7, np.inf), (12, -np.inf)):
+        broken = {name: whole[name].copy() for name in "wb"}
+        for x in broken.values():
+            x[row, 1] = value
+        assert named(**broken) == ["b", "w"]
+    assert named(s=np.float32(np.nan)) == ["s"]
 
 
 def test_the_sign_of_zero_counts() -> None:

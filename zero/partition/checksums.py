@@ -146,39 +146,46 @@ def checksums(
     >>> checksums(shards, layout, "batch")
     {'w': 352290347}
     """
+    return examine(tree, layout, axis, devices)[0]
+
+
+def examine(
+    tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None = None
+) -> tuple[dict[str, int], list[str]]:
+    """`checksums`, and from the same pass the names of leaves with a NaN or an infinity, padding excepted."""
     on, ordered = axis_and_devices(layout, axis, devices)
     layout.map(lambda leaf, x: local_shards(leaf, x, ordered), tree)
     names = [leaf.name for leaf in layout.leaves]
     if len(set(names)) < len(names):
         raise ValueError(f"leaves share the name {next(name for name in names if names.count(name) > 1)!r}: rename one")
     if not layout.leaves:
-        return {}
+        return {}, []
     program = _checksum_program(layout.leaves, on, None if devices is None else tuple(devices))
-    largest, smallest = np.asarray(program(layout.treedef.flatten_up_to(tree))).tolist()
+    largest, smallest, not_finite = np.asarray(program(layout.treedef.flatten_up_to(tree))).tolist()
     bad = [name for name, high, low in zip(names, largest, smallest, strict=True) if high != low]
     if bad:
         raise ValueError(f"leaves differ between the copies on axis {on.name!r}: {', '.join(bad)}")
-    return dict(zip(names, largest, strict=True))
+    return dict(zip(names, largest, strict=True)), [name for name, flag in zip(names, not_finite, strict=True) if flag]
 
 
 @lru_cache(maxsize=8)  # a pmap of a new function would be traced and compiled again at every call
 def _checksum_program(leaves: tuple[LeafLayout, ...], axis: Axis, devices: tuple[jax.Device, ...] | None) -> Any:
-    """The largest and the smallest checksum of each leaf among its copies, uint32 `(2, leaves)`."""
+    """The largest and the smallest checksum of each leaf among its copies, 1 if not finite; uint32 `(3, leaves)`."""
 
     def program(shards: list[jax.Array]) -> jax.Array:
         with jax.named_scope("zero_checksums"):
             own = [_checksum(x, leaf, axis) for leaf, x in zip(leaves, shards, strict=True)]
-            mine = jnp.stack(own)
+            mine, not_finite = (jnp.stack(values) for values in zip(*own, strict=True))
             of_copy = lax.psum(mine, axis.name, axis_index_groups=axis.groups(axis.shards))
             sums = jnp.where(np.asarray([bool(leaf.splits) for leaf in leaves]), of_copy, mine)
-            largest, complement = lax.pmax(jnp.stack([sums, ~sums]), axis.name)
-        return jnp.stack([largest, ~complement])
+            largest, complement, not_finite = lax.pmax(jnp.stack([sums, ~sums, not_finite]), axis.name)
+        return jnp.stack([largest, ~complement, not_finite])
 
     return jax.pmap(program, axis.name, devices=devices, out_axes=None)
 
 
-def _checksum(x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:
-    """The sum over this device's elements of a hash of their bits and their place in the whole array.
+def _checksum(x: jax.Array, leaf: LeafLayout, axis: Axis) -> tuple[jax.Array, jax.Array]:
+    """The sum over this device's elements of a hash of their bits and their place in the whole array; 1 if not finite.
 
     Bits times a hash of the place would do with one multiplication less, but then no swap of a number with its negative
     would be seen: their bits differ by 2^31, and all odd factors are alike modulo 2.
@@ -194,7 +201,9 @@ def _checksum(x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:
             is_inside &= index < size
     for bits in _bits(x):
         hashed = mix(hashed ^ bits.astype(jnp.uint32))
-    return jnp.sum(jnp.where(is_inside, hashed, 0), dtype=jnp.uint32)
+    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+    not_finite = jnp.any(is_inside & ~jnp.isfinite(x)) if is_float else jnp.bool_(False)
+    return jnp.sum(jnp.where(is_inside, hashed, 0), dtype=jnp.uint32), not_finite.astype(jnp.uint32)
 
 
 def mix(x: jax.Array) -> jax.Array:

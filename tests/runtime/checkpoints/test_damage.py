@@ -1,6 +1,7 @@
 """Checkpoints where storage fails: damage is reported, and what was reported as saved is still there."""
 
 import errno
+import json
 import logging
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 
 from tests.helpers import hosts
 from tests.runtime.checkpoints.test_manager import (
+    META,
     assert_same,
     make_state,
     restore_small,
@@ -68,6 +70,45 @@ def test_every_damage_is_reported_in_one_line_or_does_no_harm(tmp_path: Path) ->
         assert any(re.search(r"leaf (w|b) cannot be read: ", line) for (_, k), line in found.items() if k == kind)
         assert re.search("file .*5/meta/metadata", found["meta/metadata", kind])
     assert re.search("file .*5/state/_METADATA cannot be read: not valid JSON", found["state/_METADATA", "torn"])
+
+
+def test_metadata_that_were_changed_or_have_another_form_are_damage(tmp_path: Path) -> None:
+    """Also where they are valid JSON: nothing else would tell that a run continues with other rows."""
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        layout, axis = small(8)
+        checkpoints.save(5, make_state(layout, axis), layout, META, validation_loss=float("nan"))
+        file = tmp_path / "5" / "meta" / "metadata"
+        checkpoints.wait()
+        text = file.read_text()
+        written, read = json.loads(text), checkpoints.meta(5)
+        assert read["cursor"] == written["cursor"] == {"batches": 7, "seed": 1}
+
+        def damaged(content: str) -> str:
+            file.write_text(content)
+            with pytest.raises(DamagedCheckpoint) as caught:
+                checkpoints.meta(5)
+            assert str(caught.value).startswith(f"checkpoint {tmp_path}, step 5: file {file} cannot be read: ")
+            return str(caught.value)
+
+        changes = {"cursor": {"batches": 77, "seed": 1}, "validation_loss": 1.0, "shapes": {}, "new": 1}
+        for key, value in changes.items():
+            assert "checksum" in damaged(json.dumps(written | {key: value}))
+        older = {key: value for key, value in written.items() if key != "meta_checksum"}  # an earlier version
+        for text in ("5", "[]", "null", '"text"', "{}", "[" * 100_000):
+            damaged(text)
+        wrong: list[tuple[str, object]] = [
+            ("shapes", 5),
+            ("shapes", {"w": "12"}),
+            ("dtypes", []),
+            ("dtypes", {"w": 32}),
+            ("validation_loss", "1"),
+        ]
+        for key, value in wrong:
+            damaged(json.dumps(older | {key: value}))
+        file.write_text(json.dumps(older))
+        assert checkpoints.meta(5)["cursor"] == read["cursor"]
+        file.write_text(json.dumps(written, indent=2, sort_keys=True))  # the same, written by another program
+        assert checkpoints.meta(5)["cursor"] == read["cursor"]
 
 
 @pytest.mark.parametrize("name", ["lr=[1,2]", "back\\slash", "st*r", "wh?t", "no utf-8 \udce9"])

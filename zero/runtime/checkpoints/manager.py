@@ -13,6 +13,7 @@ import logging
 import math
 import re
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib.metadata import version
@@ -33,8 +34,10 @@ from zero.runtime.checkpoints.orbax_commit import KeepNewestAndBest, barrier_unl
 from zero.runtime.checkpoints.quiet_orbax import draining_event_loops, quiet_loggers
 from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.hosts import agreement
+from zero.runtime.parsing import reading
 
 PACKAGES = ("zero-pmap", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+META_CHECKSUM = "meta_checksum"
 _Result = TypeVar("_Result")
 log = logging.getLogger(__name__)
 
@@ -131,8 +134,8 @@ class Checkpoints:
     ) -> None:
         """Copies whole arrays, as `zero.to_global` labels them, to the host, and writes them in the background.
 
-        `shapes`, `dtypes`, `versions` and `validation_loss` are added to the caller's `meta`. For retention the order
-        of saving counts, not the step.
+        `shapes`, `dtypes`, `versions`, `validation_loss` and a checksum of all these are added to the caller's `meta`.
+        For retention the order of saving counts, not the step.
 
         Raises:
           UserError: the step exists already, or this save or the one before it failed; older checkpoints are intact.
@@ -147,6 +150,7 @@ class Checkpoints:
             "versions": {name: version(name) for name in PACKAGES},
             "validation_loss": validation_loss,
         }
+        meta[META_CHECKSUM] = meta_checksum(meta)
         losses = self._known_losses()
         if validation_loss is not None and math.isfinite(validation_loss):
             losses[step] = validation_loss
@@ -287,7 +291,11 @@ class Checkpoints:
     def _read_meta(self, step: int) -> dict[str, Any]:
         file = storage.join(self.directory, f"{step}/meta/metadata")
         with read_errors(self._name(step), [file]):
-            return json.loads(storage.read_bytes(file))
+            text = storage.read_bytes(file)
+        with reading(f"{self._name(step)}: file {file} cannot be read", kind=DamagedCheckpoint):
+            meta = json.loads(text)
+            _check_meta(meta)
+        return meta
 
     def _read_arrays(self, step: int, targets: PyTree, restore_args: PyTree) -> PyTree:
         files = storage.list_files(storage.join(self.directory, f"{step}/state"))
@@ -342,6 +350,31 @@ class Checkpoints:
         finally:
             self._manager.close()
             self._until_closed.close()
+
+
+def meta_checksum(meta: dict[str, Any]) -> int:
+    """CRC-32 of all but itself, as sorted JSON."""
+    kept = {key: value for key, value in json.loads(json.dumps(meta)).items() if key != META_CHECKSUM}
+    return zlib.crc32(json.dumps(kept, sort_keys=True).encode())
+
+
+def _check_meta(meta: Any) -> None:
+    """Raises ValueError if `meta` is not as `save` has written it."""
+    if not isinstance(meta, dict):
+        raise ValueError("not a JSON object")
+    if META_CHECKSUM in meta:
+        if meta[META_CHECKSUM] != meta_checksum(meta):
+            raise ValueError(f"its content is not what was saved, by its {META_CHECKSUM}")
+        return
+    shapes, dtypes, loss = meta.get("shapes"), meta.get("dtypes", {}), meta.get("validation_loss")  # before 0.1
+    if not isinstance(shapes, dict) or not all(
+        isinstance(shape, list) and all(isinstance(length, int) for length in shape) for shape in shapes.values()
+    ):
+        raise ValueError(f"no shapes of leaves, but {shapes!r:.60}")
+    if not isinstance(dtypes, dict) or not all(isinstance(name, str) for name in dtypes.values()):
+        raise ValueError(f"no dtypes of leaves, but {dtypes!r:.60}")
+    if not isinstance(loss, int | float | None):
+        raise ValueError(f"validation_loss is {loss!r:.60}")
 
 
 def _check_path(directory: Path | str) -> None:

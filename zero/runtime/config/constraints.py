@@ -11,7 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from omegaconf import MISSING
+
+# Programs compute in float32: what rounds to 0, 1 or infinity there divides by zero.
+SMALLEST, LARGEST, ONE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max), 1 - 2.0**-25
 
 
 class Check(NamedTuple):
@@ -35,11 +39,11 @@ def at_least(minimum: int, maximum: int = INT32) -> Any:
 
 
 def zero_or_more() -> Any:
-    return checked(lambda value: 0 <= value < math.inf, "zero or more")
+    return checked(lambda value: 0 <= value <= LARGEST, "zero or more, finite in float32")
 
 
 def positive() -> Any:
-    return checked(lambda value: 0 < value < math.inf, "more than 0")
+    return checked(lambda value: SMALLEST <= value <= LARGEST, "more than 0, as a float32 (1.2e-38 to 3.4e38)")
 
 
 def fraction() -> Any:
@@ -47,7 +51,7 @@ def fraction() -> Any:
 
 
 def fraction_below_one() -> Any:
-    return checked(lambda value: 0 <= value < 1, "at least 0, less than 1")
+    return checked(lambda value: 0 <= value < ONE, "at least 0, less than 1 in float32")
 
 
 def random_seed() -> Any:

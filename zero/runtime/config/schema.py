@@ -19,6 +19,8 @@ from zero.models.gpt import REMAT
 from zero.runtime.config.constraints import (
     INT32,
     INT64,
+    ONE,
+    SMALLEST,
     at_least,
     checked,
     fraction,
@@ -61,13 +63,13 @@ class Training:
     context_stages: Any = checked(
         lambda value: value in (None, "linear") or is_stages(value), f"linear, {_STAGES}, or null"
     )
-    max_gradient_norm: float | None = checked(lambda value: value > 0, "more than 0")
+    max_gradient_norm: float | None = checked(lambda value: value >= SMALLEST, "more than 0 in float32")
     skip_bad_steps: bool = MISSING
     skip_spikes: float | None = positive()
     max_skipped_in_a_row: int = at_least(1)
     log_frequency: int = at_least(1)
     sample_tokens: int = at_least(0)
-    ema: float | None = checked(lambda value: 0 < value < 1, "more than 0, less than 1")
+    ema: float | None = checked(lambda value: 0 < value < ONE, "more than 0, less than 1 in float32")
     harness_frequency: int | None = at_least(1)
     loss_on: str = one_of("all", "completion")
 

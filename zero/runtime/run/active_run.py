@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from zero.models.config import GPTConfig
-from zero.partition.checksums import checksums
+from zero.partition.checksums import examine
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import from_global, to_global
 from zero.partition.layout import Layout
@@ -236,16 +236,28 @@ class ActiveRun:
             self.tracker.log(line)
 
     def save(self, validation_loss: float | None = None) -> None:
-        """Begins to save the state; returns when the state may change again."""
-        if self.tracker is not None:  # before the checkpoint: a resume from it finds the metrics up to it
-            mirror(self.directory, self.checkpoints.directory)
+        """Begins to save the state; returns when the state may change again.
+
+        Raises:
+          UserError: the state or its validation loss is not finite, or differs between copies; nothing is saved.
+        """
         try:
-            sums = checksums(self.state, self.layout, self.axis)
+            sums, not_finite = examine(self.state, self.layout, self.axis)
         except ValueError as error:
             raise UserError(
                 f"step {self.position.step}: {error}; a device, its memory or a link is faulty, or a program is not "
                 "the same everywhere. This state is not saved: --resume continues from the checkpoint before"
             ) from error
+        what = ", ".join([*not_finite[:3], "..."][: len(not_finite)])
+        if validation_loss is not None and not math.isfinite(validation_loss):
+            what = what or f"validation/loss={validation_loss}"
+        if what:
+            raise UserError(
+                f"step {self.position.step}: {what} not finite; this state is not saved. Lower "
+                "training.peak_learning_rate and --resume from a checkpoint before (data.resume_step), or start again"
+            )
+        if self.tracker is not None:  # before the checkpoint: a resume from it finds the metrics up to it
+            mirror(self.directory, self.checkpoints.directory)
         meta = {**asdict(self.position), "checksums": sums, "config": asdict(self.config), "size": asdict(self.size)}
         whole = to_global(self.state, self.layout, self.axis, donate=True)
         self.checkpoints.save(self.position.step, whole, self.layout, meta, validation_loss=validation_loss)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict, fields
 from functools import partial
+from typing import Any
 
 import jax
 
@@ -17,7 +18,7 @@ from zero.runtime.checkpoints.damage import DamagedCheckpoint
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 from zero.runtime.run.training_position import TrainingPosition
-from zero.runtime.weights.checkpoint_weights import check_unseen
+from zero.runtime.weights.checkpoint_weights import check_unseen, trained_size
 from zero.training.optimizer import convert_state
 from zero.training.step import TrainState
 
@@ -45,9 +46,10 @@ def restore(
     for candidate in [newest] if step is not None else source.steps()[::-1]:
         try:
             meta = source.meta(candidate)
+            origin = f"{source.directory}, step {candidate}"
+            position, trained = _position(origin, meta), asdict(trained_size(origin, meta))
             saved = source.as_saved(candidate, layout)
             state = from_global(source.restore(candidate, saved, axis), saved, axis, donate=True)
-            origin, trained = f"{source.directory}, step {candidate}", asdict(GPTConfig(**meta["size"]))
             check_unseen(origin, trained, size, also=("parametrization", "mup_base_width"))
             sums = checksums(state, saved, axis)
             bad = [name for name, saved in meta["checksums"].items() if sums[name] != saved]
@@ -62,7 +64,6 @@ def restore(
             continue
         for number in damaged if is_own else []:
             source.set_aside(number)
-        known = {field.name for field in fields(TrainingPosition)}
         log.info("resumed from step %d of %s", candidate, source.directory)
         if changed := [key for key, value in asdict(size).items() if value != trained[key]]:
             values = ", ".join(f"{key} from {trained[key]} to {getattr(size, key)}" for key in changed)
@@ -75,5 +76,13 @@ def restore(
             }
             log.info("the state is held in other dtypes from here on: %s", ", ".join(sorted(changes)))
             state = jax.pmap(partial(convert_state, layout=layout, **adam), axis.name, donate_argnums=0)(state)
-        return TrainingPosition(**{key: value for key, value in meta.items() if key in known}), state
+        return position, state
     raise UserError(f"{source.directory}: none of its checkpoints can be read; the lines above say why")
+
+
+def _position(origin: str, meta: dict[str, Any]) -> TrainingPosition:
+    known = {field.name for field in fields(TrainingPosition)}
+    try:
+        return TrainingPosition(**{key: value for key, value in meta.items() if key in known})
+    except TypeError as error:
+        raise DamagedCheckpoint(f"checkpoint {origin}: its metadata hold no position: {error}") from error

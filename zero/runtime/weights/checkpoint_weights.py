@@ -14,6 +14,7 @@ from zero.models.config import GPTConfig
 from zero.models.gated_unit import CODEBOOK
 from zero.partition.global_arrays import from_global
 from zero.partition.layout import Layout, PyTree
+from zero.runtime.checkpoints.damage import DamagedCheckpoint
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 from zero.runtime.run_directory import CONFIG_FILE, saved_checkpoint_directory
@@ -54,6 +55,18 @@ def check_unseen(origin: str, saved: Mapping[str, Any], expected: GPTConfig, als
     for key in (*also, *UNSEEN):
         if saved[key] != getattr(expected, key):
             raise UserError(f"{origin}: {key} is {saved[key]}, this run expects {getattr(expected, key)}")
+
+
+def trained_size(origin: str, meta: Mapping[str, Any]) -> GPTConfig:
+    """The size of the model that a checkpoint is of, from its metadata.
+
+    Raises:
+      DamagedCheckpoint: they hold none; `origin` begins the message.
+    """
+    try:
+        return GPTConfig(**meta["size"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpoint(f"{origin}: its metadata hold no size of a model: {error!r}") from error
 
 
 def weights_subtree(origin: str, meta: Mapping[str, Any], ema: bool) -> str:

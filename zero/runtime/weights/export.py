@@ -20,7 +20,13 @@ from zero.runtime.errors import Unavailable, first_line
 from zero.runtime.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 from zero.runtime.weights.architecture import Architecture
 from zero.runtime.weights.architecture_table import architecture_of
-from zero.runtime.weights.checkpoint_weights import choose_steps, new_directory, open_checkpoints, weights_subtree
+from zero.runtime.weights.checkpoint_weights import (
+    choose_steps,
+    new_directory,
+    open_checkpoints,
+    trained_size,
+    weights_subtree,
+)
 from zero.runtime.weights.hf_config import write_config
 from zero.runtime.weights.hf_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 
@@ -46,11 +52,11 @@ def export(place: str, folder: Path, step: int | None = None, *, ema: bool = Fal
     """
     with open_checkpoints(place) as checkpoints:
         step = choose_steps(checkpoints, None if step is None else [step])[-1]
-        meta = checkpoints.meta(step)
-        size, query_factor = _with_standard_scores(GPTConfig(**meta["size"]))
+        origin, meta = f"{checkpoints.directory}, step {step}", checkpoints.meta(step)
+        size, query_factor = _with_standard_scores(trained_size(origin, meta))
         architecture = architecture_of(size)
         tokenizer = load_tokenizer(meta["config"]["data"]["tokenizer"])
-        prefix = weights_subtree(f"{checkpoints.directory}, step {step}", meta, ema) + "/"
+        prefix = weights_subtree(origin, meta, ema) + "/"
         leaves = [name.removeprefix(prefix) for name in meta["shapes"] if name.startswith(prefix)]
         with new_directory(folder) as unfinished:
             tensors = _tensors(checkpoints, step, leaves, prefix, architecture, size, query_factor)

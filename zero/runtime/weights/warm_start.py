@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from zero.models.config import GPTConfig
 from zero.partition.global_arrays import from_global
 from zero.partition.layout import PyTree
 from zero.runtime.errors import UserError
@@ -17,6 +16,7 @@ from zero.runtime.weights.checkpoint_weights import (
     choose_steps,
     open_checkpoints,
     restore_weights,
+    trained_size,
     weights_subtree,
 )
 from zero.runtime.weights.hf_folder import CONFIG_FILE, HuggingFaceFolder
@@ -49,7 +49,7 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
             checkpoints = stack.enter_context(open_checkpoints(place))
             step = choose_steps(checkpoints, None)[-1]
             origin, meta = f"{checkpoints.directory}, step {step}", checkpoints.meta(step)
-            size, within = dataclasses.asdict(GPTConfig(**meta["size"])), weights_subtree(origin, meta, ema)
+            size, within = dataclasses.asdict(trained_size(origin, meta)), weights_subtree(origin, meta, ema)
 
             def read(model: ShardedGPT) -> PyTree:
                 return restore_weights(checkpoints, step, model, within)
