@@ -21,7 +21,9 @@ from zero.partition.layout import Layout
 from zero.runtime.config.schema import Config, Zero
 from zero.runtime.errors import UserError
 from zero.runtime.tokenizers import load_tokenizer
+from zero.training.averages import averages_of
 from zero.training.optimizer import make_optimizer
+from zero.training.parts import StepOptions
 from zero.training.programs import Programs, make_programs
 from zero.training.schedules import LearningRate
 from zero.training.sharded_gpt import ShardedGPT
@@ -124,10 +126,8 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         multipliers=multipliers_of(size),
         **optimizer.hyperparameters(),
     )
-    programs = make_programs(
-        model,
-        tx,
-        learning_rate=learning_rate(config),
+    options = StepOptions(
+        learning_rate(config),
         seed=config.seed,
         micro_batches=training.gradient_accumulation_steps,
         max_gradient_norm=training.max_gradient_norm,
@@ -135,9 +135,9 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         skip_spikes=training.skip_spikes,
         fused_update=config.zero.fused_update,
         ema_decay=training.ema,
-        devices=devices,
     )
-    return Job(model, tx, programs, state_layout(model, tx, has_ema=training.ema is not None))
+    programs = make_programs(model, tx, options, devices)
+    return Job(model, tx, programs, state_layout(model, tx, averages_of(model, options)))
 
 
 def learning_rate(config: Config) -> LearningRate:
