@@ -112,8 +112,19 @@ def _setup(
     **options: Any,
 ) -> Setup:
     axis = axis or zero.Axis("zero", (1, devices))
-    dtypes = (dtype, wire_dtype or dtype, jnp.float32, gradient_dtype)
-    model = ShardedGPT(config, axis, stage, *dtypes, remat, blockwise_from, master_dtype, end_of_text, gather_dtype)
+    model = ShardedGPT(
+        config,
+        axis,
+        stage,
+        dtype,
+        wire_dtype=wire_dtype or dtype,
+        gradient_dtype=gradient_dtype,
+        remat=remat,
+        blockwise_from=blockwise_from,
+        master_dtype=master_dtype,
+        end_of_text=end_of_text,
+        gather_dtype=gather_dtype,
+    )
     tx, rate, used = tx or adamw(0.1), CountedRate(), tuple(jax.devices()[:devices])
     chosen = StepOptions(rate, SEED, micro_batches, max_norm, **options)
     layout = state_layout(model, tx, averages_of(model, chosen))

@@ -29,8 +29,8 @@ from tests.training.small_gpt import (
     shapes_of,
 )
 from zero.models.gpt import BLOCKS
+from zero.models.layers import group_size
 from zero.training.fused_update import backward_and_update
-from zero.training.sharded_gpt import group_size
 
 DEEP = dataclasses.replace(CONFIG, N=6)  # three groups of two layers
 

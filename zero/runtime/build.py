@@ -45,19 +45,20 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
     """The model of a checked configuration on devices, by default all there are."""
     zero = config.zero
     platform, device_kind = (devices or jax.devices())[0].platform, (devices or jax.devices())[0].device_kind
+    remat = "none" if platform == "cpu" and not zero.fused_update else "full"
     model = ShardedGPT(
         size,
         make_axis(zero, devices),
         zero.stage,
         ("float32" if platform == "cpu" else "bfloat16") if zero.compute_dtype == "auto" else zero.compute_dtype,
-        zero.wire_dtype,
-        zero.reduce_dtype,
-        zero.gradient_dtype,
-        ("none" if platform == "cpu" and not zero.fused_update else "full") if zero.remat == "auto" else zero.remat,
-        blockwise_from(config.model.attention, platform),
-        zero.master_dtype,
-        load_tokenizer(config.data.tokenizer).end_of_text if config.data.isolate_documents else None,
-        None if zero.gather_dtype == "auto" else zero.gather_dtype,
+        wire_dtype=zero.wire_dtype,
+        reduce_dtype=zero.reduce_dtype,
+        gradient_dtype=zero.gradient_dtype,
+        remat=remat if zero.remat == "auto" else zero.remat,
+        blockwise_from=blockwise_from(config.model.attention, platform),
+        master_dtype=zero.master_dtype,
+        end_of_text=load_tokenizer(config.data.tokenizer).end_of_text if config.data.isolate_documents else None,
+        gather_dtype=None if zero.gather_dtype == "auto" else zero.gather_dtype,
         kernel=kernel_of(platform, device_kind) if config.model.attention == "kernel" else None,
     )
     if config.model.attention == "kernel":

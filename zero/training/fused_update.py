@@ -21,13 +21,14 @@ from jax import lax
 
 from zero.models.config import BLOCKS
 from zero.models.experts import ResidualStream
+from zero.models.layers import REMAT, Nested, Scanned, inputs_of, run_forward
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split
 from zero.partition.sharded_optimizer import Squares, clip, norm_of, on_shards, squares
 from zero.training.batch import Batch
 from zero.training.optimizer import scaled
 from zero.training.parts import Attempt, StepOptions, TrainState, Tried, unless
-from zero.training.sharded_gpt import ShardedGPT, group_size
+from zero.training.sharded_gpt import ShardedGPT
 
 
 def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> Attempt:
@@ -43,29 +44,32 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
     """
     if model.collections:
         raise ValueError(f"fused_update does not sum what {' and '.join(model.collections)} needs")
-    is_possible = model.stage == 3 and model.remat in ("full", "nested")
-    if not is_possible or options.micro_batches > 1 or options.skip_spikes is not None:
+    policy = REMAT[model.remat](model.config.scanned_layers)
+    keeps_inputs = policy == Scanned() or isinstance(policy, Nested)
+    if model.stage != 3 or not keeps_inputs or options.micro_batches > 1 or options.skip_spikes is not None:
         raise ValueError("fused_update needs stage 3, full or nested remat, one micro-batch and no skip_spikes")
     model = dataclasses.replace(model, sums_copies=True)
-    size = group_size(model.config.scanned_layers) if model.remat == "nested" else 1
+    size = policy.size if isinstance(policy, Nested) else 1
 
     def run(state: TrainState, batch: Batch, rate: jax.Array, key: jax.Array) -> Tried:
         keys, scored = model.dropout_keys(key, batch), model.count_all_scored(batch.tokens)
         tokens_in, targets, starts = model.inputs(batch.tokens)
+        module: Any = model.gpt.layer(model.cut)
 
         def embed(params: PyTree) -> ResidualStream:
             return model.apply({"params": params}, tokens_in, keys, starts, method="embed")
 
-        def block(params: PyTree, stream: ResidualStream, layer: jax.Array) -> ResidualStream:
-            return model.block({"params": params}, stream, layer, keys, starts)
+        def layer(params: PyTree, stream: ResidualStream, number: jax.Array) -> ResidualStream:
+            (stream, _), _ = module.apply({"params": params}, (stream, None), number, keys, 0, starts)
+            return stream
 
         def score(params: PyTree, stream: ResidualStream) -> tuple[jax.Array, Any]:
-            losses, _, observed = model.apply({"params": params}, stream, targets, method="score")
-            return model.sum_scored(losses, batch.tokens) / scored, observed
+            scores = model.apply({"params": params}, stream, targets, method="score")
+            return model.sum_scored(scores.losses_BT, batch.tokens) / scored, scores.routing
 
         loss, params, opt_state, norm, is_bad, observed = backward_and_update(
             embed,
-            block,
+            layer,
             score,
             scaled(tx, rate, state.clock),
             optax.apply_updates,
@@ -130,8 +134,7 @@ def backward_and_update(
     layers = jnp.arange(jax.tree.leaves(params[BLOCKS])[0].shape[0])
 
     x, embed_backward = jax.vjp(embed, rest)
-    groups = layers.reshape(-1, group)
-    x, kept = lax.scan(lambda x, layers: (_through(block, params[BLOCKS], x, layers)[0], x), x, groups)
+    x, kept = run_forward(block, params[BLOCKS], x, group)
     loss, score_backward, more = jax.vjp(score, rest, x, has_aux=True)
     grads, dx = score_backward(jnp.ones_like(loss))
     limit = None if max_norm is None else max_norm / math.sqrt(len(layers) + 1)
@@ -151,10 +154,10 @@ def backward_and_update(
 
     def group_backward(carry: tuple[PyTree, PyTree], xs: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
         (_, (now, _)), (x, layers) = carry, xs
-        return lax.scan(layer_backward, carry, (_inputs(block, now[BLOCKS], x, layers), layers), reverse=True)
+        return lax.scan(layer_backward, carry, (inputs_of(block, now[BLOCKS], x, layers), layers), reverse=True)
 
     held = _subtrees(partial(_only, keys=is_block, chosen=True), (params, opt_state))
-    (dx, held), of_layers = lax.scan(group_backward, (dx, held), (kept, groups), reverse=True)
+    (dx, held), of_layers = lax.scan(group_backward, (dx, held), (kept, layers.reshape(-1, group)), reverse=True)
     grads = jax.tree.map(jnp.add, grads, embed_backward(dx)[0])
     sums = squares(grads, rest_layout, axis)
     grads, is_bad = guarded(grads, sums)
@@ -163,28 +166,6 @@ def backward_and_update(
     sums, is_bad = jax.tree.map(lambda rest, layers: rest + layers.sum().astype(rest.dtype), (sums, is_bad), of_layers)
     params, opt_state = _subtrees(lambda rest, blocks: {**rest, **blocks}, new, held)
     return lax.psum(loss, axis.name), params, opt_state, norm_of(sums, axis), is_bad, more
-
-
-def _through(
-    block: Callable[[PyTree, PyTree, jax.Array], PyTree], stacks: PyTree, x: PyTree, layers: jax.Array
-) -> tuple[PyTree, PyTree]:
-    """What leaves a few layers, and what enters each of them. A slice of the stacks would be a copy."""
-
-    def one(x: PyTree, layer: jax.Array) -> tuple[PyTree, PyTree]:
-        own = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, layer, keepdims=False), stacks)
-        return block(own, x, layer), x
-
-    return lax.scan(one, x, layers)
-
-
-def _inputs(
-    block: Callable[[PyTree, PyTree, jax.Array], PyTree], stacks: PyTree, x: PyTree, layers: jax.Array
-) -> PyTree:
-    """What enters each layer of a group, from what enters the first."""
-    if len(layers) == 1:
-        return jax.tree.map(lambda x: x[None], x)
-    last, inputs = _through(block, stacks, x, layers[:-1])
-    return jax.tree.map(lambda inputs, last: jnp.concatenate([inputs, last[None]]), inputs, last)
 
 
 def _guarded(

@@ -47,12 +47,14 @@ class Guard(NamedTuple):
     judge: Callable[[GuardState, jax.Array, jax.Array, jax.Array], tuple[jax.Array | bool, GuardState]]
 
 
+def init_guard() -> GuardState:
+    """Before the first update; the same whatever is skipped."""
+    zero = jnp.int32(0)
+    return GuardState(zero, zero, zero, jnp.zeros((2, 3), jnp.float32))
+
+
 def make_guard(skip_bad_steps: bool, skip_spikes: float | None) -> Guard:
     """Decides from sums over all devices, so that the decision is the same everywhere; options as of `StepOptions`."""
-
-    def init() -> GuardState:
-        zero = jnp.int32(0)
-        return GuardState(zero, zero, zero, jnp.zeros((2, 3), jnp.float32))
 
     def judge(
         state: GuardState, loss: jax.Array, norm: jax.Array, is_bad: jax.Array
@@ -71,7 +73,7 @@ def make_guard(skip_bad_steps: bool, skip_spikes: float | None) -> Guard:
             jnp.where(is_counted, add_to_running(state.running, seen), state.running),
         )
 
-    return Guard(init, judge)
+    return Guard(init_guard, judge)
 
 
 def add_to_running(running: jax.Array, values: jax.Array) -> jax.Array:

@@ -52,8 +52,8 @@ def score(params: PyTree, tokens: jax.Array, *, model: ShardedGPT) -> tuple[jax.
     full = model.enter(*model.split(params))
     tokens = token_ids(tokens)
     starts = document_starts(tokens[:, :-1], model.end_of_text)
-    losses, is_greedy = model.apply(full, tokens[:, :-1], tokens[:, 1:], None, starts, method="scores")
-    return _of_all_rows(losses, model), _of_all_rows(is_greedy, model)
+    scores, _ = model.apply(full, tokens[:, :-1], tokens[:, 1:], None, starts, method="scores")
+    return _of_all_rows(scores.losses_BT, model), _of_all_rows(scores.is_greedy_BT, model)
 
 
 def score_on(
@@ -64,10 +64,9 @@ def score_on(
     For models of gated units, whose cache has a constant size: rows of any length are scored in parts as if at once.
     """
     tokens = token_ids(tokens)
-    (losses, is_greedy), cache = model.apply(
-        model.enter(*model.split(params)), tokens[:, :-1], tokens[:, 1:], cache, position, method="scores_on"
-    )
-    return _of_all_rows(losses, model), _of_all_rows(is_greedy, model), cache
+    variables, following = model.enter(*model.split(params)), {"cache": cache, "position": position}
+    scores, cache = model.apply(variables, tokens[:, :-1], tokens[:, 1:], method="scores", **following)
+    return _of_all_rows(scores.losses_BT, model), _of_all_rows(scores.is_greedy_BT, model), cache
 
 
 def _of_all_rows(x: jax.Array, model: ShardedGPT) -> jax.Array:

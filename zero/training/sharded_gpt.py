@@ -6,8 +6,8 @@ All of this is called inside pmap.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import flax.linen as nn
@@ -17,10 +17,9 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.models.block import scanned_layer
 from zero.models.collections import Collection, collections_of
-from zero.models.config import BLOCKS, GPTConfig, is_expert_leaf, tensor_dim
-from zero.models.experts import ALONE, Group, ResidualStream, Routing, no_routing, routing_metrics
+from zero.models.config import GPTConfig, is_expert_leaf, tensor_dim
+from zero.models.experts import ALONE, Group, Routing, no_routing, routing_metrics
 from zero.models.gpt import GPT, variable_shapes
 from zero.models.model_parallel import WHOLE, Cut
 from zero.partition.collectives.axis import Axis
@@ -62,6 +61,7 @@ class ShardedGPT:
     axis: Axis
     stage: int
     compute_dtype: DTypeLike = jnp.float32
+    _: dataclasses.KW_ONLY
     wire_dtype: DTypeLike = jnp.float32
     reduce_dtype: DTypeLike = jnp.float32
     gradient_dtype: DTypeLike = jnp.float32
@@ -116,42 +116,24 @@ class ShardedGPT:
         """How this stage splits them."""
         return self.layout_by_parts.without_parts()
 
-    @cached_property
-    def _plain(self) -> GPT:
-        return self._gpt()
-
     def _lift(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
         dtypes: Any = {"dtype": self.compute_dtype, "wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
         axis = dataclasses.replace(self.axis, sums_copies=self.sums_copies)
         return fully_shard(module_class, self.layout_by_parts.at(name), axis, gather_dtype=self.gather_dtype, **dtypes)
 
     @cached_property
-    def _lifted(self) -> GPT:
-        return self._gpt(lift=self._lift)
+    def gpt(self) -> GPT:
+        """The model: on shards from stage 2 on, before that on whole parameters."""
+        lift: Any = {"lift": self._lift} if self.stage >= 2 else {}
+        return self._gpt(**lift)
 
     def _gpt(self, **lift: Any) -> GPT:
         options: Any = {"cut": self.cut, "group": self.group, "kernel": self.kernel, **lift}
         return GPT(self.config, self.compute_dtype, remat=self.remat, blockwise_from=self.blockwise_from, **options)
 
-    def block(
-        self,
-        variables: dict[str, PyTree],
-        stream: ResidualStream,
-        layer: jax.Array,
-        keys: jax.Array | None,
-        starts: jax.Array | None,
-    ) -> ResidualStream:
-        """One entry of the stack of layers, from its own part of the variables."""
-        module_class = scanned_layer(self.config)
-        lifted: Any = self._lift(module_class, BLOCKS) if self.stage >= 2 else module_class
-        options: Any = {"cut": self.cut, "group": self.group, "kernel": self.kernel}
-        module = lifted(self.config, self.compute_dtype, self.blockwise_from, None, **options)
-        (stream, _), _ = module.apply(variables, (stream, None), layer, keys, 0, starts)
-        return stream
-
     def init(self, key: jax.Array) -> PyTree:
         """New weights, made layer by layer; their values do not depend on the number of devices."""
-        params = self._lifted.init(key, jnp.zeros((1, 2), jnp.int32), None, method="hidden")["params"]
+        params = self._gpt(lift=self._lift).init(key, jnp.zeros((1, 2), jnp.int32), None, method="hidden")["params"]
         return {**params, **self.new_collections(key)}
 
     @cached_property
@@ -223,8 +205,7 @@ class ShardedGPT:
         return global_norm(grads, self.layout, self.axis)
 
     def apply(self, variables: dict[str, PyTree], *args: Any, **kwargs: Any) -> Any:
-        model = self._lifted if self.stage >= 2 else self._plain
-        return model.apply(variables, *args, **kwargs)
+        return self.gpt.apply(variables, *args, **kwargs)
 
     def losses(
         self, variables: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None
@@ -234,14 +215,8 @@ class ShardedGPT:
         In a tensor group or a context group each device has its share of the first; of the second it has all.
         """
         tokens_in, targets, starts = self.inputs(tokens)
-        if self.remat == "nested":
-            stacked = {name: tree[BLOCKS] for name, tree in variables.items()}
-            stream = self.apply(variables, tokens_in, keys, starts, method="embed")
-            stream = nested_layers(partial(self.block, keys=keys, starts=starts), stacked, stream)
-            losses, _, routing = self.apply(variables, stream, targets, method="score")
-        else:
-            losses, _, routing = self.apply(variables, tokens_in, targets, keys, starts, method="routed_scores")
-        return self.sum_scored(losses, tokens), routing
+        scores, _ = self.apply(variables, tokens_in, targets, keys, starts, method="scores")
+        return self.sum_scored(scores.losses_BT, tokens), scores.routing
 
     def inputs(self, tokens: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """What the model takes of whole rows: tokens, targets, and where documents start; in a context group its part.
@@ -285,36 +260,3 @@ class ShardedGPT:
         penalty_B, *sums = observed
         summed = Routing(penalty_B, *lax.psum(sums, self.axis.name))
         return routing_metrics(summed, batch.tokens.size * self.axis.size)
-
-
-def group_size(layers: int) -> int:
-    """Layers of a group such that the inputs kept, one per group and those of one group, are fewest.
-
-    >>> group_size(136), group_size(36), group_size(7)
-    (8, 6, 1)
-    """
-    return min((size for size in range(1, layers + 1) if layers % size == 0), key=lambda size: layers // size + size)
-
-
-def in_groups(tree: PyTree, size: int) -> PyTree:
-    """Leaves of `(layers, ...)` as `(groups, size, ...)`."""
-    return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), tree)
-
-
-def nested_layers(block: Callable[[PyTree, PyTree, jax.Array], PyTree], stacked: PyTree, x: PyTree) -> PyTree:
-    """`block(a layer's part of stacked, x, its number)` for one layer after the other, in groups.
-
-    For the backward pass only what enters a group is kept, and the rest is computed again. Of L layers in groups of
-    sqrt(L) it then needs 2 sqrt(L) layer inputs instead of L, and runs one more forward pass. Source: Chen et al.,
-    Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174, section 4.
-
-    >>> weights = jnp.arange(6.0)
-    >>> loss = lambda weights: nested_layers(lambda w, x, layer: jnp.sin(w * x), weights, jnp.float32(1))
-    >>> plain = lambda weights: lax.scan(lambda x, w: (jnp.sin(w * x), None), jnp.float32(1), weights)[0]
-    >>> bool(jnp.allclose(jax.grad(loss)(weights), jax.grad(plain)(weights)))
-    True
-    """
-    count = jax.tree.leaves(stacked)[0].shape[0]
-    one = jax.checkpoint(lambda x, layer: (block(layer[0], x, layer[1]), None), prevent_cse=False)
-    group = jax.checkpoint(lambda x, layers: lax.scan(one, x, layers), prevent_cse=False)
-    return lax.scan(group, x, in_groups((stacked, jnp.arange(count)), group_size(count)))[0]

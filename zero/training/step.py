@@ -16,7 +16,7 @@ from zero.partition.layout import Layout, PyTree, derive_layout
 from zero.training.averages import averages_of
 from zero.training.batch import Batch
 from zero.training.fused_update import fused_update
-from zero.training.guard import make_guard
+from zero.training.guard import init_guard, make_guard
 from zero.training.parts import Average, StepOptions, TrainState, unless
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.whole_gradient import whole_gradient
@@ -59,7 +59,7 @@ def new_state(
     """The state of a run that starts with these weights: whole, or shards where `tx` is for shards."""
     params, collections = model.split(weights)
     started = {name: average.init(params, collections) for name, average in averages.items()}
-    return TrainState(jnp.int32(0), params, tx.init(params), started, make_guard(False, None).init())
+    return TrainState(jnp.int32(0), params, tx.init(params), started, init_guard())
 
 
 def state_layout(
