@@ -3,6 +3,7 @@
 import ast
 import doctest
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -164,6 +165,11 @@ def test_checker_sees_a_wrong_import(module: str, source: str) -> None:
 )
 def test_checker_sees_a_forbidden_name(source: str) -> None:
     assert forbidden_names(source)
+
+
+def test_step_names_none_of_the_features_that_it_composes() -> None:
+    words = set(re.findall("[a-z]+", SOURCES["zero.training.step"].read_text().lower()))
+    assert words & {"codebook", "ema", "spike", "spikes", "clip", "dropout", "expert", "experts", "routing"} == set()
 
 
 def test_import_zero_loads_no_heavy_library() -> None:

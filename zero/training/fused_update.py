@@ -81,7 +81,7 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
             max_norm=options.max_gradient_norm,
             skips_bad=options.skip_bad_steps,
         )
-        return Tried(params, opt_state, loss, norm, is_bad, {}, observed)
+        return Tried(params, opt_state, loss, norm, is_bad, {}, model.metrics(observed, batch))
 
     return Attempt(run, lambda is_skipped, tried, state: (tried.params, tried.opt_state))
 

@@ -2,49 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
+from zero.training.parts import Guard, GuardState, StepOptions, Tried
+
 # As OLMo-core's SkipStepOptimizer: of the last 128 updates, and no update is judged by fewer than 64.
 _DECAY, _JUDGED_BY = 1 - 1 / 128, 64
-
-
-class GuardState(NamedTuple):
-    """What is known of the updates so far, the same on every device.
-
-    Attributes:
-      skipped_steps: updates skipped so far, int32.
-      skipped_in_a_row: updates skipped since the last one that was made, int32.
-      skipped_spikes: those among `skipped_steps` that were spikes, int32.
-      running: statistics of loss and gradient norm of the updates that were made, float32 `(2, 3)`, as
-        `add_to_running` keeps them.
-    """
-
-    skipped_steps: jax.Array
-    skipped_in_a_row: jax.Array
-    skipped_spikes: jax.Array
-    running: jax.Array
-
-    @property
-    def counters(self) -> dict[str, jax.Array]:
-        """By the names of metrics."""
-        return {name: x for name, x in self._asdict().items() if name != "running"}
-
-
-class Guard(NamedTuple):
-    """A pair of pure functions.
-
-    Attributes:
-      init: to the state before the first update.
-      judge: `(state, loss, gradient norm, whether the gradient is not finite)` to whether the update is skipped, and
-        the next state. The former is False, not an array, where nothing is ever skipped.
-    """
-
-    init: Callable[[], GuardState]
-    judge: Callable[[GuardState, jax.Array, jax.Array, jax.Array], tuple[jax.Array | bool, GuardState]]
 
 
 def init_guard() -> GuardState:
@@ -53,17 +17,15 @@ def init_guard() -> GuardState:
     return GuardState(zero, zero, zero, jnp.zeros((2, 3), jnp.float32))
 
 
-def make_guard(skip_bad_steps: bool, skip_spikes: float | None) -> Guard:
-    """Decides from sums over all devices, so that the decision is the same everywhere; options as of `StepOptions`."""
+def make_guard(options: StepOptions) -> Guard:
+    """Decides from sums over all devices, so that the decision is the same everywhere."""
 
-    def judge(
-        state: GuardState, loss: jax.Array, norm: jax.Array, is_bad: jax.Array
-    ) -> tuple[jax.Array | bool, GuardState]:
-        seen = jnp.stack([loss, norm])
+    def judge(state: GuardState, tried: Tried) -> tuple[jax.Array | bool, GuardState]:
+        seen = jnp.stack([tried.loss, tried.norm])
         is_high: jax.Array | bool = False
-        if skip_spikes is not None:
-            is_high = jnp.isfinite(norm) & is_spike(state.running, seen, skip_spikes)
-        is_skipped = is_bad | is_high if skip_bad_steps else is_high
+        if options.skip_spikes is not None:
+            is_high = jnp.isfinite(tried.norm) & is_spike(state.running, seen, options.skip_spikes)
+        is_skipped = tried.is_bad | is_high if options.skip_bad_steps else is_high
         skipped = jnp.asarray(is_skipped, jnp.int32)
         is_counted = jnp.isfinite(seen).all() & (skipped == 0)
         return is_skipped, GuardState(

@@ -1,4 +1,4 @@
-"""The parts that a training step is composed of: its state, its options, and the contracts of attempt and average.
+"""The parts that a training step is composed of: its state, its options, and the contracts of its parts.
 
 Each part is a few pure functions that run inside pmap. A new feature is a new file with such functions, and one entry
 where they are chosen: `make_step` for attempts, `averages_of` for averages.
@@ -8,14 +8,35 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zero.partition.layout import PyTree
 from zero.training.batch import Batch
-from zero.training.guard import GuardState
+
+
+class GuardState(NamedTuple):
+    """What is known of the updates so far, the same on every device.
+
+    Attributes:
+      skipped_steps: updates skipped so far, int32.
+      skipped_in_a_row: updates skipped since the last one that was made, int32.
+      skipped_spikes: those among `skipped_steps` that were spikes, int32.
+      running: statistics of loss and gradient norm of the updates that were made, float32 `(2, 3)`, as
+        `zero.training.guard.add_to_running` keeps them.
+    """
+
+    skipped_steps: jax.Array
+    skipped_in_a_row: jax.Array
+    skipped_spikes: jax.Array
+    running: jax.Array
+
+    @property
+    def counters(self) -> dict[str, jax.Array]:
+        """By the names of metrics."""
+        return {name: x for name, x in self._asdict().items() if name != "running"}
 
 
 class TrainState(NamedTuple):
@@ -71,7 +92,7 @@ class Tried(NamedTuple):
       norm: of the gradient before it was clipped.
       is_bad: whether the gradient is not finite.
       found: of each of the model's collections its gradient, summed over devices.
-      observed: this device's part of what the layers have observed (`ShardedGPT.metrics`).
+      metrics: what else is logged of this update, one scalar each.
     """
 
     params: PyTree
@@ -80,7 +101,7 @@ class Tried(NamedTuple):
     norm: jax.Array
     is_bad: jax.Array
     found: dict[str, PyTree]
-    observed: Any
+    metrics: dict[str, jax.Array]
 
 
 class Attempt(NamedTuple):
@@ -94,6 +115,19 @@ class Attempt(NamedTuple):
 
     run: Callable[[TrainState, Batch, jax.Array, jax.Array], Tried]
     settle: Callable[[jax.Array | bool, Tried, TrainState], tuple[PyTree, PyTree]]
+
+
+class Guard(NamedTuple):
+    """Which updates are skipped.
+
+    Attributes:
+      init: to the state before the first update.
+      judge: `(its state, the update)` to whether the update is skipped, and its next state. The former is a bool, the
+        same on every device; False, not an array, where nothing is ever skipped.
+    """
+
+    init: Callable[[], GuardState]
+    judge: Callable[[GuardState, Tried], tuple[jax.Array | bool, GuardState]]
 
 
 class Average(NamedTuple):

@@ -34,21 +34,20 @@ def make_step(model: ShardedGPT, tx: optax.GradientTransformation, options: Step
       NotElementwiseError: `tx` would be wrong on shards, or layer by layer where the update is fused.
     """
     attempt = (fused_update if options.fused_update else whole_gradient)(model, tx, options)
-    guard = make_guard(options.skip_bad_steps, options.skip_spikes)
-    averages = averages_of(model, options)
+    guard, averages = make_guard(options), averages_of(model, options)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.key(options.seed), state.clock)
         rate = options.learning_rate(state.clock)
         tried = attempt.run(state, batch, rate, key)
-        is_skipped, judged = guard.judge(state.guard, tried.loss, tried.norm, tried.is_bad)
+        is_skipped, judged = guard.judge(state.guard, tried)
         params, opt_state = attempt.settle(is_skipped, tried, state)
         updates = state.clock + 1 - state.guard.skipped_steps
         moved = {name: a.update(state.averages[name], tried, updates, key) for name, a in averages.items()}
         moved = unless(is_skipped, moved, state.averages)
-        metrics = {"loss": tried.loss, "gradient_norm": tried.norm, "learning_rate": rate} | judged.counters
+        metrics = {"loss": tried.loss, "gradient_norm": tried.norm, "learning_rate": rate}
         state = TrainState(state.clock + 1, params, opt_state, moved, judged)
-        return state, metrics | model.metrics(tried.observed, batch)
+        return state, metrics | judged.counters | tried.metrics
 
     return step
 

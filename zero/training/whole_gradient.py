@@ -35,7 +35,7 @@ def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options:
         optimizer = on_shards(scaled(tx, rate, state.clock), model.layout, model.axis)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        return Tried(params, opt_state, loss, norm, ~jnp.isfinite(norm), found, observed)
+        return Tried(params, opt_state, loss, norm, ~jnp.isfinite(norm), found, model.metrics(observed, batch))
 
     def settle(is_skipped: jax.Array | bool, tried: Tried, state: TrainState) -> tuple[PyTree, PyTree]:
         settled: tuple[PyTree, PyTree] = unless(

@@ -10,6 +10,8 @@ import pytest
 from tests.training.small_gpt import Setup, advance, setup, tokens
 from zero.models.config import GPTConfig
 from zero.runtime.checkpoints.manager import Checkpoints
+from zero.runtime.checkpoints.migration import FORMAT, migrate
+from zero.runtime.errors import UserError
 from zero.runtime.run.restore import restore
 from zero.runtime.weights.average import average
 from zero.runtime.weights.checkpoint_weights import restore_weights, weights_subtree
@@ -47,6 +49,11 @@ def test_checkpoint_of_an_earlier_format_trains_on(name: str, stage: int, tmp_pa
     np.testing.assert_allclose([one["loss"] for one in metrics], meta["next_losses"], rtol=1e-5)
     np.testing.assert_allclose([one["gradient_norm"] for one in metrics], meta["next_gradient_norms"], rtol=1e-4)
     assert [one["skipped_steps"] for one in metrics] == [1] * 4
+
+
+def test_checkpoint_of_a_later_format_is_refused() -> None:
+    with pytest.raises(UserError, match=f"of format {FORMAT + 1}, this version reads formats 1 to {FORMAT}: update"):
+        migrate({"format": FORMAT + 1, "shapes": {}})
 
 
 def test_weights_and_their_averages_are_read_from_an_earlier_format(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Checkpoints of earlier formats: where their leaves are in the state of today.
+"""Checkpoints of earlier formats: where today's state and data cursor find what they hold.
 
-A change of the state's structure is one more entry of `_MOVES`; every reader sees the paths of today only.
+A change of the state's structure is one more entry of `_LEAVES`; every reader sees the paths of today only.
 """
 
 from __future__ import annotations
@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zero.runtime.errors import UserError
+
+Moves = tuple[dict[str, str], ...]
+
 # From each format to the next: the path of a leaf or of a subtree that moved, and where it is now.
-_MOVES: tuple[dict[str, str], ...] = (
+_LEAVES: Moves = (
     {
         "step": "clock",
         "skipped": "guard/skipped_steps",
@@ -20,21 +24,32 @@ _MOVES: tuple[dict[str, str], ...] = (
         "codebook": "averages/codebook",
     },
 )
-FORMAT = len(_MOVES) + 1  # of checkpoints that are written now; those without a number are of format 1
-_BY_LEAF = ("shapes", "dtypes", "checksums")  # the entries of `meta` that have one value per leaf
+_CURSOR: Moves = ({"window": "shuffle_shards"},)
+FORMAT = len(_LEAVES) + 1  # of checkpoints that are written now; those without a number are of format 1
+# The entries of `meta` whose keys may have moved.
+_MOVES: dict[str, Moves] = {"shapes": _LEAVES, "dtypes": _LEAVES, "checksums": _LEAVES, "cursor": _CURSOR}
 
 
 def migrate(meta: Mapping[str, Any]) -> dict[str, Any]:
     """The metadata of a checkpoint with the paths of today.
 
+    Raises:
+      UserError: a later version wrote it.
+
     >>> migrate({"shapes": {"ema/norm/scale": [3], "params/norm/scale": [3]}})["shapes"]
     {'averages/ema/norm/scale': [3], 'params/norm/scale': [3]}
+    >>> migrate({"cursor": {"window": 16, "batches": 7}})["cursor"]
+    {'shuffle_shards': 16, 'batches': 7}
     """
-    moves = _MOVES[meta.get("format", 1) - 1 :]
-    return {
-        key: {_moved(path, moves): x for path, x in value.items()} if key in _BY_LEAF else value
-        for key, value in meta.items()
+    first = meta.get("format", 1) - 1
+    if first >= FORMAT:
+        raise UserError(f"a checkpoint of format {first + 1}, this version reads formats 1 to {FORMAT}: update zero")
+    moved = {
+        name: {_moved(path, moves[first:]): x for path, x in meta[name].items()}
+        for name, moves in _MOVES.items()
+        if meta.get(name)
     }
+    return {**meta, **moved}
 
 
 def stored_path(meta: Mapping[str, Any], path: str) -> str:
@@ -43,11 +58,11 @@ def stored_path(meta: Mapping[str, Any], path: str) -> str:
     >>> stored_path({}, "averages/ema/norm/scale"), stored_path({"format": FORMAT}, "clock")
     ('ema/norm/scale', 'clock')
     """
-    moves = _MOVES[meta.get("format", 1) - 1 :]
+    moves = _LEAVES[meta.get("format", 1) - 1 :]
     return _moved(path, tuple({new: old for old, new in move.items()} for move in reversed(moves)))
 
 
-def _moved(path: str, moves: tuple[dict[str, str], ...]) -> str:
+def _moved(path: str, moves: Moves) -> str:
     for move in moves:
         for old, new in move.items():
             if path == old or path.startswith(f"{old}/"):
