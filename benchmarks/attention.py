@@ -170,6 +170,7 @@ def plan(
     from zero.runtime.planning.compile import step_arguments
     from zero.runtime.planning.topology import find_devices, out_of_memory
     from zero.training.optimizer import adamw
+    from zero.training.parts import StepOptions
     from zero.training.programs import make_programs
     from zero.training.sharded_gpt import ShardedGPT
     from zero.training.step import state_layout
@@ -190,15 +191,8 @@ def plan(
             options["kernel"] = kernel_of("tpu", devices[0].device_kind)
         model = ShardedGPT(config, axis, 3, "bfloat16", **options)
         tx = adamw(0.1)
-        programs = make_programs(
-            model,
-            tx,
-            learning_rate=lambda step: 1e-4 + 0 * step,
-            seed=0,
-            micro_batches=1,
-            max_gradient_norm=1.0,
-            devices=devices,
-        )
+        step_options = StepOptions(lambda step: 1e-4 + 0 * step, max_gradient_norm=1.0)
+        programs = make_programs(model, tx, step_options, devices)
         job = Job(model, tx, programs, state_layout(model, tx))
         start = time.perf_counter()
         try:

@@ -45,6 +45,7 @@ from zero.runtime.tokenizers import load_tokenizer
 from zero.training import optimizer
 from zero.training.batch import Batch
 from zero.training.optimizer import adamw, decayed
+from zero.training.parts import StepOptions
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate
 from zero.training.sharded_gpt import ShardedGPT
@@ -184,15 +185,9 @@ def train(form: Form, size: GPTConfig, steps: int, seed: int, factor: float) -> 
     )
     validation = [batch.tokens for batch, _ in zip(validation_rows.batches(None), range(16), strict=False)]
     with mock.patch.object(optimizer, "rounded_updates", form.rounding):
-        programs = make_programs(
-            model,
-            form.tx,
-            learning_rate=LearningRate(factor * PEAK, factor * PEAK / 10, WARMUP, steps),
-            seed=seed,
-            micro_batches=1,
-            max_gradient_norm=1.0,
-            devices=jax.devices()[:1],
-        )
+        rate = LearningRate(factor * PEAK, factor * PEAK / 10, WARMUP, steps)
+        options = StepOptions(rate, seed, max_gradient_norm=1.0)
+        programs = make_programs(model, form.tx, options, jax.devices()[:1])
         state = programs.start(programs.init(np.asarray(jax.random.key_data(jax.random.key(seed)))[None]))
         curve = []
         for step, batch in zip(range(1, steps + 1), train_rows.batches(None), strict=False):

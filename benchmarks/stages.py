@@ -24,6 +24,7 @@ from zero.runtime.config.files import load_sizes
 from zero.runtime.planning.hlo import collectives
 from zero.training.batch import Batch
 from zero.training.optimizer import adamw
+from zero.training.parts import StepOptions
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate
 from zero.training.sharded_gpt import ShardedGPT
@@ -79,7 +80,7 @@ def megabytes_sent(stage: int, micro_batches: int) -> float:
     """What one device sends in a step of the default job's model in float32."""
     model, tx = ShardedGPT(SIZES["bytes"], Axis("zero", (1, DEVICES)), stage), adamw(0.1)
     rate = LearningRate(3e-3, 3e-4, 50, 500)
-    programs = make_programs(model, tx, learning_rate=rate, seed=0, micro_batches=micro_batches, max_gradient_norm=1.0)
+    programs = make_programs(model, tx, StepOptions(rate, micro_batches=micro_batches, max_gradient_norm=1.0))
     batch = jax.eval_shape(lambda: Batch(jnp.zeros((micro_batches, model.config.block_size), jnp.int32), jnp.int32(0)))
     stacked = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((DEVICES, *x.shape), x.dtype), (state_layout(model, tx).shard_shapes(), batch)

@@ -48,6 +48,7 @@ from zero.partition.layout import LeafLayout
 from zero.runtime.hosts.startup import start
 from zero.training.batch import Batch, next_tokens
 from zero.training.optimizer import adamw, decayed
+from zero.training.parts import StepOptions
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate
 from zero.training.sharded_gpt import ShardedGPT
@@ -82,7 +83,7 @@ def sharded(shape: Shape, stage: int, dtype: str, remat: str, tokens: np.ndarray
     """This project's step."""
     devices = jax.device_count()
     model = ShardedGPT(shape.config, Axis("zero", (1, devices)), stage, dtype, remat=remat)
-    programs = make_programs(model, adamw(0.1), learning_rate=RATE, seed=0, micro_batches=1, max_gradient_norm=1.0)
+    programs = make_programs(model, adamw(0.1), StepOptions(RATE, max_gradient_norm=1.0))
     key = np.asarray(jax.random.key_data(jax.random.key(0)))
     state = programs.start(programs.init(np.stack([key] * devices)))
     rows = len(tokens) // devices

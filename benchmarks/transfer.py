@@ -36,6 +36,7 @@ from zero.runtime.data.loader import Loader
 from zero.runtime.tokenizers import load_tokenizer
 from zero.training.batch import Batch
 from zero.training.optimizer import make_optimizer
+from zero.training.parts import StepOptions
 from zero.training.programs import make_programs
 from zero.training.schedules import LearningRate
 from zero.training.sharded_gpt import ShardedGPT
@@ -63,15 +64,9 @@ def train(parametrization: str, width: int, rate: float, steps: int, seed: int) 
         Loader(index, global_rows=ROWS, context=ROW_TOKENS, vocab_size=256, seed=seed, shuffle=is_training)
         for index, is_training in zip(INDEX, (True, False), strict=True)
     )
-    programs = make_programs(
-        model,
-        make_optimizer("adamw", DECAY, multipliers=multipliers_of(size)),
-        learning_rate=LearningRate(rate, rate / 10, steps // 10, steps),
-        seed=seed,
-        micro_batches=1,
-        max_gradient_norm=None,
-        devices=jax.devices()[:1],
-    )
+    optimizer = make_optimizer("adamw", DECAY, multipliers=multipliers_of(size))
+    options = StepOptions(LearningRate(rate, rate / 10, steps // 10, steps), seed)
+    programs = make_programs(model, optimizer, options, jax.devices()[:1])
     state = programs.start(programs.init(np.asarray(jax.random.key_data(jax.random.key(seed)))[None]))
     for batch, _ in zip(train_rows.batches(None), range(steps), strict=False):
         state, _ = programs.step(state, Batch(batch.tokens.reshape(1, -1, CONTEXT), np.zeros(1, np.int32)))

@@ -200,7 +200,7 @@ def diverging(config, size, make=setup.make_job):
 
     def step(state, batch):
         state, metrics = whole_step(state, batch)
-        is_bad = (jax.lax.axis_index("zero") == 3) & (state.step == 7)
+        is_bad = (jax.lax.axis_index("zero") == 3) & (state.clock == 7)
         table = state.params["vocabulary"]["table"]
         params = {{**state.params, "vocabulary": {{"table": table + is_bad * 1e-6}}}}
         return state._replace(params=params), metrics

@@ -154,8 +154,8 @@ def test_auxiliary_losses_have_the_gradient_of_their_formula_and_leave_the_repor
     assert np.abs(router - plain).max() > 1e-3 * np.abs(plain).max()
 
     def penalties(params: Any) -> jax.Array:
-        scored: Any = GPT(config).apply({"params": params}, x, x, method="routed_scores")
-        return scored[2].penalty_B.mean()
+        scores: Any = GPT(config).apply({"params": params}, x, x, method="scores")[0]
+        return scores.routing.penalty_B.mean()
 
     expected = np.asarray(jax.jit(jax.grad(penalties))(params)["blocks"]["experts"]["router"]["kernel"])
     np.testing.assert_allclose(router - plain, expected, rtol=1e-3, atol=1e-6)

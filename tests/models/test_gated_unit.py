@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.models.block import init_cache
+from zero.models.codebook import init_codebook, update_codebook, with_commitment
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gated_unit import (
@@ -22,7 +23,6 @@ from zero.models.gated_unit import (
     quantise,
 )
 from zero.models.gpt import GPT
-from zero.training.running_averages import init_codebook, update_codebook, with_commitment
 
 K, V = 4, 6
 SIZE: dict[str, Any] = {"embedding_dim": 12, "vocab_size": 31, "num_head": 1, "block_size": 64, "dropout": 0.0, "N": 2}

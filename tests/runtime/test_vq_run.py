@@ -34,7 +34,9 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> cli.Forks:
 
 def state(run: Path, step: int) -> dict[str, np.ndarray]:
     with Checkpoints(run / "checkpoints", None) as checkpoints:
-        names = [name for name in checkpoints.meta(step)["shapes"] if name.startswith(("params/", "codebook/"))]
+        names = [
+            name for name in checkpoints.meta(step)["shapes"] if name.startswith(("params/", "averages/codebook/"))
+        ]
         return {name: checkpoints.read(step, name) for name in names}
 
 
@@ -66,7 +68,7 @@ def test_it_resumes_to_rounding_on_other_devices_at_another_stage(forks: cli.For
     expected, start = state(whole, LAST), state(whole, 4)
     elsewhere = state(resumed(forks, "distributed.cpu_devices=4", "zero.stage=1"), LAST)
     for name in expected:
-        if name.startswith("codebook/"):
+        if name.startswith("averages/codebook/"):
             assert np.abs(expected[name] - start[name]).max() > 1e-2, name
             np.testing.assert_allclose(elsewhere[name], expected[name], rtol=1e-3, atol=1e-4, err_msg=name)
 
@@ -94,7 +96,7 @@ def test_two_hosts_have_the_codebook_of_one(forks: cli.Forks) -> None:
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
     expected = state(forks.workplace / "whole", LAST)
     for name, x in state(forks.workplace / "hosts", LAST).items():
-        if name.startswith("codebook/"):
+        if name.startswith("averages/codebook/"):
             np.testing.assert_allclose(x, expected[name], rtol=1e-3, atol=1e-4, err_msg=name)
 
 
@@ -116,7 +118,7 @@ def test_it_is_evaluated_sampled_from_and_warm_started_with_its_codebook(forks: 
         if name.startswith("params/"):
             np.testing.assert_array_equal(got[name], x, err_msg=name)
     # Four steps move codes by few per cent; a new codebook would be anywhere.
-    counts, other = (s["codebook/blocks/unit_0/counts"] for s in (source, got))
+    counts, other = (s["averages/codebook/blocks/unit_0/counts"] for s in (source, got))
     assert np.corrcoef(counts.ravel(), other.ravel())[0, 1] > 0.9
     with pytest.raises(UserError, match=r"no architecture of transformers equals this model.*layer=transformer"):
         export(str(forks.workplace / "whole"), tmp_path / "exported")

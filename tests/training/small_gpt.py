@@ -13,12 +13,14 @@ from jax.typing import ArrayLike
 import zero
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
+from zero.training.averages import averages_of
 from zero.training.batch import Batch
 from zero.training.optimizer import adamw
+from zero.training.parts import StepOptions, TrainState
 from zero.training.programs import Programs, make_programs, split_rows
 from zero.training.schedules import LearningRate
 from zero.training.sharded_gpt import ShardedGPT
-from zero.training.step import TrainState, state_layout
+from zero.training.step import state_layout
 
 CONFIG = GPTConfig(
     embedding_dim=42,
@@ -64,6 +66,9 @@ class Setup(NamedTuple):
         first = self.model.layout.map(lambda leaf, x: np.asarray(x, leaf.dtype), first_params(self.model.config))
         return self.programs.start(zero.from_host(first, self.model.layout, self.model.axis, self.devices))
 
+    def weights(self, state: TrainState) -> Any:
+        return self.model.weights(state.params, state.averages)
+
     def whole(self, tree: Any, layout: zero.Layout) -> dict[str, np.ndarray]:
         """Logical arrays by name, put together on the host; their padding is zero."""
         found = {}
@@ -107,20 +112,23 @@ def _setup(
     **options: Any,
 ) -> Setup:
     axis = axis or zero.Axis("zero", (1, devices))
-    dtypes = (dtype, wire_dtype or dtype, jnp.float32, gradient_dtype)
-    model = ShardedGPT(config, axis, stage, *dtypes, remat, blockwise_from, master_dtype, end_of_text, gather_dtype)
-    tx, rate, used = tx or adamw(0.1), CountedRate(), tuple(jax.devices()[:devices])
-    programs = make_programs(
-        model,
-        tx,
-        learning_rate=rate,
-        seed=SEED,
-        micro_batches=micro_batches,
-        max_gradient_norm=max_norm,
-        devices=used,
-        **options,
+    model = ShardedGPT(
+        config,
+        axis,
+        stage,
+        dtype,
+        wire_dtype=wire_dtype or dtype,
+        gradient_dtype=gradient_dtype,
+        remat=remat,
+        blockwise_from=blockwise_from,
+        master_dtype=master_dtype,
+        end_of_text=end_of_text,
+        gather_dtype=gather_dtype,
     )
-    return Setup(model, programs, used, state_layout(model, tx, "ema_decay" in options), rate)
+    tx, rate, used = tx or adamw(0.1), CountedRate(), tuple(jax.devices()[:devices])
+    chosen = StepOptions(rate, SEED, micro_batches, max_norm, **options)
+    layout = state_layout(model, tx, averages_of(model, chosen))
+    return Setup(model, make_programs(model, tx, chosen, used), used, layout, rate)
 
 
 def tokens(step: int, context: int = 12) -> np.ndarray:

@@ -34,8 +34,9 @@ CONFIG = GPTConfig(
 
 def codebook(state: Any) -> dict[str, np.ndarray]:
     """Of the first device; all must have the same."""
-    zero.check_replicated(state.codebook, "zero", devices=list(jax.tree.leaves(state.codebook)[0].sharding.device_set))
-    flat = jax.tree_util.tree_leaves_with_path(state.codebook)
+    held = state.averages[CODEBOOK]
+    zero.check_replicated(held, "zero", devices=list(jax.tree.leaves(held)[0].sharding.device_set))
+    flat = jax.tree_util.tree_leaves_with_path(held)
     return {jax.tree_util.keystr(path): np.asarray(x)[0] for path, x in flat}
 
 
@@ -95,7 +96,7 @@ def test_reported_loss_is_without_the_commitment() -> None:
     config = dataclasses.replace(CONFIG, dropout=0.0)
     on = setup(8, 3, config=config)
     state = on.start()
-    losses, scored = on.programs.evaluate(state.weights, batch(on, 0).tokens)
+    losses, scored = on.programs.evaluate(on.weights(state), batch(on, 0).tokens)
     _, (metrics,) = advance(on, state, range(1))
     np.testing.assert_allclose(metrics["loss"], losses.item() / scored.item(), rtol=1e-6)
 
@@ -105,25 +106,24 @@ def test_a_skipped_step_leaves_the_codebook_as_it_was(poison: float) -> None:
     on = setup(8, 3, config=CONFIG)
     state = on.start()
     sick = {**state.params, "norm": {"scale": state.params["norm"]["scale"] * poison}}
-    before = bits(state.codebook)
+    before = bits(state.averages[CODEBOOK])
     state, metrics = on.programs.step(state._replace(params=sick), batch(on, 0))
     assert metrics["skipped_steps"].item() == 1
-    for got, x in zip(bits(state.codebook), before, strict=True):
+    for got, x in zip(bits(state.averages[CODEBOOK]), before, strict=True):
         np.testing.assert_array_equal(got, x)
 
 
 def test_codebook_is_neither_a_parameter_nor_seen_by_the_optimizer() -> None:
     names = [leaf.name for leaf in setup(8, 3, config=CONFIG).layout.leaves]
     assert [name for name in names if "counts" in name or "sums" in name] == [
-        f"codebook/blocks/unit_{unit}/{name}" for unit in range(2) for name in ("counts", "sums")
+        f"averages/codebook/blocks/unit_{unit}/{name}" for unit in range(2) for name in ("counts", "sums")
     ]
     assert not any("codebook" in leaf.name for leaf in setup(8, 3).layout.leaves)
 
 
 def test_fused_update_is_refused() -> None:
-    on = setup(8, 3, config=CONFIG, fused_update=True)
-    with pytest.raises(ValueError, match="does not sum what a codebook of keys needs"):
-        advance(on, on.start(), range(1))
+    with pytest.raises(ValueError, match="does not sum what codebook needs"):
+        setup(8, 3, config=CONFIG, fused_update=True)
 
 
 @pytest.mark.slow
@@ -134,10 +134,10 @@ def test_units_without_codes_train_at_every_stage_alike() -> None:
 
 def test_text_is_drawn_with_a_state_of_constant_size_as_by_whole_forward_passes() -> None:
     on = setup(8, 3, config=CONFIG)
-    weights = advance(on, on.start(), range(2))[0].weights
-    params, book = on.model.split(weights)
+    weights = on.weights(advance(on, on.start(), range(2))[0])
+    params, books = on.model.split(weights)
     whole = jax.tree_util.tree_unflatten(on.model.layout.treedef, [*on.whole(params, on.model.layout).values()])
-    variables = {"params": whole, CODEBOOK: jax.tree.map(lambda x: x[0], book)}
+    variables = {"params": whole, CODEBOOK: jax.tree.map(lambda x: x[0], books[CODEBOOK])}
     prompts = [np.arange(1, 2 + row % 5, dtype=np.int32) for row in range(8)]
     inference = make_inference(on.model, Sampling(temperature=0))
     *_, texts = generate(inference, weights, prompts, 21, seed=0, chunk=7)  # longer than block_size

@@ -11,8 +11,8 @@ import pytest
 
 import zero
 from tests.training.small_gpt import STEPS, Setup, advance, bits, setup
-from zero.training.running_averages import update_ema
-from zero.training.step import TrainState
+from zero.training.ema import EMA, update_ema
+from zero.training.parts import TrainState
 
 DECAY = 0.9
 CASES: list[Any] = [(8, 3, 1), (3, 1, 2)]  # devices, stage, micro-batches
@@ -48,7 +48,7 @@ def assert_average(got: dict[str, np.ndarray], params: list[dict[str, np.ndarray
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_average_in_shards_is_optax_ema_of_whole_parameters(case: tuple[int, int, int]) -> None:
     on, (state, params) = averaging(*case), trained(*case)
-    assert_average(on.whole(state.ema, on.model.layout), params)
+    assert_average(on.whole(state.averages[EMA], on.model.layout), params)
 
 
 def test_first_average_is_the_first_parameters_and_a_decay_near_one_keeps_its_digits() -> None:
@@ -65,7 +65,7 @@ def test_state_without_an_average_is_what_it_was() -> None:
     names = [leaf.name for leaf in without.layout.leaves]
     assert not any("ema" in name.split("/") for name in names)
     added = {leaf.name: leaf.splits for leaf in with_ema.layout.leaves if leaf.name not in names}
-    assert added == {f"ema/{leaf.name}": leaf.splits for leaf in with_ema.model.layout.leaves}
+    assert added == {f"averages/ema/{leaf.name}": leaf.splits for leaf in with_ema.model.layout.leaves}
     assert [leaf for leaf in with_ema.layout.leaves if leaf.name not in added] == list(without.layout.leaves)
 
 
@@ -74,7 +74,7 @@ def test_average_does_not_change_training() -> None:
     with_ema, without = averaging(8, 3, 1), setup(8, 3)
     (state, metrics), (plain, plain_metrics) = (advance(on, on.start(), range(2)) for on in (with_ema, without))
     assert metrics == plain_metrics
-    for got, bare in zip(bits(state._replace(ema=None)), bits(plain), strict=True):
+    for got, bare in zip(bits(state._replace(averages={})), bits(plain), strict=True):
         np.testing.assert_array_equal(got, bare)
 
 
@@ -84,16 +84,16 @@ def test_skipped_update_does_not_move_the_average() -> None:
     healthy = state.params
     poisoned = jax.tree.map(lambda x: jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding), healthy)
     healthy = jax.tree.map(np.asarray, healthy)
-    before = bits(state.ema)
+    before = bits(state.averages[EMA])
     state, metrics = advance(on, state._replace(params=poisoned), range(1, 3))
     assert metrics[-1]["skipped_steps"] == 2
-    for got, old in zip(bits(state.ema), before, strict=True):
+    for got, old in zip(bits(state.averages[EMA]), before, strict=True):
         np.testing.assert_array_equal(got, old)
     # The next update is the second one that counts.
     state = state._replace(params=jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), healthy, state.params))
     first = on.whole(state.params, on.model.layout)
     state, _ = advance(on, state, range(3, 4))
-    assert_average(on.whole(state.ema, on.model.layout), [first, on.whole(state.params, on.model.layout)])
+    assert_average(on.whole(state.averages[EMA], on.model.layout), [first, on.whole(state.params, on.model.layout)])
 
 
 def test_fused_update_moves_the_average_too() -> None:
@@ -102,7 +102,7 @@ def test_fused_update_moves_the_average_too() -> None:
     for step in range(STEPS):
         state, _ = advance(on, state, range(step, step + 1))
         params.append(on.whole(state.params, on.model.layout))
-    assert_average(on.whole(state.ema, on.model.layout), params)
+    assert_average(on.whole(state.averages[EMA], on.model.layout), params)
 
 
 def test_average_goes_on_from_other_devices_and_another_stage() -> None:
@@ -119,4 +119,4 @@ def test_average_goes_on_from_other_devices_and_another_stage() -> None:
     for step in range(2, STEPS):
         moved, _ = advance(then, moved, range(step, step + 1))
         params.append(then.whole(moved.params, then.model.layout))
-    assert_average(then.whole(moved.ema, then.model.layout), params)
+    assert_average(then.whole(moved.averages[EMA], then.model.layout), params)

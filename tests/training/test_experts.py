@@ -28,8 +28,8 @@ from zero.models.experts import capacity_of
 from zero.models.families import FAMILIES
 from zero.runtime.planning.hlo import bytes_by_kind, collectives
 from zero.training.optimizer import NAMES, make_optimizer
+from zero.training.parts import TrainState
 from zero.training.placements import is_expert_leaf
-from zero.training.step import TrainState
 
 DROPLESS = dataclasses.replace(
     CONFIG, mlp_dim=61, mlp_bias=False, experts=8, experts_per_token=2, normalise_router=True, balance_loss=0.1,

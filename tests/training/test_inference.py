@@ -13,6 +13,7 @@ from zero.models.gpt import GPT
 from zero.runtime.inference.generate import generate
 from zero.training.inference import Sampling, evaluate_step, filtered, penalised
 from zero.training.optimizer import adamw
+from zero.training.parts import StepOptions
 from zero.training.programs import Inference, make_inference, make_programs
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -33,14 +34,7 @@ class Setup(NamedTuple):
 def setup() -> Setup:
     """Parameters that are far from uniform, whole and on shards."""
     model = ShardedGPT(CONFIG, zero.Axis("zero", (1, 8)), 3)
-    programs = make_programs(
-        model,
-        adamw(0.1),
-        learning_rate=lambda step: jnp.float32(0),
-        seed=0,
-        micro_batches=1,
-        max_gradient_norm=None,
-    )
+    programs = make_programs(model, adamw(0.1), StepOptions(lambda step: jnp.float32(0)))
     rng = np.random.default_rng(0)
     shapes = model.layout.shapes()
     whole = jax.tree.map(lambda x: rng.normal(size=x.shape, scale=0.2).astype(np.float32), shapes)

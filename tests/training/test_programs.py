@@ -13,6 +13,7 @@ from zero.models.config import GPTConfig
 from zero.partition.collectives.axis import Axis
 from zero.training import programs
 from zero.training.optimizer import adamw
+from zero.training.parts import StepOptions
 from zero.training.sharded_gpt import ShardedGPT
 
 CONFIG = GPTConfig(embedding_dim=8, vocab_size=11, num_head=2, block_size=8, dropout=0.0, N=1)
@@ -21,9 +22,7 @@ CONFIG = GPTConfig(embedding_dim=8, vocab_size=11, num_head=2, block_size=8, dro
 def make(devices: Any = None) -> int:
     """How many programs there are."""
     model = ShardedGPT(CONFIG, Axis("batch", (1, 8)), 3)
-    made = programs.make_programs(
-        model, adamw(0.1), learning_rate=jnp.float32, seed=0, micro_batches=1, max_gradient_norm=None, devices=devices
-    )
+    made = programs.make_programs(model, adamw(0.1), StepOptions(jnp.float32), devices)
     inference = programs.make_inference(model, devices=devices)
     return sum(callable(program) for program in (*made, *inference))
 

@@ -27,6 +27,7 @@ from tests.training.small_gpt import (
     setup,
     shapes_of,
 )
+from zero.training.ema import EMA
 from zero.training.optimizer import adamw, convert_state, decayed
 
 INT8 = adamw(0.1, state_dtype=jnp.int8)
@@ -159,10 +160,10 @@ def test_a_state_is_converted_and_back() -> None:
 def test_the_average_of_bfloat16_weights_is_float32() -> None:
     on = quantised("and bfloat16 weights", 8, 3, ema_decay=0.999)
     state, _ = advance(on, on.start(), range(3))
-    assert {x.dtype for x in jax.tree.leaves(state.ema)} == {np.dtype(np.float32)}
-    table = np.asarray(state.ema["vocabulary"]["table"])
+    assert {x.dtype for x in jax.tree.leaves(state.averages[EMA])} == {np.dtype(np.float32)}
+    table = np.asarray(state.averages[EMA]["vocabulary"]["table"])
     assert (table != table.astype(jnp.bfloat16).astype(np.float32)).mean() > 0.5
-    zero.check_replicated(state.step, "zero", on.devices)
+    zero.check_replicated(state.clock, "zero", on.devices)
 
 
 def test_losses_are_those_of_float32_and_a_scale_per_tensor_diverges(

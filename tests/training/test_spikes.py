@@ -24,13 +24,14 @@ from tests.training.small_gpt import (
     run_on,
     setup,
 )
-from zero.training.running_averages import add_to_running, is_spike
-from zero.training.step import TrainState
+from zero.training.guard import add_to_running, is_spike
+from zero.training.parts import TrainState
 
 
 def with_running(state: TrainState, running: Any) -> TrainState:
-    copies = np.stack([np.asarray(running, np.float32)] * len(state.running))
-    return state._replace(running=jax.device_put(copies, state.running.sharding))
+    before = state.guard.running
+    copies = np.stack([np.asarray(running, np.float32)] * len(before))
+    return state._replace(guard=state.guard._replace(running=jax.device_put(copies, before.sharding)))
 
 
 def spiky(devices: int, stage: int, limit: tuple[float, float], deviations: float = 6.0) -> tuple[Setup, TrainState]:
@@ -70,23 +71,23 @@ def test_a_spike_is_skipped_and_leaves_everything_as_it_was(stage: int, devices:
     usual = reference().metrics[kind][0]
     limits = {"loss": 1e3, "gradient_norm": 1e3, kind: usual * 0.99}
     on, state = spiky(devices, stage, (limits["loss"], limits["gradient_norm"]))
-    before = bits((state.params, state.opt_state, state.running))
+    before = bits((state.params, state.opt_state, state.guard.running))
     state, metrics = advance(on, state, range(2))
-    for got, expected in zip(bits((state.params, state.opt_state, state.running)), before, strict=True):
+    for got, expected in zip(bits((state.params, state.opt_state, state.guard.running)), before, strict=True):
         np.testing.assert_array_equal(got, expected)
     for name in ("skipped_spikes", "skipped_steps", "skipped_in_a_row"):
         assert [m[name] for m in metrics] == [1, 2]
     assert metrics[0][kind] == pytest.approx(usual, rel=1e-5)
     assert [m["learning_rate"] for m in metrics] == [np.float32(RATE(0)), np.float32(RATE(1))]
-    assert np.asarray(state.step).tolist() == [2] * devices
+    assert np.asarray(state.clock).tolist() == [2] * devices
 
     never = [[1e3, 1, 1], [1e3, 1, 1]]
     state, metrics = advance(on, with_running(state, never), range(2, 3))
     assert [metrics[0][name] for name in ("skipped_spikes", "skipped_steps", "skipped_in_a_row")] == [2, 2, 0]
-    zero.check_replicated((state.step, state.skipped, state.skipped_spikes, state.running), "zero", on.devices)
+    zero.check_replicated((state.clock, state.guard), "zero", on.devices)
     # As if the two steps had not been, but for the place in the schedule.
     start = with_running(on.start(), never)
-    other, _ = advance(on, start._replace(step=start.step + 2), range(2, 3))
+    other, _ = advance(on, start._replace(clock=start.clock + 2), range(2, 3))
     for got, expected in zip(bits((state.params, state.opt_state)), bits((other.params, other.opt_state)), strict=True):
         np.testing.assert_array_equal(got, expected)
 
@@ -110,7 +111,7 @@ def test_stages_and_devices_agree_on_what_is_a_spike() -> None:
             assert other.metrics[name] == runs[0].metrics[name]
         np.testing.assert_allclose(other.metrics["loss"], runs[0].metrics["loss"], rtol=1e-5)
         assert other.state is not None and runs[0].state is not None
-        np.testing.assert_allclose(other.state.running[0], runs[0].state.running[0], rtol=1e-3)
+        np.testing.assert_allclose(other.state.guard.running[0], runs[0].state.guard.running[0], rtol=1e-3)
 
 
 def test_a_limit_that_nothing_reaches_changes_nothing() -> None:
@@ -148,12 +149,12 @@ def test_shuffled_tokens_are_skipped_once_enough_updates_were_made_and_after_a_c
 def test_what_is_not_finite_is_no_spike_and_never_enters_the_statistics(poison: float, skip_bad_steps: bool) -> None:
     on = setup(8, 3, skip_spikes=6.0, skip_bad_steps=skip_bad_steps)
     state = with_running(on.start(), [[5, 1, 1], [1, 1, 1]])
-    before = bits(state.running)
+    before = bits(state.guard.running)
     sick = jax.tree.map(lambda x: x * poison, state.params)
     state, metrics = on.programs.step(state._replace(params=sick), batch(on, 0))
     assert not np.isfinite(metrics["gradient_norm"].item())
     assert (metrics["skipped_spikes"].item(), metrics["skipped_steps"].item()) == (0, int(skip_bad_steps))
-    np.testing.assert_array_equal(bits(state.running), before)
+    np.testing.assert_array_equal(bits(state.guard.running), before)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -163,4 +164,4 @@ def test_statistics_are_kept_where_nothing_is_skipped(fused: bool) -> None:
     running = jnp.zeros((2, 3))
     for m in metrics:
         running = add_to_running(running, jnp.asarray([m["loss"], m["gradient_norm"]]))
-    np.testing.assert_allclose(state.running, np.stack([running] * 8), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(state.guard.running, np.stack([running] * 8), rtol=1e-6, atol=1e-7)

@@ -32,8 +32,8 @@ from tests.training.small_gpt import (
 )
 from zero.models.attention.blockwise import blockwise_attention
 from zero.training.optimizer import decayed
+from zero.training.parts import TrainState
 from zero.training.sharded_gpt import ShardedGPT
-from zero.training.step import TrainState
 
 
 def test_the_reference_clips_some_steps_and_not_others() -> None:
@@ -250,16 +250,14 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_devices_alike(stage: in
     # The schedule goes on, Adam's count does not.
     rates = [float(RATE(1)), float(RATE(2))]  # compiled alone, so that the last bit may differ from the step's
     assert [m["learning_rate"] for m in metrics] == pytest.approx(rates, rel=1e-6)
-    assert np.asarray(state.step).tolist() == [3] * devices
+    assert np.asarray(state.clock).tolist() == [3] * devices
     assert np.asarray(state.opt_state[0].count).tolist() == [1] * devices
-    zero.check_replicated(
-        (state.step, state.skipped, state.skipped_in_a_row, state.opt_state[0].count), "zero", on.devices
-    )
+    zero.check_replicated((state.clock, state.guard, state.opt_state[0].count), "zero", on.devices)
 
     state, metrics = advance(on, with_kernel(state, healthy), range(3, 4))
     assert (metrics[0]["skipped_steps"], metrics[0]["skipped_in_a_row"]) == (2, 0)
     # As if the two steps had not been, but for the place in the schedule.
     other, _ = advance(on, on.start(), range(1))
-    other, _ = advance(on, other._replace(step=other.step + 2), range(3, 4))
+    other, _ = advance(on, other._replace(clock=other.clock + 2), range(3, 4))
     for got, expected in zip(bits((state.params, state.opt_state)), bits((other.params, other.opt_state)), strict=True):
         np.testing.assert_array_equal(got, expected)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -22,21 +22,27 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
+from zero.models.base_layer import Layer
 from zero.models.basic_layers import Lift, dropout, make_norm, position_numbers
 from zero.models.block import AnyCache, scanned_layer
 from zero.models.config import BLOCKS, HEAD, VOCABULARY, GPTConfig
 from zero.models.experts import ResidualStream, Routing, no_routing
+from zero.models.layers import REMAT, Nested, Scanned, run_layers
 from zero.models.parametrization import table_stddev
 
-# What of a layer is kept for the backward pass besides its input, by name; the rest is computed again. With "none"
-# there is no checkpoint at all: one that keeps everything still copies and rounds what it keeps. "nested" is for
-# callers that run the layers in groups and keep only the inputs of groups; by itself it is "full".
-REMAT: dict[str, Callable[..., bool] | None] = {
-    "full": None,
-    "nested": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "none": None,
-}
+
+class Scores(NamedTuple):
+    """What a model says of each target, and what its routers have decided.
+
+    Attributes:
+      losses_BT: negative log-likelihoods in nats, float32.
+      is_greedy_BT: whether the target is the most likely token.
+      routing: None without experts.
+    """
+
+    losses_BT: jax.Array
+    is_greedy_BT: jax.Array
+    routing: Routing | None
 
 
 class VocabularyChunk(nn.Module):
@@ -109,8 +115,9 @@ class GPT(nn.Module):
       config: the size.
       dtype: of activations and matrix products; parameters are made in float32.
       lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
-      remat: what of a block is computed once more in the backward pass: "full" or "nested" for all of it, "dots"
-        for all but matrix products with parameters, "none" for nothing, with the layers unrolled.
+      remat: what the backward pass computes again, an entry of `zero.models.layers.REMAT`: "full" for all but the
+        inputs of layers, "nested" for all but the inputs of groups of layers, "dots" for all but the inputs of layers
+        and products with parameters, "none" for nothing.
       blockwise_from: the number of query positions from which attention is blockwise; None for never.
       cut: the group of devices that computes the same rows, and this device's part. Parameters are made whole.
       group: the devices among which experts are divided, each with rows of its own.
@@ -160,16 +167,8 @@ class GPT(nn.Module):
         keys_B: jax.Array | None = None,
         starts_BT: jax.Array | None = None,
     ) -> jax.Array:
-        """Negative log-likelihood of each target in nats, float32 `(B, T)`.
-
-        Args:
-          tokens_BT: rows of tokens, int32.
-          targets_BT: what each position has to predict, int32.
-          keys_B: one dropout key per row, or None for no dropout.
-          starts_BT: the column where the segment of each position starts, int32. A position attends to its own segment
-            alone, and its number is counted from there; None for one segment per row.
-        """
-        return self.routed_scores(tokens_BT, targets_BT, keys_B, starts_BT)[0]
+        """Negative log-likelihood of each target in nats, float32 `(B, T)`; arguments as of `scores`."""
+        return self.scores(tokens_BT, targets_BT, keys_B, starts_BT)[0].losses_BT
 
     def scores(
         self,
@@ -177,36 +176,27 @@ class GPT(nn.Module):
         targets_BT: jax.Array,
         keys_B: jax.Array | None = None,
         starts_BT: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """As `__call__`, and whether each target is the most likely token, bool `(B, T)`."""
-        losses_BT, is_greedy_BT, _ = self.routed_scores(tokens_BT, targets_BT, keys_B, starts_BT)
-        return losses_BT, is_greedy_BT
+        cache: AnyCache | None = None,
+        position: jax.Array | int = 0,
+    ) -> tuple[Scores, AnyCache | None]:
+        """What the model says of each target, and the cache with these positions added.
 
-    def routed_scores(
-        self,
-        tokens_BT: jax.Array,
-        targets_BT: jax.Array,
-        keys_B: jax.Array | None = None,
-        starts_BT: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array, Routing | None]:
-        """As `scores`, and what the routers have decided, where there are experts."""
-        cut = self._cut.for_positions(tokens_BT.shape[1])
-        stream = self.embed(tokens_BT, keys_B, starts_BT)
-        stream, _ = self._layers(stream, None, keys_B, 0, starts_BT, cut)
-        return self.score(stream, targets_BT)
+        Args:
+          tokens_BT: rows of tokens, int32.
+          targets_BT: what each position has to predict, int32.
+          keys_B: one dropout key per row, or None for no dropout.
+          starts_BT: the column where the segment of each position starts, int32. A position attends to its own segment
+            alone, and its number is counted from there; None for one segment per row.
+          cache: of the positions before, if any.
+          position: of the first column.
+        """
+        cut = self._cut.for_positions(tokens_BT.shape[1]) if cache is None else self._cut.with_all_positions()
+        stream = self._embed(tokens_BT, keys_B, position, starts_BT, cut), no_routing(self.config, len(tokens_BT))
+        stream, cache = self._layers(stream, cache, keys_B, position, starts_BT, cut)
+        return self.score(stream, targets_BT), cache
 
-    def scores_on(
-        self, tokens_BT: jax.Array, targets_BT: jax.Array, cache: AnyCache, position: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array], AnyCache | None]:
-        """`scores` of rows that go on at `position`, after those in the cache, and the cache with these positions."""
-        cut = self._cut.with_all_positions()
-        x_BTD = self._embed(tokens_BT, None, position, None, cut)
-        stream, new_cache = self._layers((x_BTD, None), cache, None, position, None, cut)
-        losses_BT, is_greedy_BT, _ = self.score(stream, targets_BT)
-        return (losses_BT, is_greedy_BT), new_cache
-
-    def score(self, stream: ResidualStream, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array, Routing | None]:
-        """`routed_scores` from what leaves the last block."""
+    def score(self, stream: ResidualStream, targets_BT: jax.Array) -> Scores:
+        """`scores` from what leaves the last layer."""
         x_BTD, routing = stream
         cut = self._cut.for_positions(targets_BT.shape[1])
         # Every chunk adds to the gradient of x, so that sum is kept in float32.
@@ -220,7 +210,7 @@ class GPT(nn.Module):
             penalty_BT = penalty_BT + routing.penalty_B[:, None]
         if self.config.z_loss or routing is not None:
             losses_BT = losses_BT + (penalty_BT - lax.stop_gradient(penalty_BT))  # of which only the gradient is left
-        return losses_BT, target_BT >= most_CBT.max(0), routing
+        return Scores(losses_BT, target_BT >= most_CBT.max(0), routing)
 
     def logits(
         self,
@@ -263,35 +253,28 @@ class GPT(nn.Module):
         starts_BT: jax.Array | None,
         cut: ModelParallel,
     ) -> tuple[ResidualStream, AnyCache | None]:
-        """All layers: a scan over the periods of the pattern, in which each layer is one of its own."""
-        layers = jnp.arange(self.config.scanned_layers)
+        """All layers, as `remat` says; those that read a cache have no backward pass, and are one loop."""
         if self.is_initializing():
-            return self.blocks((stream, cache), layers, keys_B, position)[0]
-        period = len(self.config.windows)
+            return self.blocks((stream, cache), jnp.arange(self.config.scanned_layers), keys_B, position)[0]
+        policy = REMAT[self.remat](self.config.scanned_layers)
+        if cache is not None and isinstance(policy, Nested):
+            policy = Scanned()
 
-        def layer_of(window: int) -> Callable[..., Any]:
-            lifted = self.lift(scanned_layer(self.config), BLOCKS)
-            options: Any = {"cut": cut, "group": self.group, "kernel": self.kernel, "parent": None}
-            block = lifted(self.config, self.dtype, self.blockwise_from, window, **options)
+        def layer_of(window: int | None) -> Callable[..., Any]:
+            layer = self.layer(cut, window)
+            return lambda own, carry, number: layer.apply(own, carry, number, keys_B, position, starts_BT)[0]
 
-            def layer(variables: Any, carry: Any, index: jax.Array) -> Any:
-                return block.apply(variables, carry, index, keys_B, position, starts_BT)[0]
+        pattern = [None] if isinstance(policy, Nested) else self.config.windows
+        layers = [layer_of(window) for window in pattern]
+        return run_layers(layers, self.blocks.variables, (stream, cache), policy)
 
-            policy = REMAT[self.remat]
-            return layer if self.remat == "none" else jax.checkpoint(layer, prevent_cse=False, policy=policy)
-
-        def one_period(carry: Any, xs: Any) -> tuple[Any, None]:
-            for place, window in enumerate(self.config.windows):
-                variables, index = xs if period == 1 else jax.tree.map(lambda x, place=place: x[place], xs)
-                carry = layer_of(window)(variables, carry, index)
-            return carry, None
-
-        xs = (self.blocks.variables, layers)
-        if period > 1:  # else XLA for TPU would copy the shards of all layers
-            xs = jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), xs)
-        # What a loop keeps for the backward pass is copied into stacks and out of them again.
-        unroll = self.config.scanned_layers // period if self.remat == "none" else 1
-        return lax.scan(one_period, (stream, cache), xs, unroll=unroll)[0]
+    @nn.nowrap
+    def layer(self, cut: ModelParallel, window: int | None = None) -> Layer:
+        """The module of one entry of the stack of layers, to be applied to its own part of the variables."""
+        lifted: Any = self.lift(scanned_layer(self.config), BLOCKS)
+        options: Any = {"cut": cut, "group": self.group, "kernel": self.kernel, "parent": None}
+        layer: Layer = lifted(self.config, self.dtype, self.blockwise_from, window, **options)
+        return layer
 
     def embed(
         self, tokens_BT: jax.Array, keys_B: jax.Array | None = None, starts_BT: jax.Array | None = None

@@ -65,6 +65,16 @@ def norm_of(sums: Squares, axis: Axis) -> jax.Array:
         return jnp.sqrt(lax.psum(sums.split, axis.name) / axis.replicas + sums.whole)
 
 
+def clip(tree: PyTree, norm: jax.Array, max_norm: float) -> PyTree:
+    """A tree of this norm, or shards of it, scaled down to `max_norm` where the norm is larger.
+
+    >>> clip({"w": jnp.asarray([3.0, 4.0])}, jnp.float32(5), 1.0)["w"].tolist()
+    [0.600..., 0.800...]
+    """
+    shrink = jnp.minimum(1.0, max_norm / norm)
+    return jax.tree.map(lambda x: x * shrink, tree)
+
+
 _LINE_SEARCH = "line searches and Hessian estimates do not work on shards"
 
 
@@ -355,8 +365,17 @@ def _across(
     return made
 
 
+def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    def clipped(updates: PyTree, params: PyTree) -> PyTree:
+        shrunk = clip(updates, optax.tree.norm(updates), max_norm)
+        return jax.tree.map(lambda x, own: x.astype(own.dtype), shrunk, updates)
+
+    return optax.stateless(clipped)
+
+
+_clip_by_global_norm.__name__ = "clip_by_global_norm"
 clip_by_global_norm = _across(
-    optax.clip_by_global_norm,
+    _clip_by_global_norm,
     "the norm ends in an all-reduce",
     "tx = shard_optimizer(optax.chain(clip_by_global_norm(1.0), optax.adamw(1e-3)), 'batch')",
 )

@@ -21,7 +21,9 @@ from zero.partition.layout import Layout
 from zero.runtime.config.schema import Config, Zero
 from zero.runtime.errors import UserError
 from zero.runtime.tokenizers import load_tokenizer
+from zero.training.averages import averages_of
 from zero.training.optimizer import make_optimizer
+from zero.training.parts import StepOptions
 from zero.training.programs import Programs, make_programs
 from zero.training.schedules import LearningRate
 from zero.training.sharded_gpt import ShardedGPT
@@ -43,19 +45,20 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
     """The model of a checked configuration on devices, by default all there are."""
     zero = config.zero
     platform, device_kind = (devices or jax.devices())[0].platform, (devices or jax.devices())[0].device_kind
+    remat = "none" if platform == "cpu" and not zero.fused_update else "full"
     model = ShardedGPT(
         size,
         make_axis(zero, devices),
         zero.stage,
         ("float32" if platform == "cpu" else "bfloat16") if zero.compute_dtype == "auto" else zero.compute_dtype,
-        zero.wire_dtype,
-        zero.reduce_dtype,
-        zero.gradient_dtype,
-        ("none" if platform == "cpu" and not zero.fused_update else "full") if zero.remat == "auto" else zero.remat,
-        blockwise_from(config.model.attention, platform),
-        zero.master_dtype,
-        load_tokenizer(config.data.tokenizer).end_of_text if config.data.isolate_documents else None,
-        None if zero.gather_dtype == "auto" else zero.gather_dtype,
+        wire_dtype=zero.wire_dtype,
+        reduce_dtype=zero.reduce_dtype,
+        gradient_dtype=zero.gradient_dtype,
+        remat=remat if zero.remat == "auto" else zero.remat,
+        blockwise_from=blockwise_from(config.model.attention, platform),
+        master_dtype=zero.master_dtype,
+        end_of_text=load_tokenizer(config.data.tokenizer).end_of_text if config.data.isolate_documents else None,
+        gather_dtype=None if zero.gather_dtype == "auto" else zero.gather_dtype,
         kernel=kernel_of(platform, device_kind) if config.model.attention == "kernel" else None,
     )
     if config.model.attention == "kernel":
@@ -124,10 +127,8 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         multipliers=multipliers_of(size),
         **optimizer.hyperparameters(),
     )
-    programs = make_programs(
-        model,
-        tx,
-        learning_rate=learning_rate(config),
+    options = StepOptions(
+        learning_rate(config),
         seed=config.seed,
         micro_batches=training.gradient_accumulation_steps,
         max_gradient_norm=training.max_gradient_norm,
@@ -135,9 +136,9 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         skip_spikes=training.skip_spikes,
         fused_update=config.zero.fused_update,
         ema_decay=training.ema,
-        devices=devices,
     )
-    return Job(model, tx, programs, state_layout(model, tx, has_ema=training.ema is not None))
+    programs = make_programs(model, tx, options, devices)
+    return Job(model, tx, programs, state_layout(model, tx, averages_of(model, options)))
 
 
 def learning_rate(config: Config) -> LearningRate:

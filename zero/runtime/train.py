@@ -22,6 +22,7 @@ from zero.runtime.run.setup import open_run
 from zero.runtime.run_directory import SAMPLES_FILE, mirror
 from zero.runtime.tracking.html_report import REPORT_FILE, write_report
 from zero.runtime.tracking.plot import draw_run
+from zero.training.ema import EMA
 from zero.training.programs import split_rows
 
 log = logging.getLogger(__name__)
@@ -100,9 +101,10 @@ def _evaluate_and_log(run: ActiveRun, line: dict[str, Any]) -> bool:
 
 def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
     """Adds losses in nats per token to the metrics, and the results of tasks where they are due."""
-    weights = {"validation/loss": run.state.weights}
-    if run.state.ema is not None:
-        weights["validation/ema_loss"] = run.state.averaged_weights
+    weights = {"validation/loss": run.weights}
+    averages = run.state.averages
+    if EMA in averages:
+        weights["validation/ema_loss"] = run.model.weights(averages[EMA], averages)
     training, losses, scored = run.config.training, dict.fromkeys(weights, 0.0), 0
     with closing(prefetch(run.validation.batches())) as batches:
         for batch in islice(batches, training.maximum_evaluation_steps):
@@ -133,7 +135,7 @@ def _report(run: ActiveRun, line: dict[str, Any]) -> None:
     text = ""
     if count := run.config.training.sample_tokens:
         prompt = np.asarray([run.tokenizer.end_of_text], np.int32)
-        tokens = next(generate(run.inference, run.state.weights, [prompt], count, seed=run.position.step, chunk=count))
+        tokens = next(generate(run.inference, run.weights, [prompt], count, seed=run.position.step, chunk=count))
         text = run.tokenizer.decode(tokens[0, 1:])
     if run.tracker is None:
         return

@@ -52,8 +52,7 @@ def document_starts(tokens: jax.Array, end_of_text: int | None) -> jax.Array | N
     return lax.cummax(jnp.where(tokens == end_of_text, columns, 0), axis=1)
 
 
-def row_keys(seed: int, step: jax.Array, batch: Batch) -> jax.Array:
+def row_keys(step_key: jax.Array, batch: Batch) -> jax.Array:
     """One dropout key per row, from its place in the global batch: never from a device, a host or a micro-batch."""
-    step_key = jax.random.fold_in(jax.random.key(seed), step)
     rows = batch.first_row + jnp.arange(batch.tokens.shape[0])
     return jax.vmap(jax.random.fold_in, (None, 0))(step_key, rows)

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,22 +20,70 @@ import optax
 from jax import lax
 
 from zero.models.config import BLOCKS
+from zero.models.experts import ResidualStream
+from zero.models.layers import REMAT, Nested, Scanned, inputs_of, run_forward
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split
-from zero.partition.sharded_optimizer import Squares, norm_of, on_shards, squares
+from zero.partition.sharded_optimizer import Squares, clip, norm_of, on_shards, squares
+from zero.training.batch import Batch
+from zero.training.optimizer import scaled
+from zero.training.parts import Attempt, StepOptions, TrainState, Tried, unless
+from zero.training.sharded_gpt import ShardedGPT
 
 
-class Guard(NamedTuple):
-    """What is done about a gradient that is too large or not finite.
+def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> Attempt:
+    """The attempt whose update of each layer is made inside the backward pass.
 
-    Attributes:
-      max_norm: each of n parts is clipped to the norm `max_norm / sqrt(n)`, so the whole to `max_norm`; None: no
-        clipping.
-      skips: leave a part as it was if its gradient is not finite, and all parts if the loss is not.
+    A part whose gradient is not finite stays as it was while the others move, so that nothing is left to settle.
+
+    Raises:
+      ValueError: what needs the whole gradient.
+
+    `run` raises:
+      NotElementwiseError: `tx` needs other devices, or other layers.
     """
+    if model.collections:
+        raise ValueError(f"fused_update does not sum what {' and '.join(model.collections)} needs")
+    policy = REMAT[model.remat](model.config.scanned_layers)
+    keeps_inputs = policy == Scanned() or isinstance(policy, Nested)
+    if model.stage != 3 or not keeps_inputs or options.micro_batches > 1 or options.skip_spikes is not None:
+        raise ValueError("fused_update needs stage 3, full or nested remat, one micro-batch and no skip_spikes")
+    model = dataclasses.replace(model, sums_copies=True)
+    size = policy.size if isinstance(policy, Nested) else 1
 
-    max_norm: float | None = None
-    skips: bool = False
+    def run(state: TrainState, batch: Batch, rate: jax.Array, key: jax.Array) -> Tried:
+        keys, scored = model.dropout_keys(key, batch), model.count_all_scored(batch.tokens)
+        tokens_in, targets, starts = model.inputs(batch.tokens)
+        module: Any = model.gpt.layer(model.cut)
+
+        def embed(params: PyTree) -> ResidualStream:
+            return model.apply({"params": params}, tokens_in, keys, starts, method="embed")
+
+        def layer(params: PyTree, stream: ResidualStream, number: jax.Array) -> ResidualStream:
+            (stream, _), _ = module.apply({"params": params}, (stream, None), number, keys, 0, starts)
+            return stream
+
+        def score(params: PyTree, stream: ResidualStream) -> tuple[jax.Array, Any]:
+            scores = model.apply({"params": params}, stream, targets, method="score")
+            return model.sum_scored(scores.losses_BT, batch.tokens) / scored, scores.routing
+
+        loss, params, opt_state, norm, is_bad, observed = backward_and_update(
+            embed,
+            layer,
+            score,
+            scaled(tx, rate, state.clock),
+            optax.apply_updates,
+            state.params,
+            state.opt_state,
+            layout=model.layout,
+            axis=model.axis,
+            group=size,
+            max_norm=options.max_gradient_norm,
+            skips_bad=options.skip_bad_steps,
+        )
+        return Tried(params, opt_state, loss, norm, is_bad, {}, model.metrics(observed, batch))
+
+    return Attempt(run, lambda is_skipped, tried, state: (tried.params, tried.opt_state))
 
 
 def backward_and_update(
@@ -50,7 +98,8 @@ def backward_and_update(
     layout: Layout,
     axis: Axis,
     group: int,
-    guard: Guard,
+    max_norm: float | None,
+    skips_bad: bool,
 ) -> tuple[jax.Array, PyTree, PyTree, jax.Array, jax.Array, PyTree]:
     """One step of `score(rest, block(... block(embed(rest)) ...))`, whose layers are stacked in `params[BLOCKS]`.
 
@@ -68,7 +117,9 @@ def backward_and_update(
       layout: of the parameters.
       axis: the pmap axis.
       group: layers of which only the first one's input is kept for the backward pass; divides their number.
-      guard: what is clipped and skipped.
+      max_norm: each of n parts is clipped to the norm `max_norm / sqrt(n)`, so the whole to `max_norm`; None: no
+        clipping.
+      skips_bad: leave a part as it was if its gradient is not finite, and all parts if the loss is not.
 
     Returns:
       The loss, the new parameters and state, the norm of the gradient before it was clipped, whether a part was
@@ -83,11 +134,11 @@ def backward_and_update(
     layers = jnp.arange(jax.tree.leaves(params[BLOCKS])[0].shape[0])
 
     x, embed_backward = jax.vjp(embed, rest)
-    groups = layers.reshape(-1, group)
-    x, kept = lax.scan(lambda x, layers: (_through(block, params[BLOCKS], x, layers)[0], x), x, groups)
+    x, kept = run_forward(block, params[BLOCKS], x, group)
     loss, score_backward, more = jax.vjp(score, rest, x, has_aux=True)
     grads, dx = score_backward(jnp.ones_like(loss))
-    guarded = partial(_guarded, guard=guard, parts=len(layers) + 1, axis=axis)
+    limit = None if max_norm is None else max_norm / math.sqrt(len(layers) + 1)
+    guarded = partial(_guarded, max_norm=limit, skips_bad=skips_bad, axis=axis)
 
     def layer_backward(carry: tuple[PyTree, PyTree], xs: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
         (dx, held), (x, layer) = carry, xs
@@ -103,10 +154,10 @@ def backward_and_update(
 
     def group_backward(carry: tuple[PyTree, PyTree], xs: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
         (_, (now, _)), (x, layers) = carry, xs
-        return lax.scan(layer_backward, carry, (_inputs(block, now[BLOCKS], x, layers), layers), reverse=True)
+        return lax.scan(layer_backward, carry, (inputs_of(block, now[BLOCKS], x, layers), layers), reverse=True)
 
     held = _subtrees(partial(_only, keys=is_block, chosen=True), (params, opt_state))
-    (dx, held), of_layers = lax.scan(group_backward, (dx, held), (kept, groups), reverse=True)
+    (dx, held), of_layers = lax.scan(group_backward, (dx, held), (kept, layers.reshape(-1, group)), reverse=True)
     grads = jax.tree.map(jnp.add, grads, embed_backward(dx)[0])
     sums = squares(grads, rest_layout, axis)
     grads, is_bad = guarded(grads, sums)
@@ -117,42 +168,16 @@ def backward_and_update(
     return lax.psum(loss, axis.name), params, opt_state, norm_of(sums, axis), is_bad, more
 
 
-def _through(
-    block: Callable[[PyTree, PyTree, jax.Array], PyTree], stacks: PyTree, x: PyTree, layers: jax.Array
-) -> tuple[PyTree, PyTree]:
-    """What leaves a few layers, and what enters each of them. A slice of the stacks would be a copy."""
-
-    def one(x: PyTree, layer: jax.Array) -> tuple[PyTree, PyTree]:
-        own = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, layer, keepdims=False), stacks)
-        return block(own, x, layer), x
-
-    return lax.scan(one, x, layers)
-
-
-def _inputs(
-    block: Callable[[PyTree, PyTree, jax.Array], PyTree], stacks: PyTree, x: PyTree, layers: jax.Array
-) -> PyTree:
-    """What enters each layer of a group, from what enters the first."""
-    if len(layers) == 1:
-        return jax.tree.map(lambda x: x[None], x)
-    last, inputs = _through(block, stacks, x, layers[:-1])
-    return jax.tree.map(lambda inputs, last: jnp.concatenate([inputs, last[None]]), inputs, last)
-
-
-def _guarded(grads: PyTree, sums: Squares, *, guard: Guard, parts: int, axis: Axis) -> tuple[PyTree, jax.Array]:
+def _guarded(
+    grads: PyTree, sums: Squares, *, max_norm: float | None, skips_bad: bool, axis: Axis
+) -> tuple[PyTree, jax.Array]:
     """A part's gradient, clipped, and whether the part is to be skipped; from its own square sum."""
-    if guard == Guard():
+    if max_norm is None and not skips_bad:
         return grads, jnp.bool_(False)
     norm = norm_of(sums, axis)
-    if guard.max_norm is not None:
-        shrink = jnp.minimum(1.0, guard.max_norm / math.sqrt(parts) / norm)
-        grads = jax.tree.map(lambda g: g * shrink, grads)
-    return grads, jnp.bool_(guard.skips) & ~jnp.isfinite(norm)
-
-
-def unless(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """The new tree, or the old one where a condition holds."""
-    return jax.tree.map(lambda new, old: jnp.where(condition, old, new), new, old)
+    if max_norm is not None:
+        grads = clip(grads, norm, max_norm)
+    return grads, jnp.bool_(skips_bad) & ~jnp.isfinite(norm)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,14 +13,15 @@ import optax
 
 from zero.models.block import init_cache
 from zero.models.config import BLOCKS
-from zero.models.gated_unit import CODEBOOK
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.ordering import in_order
 from zero.partition.layout import PyTree
 from zero.partition.sharded_optimizer import on_shards
+from zero.training.averages import averages_of
 from zero.training.inference import Sampling, evaluate_step, extend, prefill, score, score_on
+from zero.training.parts import StepOptions
 from zero.training.sharded_gpt import ShardedGPT
-from zero.training.step import new_state, train_step
+from zero.training.step import make_step, new_state
 
 
 class Programs(NamedTuple):
@@ -29,7 +30,7 @@ class Programs(NamedTuple):
     Every argument and result has a leading dimension of local devices, unless it is said to be shared.
 
     Attributes:
-      init: `(key data)`, one row per device, all alike, to weights: parameter shards, and the codebook if there is one.
+      init: `(key data)`, one row per device, all alike, to weights: parameter shards, and the model's collections.
       start: weights, donated, to a new `TrainState`.
       step: `(TrainState, Batch)`, the state donated, to the next state and shared metrics.
       evaluate: `(weights, tokens)` to the shared sum of losses and number of tokens scored.
@@ -44,43 +45,25 @@ class Programs(NamedTuple):
 def make_programs(
     model: ShardedGPT,
     tx: optax.GradientTransformation,
-    *,
-    learning_rate: Callable[[jax.Array], jax.Array],
-    seed: int,
-    micro_batches: int,
-    max_gradient_norm: float | None,
-    skip_bad_steps: bool = True,
-    skip_spikes: float | None = None,
-    fused_update: bool = False,
-    ema_decay: float | None = None,
+    options: StepOptions,
     devices: Sequence[Any] | None = None,
 ) -> Programs:
     """Binds the model, the optimizer and what else does not change during a run. Nothing is compiled yet.
 
     `tx` is any optax transform; `start` and `step` raise `NotElementwiseError` where it would be wrong on shards.
+
+    Raises:
+      ValueError: options that cannot be combined.
     """
-    pmap = _pmap(model.axis.name, devices)
-    step = partial(
-        train_step,
-        model=model,
-        tx=tx,
-        learning_rate=learning_rate,
-        seed=seed,
-        micro_batches=micro_batches,
-        max_gradient_norm=max_gradient_norm,
-        skip_bad_steps=skip_bad_steps,
-        skip_spikes=skip_spikes,
-        fused_update=fused_update,
-        ema_decay=ema_decay,
-    )
+    pmap, averages = _pmap(model.axis.name, devices), averages_of(model, options)
     return Programs(
         init=pmap(lambda key_data: model.init(jax.random.wrap_key_data(key_data))),
         start=pmap(
-            lambda params: new_state(params, on_shards(tx, model.layout, model.axis), ema_decay is not None),
+            lambda weights: new_state(weights, on_shards(tx, model.layout, model.axis), model, averages),
             donate_argnums=0,
         ),
-        step=pmap(step, donate_argnums=0, out_axes=(0, None)),
-        evaluate=pmap(partial(evaluate_step, model=model, micro_batches=micro_batches), out_axes=None),
+        step=pmap(make_step(model, tx, options), donate_argnums=0, out_axes=(0, None)),
+        evaluate=pmap(partial(evaluate_step, model=model, micro_batches=options.micro_batches), out_axes=None),
     )
 
 
@@ -148,11 +131,16 @@ def _pmap(axis_name: str, devices: Sequence[Any] | None) -> Callable[..., Any]:
     return (lambda fn, **options: pmap(in_order(fn), **options)) if is_cpu else pmap
 
 
-def repeat_blocks(params: PyTree, order: Sequence[int], axis: Axis) -> PyTree:
-    """Parameter shards of another depth: block i of the result is block `order[i]` of these.
+def repeat_blocks(weights: PyTree, order: Sequence[int], axis: Axis) -> PyTree:
+    """Weights in shards of another depth: block i of the result is block `order[i]` of these.
 
     Per device: leaves under "blocks" of `(layers, ...)`, which become `(len(order), ...)`; no communication.
     """
     repeat = jax.pmap(lambda blocks: jax.tree.map(lambda x: x[np.asarray(order)], blocks), axis.name)
-    codebook = {CODEBOOK: repeat(params[CODEBOOK])} if CODEBOOK in params else {}
-    return {**params, BLOCKS: repeat(params[BLOCKS]), **codebook}
+
+    def repeated(tree: PyTree) -> PyTree:
+        if not isinstance(tree, dict):
+            return tree
+        return {name: repeat(below) if name == BLOCKS else repeated(below) for name, below in tree.items()}
+
+    return repeated(weights)

@@ -6,8 +6,8 @@ All of this is called inside pmap.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from functools import cached_property, partial
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import flax.linen as nn
@@ -18,21 +18,20 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
-from zero.models.block import scanned_layer
-from zero.models.config import BLOCKS, GPTConfig
-from zero.models.experts import ResidualStream, Routing
-from zero.models.gated_unit import CODEBOOK
+from zero.models.collections import Collection, collections_of
+from zero.models.config import GPTConfig
+from zero.models.experts import Routing, no_routing, routing_metrics
 from zero.models.gpt import GPT, variable_shapes
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
 from zero.partition.collectives.expert_group import ExpertGroup
 from zero.partition.collectives.tensor_group import TensorGroup
-from zero.partition.layout import Layout, PyTree, derive_layout, make_layout
-from zero.partition.stages import fully_shard, gather, scatter_sum, sum_copies
-from zero.training.batch import document_starts, next_tokens, token_ids
+from zero.partition.layout import Layout, PyTree, make_layout
+from zero.partition.sharded_optimizer import global_norm
+from zero.partition.stages import fully_shard, gather, scatter_sum, shard, sum_copies
+from zero.training.batch import Batch, document_starts, next_tokens, row_keys, token_ids
 from zero.training.optimizer import decayed
 from zero.training.placements import layout_options
-from zero.training.running_averages import init_codebook
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +62,7 @@ class ShardedGPT:
     axis: Axis
     stage: int
     compute_dtype: DTypeLike = jnp.float32
+    _: dataclasses.KW_ONLY
     wire_dtype: DTypeLike = jnp.float32
     reduce_dtype: DTypeLike = jnp.float32
     gradient_dtype: DTypeLike = jnp.float32
@@ -116,67 +116,58 @@ class ShardedGPT:
         """How this stage splits them."""
         return self.layout_by_parts.without_parts()
 
-    @cached_property
-    def _plain(self) -> GPT:
-        return self._gpt()
-
     def _lift(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
         dtypes: Any = {"dtype": self.compute_dtype, "wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
         axis = dataclasses.replace(self.axis, sums_copies=self.sums_copies)
         return fully_shard(module_class, self.layout_by_parts.at(name), axis, gather_dtype=self.gather_dtype, **dtypes)
 
     @cached_property
-    def _lifted(self) -> GPT:
-        return self._gpt(lift=self._lift)
+    def gpt(self) -> GPT:
+        """The model: on shards from stage 2 on, before that on whole parameters."""
+        lift: Any = {"lift": self._lift} if self.stage >= 2 else {}
+        return self._gpt(**lift)
 
     def _gpt(self, **lift: Any) -> GPT:
         options: Any = {"cut": self.cut, "group": self.group, "kernel": self.kernel, **lift}
         return GPT(self.config, self.compute_dtype, remat=self.remat, blockwise_from=self.blockwise_from, **options)
 
-    def block(
-        self,
-        variables: dict[str, PyTree],
-        stream: ResidualStream,
-        layer: jax.Array,
-        keys: jax.Array | None,
-        starts: jax.Array | None,
-    ) -> ResidualStream:
-        """One entry of the stack of layers, from its own part of the variables."""
-        module_class = scanned_layer(self.config)
-        lifted: Any = self._lift(module_class, BLOCKS) if self.stage >= 2 else module_class
-        options: Any = {"cut": self.cut, "group": self.group, "kernel": self.kernel}
-        module = lifted(self.config, self.compute_dtype, self.blockwise_from, None, **options)
-        (stream, _), _ = module.apply(variables, (stream, None), layer, keys, 0, starts)
-        return stream
-
     def init(self, key: jax.Array) -> PyTree:
         """New weights, made layer by layer; their values do not depend on the number of devices."""
-        params = self._lifted.init(key, jnp.zeros((1, 2), jnp.int32), None, method="hidden")["params"]
-        return self.join(params, self.new_codebook(key))
-
-    def new_codebook(self, key: jax.Array) -> PyTree | None:
-        """The codebook of vector-quantised keys, whole on every device; None for a model that has none."""
-        return init_codebook(self.config, jax.random.fold_in(key, 1)) if self.config.has_codebook else None
+        params = self._gpt(lift=self._lift).init(key, jnp.zeros((1, 2), jnp.int32), None, method="hidden")["params"]
+        return {**params, **self.new_collections(key)}
 
     @cached_property
-    def codebook_layout(self) -> Layout:
-        """Of the codebook, which no stage splits."""
-        return derive_layout(lambda _: self.new_codebook(jax.random.key(0)), self.layout)
+    def collections(self) -> dict[str, Collection]:
+        """The model's variables beside its parameters, which no stage splits."""
+        return collections_of(self.config)
+
+    def new_collections(self, key: jax.Array) -> dict[str, PyTree]:
+        """Those of a new model, whole on every device."""
+        return {name: one.init(jax.random.fold_in(key, 1)) for name, one in self.collections.items()}
+
+    def prepare(self, averages: Mapping[str, PyTree], positions: int) -> dict[str, PyTree]:
+        """The collections as a training step over so many positions needs them."""
+        return {name: one.prepare(averages[name], positions) for name, one in self.collections.items()}
+
+    @cached_property
+    def collection_layouts(self) -> dict[str, Layout]:
+        """Of each collection: whole on every device."""
+        shapes = jax.eval_shape(self.new_collections, jax.random.key(0))
+        return {name: make_layout(tree, self.axis.shards).whole() for name, tree in shapes.items()}
 
     def weight_shapes(self) -> PyTree:
         """What one device holds of the weights, as `jax.ShapeDtypeStruct`s."""
-        codebook = self.codebook_layout.shard_shapes() if self.config.has_codebook else None
-        return self.join(self.layout.shard_shapes(), codebook)
+        collections = {name: layout.shard_shapes() for name, layout in self.collection_layouts.items()}
+        return {**self.layout.shard_shapes(), **collections}
 
-    @staticmethod
-    def join(params: PyTree, codebook: PyTree | None) -> PyTree:
-        """Weights, which are all that inference needs: shards of parameters, with the codebook beside them if any."""
-        return params if codebook is None else {**params, CODEBOOK: codebook}
+    def weights(self, params: PyTree, averages: Mapping[str, PyTree]) -> PyTree:
+        """All that inference needs: shards of parameters, and the model's collections beside them."""
+        return {**params, **{name: averages[name] for name in self.collections}}
 
-    @staticmethod
-    def split(weights: PyTree) -> tuple[PyTree, PyTree | None]:
-        """Parameters and codebook of `join`."""
-        return {name: tree for name, tree in weights.items() if name != CODEBOOK}, weights.get(CODEBOOK)
+    def split(self, weights: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
+        """Parameters and collections of `weights`."""
+        collections = {name: weights[name] for name in self.collections}
+        return {name: tree for name, tree in weights.items() if name not in collections}, collections
 
     @property
     def differentiated(self) -> str:
@@ -188,10 +179,9 @@ class ShardedGPT:
         is_own = all(leaf.dtype == self.gradient_dtype for leaf in self.layout.leaves)
         return "params" if self.stage < 2 or is_own else "gradients"
 
-    def enter(self, weights: PyTree) -> dict[str, PyTree]:
-        """Flax variables for a step, from shards."""
-        params, codebook = self.split(weights)
-        variables = {"params": params} if codebook is None else {"params": params, CODEBOOK: codebook}
+    def enter(self, params: PyTree, collections: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """Flax variables for a step, from shards of the parameters and the model's collections."""
+        variables = {"params": params, **collections}
         if self.stage < 3:
             full = gather(params, self.layout_by_parts, self.axis, self.compute_dtype, wire_dtype=self.gather_dtype)
             variables["gathered" if self.stage == 2 else "params"] = full
@@ -207,9 +197,15 @@ class ShardedGPT:
         grads = scatter_sum(grads, self.layout_by_parts, self.axis, **dtypes)
         return jax.tree.map(lambda g: g.astype(self.gradient_dtype), grads)
 
+    def gradient_norm(self, grads: PyTree) -> jax.Array:
+        """Of shards of the gradient (whole at stage 0), float32, the same on every device."""
+        if self.stage == 0 and self.axis.tensor == 1:
+            # From slices here too: the same sums in the same order as at the other stages, so equal bit for bit.
+            return global_norm(shard(grads, self.sharded_layout, self.axis), self.sharded_layout, self.axis)
+        return global_norm(grads, self.layout, self.axis)
+
     def apply(self, variables: dict[str, PyTree], *args: Any, **kwargs: Any) -> Any:
-        model = self._lifted if self.stage >= 2 else self._plain
-        return model.apply(variables, *args, **kwargs)
+        return self.gpt.apply(variables, *args, **kwargs)
 
     def losses(
         self, variables: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None
@@ -219,14 +215,8 @@ class ShardedGPT:
         In a tensor group or a context group each device has its share of the first; of the second it has all.
         """
         tokens_in, targets, starts = self.inputs(tokens)
-        if self.remat == "nested":
-            stacked = {name: tree[BLOCKS] for name, tree in variables.items()}
-            stream = self.apply(variables, tokens_in, keys, starts, method="embed")
-            stream = nested_layers(partial(self.block, keys=keys, starts=starts), stacked, stream)
-            losses, _, routing = self.apply(variables, stream, targets, method="score")
-        else:
-            losses, _, routing = self.apply(variables, tokens_in, targets, keys, starts, method="routed_scores")
-        return self.sum_scored(losses, tokens), routing
+        scores, _ = self.apply(variables, tokens_in, targets, keys, starts, method="scores")
+        return self.sum_scored(scores.losses_BT, tokens), scores.routing
 
     def inputs(self, tokens: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """What the model takes of whole rows: tokens, targets, and where documents start; in a context group its part.
@@ -248,35 +238,25 @@ class ShardedGPT:
         """Tokens that have something to predict them, int32."""
         return jnp.sum(self.cut.counted_once(self.cut.input_positions(next_tokens(tokens)) >= 0))
 
+    def count_all_scored(self, tokens: jax.Array | np.ndarray) -> jax.Array:
+        """Those of all devices, to divide by: float32 and at least 1."""
+        return jnp.maximum(lax.psum(self.count_scored(tokens), self.axis.name).astype(jnp.float32), 1)
 
-def group_size(layers: int) -> int:
-    """Layers of a group such that the inputs kept, one per group and those of one group, are fewest.
+    def dropout_keys(self, key: jax.Array, batch: Batch) -> jax.Array | None:
+        """One key per row from the step's key, or None for a model without dropout."""
+        return row_keys(key, batch) if self.config.has_dropout else None
 
-    >>> group_size(136), group_size(36), group_size(7)
-    (8, 6, 1)
-    """
-    return min((size for size in range(1, layers + 1) if layers % size == 0), key=lambda size: layers // size + size)
+    def nothing_observed(self, rows: int) -> Routing | None:
+        """What `losses` would add to, of so many rows."""
+        return no_routing(self.config, rows)
 
+    def metrics(self, observed: Routing | None, batch: Batch) -> dict[str, jax.Array]:
+        """Of what the layers have observed in the rows of all devices; nothing where there are no experts.
 
-def in_groups(tree: PyTree, size: int) -> PyTree:
-    """Leaves of `(layers, ...)` as `(groups, size, ...)`."""
-    return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), tree)
-
-
-def nested_layers(block: Callable[[PyTree, PyTree, jax.Array], PyTree], stacked: PyTree, x: PyTree) -> PyTree:
-    """`block(a layer's part of stacked, x, its number)` for one layer after the other, in groups.
-
-    For the backward pass only what enters a group is kept, and the rest is computed again. Of L layers in groups of
-    sqrt(L) it then needs 2 sqrt(L) layer inputs instead of L, and runs one more forward pass. Source: Chen et al.,
-    Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174, section 4.
-
-    >>> weights = jnp.arange(6.0)
-    >>> loss = lambda weights: nested_layers(lambda w, x, layer: jnp.sin(w * x), weights, jnp.float32(1))
-    >>> plain = lambda weights: lax.scan(lambda x, w: (jnp.sin(w * x), None), jnp.float32(1), weights)[0]
-    >>> bool(jnp.allclose(jax.grad(loss)(weights), jax.grad(plain)(weights)))
-    True
-    """
-    count = jax.tree.leaves(stacked)[0].shape[0]
-    one = jax.checkpoint(lambda x, layer: (block(layer[0], x, layer[1]), None), prevent_cse=False)
-    group = jax.checkpoint(lambda x, layers: lax.scan(one, x, layers), prevent_cse=False)
-    return lax.scan(group, x, in_groups((stacked, jnp.arange(count)), group_size(count)))[0]
+        Each device of a tensor group counts all its tokens.
+        """
+        if observed is None:
+            return {}
+        penalty_B, *sums = observed
+        summed = Routing(penalty_B, *lax.psum(sums, self.axis.name))
+        return routing_metrics(summed, batch.tokens.size * self.axis.size)

@@ -152,7 +152,7 @@ def test_a_place_that_does_not_exist_holds_nothing_and_is_made_at_the_first_save
 def test_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
     """Written by zero 0.1.0 with its compression, from 8 devices; this one's is not compressed."""
     params = {"w": jax.ShapeDtypeStruct((3, 20), jnp.float32), "b": jax.ShapeDtypeStruct((5,), jnp.float32)}
-    tree = {"params": params, "step": jax.ShapeDtypeStruct((), jnp.int32)}
+    tree = {"params": params, "clock": jax.ShapeDtypeStruct((), jnp.int32)}
     with tarfile.open(Path(__file__).with_name("checkpoint-0.1.0.tar.xz")) as archive:
         archive.extractall(tmp_path, filter="data")
     for devices in (8, 3):
@@ -167,7 +167,7 @@ def test_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
             w, b = np.asarray(state["params"]["w"])[:, :20], np.asarray(state["params"]["b"])[:5]
             np.testing.assert_array_equal(w, np.arange(60, dtype=np.float32).reshape(3, 20) + 7)
             np.testing.assert_array_equal(b, np.arange(5, dtype=np.float32) + 7)
-            assert state["step"] == 7
+            assert state["clock"] == 7
         shutil.rmtree(tmp_path / str(5 + devices))
 
 

@@ -202,16 +202,6 @@ def test_a_cursor_of_another_order_is_refused(corpus, change: dict[str, Any], me
         next(loader(corpus([5, 4, 2]), **change).batches(cursor))
 
 
-def test_a_cursor_saved_by_an_earlier_version_goes_on(corpus):
-    """0.1.0 called `shuffle_shards` `window`."""
-    batches = loader(corpus([5, 4, 2])).batches()
-    cursor = next(batches).cursor
-    former = {"window" if key == "shuffle_shards" else key: value for key, value in cursor.items()}
-    assert first_tokens(loader(corpus([5, 4, 2])).batches(former), 3) == first_tokens(batches, 3)
-    with pytest.raises(UserError, match="cursor belongs to shuffle_shards=16, not to shuffle_shards=4"):
-        next(loader(corpus([5, 4, 2]), shuffle_shards=4).batches(former))
-
-
 def test_a_cursor_of_other_data_is_refused_and_of_moved_data_is_not(corpus, tmp_path: Path):
     cursor = next(loader(write_corpus(tmp_path / "here" / "mine", [5, 4, 2])).batches()).cursor
     next(loader(write_corpus(tmp_path / "there" / "mine", [5, 4, 2])).batches(cursor))

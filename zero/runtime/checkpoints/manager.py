@@ -30,6 +30,7 @@ from zero.partition.global_arrays import global_shapes
 from zero.partition.layout import Layout, LeafLayout, PyTree
 from zero.runtime import storage
 from zero.runtime.checkpoints.damage import DamagedCheckpoint, move_aside, read_errors, without_brackets, write_errors
+from zero.runtime.checkpoints.migration import FORMAT, migrate, stored_path
 from zero.runtime.checkpoints.orbax_commit import KeepNewestAndBest, barrier_unless_failing, temporary_path_class
 from zero.runtime.checkpoints.quiet_orbax import draining_event_loops, quiet_loggers
 from zero.runtime.errors import Unavailable, UserError
@@ -134,8 +135,8 @@ class Checkpoints:
     ) -> None:
         """Copies whole arrays, as `zero.to_global` labels them, to the host, and writes them in the background.
 
-        `shapes`, `dtypes`, `versions`, `validation_loss` and a checksum of all these are added to the caller's `meta`.
-        For retention the order of saving counts, not the step.
+        `shapes`, `dtypes`, `versions`, `format`, `validation_loss` and a checksum of all these are added to the
+        caller's `meta`. For retention the order of saving counts, not the step.
 
         Raises:
           UserError: the step exists already, or this save or the one before it failed; older checkpoints are intact.
@@ -148,6 +149,7 @@ class Checkpoints:
             "shapes": {leaf.name: list(leaf.shape) for leaf in layout.leaves},
             "dtypes": {name: x.dtype.name for name, x in arrays.items()},
             "versions": {name: version(name) for name in PACKAGES},
+            "format": FORMAT,
             "validation_loss": validation_loss,
         }
         meta[META_CHECKSUM] = meta_checksum(meta)
@@ -166,7 +168,7 @@ class Checkpoints:
         self._pending = _PendingSave(step, sum(x.nbytes for x in arrays.values()), started)
 
     def meta(self, step: int) -> dict[str, Any]:
-        """What the caller kept with the arrays, and `shapes`, the logical shape of each leaf.
+        """What the caller kept with the arrays, and `shapes`, the logical shape of each leaf by its path of today.
 
         Raises:
           DamagedCheckpoint: it is missing or cannot be decoded.
@@ -204,8 +206,8 @@ class Checkpoints:
           UserError: a leaf is missing, left over, of another logical shape, or of a dtype that no cast converts; or
             storage fails for the moment.
         """
-        prefix = f"{within}/" if within else ""
-        saved = {name: tuple(shape) for name, shape in self.meta(step)["shapes"].items()}
+        prefix, meta = f"{within}/" if within else "", self.meta(step)
+        saved = {name: tuple(shape) for name, shape in meta["shapes"].items()}
         expected = {prefix + leaf.name: leaf.shape for leaf in layout.leaves}
         for name in dict.fromkeys([*expected, *(name for name in saved if name.startswith(prefix))]):
             if saved.get(name) != expected.get(name):
@@ -213,26 +215,28 @@ class Checkpoints:
                     f"{self._name(step)}, leaf {name}: "
                     f"holds {saved.get(name, 'nothing')}, this run expects {expected.get(name, 'nothing')}"
                 )
-        dtypes = self.meta(step).get("dtypes", {})
+        dtypes = meta.get("dtypes", {})
         for leaf in layout.leaves:
             held = jax.numpy.dtype(dtypes.get(prefix + leaf.name, leaf.dtype))
             if held != leaf.dtype and not all(jax.numpy.issubdtype(x, np.floating) for x in (held, leaf.dtype)):
                 name = f"{self._name(step)}, leaf {prefix + leaf.name}"
                 raise UserError(f"{name}: holds {held.name}, this run expects {leaf.dtype.name}")
         shapes = layout.treedef.flatten_up_to(global_shapes(layout, axis))
-        targets = {prefix + leaf.name: x for leaf, x in zip(layout.leaves, shapes, strict=True)}
+        paths = [stored_path(meta, prefix + leaf.name) for leaf in layout.leaves]
+        targets = dict(zip(paths, shapes, strict=True))
         restore_args = {
             name: ocp.ArrayRestoreArgs(dtype=x.dtype, sharding=x.sharding, global_shape=x.shape, strict=False)
             for name, x in targets.items()
         }
         arrays = self._on_all_hosts(step, lambda: self._read_arrays(step, targets, restore_args))
-        return jax.tree.unflatten(layout.treedef, [arrays[prefix + leaf.name] for leaf in layout.leaves])
+        return jax.tree.unflatten(layout.treedef, [arrays[path] for path in paths])
 
     def read(self, step: int, name: str) -> np.ndarray:
         """One leaf, whole on this host and without its padding; raises as `restore`."""
-        shape = self.meta(step)["shapes"][name]
-        restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
-        padded = self._on_all_hosts(step, lambda: self._read_arrays(step, {name: 0}, restore_args))[name]
+        meta = self.meta(step)
+        shape, path = meta["shapes"][name], stored_path(meta, name)
+        restore_args = {path: ocp.RestoreArgs(restore_type=np.ndarray)}
+        padded = self._on_all_hosts(step, lambda: self._read_arrays(step, {path: 0}, restore_args))[path]
         return padded[tuple(slice(length) for length in shape)]
 
     def set_aside(self, step: int) -> None:
@@ -295,7 +299,7 @@ class Checkpoints:
         with reading(f"{self._name(step)}: file {file} cannot be read", kind=DamagedCheckpoint):
             meta = json.loads(text)
             _check_meta(meta)
-        return meta
+        return migrate(meta)
 
     def _read_arrays(self, step: int, targets: PyTree, restore_args: PyTree) -> PyTree:
         files = storage.list_files(storage.join(self.directory, f"{step}/state"))

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from zero.models.config import GPTConfig
+from zero.models.layers import group_size
 from zero.runtime.config.constraints import is_paths, shown
 from zero.runtime.config.schema import Config
 from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE, hyperparameters
-from zero.training.sharded_gpt import group_size
 
 Mistakes = Iterator[tuple[str, str]]  # key, and what was expected
 

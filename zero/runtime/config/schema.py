@@ -15,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from zero.models.attention.choice import CHOICES as ATTENTION
-from zero.models.gpt import REMAT
+from zero.models.layers import REMAT
 from zero.runtime.config.constraints import (
     INT32,
     INT64,

@@ -28,7 +28,6 @@ from zero.runtime.errors import UserError
 
 _REMOTE_THREADS = 16  # at most; they wait for the network, not for Python
 _CUT_TOKENS = 1 << 21  # converted to int32 at once: 8 MiB; from 4 MiB on numpy uses huge pages, a quarter faster
-_FORMER_CURSOR_KEYS = {"window": "shuffle_shards"}  # cursors saved by version 0.1.0
 _log = logging.getLogger(__name__)
 
 
@@ -213,7 +212,6 @@ class Loader:
     def _batches_done(self, cursor: dict[str, int] | None) -> int:
         if cursor is None:
             return 0
-        cursor = {_FORMER_CURSOR_KEYS.get(key, key): value for key, value in cursor.items()}
         for key, value in self._identity.items():
             if cursor.get(key) != value:
                 if key == "shards":

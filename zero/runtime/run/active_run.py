@@ -20,7 +20,7 @@ from zero.models.config import GPTConfig
 from zero.partition.checksums import examine
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import from_global, to_global
-from zero.partition.layout import Layout
+from zero.partition.layout import Layout, PyTree
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.schema import Config
 from zero.runtime.data.loader import HostBatch, Loader
@@ -40,10 +40,10 @@ from zero.runtime.tokenizers import Tokenizer
 from zero.runtime.tracking.tracker import Tracker
 from zero.training.batch import Batch
 from zero.training.flops import model_flops
+from zero.training.parts import TrainState
 from zero.training.programs import Inference, Programs, split_rows
 from zero.training.schedules import SequenceLengths
 from zero.training.sharded_gpt import ShardedGPT
-from zero.training.step import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +103,11 @@ class ActiveRun:
     def axis(self) -> Axis:
         """The pmap axis."""
         return self.model.axis
+
+    @property
+    def weights(self) -> PyTree:
+        """All that inference needs of the state."""
+        return self.model.weights(self.state.params, self.state.averages)
 
     def batches(self) -> Generator[tuple[int, HostBatch]]:
         """Each step with this host's rows, to the last step or until a stop request comes while data is waited for."""
@@ -220,7 +225,7 @@ class ActiveRun:
     def harness_results(self) -> dict[str, float]:
         """The tasks of `evaluate.harness` on the weights of this step, as `harness/TASK/METRIC`."""
         host = jax.process_index()
-        trained = TrainedModel(self.model, self.state.weights, self.tokenizer, self.position.step, host)
+        trained = TrainedModel(self.model, self.weights, self.tokenizer, self.position.step, host)
         scorer = Scorer(trained, self.context.full, self.config.training.batch_size)
         results = run_tasks(scorer, self.context.full, self.config.evaluate.harness)
         return {

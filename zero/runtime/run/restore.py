@@ -20,7 +20,7 @@ from zero.runtime.errors import UserError
 from zero.runtime.run.training_position import TrainingPosition
 from zero.runtime.weights.checkpoint_weights import check_unseen, trained_size
 from zero.training.optimizer import convert_state
-from zero.training.step import TrainState
+from zero.training.parts import TrainState
 
 log = logging.getLogger(__name__)
 

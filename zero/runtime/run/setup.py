@@ -41,10 +41,10 @@ from zero.runtime.tokenizers import Tokenizer, load_tokenizer
 from zero.runtime.tracking.metrics_file import read_metrics
 from zero.runtime.tracking.tracker import Tracker
 from zero.runtime.weights.warm_start import warm_start
+from zero.training.parts import TrainState
 from zero.training.programs import Programs, make_inference
 from zero.training.schedules import SequenceLengths
 from zero.training.sharded_gpt import ShardedGPT
-from zero.training.step import TrainState
 
 log = logging.getLogger(__name__)
 

@@ -69,7 +69,7 @@ class StepMetrics:
         """Takes the metrics of a step that was dispatched; all but the newest `leave` are waited for.
 
         Args:
-          metrics: as `train_step` returns them, one scalar each.
+          metrics: as the step returns them, one scalar each.
           leave: how many steps may stay in flight.
           flops: operations of the model in this step per device, for the utilisation; 0 for a step that is not timed.
         """

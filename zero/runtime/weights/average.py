@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from zero.models.collections import collections_of
+from zero.models.config import GPTConfig
 from zero.partition.layout import make_layout
 from zero.runtime import run_directory as run_files
 from zero.runtime.checkpoints.manager import Checkpoints
@@ -37,7 +39,8 @@ def average(place: str, run_directory: Path, steps: Sequence[int] | None = None)
                 total += checkpoints.read(step, name).astype(np.float32)
             return total / np.float32(len(chosen))
 
-        means = {name: mean(name) for name in meta["shapes"] if name.startswith(("params/", "codebook/"))}
+        collections = [f"averages/{name}/" for name in collections_of(GPTConfig(**meta["size"]))]
+        means = {name: mean(name) for name in meta["shapes"] if name.startswith(("params/", *collections))}
         config = meta["config"]
         config["data"] |= {"bucket_path": None, "checkpoint_directory": "checkpoints"}
         run_files.save_config(unfinished, config)

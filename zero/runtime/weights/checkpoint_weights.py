@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from zero.models.config import GPTConfig
-from zero.models.gated_unit import CODEBOOK
 from zero.partition.global_arrays import from_global
 from zero.partition.layout import Layout, PyTree
 from zero.runtime.checkpoints.damage import DamagedCheckpoint
@@ -19,6 +18,7 @@ from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 from zero.runtime.run_directory import CONFIG_FILE, saved_checkpoint_directory
 from zero.runtime.weights.hf_config import UNSEEN
+from zero.training.ema import EMA
 from zero.training.sharded_gpt import ShardedGPT
 
 
@@ -70,19 +70,19 @@ def trained_size(origin: str, meta: Mapping[str, Any]) -> GPTConfig:
 
 
 def weights_subtree(origin: str, meta: Mapping[str, Any], ema: bool) -> str:
-    """Which subtree of a checkpointed state is wanted: "params", or "ema" for their moving average.
+    """Which subtree of a checkpointed state is wanted: the parameters or, with `ema`, their moving average.
 
     Raises:
       UserError: the run kept no average; `origin` begins the message.
     """
-    name = "ema" if ema else "params"
+    name = f"averages/{EMA}" if ema else "params"
     if not any(leaf.startswith(f"{name}/") for leaf in meta["shapes"]):
         raise UserError(f"{origin}: holds no moving average of the weights; training.ema keeps one from the first step")
     return name
 
 
 def restore_weights(checkpoints: Checkpoints, step: int, model: ShardedGPT, within: str) -> PyTree:
-    """Shards for a pmap of the parameters `within` a checkpointed state, with the codebook if the model has one.
+    """Shards for a pmap of the parameters `within` a checkpointed state, with the model's collections.
 
     Raises as `Checkpoints.restore`.
     """
@@ -92,8 +92,8 @@ def restore_weights(checkpoints: Checkpoints, step: int, model: ShardedGPT, with
             checkpoints.restore(step, layout, model.axis, within=within), layout, model.axis, donate=True
         )
 
-    codebook = shards(model.codebook_layout, CODEBOOK) if model.config.has_codebook else None
-    return model.join(shards(model.layout, within), codebook)
+    collections = {name: shards(layout, f"averages/{name}") for name, layout in model.collection_layouts.items()}
+    return {**shards(model.layout, within), **collections}
 
 
 @contextmanager

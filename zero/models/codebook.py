@@ -1,4 +1,7 @@
-"""Moving averages: of the weights, of keys by their code, and of losses and gradient norms, to judge a spike by."""
+"""The codebook of vector-quantised keys: a moving average of the keys that are rounded to each code.
+
+Shapes are named by suffix: S codes, K width of a key. Every leaf has a leading dimension of layers.
+"""
 
 from __future__ import annotations
 
@@ -7,43 +10,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from zero.models.config import BLOCKS, GPTConfig
 from zero.models.gated_unit import UNITS
-from zero.partition.layout import PyTree
 
-# As OLMo-core's SkipStepOptimizer: of the last 128 updates, and no update is judged by fewer than 64.
-_DECAY, _JUDGED_BY = 1 - 1 / 128, 64
 # Both of arXiv 2309.16354: of the moving averages, and the weight of the commitment loss.
-_CODEBOOK_DECAY, _COMMITMENT = 0.99, 1e-4
+_DECAY, _COMMITMENT = 0.99, 1e-4
 # A code whose moving average of keys per step falls below this stays where it is, before both of its sums underflow.
 _FEWEST_KEYS = 0.01
 # A code with fewer keys than `_UNUSED` times the average is moved next to another code, at a distance of `_SPLIT_BY`
 # times that one's norm, and takes half of its keys.
 _UNUSED, _SPLIT_BY = 0.1, 0.01
-
-
-def update_ema(
-    ema: PyTree, params: PyTree, decay: float, updates: jax.Array | int, is_skipped: jax.Array | bool = False
-) -> PyTree:
-    """The average with the newest parameters added: after `updates` of them that of `optax.ema(decay, debias=True)`.
-
-    The weight of the newest is (1 - decay) / (1 - decay^updates): 1 at the first update, 1 - decay after many. So the
-    average never contains the parameters of before the first update, and is usable at once.
-
-    Element-wise: shards or whole arrays in and out, no communication. A skipped update leaves the average as it was.
-
-    Source: Polyak and Juditsky (1992) for the average; Adam, arXiv 1412.6980, section 3, for the correction.
-
-    >>> ema = update_ema({"w": 5.0}, {"w": 1.0}, 0.5, updates=1)
-    >>> float(update_ema(ema, {"w": 4.0}, 0.5, updates=2)["w"])  # (0.25 * 1 + 0.5 * 4) / 0.75
-    3.0
-    """
-    # expm1, because 1 - decay^updates loses its digits where the decay is near 1.
-    newest = (1 - decay) / -jnp.expm1(jnp.maximum(updates, 1) * math.log(decay))
-    moved = optax.incremental_update(params, ema, jnp.minimum(newest, 1.0))
-    return jax.tree.map(lambda new, old: jnp.where(is_skipped, old, new), moved, ema)
 
 
 def init_codebook(config: GPTConfig, key: jax.Array) -> Any:
@@ -82,7 +59,7 @@ def update_codebook(codebook: Any, found: Any, key: jax.Array) -> Any:
     """
 
     def unit(old: dict[str, jax.Array], found: dict[str, jax.Array], key: jax.Array) -> dict[str, jax.Array]:
-        moved = {name: _CODEBOOK_DECAY * old[name] + (1 - _CODEBOOK_DECAY) * found[name] for name in old}
+        moved = {name: _DECAY * old[name] + (1 - _DECAY) * found[name] for name in old}
         is_used = moved["counts"] >= _FEWEST_KEYS
         counts = jnp.where(is_used, moved["counts"], old["counts"])
         sums = jnp.where(is_used[..., None], moved["sums"], old["sums"])
@@ -107,29 +84,3 @@ def _split(counts: jax.Array, sums: jax.Array, direction: jax.Array) -> tuple[ja
     new_counts = counts.at[most].set(half).at[least].set(half)
     new_sums = sums.at[most].set(half * own).at[least].set(half * other)
     return jnp.where(is_due, new_counts, counts), jnp.where(is_due, new_sums, sums)
-
-
-def add_to_running(running: jax.Array, values: jax.Array) -> jax.Array:
-    """Exponentially decaying statistics with one more value of each kind.
-
-    `(kinds, 3)` and `(kinds,)` in: mean and variance without the bias of a start at zero, and the sum of all weights,
-    1 - decay^n after n values. The first value finds zeros.
-
-    Source: Finch, Incremental calculation of weighted mean and variance (2009), section 9; weights as in Adam.
-    """
-    mean, variance, weight = running.T
-    weight = _DECAY * weight + (1 - _DECAY)
-    share = (1 - _DECAY) / weight
-    delta = values - mean
-    return jnp.stack([mean + share * delta, (1 - share) * (variance + share * delta**2), weight], axis=1)
-
-
-def is_spike(running: jax.Array, values: jax.Array, deviations: float) -> jax.Array:
-    """Whether any value exceeds its running mean by so many running standard deviations.
-
-    Too few values judge nothing, and a NaN is no spike. PaLM (Chowdhery et al., arXiv 2204.02311, section 5.1) skipped
-    the batches around a spike by hand; the rule is that of OLMo-core's SkipStepOptimizer, for what is too large alone.
-    """
-    mean, variance, weight = running.T
-    is_judged = weight > 1 - _DECAY ** (_JUDGED_BY - 0.5)  # between two counts: sums of weights are rounded
-    return jnp.any(is_judged & (values > mean + deviations * jnp.sqrt(variance)))

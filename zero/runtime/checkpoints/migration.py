@@ -1,0 +1,71 @@
+"""Checkpoints of earlier formats: where today's state and data cursor find what they hold.
+
+A change of the state's structure is one more entry of `_LEAVES`; every reader sees the paths of today only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zero.runtime.errors import UserError
+
+Moves = tuple[dict[str, str], ...]
+
+# From each format to the next: the path of a leaf or of a subtree that moved, and where it is now.
+_LEAVES: Moves = (
+    {
+        "step": "clock",
+        "skipped": "guard/skipped_steps",
+        "skipped_in_a_row": "guard/skipped_in_a_row",
+        "skipped_spikes": "guard/skipped_spikes",
+        "running": "guard/running",
+        "ema": "averages/ema",
+        "codebook": "averages/codebook",
+    },
+)
+_CURSOR: Moves = ({"window": "shuffle_shards"},)
+FORMAT = len(_LEAVES) + 1  # of checkpoints that are written now; those without a number are of format 1
+# The entries of `meta` whose keys may have moved.
+_MOVES: dict[str, Moves] = {"shapes": _LEAVES, "dtypes": _LEAVES, "checksums": _LEAVES, "cursor": _CURSOR}
+
+
+def migrate(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of a checkpoint with the paths of today.
+
+    Raises:
+      UserError: a later version wrote it.
+
+    >>> migrate({"shapes": {"ema/norm/scale": [3], "params/norm/scale": [3]}})["shapes"]
+    {'averages/ema/norm/scale': [3], 'params/norm/scale': [3]}
+    >>> migrate({"cursor": {"window": 16, "batches": 7}})["cursor"]
+    {'shuffle_shards': 16, 'batches': 7}
+    """
+    first = meta.get("format", 1) - 1
+    if first >= FORMAT:
+        raise UserError(f"a checkpoint of format {first + 1}, this version reads formats 1 to {FORMAT}: update zero")
+    moved = {
+        name: {_moved(path, moves[first:]): x for path, x in meta[name].items()}
+        for name, moves in _MOVES.items()
+        if meta.get(name)
+    }
+    return {**meta, **moved}
+
+
+def stored_path(meta: Mapping[str, Any], path: str) -> str:
+    """Where the files of a checkpoint with this metadata have the leaf of a path of today.
+
+    >>> stored_path({}, "averages/ema/norm/scale"), stored_path({"format": FORMAT}, "clock")
+    ('ema/norm/scale', 'clock')
+    """
+    moves = _LEAVES[meta.get("format", 1) - 1 :]
+    return _moved(path, tuple({new: old for old, new in move.items()} for move in reversed(moves)))
+
+
+def _moved(path: str, moves: Moves) -> str:
+    for move in moves:
+        for old, new in move.items():
+            if path == old or path.startswith(f"{old}/"):
+                path = new + path[len(old) :]
+                break
+    return path

@@ -1,0 +1,31 @@
+"""What follows the training beside the parameters, by name. A new average is a file and an entry of this dictionary."""
+
+from __future__ import annotations
+
+import jax
+
+from zero.models.collections import Collection
+from zero.partition.layout import PyTree
+from zero.training.ema import EMA, make_ema
+from zero.training.parts import Average, StepOptions, Tried
+from zero.training.sharded_gpt import ShardedGPT
+
+
+def averages_of(model: ShardedGPT, options: StepOptions | None = None) -> dict[str, Average]:
+    """Those of the model's own collections, and those that the options ask for."""
+    averages = {name: _follow(name, collection) for name, collection in model.collections.items()}
+    if options is not None and options.ema_decay is not None:
+        averages[EMA] = make_ema(options.ema_decay)
+    return averages
+
+
+def _follow(name: str, collection: Collection) -> Average:
+    """A collection of the model's variables, moved by what the attempt has found for it."""
+
+    def init(params: PyTree, collections: dict[str, PyTree]) -> PyTree:
+        return collections[name]
+
+    def update(state: PyTree, tried: Tried, updates: jax.Array, key: jax.Array) -> PyTree:
+        return collection.update(state, tried.found[name], key)
+
+    return Average(init, update)

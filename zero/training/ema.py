@@ -1,0 +1,45 @@
+"""A moving average of the parameters."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zero.partition.layout import PyTree
+from zero.training.parts import Average, Tried
+
+EMA = "ema"  # its name among the averages of a state
+
+
+def make_ema(decay: float) -> Average:
+    """The average of the parameters, float32, as `update_ema` moves it."""
+
+    def init(params: PyTree, collections: dict[str, PyTree]) -> PyTree:
+        return jax.tree.map(lambda p: p.astype(jnp.float32), params)
+
+    def update(ema: PyTree, tried: Tried, updates: jax.Array, key: jax.Array) -> PyTree:
+        return update_ema(ema, tried.params, decay, updates)
+
+    return Average(init, update)
+
+
+def update_ema(ema: PyTree, params: PyTree, decay: float, updates: jax.Array | int) -> PyTree:
+    """The average with the newest parameters added: after `updates` of them that of `optax.ema(decay, debias=True)`.
+
+    The weight of the newest is (1 - decay) / (1 - decay^updates): 1 at the first update, 1 - decay after many. So the
+    average never contains the parameters of before the first update, and is usable at once.
+
+    Element-wise: shards or whole arrays in and out, no communication.
+
+    Source: Polyak and Juditsky (1992) for the average; Adam, arXiv 1412.6980, section 3, for the correction.
+
+    >>> ema = update_ema({"w": 5.0}, {"w": 1.0}, 0.5, updates=1)
+    >>> float(update_ema(ema, {"w": 4.0}, 0.5, updates=2)["w"])  # (0.25 * 1 + 0.5 * 4) / 0.75
+    3.0
+    """
+    # expm1, because 1 - decay^updates loses its digits where the decay is near 1.
+    newest = (1 - decay) / -jnp.expm1(jnp.maximum(updates, 1) * math.log(decay))
+    return optax.incremental_update(params, ema, jnp.minimum(newest, 1.0))

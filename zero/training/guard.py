@@ -1,0 +1,64 @@
+"""Which updates are skipped: those whose gradient is not finite, and spikes of the loss or of the gradient norm."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from zero.training.parts import Guard, GuardState, StepOptions, Tried
+
+# As OLMo-core's SkipStepOptimizer: of the last 128 updates, and no update is judged by fewer than 64.
+_DECAY, _JUDGED_BY = 1 - 1 / 128, 64
+
+
+def init_guard() -> GuardState:
+    """Before the first update; the same whatever is skipped."""
+    zero = jnp.int32(0)
+    return GuardState(zero, zero, zero, jnp.zeros((2, 3), jnp.float32))
+
+
+def make_guard(options: StepOptions) -> Guard:
+    """Decides from sums over all devices, so that the decision is the same everywhere."""
+
+    def judge(state: GuardState, tried: Tried) -> tuple[jax.Array | bool, GuardState]:
+        seen = jnp.stack([tried.loss, tried.norm])
+        is_high: jax.Array | bool = False
+        if options.skip_spikes is not None:
+            is_high = jnp.isfinite(tried.norm) & is_spike(state.running, seen, options.skip_spikes)
+        is_skipped = tried.is_bad | is_high if options.skip_bad_steps else is_high
+        skipped = jnp.asarray(is_skipped, jnp.int32)
+        is_counted = jnp.isfinite(seen).all() & (skipped == 0)
+        return is_skipped, GuardState(
+            state.skipped_steps + skipped,
+            skipped * (state.skipped_in_a_row + 1),
+            state.skipped_spikes + jnp.asarray(is_high, jnp.int32),
+            jnp.where(is_counted, add_to_running(state.running, seen), state.running),
+        )
+
+    return Guard(init_guard, judge)
+
+
+def add_to_running(running: jax.Array, values: jax.Array) -> jax.Array:
+    """Exponentially decaying statistics with one more value of each kind.
+
+    `(kinds, 3)` and `(kinds,)` in: mean and variance without the bias of a start at zero, and the sum of all weights,
+    1 - decay^n after n values. The first value finds zeros.
+
+    Source: Finch, Incremental calculation of weighted mean and variance (2009), section 9; weights as in Adam.
+    """
+    mean, variance, weight = running.T
+    weight = _DECAY * weight + (1 - _DECAY)
+    share = (1 - _DECAY) / weight
+    delta = values - mean
+    return jnp.stack([mean + share * delta, (1 - share) * (variance + share * delta**2), weight], axis=1)
+
+
+def is_spike(running: jax.Array, values: jax.Array, deviations: float) -> jax.Array:
+    """Whether any value exceeds its running mean by so many running standard deviations.
+
+    Too few values judge nothing, and a NaN is no spike. PaLM (Chowdhery et al., arXiv 2204.02311, section 5.1) skipped
+    the batches around a spike by hand; the rule is that of OLMo-core's SkipStepOptimizer, for what is too large alone.
+    """
+    mean, variance, weight = running.T
+    is_judged = weight > 1 - _DECAY ** (_JUDGED_BY - 0.5)  # between two counts: sums of weights are rounded
+    return jnp.any(is_judged & (values > mean + deviations * jnp.sqrt(variance)))

@@ -1,0 +1,96 @@
+"""An attempt that computes the whole gradient first, from one or more micro-batches, and then updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from zero.partition.layout import PyTree
+from zero.partition.sharded_optimizer import clip, on_shards
+from zero.training.batch import Batch
+from zero.training.optimizer import scaled
+from zero.training.parts import Attempt, StepOptions, TrainState, Tried, unless
+from zero.training.sharded_gpt import ShardedGPT
+
+
+def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> Attempt:
+    """Clips by the norm of the whole gradient; needs memory for all of its shards.
+
+    `run` raises:
+      NotElementwiseError: `tx` would be wrong on shards.
+    """
+
+    def run(state: TrainState, batch: Batch, rate: jax.Array, key: jax.Array) -> Tried:
+        loss, grads, found, observed = _loss_and_gradients(model, state, batch, key, options.micro_batches)
+        norm = model.gradient_norm(grads)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        if options.max_gradient_norm is not None:
+            grads = clip(grads, norm, options.max_gradient_norm)
+        optimizer = on_shards(scaled(tx, rate, state.clock), model.layout, model.axis)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return Tried(params, opt_state, loss, norm, ~jnp.isfinite(norm), found, model.metrics(observed, batch))
+
+    def settle(is_skipped: jax.Array | bool, tried: Tried, state: TrainState) -> tuple[PyTree, PyTree]:
+        settled: tuple[PyTree, PyTree] = unless(
+            is_skipped, (tried.params, tried.opt_state), (state.params, state.opt_state)
+        )
+        return settled
+
+    return Attempt(run, settle)
+
+
+def _loss_and_gradients(
+    model: ShardedGPT, state: TrainState, batch: Batch, key: jax.Array, micro_batches: int
+) -> tuple[jax.Array, PyTree, dict[str, PyTree], Any]:
+    """The mean loss of the global batch, its gradient as shards (whole at stage 0) in `gradient_dtype`, and the rest.
+
+    That is the gradient of each of the model's collections, summed over devices, and what the layers have observed.
+    """
+    tokens, keys, scored = batch.tokens, model.dropout_keys(key, batch), model.count_all_scored(batch.tokens)
+    variables = model.enter(state.params, model.prepare(state.averages, model.axis.size * tokens.size))
+
+    def loss_of(differentiated: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None) -> tuple[jax.Array, Any]:
+        loss, observed = model.losses({**variables, **differentiated}, tokens, keys)
+        return loss / scored, observed
+
+    zeros = jnp.float32(0), model.nothing_observed(len(tokens) // micro_batches)
+    differentiated = {name: variables[name] for name in (model.differentiated, *model.collections)}
+    (loss, observed), grads = _accumulate(
+        jax.value_and_grad(loss_of, has_aux=True), zeros, differentiated, tokens, keys, micro_batches
+    )
+    found = {name: lax.psum(grads[name], model.axis.name) for name in model.collections}
+    return lax.psum(loss, model.axis.name), model.leave(grads[model.differentiated]), found, observed
+
+
+def _accumulate(
+    value_and_grad: Callable[..., tuple[PyTree, PyTree]],
+    zeros: PyTree,
+    params: PyTree,
+    tokens: jax.Array | np.ndarray,
+    keys: jax.Array | None,
+    micro_batches: int,
+) -> tuple[PyTree, PyTree]:
+    """Sums of values and gradients over micro-batches, one after the other; gradients add up in float32.
+
+    Args:
+      value_and_grad: from parameters, and the tokens and keys of a micro-batch.
+      zeros: to which values are added.
+      params, tokens, keys: its arguments, of all micro-batches.
+      micro_batches: their number.
+    """
+    if micro_batches == 1:
+        return value_and_grad(params, tokens, keys)
+
+    def add(sums: tuple[PyTree, PyTree], micro_batch: tuple[jax.Array, jax.Array | None]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, value_and_grad(params, *micro_batch)), None
+
+    zero_grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    split = jax.tree.map(lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), (tokens, keys))
+    return lax.scan(add, (zeros, zero_grads), split)[0]
