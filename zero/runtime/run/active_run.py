@@ -32,6 +32,7 @@ from zero.runtime.hosts.startup import process_age
 from zero.runtime.inference.harness_tasks import run_tasks
 from zero.runtime.inference.scoring import Scorer
 from zero.runtime.inference.trained_model import TrainedModel
+from zero.runtime.run.goodput import Goodput, counts_as
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.step_metrics import StepMetrics, peak_memory
 from zero.runtime.run.training_position import TrainingPosition
@@ -88,6 +89,7 @@ class ActiveRun:
     stop_requests: list[int]
     any_host: agreement.AnyHost
     bar: tqdm
+    goodput: Goodput
     metrics: StepMetrics
     profiler: Profiler
     state: TrainState
@@ -127,13 +129,13 @@ class ActiveRun:
         elif not self._first_step(length, per_device):
             return False
         if self.profiler.is_last(step):
-            began = time.monotonic()
-            self.profiler.stop()
-            self.metrics.exclude(time.monotonic() - began)
+            with self.goodput.phase("evaluation"):
+                self.profiler.stop()
         self._count(step, batch)
         self.bar.update()
         return True
 
+    @counts_as("compilation")
     def _first_step(self, length: int, per_device: Batch) -> bool:
         """The first step of this sequence length, compiled; it is waited for and timed apart from the others."""
         began = time.monotonic()
@@ -146,7 +148,7 @@ class ActiveRun:
             self.state, metrics = program(self.state, per_device)
             self.metrics.add(metrics, leave=0)
         seconds, age = time.monotonic() - began, process_age()
-        self.metrics.exclude(seconds, steps=1)
+        self.metrics.leave_untimed()
         if not self._steps:
             self.metrics.add_to_next_line("seconds_to_first_step", age)
         self._steps[length] = program
@@ -233,8 +235,9 @@ class ActiveRun:
     def log(self, line: dict[str, Any]) -> None:
         """Records a line of metrics, on host 0."""
         if self.tracker is not None:
-            self.tracker.log(line)
+            self.tracker.log(line | self.goodput.line())
 
+    @counts_as("checkpoint")
     def save(self, validation_loss: float | None = None) -> None:
         """Begins to save the state; returns when the state may change again."""
         if self.tracker is not None:  # before the checkpoint: a resume from it finds the metrics up to it

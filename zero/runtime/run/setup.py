@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,6 +34,7 @@ from zero.runtime.errors import UserError
 from zero.runtime.hosts import agreement, signals, startup
 from zero.runtime.planning.topology import peak_flops
 from zero.runtime.run.active_run import ActiveRun
+from zero.runtime.run.goodput import Goodput
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.restore import restore
 from zero.runtime.run.step_metrics import StepMetrics
@@ -94,8 +96,10 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             return
         if state is None:
             state = _new_state(programs, config, model)
-        tracker = None
+        tracker, goodput = None, Goodput(startup.process_age())
         if host == 0:
+            if config.resume is not None and not is_fork:
+                goodput = Goodput(startup.process_age(), _line_of(run_directory, position.step))
             _write_run_files(run_directory, config, model, tx, forked_at=position.step if is_fork else None)
             resumed_from = None if config.resume is None else position.step
             tracker = stack.enter_context(_tracker(run_directory, config, resumed_from))
@@ -123,7 +127,8 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             stop_requests=stop_requests,
             any_host=agreement.AnyHost(lag=in_flight),
             bar=bar,
-            metrics=_step_metrics(config, position.global_rows),
+            goodput=goodput,
+            metrics=_step_metrics(config, position.global_rows, goodput),
             profiler=profiler,
             state=state,
             position=position,
@@ -309,11 +314,15 @@ def _last_step(config: Config, loader: Loader) -> int:
 
 def _is_evaluated(run_directory: Path, step: int) -> bool:
     """Whether an earlier start of this run has evaluated its checkpoint already, as host 0 knows."""
-    found = False
-    if jax.process_index() == 0 and (run_directory / run_files.METRICS_FILE).exists():
-        lines = read_metrics(run_directory / run_files.METRICS_FILE)
-        found = any(line["step"] == step and "validation/loss" in line for line in lines)
+    found = jax.process_index() == 0 and "validation/loss" in (_line_of(run_directory, step) or {})
     return bool(agreement.broadcast("evaluated", "yes" if found else ""))
+
+
+def _line_of(run_directory: Path, step: int) -> dict[str, Any] | None:
+    """The line of metrics of a step, if there is one."""
+    path = run_directory / run_files.METRICS_FILE
+    lines = read_metrics(path) if path.exists() else []
+    return next((line for line in lines if line["step"] == step), None)
 
 
 def _new_state(programs: Programs, config: Config, model: ShardedGPT) -> TrainState:
@@ -357,9 +366,9 @@ def _steps_in_flight() -> int:
     return 0 if jax.default_backend() == "cpu" else 1
 
 
-def _step_metrics(config: Config, global_rows: int) -> StepMetrics:
+def _step_metrics(config: Config, global_rows: int, goodput: Goodput) -> StepMetrics:
     peak = config.profile.peak_flops or peak_flops(jax.local_devices()[0])
-    return StepMetrics(global_rows * config.data.max_context, jax.device_count(), peak)
+    return StepMetrics(global_rows * config.data.max_context, jax.device_count(), peak, goodput)
 
 
 def _progress_bar(step: int, last_step: int) -> tqdm:
