@@ -224,6 +224,7 @@ class Distributed:
     num_processes: int | None = at_least(1)
     process_id: int | None = zero_or_more()
     compilation_cache: str | None = MISSING
+    stall_minutes: float | None = positive()
 
 
 @dataclass

@@ -26,7 +26,7 @@ from zero.runtime.config.schema import Config
 from zero.runtime.data.loader import HostBatch, Loader
 from zero.runtime.data.prefetch import prefetch
 from zero.runtime.errors import UserError
-from zero.runtime.hosts import agreement, signals
+from zero.runtime.hosts import agreement, signals, watchdog
 from zero.runtime.hosts.interruptible_compilation import CacheHits, compile_unless_stopped
 from zero.runtime.hosts.startup import process_age
 from zero.runtime.inference.harness_tasks import run_tasks
@@ -108,6 +108,7 @@ class ActiveRun:
 
     def batches(self) -> Generator[tuple[int, HostBatch]]:
         """Each step with this host's rows, to the last step or until a stop request comes while data is waited for."""
+        watchdog.progress()
         stop = self.stop_requests if jax.process_count() == 1 else ()  # several hosts have to agree first
         with closing(prefetch(self.loader.batches(self.position.cursor), stop=stop)) as batches:
             steps = range(self.position.step + 1, self.last_step + 1)
@@ -181,6 +182,7 @@ class ActiveRun:
 
     def poll(self) -> tuple[bool, bool]:
         """Whether to stop, and whether a checkpoint is due by the clock of host 0; the same on all hosts."""
+        watchdog.progress()
         minutes = self.config.data.checkpoint_minutes
         is_due = self.tracker is not None and minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
         if is_due:

@@ -32,6 +32,7 @@ from zero.runtime.data.index_files import index_paths
 from zero.runtime.data.loader import Loader
 from zero.runtime.errors import UserError
 from zero.runtime.hosts import agreement, signals, startup
+from zero.runtime.hosts.same_configuration import check_same_configuration
 from zero.runtime.planning.topology import peak_flops
 from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.goodput import Goodput
@@ -63,6 +64,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
     """
     host, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
     run_directory, is_fork = _join_run_directory(run_directory, config.resume)
+    check_same_configuration(config, size)
     count, backend = jax.device_count(), jax.default_backend()
     log.info("%d %s devices, %d of this host; %s", count, backend, jax.local_device_count(), run_directory)
     position = _first_position(config, hosts)
