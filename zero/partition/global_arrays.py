@@ -105,9 +105,7 @@ def from_global(
         for d in (pmap_devices()[: mesh.size] if devices is None else devices)
         if d.process_index == jax.process_index()
     ]
-    # To the letter what pmap gives to its results: any other name, and the program that takes them is compiled again.
-    name = axis.name if isinstance(axis, Axis) else axis
-    stacked = NamedSharding(Mesh(np.asarray(local), (name,)), PartitionSpec(name))
+    stacked = _stacked(axis, local)
 
     def place(leaf: LeafLayout, x: jax.Array | np.ndarray) -> jax.Array:
         if x.shape != leaf.padded_shape or x.dtype != leaf.dtype:
@@ -126,6 +124,23 @@ def from_global(
         jax.make_array_from_single_device_arrays((len(local), *leaf.shard_shape), stacked, parts)
         for leaf, parts in zip(layout.leaves, shards, strict=True)
     )
+
+
+def from_local(tree: PyTree, layout: Layout, axis: AxisLike) -> PyTree:
+    """Shards on this process's devices, as pmap returns them, from numpy arrays `(local devices, *shard_shape)`."""
+    local = jax.local_devices()
+
+    def place(leaf: LeafLayout, x: np.ndarray) -> jax.Array:
+        parts = [jax.device_put(part[None], device) for part, device in zip(x, local, strict=True)]
+        return jax.make_array_from_single_device_arrays((len(local), *leaf.shard_shape), _stacked(axis, local), parts)
+
+    return layout.map(place, tree)
+
+
+def _stacked(axis: AxisLike, local: Sequence[jax.Device]) -> NamedSharding:
+    """To the letter what pmap gives to its results: with another name the program that takes them is compiled again."""
+    name = axis.name if isinstance(axis, Axis) else axis
+    return NamedSharding(Mesh(np.asarray(local), (name,)), PartitionSpec(name))
 
 
 def mesh_of(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None) -> Mesh:

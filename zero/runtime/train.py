@@ -87,6 +87,8 @@ def _loop(run: ActiveRun) -> bool:
                 return False
             if due.save:
                 run.save(line.get("validation/loss"))
+            if due.protect:
+                run.protect()
             if due.evaluate:
                 _report(run, line)
             run.metrics.restart()

@@ -153,6 +153,8 @@ class Zero:
     phases: str = one_of("auto", "flat", "torus")
     overlap_gathers: bool = MISSING
     replicate: bool | None = MISSING
+    emergency_steps: int | None = at_least(1)
+    emergency_directory: str = MISSING
 
 
 @dataclass

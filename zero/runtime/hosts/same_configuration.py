@@ -18,6 +18,7 @@ OF_A_HOST = {
     "resume",
     "data.cache_directory",
     "data.checkpoint_directory",
+    "zero.emergency_directory",
     "distributed.coordinator_address",
     "distributed.process_id",
     "distributed.compilation_cache",

@@ -226,8 +226,9 @@ def ending_together() -> Iterator[None]:
             wait_for_all()  # the others may still write; jax's shutdown waits for a minute only, and aborts
     except BaseException as error:
         if _watchdog is not None and jax.process_count() > 1:
-            if isinstance(error, jax.errors.JaxRuntimeError):
-                # A lost connection: the watchdog ends this process and names the host that caused it.
+            if isinstance(error, Exception) and not isinstance(error, UserError) and not unanswered:
+                # Most likely a lost connection, which jax raises as one of several classes: the watchdog ends this
+                # process and names the host that caused it.
                 _watchdog.join(SILENCE_SECONDS + 3 * HEARTBEAT_SECONDS + LEAVE_SECONDS)
             status, reason = error.status if isinstance(error, UserError) else 1, f"ended: error: {first_line(error)}"
             if unanswered:  # a signal, when there was nothing to save yet

@@ -21,6 +21,7 @@ from zero.partition.checksums import checksums
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import from_global, to_global
 from zero.partition.layout import Layout
+from zero.runtime.checkpoints.emergency import EmergencyCheckpoints
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.schema import Config
 from zero.runtime.data.loader import HostBatch, Loader
@@ -55,6 +56,7 @@ class Due(NamedTuple):
     log: bool
     evaluate: bool
     save: bool
+    protect: bool
     stop: bool
 
 
@@ -85,6 +87,7 @@ class ActiveRun:
     loader: Loader
     validation: Loader
     checkpoints: Checkpoints
+    emergency: EmergencyCheckpoints | None
     tracker: Tracker | None  # of host 0
     stop_requests: list[int]
     any_host: agreement.AnyHost
@@ -177,8 +180,10 @@ class ActiveRun:
         training = self.config.training
         is_evaluation = step % training.evaluation_frequency == 0 or step == self.last_step
         is_stop, is_save = self.poll()
-        is_log = is_evaluation or is_save or is_stop or step % training.log_frequency == 0
-        return Due(is_log, is_evaluation, is_save or is_evaluation, is_stop)
+        is_protect = self.emergency is not None and step % (self.config.zero.emergency_steps or step) == 0
+        is_save |= is_protect and not self.checkpoints.steps()  # else --resume would find no run
+        is_log = is_evaluation or is_save or is_protect or is_stop or step % training.log_frequency == 0
+        return Due(is_log, is_evaluation, is_save or is_evaluation, is_protect, is_stop)
 
     def poll(self) -> tuple[bool, bool]:
         """Whether to stop, and whether a checkpoint is due by the clock of host 0; the same on all hosts."""
@@ -258,6 +263,12 @@ class ActiveRun:
         self.checkpoints.save(self.position.step, whole, self.layout, meta, validation_loss=validation_loss)
         self.state = from_global(whole, self.layout, self.axis, donate=True)
         self.saved_at = time.monotonic()
+
+    @counts_as("checkpoint")
+    def protect(self) -> None:
+        """Begins an emergency checkpoint; returns when the state may change again."""
+        if self.emergency is not None:
+            self.emergency.save(self.position.step, self.state, asdict(self.position))
 
     def stop(self) -> int:
         """Logs and saves what is not yet logged and saved.

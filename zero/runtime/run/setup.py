@@ -19,10 +19,13 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from zero.models.config import GPTConfig
+from zero.partition.collectives.axis import Axis
+from zero.partition.layout import Layout
 from zero.partition.memory import memory
 from zero.runtime import run_directory as run_files
 from zero.runtime import storage
 from zero.runtime.build import make_job
+from zero.runtime.checkpoints.emergency import EmergencyCheckpoints
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.schema import Config
 from zero.runtime.corpus.manifest import check_tokenizer
@@ -77,6 +80,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             stack.enter_context(run_files.locked(run_directory))
         place = run_files.checkpoint_directory(run_directory, config.data.bucket_path, config.data.checkpoint_directory)
         agreement.check_shared("data.checkpoint_directory", place)
+        emergency = _emergency(stack, config, size, place, layout, model.axis)
         checkpoints = stack.enter_context(Checkpoints(place, config.data.keep_checkpoints))
         state = None
         if config.resume is not None:
@@ -84,7 +88,15 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             source = checkpoints if origin is None else stack.enter_context(Checkpoints(origin, keep=None))
             given = config.optimizer.hyperparameters()
             adam = {key: given[key] for key in ("b1", "b2", "eps") if key in given}
-            position, state = restore(source, config.data.resume_step, size, layout, model.axis, not is_fork, **adam)
+            found = None
+            if emergency is not None and not is_fork and config.data.resume_step is None and source.steps():
+                found = emergency.restore(_lineage(run_directory), after=source.steps()[-1])
+            if found is not None:
+                position, state = TrainingPosition(**found[0]), found[1]
+            else:
+                position, state = restore(
+                    source, config.data.resume_step, size, layout, model.axis, not is_fork, **adam
+                )
         elif checkpoints.steps():
             raise UserError(f"{place} has checkpoints: --resume continues, another hydra.run.dir starts a new run")
         config = with_global_batch(config, position.global_rows)
@@ -105,6 +117,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             _write_run_files(run_directory, config, model, tx, forked_at=position.step if is_fork else None)
             resumed_from = None if config.resume is None else position.step
             tracker = stack.enter_context(_tracker(run_directory, config, resumed_from))
+            _write_lineage(run_directory, emergency)
             run_files.mirror(run_directory, place)
         stop_requests = stack.enter_context(signals.stop_requests())
         bar = stack.enter_context(_progress_bar(position.step, last_step))
@@ -125,6 +138,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             loader=loader,
             validation=validation,
             checkpoints=checkpoints,
+            emergency=emergency,
             tracker=tracker,
             stop_requests=stop_requests,
             any_host=agreement.AnyHost(lag=in_flight),
@@ -175,6 +189,29 @@ def _move_log(run_directory: Path, shared: Path, host: int) -> None:
                 old.unlink(missing_ok=True)
     if shared != run_directory and run_directory.is_dir() and not any(run_directory.iterdir()):
         run_directory.rmdir()
+
+
+def _emergency(
+    stack: ExitStack, config: Config, size: GPTConfig, place: Path | str, layout: Layout, axis: Axis
+) -> EmergencyCheckpoints | None:
+    if config.zero.emergency_steps is None:
+        return None
+    directory = Path(config.zero.emergency_directory)
+    return stack.enter_context(EmergencyCheckpoints(directory, place, asdict(size), layout, axis))
+
+
+def _lineage(run_directory: Path) -> str:
+    """That of the emergency checkpoints of the last start, as host 0 knows."""
+    path = run_directory / run_files.LINEAGE_FILE
+    return agreement.broadcast("last lineage", path.read_text() if path.exists() else "")
+
+
+def _write_lineage(run_directory: Path, emergency: EmergencyCheckpoints | None) -> None:
+    path = run_directory / run_files.LINEAGE_FILE
+    if emergency is None:
+        path.unlink(missing_ok=True)  # from here on its states are those of another attempt
+    else:
+        storage.write(path, emergency.lineage.encode())
 
 
 def _load_tokenizer(config: Config, size: GPTConfig) -> Tokenizer:
