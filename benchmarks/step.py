@@ -304,7 +304,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--plain-order", action="store_true", help="what zero.in_order costs, and nothing else")
     arguments = parser.parse_args()
-    start(arguments.devices, None, None, None, None, overlap_gathers=True)
+    start(arguments.devices, None, None, None, None, stall_minutes=None, overlap_gathers=True)
     assert len(pmap_devices()) == arguments.devices
     for name in [arguments.shape] if arguments.shape else SHAPES:
         if arguments.plain_order:

@@ -46,7 +46,6 @@ STAGES = (1, 2, 3)
 GLOBAL_ROWS = 16
 MOST_SECONDS = 90  # in which all processes have to end after a signal
 REFUSED = 0.05  # of the requests to the bucket
-CLOCKED = ("step_time", "tokens_per_second", "tokens_per_second_per_device", "data_wait", "seconds_to_first_step")
 JOB = (
     *cli.TINY,
     "training.peak_learning_rate=1e-3",
@@ -243,7 +242,7 @@ def compare(stormy: Path, calm: Path, is_steady: bool) -> None:
 
 def strip(line: dict[str, Any]) -> dict[str, Any]:
     """Without what a clock measured."""
-    return {key: value for key, value in line.items() if key not in CLOCKED}
+    return {key: value for key, value in line.items() if key not in cli.CLOCKED}
 
 
 def leaves(run: Path) -> list[np.ndarray]:

@@ -15,7 +15,6 @@ import pytest
 from tests.helpers import cli
 from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 
-CLOCKED = ("step_time", "tokens_per_second", "tokens_per_second_per_device", "data_wait", "seconds_to_first_step")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the spinning processes take most of it
 
 
@@ -50,7 +49,7 @@ def run_all(forks: cli.Forks, name: str, stage: int) -> dict[str, Any]:
     lines = read_metrics(directory / "metrics.jsonl")
     assert read_resumes(directory / "metrics.jsonl") == [6]
     assert [line["step"] for line in lines if "validation/loss" in line] == [6, 12]
-    return {"metrics": [{key: value for key, value in line.items() if key not in CLOCKED} for line in lines]}
+    return {"metrics": [{key: value for key, value in line.items() if key not in cli.CLOCKED} for line in lines]}
 
 
 def use(forks: cli.Forks, trained: str, name: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Two hosts of one run, over gloo: joined, stopped together, resumed elsewhere, and ended together when one is lost."""
 
+import os
 import re
 import resource
 import signal
@@ -35,18 +36,10 @@ def start_hosts(workplace: Path, *arguments: str) -> list[subprocess.Popen[str]]
     return hosts.start([workplace] * 2, *cli.TINY, *job, *arguments)
 
 
-def wait_for_step(run: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:
-    path = run / "metrics.jsonl"
-    while not (path.exists() and any(line["step"] >= step for line in read_metrics(path))):
-        ended = [one.returncode for one in processes if one.poll() is not None]
-        assert not ended, [one.stderr for one in hosts.finish(processes)]
-        time.sleep(0.01)
-
-
 def test_both_stop_at_the_step_that_one_is_told_to_and_one_host_goes_on(workplace: Path) -> None:
     job = ("training.total_steps=40", "training.evaluation_frequency=20")
     processes = start_hosts(workplace, *job, "hydra.run.dir=stopped")
-    wait_for_step(workplace / "stopped", 7, processes)
+    hosts.wait_for_step(workplace / "stopped", 7, processes)
     processes[1].send_signal(signal.SIGTERM)
     done = hosts.finish(processes)
     assert [one.returncode for one in done] == [75, 75], [one.stderr for one in done]
@@ -127,25 +120,11 @@ def test_experts_on_two_hosts_train_as_one_process_that_has_all_of_them(workplac
     assert resumed.returncode == 0, resumed.stderr
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_host_that_is_killed_takes_the_other_down_within_a_minute(workplace: Path, victim: int) -> None:
-    processes = start_hosts(workplace, "training.total_steps=4000", f"hydra.run.dir=killed{victim}")
-    wait_for_step(workplace / f"killed{victim}", 3, processes)
-    processes[victim].kill()
-    done = hosts.finish(processes)
-    assert done[1 - victim].returncode not in (0, 75), done[1 - victim].stderr
-    if victim:  # the one that coordinates says so itself; its own end is reported by jax
-        name = socket.gethostname()
-        assert f"host 1 of 2 ({name}) has sent no heartbeat" in done[0].stderr, done[0].stderr
-    else:
-        assert "if host 0 (" in done[1].stderr and "Terminating process because" in done[1].stderr, done[1].stderr
-
-
 def test_a_save_that_fails_on_one_host_ends_both_with_the_reason(workplace: Path) -> None:
     processes = start_hosts(
         workplace, "training.total_steps=4000", "training.evaluation_frequency=5", "hydra.run.dir=full"
     )
-    wait_for_step(workplace / "full", 6, processes)
+    hosts.wait_for_step(workplace / "full", 6, processes)
     resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, (20_000, 20_000))  # its disk is full
     done = hosts.finish(processes)
     assert [one.returncode for one in done] == [1, 1], [one.stderr for one in done]
@@ -178,7 +157,53 @@ def test_slurm_needs_no_configuration_and_hosts_agree_on_the_run_directory(
     assert list(run.parent.iterdir()) == [run]
 
 
-def write_corpus(directory: Path, bad: int) -> None:
+def test_hosts_with_another_configuration_are_named_with_the_keys(workplace: Path) -> None:
+    """Also keys that would let both wait for each other, or end in a C++ stack, and a model of the same name."""
+    own = {
+        1: ("training.peak_learning_rate=0.5", "training.evaluation_frequency=5"),
+        2: ("training.evaluation_frequency=5", "seed=7", "model.size=test_vq"),
+    }
+    processes = hosts.start([workplace] * 3, *cli.TINY, "hydra.run.dir=different", "distributed.cpu_devices=1", own=own)
+    done = hosts.finish(processes)
+    assert [one.returncode for one in done] == [2, 2, 2], [one.stderr for one in done]
+    for one in done:
+        lines = [line for line in one.stderr.splitlines() if line.startswith("error: ")]
+        for expected in (
+            'error: model.size: host 0 has "test", host 2 has "test_vq"; all hosts need the same',
+            "error: seed: host 0 has 0, host 2 has 7; all hosts need the same",
+            "error: training.evaluation_frequency: host 0 has 6, hosts 1, 2 have 5; all hosts need the same",
+            "error: training.peak_learning_rate: host 0 has 0.003, host 1 has 0.5; all hosts need the same",
+        ):
+            assert expected in lines, one.stderr
+        assert not any("process_id" in line for line in lines)
+    assert not (workplace / "different" / "metrics.jsonl").exists()
+
+
+def test_hosts_that_make_no_progress_log_where_they_are_and_end(tmp_path: Path) -> None:
+    write_corpus(tmp_path, bad=None)
+    processes = start_hosts(
+        tmp_path,
+        "data.index_path_train=train.index",
+        "data.index_path_validation=validation.index",
+        "data.shuffle_shards=4",
+        "training.total_steps=400",
+        "training.evaluation_frequency=400",
+        "distributed.stall_minutes=0.2",
+        "hydra.run.dir=run",
+    )
+    hosts.wait_for_step(tmp_path / "run", 1, processes)
+    for shard in tmp_path.glob("*.tar"):  # to read the next one takes for ever, while heartbeats are sent
+        shard.unlink()
+        os.mkfifo(shard)
+    done = hosts.finish(processes)
+    assert [one.returncode for one in done] == [1, 1], [one.stderr for one in done]
+    for host, one in enumerate(done):
+        assert "has made no progress for distributed.stall_minutes=0.2" in one.stderr, one.stderr
+        assert f"where the threads of host {host} are" in one.stderr and "in _loop" in one.stderr, one.stderr
+    assert "in _loop" in (tmp_path / "run" / "main_zero.1.log").read_text()
+
+
+def write_corpus(directory: Path, bad: int | None) -> None:
     """Nine shards of 64 rows, one of them cut."""
     rows = np.random.default_rng(0).integers(1, 256, (64, cli.CONTEXT), np.uint8)
     names = [f"{number}.tar" for number in range(9)]
@@ -186,7 +211,8 @@ def write_corpus(directory: Path, bad: int) -> None:
         write_tar(directory / name, {"0.input_id.npy": npy(rows)})
     (directory / "train.index").write_text("".join(f"{name} # 64 rows\n" for name in names))
     (directory / "validation.index").write_text("3.tar # 64 rows\n")
-    (directory / f"{bad}.tar").write_bytes((directory / f"{bad}.tar").read_bytes()[:1000])
+    if bad is not None:
+        (directory / f"{bad}.tar").write_bytes((directory / f"{bad}.tar").read_bytes()[:1000])
 
 
 @pytest.mark.slow
@@ -204,11 +230,11 @@ def test_a_host_that_fails_takes_the_run_down_with_its_reason(tmp_path: Path, ba
         "hydra.run.dir=run",
     )
     done = hosts.finish(processes)
-    assert [one.returncode for one in done] == [2, 2] or done[1 - first].returncode == -signal.SIGABRT
+    assert [one.returncode for one in done] == [2, 2], [one.stderr for one in done]
     assert f"error: shard {bad}.tar is truncated or damaged" in done[first].stderr
     assert "Traceback" not in done[first].stderr
-    if first == 1:  # the coordinator lives to tell the reason
-        assert f"host 1 of 2 ({socket.gethostname()}) ended: error: shard {bad}.tar is truncated" in done[0].stderr
+    reason = f"host {first} of 2 ({socket.gethostname()}) ended: error: shard {bad}.tar is truncated"
+    assert reason in done[1 - first].stderr
 
 
 @pytest.mark.slow

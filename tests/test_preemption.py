@@ -18,7 +18,6 @@ from zero.runtime.run_directory import saved_steps
 from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 
 pytestmark = pytest.mark.timeout(400)
-CLOCKED = ("step_time", "tokens_per_second", "tokens_per_second_per_device", "data_wait", "seconds_to_first_step")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def undisturbed(forks: cli.Forks) -> Path:
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     lines = read_metrics(run / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key not in CLOCKED} for line in lines]
+    return [{key: value for key, value in line.items() if key not in cli.CLOCKED} for line in lines]
 
 
 def signalled(process: subprocess.Popen[str] | cli.Fork, number: int, is_time: Callable[[], bool]) -> Any:

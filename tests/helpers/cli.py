@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.runtime.corpus.prepare import prepare
+from zero.runtime.run import goodput
 from zero.runtime.tokenizers import ByteTokenizer
 from zero.virtual_devices import IN_ORDER
 
@@ -40,6 +41,10 @@ TINY = (
     "training.total_steps=12",  # a part of the program, as all schedules are: tests that keep it share what is compiled
     "training.sample_tokens=0",
     "distributed.cpu_devices=8",
+)
+CLOCKED = (  # metrics that a clock has measured
+    *("step_time", "tokens_per_second", "tokens_per_second_per_device", "data_wait", "seconds_to_first_step"),
+    *goodput.KEYS,
 )
 SPIN = """
 import os, sys, time

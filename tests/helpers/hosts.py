@@ -6,10 +6,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.helpers import cli
+from zero.runtime.tracking.metrics_file import read_metrics
 
 MINUTE = 60
 REPOSITORY = Path(__file__).parents[2]
@@ -21,10 +22,24 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def start(places: Sequence[Path], *arguments: str) -> list[subprocess.Popen[str]]:
-    """`python main_zero.py arguments` in each place, as one run."""
+def start(
+    places: Sequence[Path], *arguments: str, own: Mapping[int, Sequence[str]] | None = None
+) -> list[subprocess.Popen[str]]:
+    """`python main_zero.py arguments` in each place, as one run; `own` are more arguments of a host."""
     job = [f"distributed.coordinator_address=127.0.0.1:{free_port()}", f"distributed.num_processes={len(places)}"]
-    return [cli.start(place, *arguments, *job, f"distributed.process_id={host}") for host, place in enumerate(places)]
+    return [
+        cli.start(place, *arguments, *job, f"distributed.process_id={host}", *(own or {}).get(host, ()))
+        for host, place in enumerate(places)
+    ]
+
+
+def wait_for_step(run: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:
+    """Returns when a run has logged this step; fails where a process ends before."""
+    path = run / "metrics.jsonl"
+    while not (path.exists() and any(line["step"] >= step for line in read_metrics(path))):
+        ended = [one.returncode for one in processes if one.poll() is not None]
+        assert not ended, [one.stderr for one in finish(processes)]
+        time.sleep(0.01)
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[subprocess.CompletedProcess[str]]:

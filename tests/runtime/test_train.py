@@ -27,7 +27,6 @@ from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import state_layout
 
 SIZE = load_sizes(cli.MAIN.parent / "conf" / "model_config.yaml")["test"]
-TIMING = ("step_time", "tokens_per_second", "tokens_per_second_per_device", "data_wait", "seconds_to_first_step")
 LAST = 40
 JOB = (*cli.TINY, f"training.total_steps={LAST}", "training.evaluation_frequency=20", "training.staged_warmup_steps=6")
 pytestmark = pytest.mark.timeout(400)  # of which most is for machines that do much else
@@ -61,7 +60,7 @@ def state(run: Path, step: int) -> Any:
 def metrics(run: Path) -> list[dict[str, Any]]:
     """What counts of metrics.jsonl, without what a clock measured."""
     lines = read_metrics(run / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key not in TIMING} for line in lines]
+    return [{key: value for key, value in line.items() if key not in cli.CLOCKED} for line in lines]
 
 
 def assert_same_run(run: Path, expected: Path) -> None:

@@ -468,6 +468,14 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
+def coordinator_address() -> tuple[str, int]:
+    """Host and port of the service behind `coordination_client`, on process 0."""
+    from jax._src import distributed
+
+    host, _, port = str(distributed.global_state.coordinator_address).rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 _meetings = itertools.count()
 
 

@@ -27,7 +27,8 @@ METRICS_FILE = "metrics.jsonl"
 LAYOUT_FILE = "layout.txt"
 SAMPLES_FILE = "samples.txt"
 WANDB_ID_FILE = "wandb_run_id"
-MIRRORED = (CONFIG_FILE, LAYOUT_FILE, METRICS_FILE, SAMPLES_FILE, WANDB_ID_FILE)
+LINEAGE_FILE = "emergency_lineage"  # of the emergency checkpoints that a resume may use
+MIRRORED = (CONFIG_FILE, LAYOUT_FILE, METRICS_FILE, SAMPLES_FILE, WANDB_ID_FILE, LINEAGE_FILE)
 GROWING = (METRICS_FILE, SAMPLES_FILE)
 
 

@@ -18,6 +18,7 @@ from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.generate import generate
 from zero.runtime.run.active_run import ActiveRun
+from zero.runtime.run.goodput import counts_as
 from zero.runtime.run.setup import open_run
 from zero.runtime.run_directory import SAMPLES_FILE, mirror
 from zero.runtime.tracking.html_report import REPORT_FILE, write_report
@@ -51,7 +52,9 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
     with open_run(config, size, run_directory) as run:
         if run is None:
             return 0
-        if not _loop(run):
+        with run.goodput.phase("steps"):
+            is_finished = _loop(run)
+        if not is_finished:
             return run.stop()
         run.checkpoints.wait()
         if run.tracker is not None:
@@ -85,6 +88,8 @@ def _loop(run: ActiveRun) -> bool:
                 return False
             if due.save:
                 run.save(line.get("validation/loss"))
+            if due.protect:
+                run.protect()
             if due.evaluate:
                 _report(run, line)
             run.metrics.restart()
@@ -99,6 +104,7 @@ def _evaluate_and_log(run: ActiveRun, line: dict[str, Any]) -> bool:
     return is_evaluated
 
 
+@counts_as("evaluation")
 def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
     """Adds losses in nats per token to the metrics, and the results of tasks where they are due."""
     weights = {"validation/loss": run.weights}
@@ -127,6 +133,7 @@ def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
     return True
 
 
+@counts_as("evaluation")
 def _report(run: ActiveRun, line: dict[str, Any]) -> None:
     """A sample, the picture and the HTML report, after an evaluation; all hosts sample, and the first one writes.
 

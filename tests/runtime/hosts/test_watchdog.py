@@ -41,11 +41,11 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     store = Store()
-    thread = watchdog._Watchdog(store)
-    thread.start()
+    watching = watchdog._Watchdog(store, stall_minutes=None)
+    watching.start()
     yield store, ended
-    thread._stopped.set()
-    thread.join()
+    watching._stopped.set()
+    watching.join(30)
 
 
 def wait_until(condition: Any) -> None:

@@ -15,6 +15,7 @@ from zero.runtime import train
 from zero.runtime.errors import UserError
 from zero.runtime.run import active_run
 from zero.runtime.run.active_run import ActiveRun
+from zero.runtime.run.goodput import Goodput
 from zero.runtime.run.step_metrics import StepMetrics
 from zero.runtime.run.training_position import TrainingPosition
 from zero.runtime.tracking.tracker import Tracker
@@ -25,6 +26,13 @@ def values(**other: float) -> dict[str, Any]:
     usual = {"loss": 2.0, "gradient_norm": 1.0, "learning_rate": 0.1}
     counts = {"skipped_steps": 0, "skipped_in_a_row": 0, "skipped_spikes": 0}
     return {name: jnp.asarray(value) for name, value in (usual | counts | other).items()}
+
+
+def in_steps() -> Goodput:
+    """A clock as it is during the training loop."""
+    clock = Goodput()
+    clock._phase = "steps"
+    return clock
 
 
 class NoCheckpoints:
@@ -51,7 +59,8 @@ def make_run(directory: Path, tracker: Tracker | None, **metrics: float) -> Acti
     run.position = TrainingPosition(8, step=3, cursor={"batches": 3})
     run.loader = SimpleNamespace(rows_seen=lambda batches: {})
     run.context, run.last_step, run.stop_requests = SequenceLengths(16), 10, [15]
-    run.metrics = StepMetrics(128, 8, peak_flops=1e6)
+    run.goodput = in_steps()
+    run.metrics = StepMetrics(128, 8, peak_flops=1e6, goodput=run.goodput)
     run._uncounted = (0, 0)
     run.metrics.add(values(**metrics), leave=1, flops=500)
     return run
@@ -100,7 +109,7 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_metrics_of_a_step_are_one_transfer(transfers: list[Any]) -> None:
-    metrics = StepMetrics(128, 8, peak_flops=None)
+    metrics = StepMetrics(128, 8, peak_flops=None, goodput=in_steps())
     for count in range(1, 4):
         metrics.add(values(), leave=0)
         assert len(transfers) == count
@@ -134,7 +143,7 @@ def test_bar_shows_the_memory_where_the_device_tells_it(tmp_path: Path, monkeypa
 
 
 def test_metrics_of_experts_are_logged_where_there_are_experts() -> None:
-    metrics = StepMetrics(128, 8, peak_flops=None)
+    metrics = StepMetrics(128, 8, peak_flops=None, goodput=in_steps())
     metrics.add(values(), leave=0)
     assert not set(METRICS) & set(metrics.read())
     metrics.add(values() | {name: jnp.float32(i) for i, name in enumerate(METRICS)}, leave=0)
@@ -143,7 +152,7 @@ def test_metrics_of_experts_are_logged_where_there_are_experts() -> None:
 
 
 def test_mfu_is_not_shown_where_the_peak_is_unknown() -> None:
-    metrics = StepMetrics(128, 8, peak_flops=None)
+    metrics = StepMetrics(128, 8, peak_flops=None, goodput=in_steps())
     metrics.add(values(), leave=0, flops=500)
     assert "mfu" not in metrics.read()
 

@@ -25,6 +25,7 @@ def make_run(directory: Path, rate: float, resumed_from: int | None = None, with
     with Tracker(directory, project=None, config={}, resumed_from=resumed_from) as tracker:
         for step in range((resumed_from or 0) + 1, (resumed_from or 0) + 21):
             names = ["learning_rate", "sequence_length", "tokens_per_second", "gradient_norm", "data_wait", "step_time"]
+            names += ["goodput/steps", "goodput/restarts", "goodput/evaluation"]
             names += ["mfu", "peak_memory", *METRICS] if with_device else []
             line = {
                 "step": step,
@@ -154,6 +155,7 @@ def test_command_writes_into_the_first_run_and_names_what_is_no_run(tmp_path: Pa
     command = [sys.executable, "-m", "zero.runtime.tracking.zero_report"]
     done = subprocess.run([*command, str(run)], capture_output=True, text=True)
     assert done.stdout == f"{run / 'report.html'}\n", done.stderr
+    assert re.match(rf"{run}: step \d+; the wall clock was not recorded\n", done.stderr)
     (run / "metrics.jsonl").unlink()
     done = subprocess.run([*command, str(run)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (

@@ -159,6 +159,8 @@ class Zero:
     phases: str = one_of("auto", "flat", "torus")
     overlap_gathers: bool = MISSING
     replicate: bool | None = MISSING
+    emergency_steps: int | None = at_least(1)
+    emergency_directory: str = MISSING
 
 
 @dataclass
@@ -230,6 +232,7 @@ class Distributed:
     num_processes: int | None = at_least(1)
     process_id: int | None = at_least(0)
     compilation_cache: str | None = MISSING
+    stall_minutes: float | None = positive()
 
 
 @dataclass

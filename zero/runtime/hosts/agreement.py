@@ -32,18 +32,32 @@ def broadcast(name: str, text: str) -> str:
     return str(coordination_client().blocking_key_value_get(f"zero/broadcast/{name}", 1000 * JOIN_SECONDS))
 
 
+def gather(name: str, text: str) -> list[str]:
+    """The texts of all hosts, in their order, on all hosts; each calls it once per name."""
+    if jax.process_count() == 1:
+        return [text]
+    client = coordination_client()
+    client.key_value_set(f"zero/gather/{name}/{jax.process_index()}", text)
+    keys = (f"zero/gather/{name}/{host}" for host in range(jax.process_count()))
+    return [str(client.blocking_key_value_get(key, 1000 * JOIN_SECONDS)) for key in keys]
+
+
 def wait_for_all() -> None:
     """A barrier: returns when every host has called it."""
     sum_over_hosts(0)
 
 
 def check_shared(key: str, place: Path | str) -> None:
-    """Checks that all hosts see what host 0 writes to a directory.
+    """Checks that all hosts see what host 0 writes to a directory, or name the same place in a bucket.
 
     Raises:
       UserError: some do not; `key` is the configuration key that the message names.
     """
-    if jax.process_count() == 1 or not isinstance(place, Path):
+    if jax.process_count() == 1:
+        return
+    if not isinstance(place, Path):
+        if len(places := sorted(set(gather(key, place)))) > 1:
+            raise UserError(f"{key}: expected one place for all hosts, got {', '.join(places)}")
         return
     probe = place / f".visible-to-all-{broadcast(key, secrets.token_hex(4))}"
     if jax.process_index() == 0:

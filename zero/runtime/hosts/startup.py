@@ -51,6 +51,7 @@ def start(
     num_processes: int | None,
     process_id: int | None,
     compilation_cache: str | None,
+    stall_minutes: float | None,
     overlap_gathers: bool,
 ) -> tuple[int, int]:
     """Joins the other hosts, if there are any, and brings up the devices.
@@ -86,7 +87,7 @@ def start(
                     num_processes,
                     process_id,
                     initialization_timeout=JOIN_SECONDS,
-                    heartbeat_timeout_seconds=2 * SILENCE_SECONDS,  # jax's heartbeat aborts and names no host
+                    heartbeat_timeout_seconds=3 * SILENCE_SECONDS,  # jax's heartbeat aborts and names no host
                     shutdown_timeout_seconds=3 * SILENCE_SECONDS,
                 )
         except (RuntimeError, ValueError) as error:
@@ -97,10 +98,10 @@ def start(
             raise Unavailable(
                 f"distributed.coordinator_address={coordinator_address}: {str(error).splitlines()[0]}; {remedy}"
             ) from error
-        if jax.process_count() > 1:
-            if jax.default_backend() == "cpu":  # docs/decisions/virtual-devices.md, "Several hosts"
-                jax.config.update("jax_enable_compilation_cache", False)
-            watchdog.start()
+        if jax.process_count() > 1 and jax.default_backend() == "cpu":
+            # docs/decisions/virtual-devices.md, "Several hosts"
+            jax.config.update("jax_enable_compilation_cache", False)
+    watchdog.start(stall_minutes)
     return jax.process_index(), jax.process_count()
 
 

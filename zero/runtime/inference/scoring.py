@@ -17,6 +17,7 @@ from zero.runtime.data.index_files import row_tokens
 from zero.runtime.data.loader import Loader
 from zero.runtime.data.prefetch import prefetch
 from zero.runtime.errors import UserError
+from zero.runtime.hosts.watchdog import progress
 from zero.runtime.inference.trained_model import TrainedModel
 from zero.training.programs import make_inference, split_rows
 
@@ -65,6 +66,7 @@ class Scorer:
             for blank, passage in zip(tokens, pending, strict=False):
                 blank[: len(passage.tokens)] = passage.tokens
             mine = split_rows(tokens, axis.size, axis.tensor)[self.trained.host * local :][:local]
+            progress()
             losses, is_greedy = (np.asarray(x) for x in self._programs.score(self.trained.params, mine))
             for row, (text, first) in enumerate(pending):
                 part = slice(first - 1, len(text) - 1)  # the loss of token t is at t - 1
@@ -97,6 +99,7 @@ class Scorer:
                 part, position = mine[..., start : start + self._context + 1], np.full(local, start, np.int32)
                 *found, cache = self._programs.score_on(self.trained.params, part, cache, position)
                 parts.append([np.asarray(x) for x in found])
+            progress()
             losses, is_greedy = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
             for number, row in enumerate(batch):
                 yield Score(losses[number, : len(row) - 1].astype(np.float64), is_greedy[number, : len(row) - 1])

@@ -16,6 +16,7 @@ from zero.runtime.build import make_model
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.schema import Config
 from zero.runtime.hosts import startup
+from zero.runtime.hosts.same_configuration import check_same_configuration
 from zero.runtime.run_directory import saved_checkpoint_directory
 from zero.runtime.tokenizers import Tokenizer, load_tokenizer
 from zero.runtime.weights.checkpoint_weights import check_unseen, restore_weights, trained_size, weights_subtree
@@ -41,6 +42,7 @@ def open_model(config: Config, size: GPTConfig, rows: int) -> TrainedModel:
     two copies fit.
     """
     host, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
+    check_same_configuration(config, size)
     # One copy, over however many devices there are now, and whole rows.
     model = make_model(replace(config, zero=replace(config.zero, replicas=1, context_shards=1)), size)
     whole = model.layout.whole().bytes_per_device()

@@ -21,17 +21,19 @@ from zero.partition.checksums import examine
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import from_global, to_global
 from zero.partition.layout import Layout, PyTree
+from zero.runtime.checkpoints.emergency import EmergencyCheckpoints
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.schema import Config
 from zero.runtime.data.loader import HostBatch, Loader
 from zero.runtime.data.prefetch import prefetch
 from zero.runtime.errors import UserError
-from zero.runtime.hosts import agreement, signals
+from zero.runtime.hosts import agreement, signals, watchdog
 from zero.runtime.hosts.interruptible_compilation import CacheHits, compile_unless_stopped
 from zero.runtime.hosts.startup import process_age
 from zero.runtime.inference.harness_tasks import run_tasks
 from zero.runtime.inference.scoring import Scorer
 from zero.runtime.inference.trained_model import TrainedModel
+from zero.runtime.run.goodput import Goodput, counts_as
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.step_metrics import StepMetrics, peak_memory
 from zero.runtime.run.training_position import TrainingPosition
@@ -54,6 +56,7 @@ class Due(NamedTuple):
     log: bool
     evaluate: bool
     save: bool
+    protect: bool
     stop: bool
 
 
@@ -84,10 +87,12 @@ class ActiveRun:
     loader: Loader
     validation: Loader
     checkpoints: Checkpoints
+    emergency: EmergencyCheckpoints | None
     tracker: Tracker | None  # of host 0
     stop_requests: list[int]
     any_host: agreement.AnyHost
     bar: tqdm
+    goodput: Goodput
     metrics: StepMetrics
     profiler: Profiler
     state: TrainState
@@ -111,6 +116,7 @@ class ActiveRun:
 
     def batches(self) -> Generator[tuple[int, HostBatch]]:
         """Each step with this host's rows, to the last step or until a stop request comes while data is waited for."""
+        watchdog.progress()
         stop = self.stop_requests if jax.process_count() == 1 else ()  # several hosts have to agree first
         with closing(prefetch(self.loader.batches(self.position.cursor), stop=stop)) as batches:
             steps = range(self.position.step + 1, self.last_step + 1)
@@ -132,13 +138,13 @@ class ActiveRun:
         elif not self._first_step(length, per_device):
             return False
         if self.profiler.is_last(step):
-            began = time.monotonic()
-            self.profiler.stop()
-            self.metrics.exclude(time.monotonic() - began)
+            with self.goodput.phase("evaluation"):
+                self.profiler.stop()
         self._count(step, batch)
         self.bar.update()
         return True
 
+    @counts_as("compilation")
     def _first_step(self, length: int, per_device: Batch) -> bool:
         """The first step of this sequence length, compiled; it is waited for and timed apart from the others."""
         began = time.monotonic()
@@ -151,7 +157,7 @@ class ActiveRun:
             self.state, metrics = program(self.state, per_device)
             self.metrics.add(metrics, leave=0)
         seconds, age = time.monotonic() - began, process_age()
-        self.metrics.exclude(seconds, steps=1)
+        self.metrics.leave_untimed()
         if not self._steps:
             self.metrics.add_to_next_line("seconds_to_first_step", age)
         self._steps[length] = program
@@ -179,11 +185,14 @@ class ActiveRun:
         training = self.config.training
         is_evaluation = step % training.evaluation_frequency == 0 or step == self.last_step
         is_stop, is_save = self.poll()
-        is_log = is_evaluation or is_save or is_stop or step % training.log_frequency == 0
-        return Due(is_log, is_evaluation, is_save or is_evaluation, is_stop)
+        is_protect = self.emergency is not None and step % (self.config.zero.emergency_steps or step) == 0
+        is_save |= is_protect and not self.checkpoints.steps()  # else --resume would find no run
+        is_log = is_evaluation or is_save or is_protect or is_stop or step % training.log_frequency == 0
+        return Due(is_log, is_evaluation, is_save or is_evaluation, is_protect, is_stop)
 
     def poll(self) -> tuple[bool, bool]:
         """Whether to stop, and whether a checkpoint is due by the clock of host 0; the same on all hosts."""
+        watchdog.progress()
         minutes = self.config.data.checkpoint_minutes
         is_due = self.tracker is not None and minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
         if is_due:
@@ -238,8 +247,9 @@ class ActiveRun:
     def log(self, line: dict[str, Any]) -> None:
         """Records a line of metrics, on host 0."""
         if self.tracker is not None:
-            self.tracker.log(line)
+            self.tracker.log(line | self.goodput.line())
 
+    @counts_as("checkpoint")
     def save(self, validation_loss: float | None = None) -> None:
         """Begins to save the state; returns when the state may change again.
 
@@ -268,6 +278,12 @@ class ActiveRun:
         self.checkpoints.save(self.position.step, whole, self.layout, meta, validation_loss=validation_loss)
         self.state = from_global(whole, self.layout, self.axis, donate=True)
         self.saved_at = time.monotonic()
+
+    @counts_as("checkpoint")
+    def protect(self) -> None:
+        """Begins an emergency checkpoint; returns when the state may change again."""
+        if self.emergency is not None:
+            self.emergency.save(self.position.step, self.state, asdict(self.position))
 
     def stop(self) -> int:
         """Logs and saves what is not yet logged and saved.

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,10 +19,13 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from zero.models.config import GPTConfig
+from zero.partition.collectives.axis import Axis
+from zero.partition.layout import Layout
 from zero.partition.memory import memory
 from zero.runtime import run_directory as run_files
 from zero.runtime import storage
 from zero.runtime.build import make_job
+from zero.runtime.checkpoints.emergency import EmergencyCheckpoints
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.schema import Config
 from zero.runtime.corpus.manifest import check_tokenizer
@@ -31,8 +35,10 @@ from zero.runtime.data.index_files import index_paths
 from zero.runtime.data.loader import Loader
 from zero.runtime.errors import UserError
 from zero.runtime.hosts import agreement, signals, startup
+from zero.runtime.hosts.same_configuration import check_same_configuration
 from zero.runtime.planning.topology import peak_flops
 from zero.runtime.run.active_run import ActiveRun
+from zero.runtime.run.goodput import Goodput
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.restore import restore
 from zero.runtime.run.step_metrics import StepMetrics
@@ -61,6 +67,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
     """
     host, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
     run_directory, is_fork = _join_run_directory(run_directory, config.resume)
+    check_same_configuration(config, size)
     count, backend = jax.device_count(), jax.default_backend()
     log.info("%d %s devices, %d of this host; %s", count, backend, jax.local_device_count(), run_directory)
     position = _first_position(config, hosts)
@@ -73,6 +80,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             stack.enter_context(run_files.locked(run_directory))
         place = run_files.checkpoint_directory(run_directory, config.data.bucket_path, config.data.checkpoint_directory)
         agreement.check_shared("data.checkpoint_directory", place)
+        emergency = _emergency(stack, config, size, place, layout, model.axis)
         checkpoints = stack.enter_context(Checkpoints(place, config.data.keep_checkpoints))
         if config.resume is None or is_fork:
             _check_unused(run_directory, checkpoints)
@@ -82,7 +90,15 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             source = checkpoints if origin is None else stack.enter_context(Checkpoints(origin, keep=None))
             given = config.optimizer.hyperparameters()
             adam = {key: given[key] for key in ("b1", "b2", "eps") if key in given}
-            position, state = restore(source, config.data.resume_step, size, layout, model.axis, not is_fork, **adam)
+            found = None
+            if emergency is not None and not is_fork and config.data.resume_step is None and source.steps():
+                found = emergency.restore(_lineage(run_directory), after=source.steps()[-1])
+            if found is None:
+                position, state = restore(
+                    source, config.data.resume_step, size, layout, model.axis, not is_fork, **adam
+                )
+            else:
+                position, state = TrainingPosition(**found[0]), found[1]
         config = with_global_batch(config, position.global_rows)
         loader, validation = _loaders(config, size, tokenizer, position.global_rows)
         last_step = _last_step(config, loader)
@@ -94,11 +110,14 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             return
         if state is None:
             state = _new_state(programs, config, model)
-        tracker = None
+        tracker, goodput = None, Goodput(startup.process_age())
         if host == 0:
+            if config.resume is not None and not is_fork:
+                goodput = Goodput(startup.process_age(), _line_of(run_directory, position.step))
             _write_run_files(run_directory, config, model, tx, forked_at=position.step if is_fork else None)
             resumed_from = None if config.resume is None else position.step
             tracker = stack.enter_context(_tracker(run_directory, config, resumed_from))
+            _write_lineage(run_directory, emergency)
             run_files.mirror(run_directory, place)
         stop_requests = stack.enter_context(signals.stop_requests())
         bar = stack.enter_context(_progress_bar(position.step, last_step))
@@ -119,11 +138,13 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             loader=loader,
             validation=validation,
             checkpoints=checkpoints,
+            emergency=emergency,
             tracker=tracker,
             stop_requests=stop_requests,
             any_host=agreement.AnyHost(lag=in_flight),
             bar=bar,
-            metrics=_step_metrics(config, position.global_rows),
+            goodput=goodput,
+            metrics=_step_metrics(config, position.global_rows, goodput),
             profiler=profiler,
             state=state,
             position=position,
@@ -179,6 +200,29 @@ def _move_log(run_directory: Path, shared: Path, host: int) -> None:
                 old.unlink(missing_ok=True)
     if shared != run_directory and run_directory.is_dir() and not any(run_directory.iterdir()):
         run_directory.rmdir()
+
+
+def _emergency(
+    stack: ExitStack, config: Config, size: GPTConfig, place: Path | str, layout: Layout, axis: Axis
+) -> EmergencyCheckpoints | None:
+    if config.zero.emergency_steps is None:
+        return None
+    directory = Path(config.zero.emergency_directory)
+    return stack.enter_context(EmergencyCheckpoints(directory, place, asdict(size), layout, axis))
+
+
+def _lineage(run_directory: Path) -> str:
+    """That of the emergency checkpoints of the last start, as host 0 knows."""
+    path = run_directory / run_files.LINEAGE_FILE
+    return agreement.broadcast("last lineage", path.read_text() if path.exists() else "")
+
+
+def _write_lineage(run_directory: Path, emergency: EmergencyCheckpoints | None) -> None:
+    path = run_directory / run_files.LINEAGE_FILE
+    if emergency is None:
+        path.unlink(missing_ok=True)  # from here on its states are those of another attempt
+    else:
+        storage.write(path, emergency.lineage.encode())
 
 
 def _load_tokenizer(config: Config, size: GPTConfig) -> Tokenizer:
@@ -320,11 +364,15 @@ def _last_step(config: Config, loader: Loader) -> int:
 
 def _is_evaluated(run_directory: Path, step: int) -> bool:
     """Whether an earlier start of this run has evaluated its checkpoint already, as host 0 knows."""
-    found = False
-    if jax.process_index() == 0 and (run_directory / run_files.METRICS_FILE).exists():
-        lines = read_metrics(run_directory / run_files.METRICS_FILE)
-        found = any(line["step"] == step and "validation/loss" in line for line in lines)
+    found = jax.process_index() == 0 and "validation/loss" in (_line_of(run_directory, step) or {})
     return bool(agreement.broadcast("evaluated", "yes" if found else ""))
+
+
+def _line_of(run_directory: Path, step: int) -> dict[str, Any] | None:
+    """The line of metrics of a step, if there is one."""
+    path = run_directory / run_files.METRICS_FILE
+    lines = read_metrics(path) if path.exists() else []
+    return next((line for line in lines if line["step"] == step), None)
 
 
 def _new_state(programs: Programs, config: Config, model: ShardedGPT) -> TrainState:
@@ -368,9 +416,9 @@ def _steps_in_flight() -> int:
     return 0 if jax.default_backend() == "cpu" else 1
 
 
-def _step_metrics(config: Config, global_rows: int) -> StepMetrics:
+def _step_metrics(config: Config, global_rows: int, goodput: Goodput) -> StepMetrics:
     peak = config.profile.peak_flops or peak_flops(jax.local_devices()[0])
-    return StepMetrics(global_rows * config.data.max_context, jax.device_count(), peak)
+    return StepMetrics(global_rows * config.data.max_context, jax.device_count(), peak, goodput)
 
 
 def _progress_bar(step: int, last_step: int) -> tqdm:

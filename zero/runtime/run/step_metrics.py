@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import jax
 
 from zero.models.experts import METRICS
+from zero.runtime.run.goodput import Goodput
 
 
 class StepMetrics:
@@ -19,10 +19,12 @@ class StepMetrics:
       tokens_per_step: of the global batch.
       devices: of all hosts.
       peak_flops: operations per second of one device at its published peak, or None where that is unknown.
+      goodput: the clock of the run, whose phases "steps" and "data_wait" are the time of the steps.
     """
 
-    def __init__(self, tokens_per_step: int, devices: int, peak_flops: float | None) -> None:
+    def __init__(self, tokens_per_step: int, devices: int, peak_flops: float | None, goodput: Goodput) -> None:
         self._tokens_per_step, self._devices, self._peak_flops = tokens_per_step, devices, peak_flops
+        self._goodput = goodput
         self._unread: list[dict[str, jax.Array]] = []
         self._newest: dict[str, float | int] = {}
         self._next_line: dict[str, float] = {}
@@ -33,8 +35,7 @@ class StepMetrics:
         self._losses: list[float] = []
         self._untimed = 0
         self._flops = 0
-        self._waited = 0.0
-        self._started = time.monotonic()
+        self._before = self._goodput.seconds
 
     @property
     def is_empty(self) -> bool:
@@ -46,10 +47,9 @@ class StepMetrics:
         """Updates skipped since the last one that was made, as of the newest step that was read."""
         return int(self._newest["skipped_in_a_row"])
 
-    def exclude(self, seconds: float, steps: int = 0) -> None:
-        """Time that does not count for the throughput, such as compilation; the newest `steps` do not count either."""
-        self._untimed += steps
-        self._started += seconds
+    def leave_untimed(self) -> None:
+        """The newest step does not count for the throughput: it was compiled, and its time counts as compilation."""
+        self._untimed += 1
 
     def add_to_next_line(self, name: str, value: float) -> None:
         """A value that is logged once."""
@@ -58,9 +58,8 @@ class StepMetrics:
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches; the time spent waiting for them is recorded."""
         while True:
-            began = time.monotonic()
-            batch = next(batches, None)
-            self._waited += time.monotonic() - began
+            with self._goodput.phase("data_wait"):
+                batch = next(batches, None)
             if batch is None:
                 return
             yield batch
@@ -89,13 +88,14 @@ class StepMetrics:
         line = {"train/loss": fmean(losses), **{name: self._newest[name] for name in newest}, **self._next_line}
         self._next_line = {}
         if steps := len(losses) - self._untimed:
-            step_time = (time.monotonic() - self._started) / steps
+            seconds = {phase: spent - self._before[phase] for phase, spent in self._goodput.seconds.items()}
+            step_time = (seconds["steps"] + seconds["data_wait"]) / steps
             tokens_per_second = self._tokens_per_step / step_time
             line |= {
                 "step_time": step_time,
                 "tokens_per_second": tokens_per_second,
                 "tokens_per_second_per_device": tokens_per_second / self._devices,
-                "data_wait": self._waited / (step_time * steps),
+                "data_wait": seconds["data_wait"] / (step_time * steps),
             }
             if self._peak_flops is not None:
                 line["mfu"] = self._flops / (step_time * steps * self._peak_flops)

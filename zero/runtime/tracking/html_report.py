@@ -15,6 +15,7 @@ from plotly.subplots import make_subplots
 
 from zero.runtime.config.saved_config import default_config, flat_config
 from zero.runtime.errors import UserError
+from zero.runtime.run.goodput import describe
 from zero.runtime.run_directory import (
     LAYOUT_FILE,
     METRICS_FILE,
@@ -40,6 +41,11 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
     ("data wait (share of a step)", (("data_wait", "solid"),), False),
     ("skipped steps, spikes dashed", (("skipped_steps", "solid"), ("skipped_spikes", "dash")), False),
     ("step time (s)", (("step_time", "solid"),), False),
+    (
+        "goodput (share of the wall clock in steps), restarts and repeated work dashed, evaluation dotted",
+        (("goodput/steps", "solid"), ("goodput/restarts", "dash"), ("goodput/evaluation", "dot")),
+        False,
+    ),
     (
         "share of tokens of the most chosen expert, of the least chosen dashed, share dropped dotted",
         (("expert_share_max", "solid"), ("expert_share_min", "dash"), ("dropped_share", "dot")),
@@ -83,6 +89,7 @@ def write_report(directories: Sequence[Path], page: Path) -> Path:
     )
     body = [
         f"<h1>{'Run' if len(names) == 1 else 'Runs'}</h1><p>{legend}</p>",
+        *(f"<p>{html.escape(line)}</p>" for line in summary(directories)),
         curves,
         "<h2>Configuration</h2>",
         _differences(configs, names),
@@ -99,6 +106,15 @@ def write_report(directories: Sequence[Path], page: Path) -> Path:
         encoding="utf-8",
     )
     return aside.replace(page)
+
+
+def summary(directories: Sequence[Path]) -> list[str]:
+    """A line for each run: its last step, and what its wall clock went into."""
+    newest = [(read_metrics(directory / METRICS_FILE) or [{}])[-1] for directory in directories]
+    return [
+        f"{directory}: step {line.get('step', 0)}; {describe(line)}"
+        for directory, line in zip(directories, newest, strict=True)
+    ]
 
 
 def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[str]) -> go.Figure:

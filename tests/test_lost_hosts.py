@@ -1,0 +1,100 @@
+"""A host that is lost: every other one names it, and a replacement continues from the emergency checkpoints."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import cli, hosts
+from zero.runtime.run_directory import saved_steps
+from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
+
+pytestmark = pytest.mark.timeout(600)
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cli.make_workplace(tmp_path_factory.mktemp("lost"))
+
+
+def slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("count", "victim", "number"),
+    [
+        (3, 0, KILL),
+        slow(3, 0, STOP),
+        slow(3, 1, KILL),
+        slow(3, 1, STOP),
+        slow(2, 0, KILL),
+        slow(2, 1, STOP),
+        slow(5, 0, STOP),
+        slow(5, 3, KILL),
+    ],
+)
+def test_all_others_name_the_lost_host(workplace: Path, count: int, victim: int, number: int) -> None:
+    run = f"{number}-{victim}-of-{count}"
+    job = ("training.total_steps=4000", "training.batch_size=2", "distributed.cpu_devices=1", f"hydra.run.dir={run}")
+    processes = hosts.start([workplace] * count, *cli.TINY, *job)
+    hosts.wait_for_step(workplace / run, 3, processes)
+    os.kill(processes[victim].pid, number)
+    lost = time.monotonic()
+    others = [process for host, process in enumerate(processes) if host != victim]
+    try:
+        for process in others:
+            process.wait(max(0.1, hosts.MINUTE - (time.monotonic() - lost)))
+    finally:
+        processes[victim].kill()
+        done = [cli.finish(process) for process in others]
+        cli.finish(processes[victim])
+    for one in done:
+        assert one.returncode == 1, one.stderr
+        name = rf"host {victim} of {count} \({socket.gethostname()}\) (has sent no heartbeat|which coordinates, )"
+        assert re.search(f"{name}.*; this one ends as well", one.stderr), one.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_lost_a_host_continues_from_the_memory_of_the_others(workplace: Path) -> None:
+    """Bit for bit as a run that lost none; the replacement, whose memory is empty, gets its shards from a neighbour."""
+
+    def start(run: str) -> list[subprocess.Popen[str]]:
+        job = (
+            *("training.total_steps=24", "training.evaluation_frequency=24", "data.keep_checkpoints=1"),
+            *("training.batch_size=2", "training.gradient_accumulation_steps=1", "distributed.cpu_devices=1"),
+            *("zero.emergency_steps=4", f"hydra.run.dir={run}"),
+        )
+        own = {host: [f"zero.emergency_directory={workplace}/memory-{host}"] for host in range(3)}
+        return hosts.start([workplace] * 3, "--resume=auto", *cli.TINY, *job, own=own)
+
+    processes = start("calm")
+    assert [one.returncode for one in hosts.finish(processes)] == [0, 0, 0]
+    assert not list(workplace.glob("memory-*/*/*.shards"))
+    processes = start("disturbed")
+    hosts.wait_for_step(workplace / "disturbed", 18, processes)
+    processes[1].kill()
+    hosts.finish(processes)
+    assert saved_steps(workplace / "disturbed") == [4]  # the durable one
+    shutil.rmtree(workplace / "memory-1")
+    done = hosts.finish(start("disturbed"))
+    assert [one.returncode for one in done] == [0, 0, 0], [one.stderr for one in done]
+    (resumed,) = read_resumes(workplace / "disturbed" / "metrics.jsonl")
+    assert resumed >= 12
+    assert f"resumed from the emergency checkpoint of step {resumed}, from the copy of host 2" in done[1].stderr
+    assert f"resumed from the emergency checkpoint of step {resumed}, from its own files" in done[2].stderr
+    calm, disturbed = (
+        [
+            {key: value for key, value in line.items() if key not in cli.CLOCKED}
+            for line in read_metrics(workplace / run / "metrics.jsonl")
+        ]
+        for run in ("calm", "disturbed")
+    )
+    assert calm == disturbed and len(calm) == 24

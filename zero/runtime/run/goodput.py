@@ -1,0 +1,102 @@
+"""Goodput: the share of a run's wall clock that goes into its steps, and what the rest goes into.
+
+Each line of metrics holds `wall_time`, the seconds since the first start over all resumes; `goodput/PHASE`, the shares
+of the phases, which sum to 1; and `time`, when it was logged, in seconds since 1970. A resume continues from the line
+of its step, so that work after it, which is repeated, and the time until the new start count as restarts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+PHASES = {  # with what they are called in reports
+    "steps": "steps",
+    "data_wait": "waiting for data",
+    "compilation": "compilation",
+    "checkpoint": "checkpoints",
+    "evaluation": "evaluation and reports",
+    "startup": "startup",
+    "restarts": "restarts, with repeated work",
+}
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+KEYS = ("time", "wall_time", *(f"goodput/{phase}" for phase in PHASES))
+
+
+class Goodput:
+    """A clock that counts the seconds of a run in exactly one phase at a time; it begins in startup.
+
+    Args:
+      age: seconds since the start of this process.
+      resumed_line: the line of metrics of the step that is resumed, if any.
+
+    >>> clock = Goodput(age=5.0)
+    >>> with clock.phase("steps"), clock.phase("evaluation"):  # the inner one counts
+    ...     pass
+    >>> round(clock.seconds["startup"])
+    5
+    """
+
+    def __init__(self, age: float = 0.0, resumed_line: Mapping[str, Any] | None = None) -> None:
+        self._seconds, self._phase = dict.fromkeys(PHASES, 0.0), "startup"
+        self._since = time.monotonic() - age
+        if resumed_line is not None and "wall_time" in resumed_line:
+            for phase in PHASES:
+                self._seconds[phase] = resumed_line[f"goodput/{phase}"] * resumed_line["wall_time"]
+            lost = time.time() - age - resumed_line["time"]
+            self._seconds["restarts"] += max(0.0, lost)  # clocks of two machines may differ
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of each phase, since the first start."""
+        now = time.monotonic()
+        self._seconds[self._phase] += now - self._since
+        self._since = now
+        return dict(self._seconds)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts for this phase within, and for the one before afterwards."""
+        self._seconds, before, self._phase = self.seconds, self._phase, name
+        try:
+            yield
+        finally:
+            self._seconds, self._phase = self.seconds, before
+
+    def line(self) -> dict[str, float]:
+        """`KEYS` of a line of metrics."""
+        seconds = self.seconds
+        total = sum(seconds.values())
+        shares = {f"goodput/{phase}": spent / total for phase, spent in seconds.items()}
+        return {"time": time.time(), "wall_time": total, **shares}
+
+
+def counts_as(phase: str) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
+    """A decorator: the time of a function whose first argument has a `goodput` counts for this phase."""
+
+    def decorate(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+        @wraps(function)
+        def counted(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+            run: Any = args[0]
+            with run.goodput.phase(phase):
+                return function(*args, **kwargs)
+
+        return counted
+
+    return decorate
+
+
+def describe(line: Mapping[str, Any]) -> str:
+    """A line of metrics as one line of text: `93.1% of 2:13:05 h in steps; compilation 4.0%, startup 2.9%`."""
+    if "wall_time" not in line:
+        return "the wall clock was not recorded"
+    hours, seconds = divmod(round(line["wall_time"]), 3600)
+    shares = {phase: line[f"goodput/{phase}"] for phase in PHASES}
+    steps = shares.pop("steps")
+    rest = sorted(((share, PHASES[phase]) for phase, share in shares.items() if share >= 0.0005), reverse=True)
+    others = ", ".join(f"{name} {share:.1%}" for share, name in rest)
+    return f"{steps:.1%} of {hours}:{seconds // 60:02}:{seconds % 60:02} h in steps" + (f"; {others}" if others else "")
