@@ -211,7 +211,7 @@ class Plan:
     search: str = one_of("none", "fastest", "largest")
     grid: Grid = field(default_factory=Grid)
     dollars_per_hour: float | None = positive()
-    mfu: float = fraction()
+    breakdown: bool = MISSING
     processes: int | None = at_least(1)
 
 

@@ -31,7 +31,7 @@ from zero.runtime.data.index_files import index_paths
 from zero.runtime.data.loader import Loader
 from zero.runtime.errors import UserError
 from zero.runtime.hosts import agreement, signals, startup
-from zero.runtime.planning.topology import peak_flops
+from zero.runtime.hosts.speeds import peak_flops
 from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.restore import restore
