@@ -233,7 +233,7 @@ def test_the_training_command_composes_to_what_was_planned(overrides: list[str])
         else {"stage": 2, "remat": "dots", "accumulation": 4}
     )
     row |= {"master_dtype": planned.zero.master_dtype, "tensor_shards": 1, "context_shards": 2, "replicas": 2}
-    row |= {"expert_shards": 1, "phases": "auto", "overlap_gathers": False}
+    row |= {"expert_shards": 1, "phases": "auto", "overlap_gathers": False, "seconds": 0.5}
     python, program, *command = shlex.split(training_command(row, planned))
     assert (python, program) == ("python", "main_zero.py")
     trained = check(compose(*command), load_sizes())
@@ -243,7 +243,7 @@ def test_the_training_command_composes_to_what_was_planned(overrides: list[str])
     planned.zero.context_shards, planned.zero.replicas, planned.zero.overlap_gathers = 2, 2, False
     planned.training.batch_size = trained.training.batch_size
     planned.training.gradient_accumulation_steps = row["accumulation"]
-    planned.mode, planned.plan = trained.mode, trained.plan
+    planned.mode, planned.plan, planned.profile.step_time = trained.mode, trained.plan, 0.5
     assert trained == planned
 
 

@@ -115,7 +115,7 @@ def test_a_prefetch_is_waited_for_where_it_is_used() -> None:
 
 def test_a_program_without_cycles_has_no_prediction() -> None:
     text = jax.jit(lambda x: x + 1).lower(1.0).compile().as_text()
-    assert predict(text, line_of(1)) is None
+    assert text is not None and predict(text, line_of(1)) is None
     assert predict('"estimated_cycles":"5"', line_of(1, "NVIDIA H200")) is None
 
 
@@ -194,7 +194,20 @@ def test_phases_of_a_step() -> None:
     assert phase("transpose(jvp(GPT))/checkpoint/rematted_computation/Block._mlp") == Part("MLP", "recomputed")
     assert phase("transpose(jvp(GPT))/checkpoint/Block._mlp") == Part("MLP", "backward")
     assert phase("jit(f)/sqrt") == Part("update", "update")
-    assert phase("", "all-reduce") == Part("scatters", "backward")  # those that XLA has merged have no name
+    assert phase("transpose(jvp(GPT))/zero_scatter/add", "all-reduce") == Part("scatters", "backward")
+    assert phase("Block/Block._mlp/mlp_out/add", "all-reduce") == Part("exchanges", "forward")
+    assert phase("checkpoint/Block/add", "all-reduce") == Part("exchanges", "backward")
+
+
+def test_a_merged_reduction_is_named_after_what_adds_its_elements() -> None:
+    lines = (
+        '%a = f32[] parameter(0), metadata={op_name="reduce_scatter"}',
+        '%s = f32[] add(%a, %a), metadata={op_name="zero_scatter/add"}',
+    )
+    region = f"%r (a: f32[]) -> f32[] {{\n  {lines[0]}\n  {lines[1]}\n}}\n{PRODUCT}"
+    reduce = "%g = f32[8000000] all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%r"
+    found = predicted(reduce, fusion("a", 1), more=region)
+    assert found.by_part[Part("scatters", "backward")] == pytest.approx(found.exposed_seconds)
 
 
 def test_a_product_of_a_real_program_runs_near_the_peak() -> None:

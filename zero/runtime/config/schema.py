@@ -184,6 +184,7 @@ class Profile:
     steps: list[int] | None = checked(
         lambda steps: len(steps) == 2 and 1 <= steps[0] <= steps[1], "the first and the last step, such as [20,25]"
     )
+    step_time: float | None = positive()
     peak_flops: float | None = positive()
 
 

@@ -96,8 +96,10 @@ def part_of(instruction: Instruction) -> Part:
     phase = next((phase for mark, phase in _MARKS.items() if mark in path), UPDATE)
     name = next((name for name, pattern in PARTS.items() if re.search(pattern, path)), UPDATE)
     if hlo.kind_of(instruction) is not None:
-        if not path or name == "scatters":  # XLA names no reduction that it has merged: they are of gradients
-            return Part("scatters", "backward")
+        if name == "scatters":
+            return Part(name, "backward")
+        if phase == UPDATE and "Block" in path:  # of a merged reduction only the end of the path is left
+            phase = "backward" if "checkpoint" in path else "forward"
         return Part(name if name == "gathers" else EXCHANGES, phase)
     return Part(COPIES if instruction.op in _COPIES else name, phase)
 
@@ -184,7 +186,7 @@ class _Schedule:
             waited = max(0.0, end - now)
             now += waited
             is_collective = hlo.kind_of(started) is not None
-            spent[part_of(started if is_collective else ended)] += waited
+            spent[part_of(self._named(started) if is_collective else ended)] += waited
             if is_collective and waited:
                 spent["seconds"] += waited
                 spent["bytes"] += hlo.bytes_sent(started) * min(1.0, waited / seconds)
@@ -225,6 +227,11 @@ class _Schedule:
                     start(one.name, "network", transfer_seconds(within[0], self.places, self.speed), within[0])
                     wait(*running.pop(one.name), one)
         return spent
+
+    def _named(self, collective: Instruction) -> Instruction:
+        """With the path of its reduction, where XLA has merged collectives and left out their own."""
+        path = collective.op_name or next((self.bodies[name][-1].op_name for name in collective.called), "")
+        return collective._replace(rest=f'metadata={{op_name="{path}"}}')
 
     def _collectives_in(self, instruction: Instruction) -> list[Instruction]:
         inside = [other for name in instruction.called for other in self.bodies[name]]

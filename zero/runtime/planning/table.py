@@ -99,6 +99,7 @@ def training_command(row: Row, config: Config) -> str:
     config.training.batch_size = row["micro_batch"] * row["accumulation"] * groups // row["hosts"]
     config.training.gradient_accumulation_steps = row["accumulation"]
     config.zero.stage, config.zero.remat = row["stage"], row["remat"]
+    config.profile.step_time = row["seconds"] and float(f"{row['seconds']:.4g}")
     config.zero.master_dtype, config.optimizer.state_dtype = row["master_dtype"], row["state_dtype"]
     for key in ("tensor_shards", "context_shards", "expert_shards", "replicas", "phases", "overlap_gathers"):
         setattr(config.zero, key, row[key])
