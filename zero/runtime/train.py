@@ -34,6 +34,7 @@ SUMMARY = {  # of a line of metrics: the unit of a value, and how it is shown
     "validation/loss": (1, "validation {:.3f}"),
     "tokens_per_second": (1, "{:,.0f} tokens/s"),
     "mfu": (1, "MFU {:.1%}"),
+    "predicted_speed": (1, "{:.0%} of the predicted speed"),
     "peak_memory": (GIB, "peak {:.2f} GiB"),
 }
 

@@ -71,7 +71,6 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("training.harness_frequency=2", ["training.harness_frequency=2", "evaluate.harness"]),
         ("plan.search=true", ["plan.search=True", "one of none, fastest, largest"]),
         ("plan.dollars_per_hour=0", ["plan.dollars_per_hour=0", "null"]),
-        ("plan.mfu=40", ["plan.mfu=40", "at most 1"]),
         ("distributed.process_id=1", ["distributed.process_id=1", "no distributed.coordinator_address"]),
         (
             "distributed.coordinator_address=host; distributed.num_processes=1; distributed.process_id=0",

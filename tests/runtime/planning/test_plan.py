@@ -20,13 +20,15 @@ from zero.runtime.config.check import check
 from zero.runtime.config.files import load_sizes
 from zero.runtime.config.saved_config import default_config
 from zero.runtime.config.schema import Config
-from zero.runtime.planning.table import table, training_command
-from zero.runtime.planning.topology import SPEEDS
+from zero.runtime.hosts.speeds import SPEEDS
+from zero.runtime.planning.page import page
+from zero.runtime.planning.table import DETAILS, RESULTS, SETTINGS, WIDTH, breakdown_table, table, training_command
 
 KEYS = {"stage", "micro_batch", "accumulation", "remat", "context", "gradient_dtype", "clipping", "fused_update"}
 KEYS |= {"fits", "state_bytes", "peak_bytes", "available_bytes", "collective_bytes", "flops", "seconds_lower_bound"}
 KEYS |= {"state_dtype", "master_dtype", "state_bytes_per_parameter"}
 KEYS |= {"compile_seconds", "evaluation_peak_bytes", "sampling_peak_bytes", "model_flops"}
+KEYS |= {"seconds", "tokens_per_second", "mfu", "exposed_bytes", "exposed_seconds", "breakdown"}
 
 
 def plan(place: Path, *overrides: str, timeout: float = 280) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def plan(place: Path, *overrides: str, timeout: float = 280) -> dict[str, Any]:
 def test_plan_of_a_v3_8(tmp_path: Path) -> None:
     pytest.importorskip("libtpu")
     grid = ("plan.search=fastest", "plan.grid.stage=[0,3]", "plan.grid.accumulation=[1]", "plan.grid.remat=[full]")
-    price = ("plan.dollars_per_hour=12", "plan.mfu=0.5", "training.total_steps=1_000_000")
+    price = ("plan.dollars_per_hour=12", "plan.breakdown=true", "training.total_steps=1_000_000")
     slice_of_8 = ("plan.topology=v3-8", "plan.processes=2")
     result = plan(tmp_path, *slice_of_8, *grid, *price, "model.size=test", "plan.grid.micro_batch=[2]")
     rows = result["rows"]
@@ -61,12 +63,12 @@ def test_plan_of_a_v3_8(tmp_path: Path) -> None:
     assert third["seconds_lower_bound"] == pytest.approx(computing + alone / SPEEDS["TPU v3"].network, rel=0.1)
     for row in rows:  # the model's operations are the same at each stage: 6 per parameter and token, and attention
         assert row["model_flops"] == plain["model_flops"]
-        for name, seconds in (
-            ("lower_bound", row["seconds_lower_bound"]),
-            ("at_mfu", row["model_flops"] / (0.5 * 61.5e12)),
-        ):
-            assert row[f"days_{name}"] == pytest.approx(1e6 * seconds / 86400)
-            assert row[f"dollars_{name}"] == pytest.approx(12 * 24 * row[f"days_{name}"])
+        assert row["seconds"] > row["exposed_seconds"] > 0
+        assert row["seconds"] == pytest.approx(sum(seconds for _, _, seconds in row["breakdown"]))
+        assert row["tokens_per_second"] == pytest.approx(8 * 2 * 64 / row["seconds"])
+        assert row["mfu"] == pytest.approx(row["model_flops"] / (row["seconds"] * SPEEDS["TPU v3"].flops))
+        assert row["days"] == pytest.approx(1e6 * row["seconds"] / 86400)
+        assert row["dollars"] == pytest.approx(12 * 24 * row["days"])
         # The optimizer's two moments stay while the parameters are used.
         moments = 2 * row["state_bytes"] // 3
         assert moments < row["evaluation_peak_bytes"] < row["peak_bytes"] and moments < row["sampling_peak_bytes"]
@@ -149,23 +151,60 @@ def test_a_signal_leaves_no_compiler_behind(number: int, tmp_path: Path) -> None
     assert number == signal.SIGKILL or errors.endswith("error: interrupted\n")
 
 
-def test_days_and_dollars_are_shown_where_there_is_a_price() -> None:
+def planned_rows(**changes: Any) -> dict[str, Any]:
+    """A plan of two rows that differ in the stage and in `changes` of the second."""
     row = dict.fromkeys(("state_bytes", "gradient_bytes", "gathered_bytes", "evaluation_peak_bytes"), 2**30)
     row |= {"peak_bytes": 2**32, "sampling_peak_bytes": 5 * 2**30, "available_bytes": 2**33, "parameters": 10**9}
     row |= {"stage": 3, "micro_batch": 2, "accumulation": 1, "context": 64, "tokens": 1024, "flops": 10**12}
     found: dict[str, Any] = row | {"remat": "full", "fused_update": False, "fits": True, "collective_bytes": None}
     found |= {"state_bytes_per_parameter": 12.0, "tensor_shards": 2, "context_shards": 1, "expert_shards": 1}
     found |= {"collective_bytes_across_hosts": None, "gathers_hidden": None, "grid": [1, 2, 4]}
-    found |= {"seconds_lower_bound": None, "compile_seconds": 3.0, "days_lower_bound": 1234.5, "days_at_mfu": 2000.0}
-    found |= {"dollars_lower_bound": 98765.4, "dollars_at_mfu": None}
-    result = {"topology": "v3-8", "devices": 8, "parameters": 10**9, "best": None, "rows": [found]}
+    found |= {"master_dtype": "float32", "state_dtype": "float32", "overlap_gathers": True, "compile_seconds": 3.0}
+    found |= {"seconds": 0.512, "seconds_lower_bound": 0.25, "tokens_per_second": 2000.0, "mfu": 0.456}
+    found |= {"exposed_bytes": 5.8e9, "exposed_seconds": 0.1}
+    found |= {"breakdown": [["MLP", "forward", 0.128], ["MLP", "backward", 0.256], ["<softmax>", "forward", 0.128]]}
+    rows = [found, found | {"stage": 2} | changes]
+    return {"topology": "v3-8", "devices": 8, "parameters": 10**9, "best": 0, "rows": rows}
+
+
+def test_table_shows_what_differs_and_what_decides() -> None:
     config: Config = OmegaConf.to_object(OmegaConf.merge(Config, default_config()))  # type: ignore[assignment]
-    plain = table(result, config)
-    assert "fits, 3.00 to spare" in plain and "dollars" not in plain  # sampling needs the most
-    config.plan.dollars_per_hour, config.plan.mfu = 8.8, 0.35
-    priced = table(result, config)
-    assert "1,234.50" in priced and "98,765" in priced and "days at 35%" in priced
-    assert f"{config.training.total_steps} steps, at 8.8 dollars per hour" in priced
+    text = table(planned_rows(), config)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    _, same, _, header, *rows = text.splitlines()
+    assert "context 64" in same and "stage" not in same
+    assert header.split() == ["stage", "peak", "seconds", "tokens/s", "MFU", "exposed"]
+    assert rows[0].split()[:6] == ["3", "4.00", "0.512", "2,000", "45.6%", "5.8"]
+    assert rows[0].endswith("fits, 3.00 to spare <- best")  # sampling needs the most
+    text = table(planned_rows(micro_batch=4, seconds=None, tokens_per_second=None), config)
+    _, _, _, header, _, second, *_ = text.splitlines()
+    assert "sequences x micro-batches" in header and "> 0.250" in second  # no prediction: the lower bound
+
+
+def test_days_and_dollars_are_shown_where_there_is_a_price() -> None:
+    config: Config = OmegaConf.to_object(OmegaConf.merge(Config, default_config()))  # type: ignore[assignment]
+    assert "dollars" not in table(planned_rows(), config)
+    config.plan.dollars_per_hour = 8.8
+    priced = table(planned_rows(days=1234.5, dollars=98765.4), config)
+    assert "1,234.50" in priced and "98,765" in priced
+    assert f"{config.training.total_steps} steps, at 8.8 dollars per" in priced.replace("\n  ", " ")
+
+
+def test_breakdown_sums_to_the_predicted_time() -> None:
+    result = planned_rows()
+    header, mlp, softmax = breakdown_table(result["rows"][0]).splitlines()
+    assert header.split() == ["ms", "forward", "recomputed", "backward", "update", "all", "share"]
+    assert mlp.split() == ["MLP", "128.0", "0.0", "256.0", "0.0", "384.0", "75.0%"]
+    assert softmax.split()[-1] == "25.0%"
+
+
+def test_page_has_every_column_and_a_picture() -> None:
+    text = page(planned_rows(), "a <summary>")
+    assert all(f"<th>{name}</th>" in text for name in (*SETTINGS, *RESULTS, *DETAILS))
+    assert "a &lt;summary&gt;" in text and "<svg" in text and "<softmax>" not in text
+    unknown = dict.fromkeys(("seconds", "breakdown", "tokens_per_second", "mfu", "exposed_bytes", "exposed_seconds"))
+    result = planned_rows(**unknown)
+    assert "<svg" not in page(result | {"rows": result["rows"][1:]}, "")
 
 
 MIXTURE = "[{index: 'my text.index', weight: 0.7}, {index: gs://b/c.index, weight: 0.3}]"
@@ -194,7 +233,7 @@ def test_the_training_command_composes_to_what_was_planned(overrides: list[str])
         else {"stage": 2, "remat": "dots", "accumulation": 4}
     )
     row |= {"master_dtype": planned.zero.master_dtype, "tensor_shards": 1, "context_shards": 2, "replicas": 2}
-    row |= {"expert_shards": 1, "phases": "auto", "overlap_gathers": False}
+    row |= {"expert_shards": 1, "phases": "auto", "overlap_gathers": False, "seconds": 0.5}
     python, program, *command = shlex.split(training_command(row, planned))
     assert (python, program) == ("python", "main_zero.py")
     trained = check(compose(*command), load_sizes())
@@ -204,7 +243,7 @@ def test_the_training_command_composes_to_what_was_planned(overrides: list[str])
     planned.zero.context_shards, planned.zero.replicas, planned.zero.overlap_gathers = 2, 2, False
     planned.training.batch_size = trained.training.batch_size
     planned.training.gradient_accumulation_steps = row["accumulation"]
-    planned.mode, planned.plan = trained.mode, trained.plan
+    planned.mode, planned.plan, planned.profile.step_time = trained.mode, trained.plan, 0.5
     assert trained == planned
 
 

@@ -13,7 +13,7 @@ from zero.runtime.planning import search
 from zero.runtime.planning.compile import Request
 
 # What is known of a step before it is compiled, and after.
-SAME = {"tokens": 100, "seconds_lower_bound": 1.0}
+SAME = {"tokens": 100, "seconds": None, "seconds_lower_bound": 1.0}
 PEAKS = {"peak_bytes": 50, "evaluation_peak_bytes": 10, "sampling_peak_bytes": None, "available_bytes": 100}
 FITTING: dict[str, Any] = SAME | PEAKS | {"fits": True, "parameters": 1}
 
@@ -34,6 +34,9 @@ def test_search_prefers_what_is_fast_and_leaves_headroom() -> None:
     assert search.best([full, too_big], headroom=0.05) is None
     evaluates = row | {"seconds_lower_bound": 0.1, "evaluation_peak_bytes": 96}
     assert search.best([evaluates, slow], headroom=0.05) is slow
+    predicted = row | {"seconds_lower_bound": 0.1, "seconds": 1.5}
+    assert search.best([predicted, slow], headroom=0.05) is predicted
+    assert search.best([predicted, fast], headroom=0.05) is fast
 
 
 def test_without_a_search_each_stage_has_a_row_and_a_fused_update_only_stage_3(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,13 +75,17 @@ def test_a_search_compiles_what_can_be_the_fastest(processes: int, monkeypatch: 
 
     def outline(request: Request) -> dict[str, Any]:
         rows = request.micro_batch
-        return {"tokens": 100 * rows, "seconds_lower_bound": rows * bounds[request.config.zero.stage]}
+        return {
+            "tokens": 100 * rows,
+            "seconds": None,
+            "seconds_lower_bound": rows * bounds[request.config.zero.stage],
+        }
 
     def compile_step(request: Request) -> dict[str, Any]:
         row, rows = outline(request), request.micro_batch
         compiled.append((request.config.zero.stage, rows))
         seconds = 2 * row["seconds_lower_bound"]
-        return FITTING | row | {"seconds_lower_bound": seconds, "fits": rows < 4}
+        return FITTING | row | {"seconds": seconds, "fits": rows < 4}
 
     monkeypatch.setattr(search, "outline", outline)
     monkeypatch.setattr(search, "compile_step", compile_step)
@@ -95,7 +102,7 @@ def test_a_search_compiles_what_can_be_the_fastest(processes: int, monkeypatch: 
     else:  # whoever has nothing else to do tries stage 1, before anything is known
         assert {(3, 1), (3, 2), (3, 4), (2, 1)} <= set(compiled) and (3, 8) not in compiled
     assert len(rows) == len(compiled)
-    assert search.best(rows, 0.05) in [row for row in rows if row["seconds_lower_bound"] == 2 * row["tokens"] / 100]
+    assert search.best(rows, 0.05) in [row for row in rows if row["seconds"] == 2 * row["tokens"] / 100]
 
 
 def test_a_search_leaves_out_what_is_not_possible(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

@@ -1,5 +1,6 @@
 """What a run does between steps, on a run without devices: stand-ins take the place of what is not looked at."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +93,34 @@ def test_line_of_metrics_tells_how_well_the_devices_are_used(tmp_path: Path) -> 
     assert line["tokens_per_second_per_device"] == pytest.approx(line["tokens_per_second"] / 8)
     assert line["mfu"] == pytest.approx(500 / line["step_time"] / 1e6)
     assert run.metrics.is_empty
+
+
+def test_line_of_metrics_compares_with_the_predicted_time(tmp_path: Path) -> None:
+    run = make_run(tmp_path, None)
+    assert not {"predicted_speed", "device_wait"} & run.read_metrics().keys()
+    run.metrics.restart()
+    run.metrics.add(values(), leave=0, flops=500, predicted=0.25)
+    line = run.read_metrics()
+    assert line["predicted_speed"] == pytest.approx(0.25 / line["step_time"])
+    assert 0 < line["device_wait"] < 1
+    assert "of the predicted speed" in train._summary(line)
+
+
+def test_a_slow_run_says_once_where_its_time_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = StepMetrics(128, 8, peak_flops=None)
+    for predicted, warnings in ((1e3, 0), (1e-9, 1), (1e-9, 1)):
+        for _ in metrics.timed(iter([None])):
+            time.sleep(0.01)
+        metrics.add(values(), leave=0, flops=500, predicted=predicted)
+        metrics.read()
+        metrics.restart()
+        assert caplog.text.count("of the predicted speed: the host waits") == warnings
+
+
+def test_the_planned_time_counts_for_the_planned_length_only(tmp_path: Path) -> None:
+    run: Any = make_run(tmp_path, None)
+    run.config.profile = SimpleNamespace(step_time=0.25)
+    assert run._predict(None, 16) == 0.25 and run._predict(None, 8) is None
 
 
 @pytest.fixture

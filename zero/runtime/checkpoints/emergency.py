@@ -195,7 +195,7 @@ class EmergencyCheckpoints:
         for leaf in self._layout.leaves:
             shape = (len(local), 1, *leaf.shard_shape)
             size = int(np.prod(shape)) * leaf.dtype.itemsize
-            arrays.append(stack_local(data[:size].view(leaf.dtype).reshape(shape), local, self._axis.name))
+            arrays.append(stack_local([*data[:size].view(leaf.dtype).reshape(shape)], local, self._axis.name))
             data = data[size:]
         return header["position"], self._layout.treedef.unflatten(arrays)
 

@@ -192,6 +192,7 @@ class Profile:
     steps: list[int] | None = checked(
         lambda steps: len(steps) == 2 and 1 <= steps[0] <= steps[1], "the first and the last step, such as [20,25]"
     )
+    step_time: float | None = positive()
     peak_flops: float | None = positive()
 
 
@@ -219,7 +220,7 @@ class Plan:
     search: str = one_of("none", "fastest", "largest")
     grid: Grid = field(default_factory=Grid)
     dollars_per_hour: float | None = positive()
-    mfu: float = fraction()
+    breakdown: bool = MISSING
     processes: int | None = at_least(1)
 
 

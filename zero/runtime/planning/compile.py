@@ -17,10 +17,12 @@ from zero.partition.layout import Layout
 from zero.partition.memory import memory
 from zero.runtime.build import Job, make_job
 from zero.runtime.config.schema import Config
+from zero.runtime.hosts.speeds import SPEEDS, Speed
 from zero.runtime.hosts.startup import OVERLAP_GATHERS
 from zero.runtime.inference.generate import bucket
 from zero.runtime.planning.hlo import Collective, across_hosts, bytes_by_kind, collectives, hidden_share
-from zero.runtime.planning.topology import SPEEDS, available_bytes, find_devices, out_of_memory
+from zero.runtime.planning.predict import Prediction, predict
+from zero.runtime.planning.topology import available_bytes, find_devices, out_of_memory
 from zero.training.batch import Batch
 from zero.training.flops import matmul_flops, model_flops
 from zero.training.programs import Inference, make_inference
@@ -68,8 +70,8 @@ def outline(request: Request) -> Row:
     devices = find_devices(request.config.plan.topology)
     job = make_job(request.config, request.size, devices)
     arguments = step_arguments(job, request.rows, request.config.data.max_context)
-    bound = _time_and_cost(request, job, arguments, job.layout, [], devices)["seconds_lower_bound"]
-    return {"tokens": _tokens(request, job), "seconds_lower_bound": bound}
+    bound = _operations(request, job, arguments, [], devices)["seconds_lower_bound"]
+    return {"tokens": _tokens(request, job), "seconds": None, "seconds_lower_bound": bound}
 
 
 def compile_step(request: Request) -> Row:
@@ -84,6 +86,7 @@ def compile_step(request: Request) -> Row:
     arguments = step_arguments(job, request.rows, config.data.max_context)
     started = time.monotonic()
     sent: list[Collective] | None = None  # of a step that fits
+    predicted: Prediction | None = None
     peaks: dict[str, int | None] = {"evaluation": None, "sampling": None}
     if state.bytes_per_device() > available:  # the step needs more than this, and is not compiled
         peak = state.bytes_per_device()
@@ -94,7 +97,8 @@ def compile_step(request: Request) -> Row:
             peak, available = out_of_memory(error)
         else:
             peak = _peak(compiled.memory_analysis(), devices[0].platform)
-            sent = collectives(compiled.as_text())
+            text = compiled.as_text()
+            sent, predicted = collectives(text), predict(text, devices)
             if peak <= available:
                 peaks = _pause_peaks(request, job, state, devices)
     seconds = time.monotonic() - started
@@ -112,7 +116,7 @@ def compile_step(request: Request) -> Row:
         held = sum(math.prod(leaf.shard_shape) for leaf in sharded.leaves)
         gradients = 0 if zero.fused_update else held * jnp.dtype(zero.gradient_dtype).itemsize
     parameters = sum(math.prod(leaf.shape) for leaf in sharded.leaves)
-    return {
+    row = {
         "devices": len(devices),
         "hosts": len({device.process_index for device in devices}),
         "parameters": parameters,
@@ -145,10 +149,11 @@ def compile_step(request: Request) -> Row:
         **{f"{name}_peak_bytes": n for name, n in peaks.items()},
         "available_bytes": available,
         **_traffic(sent, devices),
-        **_time_and_cost(request, job, arguments, state, sent or [], devices),
+        **_operations(request, job, arguments, sent or [], devices),
         "tokens": _tokens(request, job),
         "compile_seconds": seconds,
     }
+    return row | _time_and_cost(config, row, predicted, SPEEDS.get(devices[0].device_kind))
 
 
 def _tokens(request: Request, job: Job) -> int:
@@ -241,26 +246,31 @@ def _traffic(sent: list[Collective] | None, devices: list[Any]) -> Row:
     }
 
 
-def _time_and_cost(
-    request: Request, job: Job, arguments: Any, state: Layout, sent: list[Collective], devices: list[Any]
-) -> Row:
-    """Operations and a lower bound on the time of a step; with a price, days and dollars of the run."""
-    plan, steps = request.config.plan, request.config.training.total_steps
+def _operations(request: Request, job: Job, arguments: Any, sent: list[Collective], devices: list[Any]) -> Row:
+    """Operations of a step, and a lower bound on its time from published peaks."""
     flops = matmul_flops(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr)
     of_group = model_flops(request.size, request.rows, request.config.data.max_context)
-    of_model = of_group // job.model.axis.row_group
-    speed = SPEEDS.get(devices[0].device_kind)
-    bound = at_mfu = None
+    speed, bound = SPEEDS.get(devices[0].device_kind), None
     if speed is not None:
         total = sum(collective.sent for collective in sent)
         alone = sum(collective.sent for collective in sent if not collective.is_hidden)
-        held = 2 * state.bytes_per_device()  # read and written once
+        held = 2 * job.layout.bytes_per_device()  # read and written once
         bound = max(flops / speed.flops + alone / speed.network, held / speed.memory, total / speed.network)
-        at_mfu = of_model / (plan.mfu * speed.flops)
-    found: Row = {"flops": flops, "model_flops": of_model, "seconds_lower_bound": bound}
-    if plan.dollars_per_hour is not None:
-        for name, seconds in (("lower_bound", bound), ("at_mfu", at_mfu)):
-            hours = None if seconds is None else steps * seconds / 3600
-            found[f"days_{name}"] = None if hours is None else hours / 24
-            found[f"dollars_{name}"] = None if hours is None else hours * plan.dollars_per_hour
+    return {"flops": flops, "model_flops": of_group // job.model.axis.row_group, "seconds_lower_bound": bound}
+
+
+def _time_and_cost(config: Config, row: Row, predicted: Prediction | None, speed: Speed | None) -> Row:
+    """What follows from the predicted time of a step, or, where there is none, from the lower bound on it."""
+    seconds = predicted and predicted.seconds
+    found: Row = {
+        "seconds": seconds,
+        "tokens_per_second": seconds and row["tokens"] / seconds,
+        "mfu": seconds and speed and row["model_flops"] / (seconds * speed.flops),
+        "exposed_bytes": predicted and predicted.exposed_bytes,
+        "exposed_seconds": predicted and predicted.exposed_seconds,
+        "breakdown": predicted and [[*part, seconds] for part, seconds in predicted.by_part.items()],
+    }
+    hours = (seconds or row["seconds_lower_bound"] or math.nan) * config.training.total_steps / 3600
+    if config.plan.dollars_per_hour is not None and not math.isnan(hours):
+        found |= {"days": hours / 24, "dollars": hours * config.plan.dollars_per_hour}
     return found

@@ -1,4 +1,4 @@
-"""Traffic of a compiled program, and the part of it that is hidden, read from the program's text.
+"""The instructions of a compiled program, its traffic, and the part of it that is hidden, read from the program's text.
 
 XLA's own totals count the body of a loop once.
 
@@ -18,17 +18,54 @@ from typing import NamedTuple
 import numpy as np
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][a-z\-]*)\((.*)$")
-_NAME = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) =")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z\-]*)\((.*)$", re.DOTALL)
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 _CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_OPERAND = re.compile(r"%([\w.\-]+)")
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _PRODUCTS = ("dot", "convolution")
 # Targets of custom calls that multiply: of cuBLAS and cuDNN, and kernels of Pallas for TPU.
 _KERNELS = re.compile(r'custom_call_target="(__cublas|__cudnn|tpu_custom_call)')
+
+
+class Instruction(NamedTuple):
+    """One instruction of a computation: `name = result op(rest`."""
+
+    name: str
+    result: str
+    op: str
+    rest: str
+
+    @property
+    def cycles(self) -> int | None:
+        """The estimate of the TPU compiler, where it has written one."""
+        found = _CYCLES.search(self.rest)
+        return int(found[1]) if found else None
+
+    @property
+    def op_name(self) -> str:
+        """The path of the operation in the traced function."""
+        found = _OP_NAME.search(self.rest)
+        return found[1] if found else ""
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of what it takes."""
+        return _OPERAND.findall(self.rest.partition(")")[0])
+
+    @property
+    def called(self) -> list[str]:
+        """Names of computations that it calls; those of a loop apart."""
+        branches = [name for names in _BRANCHES.findall(self.rest) for name in re.findall(r"[\w.\-]+", names)]
+        return _CALLED.findall(self.rest) + branches
+
+
+Bodies = dict[str, list[Instruction]]  # the instructions of each computation
 
 
 class Collective(NamedTuple):
@@ -54,29 +91,40 @@ def collectives(text: str) -> list[Collective]:
     Raises:
       ValueError: the iterations of a loop or the devices of a collective cannot be read.
     """
-    bodies, entry = _computations(text)
+    bodies, entry = computations(text)
     found: list[Collective] = []
     chains: dict[str, int] = {}  # the place among those found of each chain
     for name, runs in _runs(bodies, entry).items():
-        for number, line in enumerate(bodies[name]):
-            match = _INSTRUCTION.match(line)
-            kind = match[2].removesuffix("-start") if match else None
-            if match is None or kind not in COLLECTIVES:
+        for number, instruction in enumerate(bodies[name]):
+            kind = kind_of(instruction)
+            if kind is None:
                 continue
-            chain = _CHAIN.search(match[3])
-            if match[2] != kind:
+            chain = chain_of(instruction)
+            if instruction.op != kind:
                 beside = _until_done(bodies[name], number)
             else:
                 beside = bodies[name] if chain else []
             is_hidden = any(_multiplies(other, bodies) for other in beside)
-            if chain and chain[1] in chains:
-                place = chains[chain[1]]
+            if chain and chain in chains:
+                place = chains[chain]
                 found[place] = found[place]._replace(is_hidden=found[place].is_hidden or is_hidden)
                 continue
             if chain:
-                chains[chain[1]] = len(found)
-            found.append(Collective(kind, round(runs * _sent(kind, *match.groups())), match[3], is_hidden))
+                chains[chain] = len(found)
+            found.append(Collective(kind, round(runs * bytes_sent(instruction)), instruction.rest, is_hidden))
     return found
+
+
+def kind_of(instruction: Instruction) -> str | None:
+    """The kind of collective that an instruction is or starts, None for all others."""
+    kind = instruction.op.removesuffix("-start")
+    return kind if kind in COLLECTIVES else None
+
+
+def chain_of(instruction: Instruction) -> str | None:
+    """The number of the chain of fusions that a collective is spread over, None for one that is not."""
+    found = _CHAIN.search(instruction.rest)
+    return found[1] if found else None
 
 
 def bytes_by_kind(found: Iterable[Collective]) -> dict[str, int]:
@@ -99,27 +147,24 @@ def hidden_share(found: Iterable[Collective]) -> float | None:
     return sum(gather.sent for gather in gathers if gather.is_hidden) / total if total else None
 
 
-def _until_done(lines: list[str], start: int) -> list[str]:
-    """The lines between the start of a collective and its done."""
-    name = _NAME.match(lines[start])
-    assert name, lines[start]
-    operand = re.compile(rf"-done\(.*%?{re.escape(name[1])}\)")
-    done = next(number for number in range(start + 1, len(lines)) if operand.search(lines[number]))
-    return lines[start + 1 : done]
+def _until_done(body: list[Instruction], start: int) -> list[Instruction]:
+    """What lies between the start of a collective and its done."""
+    name = body[start].name
+    ends = (n for n in range(start + 1, len(body)) if body[n].op.endswith("-done") and body[n].operands == [name])
+    return body[start + 1 : next(ends)]
 
 
-def _multiplies(line: str, bodies: dict[str, list[str]]) -> bool:
+def _multiplies(instruction: Instruction, bodies: Bodies) -> bool:
     """Whether an instruction is a matrix product, a kernel of them, or a fusion that contains one."""
-    match = _INSTRUCTION.match(line)
-    if match is None:
-        return False
-    called = _CALLED.findall(match[3]) if match[2] == "fusion" else []
-    is_product = match[2] in _PRODUCTS or (match[2] == "custom-call" and _KERNELS.search(match[3]) is not None)
+    op, rest = instruction.op, instruction.rest
+    called = _CALLED.findall(rest) if op == "fusion" else []
+    is_product = op in _PRODUCTS or (op == "custom-call" and _KERNELS.search(rest) is not None)
     return is_product or any(_multiplies(inner, bodies) for name in called for inner in bodies[name])
 
 
-def _sent(kind: str, result: str, op: str, rest: str) -> float:
-    sizes = [_array_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(result)]
+def bytes_sent(instruction: Instruction) -> float:
+    """Bytes that one device sends for a collective in one run of it, as in `Collective`."""
+    op, kind, sizes = instruction.op, kind_of(instruction), sizes_of(instruction.result)
     if op == "all-gather-start":  # (operands, results)
         size = sum(sizes[len(sizes) // 2 :])
     elif op == "collective-permute-start":  # (operand, result, contexts)
@@ -128,12 +173,17 @@ def _sent(kind: str, result: str, op: str, rest: str) -> float:
         size = sum(sizes)
     if kind == "collective-permute":
         return size
-    k = len(_groups(rest)[0])
+    k = len(groups_of(instruction.rest)[0])
     # The result of a reduce-scatter is 1/k of its operand.
-    return size * {"all-reduce": 2 * (k - 1) / k, "reduce-scatter": k - 1}.get(kind, (k - 1) / k)
+    return size * {"all-reduce": 2 * (k - 1) / k, "reduce-scatter": k - 1}.get(kind or "", (k - 1) / k)
 
 
-def _groups(rest: str) -> list[list[int]]:
+def sizes_of(arrays: str) -> list[int]:
+    """Bytes of each array in a type such as `(f32[8]{0}, bf16[4,2]{1,0})`."""
+    return [_array_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(arrays)]
+
+
+def groups_of(rest: str) -> list[list[int]]:
     """The devices of each group of a collective, or of each pair of a permutation, in one of XLA's three notations."""
     if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]+\})\}", rest):
         return [list(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
@@ -155,7 +205,7 @@ def _groups(rest: str) -> list[list[int]]:
 
 def _spans_hosts(rest: str, hosts: Sequence[int]) -> bool:
     """Whether a group is of devices of several hosts."""
-    return any(len({hosts[device] for device in group}) > 1 for group in _groups(rest))
+    return any(len({hosts[device] for device in group}) > 1 for group in groups_of(rest))
 
 
 def _array_bytes(dtype: str, dims: str) -> int:
@@ -163,50 +213,63 @@ def _array_bytes(dtype: str, dims: str) -> int:
     return math.prod(map(int, filter(None, dims.split(",")))) * bits // 8
 
 
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of each computation, and the name of the entry."""
-    bodies: dict[str, list[str]] = {}
+def computations(text: str) -> tuple[Bodies, str]:
+    """The instructions of each computation, and the name of the entry."""
+    lines: dict[str, list[str]] = {}
     entry = name = ""
     for line in text.splitlines():
         if match := _COMPUTATION.match(line):
             name = match[2]
-            bodies[name] = []
+            lines[name] = []
             entry = name if match[1] else entry
-        elif name:
-            bodies[name].append(line)
+        elif line == "}":
+            name = ""
+        elif name and line.startswith(" "):
+            lines[name].append(line)
+        elif name:  # metadata of kernels has line breaks
+            lines[name][-1] += "\n" + line
+    bodies = {
+        name: [Instruction(*match.groups()) for line in found if (match := _INSTRUCTION.match(line))]
+        for name, found in lines.items()
+    }
     return bodies, entry
 
 
-def _runs(bodies: dict[str, list[str]], entry: str) -> dict[str, int]:
+def _runs(bodies: Bodies, entry: str) -> dict[str, int]:
     """How many times each computation runs."""
     runs: defaultdict[str, int] = defaultdict(int)
 
     def visit(name: str, times: int) -> None:
         runs[name] += times
-        for line in bodies[name]:
-            if not (match := _INSTRUCTION.match(line)):
+        for instruction in bodies[name]:
+            if instruction.op == "while":
+                body, trips = loop_of(instruction, bodies)
+                visit(body, times * trips)
                 continue
-            op, rest = match[2], match[3]
-            if op == "while":
-                condition, body = (re.search(rf"{part}=%?([\w.\-]+)", rest) for part in ("condition", "body"))
-                assert condition and body, line
-                visit(body[1], times * _trips(rest, bodies, condition[1]))
-                continue
-            branches = [name for list_ in _BRANCHES.findall(rest) for name in re.findall(r"[\w.\-]+", list_)]
-            for other in _CALLED.findall(rest) + branches:
+            for other in instruction.called:
                 visit(other, times)
 
     visit(entry, 1)
     return runs
 
 
-def _trips(rest: str, bodies: dict[str, list[str]], condition: str) -> int:
-    """Iterations of a loop: as XLA has noted, or from a condition that compares a counter from 0 with a constant."""
+def loop_of(instruction: Instruction, bodies: Bodies) -> tuple[str, int]:
+    """The body of a loop and its iterations: as XLA has noted, or from a condition that compares a counter from 0.
+
+    Raises:
+      ValueError: the iterations cannot be read.
+    """
+    rest = instruction.rest
+    condition, body = (re.search(rf"{part}=%?([\w.\-]+)", rest) for part in ("condition", "body"))
+    assert condition and body, rest
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', rest):
-        return int(noted[1])
-    lines = bodies[condition]
-    text = "\n".join(lines + [line for other in _CALLED.findall("\n".join(lines)) for line in bodies[other]])
-    limits = re.findall(r"= s32\[\]\S* constant\((\d+)\)", text)
-    if len(limits) != 1 or "direction=LT" not in text:
+        return body[1], int(noted[1])
+    inner = bodies[condition[1]]
+    inner = inner + [other for one in inner for name in one.called for other in bodies[name]]
+    limits = [
+        one.rest.partition(")")[0] for one in inner if one.op == "constant" and re.match(r"[su]32\[\]", one.result)
+    ]
+    if len(limits) != 1 or not any("direction=LT" in one.rest for one in inner):
+        text = "\n".join(f"{one.name} = {one.result} {one.op}({one.rest}" for one in inner)
         raise ValueError(f"the number of iterations of a loop cannot be read from its condition:\n{text}")
-    return int(limits[0])
+    return body[1], int(limits[0])

@@ -17,7 +17,8 @@ from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
 from zero.runtime.planning import search
 from zero.runtime.planning.compile import Request
-from zero.runtime.planning.table import table, training_command
+from zero.runtime.planning.page import PAGE_FILE, page
+from zero.runtime.planning.table import breakdown_table, table, training_command
 from zero.runtime.planning.topology import prepare_environment
 from zero.virtual_devices import use_cpu_devices
 
@@ -26,7 +27,7 @@ COMPILER_LOG = "compiler.log"
 
 
 def plan(config: Config, size: GPTConfig, run_directory: Path) -> int:
-    """Prints what a training run needs on `plan.topology`, and writes it to plan.json, next to the compiler's log.
+    """Prints what a training run needs on `plan.topology`, and writes it to plan.json and plan.html.
 
     Returns:
       The exit status, 0.
@@ -57,14 +58,19 @@ def plan(config: Config, size: GPTConfig, run_directory: Path) -> int:
         "best": best and rows.index(best),
         "rows": rows,
     }
+    summary = table(result, config)
+    predicted = [row for row in rows if row["breakdown"]]
+    if settings.breakdown and predicted:
+        summary += "\n\n" + breakdown_table(best if best in predicted else predicted[-1])
     (run_directory / PLAN_FILE).write_text(json.dumps(result, indent=1) + "\n")
-    print(table(result, config))
+    (run_directory / PAGE_FILE).write_text(page(result, summary))
+    print(summary)
     if best is not None and settings.search == "largest":
         print(f"\nThe largest model that fits, as an entry of conf/model_config.yaml: {best['model']}")
     elif best is not None:
         print(f"\nThe fastest that fits, with {search.HEADROOM:.0%} of the memory to spare:")
         print(training_command(best, config))
-    print(f"\n{run_directory / PLAN_FILE}")
+    print(f"\n{run_directory / PLAN_FILE}, {run_directory / PAGE_FILE}")
     return 0
 
 

@@ -111,8 +111,8 @@ def _is_smaller(one: Request, other: Request) -> bool:
 
 
 def _speed(row: Row) -> float:
-    """Tokens per second by the lower bound on the time; tokens where there is no bound."""
-    return float(row["tokens"] / (row["seconds_lower_bound"] or 1.0))
+    """Tokens per second by the predicted time, or else by the lower bound on it; tokens where there is neither."""
+    return float(row["tokens"] / (row["seconds"] or row["seconds_lower_bound"] or 1.0))
 
 
 def largest(pool: Executor, config: Config) -> list[Row]:
@@ -163,7 +163,7 @@ def deepest(request: Request) -> Row | None:
 
 
 def best(rows: list[Row], headroom: float) -> Row | None:
-    """Of the rows that fit with headroom, the one with the most parameters, then the fastest by the roofline."""
+    """Of the rows that fit with headroom, the one with the most parameters, then the highest predicted speed."""
     fitting = [row for row in rows if row["fits"] and highest_peak(row) <= (1 - headroom) * row["available_bytes"]]
 
     def value(row: Row) -> tuple[float, ...]:

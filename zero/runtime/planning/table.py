@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shlex
+import textwrap
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -17,38 +18,66 @@ from zero.runtime.config.constraints import shown
 from zero.runtime.config.saved_config import default_config
 from zero.runtime.config.schema import Config
 from zero.runtime.planning.compile import Row, highest_peak
+from zero.runtime.planning.predict import PHASES
 from zero.runtime.planning.topology import GIB
+
+WIDTH = 120  # characters of a line
 
 
 def table(result: dict[str, Any], config: Config) -> str:
-    """A line per row: sizes in GiB per device, operations, traffic and time per step."""
-    columns = _COLUMNS | (_cost_columns(config.plan.mfu) if config.plan.dollars_per_hour is not None else {})
-    cells = [[*columns, ""]]
-    for i, row in enumerate(result["rows"]):
-        spare = (row["available_bytes"] - highest_peak(row)) / GIB
-        verdict = f"fits, {spare:.2f} to spare" if row["fits"] else f"does not fit by {-spare:.2f}"
-        mark = " <- best" if i == result["best"] else ""
-        cells.append([*(show(row) for show in columns.values()), verdict + mark])
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    lines = ["  ".join(cell.rjust(w) for cell, w in zip(line[:-1], widths, strict=False)) for line in cells]
-    head = (
-        f"{result['topology']}: {result['devices']} devices of {result['rows'][0]['available_bytes'] / GIB:.2f} GiB; "
-        f"{result['parameters']:,} parameters"
-    )
-    legend = [
-        "state: weights and optimizer state between steps; bytes/parameter: of one copy of it",
-        "memory in GiB per device: of the step, and while the run evaluates and samples between two steps",
-        "per step: GB that a device sends, in all and in groups that span hosts; the share of gathered bytes that is "
-        "sent while matrix products run; TFLOP that it computes; a lower bound on the time; tokens of all devices",
+    """A line per row: what differs between the rows, and what decides: memory and predicted time."""
+    rows = result["rows"]
+    shown = {name: [show(row) for row in rows] for name, show in SETTINGS.items()}
+    same = [f"{name} {values[0]}" for name, values in shown.items() if len(set(values)) == 1]
+    columns = {name: values for name, values in shown.items() if len(set(values)) > 1}
+    columns |= {name: [show(row) for row in rows] for name, show in (RESULTS | _COSTS).items() if _is_known(name, rows)}
+    lines = [
+        f"{result['topology']}: {result['devices']} devices of {rows[0]['available_bytes'] / GIB:.2f} GiB; "
+        f"{result['parameters']:,} parameters",
+        *_wrapped("every row: " + ", ".join(same)),
     ]
-    if config.plan.dollars_per_hour is not None:
-        legend.append(
-            f"days and dollars of {config.training.total_steps:,} steps, at {config.plan.dollars_per_hour:g} dollars "
-            f"per hour: at least, and at a model FLOPs utilization of {config.plan.mfu:.0%}"
-        )
-    return "\n".join(
-        [head, *(f"{line}  {cell[-1]}".rstrip() for line, cell in zip(lines, cells, strict=True)), *legend]
+    cells = [columns.keys(), *zip(*columns.values(), strict=True)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    ends = ["", *map(_verdict, rows)]
+    if result["best"] is not None:
+        ends[1 + result["best"]] += " <- best"
+    for line, end in zip(cells, ends, strict=True):
+        lines.append("  ".join([*(cell.rjust(w) for cell, w in zip(line, widths, strict=True)), end]).rstrip())
+    legend = (
+        "peak: GiB per device. Per step: seconds as predicted from the compiler's cycles (>: at least, by published "
+        "peaks), tokens per second of all devices, model FLOPs utilization, GB that a device sends while it computes "
+        "nothing"
     )
+    if config.plan.dollars_per_hour is not None:
+        price = f"{config.plan.dollars_per_hour:g} dollars per hour"
+        legend += f"; days and dollars of {config.training.total_steps:,} steps, at {price}"
+    return "\n".join([*lines, *_wrapped(legend)])
+
+
+def breakdown_table(row: Row) -> str:
+    """Where the predicted time of a step goes: milliseconds by part of the model and phase."""
+    parts: dict[str, dict[str, float]] = {}
+    for part, phase, seconds in row["breakdown"]:
+        parts.setdefault(part, dict.fromkeys(PHASES, 0.0))[phase] += 1000 * seconds
+    lines = [f"{'ms':<18}" + "".join(f"{phase:>12}" for phase in (*PHASES, "all", "share"))]
+    for part, phases in sorted(parts.items(), key=lambda item: -sum(item[1].values())):
+        total = sum(phases.values())
+        cells = "".join(f"{phases[phase]:>12.1f}" for phase in PHASES)
+        lines.append(f"{part:<18}{cells}{total:>12.1f}{total / (1000 * row['seconds']):>12.1%}")
+    return "\n".join(lines)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _verdict(row: Row) -> str:
+    spare = (row["available_bytes"] - highest_peak(row)) / GIB
+    return f"fits, {spare:.2f} to spare" if row["fits"] else f"does not fit by {-spare:.2f}"
+
+
+def _is_known(name: str, rows: list[Row]) -> bool:
+    return any((RESULTS | _COSTS)[name](row) != "-" for row in rows)
 
 
 # Keys that the command always names: the model and what a search chooses.
@@ -70,6 +99,7 @@ def training_command(row: Row, config: Config) -> str:
     config.training.batch_size = row["micro_batch"] * row["accumulation"] * groups // row["hosts"]
     config.training.gradient_accumulation_steps = row["accumulation"]
     config.zero.stage, config.zero.remat = row["stage"], row["remat"]
+    config.profile.step_time = row["seconds"] and float(f"{row['seconds']:.4g}")
     config.zero.master_dtype, config.optimizer.state_dtype = row["master_dtype"], row["state_dtype"]
     for key in ("tensor_shards", "context_shards", "expert_shards", "replicas", "phases", "overlap_gathers"):
         setattr(config.zero, key, row[key])
@@ -106,7 +136,7 @@ def _override_value(value: Any) -> str:
 
 
 def _number(key: str, form: str, unit: float = 1) -> Callable[[Row], str]:
-    return lambda row: "-" if row[key] is None else form.format(row[key] / unit)
+    return lambda row: "-" if row.get(key) is None else form.format(row[key] / unit)
 
 
 def _activations(row: Row) -> str:
@@ -122,38 +152,52 @@ def _traffic(row: Row) -> str:
     return "-" if kinds is None else " ".join(f"{kind} {n / 1e9:.2f}" for kind, n in sorted(kinds.items()) if n > 1e6)
 
 
-def _cost_columns(mfu: float) -> dict[str, Callable[[Row], str]]:
-    return {
-        "days": _number("days_lower_bound", "{:,.2f}"),
-        "dollars": _number("dollars_lower_bound", "{:,.0f}"),
-        f"days at {mfu:.0%}": _number("days_at_mfu", "{:,.2f}"),
-        f"dollars at {mfu:.0%}": _number("dollars_at_mfu", "{:,.0f}"),
-    }
+def _seconds(row: Row) -> str:
+    if row["seconds"] is not None:
+        return f"{row['seconds']:.3f}"
+    return "-" if row["seconds_lower_bound"] is None else f"> {row['seconds_lower_bound']:.3f}"
 
 
-_COLUMNS: dict[str, Callable[[Row], str]] = {
+# Columns by their names: what was chosen, what decides, the price, and the rest.
+SETTINGS: dict[str, Callable[[Row], str]] = {
     "stage": lambda row: str(row["stage"]),
     "sequences x micro-batches": lambda row: f"{row['micro_batch']} x {row['accumulation']}",
     "context": lambda row: str(row["context"]),
+    "tokens": lambda row: f"{row['tokens']:,}",
     "remat": lambda row: row["remat"] + (", fused" if row["fused_update"] else ""),
+    "master": lambda row: row["master_dtype"],
+    "moments": lambda row: row["state_dtype"],
     "tensor": lambda row: str(row["tensor_shards"]),
     "context shards": lambda row: str(row["context_shards"]),
     "expert": lambda row: str(row["expert_shards"]),
     "copies x phases": lambda row: " x ".join(map(str, row["grid"])),
+    "overlap": lambda row: "yes" if row["overlap_gathers"] else "no",
     "parameters": _number("parameters", "{:.3f}B", 1e9),
+}
+RESULTS: dict[str, Callable[[Row], str]] = {
+    "peak": _number("peak_bytes", "{:.2f}", GIB),
+    "seconds": _seconds,
+    "tokens/s": _number("tokens_per_second", "{:,.0f}"),
+    "MFU": _number("mfu", "{:.1%}"),
+    "exposed": _number("exposed_bytes", "{:.1f}", 1e9),
+}
+_COSTS: dict[str, Callable[[Row], str]] = {
+    "days": _number("days", "{:,.2f}"),
+    "dollars": _number("dollars", "{:,.0f}"),
+}
+DETAILS: dict[str, Callable[[Row], str]] = {  # GiB per device, GB per step and device
     "bytes/parameter": _number("state_bytes_per_parameter", "{:.2f}"),
     "state": _number("state_bytes", "{:.3f}", GIB),
     "gradients": _number("gradient_bytes", "{:.3f}", GIB),
     "gathered": _number("gathered_bytes", "{:.3f}", GIB),
     "activations": _activations,
-    "peak": _number("peak_bytes", "{:.3f}", GIB),
     "evaluation": _number("evaluation_peak_bytes", "{:.3f}", GIB),
     "sampling": _number("sampling_peak_bytes", "{:.3f}", GIB),
     "traffic": _traffic,
     "across hosts": _number("collective_bytes_across_hosts", "{:.2f}", 1e9),
-    "gathers hidden": lambda row: "-" if row["gathers_hidden"] is None else f"{row['gathers_hidden']:.0%}",
+    "gathers hidden": _number("gathers_hidden", "{:.0%}"),
+    "exposed seconds": _number("exposed_seconds", "{:.3f}"),
     "TFLOP": _number("flops", "{:.2f}", 1e12),
     "at least": _number("seconds_lower_bound", "{:.3f} s"),
-    "tokens": lambda row: f"{row['tokens']:,}",
     "compiled in": _number("compile_seconds", "{:.0f} s"),
 }

@@ -1,11 +1,11 @@
-"""The devices to compile for, present or not (libtpu, through jax), and the published peaks of each kind."""
+"""The devices to compile for, present or not (libtpu, through jax)."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,40 +17,9 @@ LOCAL = ("local", "cpu", "gpu")
 GIB = 2**30
 
 
-class Speed(NamedTuple):
-    """Published peaks of one device as jax counts them: half a chip on v3.
-
-    Attributes:
-      flops: bfloat16 operations per second.
-      memory: bytes per second between HBM and the device.
-      network: bytes per second that leave the device for others of the slice.
-    """
-
-    flops: float
-    memory: float
-    network: float
-
-
-# Source: cloud.google.com/tpu/docs/v3, v4, v5e, v5p and v6e, system architecture: peak compute, HBM bandwidth, and
-# all-reduce bandwidth of a pod divided by its chips (v5p: half of the bidirectional bandwidth of a chip).
-# NVIDIA H200: its data sheet, SXM: dense bfloat16, and NVLink in one direction.
-SPEEDS = {
-    "TPU v3": Speed(123e12 / 2, 900e9 / 2, 340e12 / 1024 / 2),
-    "TPU v4": Speed(275e12, 1200e9, 1.1e15 / 4096),
-    "TPU v5 lite": Speed(197e12, 819e9, 51.2e12 / 256),
-    "TPU v5": Speed(459e12, 2765e9, 600e9),
-    "TPU v6 lite": Speed(918e12, 1640e9, 102.4e12 / 256),
-    "NVIDIA H200": Speed(989e12, 4800e9, 450e9),
-}
 # For each generation: how many of the numbered units of a slice's name a chip has, and the dimensions of its torus.
 GENERATIONS = {"v2": (2, 2), "v3": (2, 2), "v4": (2, 3), "v5e": (1, 2), "v5p": (2, 3), "v6e": (1, 2)}
 ALIASES = {"v5litepod": "v5e", "v5lite": "v5e"}
-
-
-def peak_flops(device: Any) -> float | None:
-    """Published peak of a device in bfloat16 operations per second, None where it is not in `SPEEDS`."""
-    speed = SPEEDS.get(device.device_kind)
-    return speed and speed.flops
 
 
 def slice_shape(name: str) -> str:

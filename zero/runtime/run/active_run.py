@@ -19,7 +19,7 @@ from tqdm import tqdm
 from zero.models.config import GPTConfig
 from zero.partition.checksums import examine
 from zero.partition.collectives.axis import Axis
-from zero.partition.global_arrays import from_global, to_global
+from zero.partition.global_arrays import from_global, pmap_devices, to_global
 from zero.partition.layout import Layout, PyTree
 from zero.runtime.checkpoints.emergency import EmergencyCheckpoints
 from zero.runtime.checkpoints.manager import Checkpoints
@@ -33,6 +33,7 @@ from zero.runtime.hosts.startup import process_age
 from zero.runtime.inference.harness_tasks import run_tasks
 from zero.runtime.inference.scoring import Scorer
 from zero.runtime.inference.trained_model import TrainedModel
+from zero.runtime.planning.predict import predict
 from zero.runtime.run.goodput import Goodput, counts_as
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.step_metrics import StepMetrics, peak_memory
@@ -103,6 +104,7 @@ class ActiveRun:
     _uncounted: tuple[int, int] = (0, 0)  # rows skipped and checksum of this host since the last line of metrics
     _steps: dict[int, Callable[..., Any]] = field(default_factory=dict)  # compiled, by the length of a sequence
     _flops: dict[int, int] = field(default_factory=dict)  # of the model per device and step, by the same length
+    _predicted: dict[int, float | None] = field(default_factory=dict)  # seconds per step, by the same length
 
     @property
     def axis(self) -> Axis:
@@ -134,7 +136,8 @@ class ActiveRun:
         if length in self._steps:
             self.state, metrics = self._steps[length](self.state, per_device)
             is_waited_for = self.profiler.is_last(step)
-            self.metrics.add(metrics, leave=0 if is_waited_for else self.in_flight, flops=self._flops[length])
+            leave = 0 if is_waited_for else self.in_flight
+            self.metrics.add(metrics, leave, self._flops[length], self._predicted[length])
         elif not self._first_step(length, per_device):
             return False
         if self.profiler.is_last(step):
@@ -162,6 +165,7 @@ class ActiveRun:
             self.metrics.add_to_next_line("seconds_to_first_step", age)
         self._steps[length] = program
         self._flops[length] = model_flops(self.size, per_device.tokens.shape[1], length) // self.axis.row_group
+        self._predicted[length] = self._predict(program, length)
         log.info(
             "first step with sequences of %d tokens: %.1f s after the start; it took %.1f s and was %s",
             length,
@@ -170,6 +174,14 @@ class ActiveRun:
             "read from the cache" if cache_hits.count else "compiled",
         )
         return True
+
+    def _predict(self, program: Any, length: int) -> float | None:
+        """Seconds per step by the compiler's clock; None where it has none, or this length was not planned."""
+        if length == self.context.full and self.config.profile.step_time is not None:
+            return self.config.profile.step_time
+        is_compiled = jax.process_count() == 1 and jax.default_backend() == "tpu"
+        predicted = predict(program.as_text(), pmap_devices()) if is_compiled else None
+        return predicted and predicted.seconds
 
     def _count(self, step: int, batch: HostBatch) -> None:
         position = self.position

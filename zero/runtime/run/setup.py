@@ -36,7 +36,7 @@ from zero.runtime.data.loader import Loader
 from zero.runtime.errors import UserError
 from zero.runtime.hosts import agreement, signals, startup
 from zero.runtime.hosts.same_configuration import check_same_configuration
-from zero.runtime.planning.topology import peak_flops
+from zero.runtime.hosts.speeds import peak_flops
 from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.goodput import Goodput
 from zero.runtime.run.profiling import Profiler

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
@@ -10,6 +12,10 @@ import jax
 
 from zero.models.experts import METRICS
 from zero.runtime.run.goodput import Goodput
+
+log = logging.getLogger(__name__)
+
+SLOW = 0.7  # of the predicted speed, below which the log says where the time goes
 
 
 class StepMetrics:
@@ -28,6 +34,7 @@ class StepMetrics:
         self._unread: list[dict[str, jax.Array]] = []
         self._newest: dict[str, float | int] = {}
         self._next_line: dict[str, float] = {}
+        self._has_warned = False
         self.restart()
 
     def restart(self) -> None:
@@ -36,6 +43,8 @@ class StepMetrics:
         self._untimed = 0
         self._flops = 0
         self._before = self._goodput.seconds
+        self._predicted = 0.0
+        self._waited_for_devices = 0.0
 
     @property
     def is_empty(self) -> bool:
@@ -64,19 +73,24 @@ class StepMetrics:
                 return
             yield batch
 
-    def add(self, metrics: dict[str, jax.Array], leave: int, flops: int = 0) -> None:
+    def add(self, metrics: dict[str, jax.Array], leave: int, flops: int = 0, predicted: float | None = None) -> None:
         """Takes the metrics of a step that was dispatched; all but the newest `leave` are waited for.
 
         Args:
           metrics: as the step returns them, one scalar each.
           leave: how many steps may stay in flight.
           flops: operations of the model in this step per device, for the utilisation; 0 for a step that is not timed.
+          predicted: seconds of this step, None where they are unknown or it is not timed.
         """
         self._unread.append(metrics)
         self._flops += flops
+        self._predicted += predicted or 0.0
+        began = time.monotonic()
         while len(self._unread) > leave:
             self._newest = {name: x.item() for name, x in jax.device_get(self._unread.pop(0)).items()}
             self._losses.append(self._newest["loss"])
+        if flops:
+            self._waited_for_devices += time.monotonic() - began
 
     def read(self) -> dict[str, float | int]:
         """One line of metrics: the mean loss, and the newest value of everything else. Waits for all steps."""
@@ -97,9 +111,24 @@ class StepMetrics:
                 "tokens_per_second_per_device": tokens_per_second / self._devices,
                 "data_wait": seconds["data_wait"] / (step_time * steps),
             }
+            if self._predicted:
+                line["device_wait"] = self._waited_for_devices / (step_time * steps)
+                line["predicted_speed"] = self._predicted / (step_time * steps)
+                self._warn_if_slow(line)
             if self._peak_flops is not None:
                 line["mfu"] = self._flops / (step_time * steps * self._peak_flops)
         return line
+
+    def _warn_if_slow(self, line: dict[str, float | int]) -> None:
+        """Once, where the time goes."""
+        if line["predicted_speed"] < SLOW and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "steps take %.3f s, at %.0f%% of the predicted speed: the host waits %.0f%% of the time for data and "
+                "%.0f%% for the devices; what is left is its own work",
+                line["step_time"],
+                *(100 * line[name] for name in ("predicted_speed", "data_wait", "device_wait")),
+            )
 
 
 def peak_memory() -> dict[str, int]:

@@ -38,7 +38,8 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
     ("gradient norm", (("gradient_norm", "solid"),), True),
     ("model FLOPs utilization (share of the published peak)", (("mfu", "solid"),), False),
     ("peak memory (bytes per device)", (("peak_memory", "solid"),), False),
-    ("data wait (share of a step)", (("data_wait", "solid"),), False),
+    ("wait for data (share of a step), for devices dashed", (("data_wait", "solid"), ("device_wait", "dash")), False),
+    ("speed (share of the predicted one)", (("predicted_speed", "solid"),), False),
     ("skipped steps, spikes dashed", (("skipped_steps", "solid"), ("skipped_spikes", "dash")), False),
     ("step time (s)", (("step_time", "solid"),), False),
     (

@@ -1,0 +1,66 @@
+"""Published peaks of each kind of accelerator, and what the compiler's clock needs to be read."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Speed(NamedTuple):
+    """Published peaks of one device as jax counts them: half a chip on v2 and v3.
+
+    Attributes:
+      flops: bfloat16 operations per second.
+      memory: bytes per second between HBM and the device.
+      network: bytes per second that leave the device for others of the slice.
+      per_cycle: operations of its matrix units per cycle; 0 where the compiler writes no cycles.
+      dims: dimensions of the torus; 0 for no torus.
+      ring: positions of a dimension whose ends are linked.
+      devices: per chip.
+      kernels: share of `flops` that an attention kernel reaches on the blocks that it computes.
+    """
+
+    flops: float
+    memory: float
+    network: float
+    per_cycle: int = 0
+    dims: int = 0
+    ring: int = 0
+    devices: int = 1
+    kernels: float = 0.0
+
+    @property
+    def clock(self) -> float:
+        """Cycles per second."""
+        return self.flops / self.per_cycle
+
+    @property
+    def link(self) -> float:
+        """Bytes per second that one link between two chips carries in one direction."""
+        return self.network * self.devices / (2 * self.dims)
+
+
+_MXU = 2 * 128 * 128  # operations per cycle of a matrix unit
+
+# Sources: cloud.google.com/tpu/docs/v3, v4, v5e, v5p and v6e, system architecture: peak compute, HBM bandwidth, number
+# of matrix units, and all-reduce bandwidth of a pod divided by its chips (v5p: half of the bidirectional bandwidth of a
+# chip). v6e has two units of 256 x 256, which take two rows per cycle: the compiler rates products at 1.4 times the
+# speed of one row. v2: Jouppi et al., A Domain-Specific Supercomputer for Training Deep Neural Networks, CACM 63(7),
+# table 3: four links of 496 Gbit/s. Rings (jax-ml.github.io/scaling-book/tpus): v2 and v3 the whole pod, v5e and v6e
+# 16 chips, v4 and v5p every four chips. Shares of kernels: docs/decisions/predicted-time.md.
+# NVIDIA H200: its data sheet, SXM: dense bfloat16, and NVLink in one direction.
+SPEEDS = {
+    "TPU v2": Speed(45e12 / 2, 700e9 / 2, 4 * 62e9 / 2, per_cycle=_MXU, dims=2, ring=16, devices=2),
+    "TPU v3": Speed(123e12 / 2, 900e9 / 2, 340e12 / 1024 / 2, per_cycle=2 * _MXU, dims=2, ring=32, devices=2),
+    "TPU v4": Speed(275e12, 1200e9, 1.1e15 / 4096, per_cycle=8 * _MXU, dims=3, ring=4, kernels=0.7),
+    "TPU v5 lite": Speed(197e12, 819e9, 51.2e12 / 256, per_cycle=4 * _MXU, dims=2, ring=16, kernels=0.85),
+    "TPU v5": Speed(459e12, 2765e9, 600e9, per_cycle=8 * _MXU, dims=3, ring=4, kernels=0.7),
+    "TPU v6 lite": Speed(918e12, 1640e9, 102.4e12 / 256, per_cycle=16 * _MXU, dims=2, ring=16, kernels=0.33),
+    "NVIDIA H200": Speed(989e12, 4800e9, 450e9),
+}
+HOP = 1e-6  # seconds from a chip to the next one, about (jax-ml.github.io/scaling-book/sharding)
+
+
+def peak_flops(device: Any) -> float | None:
+    """Published peak of a device in bfloat16 operations per second, None where it is not in `SPEEDS`."""
+    speed = SPEEDS.get(device.device_kind)
+    return speed and speed.flops
