@@ -22,8 +22,13 @@ ARRAYS = {"jax", "flax", "optax", "numpy"}
 PURE = {"__future__", "abc", "collections", "contextlib", "dataclasses", "enum", "functools", "inspect", "itertools"}
 PURE |= {"math", "operator", "types", "typing"}
 # Modules that come with another library or are used through it: they count as that one.
-BELONGS_TO = {"omegaconf": "hydra", "yaml": "hydra", "google_crc32c": "google", "gcsfs": "fsspec"}
-BELONGS_TO |= {"tensorstore": "orbax"}
+BELONGS_TO = {
+    "omegaconf": "hydra",
+    "yaml": "hydra",
+    "google_crc32c": "google",
+    "gcsfs": "fsspec",
+    "tensorstore": "orbax",
+}
 SETS_ENVIRONMENT = {"zero.virtual_devices"}  # which XLA reads once, when jax starts its devices
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 

@@ -1,14 +1,14 @@
-"""The default configuration, and those of saved runs, also of earlier versions (hydra, omegaconf)."""
+"""The default configuration, and those of saved runs, also of earlier versions (omegaconf)."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import logging
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -107,9 +107,20 @@ def preset_keys(overrides: list[str]) -> list[str]:
     """The keys that the presets, slices and memory recipes among the overrides set."""
     pairs = [override.lstrip("+").split("=", 1) for override in overrides if "=" in override]
     groups = {path.name for path in conf_directory().iterdir() if path.is_dir()}
-    with hydra.initialize_config_dir(str(conf_directory()), version_base="1.3"):
-        presets = [hydra.compose(f"{key}/{value}") for key, value in pairs if key in groups]
-    return list(dict.fromkeys(key for preset in presets for key in flat_config(preset)))
+    return list(dict.fromkeys(key for group, name in pairs if group in groups for key in _file_keys(group, name)))
+
+
+def _file_keys(group: str, name: str) -> Iterator[str]:
+    """The keys of a file of a config group, and those of the files in its defaults list."""
+    config = OmegaConf.load(conf_directory() / group / f"{name}.yaml")
+    assert isinstance(config, DictConfig)
+    for default in config.pop("defaults", []):
+        if isinstance(default, DictConfig):  # /group: name
+            for other, included in default.items():
+                yield from _file_keys(str(other).lstrip("/"), included)
+        elif default != "_self_":
+            yield from _file_keys(group, default)
+    yield from flat_config(config)
 
 
 def flat_config(config: Any) -> dict[str, str]:

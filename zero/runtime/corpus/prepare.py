@@ -79,24 +79,8 @@ def prepare(
     After an interruption the next call with these arguments continues after the finished shards; a finished corpus is
     kept. At no time does an index list a shard that does not exist.
 
-    Args:
-        source: see `zero.runtime.corpus.sources.source.Source`.
-        name: of the corpus.
-        directory: of all corpora, a path or a gs:// URL.
-        index_directory: a path or a gs:// URL; index files name the shards relative to it where possible.
-        tokenizer: see `zero.runtime.tokenizers.load_tokenizer`; or a number of tokens, to train one on the source and
-            save it as `directory/name/tokenizer.json`.
-        row_tokens: length of a row, of which training reads `max_context` tokens; the longest context that it can have.
-        one_document_per_row: give each document its own rows and pad its last one, instead of joining documents.
-        validation_fraction: of the documents, above 0 and below 1.
-        rows_per_member: rows in one array. The cost of reading is per array, hardly per row.
-        rows_per_shard: a multiple of `rows_per_member`. A few shards are held in memory.
-        key: of the text in a JSON object or a row of a dataset, of the token ids in a TFRecord.
-        completions: read `prompt` and `completion`, or `messages` in the chat template beside the tokenizer, and record
-            in completion.npy which tokens are completions.
-        workers: processes that read and tokenize; None is one per core if that pays. The result is the same.
-        overwrite: replace a corpus that was made with other arguments.
-        progress: draw a progress bar on a terminal.
+    The options are those of `zero-prepare --help`; `tokenizer` may also be a number of tokens, to train one of that
+    size on the source and save it as `directory/name/tokenizer.json`. A few shards are held in memory.
 
     Raises:
         UserError: there is no text, it cannot be read, or a corpus of this name was made with other arguments.

@@ -15,13 +15,12 @@ from zero.runtime.errors import UserError
 from zero.runtime.tokenizers import Tokenizer
 
 
-def verify(place: str, tokenizer: Tokenizer | None = None, progress: bool = True) -> list[str]:
+def verify(place: str, tokenizer: Tokenizer | None = None) -> list[str]:
     """All differences from the manifest, one line each: missing, damaged or unknown shards, another tokenizer.
 
     Args:
         place: the directory of a corpus, or one of its index files, which is then compared as well.
         tokenizer: the one that the corpus should have been made with; None accepts any.
-        progress: draw a progress bar on a terminal.
 
     Raises:
         UserError: there is no prepared corpus.
@@ -37,7 +36,7 @@ def verify(place: str, tokenizer: Tokenizer | None = None, progress: bool = True
         split = index.removesuffix(".index").rpartition("_")[2]
         if split not in SPLITS or directory.read(index) != manifest.index_text(index, place, split, loaded[split]):
             found.append(f"{index} does not list the shards of {place} as its manifest does")
-    found += _shard_differences(place, loaded, progress)
+    found += _shard_differences(place, loaded)
     found += _tokenizer_differences(place, loaded["tokenizer"], tokenizer)
     return found
 
@@ -51,13 +50,12 @@ def _directory_of(index: str) -> str:
     return storage.parent(storage.join(storage.parent(index), paths[0].partition(" ")[0]))
 
 
-def _shard_differences(place: str, loaded: dict[str, Any], progress: bool) -> Iterator[str]:
+def _shard_differences(place: str, loaded: dict[str, Any]) -> Iterator[str]:
     existing = directory.file_names(place)
     listed = {shard["name"]: shard for split in SPLITS for shard in loaded[split]["shards"]}
     for name in sorted(manifest.shard_names(existing) - set(listed)):
         yield f"{storage.join(place, name)} is not in the manifest"
-    hidden = None if progress else True
-    for name, shard in tqdm(listed.items(), desc="verifying", unit="shard", disable=hidden, leave=False):
+    for name, shard in tqdm(listed.items(), desc="verifying", unit="shard", disable=None, leave=False):
         path = storage.join(place, name)
         if name not in existing:
             yield f"{path} is missing"

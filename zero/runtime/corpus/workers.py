@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from zero.runtime.corpus.sources.documents import Unit
 from zero.runtime.corpus.tokenize_documents import SplitTokens, UnitTokenizer
 from zero.runtime.errors import Unavailable
+from zero.runtime.hosts.signals import end_with_parent
 
 
 def map_in_order(
@@ -50,14 +51,7 @@ def _start_worker(tokenize: UnitTokenizer) -> None:
     global _tokenize_in_worker
     _tokenize_in_worker = tokenize
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    parent = multiprocessing.parent_process()
-    assert parent
-
-    def exit_with_parent() -> None:  # a parent that is killed sends nothing, and its workers would wait for ever
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+    end_with_parent()
 
 
 def _work(unit: Unit, wanted: tuple[bool, ...]) -> list[SplitTokens | None]:

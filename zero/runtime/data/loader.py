@@ -27,7 +27,6 @@ from zero.runtime.data.prefetch import RowStream
 from zero.runtime.errors import UserError
 
 _REMOTE_THREADS = 16  # at most; they wait for the network, not for Python
-_CUT_TOKENS = 1 << 21  # converted to int32 at once: 8 MiB; from 4 MiB on numpy uses huge pages, a quarter faster
 _log = logging.getLogger(__name__)
 
 
@@ -160,17 +159,16 @@ class Loader:
         try:
             streams = [self._open_stream(number, done * part, pool) for number in own_streams]
             while self.total_batches is None or done < self.total_batches:
-                count = self._count_to_cut(streams, done)
-                tokens = np.empty((count, len(own_streams), part, self._context), np.int32)
-                lengths = np.empty((count, len(own_streams), part), np.int32)
+                tokens = np.empty((len(own_streams), part, self._context), np.int32)
+                lengths = np.empty((len(own_streams), part), np.int32)
                 for i, number in enumerate(own_streams):
-                    self._take(number, done * part, streams[i], tokens[:, i], lengths[:, i])
+                    self._take(number, done * part, streams[i], tokens[i], lengths[i])
                 if lengths.min() < self._context:
                     tokens[np.arange(self._context) >= lengths[..., None]] = -1
-                skipped = (lengths.reshape(count, -1)[:, first:last] == SKIPPED).sum(axis=1).tolist()
-                for batch, without in zip(tokens.reshape(count, -1, self._context), skipped, strict=True):
-                    done += 1
-                    yield HostBatch(batch[first:last], {**self._identity, "batches": done}, without)
+                skipped = int((lengths.reshape(-1)[first:last] == SKIPPED).sum())
+                done += 1
+                cursor = {**self._identity, "batches": done}
+                yield HostBatch(tokens.reshape(-1, self._context)[first:last], cursor, skipped)
         finally:
             pool.shutdown(cancel_futures=True)
         if self._dropped:
@@ -190,22 +188,13 @@ class Loader:
             for corpus, count in zip(self.corpora, counts, strict=True)
         ]
 
-    def _count_to_cut(self, streams: list[list[RowStream]], done: int) -> int:
-        """How many batches to cut at once: those whose rows are available; copying many costs little more than one."""
-        rows = [float(weight * self._stream_rows) for weight in self._mixture.weights]  # of a corpus per batch
-        count = min(int(stream.available / own) for group in streams for stream, own in zip(group, rows, strict=True))
-        count = max(1, min(count, _CUT_TOKENS // (len(streams) * self._stream_rows * self._context)))
-        return count if self.total_batches is None else min(count, self.total_batches - done)
-
     def _take(self, number: int, row: int, group: list[RowStream], tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Fills (batches, rows, T) and (batches, rows) with the rows of a stream from its `row` on."""
-        count = lengths.size
+        """Fills (rows, T) and (rows,) with the rows of a stream from its `row` on."""
         if len(group) == 1:
-            rows, row_lengths = group[0].take(count)
-            tokens[:], lengths[:] = rows.reshape(tokens.shape), row_lengths.reshape(lengths.shape)
+            tokens[:], lengths[:] = group[0].take(len(lengths))
             return
-        is_own = np.diff(self._mixture.counts(number, row, count)).astype(bool)
-        for stream, own in zip(group, is_own.reshape(-1, *lengths.shape), strict=True):
+        is_own = np.diff(self._mixture.counts(number, row, len(lengths))).astype(bool)
+        for stream, own in zip(group, is_own, strict=True):
             if own.any():
                 tokens[own], lengths[own] = stream.take(int(own.sum()))
 

@@ -29,11 +29,6 @@ class RowStream:
         buffer = next(self._buffers, None)
         return None if buffer is None else self._pool.submit(self._read, buffer)
 
-    @property
-    def available(self) -> int:
-        """Rows that can be taken without waiting."""
-        return len(self._tokens)
-
     def take(self, count: int) -> Rows:
         """The next rows; after the end of the data, rows without tokens."""
         parts: list[Rows] = []

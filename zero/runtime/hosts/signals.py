@@ -7,6 +7,7 @@ at the next step where all hosts can. A second signal ends the process at once.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -78,3 +79,15 @@ def exit_immediately(status: int) -> None:
         sys.stderr.flush()
     finally:
         os._exit(status)
+
+
+def end_with_parent() -> None:
+    """In a worker process: it ends when its parent does, which sends nothing where it is killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

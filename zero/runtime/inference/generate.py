@@ -31,15 +31,8 @@ def generate(
 ) -> Iterator[np.ndarray]:
     """All rows so far, int32 `(prompts, positions)`, every `chunk` tokens until each has `count` after its prompt.
 
-    What is drawn depends on the seed, the row and the position, not on devices.
-
-    Args:
-      programs: of the model.
-      params: shards.
-      prompts: token ids, at least one each.
-      count: tokens to write after each prompt.
-      seed: of the random draws.
-      chunk: tokens per call of the device program.
+    `prompts` are token ids, at least one each. What is drawn depends on the seed, the row and the position, not on
+    devices.
     """
     local = len(jax.tree.leaves(params)[0])
     groups = local // programs.tensor * jax.process_count()

@@ -17,15 +17,9 @@ CHUNK = 16  # tokens between two checks whether all texts have ended
 
 
 def run_tasks(scorer: Scorer, context: int, tasks: list[Any]) -> dict[str, dict[str, Any]]:
-    """The harness's own results, by task.
+    """The harness's own results, by task: a name of the harness, or the path of a .yaml file.
 
-    Args:
-      scorer: of the model.
-      context: tokens that the model sees at once.
-      tasks: names of the harness, or paths of its .yaml files.
-
-    Raises:
-      UserError: lm-eval is not installed, or a task or its data cannot be found.
+    Raises UserError where lm-eval is not installed, or a task or its data cannot be found.
     """
     return _adapter_module().run(adapter(scorer, context), tasks)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -20,6 +20,8 @@ from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import progress
 from zero.runtime.inference.trained_model import TrainedModel
 from zero.training.programs import make_inference, split_rows
+
+_Item = TypeVar("_Item")
 
 
 class Passage(NamedTuple):
@@ -57,28 +59,13 @@ class Scorer:
         return self._groups * self._rows
 
     def scores(self, passages: Iterable[Passage]) -> Iterator[Score]:
-        axis = self.trained.model.axis
-        local = axis.size // jax.process_count()
-        pending: list[Passage] = []
-
-        def flush() -> Iterator[Score]:
-            tokens = np.full((self.batch_rows, self._context), -1, np.int32)
-            for blank, passage in zip(tokens, pending, strict=False):
-                blank[: len(passage.tokens)] = passage.tokens
-            mine = split_rows(tokens, axis.size, axis.tensor)[self.trained.host * local :][:local]
+        for batch in _batched(passages, self.batch_rows):
+            mine = self._place([passage.tokens for passage in batch], self._context)
             progress()
             losses, is_greedy = (np.asarray(x) for x in self._programs.score(self.trained.params, mine))
-            for row, (text, first) in enumerate(pending):
+            for row, (text, first) in enumerate(batch):
                 part = slice(first - 1, len(text) - 1)  # the loss of token t is at t - 1
                 yield Score(losses[row, part].astype(np.float64), is_greedy[row, part])
-            pending.clear()
-
-        for passage in passages:
-            pending.append(passage)
-            if len(pending) == self.batch_rows:
-                yield from flush()
-        if pending:
-            yield from flush()
 
     def scores_of_whole(self, rows: Iterable[np.ndarray]) -> Iterator[Score]:
         """Of every token after the first of each row of any length, given all tokens before it.
@@ -86,17 +73,12 @@ class Scorer:
         For models of gated units: their memory is carried from one `context` tokens to the next. A batch of rows takes
         as long as its longest.
         """
-        axis = self.trained.model.axis
-        local = axis.size // jax.process_count()
         for batch in _batched(rows, self.batch_rows):
             length = max(map(len, batch)) - 1
-            tokens = np.full((self.batch_rows, -(-length // self._context) * self._context + 1), -1, np.int32)
-            for blank, row in zip(tokens, batch, strict=False):
-                blank[: len(row)] = row
-            mine = split_rows(tokens, axis.size, axis.tensor)[self.trained.host * local :][:local]
+            mine = self._place(batch, -(-length // self._context) * self._context + 1)
             cache, parts = self._programs.new_cache(mine), []
             for start in range(0, length, self._context):
-                part, position = mine[..., start : start + self._context + 1], np.full(local, start, np.int32)
+                part, position = mine[..., start : start + self._context + 1], np.full(len(mine), start, np.int32)
                 *found, cache = self._programs.score_on(self.trained.params, part, cache, position)
                 parts.append([np.asarray(x) for x in found])
             progress()
@@ -104,9 +86,18 @@ class Scorer:
             for number, row in enumerate(batch):
                 yield Score(losses[number, : len(row) - 1].astype(np.float64), is_greedy[number, : len(row) - 1])
 
+    def _place(self, rows: Sequence[np.ndarray], length: int) -> np.ndarray:
+        """These rows for the devices of this host `(devices, rows, length)`, padded with -1."""
+        axis = self.trained.model.axis
+        local = axis.size // jax.process_count()
+        tokens = np.full((self.batch_rows, length), -1, np.int32)
+        for blank, row in zip(tokens, rows, strict=False):
+            blank[: len(row)] = row
+        return split_rows(tokens, axis.size, axis.tensor)[self.trained.host * local :][:local]
 
-def _batched(rows: Iterable[np.ndarray], size: int) -> Iterator[list[np.ndarray]]:
-    iterator = iter(rows)
+
+def _batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
+    iterator = iter(items)
     while batch := list(islice(iterator, size)):
         yield batch
 

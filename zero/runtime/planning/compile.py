@@ -28,6 +28,8 @@ from zero.training.flops import matmul_flops, model_flops
 from zero.training.programs import Inference, make_inference
 
 Row = dict[str, Any]  # of plan.json
+# Keys of the section `zero` that are also keys of a row: how state and sequences are placed on the devices.
+PLACEMENT_KEYS = ("tensor_shards", "context_shards", "expert_shards", "replicas", "phases", "overlap_gathers")
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,7 @@ def compile_step(request: Request) -> Row:
         "clipping": training.max_gradient_norm is not None,
         "skipping": training.skip_bad_steps,
         "fused_update": zero.fused_update,
-        "tensor_shards": zero.tensor_shards,
-        "context_shards": zero.context_shards,
-        "expert_shards": zero.expert_shards,
-        "replicas": zero.replicas,
-        "phases": zero.phases,
-        "overlap_gathers": zero.overlap_gathers,
+        **{key: getattr(zero, key) for key in PLACEMENT_KEYS},
         "grid": list(job.model.axis.shape),
         "fits": sent is not None and max([peak, *filter(None, peaks.values())]) <= available,
         "state_bytes": state.bytes_per_device(),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import multiprocessing.connection
 import os
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from pathlib import Path
 from zero.models.config import GPTConfig
 from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
+from zero.runtime.hosts.signals import end_with_parent
 from zero.runtime.planning import search
 from zero.runtime.planning.compile import Request
 from zero.runtime.planning.page import PAGE_FILE, page
@@ -98,16 +97,9 @@ def _compilers(config: Config, processes: int, log: Path) -> Iterator[ProcessPoo
 
 def _start_compiler(log: str, topology: str, cpu_devices: int) -> None:
     """In a process that compiles: what libtpu writes to stderr goes to a file."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 2)
     os.close(descriptor)
     if topology in ("local", "cpu"):
         use_cpu_devices(cpu_devices)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from zero.runtime.config.constraints import shown
 from zero.runtime.config.saved_config import default_config
 from zero.runtime.config.schema import Config
-from zero.runtime.planning.compile import Row, highest_peak
+from zero.runtime.planning.compile import PLACEMENT_KEYS, Row, highest_peak
 from zero.runtime.planning.predict import PHASES
 from zero.runtime.planning.topology import GIB
 
@@ -101,7 +101,7 @@ def training_command(row: Row, config: Config) -> str:
     config.zero.stage, config.zero.remat = row["stage"], row["remat"]
     config.profile.step_time = row["seconds"] and float(f"{row['seconds']:.4g}")
     config.zero.master_dtype, config.optimizer.state_dtype = row["master_dtype"], row["state_dtype"]
-    for key in ("tensor_shards", "context_shards", "expert_shards", "replicas", "phases", "overlap_gathers"):
+    for key in PLACEMENT_KEYS:
         setattr(config.zero, key, row[key])
     default, planned = (_by_key(values) for values in (OmegaConf.to_container(default_config()), asdict(config)))
     changed = [key for key in planned if planned[key] != default[key] and key not in _CHOSEN]

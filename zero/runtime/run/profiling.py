@@ -13,12 +13,7 @@ PROFILE_DIRECTORY = "profile"
 
 
 class Profiler:
-    """Traces the steps `first` to `last` of this process into `run_directory/profile`.
-
-    Args:
-      steps: the first and the last step to trace, or None for no trace.
-      run_directory: the run's own.
-    """
+    """Traces `steps`, the first and the last, of this process into `run_directory/profile`; None: no trace."""
 
     def __init__(self, steps: list[int] | None, run_directory: Path) -> None:
         self._first, self._last = steps or (1, 0)

@@ -13,12 +13,8 @@ from zero.runtime.tracking.weights_and_biases import weights_and_biases
 class Tracker:
     """Sends a run's metrics to every destination; a context manager.
 
-    Args:
-        run_directory: where all files go, those of W&B and TensorBoard included.
-        project: W&B's project; None or "" leaves W&B out.
-        tensorboard: whether to write TensorBoard's event files too.
-        config: of the run, for W&B.
-        resumed_from: the step of the checkpoint that this process continues, None for a fresh start.
+    All files are in `run_directory`. `project` and `config` are W&B's, which None or "" leaves out. `resumed_from` is
+    the step of the checkpoint that this process continues, None for a fresh start.
 
     >>> import tempfile
     >>> from zero.runtime.run_directory import METRICS_FILE

@@ -10,12 +10,24 @@ from typing import Any
 
 from zero.models.config import BLOCKS, HEAD, VOCABULARY, GPTConfig
 from zero.runtime.errors import UserError
-from zero.runtime.weights.architecture import Architecture
+from zero.runtime.weights.architecture import FUSED_QKV, Architecture
 
 
 def _layers(names: Mapping[str, str], prefix: str) -> dict[str, str]:
     """Modules of a layer, by name within it."""
     return {f"{BLOCKS}/{name}": f"{prefix}.{{}}.{hf_name}" for name, hf_name in names.items()}
+
+
+def _megatron_names(attention: str) -> dict[str, str]:
+    """Modules of a layer as Megatron-LM names them, and after it BLOOM and GPT-NeoX."""
+    return {
+        "norm_attention": "input_layernorm",
+        **dict.fromkeys(FUSED_QKV, f"{attention}.query_key_value"),
+        "attention_out": f"{attention}.dense",
+        "norm_mlp": "post_attention_layernorm",
+        "mlp_in": "mlp.dense_h_to_4h",
+        "mlp_out": "mlp.dense_4h_to_h",
+    }
 
 
 GPT2 = Architecture(
@@ -49,9 +61,7 @@ GPT2 = Architecture(
         **_layers(
             {
                 "norm_attention": "ln_1",
-                "query": "attn.c_attn",
-                "key": "attn.c_attn",
-                "value": "attn.c_attn",
+                **dict.fromkeys(FUSED_QKV, "attn.c_attn"),
                 "attention_out": "attn.c_proj",
                 "norm_mlp": "ln_2",
                 "mlp_in": "mlp.c_fc",
@@ -85,19 +95,7 @@ BLOOM = Architecture(
     modules={
         VOCABULARY: "word_embeddings",
         "embedding_norm": "word_embeddings_layernorm",
-        **_layers(
-            {
-                "norm_attention": "input_layernorm",
-                "query": "self_attention.query_key_value",
-                "key": "self_attention.query_key_value",
-                "value": "self_attention.query_key_value",
-                "attention_out": "self_attention.dense",
-                "norm_mlp": "post_attention_layernorm",
-                "mlp_in": "mlp.dense_h_to_4h",
-                "mlp_out": "mlp.dense_4h_to_h",
-            },
-            "h",
-        ),
+        **_layers(_megatron_names("self_attention"), "h"),
         "norm": "ln_f",
     },
     fused="head",
@@ -173,19 +171,7 @@ GPT_NEOX = Architecture(
     prefix="gpt_neox.",
     modules={
         VOCABULARY: "embed_in",
-        **_layers(
-            {
-                "norm_attention": "input_layernorm",
-                "query": "attention.query_key_value",
-                "key": "attention.query_key_value",
-                "value": "attention.query_key_value",
-                "attention_out": "attention.dense",
-                "norm_mlp": "post_attention_layernorm",
-                "mlp_in": "mlp.dense_h_to_4h",
-                "mlp_out": "mlp.dense_4h_to_h",
-            },
-            "layers",
-        ),
+        **_layers(_megatron_names("attention"), "layers"),
         "norm": "final_layer_norm",
         HEAD: "embed_out",
     },

@@ -18,13 +18,8 @@ from zero.runtime.weights.checkpoint_weights import choose_steps, new_directory,
 def average(place: str, run_directory: Path, steps: Sequence[int] | None = None) -> list[int]:
     """Writes a new run directory with one checkpoint of weights: the mean, in float32, of several of one run.
 
-    Args:
-      place: the run directory, or the directory of its checkpoints.
-      run_directory: created; every mode reads it as any other, but it cannot be resumed.
-      steps: which to average; None for all.
-
-    Returns:
-      The steps that were averaged. The new checkpoint has the number of the last one.
+    Every mode reads it as any other, but it cannot be resumed. Returns the steps that were averaged, by default all;
+    the new checkpoint has the number of the last one.
 
     Raises:
       UserError: a step does not exist, or the run directory does.

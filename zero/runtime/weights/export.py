@@ -36,16 +36,8 @@ MAX_FILE_BYTES = 4 << 30  # a file is held in memory while it is written; a larg
 def export(place: str, folder: Path, step: int | None = None, *, ema: bool = False) -> int:
     """Writes one checkpoint as a new Hugging Face folder in float32, with the tokenizer file and its chat template.
 
-    The same checkpoint gives the same bytes. The folder appears once it is complete.
-
-    Args:
-      place: a run directory, or a directory of checkpoints.
-      folder: created.
-      step: None for the newest.
-      ema: the moving average of the weights in place of the weights.
-
-    Returns:
-      The step.
+    The same checkpoint gives the same bytes. The folder appears once it is complete. With `ema` it holds the moving
+    average of the weights. Returns the step, which is the newest for None.
 
     Raises:
       UserError: no architecture equals the model, there is no such step or no average, or the folder exists.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -50,14 +50,10 @@ def found(entry: Any) -> str:
     return f"found {', '.join(sorted(entry))}" if isinstance(entry, dict) else "found no object"
 
 
-class Unit(Protocol):
+@dataclass(frozen=True)
+class Unit:
     """About `UNIT_BYTES` of a source. What is in it depends on the source alone, not on the number of workers."""
 
-    @property
-    def size(self) -> int:
-        """In bytes of the source."""
-        ...
-
-    def documents(self) -> Iterator[Document | None]:
-        """Its documents; None for a file that is not UTF-8. Raises UserError for what cannot be read."""
-        ...
+    size: int  # in bytes of the source
+    # Can be pickled. Gives None for a file that is not UTF-8, and raises UserError for what cannot be read.
+    documents: Callable[[], Iterator[Document | None]]

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from zero.runtime.corpus.sources import documents
 from zero.runtime.corpus.sources.documents import Document, Reader, Unit
 from zero.runtime.errors import Unavailable, UserError, install_command
-
-
-@dataclass(frozen=True)
-class HubRows:
-    rows: tuple[Document, ...]
-    size: int
-
-    def documents(self) -> Iterator[Document | None]:
-        yield from self.rows
 
 
 class HubDataset:
@@ -53,10 +44,10 @@ class HubDataset:
             group.append(document)
             size += len(document.content)
             if size >= documents.UNIT_BYTES:
-                yield HubRows(tuple(group), size)
+                yield Unit(size, partial(iter, tuple(group)))
                 group, size = [], 0
         if group:
-            yield HubRows(tuple(group), size)
+            yield Unit(size, partial(iter, tuple(group)))
 
     def documents(self) -> Iterator[Document]:
         """Those of all rows, in the dataset's order."""

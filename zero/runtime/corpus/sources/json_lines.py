@@ -20,7 +20,6 @@ class JsonLines:
     first: int  # number of the first line
     lines: bytes
     reader: Reader
-    size: int
 
     def documents(self) -> Iterator[Document | None]:
         # Not splitlines(): it would also cut at a carriage return, which JSON allows between its tokens.
@@ -41,8 +40,8 @@ def json_lines(path: Path, reader: Reader) -> Iterator[Unit]:
             pending += block
             cut = pending.rfind(b"\n", len(pending) - len(block)) + 1
             if cut and len(pending) >= documents.UNIT_BYTES:
-                yield JsonLines(path, first, bytes(pending[:cut]), reader, file.tell() - seen)
+                yield Unit(file.tell() - seen, JsonLines(path, first, bytes(pending[:cut]), reader).documents)
                 first, seen = first + pending.count(b"\n", 0, cut), file.tell()
                 del pending[:cut]
         if pending:
-            yield JsonLines(path, first, bytes(pending), reader, file.tell() - seen)
+            yield Unit(file.tell() - seen, JsonLines(path, first, bytes(pending), reader).documents)

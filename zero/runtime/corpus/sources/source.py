@@ -7,6 +7,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from zero.runtime.corpus.sources import documents
@@ -14,7 +15,7 @@ from zero.runtime.corpus.sources.documents import Reader, TextReader, Unit
 from zero.runtime.corpus.sources.files import find_files, is_json_lines, is_tfrecords, stat
 from zero.runtime.corpus.sources.hub import HubDataset
 from zero.runtime.corpus.sources.json_lines import json_lines
-from zero.runtime.corpus.sources.text import WholeFiles, text_parts
+from zero.runtime.corpus.sources.text import text_parts, whole_files
 from zero.runtime.corpus.sources.tfrecords import record_units
 from zero.runtime.errors import UserError
 
@@ -72,7 +73,7 @@ class Source:
         size = 0
         for file in self._files:
             if group and (is_json_lines(file) or size >= documents.UNIT_BYTES):
-                yield WholeFiles(tuple(group), size)
+                yield Unit(size, partial(whole_files, tuple(group)))
                 group, size = [], 0
             if is_json_lines(file):
                 yield from json_lines(file, self._reader)
@@ -80,7 +81,7 @@ class Source:
                 group.append(file)
                 size += stat(file).st_size
         if group:
-            yield WholeFiles(tuple(group), size)
+            yield Unit(size, partial(whole_files, tuple(group)))
 
 
 def _digest(facts: list[tuple[str, int]]) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import codecs
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from zero.runtime.corpus.sources import documents
@@ -14,38 +14,23 @@ from zero.runtime.corpus.sources.files import named_errors
 from zero.runtime.errors import UserError
 
 
-@dataclass(frozen=True)
-class WholeFiles:
+def whole_files(paths: Iterable[Path]) -> Iterator[Document | None]:
     """Files that are one document each."""
-
-    paths: tuple[Path, ...]
-    size: int
-
-    def documents(self) -> Iterator[Document | None]:
-        for path in self.paths:
-            with named_errors(path):
-                data = path.read_bytes()
-            try:
-                yield Document(data.decode("utf-8-sig"))
-            except UnicodeDecodeError:
-                yield None
-
-
-@dataclass(frozen=True)
-class TextPart:
-    """Some lines of a single text, which makes one document for training and one for validation."""
-
-    path: Path
-    text: bytes
-    is_validation: bool
-    ends: bool
-    size: int
-
-    def documents(self) -> Iterator[Document | None]:
+    for path in paths:
+        with named_errors(path):
+            data = path.read_bytes()
         try:
-            yield Document(self.text.decode("utf-8"), self.is_validation, self.ends)
-        except UnicodeDecodeError as error:
-            raise UserError(f"{self.path} is not UTF-8: {error}") from error
+            yield Document(data.decode("utf-8-sig"))
+        except UnicodeDecodeError:
+            yield None
+
+
+def _text_part(path: Path, text: bytes, is_validation: bool, ends: bool) -> Iterator[Document | None]:
+    """Some lines of a single text, which makes one document for training and one for validation."""
+    try:
+        yield Document(text.decode("utf-8"), is_validation, ends)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8: {error}") from error
 
 
 def text_parts(path: Path, validation_fraction: float) -> Iterator[Unit]:
@@ -67,7 +52,7 @@ def text_parts(path: Path, validation_fraction: float) -> Iterator[Unit]:
                     text = text[: _whole_lines(text)]
                 position += len(text)
                 file.seek(position)
-                yield TextPart(path, text, is_validation, position == stop, len(text))
+                yield Unit(len(text), partial(_text_part, path, text, is_validation, position == stop))
 
 
 def _whole_lines(text: bytes) -> int:

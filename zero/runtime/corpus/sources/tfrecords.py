@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +17,7 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from google.protobuf.message import DecodeError
 
-from zero.runtime.corpus.sources.documents import Document
+from zero.runtime.corpus.sources.documents import Document, Unit
 from zero.runtime.corpus.sources.files import named_errors
 from zero.runtime.errors import UserError
 
@@ -35,33 +34,7 @@ message_type { name: "Example" field { name: "features" number: 1 type_name: "Fe
 """
 
 
-@dataclass(frozen=True)
-class Records:
-    """Consecutive records of a file, one document each."""
-
-    path: Path
-    key: str
-    first: int  # number of the first record, from 0
-    start: int  # in bytes
-    size: int
-
-    def documents(self) -> Iterator[Document | None]:
-        """The feature called `key`, or the only list of integers in an example.
-
-        Raises UserError, with the number of the record, for a checksum that does not match or any other content.
-        """
-        with named_errors(self.path), open(self.path, "rb") as file:
-            file.seek(self.start)
-            number = self.first
-            while file.tell() < self.start + self.size:
-                name = f"{self.path}, record {number}"
-                data = file.read(_length(file, name))
-                _check(data, file.read(4), name)
-                yield Document(_integers(data, self.key, name), name=name)
-                number += 1
-
-
-def record_units(path: Path, key: str, size: int) -> Iterator[Records]:
+def record_units(path: Path, key: str, size: int) -> Iterator[Unit]:
     """All records of a file in units of about `size` bytes; reads and checks only their lengths."""
     with named_errors(path), open(path, "rb") as file:
         end = file.seek(0, 2)
@@ -73,8 +46,23 @@ def record_units(path: Path, key: str, size: int) -> Iterator[Records]:
             if position > end:
                 raise UserError(f"{path}, record {number - 1}: the file ends within it")
             if position - start >= size or position == end:
-                yield Records(path, key, first, start, position - start)
+                yield Unit(position - start, partial(_documents, path, key, first, start, position))
                 start, first = position, number
+
+
+def _documents(path: Path, key: str, number: int, start: int, stop: int) -> Iterator[Document | None]:
+    """The records from byte `start` to `stop`, of which the first has this number: a list of integers of each.
+
+    Raises UserError, with the number of the record, for a checksum that does not match or any other content.
+    """
+    with named_errors(path), open(path, "rb") as file:
+        file.seek(start)
+        while file.tell() < stop:
+            name = f"{path}, record {number}"
+            data = file.read(_length(file, name))
+            _check(data, file.read(4), name)
+            yield Document(_integers(data, key, name), name=name)
+            number += 1
 
 
 def _length(file: BinaryIO, name: str) -> int:
@@ -92,6 +80,7 @@ def _check(data: bytes, checksum: bytes, name: str) -> None:
 
 
 def _integers(data: bytes, key: str, name: str) -> np.ndarray:
+    """The feature called `key`, or the only list of integers in an example."""
     try:
         features = _example_class().FromString(data).features.feature
     except DecodeError as error:
