@@ -17,6 +17,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from zero.models.config import GPTConfig
 from zero.runtime.config.check import check, describe
@@ -62,12 +63,15 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig
     Raises:
       UserError: a line for each mistake.
     """
-    if config.resume is not None:
-        config = merge_resumed(saved_config(Path(config.resume)), config, overrides)
-    elif config.mode in ("evaluate", "sample"):
-        config.model.model_path = str(trained_run(config.model.model_path))
-        saved = saved_config(Path(config.model.model_path))
-        config = merge_resumed(saved, config, [*overrides, "model.model_path"])
+    try:
+        if config.resume is not None:
+            config = merge_resumed(saved_config(Path(config.resume)), config, overrides)
+        elif config.mode in ("evaluate", "sample"):
+            config.model.model_path = str(trained_run(config.model.model_path))
+            saved = saved_config(Path(config.model.model_path))
+            config = merge_resumed(saved, config, [*overrides, "model.model_path"])
+    except OmegaConfBaseException as error:  # one of these keys is missing or no value
+        raise UserError(describe(error)) from error
     sizes = load_sizes()
     checked = check(config, sizes)
     return checked, sizes[checked.model.size]
