@@ -66,11 +66,19 @@ CONFIGURATIONS: dict[str, str] = {
     "resume='${nope}'": "resume: Interpolation key 'nope' not found",
     # Runs to resume or to use.
     "--resume": "--resume: runs has no checkpoint",
+    "--resume data.corpus=${": "Error parsing override 'data.corpus=${': extraneous input",
     "--resume hydra.run.dir=nowhere": "nowhere has no checkpoint",
     "--resume hydra.run.dir=number": "number/config.yaml is damaged: expected the configuration of a run",
     "--resume hydra.run.dir=superscript": "superscript has no checkpoint",
     "mode=sample model.model_path=loop": "loop: not a run directory, config.yaml is missing",
     "mode=evaluate model.model_path=number": "number/config.yaml is damaged",
+}
+# The same for whole programs, of what only they do.
+PROGRAMS: dict[str, str] = {
+    "mode=plan hydra.run.dir=${nope}": "hydra.run.dir: Interpolation key 'nope' not found",
+    "mode=plan hydra.run.dir=locked": "[Errno 21] Is a directory: ",  # in place of the log
+    "mode=plan hydra.run.dir=loop": "[Errno 17] File exists: 'loop'",
+    "--resume hydra.run.dir=\udcff": "LexerNoViableAltException: hydra.run.dir=",
 }
 # The name of a file (tests/helpers/readers.py), its content, and words of the message beside its path.
 FILES: tuple[tuple[str, Any, str], ...] = (

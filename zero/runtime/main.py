@@ -40,10 +40,13 @@ def main() -> None:
     with errors_in_lines():
         for number in SIGNALS:
             signal.signal(number, interrupt)
-        sys.argv[1:] = resume_overrides(sys.argv[1:])
         try:
+            sys.argv[1:] = resume_overrides(sys.argv[1:])
             run()
-        except HydraException as error:
+        except (
+            HydraException,
+            OmegaConfBaseException,
+        ) as error:  # the latter of an interpolation in a key of Hydra's own
             raise UserError("\n".join(all_mistakes(sys.argv[1:], error))) from error
 
 
@@ -96,7 +99,7 @@ def program(mode: str) -> Callable[[Config, GPTConfig, Path], int]:
     return train
 
 
-def all_mistakes(arguments: Sequence[str], first: HydraException) -> list[str]:
+def all_mistakes(arguments: Sequence[str], first: HydraException | OmegaConfBaseException) -> list[str]:
     """A line for each mistake in the overrides, of which Hydra has reported the first: each is composed alone."""
     if any(argument.startswith("-") for argument in arguments):  # Hydra's own options: not all arguments are overrides
         return [describe(first)]

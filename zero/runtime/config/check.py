@@ -91,7 +91,7 @@ def describe(error: Exception) -> str:
     """One line for what Hydra or OmegaConf found wrong: the key, why, and which keys there are."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     lines = str(error).splitlines()
-    parts = lines[:2]
+    parts = [line for line in lines[:2] if line.strip(" ^")]  # not the mark below the place of an error
     if isinstance(cause, OmegaConfBaseException):
         if cause.full_key in RENAMED:
             return f"{cause.full_key}: expected {RENAMED[cause.full_key]}, which replaces it"
