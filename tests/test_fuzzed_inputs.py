@@ -17,15 +17,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tests.helpers.readers import READERS, outcome, valid_files
 from tests.runtime.config.composing import compose
-from zero.runtime.config.check import check, describe
-from zero.runtime.config.files import load_sizes
+from zero.runtime.config.check import describe
 from zero.runtime.config.saved_config import default_config, flat_config
 from zero.runtime.errors import UserError
-from zero.runtime.main import all_mistakes
+from zero.runtime.main import all_mistakes, resolve
 from zero.runtime.run.setup import staged_context
 
 COMPOSED = compose()
-SIZES = load_sizes()
 KEYS = sorted(flat_config(default_config()))
 SECTIONS = sorted({key.partition(".")[0] for key in KEYS})
 EDGES = (
@@ -90,7 +88,7 @@ def configure(changed: dict[str, Any]) -> None:
             OmegaConf.update(config, key, value, merge=False, force_add=True)
     except OmegaConfBaseException as error:
         raise UserError(describe(error)) from error
-    staged_context(check(config, SIZES))
+    staged_context(resolve(config, [*changed])[0])
 
 
 def assert_lines(status: int, message: str) -> None:
@@ -107,7 +105,7 @@ def check_configuration(changed: dict[str, Any]) -> None:
 def check_override(text: str) -> None:
     def run() -> None:
         try:
-            check(compose(text), SIZES)
+            resolve(compose(text), [text])
         except HydraException as error:
             raise UserError("\n".join(all_mistakes([text], error))) from error
 

@@ -19,7 +19,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-SECONDS = 5.0  # of computation for one conversation, which takes less than a millisecond
+SECONDS = 2.0  # of computation for one conversation, which takes less than a millisecond
 MEMORY = 1 << 30  # bytes of address space
 LONGEST_ERROR = 300  # characters
 

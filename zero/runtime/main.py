@@ -18,6 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from zero.models.config import GPTConfig
 from zero.runtime.config.check import check, describe
@@ -41,10 +42,13 @@ def main() -> None:
     with errors_in_lines():
         for number in SIGNALS:
             signal.signal(number, interrupt)
-        sys.argv[1:] = resume_overrides(sys.argv[1:])
         try:
+            sys.argv[1:] = resume_overrides(sys.argv[1:])
             run()
-        except HydraException as error:
+        except (
+            HydraException,
+            OmegaConfBaseException,
+        ) as error:  # the latter of an interpolation in a key of Hydra's own
             raise UserError("\n".join(all_mistakes(sys.argv[1:], error))) from error
 
 
@@ -67,12 +71,15 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig
     Raises:
       UserError: a line for each mistake.
     """
-    if config.resume is not None:
-        config = merge_resumed(saved_config(Path(config.resume)), config, overrides)
-    elif config.mode in ("evaluate", "sample"):
-        config.model.model_path = str(trained_run(config.model.model_path))
-        saved = saved_config(Path(config.model.model_path))
-        config = merge_resumed(saved, config, [*overrides, "model.model_path"])
+    try:
+        if config.resume is not None:
+            config = merge_resumed(saved_config(Path(config.resume)), config, overrides)
+        elif config.mode in ("evaluate", "sample"):
+            config.model.model_path = str(trained_run(config.model.model_path))
+            saved = saved_config(Path(config.model.model_path))
+            config = merge_resumed(saved, config, [*overrides, "model.model_path"])
+    except OmegaConfBaseException as error:  # one of these keys is missing or no value
+        raise UserError(describe(error)) from error
     sizes = load_sizes()
     checked = check(config, sizes)
     return checked, sizes[checked.model.size]
@@ -97,7 +104,7 @@ def program(mode: str) -> Callable[[Config, GPTConfig, Path], int]:
     return train
 
 
-def all_mistakes(arguments: Sequence[str], first: HydraException) -> list[str]:
+def all_mistakes(arguments: Sequence[str], first: HydraException | OmegaConfBaseException) -> list[str]:
     """A line for each mistake in the overrides, of which Hydra has reported the first: each is composed alone."""
     if any(argument.startswith("-") for argument in arguments):  # Hydra's own options: not all arguments are overrides
         return [describe(first)]

@@ -164,3 +164,16 @@ def test_mistakes_are_one_line(forks: cli.Forks, arguments: tuple[str, ...], mes
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: ") and re.search(message, last), done.stderr
+
+
+@pytest.mark.parametrize("mode", ["sample", "evaluate"])
+def test_a_reader_that_is_gone_does_not_end_the_program(forks: cli.Forks, mode: str) -> None:
+    """As in `mode=sample | head`: the file is written all the same."""
+    arguments = (f"mode={mode}", f"model.model_path={RUN}", "sample.tokens=40", f"hydra.run.dir=gone-{mode}")
+    process = cli.start(forks.workplace, *arguments)
+    assert process.stdout is not None
+    process.stdout.close()
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors and "BrokenPipe" not in errors
+    assert (forks.workplace / f"gone-{mode}" / ("samples.jsonl" if mode == "sample" else "evaluation.json")).exists()

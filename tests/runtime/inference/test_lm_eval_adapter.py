@@ -222,3 +222,70 @@ def test_harness_that_is_not_installed_is_asked_for_in_a_line(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UserError, match=r"lm_eval is missing; pip install -e '.*\[lm-eval\]'"):
         harness_tasks._adapter_module()
+
+
+CHOICE = """
+task: choice
+dataset_path: json
+dataset_kwargs: {data_files: {validation: FOLDER/docs.json}, cache_dir: FOLDER/cache}
+validation_split: validation
+output_type: multiple_choice
+doc_to_text: "{{q}}"
+doc_to_choice: ["a", "b"]
+doc_to_target: 0
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "task: [",
+        "task: a\n\ttab",
+        "5",
+        "",
+        "[1]",
+        "\ud800",
+        "[" * 1000,
+        "task: alone",
+        "task: [a]",
+        "task: a\ninclude: nope.yaml",
+        "task: a\nprocess_docs: !function nope.docs",
+        "task: a\nprocess_docs: !!python/object/apply:os.nope []",
+        CHOICE.replace('"{{q}}"', '"{{ 1 / 0 }}"'),
+        CHOICE.replace('"{{q}}"', '"{% for"'),
+        CHOICE.replace('"{{q}}"', '"{{ q.no.such }}"'),
+        CHOICE.replace("multiple_choice", "nope"),
+        CHOICE.replace('["a", "b"]', "5"),
+        CHOICE.replace("doc_to_target: 0", "doc_to_target: 7"),
+        CHOICE.replace("validation_split: validation", "validation_split: nope"),
+        CHOICE.replace("docs.json", "absent.json"),
+        CHOICE + "metric_list: 5",
+        CHOICE + "metric_list: [{metric: nope}]",
+        CHOICE + "filter_list: [{name: a, filter: [{function: nope}]}]",
+        CHOICE + "num_fewshot: many",
+        CHOICE + "nope: 1",
+    ],
+)
+def test_task_files_that_are_wrong_are_refused_in_a_line(ours: Any, tmp_path: Path, text: str) -> None:
+    (tmp_path / "docs.json").write_text('{"q": "What?"}\n')
+    path = tmp_path / "task.yaml"
+    path.write_bytes(text.replace("FOLDER", str(tmp_path)).encode("utf-8", "surrogatepass"))
+    with pytest.raises(UserError) as caught:
+        harness_tasks._adapter_module().run(ours, [str(path)])
+    assert str(caught.value).startswith(f"evaluate.harness: {path}: ") and "\n" not in str(caught.value)
+    assert caught.value.status == 2
+
+
+def test_an_error_of_the_model_is_not_one_of_the_task(
+    ours: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "docs.json").write_text('{"q": "What?"}\n')
+    (tmp_path / "task.yaml").write_text(CHOICE.replace("FOLDER", str(tmp_path)))
+    harness_tasks._adapter_module().run(ours, [str(tmp_path / "task.yaml")])
+
+    def fail(passages: Any) -> Any:
+        raise ValueError("of the model")
+
+    monkeypatch.setattr(ours, "_score", fail)
+    with pytest.raises(ValueError, match="of the model"):
+        harness_tasks._adapter_module().run(ours, [str(tmp_path / "task.yaml")])

@@ -34,7 +34,8 @@ def check(config: DictConfig, sizes: Mapping[str, GPTConfig]) -> Config:
     typed = OmegaConf.structured(Config)
     mistakes = list(_assign(typed, config))
     missing = OmegaConf.missing_keys(typed)
-    mistakes += [f"{key}: missing" for key in sorted(missing) if not any(f"{key}=" in line for line in mistakes)]
+    named = [line.partition("=")[0] for line in mistakes]
+    mistakes += [f"{key}: missing" for key in sorted(missing) if not any(f"{key}.".startswith(f"{x}.") for x in named)]
     wrong = dict(_wrong_values(typed))
     if "model.size" not in missing and typed.model.size not in sizes:
         wrong["model.size"] = f"one of {', '.join(sizes)} (conf/model_config.yaml)"
@@ -90,7 +91,7 @@ def describe(error: Exception) -> str:
     """One line for what Hydra or OmegaConf found wrong: the key, why, and which keys there are."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     lines = str(error).splitlines()
-    parts = lines[:2]
+    parts = [line for line in lines[:2] if line.strip(" ^")]  # not the mark below the place of an error
     if isinstance(cause, OmegaConfBaseException):
         if cause.full_key in RENAMED:
             return f"{cause.full_key}: expected {RENAMED[cause.full_key]}, which replaces it"

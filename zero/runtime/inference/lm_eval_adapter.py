@@ -138,6 +138,7 @@ def run(model: HarnessModel, tasks: list[Any]) -> dict[str, dict[str, Any]]:
     for task in tasks:
         if isinstance(task, str) and task not in manager.all_tasks and not Path(task).is_file():
             raise UserError(f"evaluate.harness: {task}: no such task; `lm_eval ls tasks` lists them")
+    model.is_computing = False
     try:
         found = lm_eval.simple_evaluate(
             model=model, tasks=tasks, task_manager=manager, bootstrap_iters=0, log_samples=False

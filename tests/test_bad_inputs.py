@@ -1,0 +1,65 @@
+"""Every input of the table in tests/bad_inputs.py ends with one line that says what is wrong and where, and with 2."""
+
+from pathlib import Path
+
+import pytest
+from hydra.errors import HydraException
+
+from tests.bad_inputs import CONFIGURATIONS, FILES, PROGRAMS, content
+from tests.helpers import cli
+from tests.helpers.readers import READERS, outcome
+from tests.runtime.config.composing import compose
+from zero.runtime.config.saved_config import default_config
+from zero.runtime.errors import UserError
+from zero.runtime.main import all_mistakes, resolve
+from zero.runtime.run.find_run import resume_overrides
+from zero.runtime.run_directory import save_config
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With directories that are no runs: a configuration of `5`, a step of `²`, a directory as log, a loop of links."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("number", "superscript"):
+        (tmp_path / name / "checkpoints" / "²").mkdir(parents=True)
+        save_config(tmp_path / name, default_config())
+    (tmp_path / "number" / "config.yaml").write_text("5")
+    (tmp_path / "locked" / "main_zero.log").mkdir(parents=True)
+    (tmp_path / "loop").symlink_to(tmp_path / "pool")
+    (tmp_path / "pool").symlink_to(tmp_path / "loop")
+    return tmp_path
+
+
+@pytest.mark.parametrize("overrides", CONFIGURATIONS)
+def test_configurations(workplace: Path, overrides: str) -> None:
+    def start() -> None:
+        arguments = overrides.split(" ")
+        try:
+            arguments = resume_overrides(arguments)
+            resolve(compose(*arguments), arguments)
+        except HydraException as error:
+            raise UserError("\n".join(all_mistakes(arguments, error))) from error
+
+    status, message = outcome(start)
+    assert status == 2
+    assert "\n" not in message and CONFIGURATIONS[overrides] in message, message
+
+
+@pytest.mark.parametrize("number", range(len(FILES)), ids=lambda number: f"{number}-{FILES[number][0]}")
+def test_files(tmp_path: Path, number: int) -> None:
+    name, given, words = FILES[number]
+    status, message = outcome(lambda: READERS[name](tmp_path, content(given)))
+    assert status == 2
+    assert "\n" not in message and str(tmp_path) in message and words in message, message
+    assert len(message) < 700 + len(str(tmp_path)) + (5000 if given == b"a" * 5000 else 0)
+
+
+@pytest.mark.parametrize("arguments", PROGRAMS)
+def test_programs(workplace: Path, arguments: str) -> None:
+    done = cli.Forks(workplace).run(*arguments.split(" "))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and PROGRAMS[arguments] in done.stderr
+
+
+def test_the_table_is_long() -> None:
+    assert len(CONFIGURATIONS) + len(FILES) >= 150
