@@ -202,7 +202,14 @@ def test_keep_launches_again_where_training_was_stopped_and_the_slice_stays(tpus
 
 @pytest.mark.parametrize(
     ("written", "is_training", "expected"),
-    [(None, False, "none"), ("running", True, "running"), ("running", False, "lost"), ("1", False, "1"), ("", True, "running"), ("", False, "lost")],
+    [
+        (None, False, "none"),
+        ("running", True, "running"),
+        ("running", False, "lost"),
+        ("1", False, "1"),
+        ("", True, "running"),
+        ("", False, "lost"),
+    ],
 )
 def test_status_of_training_on_a_worker(
     tpus: Slice, tmp_path: Path, written: str | None, is_training: bool, expected: str
