@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.runtime.weights.random_weights import ALIBI, LEARNED, SIZES, contents, model_of, save, whole
 from zero.models.gpt import GPT
@@ -223,6 +224,18 @@ def test_broken_folders_are_refused_in_a_line(hf: Path, tmp_path: Path) -> None:
     assert "model.safetensors is missing; weights are read from safetensors only" in refusal()
     (tmp_path / "model.safetensors").write_bytes((hf / "model.safetensors").read_bytes()[:-7])
     assert "model.safetensors: not a safetensors file" in refusal()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bool", "uint8", "int32"])
+def test_tensor_of_integers_is_no_weight(dtype: str, hf: Path, tmp_path: Path) -> None:
+    """As quantised folders hold them: cast to floats they would be another model, with finite losses."""
+    for name, data in contents(hf).items():
+        (tmp_path / name).write_bytes(data)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("mlp.c_fc.weight"))
+    save_file(tensors | {name: tensors[name].astype(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"c_fc.weight: holds (I|U|BOOL)\S*, expected F64, F32, F16 or BF16"):
+        warm_start(str(tmp_path), model_of(LEARNED))
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"  # of several files: the file of each tensor
 # Ends of names of tensors that are constants: masks, frequencies of rotary positions.
+_FLOATS = ("F64", "F32", "F16", "BF16")  # integers are codes of a quantised model; a scale would be lost
 _CONSTANTS = (".attn.bias", ".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")
 
 
@@ -85,7 +86,7 @@ class HuggingFaceFolder:
         """Whole arrays for `zero.from_global`, padded as the model's layout says; the host holds one leaf at a time.
 
         Raises:
-          UserError: a tensor is missing, left over, or of another shape than the model's; the message names it.
+          UserError: a tensor is missing, left over, of integers, or of another shape than the model's.
         """
         architecture, size = self.architecture, model.config
         left_over = set(self._tensors)
@@ -95,6 +96,8 @@ class HuggingFaceFolder:
                 found = tuple(self._tensors[name].get_shape()) if name in self._tensors else "nothing"
                 if found != expected:
                     raise UserError(f"{self.path}, tensor {name}: holds {found}, leaf {leaf.name} expects {expected}")
+                if (dtype := self._tensors[name].get_dtype()) not in _FLOATS:
+                    raise UserError(f"{self.path}, tensor {name}: holds {dtype}, expected F64, F32, F16 or BF16")
                 left_over.discard(name)
         if left_over:
             raise UserError(f"{self.path}, tensor {min(left_over)}: this model has no leaf for it")
