@@ -14,8 +14,8 @@ import optax
 from zero.models.block import init_cache
 from zero.models.config import BLOCKS
 from zero.models.gated_unit import CODEBOOK
+from zero.partition import pmapped
 from zero.partition.collectives.axis import Axis
-from zero.partition.collectives.ordering import in_order
 from zero.partition.layout import PyTree
 from zero.partition.sharded_optimizer import on_shards
 from zero.training.inference import Sampling, evaluate_step, extend, prefill, score, score_on
@@ -59,7 +59,7 @@ def make_programs(
 
     `tx` is any optax transform; `start` and `step` raise `NotElementwiseError` where it would be wrong on shards.
     """
-    pmap = _pmap(model.axis.name, devices)
+    pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
     step = partial(
         train_step,
         model=model,
@@ -111,7 +111,7 @@ def make_inference(
     """Binds the model and how text is drawn from it, of whole rows. Nothing is compiled yet."""
     if model.axis.context > 1:
         model = dataclasses.replace(model, axis=dataclasses.replace(model.axis, context=1))
-    pmap = _pmap(model.axis.name, devices)
+    pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
     bound = partial(extend, model=model, sampling=sampling or Sampling())
     return Inference(
         score=pmap(partial(score, model=model), out_axes=None),
@@ -142,17 +142,11 @@ def split_rows(x: np.ndarray, devices: int, group: int) -> np.ndarray:
     return x.reshape(devices // group, -1, *x.shape[1:]).repeat(group, axis=0)
 
 
-def _pmap(axis_name: str, devices: Sequence[Any] | None) -> Callable[..., Any]:
-    pmap = partial(jax.pmap, axis_name=axis_name, devices=devices)
-    is_cpu = (devices or jax.devices())[0].platform == "cpu"
-    return (lambda fn, **options: pmap(in_order(fn), **options)) if is_cpu else pmap
-
-
 def repeat_blocks(params: PyTree, order: Sequence[int], axis: Axis) -> PyTree:
     """Parameter shards of another depth: block i of the result is block `order[i]` of these.
 
     Per device: leaves under "blocks" of `(layers, ...)`, which become `(len(order), ...)`; no communication.
     """
-    repeat = jax.pmap(lambda blocks: jax.tree.map(lambda x: x[np.asarray(order)], blocks), axis.name)
+    repeat = pmapped.pmap(lambda blocks: jax.tree.map(lambda x: x[np.asarray(order)], blocks), axis.name)
     codebook = {CODEBOOK: repeat(params[CODEBOOK])} if CODEBOOK in params else {}
     return {**params, BLOCKS: repeat(params[BLOCKS]), **codebook}
