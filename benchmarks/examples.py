@@ -19,12 +19,15 @@ NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/sharded.diff"))
 STEPS, WARMUP = 20, 5
 
 
-def load(name: str, sharded: bool, folder: Path) -> ModuleType:
-    """The program of an example, or what `patch` makes of it, as a module."""
-    path = folder / f"{name}_{'sharded' if sharded else 'plain'}.py"
+DIFFS = ("sharded", "shard_map")
+
+
+def load(name: str, diffs: int, folder: Path) -> ModuleType:
+    """The program of an example, or what `patch` makes of it by its first diffs, as a module."""
+    path = folder / f"{name}_{('plain', *DIFFS)[diffs]}.py"
     shutil.copy(EXAMPLES / name / "train.py", path)
-    if sharded:
-        diff = (EXAMPLES / name / "sharded.diff").read_text()
+    for diff_name in DIFFS[:diffs]:
+        diff = (EXAMPLES / name / f"{diff_name}.diff").read_text()
         subprocess.run(["patch", "--quiet", "--fuzz=0", str(path)], input=diff, text=True, check=True)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader

@@ -21,8 +21,8 @@ from tests.partition.collectives.test_ordering import unordered
 
 
 @functools.cache
-def program(name: str, sharded: bool, folder: Path) -> ModuleType:
-    return load(name, sharded, folder)
+def program(name: str, diffs: int, folder: Path) -> ModuleType:
+    return load(name, diffs, folder)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,17 @@ def test_losses_are_those_of_the_unsharded_program_through_checkpoints_of_both(n
     held = sum(x.addressable_shards[0].data.nbytes for x in slices)
     whole = sum(np.asarray(x).nbytes for x in jax.tree.leaves(sharded.to_host(state).opt_state))
     assert held < 0.2 * whole  # of eight devices; the smallest leaves are whole on each
+
+
+def test_under_shard_map_the_language_model_is_the_same_and_reads_and_writes_the_same_checkpoints(folder: Path) -> None:
+    name = "language_model"
+    losses, path = expected(name, folder), folder / f"{name}.moved"
+    plain, by_pmap, by_shard_map = (program(name, diffs, folder) for diffs in range(3))
+    found = by_shard_map.train(10, path)[0]
+    found += by_pmap.train(15, path, resume=True)[0]
+    found += by_shard_map.train(25, path, resume=True)[0]
+    found += plain.train(30, path, resume=True)[0]
+    np.testing.assert_allclose(found, losses, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)

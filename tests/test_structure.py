@@ -125,6 +125,22 @@ def test_imports_have_no_circles() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
+def pmap_uses(source: str) -> int:
+    """How often a source takes `pmap` from jax."""
+    nodes = list(ast.walk(ast.parse(source)))
+    used = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "pmap"]
+    imported = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "jax"]
+    return sum(ast.unparse(node.value) == "jax" for node in used) + sum(
+        alias.name == "pmap" for node in imported for alias in node.names
+    )
+
+
+def test_one_file_builds_programs_for_all_devices() -> None:
+    """What jax changes about pmap is changed in one place."""
+    assert pmap_uses("import jax\njax.pmap(f)") == pmap_uses("from jax import pmap") == 1
+    assert [module for module, path in SOURCES.items() if pmap_uses(path.read_text())] == ["zero.partition.pmapped"]
+
+
 def component(module: str) -> str:
     """The module or package directly below a layer: `zero.runtime.data` for `zero.runtime.data.loader`."""
     return ".".join(module.split(".")[:3])

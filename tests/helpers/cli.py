@@ -100,6 +100,8 @@ def environment() -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", "").replace(IN_ORDER, "").strip(),  # quick compilation (conftest.py)
+        # Donation that copies is a warning, and twice the state for a moment: here it ends the run.
+        "PYTHONWARNINGS": "error:Donated pmap argument,error:Some donated buffers",
         "PYTHONPATH": str(_session() / "absent"),  # webdataset would import torch, which takes seconds, for nothing
     }
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from functools import partial
 from typing import Any
 
@@ -203,7 +204,7 @@ def check_mesh() -> None:
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     specs = {"w": P(None, "model"), "odd": P(), "b": P(), "scalar": P()}
     params = {
-        name: jax.make_array_from_callback(x.shape, NamedSharding(mesh, specs[name]), lambda index, x=x: x[index])
+        name: jax.make_array_from_callback(x.shape, NamedSharding(mesh, specs[name]), x.__getitem__)
         for name, x in whole.items()
     }
     plain = optax.inject_hyperparams(optax.adam)(0.1)
@@ -213,7 +214,8 @@ def check_mesh() -> None:
     def run(params: Any) -> Any:
         return tx.update(params, tx.init(params), params)[1]
 
-    state = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=state_specs, check_vma=False))(params)
+    mapped: Any = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=state_specs, check_vma=False)
+    state = jax.jit(mapped)(params)
     found = zero.whole_state(state, tx, params)
     _, expected = jax.jit(lambda p: plain.update(p, plain.init(p), p))(whole)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -223,6 +225,29 @@ def check_mesh() -> None:
         assert x.sharding == y.sharding, (x.sharding, y.sharding)
         for part, right in zip(x.addressable_shards, y.addressable_shards, strict=True):
             np.testing.assert_array_equal(part.data, right.data)
+
+
+def check_donation() -> None:
+    """State from wherever it comes is donated without a copy, of which jax warns among several processes."""
+    tx = zero.shard_optimizer(optax.adam(0.1), "batch")
+    params = jax.pmap(lambda _: whole, "batch")(ones)
+    made = jax.pmap(tx.init, "batch")(params)
+    restored = zero.shard_state(zero.whole_state(made, tx, whole), tx, whole)
+    layout = zero.make_layout(whole, 8)
+    shards = jax.pmap(lambda _: zero.shard(whole, layout, "batch"), "batch")(ones)
+    again = zero.from_global(zero.to_global(shards, layout, "batch"), layout, "batch")
+    held = zero.from_host(zero.to_host(shards, layout, "batch"), layout, "batch")
+    donated = jax.pmap(lambda tree: jax.tree.map(lambda x: x + 1, tree), "batch", donate_argnums=0)
+    with warnings.catch_warnings(action="error"):
+        for tree in (made, restored, shards, again, held):
+            donated(tree)
+            assert all(x.is_deleted() for x in jax.tree.leaves(tree))
+        try:
+            donated(jax.device_put(np.ones((4, 3)), jax.local_devices()[0]))
+        except UserWarning as warning:
+            assert "Donated pmap argument required resharding" in str(warning)
+        else:
+            raise AssertionError("jax copies a donated array without a word")
 
 
 def check_lonely_call() -> None:
@@ -246,6 +271,7 @@ check_checksums()
 check_divergence()
 check_local_decision()
 check_mesh()
+check_donation()
 for axis in AXES.values():
     check_optimizer(axis, *OPTIMIZERS["a norm"])
     check_quantised(axis)

@@ -10,6 +10,7 @@ import pytest
 
 import zero
 from zero.models.config import GPTConfig
+from zero.partition import pmapped
 from zero.partition.collectives.axis import Axis
 from zero.training import programs
 from zero.training.optimizer import adamw
@@ -29,11 +30,11 @@ def make(devices: Any = None) -> int:
 
 def test_every_program_is_put_in_order_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     in_order = Mock(side_effect=zero.in_order)
-    monkeypatch.setattr(programs, "in_order", in_order)
+    monkeypatch.setattr(pmapped, "in_order", in_order)
     assert make() == in_order.call_count > 0
 
 
 def test_no_program_is_put_in_order_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "in_order", lambda fn: pytest.fail("in_order on an accelerator"))
+    monkeypatch.setattr(pmapped, "in_order", lambda fn: pytest.fail("in_order on an accelerator"))
     monkeypatch.setattr(jax, "pmap", lambda fn, **_: fn)
     assert make([SimpleNamespace(platform="tpu")] * 8)

@@ -14,6 +14,7 @@ from jax import lax
 from zero.partition.collectives.axis import Axis, AxisLike
 from zero.partition.global_arrays import axis_and_devices, local_shards, pmap_devices, stack_local
 from zero.partition.layout import Layout, LeafLayout, PyTree
+from zero.partition.pmapped import pmap
 
 
 def check_replicated(tree: PyTree, axis_name: str, devices: Sequence[jax.Device] | None = None) -> None:
@@ -85,7 +86,7 @@ def _differing(
 
 @lru_cache(maxsize=8)  # a pmap of a new function would be traced and compiled again at every call
 def _differ_program(groups: tuple[Groups, ...], axis_name: str, devices: tuple[jax.Device, ...] | None) -> Any:
-    return jax.pmap(partial(_differ, groups=groups, axis_name=axis_name), axis_name, devices=devices, out_axes=None)
+    return pmap(partial(_differ, groups=groups, axis_name=axis_name), axis_name, devices=devices, out_axes=None)
 
 
 def _differ(leaves: Sequence[jax.Array], groups: Sequence[Groups], axis_name: str) -> jax.Array:
@@ -181,7 +182,7 @@ def _checksum_program(leaves: tuple[LeafLayout, ...], axis: Axis, devices: tuple
             largest, complement, not_finite = lax.pmax(jnp.stack([sums, ~sums, not_finite]), axis.name)
         return jnp.stack([largest, ~complement, not_finite])
 
-    return jax.pmap(program, axis.name, devices=devices, out_axes=None)
+    return pmap(program, axis.name, devices=devices, out_axes=None)
 
 
 def _checksum(x: jax.Array, leaf: LeafLayout, axis: Axis) -> tuple[jax.Array, jax.Array]:

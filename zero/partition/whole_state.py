@@ -19,6 +19,7 @@ from zero.partition.collectives.axis import Axis, AxisLike, as_axis
 from zero.partition.global_arrays import axis_and_devices, local_shards, pmap_devices, stack_local
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split, derive_layout, make_layout
 from zero.partition.on_mesh import MeshLeaf, leaf_on_mesh, read, state_on_mesh, write
+from zero.partition.pmapped import pmap
 from zero.partition.stages import gather
 
 _REMEDY = (
@@ -456,7 +457,7 @@ def _exchange(axis: Axis, devices: tuple[jax.Device, ...]) -> Any:
 
 @lru_cache(maxsize=8)  # a pmap of a new function would be traced and compiled again at every call
 def _gather_program(name: str, groups: tuple[tuple[int, ...], ...], devices: tuple[jax.Device, ...]) -> Any:
-    return jax.pmap(
+    return pmap(
         partial(lax.all_gather, axis_name=name, axis_index_groups=list(map(list, groups))), name, devices=devices
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,8 +13,8 @@ import optax
 
 from zero.models.block import init_cache
 from zero.models.config import BLOCKS
+from zero.partition import pmapped
 from zero.partition.collectives.axis import Axis
-from zero.partition.collectives.ordering import in_order
 from zero.partition.layout import PyTree
 from zero.partition.sharded_optimizer import on_shards
 from zero.training.averages import averages_of
@@ -55,7 +55,8 @@ def make_programs(
     Raises:
       ValueError: options that cannot be combined.
     """
-    pmap, averages = _pmap(model.axis.name, devices), averages_of(model, options)
+    pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
+    averages = averages_of(model, options)
     return Programs(
         init=pmap(lambda key_data: model.init(jax.random.wrap_key_data(key_data))),
         start=pmap(
@@ -94,7 +95,7 @@ def make_inference(
     """Binds the model and how text is drawn from it, of whole rows. Nothing is compiled yet."""
     if model.axis.context > 1:
         model = dataclasses.replace(model, axis=dataclasses.replace(model.axis, context=1))
-    pmap = _pmap(model.axis.name, devices)
+    pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
     bound = partial(extend, model=model, sampling=sampling or Sampling())
     return Inference(
         score=pmap(partial(score, model=model), out_axes=None),
@@ -125,18 +126,12 @@ def split_rows(x: np.ndarray, devices: int, group: int) -> np.ndarray:
     return x.reshape(devices // group, -1, *x.shape[1:]).repeat(group, axis=0)
 
 
-def _pmap(axis_name: str, devices: Sequence[Any] | None) -> Callable[..., Any]:
-    pmap = partial(jax.pmap, axis_name=axis_name, devices=devices)
-    is_cpu = (devices or jax.devices())[0].platform == "cpu"
-    return (lambda fn, **options: pmap(in_order(fn), **options)) if is_cpu else pmap
-
-
 def repeat_blocks(weights: PyTree, order: Sequence[int], axis: Axis) -> PyTree:
     """Weights in shards of another depth: block i of the result is block `order[i]` of these.
 
     Per device: leaves under "blocks" of `(layers, ...)`, which become `(len(order), ...)`; no communication.
     """
-    repeat = jax.pmap(lambda blocks: jax.tree.map(lambda x: x[np.asarray(order)], blocks), axis.name)
+    repeat = pmapped.pmap(lambda blocks: jax.tree.map(lambda x: x[np.asarray(order)], blocks), axis.name)
 
     def repeated(tree: PyTree) -> PyTree:
         if not isinstance(tree, dict):

@@ -107,7 +107,7 @@ def test_line_of_metrics_compares_with_the_predicted_time(tmp_path: Path) -> Non
 
 
 def test_a_slow_run_says_once_where_its_time_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    metrics = StepMetrics(128, 8, peak_flops=None)
+    metrics = StepMetrics(128, 8, None, Goodput())
     for predicted, warnings in ((1e3, 0), (1e-9, 1), (1e-9, 1)):
         for _ in metrics.timed(iter([None])):
             time.sleep(0.01)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import jax
 import numpy as np
 from jax.experimental.multihost_utils import reached_preemption_sync_point
 
+from zero.partition.pmapped import pmap
 from zero.partition.whole_state import coordination_client
 from zero.runtime.errors import UserError
 
@@ -20,7 +22,7 @@ def sum_over_hosts(*numbers: int) -> list[int]:
     """Sums over hosts, modulo 2^32, by an all-reduce; all hosts call it at the same step."""
     if jax.process_count() == 1:
         return [number % 2**32 for number in numbers]
-    return _sum(_parts(numbers)).tolist()
+    return _sum()(_parts(numbers)).tolist()
 
 
 def broadcast(name: str, text: str) -> str:
@@ -92,7 +94,7 @@ class AnyHost:
         """
         if jax.process_count() == 1:
             return list(flags)
-        self._pending.append(_sum(_parts(flags)))
+        self._pending.append(_sum()(_parts(flags)))
         raised = self._pending.pop(0).tolist() if len(self._pending) > self._lag else [0] * len(flags)
         is_preempted = reached_preemption_sync_point(step)  # orbax calls it too: all hosts have to count alike
         return [raised[0] > 0 or is_preempted, *(number > 0 for number in raised[1:])]
@@ -105,6 +107,6 @@ def _parts(numbers: tuple[int, ...] | tuple[bool, ...]) -> np.ndarray:
     return parts
 
 
-@partial(jax.pmap, axis_name="hosts", out_axes=None)
-def _sum(part: jax.Array) -> jax.Array:
-    return jax.lax.psum(part, "hosts")
+@cache
+def _sum() -> Callable[[np.ndarray], jax.Array]:
+    return pmap(partial(jax.lax.psum, axis_name="hosts"), "hosts", out_axes=None)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero.partition.pmapped import pmap
 from zero.runtime.errors import UserError, install_command
 from zero.runtime.hosts.startup import device_memory
 
@@ -100,7 +101,7 @@ def available_bytes(devices: list[Any]) -> int:
     device = devices[0]
     if device.platform != "tpu" or device.client is jax.local_devices()[0].client:
         return device_memory()
-    program = jax.pmap(lambda x: x + 1, devices=devices, donate_argnums=0)
+    program = pmap(lambda x: x + 1, "batch", devices, donate_argnums=0)
     too_much = jax.ShapeDtypeStruct((len(devices), 120 * 2**28), jnp.float32)  # libtpu 0.0.40 fails on twice as much
     try:
         program.lower(too_much).compile()

@@ -7,13 +7,12 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import Any
 
-import jax
-
 from zero.models.config import GPTConfig
 from zero.partition.checksums import checksums
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import from_global
 from zero.partition.layout import Layout
+from zero.partition.pmapped import pmap
 from zero.runtime.checkpoints.damage import DamagedCheckpoint
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
@@ -75,7 +74,7 @@ def restore(
                 if old.dtype != new.dtype
             }
             log.info("the state is held in other dtypes from here on: %s", ", ".join(sorted(changes)))
-            state = jax.pmap(partial(convert_state, layout=layout, **adam), axis.name, donate_argnums=0)(state)
+            state = pmap(partial(convert_state, layout=layout, **adam), axis.name, donate_argnums=0)(state)
         return position, state
     raise UserError(f"{source.directory}: none of its checkpoints can be read; the lines above say why")
 
