@@ -1,7 +1,7 @@
 """Which leaf is split along which dimension: host arithmetic on shapes, frozen data.
 
 A layout is made once, from the shapes of the plain model, and everything else obeys it: collectives, checkpoints,
-memory tables. It never looks at a device. "axis" is the pmap axis; an array has dimensions.
+memory tables. It names no devices. "axis" is the pmap axis; an array has dimensions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Split:
 
     @property
     def padding(self) -> int:
-        """Elements appended so that the dimension divides: zeros, until updates make something of them; never read."""
+        """Elements appended so that the dimension divides. They start as zeros, updates may change them."""
         return self.shard_size * self.shards - self.size
 
 
@@ -75,7 +75,7 @@ class LeafLayout:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the moves join only some of the shards: each device of a tensor group computes with a part."""
+        """Whether the moves join only some of the shards, because a tensor group computes with parts."""
         return bool(self.splits) and math.prod(move.over for move in self.moves) < self.splits[0].shards
 
     @property
@@ -95,7 +95,7 @@ class LeafLayout:
 
     @property
     def gathered_shape(self) -> tuple[int, ...]:
-        """The shape that a device computes with: without padding, except for a part, where all are of one size."""
+        """The shape that a device computes with. A part keeps its padding, so that all parts have one size."""
         return self.moved_shape if self.is_cut else tuple(map(min, self.moved_shape, self.shape))
 
     def _with_sizes(self, size: Callable[[Split], int]) -> tuple[int, ...]:
@@ -176,7 +176,7 @@ class Layout:
         return Layout(treedef, tuple(_one_layer(leaf) for leaf in leaves), self.shards)
 
     def only(self, names: Iterable[str]) -> Layout:
-        """The layout of the same tree with these top-level subtrees alone."""
+        """The layout of these top-level subtrees."""
         tree = self.map(lambda leaf: leaf)
         leaves, treedef = jax.tree.flatten({name: tree[name] for name in names})
         return Layout(treedef, tuple(leaves), self.shards)
