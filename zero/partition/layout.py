@@ -252,10 +252,9 @@ def make_layout(
     """
     if shards < 1:
         raise ValueError(f"shards must be at least 1, got {shards}")
-    if tensor < 1 or shards % tensor:
-        raise ValueError(f"shards {shards} do not divide into tensor groups of {tensor}")
-    if expert < 1 or shards % expert:
-        raise ValueError(f"shards {shards} do not divide into expert groups of {expert}")
+    for kind, size in (("tensor", tensor), ("expert", expert)):
+        if size < 1 or shards % size:
+            raise ValueError(f"shards {shards} do not divide into {kind} groups of {size}")
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = tuple(stacked)
     paths = [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path, _ in flat]

@@ -120,16 +120,18 @@ class Ulysses(HeadParallel):
 
     def to_heads(self, x_BTHK: jax.Array) -> jax.Array:
         """From `(B, T / c, H, K)` to `(B, T, H / c, K)`, with positions in order."""
-        options: Any = {"tiled": True, "axis_index_groups": self.group.axis.context_groups()}
-        return self._in_order(lax.all_to_all(x_BTHK, self.group.axis.name, 2, 1, **options))
+        return self._in_order(self._all_to_all(x_BTHK, 2, 1))
 
     def to_positions(self, x_BTHK: jax.Array) -> jax.Array:
         """The way back."""
         rows, positions, heads, width = x_BTHK.shape
         early, late = jnp.split(x_BTHK.reshape(rows, 2 * self.group.ring, -1, heads, width), 2, axis=1)
         by_device = jnp.stack([early, late[:, ::-1]], axis=2).reshape(rows, positions, heads, width)
-        options: Any = {"tiled": True, "axis_index_groups": self.group.axis.context_groups()}
-        return lax.all_to_all(by_device, self.group.axis.name, 1, 2, **options)
+        return self._all_to_all(by_device, 1, 2)
+
+    def _all_to_all(self, x: jax.Array, split: int, concat: int) -> jax.Array:
+        axis = self.group.axis
+        return lax.all_to_all(x, axis.name, split, concat, tiled=True, axis_index_groups=axis.context_groups())
 
     def whole_rows(self, x_BT: jax.Array) -> jax.Array:
         """`(B, T)` from each device's `(B, T / c)`."""
