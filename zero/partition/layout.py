@@ -223,9 +223,9 @@ def make_layout(
     expert: int = 1,
     is_expert: Callable[[str], bool] = lambda name: False,
 ) -> Layout:
-    """Decides, from shapes alone, along which dimension each leaf is split over `shards` devices.
+    """Decides, from shapes only, along which dimension each leaf is split over `shards` devices.
 
-    The dimension with the least padding is taken, of those the first, where a shard is one piece of memory
+    That is the first of the dimensions with the least padding: the first, because a shard is then one piece of memory
     (docs/decisions/split-dimension.md). A leaf with fewer elements than there are shards stays whole on every device;
     `print(layout)` names it. Splitting a leaf along one of its own dimensions, instead of flattening it, keeps `ndim`
     masks and factored optimizers meaningful and spares the TPU a change of tiling.
@@ -235,11 +235,11 @@ def make_layout(
       shards: the number of devices that one copy is spread over.
       stacked: top-level subtrees whose leaves carry a leading layer dimension (`nn.scan`), which is never split.
       tensor: devices of a tensor group; divides `shards`.
-      tensor_dim: from the name of a leaf ("blocks/query/kernel") to the dimension that tensor parallelism cuts, counted
-        from the last one, or None where it cuts none. That dimension is split, and gathered by `tensor` parts.
+      tensor_dim: from the name of a leaf ("blocks/query/kernel") to the dimension that tensor groups cut, counted from
+        the last one; None for none. That dimension is split, and a device gathers one of `tensor` parts.
       expert: devices of an expert group; divides `shards`.
-      is_expert: whether the leaf of a name has a first dimension (after that of layers) of experts, which are divided
-        among the devices of an expert group. Another dimension is split.
+      is_expert: whether the leaf of this name has experts in its first dimension (after that of layers), which expert
+        groups divide among their devices. Another dimension is split.
 
     Raises:
       ValueError: `shards` is not positive or does not divide into groups, `expert` does not divide a leaf's experts, or
@@ -272,9 +272,10 @@ def make_layout(
         elif expert > 1 and is_expert(name):
             if shape[first:][:1] and shape[first] % expert:
                 raise ValueError(f"leaf {name}: {shape[first]} experts do not divide into {expert} parts")
-            split, moves = _choose_split(shape, first, shards, keeps_first=True), (Slice(first, expert),)
+            split = _choose_split(shape, first, shards, keeps_first=True)
+            moves = (Slice(first, expert),)
             if split:
-                moves = AllToAll(first, split.dim, expert), AllGather(split.dim, shards // expert, apart=expert)
+                moves = (AllToAll(first, split.dim, expert), AllGather(split.dim, shards // expert, apart=expert))
         else:
             split = _choose_split(shape, first, shards)
         dtype = np.dtype(jax.numpy.result_type(leaf))
