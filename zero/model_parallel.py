@@ -62,11 +62,11 @@ class ModelParallel(Protocol):
         return x[None]
 
     def of_heads(self, draw: Draw, shape: tuple[int, ...]) -> jax.Array:
-        """This device's heads `(H, ...)`, drawn as part of all heads."""
-        return draw(shape)
+        """This device's heads `(H, ...)` of an array that `draw` makes for all heads."""
+        return self.part(draw((shape[0] * self.size, *shape[1:])), 0)
 
     def of_positions(self, draw: Draw, shape: tuple[int, ...]) -> jax.Array:
-        """This device's positions of the stream `(T, ...)`, drawn as part of all positions."""
+        """This device's positions `(T, ...)` of the stream, of an array that `draw` makes for all positions."""
         return draw(shape)
 
     def input_positions(self, x_BT: jax.Array) -> jax.Array:

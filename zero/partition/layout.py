@@ -1,7 +1,7 @@
 """Which leaf is split along which dimension: host arithmetic on shapes, frozen data.
 
 A layout is made once, from the shapes of the plain model, and everything else obeys it: collectives, checkpoints,
-memory tables. It never looks at a device. "axis" is the pmap axis; an array has dimensions.
+memory tables. It names no devices. "axis" is the pmap axis; an array has dimensions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Split:
 
     @property
     def padding(self) -> int:
-        """Elements appended so that the dimension divides: zeros, until updates make something of them; never read."""
+        """Elements appended so that the dimension divides. They start as zeros, updates may change them."""
         return self.shard_size * self.shards - self.size
 
 
@@ -75,7 +75,7 @@ class LeafLayout:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the moves join only some of the shards: each device of a tensor group computes with a part."""
+        """Whether the moves join only some of the shards, because a tensor group computes with parts."""
         return bool(self.splits) and math.prod(move.over for move in self.moves) < self.splits[0].shards
 
     @property
@@ -95,7 +95,7 @@ class LeafLayout:
 
     @property
     def gathered_shape(self) -> tuple[int, ...]:
-        """The shape that a device computes with: without padding, except for a part, where all are of one size."""
+        """The shape that a device computes with. A part keeps its padding, so that all parts have one size."""
         return self.moved_shape if self.is_cut else tuple(map(min, self.moved_shape, self.shape))
 
     def _with_sizes(self, size: Callable[[Split], int]) -> tuple[int, ...]:
@@ -176,7 +176,7 @@ class Layout:
         return Layout(treedef, tuple(_one_layer(leaf) for leaf in leaves), self.shards)
 
     def only(self, names: Iterable[str]) -> Layout:
-        """The layout of the same tree with these top-level subtrees alone."""
+        """The layout of these top-level subtrees."""
         tree = self.map(lambda leaf: leaf)
         leaves, treedef = jax.tree.flatten({name: tree[name] for name in names})
         return Layout(treedef, tuple(leaves), self.shards)
@@ -223,9 +223,9 @@ def make_layout(
     expert: int = 1,
     is_expert: Callable[[str], bool] = lambda name: False,
 ) -> Layout:
-    """Decides, from shapes alone, along which dimension each leaf is split over `shards` devices.
+    """Decides, from shapes only, along which dimension each leaf is split over `shards` devices.
 
-    The dimension with the least padding is taken, of those the first, where a shard is one piece of memory
+    That is the first of the dimensions with the least padding: the first, because a shard is then one piece of memory
     (docs/decisions/split-dimension.md). A leaf with fewer elements than there are shards stays whole on every device;
     `print(layout)` names it. Splitting a leaf along one of its own dimensions, instead of flattening it, keeps `ndim`
     masks and factored optimizers meaningful and spares the TPU a change of tiling.
@@ -235,11 +235,11 @@ def make_layout(
       shards: the number of devices that one copy is spread over.
       stacked: top-level subtrees whose leaves carry a leading layer dimension (`nn.scan`), which is never split.
       tensor: devices of a tensor group; divides `shards`.
-      tensor_dim: from the name of a leaf ("blocks/query/kernel") to the dimension that tensor parallelism cuts, counted
-        from the last one, or None where it cuts none. That dimension is split, and gathered by `tensor` parts.
+      tensor_dim: from the name of a leaf ("blocks/query/kernel") to the dimension that tensor groups cut, counted from
+        the last one; None for none. That dimension is split, and a device gathers one of `tensor` parts.
       expert: devices of an expert group; divides `shards`.
-      is_expert: whether the leaf of a name has a first dimension (after that of layers) of experts, which are divided
-        among the devices of an expert group. Another dimension is split.
+      is_expert: whether the leaf of this name has experts in its first dimension (after that of layers), which expert
+        groups divide among their devices. Another dimension is split.
 
     Raises:
       TypeError: a leaf is a function.
@@ -253,10 +253,9 @@ def make_layout(
     """
     if shards < 1:
         raise ValueError(f"shards must be at least 1, got {shards}")
-    if tensor < 1 or shards % tensor:
-        raise ValueError(f"shards {shards} do not divide into tensor groups of {tensor}")
-    if expert < 1 or shards % expert:
-        raise ValueError(f"shards {shards} do not divide into expert groups of {expert}")
+    for kind, size in (("tensor", tensor), ("expert", expert)):
+        if size < 1 or shards % size:
+            raise ValueError(f"shards {shards} do not divide into {kind} groups of {size}")
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = tuple(stacked)
     paths = [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path, _ in flat]
@@ -279,9 +278,10 @@ def make_layout(
         elif expert > 1 and is_expert(name):
             if shape[first:][:1] and shape[first] % expert:
                 raise ValueError(f"leaf {name}: {shape[first]} experts do not divide into {expert} parts")
-            split, moves = _choose_split(shape, first, shards, keeps_first=True), (Slice(first, expert),)
+            split = _choose_split(shape, first, shards, keeps_first=True)
+            moves = (Slice(first, expert),)
             if split:
-                moves = AllToAll(first, split.dim, expert), AllGather(split.dim, shards // expert, apart=expert)
+                moves = (AllToAll(first, split.dim, expert), AllGather(split.dim, shards // expert, apart=expert))
         else:
             split = _choose_split(shape, first, shards)
         dtype = np.dtype(jax.numpy.result_type(leaf))

@@ -1,10 +1,10 @@
-"""Bytes per device of parameters, optimizer state and gradients at each stage, from shapes alone."""
+"""Bytes per device of parameters, optimizer state and gradients at each stage, from shapes only."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -57,12 +57,8 @@ def memory(
     tx: optax.GradientTransformation,
     shards: int,
     *,
-    stacked: Iterable[str] = (),
-    tensor: int = 1,
-    tensor_dim: Callable[[str], int | None] = lambda name: None,
-    expert: int = 1,
-    is_expert: Callable[[str], bool] = lambda name: False,
     compute_dtypes: Sequence[DTypeLike] = (jnp.float32, jnp.bfloat16),
+    **placement: Any,
 ) -> Memory:
     """Bytes per device of parameters, optimizer state and gradients at stages 0 to 3, without building anything.
 
@@ -72,8 +68,8 @@ def memory(
       tree: master weights: arrays or `jax.ShapeDtypeStruct`s with whole shapes.
       tx: the optimizer, not wrapped.
       shards: the number of devices that one copy is spread over.
-      stacked, tensor, tensor_dim, expert, is_expert: as for `make_layout`.
-      compute_dtypes: one block of four rows each.
+      compute_dtypes: each has four rows.
+      placement: further arguments of `make_layout`.
 
     >>> import jax
     >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
@@ -84,8 +80,7 @@ def memory(
         2  float32     524,288  1,048,580  4,194,304    524,288   6,291,460
         3  float32     524,288  1,048,580  4,194,304    524,288   6,291,460
     """
-    groups: Any = {"tensor": tensor, "tensor_dim": tensor_dim, "expert": expert, "is_expert": is_expert}
-    sharded = make_layout(tree, shards, stacked=stacked, **groups)
+    sharded = make_layout(tree, shards, **placement)
     rows = []
     for dtype in [np.dtype(dtype) for dtype in compute_dtypes]:
         whole = sum(math.prod(leaf.gathered_shape) * _compute_itemsize(leaf, dtype) for leaf in sharded.leaves)

@@ -1,23 +1,12 @@
-"""Which parameters of a GPT tensor groups cut and expert groups divide, by their names."""
+"""Which parameters of a GPT tensor groups cut and expert groups divide: the rules that `zero.make_layout` takes."""
 
-from __future__ import annotations
+from zero.models.config import HEAD, VOCABULARY
 
-from typing import Any
-
-from zero.models.config import HEAD, VOCABULARY, GPTConfig
-from zero.partition.collectives.axis import Axis
-
-# By module, the dimension that tensor groups cut, counted from the last one. A bias is only cut with the outputs.
+# By module: with an output that is cut (its bias too), or with an input that is cut.
 _CUT_ALONG = {
     **dict.fromkeys(("query", "key", "value", "mlp_in", "mlp_gate"), -1),
     **dict.fromkeys(("attention_out", "mlp_out", VOCABULARY, HEAD), -2),
 }
-
-
-def layout_options(config: GPTConfig, axis: Axis) -> dict[str, Any]:
-    """The arguments of `zero.make_layout` and `zero.memory` that place the parameters of this model on this axis."""
-    tensor = {"tensor": axis.tensor, "tensor_dim": tensor_dim}
-    return {"stacked": config.stacked, **tensor, "expert": axis.expert, "is_expert": is_expert_leaf}
 
 
 def tensor_dim(name: str) -> int | None:

@@ -31,7 +31,7 @@ from zero.partition.sharded_optimizer import global_norm
 from zero.partition.stages import fully_shard, gather, scatter_sum, shard, sum_copies
 from zero.training.batch import Batch, document_starts, next_tokens, row_keys, token_ids
 from zero.training.optimizer import decayed
-from zero.training.placements import layout_options
+from zero.training.placements import is_expert_leaf, tensor_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,8 @@ class ShardedGPT:
     @property
     def layout_options(self) -> dict[str, Any]:
         """What `zero.make_layout` and `zero.memory` have to know of this model."""
-        return layout_options(self.config, self.axis)
+        tensor = {"tensor": self.axis.tensor, "tensor_dim": tensor_dim}
+        return {"stacked": self.config.stacked, **tensor, "expert": self.axis.expert, "is_expert": is_expert_leaf}
 
     @cached_property
     def layout_by_parts(self) -> Layout:

@@ -1,7 +1,7 @@
-"""One array, inside pmap: its slice, its gather and its reduce-scatter, over an axis that may be cut into groups.
+"""One array inside pmap: its slice, its gather and its reduce-scatter over an axis that may be cut into groups.
 
-`full_x` and `shard_x` say which side of a gather a value is on. Scaling is never hidden: a scatter sums, and whoever
-wants a mean divides where it is named.
+A value is called `shard_x` before a gather and `full_x` after it. Scaling is never hidden: a scatter sums, and a caller
+that wants a mean divides where it is named.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import LeafLayout
-from zero.partition.moves import AllGather, AllToAll, Move, Slice
+from zero.partition.moves import AllGather, AllToAll, Slice
 
 
 def slice_array(full_x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:
@@ -37,9 +37,9 @@ def gather_array(
     dtype: DTypeLike | None = None,
     wire_dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """The array that a device computes with, from its shard: `leaf.moves`, in `dtype` (default: its own).
+    """The array that a device computes with, from its shard, in `dtype` (default: its own): a fold over `leaf.moves`.
 
-    With `wire_dtype=jnp.int8` floats travel as `quantise` makes them, which costs a quarter of float32. Integers,
+    With `wire_dtype=jnp.int8` floats travel as `to_int8` makes them, which costs a quarter of float32. Integers,
     booleans and complex numbers keep their dtype.
 
     Per device: `leaf.shard_shape` in, `leaf.gathered_shape` out. Call inside pmap.
@@ -49,7 +49,17 @@ def gather_array(
     if is_quantised:
         x = fill_padding(x, leaf, axis, 0)  # else it would share a scale
     for move in leaf.moves:
-        x = _apply(move, x, axis, is_quantised=is_quantised)
+        match move:
+            case AllGather() if is_quantised:
+                x = _gather_quantised(x, move, axis)
+            case AllGather(dim, over, apart):
+                for phase in axis.phases(over, apart):
+                    x = lax.all_gather(x, axis.name, axis=dim, tiled=True, axis_index_groups=axis.groups(*phase))
+            case AllToAll(split, concat, over):
+                x = lax.all_to_all(x, axis.name, split, concat, tiled=True, axis_index_groups=axis.groups(over))
+            case Slice(dim, over):
+                own = x.shape[dim] // over
+                x = lax.dynamic_slice_in_dim(x, axis.shard_index() % over * own, own, dim)
     return cropped_for(leaf, x)
 
 
@@ -61,11 +71,11 @@ def scatter_sum_array(
     wire_dtype: DTypeLike | None = None,
     reduce_dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """This device's shard of the sum over all devices: the transposes of `leaf.moves`; a whole leaf is all-reduced.
+    """This device's shard of the sum over devices: a fold over the transposes of `leaf.moves`, last one first.
 
-    Where devices compute with parts, each part is summed over the devices that have it.
+    A part is summed over the devices that compute with it. A leaf that is whole on every device is all-reduced.
 
-    With `wire_dtype=jnp.int8` floats of split leaves travel as `quantise` makes them, once, whatever the phases.
+    With `wire_dtype=jnp.int8` floats of split leaves travel as `to_int8` makes them, once, whatever the phases.
 
     Where the dtype on the wire is narrower than the dtype of the sum, an `all_to_all` moves the parts and each device
     sums what it received: the same bytes as a reduce-scatter, rounded once and not at every hop.
@@ -86,7 +96,19 @@ def scatter_sum_array(
     wire = np.dtype(full_x.dtype if wire_dtype is None or is_quantised else wire_dtype)
     x = padded_for(leaf, full_x.astype(wire))
     for move in reversed(leaf.moves):
-        x = _apply_transpose(move, x, axis, wire, reduce, is_quantised=is_quantised)
+        match move:
+            case AllGather() if is_quantised:
+                x = _scatter_sum_quantised(x, move, axis, reduce)
+            case AllGather(dim, over, apart):
+                for phase in reversed(axis.phases(over, apart)):
+                    x = _scatter_sum_phase(x.astype(wire), dim, axis, *phase, reduce)
+            case AllToAll(split, concat, over):
+                groups = axis.groups(over)
+                x = lax.all_to_all(x.astype(wire), axis.name, concat, split, tiled=True, axis_index_groups=groups)
+            case Slice(dim, over):
+                own = x.shape[dim]
+                zeros = jnp.zeros((*x.shape[:dim], own * over, *x.shape[dim + 1 :]), x.dtype)
+                x = lax.dynamic_update_slice_in_dim(zeros, x, axis.shard_index() % over * own, dim)
     x = x.astype(reduce)
     if not leaf.splits:
         return lax.psum(x, axis.name)
@@ -109,7 +131,7 @@ def as_dtype(x: jax.Array, dtype: DTypeLike | None) -> jax.Array:
 BLOCK = 256  # elements that share a scale: 4 bytes of float32 to 256 of int8
 
 
-def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def to_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows of blocks of int8 with a float32 scale each; an element is off by at most its block's largest / 254.
 
     `(rows, ...)` in; int8 `(rows, blocks, 256)` and float32 `(rows, blocks, 1)` out.
@@ -122,8 +144,8 @@ def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.round(blocks / jnp.where(scale > 0, scale, 1)).astype(jnp.int8), scale
 
 
-def dequantise(values: jax.Array, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Float32 `(rows, *shape)` from what `quantise` made."""
+def from_int8(values: jax.Array, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Float32 `(rows, *shape)` from what `to_int8` made."""
     rows = (values.astype(jnp.float32) * scale).reshape(values.shape[0], -1)
     return rows[:, : math.prod(shape)].reshape(-1, *shape)
 
@@ -137,8 +159,8 @@ def _is_quantised(x: jax.Array, leaf: LeafLayout, wire_dtype: DTypeLike | None) 
 
 def _gather_quantised(x: jax.Array, move: AllGather, axis: Axis) -> jax.Array:
     groups, dim = axis.groups(move.over, move.apart), move.dim
-    values, scale = (lax.all_gather(part[0], axis.name, axis_index_groups=groups) for part in quantise(x[None]))
-    shards = jnp.moveaxis(dequantise(values, scale, x.shape), 0, dim)
+    values, scale = (lax.all_gather(part[0], axis.name, axis_index_groups=groups) for part in to_int8(x[None]))
+    shards = jnp.moveaxis(from_int8(values, scale, x.shape), 0, dim)
     return lax.collapse(shards, dim, dim + 2).astype(x.dtype)
 
 
@@ -146,49 +168,15 @@ def _scatter_sum_quantised(x: jax.Array, move: AllGather, axis: Axis, reduce: np
     groups, dim = axis.groups(move.over, move.apart), move.dim
     shards = jnp.moveaxis(x.reshape(*x.shape[:dim], move.over, -1, *x.shape[dim + 1 :]), dim, 0)
     values, scale = (
-        lax.all_to_all(part, axis.name, 0, 0, tiled=True, axis_index_groups=groups) for part in quantise(shards)
+        lax.all_to_all(part, axis.name, 0, 0, tiled=True, axis_index_groups=groups) for part in to_int8(shards)
     )
-    return dequantise(values, scale, shards.shape[1:]).astype(reduce).sum(0)
+    return from_int8(values, scale, shards.shape[1:]).astype(reduce).sum(0)
 
 
 def sum_dtype(dtype: DTypeLike) -> np.dtype:
-    """Where sums over devices are made: in the dtype itself, but never in a float of less than 32 bits."""
+    """The dtype of sums over devices: the dtype itself, but never a float of less than 32 bits."""
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
     return np.dtype(jnp.float32 if is_narrow else dtype)
-
-
-def _apply(move: Move, x: jax.Array, axis: Axis, *, is_quantised: bool) -> jax.Array:
-    match move:
-        case AllGather() if is_quantised:
-            return _gather_quantised(x, move, axis)
-        case AllGather(dim, over, apart):
-            for phase in axis.phases(over, apart):
-                x = lax.all_gather(x, axis.name, axis=dim, tiled=True, axis_index_groups=axis.groups(*phase))
-            return x
-        case AllToAll(split, concat, over):
-            return lax.all_to_all(x, axis.name, split, concat, tiled=True, axis_index_groups=axis.groups(over))
-        case Slice(dim, over):
-            own = x.shape[dim] // over
-            return lax.dynamic_slice_in_dim(x, axis.shard_index() % over * own, own, dim)
-
-
-def _apply_transpose(
-    move: Move, x: jax.Array, axis: Axis, wire: np.dtype, reduce: np.dtype, *, is_quantised: bool
-) -> jax.Array:
-    match move:
-        case AllGather() if is_quantised:
-            return _scatter_sum_quantised(x, move, axis, reduce)
-        case AllGather(dim, over, apart):
-            for phase in reversed(axis.phases(over, apart)):
-                x = _scatter_sum_phase(x.astype(wire), dim, axis, *phase, reduce)
-            return x
-        case AllToAll(split, concat, over):
-            groups = axis.groups(over)
-            return lax.all_to_all(x.astype(wire), axis.name, concat, split, tiled=True, axis_index_groups=groups)
-        case Slice(dim, over):
-            own = x.shape[dim]
-            zeros = jnp.zeros((*x.shape[:dim], own * over, *x.shape[dim + 1 :]), x.dtype)
-            return lax.dynamic_update_slice_in_dim(zeros, x, axis.shard_index() % over * own, dim)
 
 
 def _scatter_sum_phase(x: jax.Array, dim: int, axis: Axis, over: int, apart: int, reduce: np.dtype) -> jax.Array:
@@ -207,20 +195,20 @@ def pad_array(x: jax.Array, dim: int, amount: int) -> jax.Array:
 
 
 def cropped_for(leaf: LeafLayout, moved_x: jax.Array) -> jax.Array:
-    """What the moves made of a shard, without padding; the inverse of `padded_for`."""
+    """A gathered array without the padding; the inverse of `padded_for`."""
     shape = leaf.gathered_shape
     return moved_x if moved_x.shape == shape else lax.slice(moved_x, [0] * len(shape), shape)
 
 
 def padded_for(leaf: LeafLayout, full_x: jax.Array) -> jax.Array:
-    """A gathered array with zeros appended, so that it divides into shards; a part contains its padding."""
+    """A gathered array with zeros appended so that it divides into shards. A part contains its padding already."""
     for dim, size in enumerate(leaf.moved_shape):
         full_x = pad_array(full_x, dim, size - full_x.shape[dim])
     return full_x
 
 
 def fill_padding(shard_x: jax.Array, leaf: LeafLayout, axis: Axis, fill: ArrayLike) -> jax.Array:
-    """A shard with something known in its padding, where an update may have left anything.
+    """A shard with `fill` in its padding, where an update may have left anything.
 
     Per device: `leaf.shard_shape` in and out. Call inside pmap.
     """

@@ -19,17 +19,17 @@ class Axis:
 
     The devices of the axis form a grid of shape `(replicas, phase, phase, ...)`. State is split over the phases and
     replicated across the first dimension (hybrid sharding). A reduce-scatter takes the phases in order, one collective
-    each, and a gather takes them in reverse, so the row-major position inside the phases is the shard that a device
-    holds. Slices, collectives and the mesh that labels whole arrays all take that position from here.
+    each, and a gather takes them in reverse. So the row-major position inside the phases is the number of a device's
+    shard; slices, collectives and the mesh that labels whole arrays all take it from here.
 
     Attributes:
       name: the `axis_name` of the pmap.
       shape: `(replicas, *phases)`; its product is the size of the axis.
       devices: positions on the pmap axis in row-major order of the grid; by default 0, 1, 2, ...
       tensor: devices of a tensor group, which compute on the same rows with different parts of the parameters. With
-        more than 1 the first phase is along these groups, and leaves of several parts are gathered over the others.
+        more than 1 the first phase is along these groups: a part is gathered over the other phases.
       expert: devices of an expert group, each of which computes with other experts. With more than 1 the last phase is
-        along these groups, in which leaves of experts are exchanged and not gathered.
+        along these groups: the shards of experts are exchanged in it.
       sums_copies: whether a reduce-scatter also sums over the copies. Otherwise `stages.sum_copies` has to complete it:
         once per step costs less than once per layer and micro-batch.
       context: devices of a context group, neighbours on the pmap axis, which compute different positions of the same

@@ -75,9 +75,9 @@ def scatter_sum_arrays(
 def _coalesce(
     arrays: Sequence[jax.Array], leaves: Sequence[LeafLayout], wire_dtype: DTypeLike | None
 ) -> Iterator[list[int]]:
-    """The numbers of leaves that share a collective: small ones of one dtype that one all-gather completes.
+    """Groups of leaves, by number, that share a collective: small leaves of one dtype with the same all-gather.
 
-    Every other leaf is alone. So are quantised ones, because no two of them may share a scale.
+    Every other leaf has its own collective, as has every quantised one, because no two may share a scale.
     """
     filling: dict[tuple[np.dtype, int], list[int]] = {}
     is_quantised = wire_dtype is not None and np.dtype(wire_dtype) == np.int8

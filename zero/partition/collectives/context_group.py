@@ -1,9 +1,8 @@
 """Context groups: devices that compute different positions of the same rows. Called inside pmap.
 
-A row of T positions is cut into 2c pieces, and device i of a group of c has the pieces i and 2c - 1 - i: of causal
-attention, whose late positions cost more than the early ones, each device then has the same share. Everything but
-attention is per position. Parameters are not cut: gradients are sums over all devices, as without groups, and what is
-differentiated is the sum of what all devices return.
+A row of T positions is cut into 2c pieces, and device i of a group of c has the pieces i and 2c - 1 - i. In causal
+attention late positions cost more than early ones, and so each device has the same share of the work. Everything else
+is computed per position. Parameters are not cut: gradients are summed over all devices, as without groups.
 
 Sources: ring attention, arXiv 2310.01889; striped pieces for balance, arXiv 2311.09431.
 """
@@ -43,7 +42,7 @@ class ContextGroup(ModelParallel):
 
     @property
     def ring(self) -> int:
-        """Devices of a group: keys and values take so many turns to be on each."""
+        """Devices of a group: keys and values visit all of them in as many turns."""
         return self.axis.context
 
     def with_all_positions(self) -> ModelParallel:
@@ -55,7 +54,7 @@ class ContextGroup(ModelParallel):
         return lax.axis_index(self.axis.name) % self.ring
 
     def numbers(self, count: int, turn: jax.Array | int = 0) -> jax.Array:
-        """Of the positions whose keys this device has after so many turns, int32 `(2, count / 2)`.
+        """The numbers of the positions whose keys this device has after so many turns, int32 `(2, count / 2)`.
 
         Raises:
           ValueError: `count` is odd.
@@ -67,11 +66,11 @@ class ContextGroup(ModelParallel):
         return (firsts[:, None] + jnp.arange(length)[None]).astype(jnp.int32)
 
     def head_swap(self, *heads: int) -> Ulysses | None:
-        """For such numbers of heads of queries and of keys; None where they do not divide over the group."""
+        """The swap for such numbers of heads of queries and of keys; None where they do not divide over the group."""
         return None if any(count % self.ring for count in heads) else Ulysses(self)
 
     def ring_shift(self, tree: Any) -> Any:
-        """What the device before this one in its group has; the first one gets what the last one has."""
+        """The arrays of the device before this one in its group; the first device gets those of the last."""
         groups = self.axis.context_groups()
         pairs = [pair for group in groups for pair in zip(group, [*group[1:], group[0]], strict=True)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis.name, pairs), tree)
@@ -92,15 +91,15 @@ class ContextGroup(ModelParallel):
         return jnp.concatenate([lax.dynamic_slice_in_dim(x, first, length, dim) for first in firsts], dim)
 
     def stream_numbers(self, first: jax.Array | int, count: int) -> jax.Array:
-        """Of the positions of the stream, `(T,)`."""
+        """The numbers of this device's positions between layers, `(T,)`."""
         return first + self.numbers(count).ravel()
 
     def attended_numbers(self, first: jax.Array | int, count: int) -> jax.Array:
-        """Of the positions inside attention, `(T,)`."""
+        """The same numbers: a device has the same positions inside attention."""
         return self.stream_numbers(first, count)
 
     def of_positions(self, draw: Draw, shape: tuple[int, ...]) -> jax.Array:
-        """This device's positions `(T, ...)` of what `draw` makes for all of them."""
+        """This device's positions `(T, ...)` of an array that `draw` makes for all positions."""
         return self._own(draw((shape[0] * self.ring, *shape[1:])), 0)
 
 
@@ -115,22 +114,24 @@ class Ulysses(HeadParallel):
 
     @property
     def cut(self) -> TensorGroup:
-        """Which heads this device then has: of the devices of a group the first has the first ones."""
+        """This device's heads: the first device of a group has the first ones."""
         axis = self.group.axis
         return TensorGroup(Axis.with_tensor_groups(axis.name, axis.size, axis.context), cuts_positions=False)
 
     def to_heads(self, x_BTHK: jax.Array) -> jax.Array:
         """From `(B, T / c, H, K)` to `(B, T, H / c, K)`, with positions in order."""
-        options: Any = {"tiled": True, "axis_index_groups": self.group.axis.context_groups()}
-        return self._in_order(lax.all_to_all(x_BTHK, self.group.axis.name, 2, 1, **options))
+        return self._in_order(self._all_to_all(x_BTHK, 2, 1))
 
     def to_positions(self, x_BTHK: jax.Array) -> jax.Array:
         """The way back."""
         rows, positions, heads, width = x_BTHK.shape
         early, late = jnp.split(x_BTHK.reshape(rows, 2 * self.group.ring, -1, heads, width), 2, axis=1)
         by_device = jnp.stack([early, late[:, ::-1]], axis=2).reshape(rows, positions, heads, width)
-        options: Any = {"tiled": True, "axis_index_groups": self.group.axis.context_groups()}
-        return lax.all_to_all(by_device, self.group.axis.name, 1, 2, **options)
+        return self._all_to_all(by_device, 1, 2)
+
+    def _all_to_all(self, x: jax.Array, split: int, concat: int) -> jax.Array:
+        axis = self.group.axis
+        return lax.all_to_all(x, axis.name, split, concat, tiled=True, axis_index_groups=axis.context_groups())
 
     def whole_rows(self, x_BT: jax.Array) -> jax.Array:
         """`(B, T)` from each device's `(B, T / c)`."""

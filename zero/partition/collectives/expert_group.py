@@ -21,8 +21,8 @@ from zero.partition.collectives.axis import Axis
 class ExpertGroup(ExpertParallel):
     """This device's expert group, on an axis made by `Axis.with_expert_groups`.
 
-    `make_layout` with `expert` and `is_expert` says which leaves are of experts; `gather` and `fully_shard` then give
-    each device its own experts.
+    `make_layout` with `expert` and `is_expert` places the experts; `gather` and `fully_shard` then give each device its
+    own.
 
     >>> import jax.numpy as jnp; import numpy as np; import zero
     >>> n = jax.local_device_count()

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from zero.partition.collectives.axis import check_untracked
 from zero.partition.layout import PyTree
@@ -117,16 +117,8 @@ def _is_nested(eqn: JaxprEqn) -> bool:
 
 def _has_collective(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name.startswith(COLLECTIVES) or any(
-        _has_collective(inner) for jaxpr in _jaxprs(eqn.params.values()) for inner in jaxpr.eqns
+        _has_collective(inner) for jaxpr in jaxprs_in_params(eqn.params) for inner in jaxpr.eqns
     )
-
-
-def _jaxprs(values: Any) -> Iterator[Jaxpr]:
-    for value in values:
-        if isinstance(value, ClosedJaxpr | Jaxpr):
-            yield value.jaxpr if isinstance(value, ClosedJaxpr) else value
-        elif isinstance(value, tuple | list):
-            yield from _jaxprs(value)
 
 
 def _map_jaxprs(value: Any, constants: list[Any], is_remat: bool) -> Any:

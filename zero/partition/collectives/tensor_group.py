@@ -1,9 +1,9 @@
 """Tensor groups: devices that compute on the same rows with different parts of the parameters. Called inside pmap.
 
-Inside attention and MLP each device has all positions of its rows and a part of the heads or of the MLP's width; around
-them, where norms and dropout are, it has all of the width and a part of the positions. A gather leads from the second
-to the first and a reduce-scatter back, and each is the other's derivative: what is differentiated is the sum of what
-all devices return, so nothing may be counted by more than one device of a group.
+Inside attention and MLP a device has all positions of its rows and a part of the heads or of the MLP's width. Around
+them, at norms and dropout, it has all of the width and a part of the positions. A gather of positions leads into
+attention and MLP, a reduce-scatter back, and each is the other's derivative. Gradients are those of the sum of the
+losses that all devices return, so only one device of a group may count a loss.
 
 Sources: Megatron-LM, arXiv 1909.08053, section 3; sequence parallelism, arXiv 2205.05198, section 4.
 """
@@ -24,8 +24,7 @@ from zero.partition.collectives.axis import Axis
 class TensorGroup(ModelParallel):
     """This device's tensor group, on an axis made by `Axis.with_tensor_groups`.
 
-    `make_layout` with `tensor` and `tensor_dim` says which leaves are cut; `gather` and `fully_shard` then give each
-    device its part of those.
+    `make_layout` with `tensor` and `tensor_dim` cuts leaves; `gather` and `fully_shard` then give each device its part.
 
     >>> import numpy as np; import zero
     >>> n = jax.local_device_count()
@@ -42,8 +41,8 @@ class TensorGroup(ModelParallel):
 
     Attributes:
       axis: the pmap axis; its groups along the first phase are these.
-      cuts_positions: whether each device has only a part of the positions outside of attention and MLP. Otherwise it
-        computes all of them, as the others of its group do; that is for inference, gradients would be wrong.
+      cuts_positions: whether each device has only a part of the positions outside of attention and MLP. Otherwise all
+        devices of a group compute all of them, which is for inference: gradients would be wrong.
     """
 
     axis: Axis
@@ -71,7 +70,7 @@ class TensorGroup(ModelParallel):
         return self.axis.shard_index() // (self.axis.shards // self.size)
 
     def part_size(self, size: int) -> int:
-        """The size of a part, in shards: the last parts contain the padding of a dimension that does not divide."""
+        """The size of a part, which is a number of shards: the last parts contain the padding."""
         return -(-size // self.axis.shards) * (self.axis.shards // self.size)
 
     def first(self, part_size: int) -> jax.Array:
@@ -84,20 +83,16 @@ class TensorGroup(ModelParallel):
         return lax.dynamic_slice_in_dim(x, self.first(part), part, dim)
 
     def stream_numbers(self, first: jax.Array | int, count: int) -> jax.Array | int:
-        """The number of this device's first position of the stream between layers, given how many it has."""
+        """The number of this device's first position of the stream between layers, of which it has `count`."""
         return first + self.first(count) if self.cuts_positions else first
 
     def stream_positions(self, x_BT: jax.Array) -> jax.Array:
-        """This device's positions of the stream between layers, of what the model takes."""
+        """This device's positions of the stream between layers."""
         return self.part(x_BT, 1) if self.cuts_positions else x_BT
 
     def of_positions(self, draw: Draw, shape: tuple[int, ...]) -> jax.Array:
-        """This device's positions `(T, ...)` of what `draw` makes for all of them."""
+        """This device's positions `(T, ...)` of an array that `draw` makes for all positions."""
         return self.of_heads(draw, shape) if self.cuts_positions else draw(shape)
-
-    def of_heads(self, draw: Draw, shape: tuple[int, ...]) -> jax.Array:
-        """This device's heads `(H, ...)` of what `draw` makes for all of them."""
-        return self.part(draw((shape[0] * self.size, *shape[1:])), 0)
 
     def gather_positions(self, x_BTD: jax.Array) -> jax.Array:
         """All positions, from each device's."""
@@ -113,11 +108,11 @@ class TensorGroup(ModelParallel):
         return lax.psum_scatter(x_BTD, name, scatter_dimension=1, tiled=True, axis_index_groups=groups)
 
     def stack(self, x: jax.Array) -> jax.Array:
-        """That of each device of the group, in a new leading dimension."""
+        """The arrays of all devices of the group, in a new leading dimension."""
         return lax.all_gather(x, self.axis.name, axis_index_groups=self._groups)
 
     def counted_once(self, x_BT: jax.Array) -> jax.Array:
-        """Of what all devices of the group have alike, this device's share of the positions; 0 elsewhere."""
+        """The positions that this device counts for its group; 0 elsewhere."""
         share = -(-x_BT.shape[1] // self.size)
         is_own_T = jnp.arange(x_BT.shape[1]) // share == self.rank()
         return jnp.where(is_own_T[None], x_BT, jnp.zeros((), x_BT.dtype))

@@ -24,7 +24,7 @@ from zero.partition.rewrite.interpreter import (
     whole_shape,
 )
 
-# What meets on all devices: it must not run on one of them alone.
+# Operations that all devices have to run together.
 _COLLECTIVES = """
 all_gather all_gather_reduced all_to_all pmax pmin ppermute psum psum_invariant ragged_all_to_all
 reduce_scatter unreduced_psum unreduced_reduce_scatter
@@ -117,7 +117,7 @@ def _shifted(split: Split | None, by: int) -> Split | None:
 
 
 def _loop(rule: Rule) -> Rule:
-    """On slices where all of a loop is element-wise; else its owner runs it, inside `across_shards`."""
+    """A loop runs on slices where all of it is element-wise; else, inside `across_shards`, its owner runs it."""
 
     def run(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> Sequence[Value] | None:
         args = [Value(arg.x, arg.split) for arg in args]  # a shard computed inside the loop must not be used outside
@@ -135,7 +135,7 @@ def _loop(rule: Rule) -> Rule:
 def _own(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     """One device computes, the others wait: results like an operand are split like it, the rest are sent to all.
 
-    What meets other devices, or returns what cannot be sent, runs on all of them.
+    An operation that contains collectives, or has a result that cannot be sent, runs on all devices.
     """
     avals: list[Any] = [var.aval for var in eqn.outvars]
     if primitives(eqn) & COLLECTIVES or any(jnp.issubdtype(aval.dtype, jax.dtypes.extended) for aval in avals):
@@ -159,18 +159,26 @@ def _own(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list
     return results
 
 
+def _caller(
+    interpreter: Interpreter, eqn: JaxprEqn, splits: Sequence[Split | None], out_splits: list[Split | None]
+) -> Callable[..., list[Any]]:
+    """The function that an operation calls, on slices; when it runs, `out_splits` becomes the splits of its results."""
+    inside = interpreter.inside(eqn, interpreter.may_communicate)
+
+    def call(*xs: Any) -> list[Any]:
+        results = inside.run(eqn.params["call_jaxpr"], _values(xs, splits))
+        out_splits[:] = [value.split for value in results]
+        return [value.x for value in results]
+
+    return call
+
+
 def _custom_jvp(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     """A function with a derivative of its own keeps it: the derivative is traced on whole arrays as well."""
     splits = [arg.split for arg in args]
     out_splits: list[Split | None] = []
 
-    @jax.custom_jvp
-    def call(*xs: Any) -> list[Any]:
-        results = interpreter.inside(eqn, interpreter.may_communicate).run(
-            eqn.params["call_jaxpr"], _values(xs, splits)
-        )
-        out_splits[:] = [value.split for value in results]
-        return [value.x for value in results]
+    call = jax.custom_jvp(_caller(interpreter, eqn, splits, out_splits))
 
     @call.defjvp
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -192,17 +200,11 @@ def _custom_jvp(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) 
 
 
 def _custom_vjp(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
-    """As `_custom_jvp`, for reverse mode alone."""
+    """The same for reverse mode only."""
     splits = [arg.split for arg in args]
     out_splits: list[Split | None] = []
 
-    @jax.custom_vjp
-    def call(*xs: Any) -> list[Any]:
-        results = interpreter.inside(eqn, interpreter.may_communicate).run(
-            eqn.params["call_jaxpr"], _values(xs, splits)
-        )
-        out_splits[:] = [value.split for value in results]
-        return [value.x for value in results]
+    call = jax.custom_vjp(_caller(interpreter, eqn, splits, out_splits))
 
     def backward(xs: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
         moving = [i for i, x in enumerate(xs) if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)]

@@ -62,13 +62,13 @@ def run_on_shards(
 ) -> PyTree:
     """`fn(*trees)` of whole trees, computed from shards.
 
-    Per device: for each `(tree, layout)` of `inputs` shards in; shards as `outputs` says out. Call inside pmap.
+    Per device: shards in, for each `(tree, layout)` of `inputs`; shards out, split as in `outputs`. Call inside pmap.
 
     Args:
       fn: the function.
       axis: the pmap axis.
       inputs: the arguments.
-      outputs: from the shapes of the whole result to how its leaves are split.
+      outputs: from the shapes of the whole result to the layouts of its leaves.
 
     Raises:
       NotElementwiseError: an operation outside `across_shards` needs other devices, or draws random numbers.

@@ -43,9 +43,9 @@ class NotElementwiseError(ValueError):
 
 
 class Value(NamedTuple):
-    """What a device holds of an array: its shard along one dimension, or (no split) the whole, alike on all devices.
+    """The part of an array that a device holds: its shard along one dimension, or (no split) the whole array.
 
-    What lies in the padding of a shard is undefined.
+    The padding of a shard may hold anything.
 
     Attributes:
       x: the array.
@@ -70,6 +70,12 @@ class Value(NamedTuple):
             shape[self.split.dim] = self.split.size
         return LeafLayout((), tuple(shape), aval.dtype, (self.split,) if self.split else ())
 
+    @property
+    def dim(self) -> int:
+        """The dimension along which this value is split."""
+        assert self.split
+        return self.split.dim
+
     def moved(self, dim: int) -> Split:
         """This value's split, along another dimension."""
         assert self.split
@@ -81,10 +87,10 @@ def _shard_shape(shape: Sequence[int], split: Split) -> tuple[int, ...]:
 
 
 def whole_shape(value: Value) -> jax.ShapeDtypeStruct:
-    """What a function of whole arrays is traced on.
+    """The shape on which a function of whole arrays is traced.
 
-    It says that the array lies on this device, as every array inside pmap does: where jax meets arrays that say so and
-    others that do not, it inserts a `reshard`.
+    Its sharding is that of this device, as of every array inside pmap: jax inserts a `reshard` where arrays with that
+    sharding meet arrays without one.
     """
     mesh, aval = jax.sharding.get_abstract_mesh(), jax.typeof(value.x)
     here = None if mesh.empty else NamedSharding(mesh, PartitionSpec(*[None] * len(value.shape)))
@@ -97,7 +103,7 @@ Rule = Callable[["Interpreter", JaxprEqn, Sequence[Value]], Sequence[Value] | No
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter:
-    """Where and how operations are carried out.
+    """Carries operations out on values.
 
     Attributes:
       axis: the pmap axis.
@@ -203,7 +209,7 @@ class Interpreter:
         return dataclasses.replace(self, may_communicate=may_communicate, callers=(eqn, *self.callers))
 
     def splits(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Split | None]:
-        """How the results of a traced function are split; nothing is computed."""
+        """The splits of the results of a traced function; nothing is computed."""
         found: list[Split | None] = []
 
         def run(*xs: Any) -> None:

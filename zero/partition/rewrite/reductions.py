@@ -18,21 +18,19 @@ from zero.partition.rewrite.shapes import without
 
 
 def _reduction(identity: Callable[[Any], Any], collective: Callable[[jax.Array, Axis], jax.Array] | None) -> Rule:
-    """Without a collective the parts are gathered and reduced once more."""
+    """The rule of a reduction: without a collective the parts are gathered and reduced once more."""
 
     def reduce(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
         (value,) = args
-        assert value.split
-        if value.split.dim not in eqn.params["axes"]:
+        if value.dim not in eqn.params["axes"]:
             return [Value(x, without(value, eqn.params["axes"])) for x in bind(eqn, [value.x])]
         if not interpreter.may_communicate:
             interpreter.refuse(eqn, "reduces over a dimension that is split")
         (part,) = bind(eqn, [fill_padding(value.x, value.leaf, interpreter.axis, identity(value.x.dtype))])
         if collective:
             return [Value(collective(part, interpreter.axis), None)]
-        parts = lax.all_gather(
-            part, interpreter.axis.name, axis_index_groups=interpreter.axis.groups(interpreter.axis.shards)
-        )
+        groups = interpreter.axis.groups(interpreter.axis.shards)
+        parts = lax.all_gather(part, interpreter.axis.name, axis_index_groups=groups)
         return [Value(x, None) for x in bind(eqn.replace(params={**eqn.params, "axes": (0,)}), [parts])]
 
     return reduce
@@ -84,8 +82,7 @@ def _dot_general(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value])
     # The larger operand of those that are split stays where it is.
     kept = max((i for i in (0, 1) if args[i].split), key=lambda i: math.prod(args[i].shape))
     value, other = args[kept], args[1 - kept]
-    assert value.split
-    dim = value.split.dim
+    dim = value.dim
 
     def together(dims: Any) -> list[Any]:
         placed = interpreter.place(other, value.moved(dims[1 - kept][dims[kept].index(dim)]), eqn)

@@ -30,13 +30,23 @@ def _largest_split(args: Sequence[Value]) -> Split:
 
 
 def _along_others(name: str) -> Rule:
-    """Along one or more dimensions, which the parameter `name` holds; all shapes stay, or differ there alone."""
+    """An operation along the dimensions in parameter `name`, which changes no size along the others."""
 
     def rule(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
         dims, split = eqn.params[name], _largest_split(args)
         if split.dim in (dims if isinstance(dims, tuple) else (dims,)):
             return None
         return [Value(x, split) for x in bind(eqn, [interpreter.place(arg, split, eqn).x for arg in args])]
+
+    return rule
+
+
+def _on_slice(split_of: Callable[[Value, JaxprEqn], Split | None]) -> Rule:
+    """The operation on the slice of its first operand; `split_of` is the split of the result, None for no such form."""
+
+    def rule(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+        split = split_of(args[0], eqn)
+        return None if split is None else [Value(x, split) for x in bind(eqn, [arg.x for arg in args])]
 
     return rule
 
@@ -62,7 +72,7 @@ def _broadcast_in_dim(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Va
 
 
 def _reshape(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
-    """Where the split dimension survives."""
+    """On slices, where the split dimension is one of the new shape as well."""
     (value,) = args
     assert value.split
     before = math.prod(value.shape[: value.split.dim])
@@ -74,29 +84,19 @@ def _reshape(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> 
 
 
 def without(value: Value, dims: Sequence[int]) -> Split:
-    """The split of what remains when other dimensions are removed."""
-    assert value.split and value.split.dim not in dims
-    return value.moved(value.split.dim - sum(dim < value.split.dim for dim in dims))
+    """The split of the value when other dimensions are removed."""
+    assert value.dim not in dims
+    return value.moved(value.dim - sum(dim < value.dim for dim in dims))
 
 
-def _squeeze(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
-    (value,) = args
-    return [Value(x, without(value, eqn.params["dimensions"])) for x in bind(eqn, [value.x])]
+def _bitcast(value: Value, eqn: JaxprEqn) -> Split | None:
+    """A change of the size of an element appends a dimension, or removes the last one."""
+    out: Any = eqn.outvars[0].aval
+    return value.split if value.dim < len(out.shape) else None
 
 
-def _transpose(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
-    (value,) = args
-    assert value.split
-    split = value.moved(eqn.params["permutation"].index(value.split.dim))
-    return [Value(x, split) for x in bind(eqn, [value.x])]
-
-
-def _tile(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
-    (value,) = args
-    assert value.split
-    if eqn.params["reps"][value.split.dim] != 1:
-        return None
-    return [Value(x, value.split) for x in bind(eqn, [value.x])]
+def _reduced(value: Value, eqn: JaxprEqn) -> Split | None:
+    return None if value.dim in eqn.params["axes"] else without(value, eqn.params["axes"])
 
 
 def _slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
@@ -108,14 +108,6 @@ def _slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> li
         return None
     limits = _replaced(params["limit_indices"], split.dim, split.shard_size)
     return [Value(x, split) for x in bind(_with_params(eqn, limit_indices=limits), [value.x])]
-
-
-def _pad(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
-    value, fill = args
-    assert value.split
-    if eqn.params["padding_config"][value.split.dim] != (0, 0, 0):
-        return None
-    return [Value(x, value.split) for x in bind(eqn, [value.x, fill.x])]
 
 
 def _dynamic_slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
@@ -139,32 +131,14 @@ def _dynamic_update_slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequenc
 
 
 def _all(starts: Sequence[Value], dim: int) -> list[Any]:
-    """Where a slice that takes all of one dimension starts: an index that would exceed an array is lowered."""
+    """The starts of a slice that takes all of one dimension: 0 there, to which jax would lower any other start."""
     return [jnp.zeros_like(start.x) if i == dim else start.x for i, start in enumerate(starts)]
 
 
-def _bitcast_convert_type(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
-    """A change of the size of an element appends a dimension, or takes the last one away."""
-    (value,) = args
-    assert value.split
-    out: Any = eqn.outvars[0].aval
-    if value.split.dim >= len(out.shape):
-        return None
-    return [Value(x, value.split) for x in bind(eqn, [value.x])]
-
-
-def _arg_reduction(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
-    (value,) = args
-    assert value.split
-    if value.split.dim in eqn.params["axes"]:
-        return None
-    return [Value(x, without(value, eqn.params["axes"])) for x in bind(eqn, [value.x])]
-
-
 RULES: dict[str, Callable[..., Sequence[Value] | None]] = {
-    "argmax": _arg_reduction,
-    "argmin": _arg_reduction,
-    "bitcast_convert_type": _bitcast_convert_type,
+    "argmax": _on_slice(_reduced),
+    "argmin": _on_slice(_reduced),
+    "bitcast_convert_type": _on_slice(_bitcast),
     "broadcast_in_dim": _broadcast_in_dim,
     "concatenate": _along_others("dimension"),
     "cumlogsumexp": _along_others("axis"),
@@ -175,15 +149,15 @@ RULES: dict[str, Callable[..., Sequence[Value] | None]] = {
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "optimization_barrier": _each,
-    "pad": _pad,
+    "pad": _on_slice(lambda x, eqn: x.split if eqn.params["padding_config"][x.dim] == (0, 0, 0) else None),
     "reshape": _reshape,
     "rev": _along_others("dimensions"),
     "slice": _slice,
     "sort": _along_others("dimension"),
     "split": _along_others("axis"),
-    "squeeze": _squeeze,
+    "squeeze": _on_slice(lambda value, eqn: without(value, eqn.params["dimensions"])),
     "stack": _stack,
-    "tile": _tile,
+    "tile": _on_slice(lambda value, eqn: value.split if eqn.params["reps"][value.dim] == 1 else None),
     "top_k": _along_others("axis"),
-    "transpose": _transpose,
+    "transpose": _on_slice(lambda value, eqn: value.moved(eqn.params["permutation"].index(value.dim))),
 }
