@@ -44,7 +44,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> cli.Forks:
 def trees(run: Path, step: int) -> Any:
     """The weights and their moving average, whole."""
     model = ShardedGPT(SIZE, zero.Axis("zero", (1, 8)), 3)
-    layout = derive_layout(lambda tree: {"params": tree, "ema": tree}, model.layout)
+    layout = derive_layout(lambda tree: {"params": tree, "averages": {"ema": tree}}, model.layout)
     with Checkpoints(run / "checkpoints", None) as checkpoints:
         names = [leaf.name for leaf in layout.leaves]
         return {name: checkpoints.read(step, name) for name in names}
@@ -87,7 +87,7 @@ def test_average_is_used_by_evaluate_and_refused_where_there_is_none(forks: cli.
     whole, mean = forks.workplace / "whole", forks.workplace / "mean"
     model = ShardedGPT(SIZE, zero.Axis("zero", (1, 1)), 0)
     saved = trees(whole, LAST)
-    for ema, prefix in ((False, "params"), (True, "ema")):
+    for ema, prefix in ((False, "params"), (True, "averages/ema")):
         params = load_weights(whole, model, None, ema)[0]
         for path, x in jax.tree_util.tree_leaves_with_path(params):
             name = jax.tree_util.keystr(path, simple=True, separator="/")

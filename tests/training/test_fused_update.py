@@ -185,7 +185,6 @@ def toy(group: int) -> tuple[Any, Any]:
             lambda p, x, layer: x + poisoned(p["w"], poison(sick_layers[layer])),
             lambda rest, x: (jnp.sum(x * poisoned(rest["rest"]["w"], poison(sick_rest))), None),
             tx,
-            lambda params, updates: jax.tree.map(jnp.add, params, updates),
             params,
             tx.init(params),
             layout=layout,

@@ -191,7 +191,7 @@ class GPT(nn.Module):
           position: of the first column.
         """
         cut = self._cut.for_positions(tokens_BT.shape[1]) if cache is None else self._cut.with_all_positions()
-        stream = self._embed(tokens_BT, keys_B, position, starts_BT, cut), no_routing(self.config, len(tokens_BT))
+        stream = self.embed(tokens_BT, keys_B, starts_BT, position, cut)
         stream, cache = self._layers(stream, cache, keys_B, position, starts_BT, cut)
         return self.score(stream, targets_BT), cache
 
@@ -236,8 +236,7 @@ class GPT(nn.Module):
     ) -> tuple[jax.Array, AnyCache | None]:
         """The normalised residual stream after the last block, `(B, T, D)`, and the cache with these positions."""
         cut = self._cut.with_all_positions()
-        x_BTD = self._embed(tokens_BT, keys_B, position, None, cut)
-        stream = x_BTD, no_routing(self.config, len(tokens_BT))
+        stream = self.embed(tokens_BT, keys_B, None, position, cut)
         (x_BTD, _), cache = self._layers(stream, cache, keys_B, position, None, cut)
         x_BTD = self.norm(x_BTD)
         if self.is_initializing() and not self.config.tied:
@@ -277,20 +276,15 @@ class GPT(nn.Module):
         return layer
 
     def embed(
-        self, tokens_BT: jax.Array, keys_B: jax.Array | None = None, starts_BT: jax.Array | None = None
-    ) -> ResidualStream:
-        """What enters the first block: `(B, T, D)`, of which a cut leaves this device's positions, and no routing."""
-        x_BTD = self._embed(tokens_BT, keys_B, 0, starts_BT, self._cut.for_positions(tokens_BT.shape[1]))
-        return x_BTD, no_routing(self.config, len(tokens_BT))
-
-    def _embed(
         self,
         tokens_BT: jax.Array,
-        keys_B: jax.Array | None,
-        position: jax.Array | int,
-        starts_BT: jax.Array | None,
-        cut: ModelParallel,
-    ) -> jax.Array:
+        keys_B: jax.Array | None = None,
+        starts_BT: jax.Array | None = None,
+        position: jax.Array | int = 0,
+        cut: ModelParallel | None = None,
+    ) -> ResidualStream:
+        """What enters the first layer: `(B, T, D)`, of which a cut leaves this device's positions, and no routing."""
+        cut = self._cut.for_positions(tokens_BT.shape[1]) if cut is None else cut
         x_BTD = jnp.zeros((*tokens_BT.shape, self.config.embedding_dim), jnp.float32)
         x_BTD, _ = self.vocabulary(x_BTD, self._first_rows(), tokens_BT, None)
         x_BTD = cut.sum_positions(x_BTD)
@@ -303,7 +297,8 @@ class GPT(nn.Module):
             x_BTD = self.embedding_norm(x_BTD)
         if keys_B is not None:  # the numbers below N are those of the layers
             keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, self.config.N)
-        return dropout(x_BTD, self.config.embedding_dropout, keys_B, cut.of_positions).astype(self.dtype)
+        x_BTD = dropout(x_BTD, self.config.embedding_dropout, keys_B, cut.of_positions).astype(self.dtype)
+        return x_BTD, no_routing(self.config, len(tokens_BT))
 
     def _first_rows(self) -> jax.Array:
         return jnp.arange(self.config.vocab_chunks) * self.config.chunk_rows

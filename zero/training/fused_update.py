@@ -72,7 +72,6 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
             layer,
             score,
             scaled(tx, rate, state.clock),
-            optax.apply_updates,
             state.params,
             state.opt_state,
             layout=model.layout,
@@ -91,7 +90,6 @@ def backward_and_update(
     block: Callable[[PyTree, PyTree, jax.Array], PyTree],
     score: Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]],
     tx: optax.GradientTransformation,
-    moved: Callable[[PyTree, PyTree], PyTree],
     params: dict[str, PyTree],
     opt_state: PyTree,
     *,
@@ -112,7 +110,6 @@ def backward_and_update(
       score: this device's part of the loss, and what else is known of it, from the same parameters as `embed` and what
         leaves the last layer.
       tx: the optimizer.
-      moved: `(params, updates)` to new params.
       params, opt_state: shards.
       layout: of the parameters.
       axis: the pmap axis.
@@ -128,8 +125,7 @@ def backward_and_update(
     Raises:
       NotElementwiseError: `tx` needs other devices, or other layers.
     """
-    is_block = {name: name == BLOCKS for name in params}
-    rest, rest_state = _only(params, is_block, False), _subtrees(partial(_only, keys=is_block, chosen=False), opt_state)
+    rest, rest_state = _subtrees(_rest, (params, opt_state))
     rest_layout, layers_layout, layer_layout = layout.only(rest), layout.only([BLOCKS]), layout.at(BLOCKS)
     layers = jnp.arange(jax.tree.leaves(params[BLOCKS])[0].shape[0])
 
@@ -148,7 +144,7 @@ def backward_and_update(
         sums = squares(jax.tree.map(lambda stack: stack[0], own_grads), layer_layout, axis)
         own_grads, is_bad = guarded({BLOCKS: own_grads}, sums)
         updates, new_state = _one_layer(tx, layers_layout, axis, layer).update(own_grads, own_state, own)
-        new = unless(is_bad, (moved(own, updates), new_state), (own, own_state))
+        new = unless(is_bad, (optax.apply_updates(own, updates), new_state), (own, own_state))
         place = partial(jax.tree.map, lambda stack, x: lax.dynamic_update_slice_in_dim(stack, x, layer, 0))
         return (dx, _subtrees(place, held, new)), (sums, is_bad)
 
@@ -156,13 +152,13 @@ def backward_and_update(
         (_, (now, _)), (x, layers) = carry, xs
         return lax.scan(layer_backward, carry, (inputs_of(block, now[BLOCKS], x, layers), layers), reverse=True)
 
-    held = _subtrees(partial(_only, keys=is_block, chosen=True), (params, opt_state))
+    held = _subtrees(_layers, (params, opt_state))
     (dx, held), of_layers = lax.scan(group_backward, (dx, held), (kept, layers.reshape(-1, group)), reverse=True)
     grads = jax.tree.map(jnp.add, grads, embed_backward(dx)[0])
     sums = squares(grads, rest_layout, axis)
     grads, is_bad = guarded(grads, sums)
     updates, new_state = on_shards(tx, rest_layout, axis).update(grads, rest_state, rest)
-    new = unless(is_bad, (moved(rest, updates), new_state), (rest, rest_state))
+    new = unless(is_bad, (optax.apply_updates(rest, updates), new_state), (rest, rest_state))
     sums, is_bad = jax.tree.map(lambda rest, layers: rest + layers.sum().astype(rest.dtype), (sums, is_bad), of_layers)
     params, opt_state = _subtrees(lambda rest, blocks: {**rest, **blocks}, new, held)
     return lax.psum(loss, axis.name), params, opt_state, norm_of(sums, axis), is_bad, more
@@ -204,8 +200,12 @@ def _one_layer(
     )
 
 
-def _only(tree: dict[str, PyTree], keys: dict[str, bool], chosen: bool) -> dict[str, PyTree]:
-    return {name: subtree for name, subtree in tree.items() if keys[name] == chosen}
+def _layers(tree: dict[str, PyTree]) -> dict[str, PyTree]:
+    return {name: subtree for name, subtree in tree.items() if name == BLOCKS}
+
+
+def _rest(tree: dict[str, PyTree]) -> dict[str, PyTree]:
+    return {name: subtree for name, subtree in tree.items() if name != BLOCKS}
 
 
 def _subtrees(f: Callable[..., Any], *trees: PyTree) -> PyTree:

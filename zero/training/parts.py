@@ -1,7 +1,7 @@
-"""The parts that a training step is composed of: its state, its options, and the contracts of its parts.
+"""What a training step is composed of: its state, its options, and the contracts of attempt, guard and average.
 
-Each part is a few pure functions that run inside pmap. A new feature is a new file with such functions, and one entry
-where they are chosen: `make_step` for attempts, `averages_of` for averages.
+Each part is a few pure functions that run inside pmap. A new feature is a file with such functions, and one entry where
+they are chosen: `make_step` for attempts, `averages_of` for averages.
 """
 
 from __future__ import annotations

@@ -146,10 +146,6 @@ class ShardedGPT:
         """Those of a new model, whole on every device."""
         return {name: one.init(jax.random.fold_in(key, 1)) for name, one in self.collections.items()}
 
-    def prepare(self, averages: Mapping[str, PyTree], positions: int) -> dict[str, PyTree]:
-        """The collections as a training step over so many positions needs them."""
-        return {name: one.prepare(averages[name], positions) for name, one in self.collections.items()}
-
     @cached_property
     def collection_layouts(self) -> dict[str, Layout]:
         """Of each collection: whole on every device."""
@@ -180,8 +176,9 @@ class ShardedGPT:
         is_own = all(leaf.dtype == self.gradient_dtype for leaf in self.layout.leaves)
         return "params" if self.stage < 2 or is_own else "gradients"
 
-    def enter(self, params: PyTree, collections: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """Flax variables for a step, from shards of the parameters and the model's collections."""
+    def enter(self, weights: PyTree) -> dict[str, PyTree]:
+        """Flax variables for a step, from shards of the parameters with the model's collections."""
+        params, collections = self.split(weights)
         variables = {"params": params, **collections}
         if self.stage < 3:
             full = gather(params, self.layout_by_parts, self.axis, self.compute_dtype, wire_dtype=self.gather_dtype)

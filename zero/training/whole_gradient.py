@@ -54,7 +54,9 @@ def _loss_and_gradients(
     That is the gradient of each of the model's collections, summed over devices, and what the layers have observed.
     """
     tokens, keys, scored = batch.tokens, model.dropout_keys(key, batch), model.count_all_scored(batch.tokens)
-    variables = model.enter(state.params, model.prepare(state.averages, model.axis.size * tokens.size))
+    positions = model.axis.size * tokens.size
+    prepared = {name: one.prepare(state.averages[name], positions) for name, one in model.collections.items()}
+    variables = model.enter({**state.params, **prepared})
 
     def loss_of(differentiated: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None) -> tuple[jax.Array, Any]:
         loss, observed = model.losses({**variables, **differentiated}, tokens, keys)

@@ -57,6 +57,7 @@ def make_run(directory: Path, tracker: Tracker | None, **metrics: float) -> Acti
     )
     run.directory, run.tracker, run.checkpoints = directory, tracker, NoCheckpoints()
     run.model = SimpleNamespace(axis=Axis("zero", (1, 8)), weights=lambda params, averages: params)
+    run.state = SimpleNamespace(params=0.0, averages={})
     run.position = TrainingPosition(8, step=3, cursor={"batches": 3})
     run.loader = SimpleNamespace(rows_seen=lambda batches: {})
     run.context, run.last_step, run.stop_requests = SequenceLengths(16), 10, [15]
@@ -152,7 +153,7 @@ def test_evaluation_is_one_transfer_per_batch_and_runs_tasks_at_the_last_step_to
 ) -> None:
     run: Any = make_run(tmp_path, None)
     run.config.training.maximum_evaluation_steps, run.config.training.evaluation_frequency = 3, 20
-    run.last_step, run.state = 70, SimpleNamespace(params=0.0, averages={})
+    run.last_step = 70
     batch = SimpleNamespace(tokens=np.zeros((8, 4), np.int32))
     run.validation = SimpleNamespace(batches=lambda: iter([batch] * 5))
     run.programs = SimpleNamespace(evaluate=lambda params, rows: (jnp.float32(6.0), jnp.int32(4)))
@@ -192,5 +193,5 @@ def test_tasks_are_logged_by_name_without_their_errors(tmp_path: Path, monkeypat
     monkeypatch.setattr(active_run, "run_tasks", lambda scorer, context, tasks: results)
     run: Any = make_run(tmp_path, None)
     run.config.training.batch_size = 8
-    run.state, run.tokenizer = SimpleNamespace(params=None, averages={}), None
+    run.tokenizer = None
     assert run.harness_results() == {"harness/choice/acc": 0.5}

@@ -92,11 +92,11 @@ def save(
     def padded(tree: Any) -> Any:
         return model.layout.map(one, zero.global_shapes(model.layout, model.axis), tree)
 
-    with_ema = {} if ema is None else {"ema": padded(params(size, ema))}
-    layout = derive_layout(lambda tree: {"params": tree} | dict.fromkeys(with_ema, tree), model.layout)
+    averages = {} if ema is None else {"ema": padded(params(size, ema))}
+    layout = derive_layout(lambda tree: {"params": tree, "averages": dict.fromkeys(averages, tree)}, model.layout)
     with Checkpoints(place, keep=9) as checkpoints:
         for seed in seeds:
-            state = {"params": padded(values or params(size, seed))} | with_ema
+            state = {"params": padded(values or params(size, seed)), "averages": averages}
             checkpoints.save(seed, state, layout, {"config": meta, "size": dataclasses.asdict(size)})
 
 
