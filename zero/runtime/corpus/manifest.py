@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from zero.runtime import storage
 from zero.runtime.corpus import directory
 from zero.runtime.errors import UserError
-from zero.runtime.parsing import json_object, reading
+from zero.runtime.parsing import reading
 from zero.runtime.tokenizers import FileTokenizer, Tokenizer
 
 MANIFEST = "manifest.json"
@@ -78,7 +78,7 @@ def find_usable(place: str, arguments: dict[str, Any], source_state: str, overwr
 def load(place: str) -> dict[str, Any]:
     path = storage.join(place, MANIFEST)
     with reading(f"{path} is not a manifest that this version can read, choose another name, or remove it"):
-        manifest = {_FORMER_KEYS.get(key, key): value for key, value in json_object(directory.read(path), path).items()}
+        manifest = {_FORMER_KEYS.get(key, key): value for key, value in json.loads(directory.read(path)).items()}
         _check_form(manifest)
     return manifest
 
