@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from zero.models.experts import METRICS
-from zero.runtime.run.goodput import Goodput
+from zero.runtime.tracking.goodput import Goodput
 
 
 class StepMetrics:
