@@ -1,4 +1,5 @@
 # python benchmarks/storm.py [--kills 100] [--steady] [--bucket] [--busy 0] [--seed 0]
+# python benchmarks/storm.py --hosts 3 --hours 1 [--bucket]
 #
 # A run is started again and again with `--resume=auto` and ended at random moments by SIGKILL or SIGTERM, now as 1
 # process with 8 devices, now as 2 with 4 each, now as 1 with 4, at stages 1 to 3. When it has finished all the same,
@@ -6,6 +7,10 @@
 # rounding. With --steady the devices stay the same, and all metrics and the state have to be the same, bit for bit.
 # With --bucket checkpoints lie in a storage server behind a proxy that refuses requests at random, and now and then the
 # run directory is lost as well. With --busy N as many processes beside it only spin.
+#
+# With --hosts N the processes are 1 to N, and what happens to them is drawn from FAULTS: killed, terminated or stopped,
+# one or all; a full disk; a clock that jumps by a day; a host with another configuration, which all have to refuse; and
+# between two starts the memory of a host is lost, with its emergency checkpoints.
 #
 # Takes about half an hour on two quiet cores.
 """A run that is killed a hundred times ends as if nothing had been."""
@@ -16,6 +21,7 @@ import argparse
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -23,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -43,7 +49,7 @@ from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 
 SHAPES = ((1, 8), (2, 4), (1, 4))  # processes, devices of each
 STAGES = (1, 2, 3)
-GLOBAL_ROWS = 16
+GLOBAL_ROWS, HOSTS_ROWS = 16, 12
 MOST_SECONDS = 90  # in which all processes have to end after a signal
 REFUSED = 0.05  # of the requests to the bucket
 JOB = (
@@ -53,18 +59,51 @@ JOB = (
     "training.evaluation_frequency=10",
     "training.total_steps={steps}",
 )
+WRONG = "training.peak_learning_rate=9"  # of one host
+JUMPING_CLOCK = """
+import time
+began, real = time.time(), time.time
+time.time = lambda: real() + 86_400 * (real() > began + 10)
+"""
+
+
+def send(number: signal.Signals) -> Callable[[list[subprocess.Popen[str]]], None]:
+    def strike(victims: list[subprocess.Popen[str]]) -> None:
+        for victim in victims:
+            victim.send_signal(number)
+
+    return strike
+
+
+def fill_disk(victims: list[subprocess.Popen[str]]) -> None:
+    for victim in victims:
+        resource.prlimit(victim.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
+# What happens at a random moment. The last two are there from the start, and the run is killed as well.
+FAULTS: dict[str, Callable[[list[subprocess.Popen[str]]], None]] = {
+    "SIGKILL": send(signal.SIGKILL),
+    "SIGTERM": send(signal.SIGTERM),
+    "SIGSTOP": send(signal.SIGSTOP),
+    "full disk": fill_disk,
+    "clock": send(signal.SIGKILL),
+    "configuration": send(signal.SIGKILL),
+}
 
 
 @dataclass
 class Storm:
     """What happened to a run, and how it ended."""
 
-    kills: Counter[tuple[str, str]] = field(default_factory=Counter)  # (signal, what it hit)
+    kills: Counter[tuple[str, str]] = field(default_factory=Counter)  # (one of FAULTS, what it hit)
     starts: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (processes, devices, stage)
     seconds_to_end: dict[str, float] = field(default_factory=dict)  # the most after a signal while it trained
     finished: int = 0  # runs, before the last one
     resumed: int = 0
     lost_directories: int = 0
+    lost_memories: int = 0
+    from_memory: int = 0  # resumes from emergency checkpoints
+    refused_configurations: int = 0
     refused: int = 0
 
 
@@ -77,8 +116,10 @@ def weather(
     is_steady: bool = False,
     is_bucket: bool = False,
     busy: int = 0,
+    most_hosts: int | None = None,
+    hours: float | None = None,
 ) -> Storm:
-    """Runs undisturbed, then through a storm, and compares.
+    """Runs undisturbed, then through a storm of so many kills or hours, and compares.
 
     Raises:
       AssertionError: the run lost something.
@@ -87,7 +128,14 @@ def weather(
     storm = Storm()
     cli.make_workplace(place)
     job = tuple(argument.format(steps=steps) for argument in JOB)
-    calm = cli.finish(cli.start(place, *job, "hydra.run.dir=calm", f"training.batch_size={GLOBAL_ROWS}"), 600)
+    shapes: tuple[tuple[int, int], ...] = SHAPES
+    rows, faults = GLOBAL_ROWS, tuple(FAULTS)[:2]
+    if most_hosts is not None:
+        assert HOSTS_ROWS % most_hosts == 0
+        rows, faults = HOSTS_ROWS, tuple(FAULTS)
+        shapes = tuple((count, 6 // count) for count in range(1, most_hosts + 1) if 6 % count == 0)
+        job += ("zero.emergency_steps=3", f"zero.emergency_directory={place}/memory-0", "distributed.cpu_devices=6")
+    calm = cli.finish(cli.start(place, *job, "hydra.run.dir=calm", f"training.batch_size={rows}"), 600)
     assert calm.returncode == 0, calm.stderr
     with ExitStack() as stack:
         spinning = stack.enter_context(cli.spinning(busy))
@@ -103,31 +151,34 @@ def weather(
             )
         bar = stack.enter_context(tqdm(total=kills, unit="kill"))
         calm_startup = read_metrics(place / "calm" / "metrics.jsonl")[0]["seconds_to_first_step"]
-        startup = {count: count * calm_startup for count, _ in SHAPES}  # seconds to the first step; followed below
-        run, reported = place / "stormy0", 0
+        startup = {count: count * calm_startup for count, _ in shapes}  # seconds to the first step; followed below
+        run, reported, began = place / "stormy0", 0, time.monotonic()
         while True:
-            count, devices = SHAPES[0] if is_steady else rng.choice(SHAPES)
+            count, devices = shapes[0] if is_steady else rng.choice(shapes)
             stage = 3 if is_steady else rng.choice(STAGES)
-            number = rng.choice((signal.SIGKILL, signal.SIGTERM))
+            fault = rng.choice(faults)
             victims = rng.choice((list(range(count)), [rng.randrange(count)]))
-            is_over = storm.kills.total() >= kills
+            is_over = storm.kills.total() >= kills if hours is None else time.monotonic() > began + 3600 * hours
+            if is_over:
+                fault = "SIGKILL"  # which comes after the end
             moment = 3600 if is_over else rng.uniform(0, 2 * startup[count])
             storm.starts[count, devices, stage] += 1
-            done, seconds = finish(
-                start(place, [*job, f"hydra.run.dir={run.name}"], count, devices, stage), victims, number, moment
-            )
+            processes = start(place, [*job, f"hydra.run.dir={run.name}"], count, devices, stage, rows // count, fault)
+            done, seconds = finish(processes, victims, fault, moment)
             hit = phase(done[0].stderr)
             for one in done:
-                check_end(one, number if seconds is not None else None, hit)
+                check_end(one, fault if seconds is not None or fault == "configuration" else None, hit)
+            storm.from_memory += any("resumed from the emergency checkpoint" in one.stderr for one in done)
+            storm.refused_configurations += any("all hosts need the same" in one.stderr for one in done)
             first = re.search(r"first step with sequences of \d+ tokens: ([\d.]+) s after the start", done[0].stderr)
             if first:
                 startup[count] = float(first[1])
             if seconds is not None:
-                storm.kills[number.name, hit] += 1
+                storm.kills[fault, hit] += 1
                 bar.update()
-                if hit == "training":
+                if hit == "training" and fault != "full disk":  # which is met at the next save
                     assert seconds < MOST_SECONDS, [one.stderr[-3000:] for one in done]
-                    storm.seconds_to_end[number.name] = max(storm.seconds_to_end.get(number.name, 0.0), seconds)
+                    storm.seconds_to_end[fault] = max(storm.seconds_to_end.get(fault, 0.0), seconds)
             # What was reported as saved is there: it, or a newer one.
             said = [
                 int(step) for one in done for step in re.findall(r"(?:checkpoint|step) (\d+)(?: is)? saved", one.stderr)
@@ -147,6 +198,9 @@ def weather(
                 run, reported = place / f"stormy{storm.finished}", 0
                 if is_bucket:
                     job = (*job, f"data.checkpoint_directory={run.name}")
+            elif most_hosts is not None and rng.random() < 0.3:
+                shutil.rmtree(place / f"memory-{rng.randrange(most_hosts)}", ignore_errors=True)
+                storm.lost_memories += 1
             elif is_bucket and rng.random() < 0.2:
                 shutil.rmtree(run, ignore_errors=True)
                 storm.lost_directories += 1
@@ -164,19 +218,27 @@ def undisturbed(proxy: bucket.Proxy) -> Iterator[None]:
     proxy.rate = rate
 
 
-def start(place: Path, job: list[str], count: int, devices: int, stage: int) -> list[subprocess.Popen[str]]:
+def start(
+    place: Path, job: list[str], count: int, devices: int, stage: int, batch_size: int, fault: str
+) -> list[subprocess.Popen[str]]:
     """The processes of one start, as a launcher makes them: the same line every time."""
     arguments = [
         "--resume=auto", *job, f"zero.stage={stage}",
-        f"distributed.cpu_devices={devices}", f"training.batch_size={GLOBAL_ROWS // count}",
+        f"distributed.cpu_devices={devices}", f"training.batch_size={batch_size}",
     ]  # fmt: skip
-    return [cli.start(place, *arguments)] if count == 1 else hosts.start([place] * count, *arguments)
+    own = {host: [f"zero.emergency_directory={place}/memory-{host}"] for host in range(count)}
+    if fault == "configuration" and count > 1:
+        own[count - 1].append(WRONG)
+    with cli.customized(JUMPING_CLOCK if fault == "clock" else ""):
+        if count == 1:
+            return [cli.start(place, *arguments, *own[0])]
+        return hosts.start([place] * count, *arguments, own=own)
 
 
 def finish(
-    processes: list[subprocess.Popen[str]], victims: list[int], number: signal.Signals, moment: float
+    processes: list[subprocess.Popen[str]], victims: list[int], fault: str, moment: float
 ) -> tuple[list[subprocess.CompletedProcess[str]], float | None]:
-    """Sends a signal after a while, and gives what came of all processes and how many seconds after it the last ended.
+    """Strikes after a while, and gives what came of all processes and how many seconds after it the last ended.
 
     Where a host is gone before the others have met it they would wait for it for minutes: these are killed, as a
     launcher does.
@@ -187,30 +249,33 @@ def finish(
         sent = None
         if not any(output.done() for output in outputs):
             sent = time.monotonic()
-            for victim in victims:
-                processes[victim].send_signal(number)
-            wait(outputs, timeout=MOST_SECONDS)
+            FAULTS[fault]([processes[victim] for victim in victims])
+            stopped = victims if fault == "SIGSTOP" else []  # they end no more by themselves
+            wait([output for host, output in enumerate(outputs) if host not in stopped], timeout=MOST_SECONDS)
+            sent = time.monotonic() - sent
         else:
             wait(outputs, timeout=MOST_SECONDS)
     finally:
         for process in processes:
             process.kill()
-    return [output.result() for output in outputs], None if sent is None else time.monotonic() - sent
+    return [output.result() for output in outputs], sent
 
 
-def check_end(done: subprocess.CompletedProcess[str], number: signal.Signals | None, hit: str) -> None:
-    """Raises AssertionError where a process ended in a way that it should not, given the signal and what it hit."""
+def check_end(done: subprocess.CompletedProcess[str], fault: str | None, hit: str) -> None:
+    """Raises AssertionError where a process ended in a way that it should not, given the fault and what it hit."""
     expected = {0}
-    if number is not None:
+    if fault is not None:
         expected |= {75}
-        if number == signal.SIGTERM and "finished at step" in done.stderr:  # in the last second, with all saved
-            expected |= {128 + number}
-        elif number == signal.SIGKILL or hit != "training":  # before there was anything to save; after another host
+        if fault == "SIGTERM" and "finished at step" in done.stderr:  # in the last second, with all saved
+            expected |= {128 + signal.SIGTERM}
+        elif fault != "SIGTERM" or hit != "training":  # before there was anything to save; after another host
             expected |= {-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM, 1, -signal.SIGABRT}
+    if "all hosts need the same" in done.stderr:
+        expected = {2, -signal.SIGKILL}
     end = f"status {done.returncode}\n" + "\n".join(done.stderr.splitlines()[-30:])
     assert done.returncode in expected, end
     if done.returncode == 1:
-        assert "this one ends as well" in done.stderr, end
+        assert "this one ends as well" in done.stderr or "File too large" in done.stderr, end
 
 
 def absolute(place: Path, argument: str) -> str:
@@ -256,6 +321,8 @@ def leaves(run: Path) -> list[np.ndarray]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--hosts", type=int, choices=(2, 3))
+    parser.add_argument("--hours", type=float)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steady", action="store_true")
@@ -271,6 +338,8 @@ def main() -> None:
             is_steady=given.steady,
             is_bucket=given.bucket,
             busy=given.busy,
+            most_hosts=given.hosts,
+            hours=given.hours,
         )
     print(storm)
 

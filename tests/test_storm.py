@@ -17,6 +17,12 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_been(tmp_pa
 
 
 @pytest.mark.slow
+def test_a_run_of_changing_hosts_meets_every_kind_of_fault_and_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    storm = weather(tmp_path, kills=6, steps=60, seed=3, most_hosts=3)
+    assert storm.kills.total() >= 6 and storm.lost_memories > 0
+
+
+@pytest.mark.slow
 def test_a_run_that_is_killed_on_changing_devices_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     storm = weather(tmp_path, kills=2, steps=20, seed=1, is_bucket=True)
     assert storm.kills.total() == 2 and storm.refused > 0

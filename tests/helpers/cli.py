@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from zero.runtime.corpus.prepare import prepare
-from zero.runtime.run import goodput
 from zero.runtime.tokenizers import ByteTokenizer
+from zero.runtime.tracking import goodput
 from zero.virtual_devices import IN_ORDER
 
 MAIN = Path(__file__).parents[2] / "main_zero.py"
@@ -104,6 +105,14 @@ def environment() -> dict[str, str]:
         "PYTHONWARNINGS": "error:Donated pmap argument,error:Some donated buffers",
         "PYTHONPATH": str(_session() / "absent"),  # webdataset would import torch, which takes seconds, for nothing
     }
+
+
+@contextmanager
+def customized(code: str) -> Iterator[None]:
+    """Programs that are started within run this code first, as Python's `sitecustomize`."""
+    (_session() / "absent" / "sitecustomize.py").write_text('import os\nexec(os.environ.get("ZERO_TESTS_CODE", ""))\n')
+    with patch.dict(os.environ, {"ZERO_TESTS_CODE": code}):
+        yield
 
 
 def start(workplace: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -18,9 +18,9 @@ from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.generate import generate
 from zero.runtime.run.active_run import ActiveRun
-from zero.runtime.run.goodput import counts_as
 from zero.runtime.run.setup import open_run
 from zero.runtime.run_directory import SAMPLES_FILE, mirror
+from zero.runtime.tracking.goodput import counts_as
 from zero.runtime.tracking.html_report import REPORT_FILE, write_report
 from zero.runtime.tracking.plot import draw_run
 from zero.training.ema import EMA

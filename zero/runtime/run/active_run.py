@@ -34,12 +34,12 @@ from zero.runtime.inference.harness_tasks import run_tasks
 from zero.runtime.inference.scoring import Scorer
 from zero.runtime.inference.trained_model import TrainedModel
 from zero.runtime.planning.predict import predict
-from zero.runtime.run.goodput import Goodput, counts_as
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.step_metrics import StepMetrics, peak_memory
 from zero.runtime.run.training_position import TrainingPosition
 from zero.runtime.run_directory import mirror
 from zero.runtime.tokenizers import Tokenizer
+from zero.runtime.tracking.goodput import Goodput, counts_as
 from zero.runtime.tracking.tracker import Tracker
 from zero.training.batch import Batch
 from zero.training.flops import model_flops

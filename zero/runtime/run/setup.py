@@ -38,12 +38,12 @@ from zero.runtime.hosts import agreement, signals, startup
 from zero.runtime.hosts.same_configuration import check_same_configuration
 from zero.runtime.hosts.speeds import peak_flops
 from zero.runtime.run.active_run import ActiveRun
-from zero.runtime.run.goodput import Goodput
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.restore import restore
 from zero.runtime.run.step_metrics import StepMetrics
 from zero.runtime.run.training_position import TrainingPosition
 from zero.runtime.tokenizers import Tokenizer, load_tokenizer
+from zero.runtime.tracking.goodput import Goodput
 from zero.runtime.tracking.metrics_file import read_metrics
 from zero.runtime.tracking.tracker import Tracker
 from zero.runtime.weights.warm_start import warm_start

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from zero.models.experts import METRICS
-from zero.runtime.run.goodput import Goodput
+from zero.runtime.tracking.goodput import Goodput
 
 log = logging.getLogger(__name__)
 

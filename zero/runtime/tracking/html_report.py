@@ -15,13 +15,13 @@ from plotly.subplots import make_subplots
 
 from zero.runtime.config.saved_config import default_config, flat_config
 from zero.runtime.errors import UserError
-from zero.runtime.run.goodput import describe
 from zero.runtime.run_directory import (
     LAYOUT_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
     saved_config,
 )
+from zero.runtime.tracking.goodput import describe
 from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 
 REPORT_FILE = "report.html"

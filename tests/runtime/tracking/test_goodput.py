@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zero.runtime.run.goodput import PHASES, Goodput, counts_as, describe
+from zero.runtime.tracking.goodput import PHASES, Goodput, counts_as, describe
 from zero.runtime.tracking.html_report import summary
 
 
