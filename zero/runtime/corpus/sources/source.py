@@ -16,7 +16,6 @@ from zero.runtime.corpus.sources.files import find_files, is_json_lines, is_tfre
 from zero.runtime.corpus.sources.hub import HubDataset
 from zero.runtime.corpus.sources.json_lines import json_lines
 from zero.runtime.corpus.sources.text import text_parts, whole_files
-from zero.runtime.corpus.sources.tfrecords import record_units
 from zero.runtime.errors import UserError
 
 
@@ -63,6 +62,9 @@ class Source:
         elif self.is_one_text:
             yield from text_parts(self._files[0], self._validation_fraction)
         elif self.has_ids:
+            # protobuf takes a tenth of a second to import
+            from zero.runtime.corpus.sources.tfrecords import record_units
+
             for file in self._files:
                 yield from record_units(file, self._key, documents.UNIT_BYTES)
         else:
