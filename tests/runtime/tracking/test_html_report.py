@@ -26,7 +26,8 @@ def make_run(directory: Path, rate: float, resumed_from: int | None = None, with
         for step in range((resumed_from or 0) + 1, (resumed_from or 0) + 21):
             names = ["learning_rate", "sequence_length", "tokens_per_second", "gradient_norm", "data_wait", "step_time"]
             names += ["goodput/steps", "goodput/restarts", "goodput/evaluation"]
-            names += ["mfu", "peak_memory", *METRICS] if with_device else []
+            device = ["mfu", "device_wait", "predicted_speed", "peak_memory", *METRICS]
+            names += device if with_device else []
             line = {
                 "step": step,
                 "train/loss": 5 * rate / step,

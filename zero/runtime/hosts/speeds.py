@@ -53,7 +53,7 @@ SPEEDS = {
     "TPU v3": Speed(123e12 / 2, 900e9 / 2, 340e12 / 1024 / 2, per_cycle=2 * _MXU, dims=2, ring=32, devices=2),
     "TPU v4": Speed(275e12, 1200e9, 1.1e15 / 4096, per_cycle=8 * _MXU, dims=3, ring=4, kernels=0.7),
     "TPU v5 lite": Speed(197e12, 819e9, 51.2e12 / 256, per_cycle=4 * _MXU, dims=2, ring=16, kernels=0.85),
-    "TPU v5": Speed(459e12, 2765e9, 600e9, per_cycle=8 * _MXU, dims=3, ring=4, kernels=0.7),
+    "TPU v5": Speed(459e12, 2765e9, 600e9, per_cycle=8 * _MXU, dims=3, ring=4, kernels=0.83),
     "TPU v6 lite": Speed(918e12, 1640e9, 102.4e12 / 256, per_cycle=16 * _MXU, dims=2, ring=16, kernels=0.33),
     "NVIDIA H200": Speed(989e12, 4800e9, 450e9),
 }

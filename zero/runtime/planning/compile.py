@@ -94,7 +94,7 @@ def compile_step(request: Request) -> Row:
         peak = state.bytes_per_device()
     else:
         try:
-            compiled = job.programs.step.lower(*arguments).compile(_options(config, devices))
+            compiled = job.programs.step.lower(*arguments).compile(compiler_options(config, devices))
         except jax.errors.JaxRuntimeError as error:
             peak, available = out_of_memory(error)
         else:
@@ -214,7 +214,7 @@ def _pause_peaks(request: Request, job: Job, state: Layout, devices: list[Any]) 
 
     def peak(program: Any, *arguments: Any) -> int:
         try:
-            compiled = program.lower(*arguments).compile(_options(request.config, devices))
+            compiled = program.lower(*arguments).compile(compiler_options(request.config, devices))
             return rest + _peak(compiled.memory_analysis(), devices[0].platform)
         except jax.errors.JaxRuntimeError as error:
             return rest + out_of_memory(error)[0]
@@ -227,7 +227,7 @@ def _pause_peaks(request: Request, job: Job, state: Layout, devices: list[Any]) 
     return {"evaluation": evaluation, "sampling": sampling}
 
 
-def _options(config: Config, devices: list[Any]) -> dict[str, bool] | None:
+def compiler_options(config: Config, devices: list[Any]) -> dict[str, bool] | None:
     """Options of the compiler that a run sets for its process."""
     return {OVERLAP_GATHERS: config.zero.overlap_gathers} if devices[0].platform == "tpu" else None
 
