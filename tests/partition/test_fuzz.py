@@ -55,7 +55,7 @@ def params_of(dtypes: tuple[Any, Any]) -> Any:
 def grads_of(params: Any, devices: int, step: int) -> Any:
     """Sums over 1, 3 and 8 devices are exact in any dtype, and their means in those of 8 and 1; 3 devices are alike."""
     rng = np.random.default_rng(step)
-    whole = {name: rng.integers(-4, 5, (8, *p.shape)) / 4 for name, p in params.items()}
+    whole = {name: rng.integers(-4, 5, (8, *p.shape)) / 4 for name, p in sorted(params.items())}
     return {
         name: np.stack([x[i if devices == 8 else 0] for i in range(devices)]).astype(params[name].dtype)
         for name, x in whole.items()
