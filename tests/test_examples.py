@@ -132,4 +132,5 @@ def test_readmes_count_the_lines_that_change() -> None:
         removed, added = ([line for line in lines if line[0] == sign and line[1:].strip()] for sign in "-+")
         assert counted == f"{len(removed)}, {len(added)}", name
     front = EXAMPLES.parent.joinpath("README.md").read_text().partition("| lines removed, added |")[2]
-    assert re.findall(r"\| (\d+, \d+) \|$", front, re.MULTILINE) == [counted for _, counted in rows]
+    shown = re.findall(r"\| (\d+, \d+) \|$", front, re.MULTILINE)
+    assert shown == [counted for _, counted in rows][: len(shown)] and shown

@@ -126,8 +126,9 @@ def test_an_average_in_another_dtype() -> None:
     for batch in BATCHES:
         params, state, ema = step(params, state, ema, batch)
         expected = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * np.float32(p[0]), expected, params)
+    # XLA may leave out the rounding of parameters that it makes wide again.
     saved = zero.to_host(ema, layout, "batch")
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), saved, expected)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2**-8), saved, expected)
     assert saved["w"].dtype == np.float32
 
 

@@ -19,6 +19,7 @@ OPTIMIZERS = {
     "adafactor": zero.adafactor(0.1, min_dim_size_to_factor=3),
     "muon": zero.muon(0.1),
     "lamb": zero.lamb(0.1),
+    "noise": optax.chain(zero.across_shards(optax.add_noise(0.01, 0.55, key=jax.random.key(0))), optax.adam(0.1)),
     "hyperparameters": optax.inject_hyperparams(optax.lion)(0.1),
 }
 MESHES = {
@@ -111,7 +112,14 @@ def test_optimizers_under_shard_map(name: str) -> None:
     expected, right = train(for_pmap, make_params())
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y[0]), params, expected)
     saved, wanted = zero.whole_state(state, tx, params), zero.whole_state(right, for_pmap, make_params())
-    jax.tree.map(np.testing.assert_array_equal, saved, wanted)
+    jax.tree.map(assert_same, saved, wanted)
+    jax.tree.map(assert_same, zero.whole_state(zero.shard_state(saved, tx, params, mesh), tx, params), saved)
+
+
+def assert_same(x: Any, y: Any) -> None:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    x, y = (jax.random.key_data(one) if is_key else one for one in (x, y))
+    np.testing.assert_array_equal(x, y)
 
 
 def test_padding_inside_the_parts_of_another_axis_comes_off() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -128,7 +129,7 @@ def check_global(leaf: LeafLayout | MeshLeaf, x: Any) -> None:
         )
 
 
-def read(arrays: Sequence[jax.Array], leaves: Sequence[MeshLeaf]) -> list[np.ndarray]:
+def read(arrays: Sequence[jax.Array], leaves: Sequence[MeshLeaf]) -> list[Any]:
     """The whole arrays, unpadded, on every process, which all call it.
 
     Raises:
@@ -136,11 +137,15 @@ def read(arrays: Sequence[jax.Array], leaves: Sequence[MeshLeaf]) -> list[np.nda
     """
     for one, x in zip(leaves, arrays, strict=True):
         check_global(one, x)
-    wholes, differ = [], np.zeros(len(leaves), bool)
+    wholes, differ = list[Any](), np.zeros(len(leaves), bool)
     for number, x in enumerate(arrays):
-        whole = np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)  # which every device has
+        if is_key:
+            whole = x.addressable_shards[0].data
+        else:
+            whole = np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
         for part in x.addressable_shards:
-            differ[number] |= np.asarray(part.data).tobytes() != whole[part.index].tobytes()
+            differ[number] |= _bytes(part.data) != _bytes(whole if is_key else whole[part.index])
         wholes.append(whole)
     if jax.process_count() > 1:
         differ = multihost_utils.process_allgather(differ).any(0)
@@ -150,7 +155,14 @@ def read(arrays: Sequence[jax.Array], leaves: Sequence[MeshLeaf]) -> list[np.nda
     return [one.cropped(whole) for one, whole in zip(leaves, wholes, strict=True)]
 
 
-def write(whole: np.ndarray, leaf: MeshLeaf, mesh: Mesh) -> jax.Array:
+def _bytes(x: Any) -> bytes:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
+
+
+def write(whole: Any, leaf: MeshLeaf, mesh: Mesh) -> jax.Array:
     """The global array; each process places what its devices hold."""
-    padded = leaf.padded(whole)
-    return jax.make_array_from_callback(padded.shape, NamedSharding(mesh, leaf.spec), lambda index: padded[index])
+    padded, sharding = leaf.padded(whole), NamedSharding(mesh, leaf.spec)
+    if jnp.issubdtype(leaf.leaf.dtype, jax.dtypes.extended):
+        return jax.device_put(padded, sharding)
+    return jax.make_array_from_callback(padded.shape, sharding, lambda index: padded[index])
