@@ -1,11 +1,12 @@
 """The corpus of `data.corpus`: prepared if it is missing, and not because a path is misspelt."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from zero.runtime.corpus.prepare_if_missing import prepare_if_missing
-from zero.runtime.data.index_files import read_index
+from zero.runtime.data.index_files import read_index, row_tokens
 from zero.runtime.errors import UserError
 from zero.runtime.tokenizers import ByteTokenizer
 
@@ -38,3 +39,19 @@ def test_a_misspelt_index_path_prepares_nothing(tmp_path: Path, misspelt: str):
     with pytest.raises(UserError, match=message):
         prepare_if_missing("lines", [misspelt, OWN[1]], ByteTokenizer(), 8)
     assert not (tmp_path / "data").exists()
+
+
+def test_longer_rows_are_prepared_beside_the_corpus(source: Path):
+    """As where model.size=test has prepared the default corpus before the default job asks for rows of 256 tokens."""
+    assert prepare_if_missing("lines", OWN, ByteTokenizer(), 8) == {}
+    before = {path: path.read_bytes() for path in Path("data").rglob("*") if path.is_file()}
+    beside = [path.replace("lines_", "lines-16_") for path in OWN]
+    for _ in range(2):
+        assert prepare_if_missing("lines", OWN, ByteTokenizer(), 16) == dict(zip(OWN, beside, strict=True))
+        assert {path: path.read_bytes() for path in before} == before
+    assert {row_tokens(path) for path in beside} == {16}
+    assert prepare_if_missing("lines", OWN, ByteTokenizer(), 4) == {}  # longer rows are cut
+    assert prepare_if_missing("lines", OWN[:1], ByteTokenizer(), 16) == {}  # beside an index of somebody's own
+    shutil.rmtree("data")
+    assert prepare_if_missing("lines", beside, ByteTokenizer(), 16) == {}  # of a run that is resumed elsewhere
+    assert {row_tokens(path) for path in beside} == {16}

@@ -109,6 +109,15 @@ def check_tokenizer(place: str, tokenizer: Tokenizer) -> None:
             raise UserError(f"corpus {place} was prepared with tokenizer {recorded}, not {tokenizer.name}")
 
 
+def check_end_of_text(shards: Iterable[str], tokenizer: Tokenizer) -> None:
+    """Raises UserError if one of these shards separates its documents by an end of text of another tokenizer."""
+    for place in sorted({storage.parent(shard) for shard in shards}):
+        try:
+            check_tokenizer(place, tokenizer)
+        except UserError as error:
+            raise UserError(f"data.isolate_documents=true needs data.tokenizer of the corpus: {error}") from error
+
+
 def save(place: str, manifest: dict[str, Any]) -> None:
     directory.write(storage.join(place, MANIFEST), json.dumps(manifest, indent=1).encode("utf-8") + b"\n")
 

@@ -28,7 +28,7 @@ from zero.runtime.build import make_job
 from zero.runtime.checkpoints.emergency import EmergencyCheckpoints
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.schema import Config
-from zero.runtime.corpus.manifest import check_tokenizer
+from zero.runtime.corpus.manifest import check_end_of_text
 from zero.runtime.corpus.prepare_if_missing import prepare_if_missing
 from zero.runtime.data.cache import ShardCache
 from zero.runtime.data.index_files import index_paths
@@ -72,7 +72,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
     log.info("%d %s devices, %d of this host; %s", count, backend, jax.local_device_count(), run_directory)
     position = _first_position(config, hosts)
     tokenizer = _load_tokenizer(config, size)
-    _prepare_corpus(config, tokenizer)
+    config = _prepare_corpus(config, tokenizer)
     model, tx, programs, layout = make_job(config, size)
 
     with ExitStack() as stack:
@@ -235,16 +235,27 @@ def _load_tokenizer(config: Config, size: GPTConfig) -> Tokenizer:
     return tokenizer
 
 
-def _prepare_corpus(config: Config, tokenizer: Tokenizer) -> None:
-    """Prepares the corpus if its index files are missing: the default job needs nothing but this machine."""
-    data = config.data
-    indices = [index_paths(value, data.bucket_path) for value in (data.index_path_train, data.index_path_validation)]
+def _prepare_corpus(config: Config, tokenizer: Tokenizer) -> Config:
+    """Prepares the corpus if its index files are missing: the default job needs nothing but this machine.
+
+    Returns:
+      The configuration with the index files of the corpus that fits.
+    """
+    data, is_first = config.data, jax.process_index() == 0
+    keys = ("index_path_train", "index_path_validation")
+    indices = [index_paths(getattr(data, key), data.bucket_path) for key in keys]
     paths = [path for index in indices for path in ([index] if isinstance(index, str) else index)]
-    is_first = jax.process_index() == 0
     for is_turn in (is_first, not is_first):  # hosts that share a disk find what the first one has made
         if is_turn and data.corpus:
-            prepare_if_missing(data.corpus, paths, tokenizer, data.max_context)
+            used = prepare_if_missing(data.corpus, paths, tokenizer, data.max_context)
+            if used:
+                log.info("data.corpus=%s has shorter rows: %s in place of it", data.corpus, ", ".join(used.values()))
+                new: dict[str, Any] = {
+                    key: used[path] for key, path in zip(keys, indices, strict=True) if isinstance(path, str)
+                }
+                config = replace(config, data=replace(data, **new))
         agreement.wait_for_all()
+    return config
 
 
 def _origin(config: Config, run_directory: Path, place: Path | str) -> Path | str:
@@ -334,18 +345,9 @@ def _loaders(config: Config, size: GPTConfig, tokenizer: Tokenizer, global_rows:
         only_completions=only_completions,
     )
     if data.isolate_documents:
-        _check_end_of_text([training, validation], tokenizer)
+        corpora = [*training.corpora, *validation.corpora]
+        check_end_of_text([shard.path for corpus in corpora for shard, _ in corpus.shards], tokenizer)
     return training, validation
-
-
-def _check_end_of_text(loaders: list[Loader], tokenizer: Tokenizer) -> None:
-    """Raises UserError if a corpus separates its documents by an end of text of another tokenizer."""
-    shards = [shard for loader in loaders for corpus in loader.corpora for shard, _ in corpus.shards]
-    for place in sorted({storage.parent(shard.path) for shard in shards}):
-        try:
-            check_tokenizer(place, tokenizer)
-        except UserError as error:
-            raise UserError(f"data.isolate_documents=true needs data.tokenizer of the corpus: {error}") from error
 
 
 def _last_step(config: Config, loader: Loader) -> int:
