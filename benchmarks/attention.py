@@ -165,8 +165,8 @@ def plan(
     topology: str, size: str, context: int, documents: int, forms: Sequence[str], context_shards: int, rotary: bool
 ) -> Iterator[str]:
     """Peak memory of a training step, which would take minutes on a TPU to find out."""
-    from zero.runtime.build import Job
     from zero.runtime.config.files import load_sizes
+    from zero.runtime.job import Job
     from zero.runtime.planning.compile import step_arguments
     from zero.runtime.planning.topology import find_devices, out_of_memory
     from zero.training.optimizer import adamw

@@ -39,14 +39,14 @@ from jax.experimental import multihost_utils
 import zero
 from zero.runtime.checkpoints.manager import Checkpoints
 
-LAYERS, WIDTH, VOCAB = 16, 1024, 50304
+STACK, WIDTH, VOCAB = 16, 1024, 50304
 
 
 def placed(devices: int) -> tuple[zero.Layout, zero.Axis]:
     blocks = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH), "qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH)}
     tree = {
         "vocabulary": jax.ShapeDtypeStruct((VOCAB, WIDTH), jnp.float32),
-        "blocks": {name: jax.ShapeDtypeStruct((LAYERS, *shape), jnp.float32) for name, shape in blocks.items()},
+        "blocks": {name: jax.ShapeDtypeStruct((STACK, *shape), jnp.float32) for name, shape in blocks.items()},
     }
     return zero.make_layout(tree, devices, stacked=("blocks",)), zero.Axis("zero", (1, devices))
 

@@ -29,10 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zero.models.block import Block
-from zero.models.config import BLOCKS, GPTConfig
+from zero.models.config import STACK, GPTConfig
 from zero.models.gpt import GPT
 from zero.models.parametrization import multipliers_of
+from zero.models.transformer_layer import TransformerLayer
 from zero.training.optimizer import adamw
 
 PARAMETRIZATIONS = ("standard", "mup")
@@ -71,9 +71,9 @@ def activations(config: GPTConfig, params: Any, tokens: np.ndarray) -> dict[str,
     stream = apply(tokens, method="embed")
     found["embedding"] = stream[0]
     for layer in range(config.N):
-        own = jax.tree.map(lambda stack, layer=layer: stack[layer], params[BLOCKS])
+        own = jax.tree.map(lambda stack, layer=layer: stack[layer], params[STACK])
         with nn.intercept_methods(keep):
-            block: Any = Block(config, jnp.float32).apply({"params": own}, (stream, None), layer, None, 0)
+            block: Any = TransformerLayer(config, jnp.float32).apply({"params": own}, (stream, None), layer, None, 0)
         (stream, _), _ = block
         found[f"{layer}/residual stream"] = stream[0]
     x = apply(stream[0], method=lambda model, x: model.norm(x))

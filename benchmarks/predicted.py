@@ -21,11 +21,11 @@ from omegaconf import OmegaConf
 
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
-from zero.runtime.build import make_job
 from zero.runtime.config.files import load_sizes
 from zero.runtime.config.saved_config import default_config
 from zero.runtime.config.schema import Config
 from zero.runtime.hosts.speeds import SPEEDS
+from zero.runtime.job import make_job
 from zero.runtime.planning.compile import Request, compiler_options, step_arguments
 from zero.runtime.planning.predict import predict
 from zero.runtime.planning.topology import find_devices, prepare_environment

@@ -38,10 +38,10 @@ from zero.models.config import GPTConfig
 from zero.partition.collectives.axis import Axis
 from zero.partition.quantised_optimizers import quantised_adamw, rounded_updates
 from zero.runtime.config.files import load_sizes
-from zero.runtime.corpus.prepare_if_missing import prepare_if_missing
-from zero.runtime.data.loader import Loader
 from zero.runtime.planning.topology import find_devices, prepare_environment
-from zero.runtime.tokenizers import load_tokenizer
+from zero.runtime.preparing.prepare_if_missing import prepare_if_missing
+from zero.runtime.streaming.loader import Loader
+from zero.runtime.text.tokenizers import load_tokenizer
 from zero.training import optimizer
 from zero.training.batch import Batch
 from zero.training.optimizer import adamw, decayed

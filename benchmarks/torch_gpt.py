@@ -1,6 +1,6 @@
 """PyTorch on the GPT of benchmarks/step.py: one process with all cores, or FSDP2 in two gloo processes of one core.
 
-    python benchmarks/torch_gpt.py {one,fsdp2} {none,full} D VOCAB HEADS LAYERS CONTEXT SEQUENCES ROUNDS
+    python benchmarks/torch_gpt.py {one,fsdp2} {none,full} D VOCAB HEADS STACK CONTEXT SEQUENCES ROUNDS
 
 step.py calls it where torch is installed (`pip install torch==2.13.0` is a small CPU build). The same model, float32,
 every block checkpointed if `full`, AdamW with the same decay mask, clipping by global norm, and the same tokens;
@@ -37,7 +37,7 @@ LIMIT = 600  # seconds that a process may run
 
 
 class Block(nn.Module):
-    """zero.models.block.Block without dropout; with `remat` the backward pass computes it again."""
+    """`TransformerLayer` of zero without dropout; with `remat` the backward pass computes it again."""
 
     def __init__(self, dim: int, heads: int, remat: bool) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=("one", "fsdp2"))
     parser.add_argument("remat", choices=("none", "full"))
-    for name in ("D", "VOCAB", "HEADS", "LAYERS", "CONTEXT", "SEQUENCES", "ROUNDS"):
+    for name in ("D", "VOCAB", "HEADS", "STACK", "CONTEXT", "SEQUENCES", "ROUNDS"):
         parser.add_argument(name, type=int)
     kind, remat, *sizes, sequences, rounds = vars(parser.parse_args()).values()
     if kind == "one":

@@ -31,9 +31,9 @@ import numpy as np
 from zero.models.config import GPTConfig
 from zero.models.parametrization import multipliers_of
 from zero.partition.collectives.axis import Axis
-from zero.runtime.corpus.prepare_if_missing import prepare_if_missing
-from zero.runtime.data.loader import Loader
-from zero.runtime.tokenizers import load_tokenizer
+from zero.runtime.preparing.prepare_if_missing import prepare_if_missing
+from zero.runtime.streaming.loader import Loader
+from zero.runtime.text.tokenizers import load_tokenizer
 from zero.training.batch import Batch
 from zero.training.optimizer import make_optimizer
 from zero.training.parts import StepOptions
@@ -42,7 +42,7 @@ from zero.training.schedules import LearningRate
 from zero.training.sharded_gpt import ShardedGPT
 
 PARAMETRIZATIONS = ("standard", "mup")
-BASE_WIDTH, HEAD, LAYERS, CONTEXT = 64, 32, 2, 64
+BASE_WIDTH, HEAD, STACK, CONTEXT = 64, 32, 2, 64
 INDEX = [f"data/index/stdlib_{split}.index" for split in ("train", "validation")]
 ROWS, ROW_TOKENS, DECAY = 2, 256, 0.1  # 2 rows of 256 tokens are 8 sequences of 64
 VALIDATION_BATCHES = 64
@@ -53,7 +53,7 @@ MARGIN = 2  # worse rates on either side of the best
 def config_of(parametrization: str, width: int) -> GPTConfig:
     base = {"mup_base_width": BASE_WIDTH} if parametrization == "mup" else {}
     options: dict[str, Any] = {"norm": "rms", "norm_gains": False, "tied": False, **base}
-    return GPTConfig(width, 256, width // HEAD, CONTEXT, 0.0, LAYERS, parametrization=parametrization, **options)
+    return GPTConfig(width, 256, width // HEAD, CONTEXT, 0.0, STACK, parametrization=parametrization, **options)
 
 
 def train(parametrization: str, width: int, rate: float, steps: int, seed: int) -> float:

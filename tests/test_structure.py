@@ -48,7 +48,7 @@ def layer(module: str) -> int:
 
 
 def imports(module: str, source: str) -> Iterator[str]:
-    """Every module that the source imports, inside functions too: `zero.runtime.tokenizers`, `jax.numpy`, `os`."""
+    """Every module that the source imports, inside functions too: `zero.runtime.text.tokenizers`, `jax.numpy`, `os`."""
     package = module if SOURCES.get(module, Path()).name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -142,7 +142,7 @@ def test_one_file_builds_programs_for_all_devices() -> None:
 
 
 def component(module: str) -> str:
-    """The module or package directly below a layer: `zero.runtime.data` for `zero.runtime.data.loader`."""
+    """The module or package directly below a layer: `zero.runtime.streaming` for `zero.runtime.streaming.loader`."""
     return ".".join(module.split(".")[:3])
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from zero.runtime.corpus.prepare import prepare
-from zero.runtime.tokenizers import ByteTokenizer
+from zero.runtime.preparing.prepare import prepare
+from zero.runtime.text.tokenizers import ByteTokenizer
 from zero.runtime.tracking import goodput
 from zero.virtual_devices import IN_ORDER
 

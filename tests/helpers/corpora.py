@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from zero.runtime.corpus import zero_prepare
-from zero.runtime.corpus.prepare import Corpus, prepare
-from zero.runtime.data.loader import Loader
-from zero.runtime.tokenizers import ByteTokenizer
+from zero.runtime.preparing import zero_prepare
+from zero.runtime.preparing.prepare import Corpus, prepare
+from zero.runtime.streaming.loader import Loader
+from zero.runtime.text.tokenizers import ByteTokenizer
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = [sys.executable, "data/prepare.py"]

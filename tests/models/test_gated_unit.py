@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.models.block import init_cache
 from zero.models.codebook import init_codebook, update_codebook, with_commitment
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
@@ -23,6 +22,7 @@ from zero.models.gated_unit import (
     quantise,
 )
 from zero.models.gpt import GPT
+from zero.models.transformer_layer import init_cache
 
 K, V = 4, 6
 SIZE: dict[str, Any] = {"embedding_dim": 12, "vocab_size": 31, "num_head": 1, "block_size": 64, "dropout": 0.0, "N": 2}

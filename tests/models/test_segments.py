@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from zero.models.attention.blockwise import blockwise_attention
-from zero.models.basic_layers import rotary_frequencies, rotate
 from zero.models.config import GPTConfig
+from zero.models.elements import rotary_frequencies, rotate
 from zero.models.gpt import GPT
 
 LENGTHS = (7, 1, 12, 3, 14)
@@ -51,7 +51,7 @@ def packed() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 @pytest.fixture(params=[None, 5], ids=["dense", "blockwise"])
 def blockwise_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
     """Blocks of 5 positions."""
-    monkeypatch.setattr("zero.models.block.blockwise_attention", partial(blockwise_attention, block=5))
+    monkeypatch.setattr("zero.models.transformer_layer.blockwise_attention", partial(blockwise_attention, block=5))
     return request.param
 
 

@@ -15,19 +15,19 @@ from tests.helpers.corpora import call
 from tests.runtime.config.composing import compose
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
-from zero.runtime.build import make_model
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.check import check
 from zero.runtime.config.saved_config import merge_resumed
 from zero.runtime.config.schema import Config
-from zero.runtime.data.loader import Loader
 from zero.runtime.errors import UserError
 from zero.runtime.inference.evaluate import evaluate
 from zero.runtime.inference.sample import sample
 from zero.runtime.inference.scoring import Scorer, score_validation_set
 from zero.runtime.inference.trained_model import TrainedModel
+from zero.runtime.job import make_model
 from zero.runtime.run_directory import saved_config
-from zero.runtime.tokenizers import load_tokenizer, train_tokenizer
+from zero.runtime.streaming.loader import Loader
+from zero.runtime.text.tokenizers import load_tokenizer, train_tokenizer
 from zero.runtime.tracking.metrics_file import read_metrics
 from zero.runtime.train import train
 from zero.runtime.weights.warm_start import warm_start

@@ -28,8 +28,8 @@ from tests.training.small_gpt import (
     setup,
     shapes_of,
 )
-from zero.models.gpt import BLOCKS
-from zero.models.layers import group_size
+from zero.models.gpt import STACK
+from zero.models.stack import group_size
 from zero.training.fused_update import backward_and_update
 
 DEEP = dataclasses.replace(CONFIG, N=6)  # three groups of two layers
@@ -99,8 +99,8 @@ def clip_parts(max_norm: float) -> optax.GradientTransformation:
             shrink = jnp.minimum(1, limit / optax.tree.norm(part))
             return jax.tree.map(lambda g: g * shrink, part)
 
-        rest = clipped({name: part for name, part in grads.items() if name != BLOCKS})
-        return {**rest, BLOCKS: jax.vmap(clipped)(grads[BLOCKS])}, state
+        rest = clipped({name: part for name, part in grads.items() if name != STACK})
+        return {**rest, STACK: jax.vmap(clipped)(grads[STACK])}, state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -170,8 +170,8 @@ def toy(group: int) -> tuple[Any, Any]:
         return w
 
     poisoned.defvjp(lambda w, poison: (w, poison), lambda poison, g: (g + poison, None))
-    whole = {BLOCKS: {"w": jnp.ones((LAYERS, 2 * n))}, "rest": {"w": jnp.ones(2 * n)}}
-    layout = zero.make_layout(whole, n, stacked=(BLOCKS,))
+    whole = {STACK: {"w": jnp.ones((LAYERS, 2 * n))}, "rest": {"w": jnp.ones(2 * n)}}
+    layout = zero.make_layout(whole, n, stacked=(STACK,))
     axis, tx = zero.Axis("zero", (1, n)), optax.sgd(0.5)
 
     def step(params: Any, sick_layers: jax.Array, sick_rest: jax.Array) -> Any:
@@ -205,9 +205,9 @@ def test_a_part_whose_gradient_is_not_finite_stays_and_the_others_move(bad: Any,
     shards, step = toy(group)
     sick = np.asarray([np.nan if layer == bad else 0 for layer in range(LAYERS)], np.float32)
     _, params, _, norm, is_bad, _ = step(shards, sick, np.float32(np.nan if bad == "rest" else 0))
-    is_moved = [bool((np.asarray(params[BLOCKS]["w"])[:, layer] != 1).all()) for layer in range(LAYERS)]
+    is_moved = [bool((np.asarray(params[STACK]["w"])[:, layer] != 1).all()) for layer in range(LAYERS)]
     assert is_moved == [layer != bad for layer in range(LAYERS)]
     assert (np.asarray(params["rest"]["w"]) != 1).all() == (bad != "rest")
-    stays = [np.asarray(params[BLOCKS]["w"])[:, bad]] if isinstance(bad, int) else []
+    stays = [np.asarray(params[STACK]["w"])[:, bad]] if isinstance(bad, int) else []
     assert all((x == 1).all() for x in stays)
     assert np.isfinite(norm).all() == (bad is None) and is_bad.all() == is_bad.any() == (bad is not None)

@@ -12,7 +12,7 @@ import pytest
 
 import zero
 from tests.training import small_gpt
-from zero.models.gpt import BLOCKS, VOCABULARY
+from zero.models.gpt import STACK, VOCABULARY
 from zero.partition.layout import make_layout
 from zero.partition.sharded_optimizer import on_shards
 from zero.training.optimizer import NAMES, PER_LAYER, hyperparameters, make_optimizer
@@ -29,7 +29,7 @@ def random_like(rng: np.random.Generator, tree: Any) -> Any:
 def make_params(rng: np.random.Generator) -> Any:
     kernel, bias = np.zeros((3, 13, 20)), np.zeros((3, 20))
     blocks = {"a": {"kernel": kernel, "bias": bias}, "b": {"kernel": np.zeros((3, 32, 16))}}
-    return random_like(rng, {BLOCKS: blocks, VOCABULARY: np.zeros((2, 11, 16)), "norm": {"scale": np.zeros(16)}})
+    return random_like(rng, {STACK: blocks, VOCABULARY: np.zeros((2, 11, 16)), "norm": {"scale": np.zeros(16)}})
 
 
 @partial(jax.jit, static_argnums=0)
@@ -46,7 +46,7 @@ def test_shards_move_as_whole_parameters_do(name: str, devices: int) -> None:
     rng = np.random.default_rng(0)
     params = make_params(rng)
     gradients = [random_like(rng, params) for _ in range(3)]
-    layout = make_layout(params, devices, stacked=(BLOCKS, VOCABULARY))
+    layout = make_layout(params, devices, stacked=(STACK, VOCABULARY))
     tx = make_optimizer(name, DECAY, **SMALL.get(name, {}))
 
     def on_a_device(_: jax.Array) -> Any:
@@ -65,14 +65,14 @@ def test_a_layer_moves_as_if_it_were_alone(name: str) -> None:
     params = make_params(rng)
     grads = random_like(rng, params)
     tx = make_optimizer(name, DECAY, **SMALL.get(name, {}))
-    together = moved(tx, params, [grads])[BLOCKS]
+    together = moved(tx, params, [grads])[STACK]
     for layer in range(3):
         alone, alone_grads = (
-            {**tree, BLOCKS: jax.tree.map(lambda x, layer=layer: x[layer : layer + 1], tree[BLOCKS])}
+            {**tree, STACK: jax.tree.map(lambda x, layer=layer: x[layer : layer + 1], tree[STACK])}
             for tree in (params, grads)
         )
         for got, want in zip(
-            jax.tree.leaves(together), jax.tree.leaves(moved(tx, alone, [alone_grads])[BLOCKS]), strict=True
+            jax.tree.leaves(together), jax.tree.leaves(moved(tx, alone, [alone_grads])[STACK]), strict=True
         ):
             np.testing.assert_allclose(got[layer], want[0], rtol=1e-5, atol=1e-6)
 
@@ -104,7 +104,7 @@ def test_the_rest_moves_as_by_optax(name: str) -> None:
     rng = np.random.default_rng(2)
     params = {VOCABULARY: rng.normal(size=(11, 16)).astype(np.float32), "bias": np.ones(5, np.float32)}
     gradients = [random_like(rng, params) for _ in range(3)]
-    blocks: Any = {BLOCKS: {"bias": np.zeros((1, 2), np.float32)}}
+    blocks: Any = {STACK: {"bias": np.zeros((1, 2), np.float32)}}
     tx = make_optimizer(name, DECAY, **SMALL.get(name, {}))
     found = moved(tx, params | blocks, [grads | blocks for grads in gradients])
     expected, optaxs = params, plain(name)
@@ -137,7 +137,7 @@ TRANSFORMS = {name: make_optimizer(name, DECAY, **SMALL.get(name, {})) for name 
 @pytest.mark.parametrize("name", NAMES)
 def test_hyperparameters_reach_their_optimizer(name: str) -> None:
     rng = np.random.default_rng(3)
-    shapes = {BLOCKS: {"kernel": np.zeros((1, 8, 9))}, VOCABULARY: np.zeros((4, 5))}
+    shapes = {STACK: {"kernel": np.zeros((1, 8, 9))}, VOCABULARY: np.zeros((4, 5))}
     params = random_like(rng, shapes)
     gradients = [random_like(rng, params) for _ in range(2)]
     default = moved(TRANSFORMS[name], params, gradients)

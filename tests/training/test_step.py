@@ -122,7 +122,7 @@ def test_what_is_computed_again_does_not_matter(remat: str) -> None:
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2)), 1, 3])
 def test_blockwise_attention_trains_as_dense_attention_does(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same dropout masks, in blocks of 5 positions of 12."""
-    monkeypatch.setattr("zero.models.block.blockwise_attention", partial(blockwise_attention, block=5))
+    monkeypatch.setattr("zero.models.transformer_layer.blockwise_attention", partial(blockwise_attention, block=5))
     assert_close(run_on(setup(8, stage, blockwise_from=2)), run(8, 3), rtol=1e-6)
 
 

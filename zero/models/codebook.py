@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero.models.config import BLOCKS, GPTConfig
+from zero.models.config import STACK, GPTConfig
 from zero.models.gated_unit import UNITS
 
 # Both of arXiv 2309.16354: of the moving averages, and the weight of the commitment loss.
@@ -35,7 +35,7 @@ def init_codebook(config: GPTConfig, key: jax.Array) -> Any:
         codes = jax.random.normal(jax.random.fold_in(key, number), shape) / math.sqrt(config.key_width)
         return {"counts": jnp.ones(shape[:2]), "sums": codes}
 
-    return {BLOCKS: {f"unit_{number}": unit(number) for number in range(UNITS)}}
+    return {STACK: {f"unit_{number}": unit(number) for number in range(UNITS)}}
 
 
 def with_commitment(codebook: Any, positions: int) -> Any:
@@ -45,7 +45,7 @@ def with_commitment(codebook: Any, positions: int) -> Any:
     def unit(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return {**state, "commitment": jnp.full(state["counts"].shape[:-1], weight)}
 
-    return {BLOCKS: {name: unit(state) for name, state in codebook[BLOCKS].items()}}
+    return {STACK: {name: unit(state) for name, state in codebook[STACK].items()}}
 
 
 def update_codebook(codebook: Any, found: Any, key: jax.Array) -> Any:
@@ -66,8 +66,8 @@ def update_codebook(codebook: Any, found: Any, key: jax.Array) -> Any:
         counts, sums = jax.vmap(_split)(counts, sums, jax.random.normal(key, (*counts.shape[:-1], sums.shape[-1])))
         return {"counts": counts, "sums": sums}
 
-    units = enumerate(codebook[BLOCKS].items())
-    return {BLOCKS: {name: unit(x, found[BLOCKS][name], jax.random.fold_in(key, i)) for i, (name, x) in units}}
+    units = enumerate(codebook[STACK].items())
+    return {STACK: {name: unit(x, found[STACK][name], jax.random.fold_in(key, i)) for i, (name, x) in units}}
 
 
 def _split(counts: jax.Array, sums: jax.Array, direction: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -7,7 +7,7 @@ from typing import Any
 
 # Top-level subtrees of the parameters whose leaves have a leading dimension: of layers, of chunks of the vocabulary.
 # HEAD exists where the vocabulary is not tied.
-BLOCKS, VOCABULARY, HEAD = "blocks", "vocabulary", "head"
+STACK, VOCABULARY, HEAD = "blocks", "vocabulary", "head"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "positions": ("learned", "rotary", "t5", "none"),
@@ -315,4 +315,4 @@ class GPTConfig:
     @property
     def stacked(self) -> tuple[str, ...]:
         """Top-level subtrees of the parameters whose leaves have a leading dimension, of layers or chunks."""
-        return (BLOCKS, VOCABULARY) if self.tied else (BLOCKS, VOCABULARY, HEAD)
+        return (STACK, VOCABULARY) if self.tied else (STACK, VOCABULARY, HEAD)

@@ -22,8 +22,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
-from zero.models.basic_layers import ACTIVATIONS
 from zero.models.config import GPTConfig
+from zero.models.elements import ACTIVATIONS
 from zero.models.parametrization import kernel_init
 
 

@@ -24,10 +24,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from zero.models.attention.scores import LOWEST
-from zero.models.base_layer import Layer
-from zero.models.basic_layers import dropout, make_norm
 from zero.models.config import GPTConfig
+from zero.models.elements import dropout, make_norm
 from zero.models.experts import ResidualStream
+from zero.models.layer import Layer
 from zero.models.parametrization import kernel_init
 
 UNITS = 2  # of a layer: together they have the parameters of an attention and an MLP, 12 D^2
@@ -344,7 +344,7 @@ def init_recurrent(config: GPTConfig, rows: int, known: jax.Array | int, dtype: 
 
 
 class GatedLayer(Layer):
-    """Two gated units on the residual stream; arguments as of `zero.models.block.Block`."""
+    """Two gated units on the residual stream; arguments as of `zero.models.transformer_layer.TransformerLayer`."""
 
     @nn.compact
     def __call__(

@@ -22,13 +22,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
-from zero.models.base_layer import Layer
-from zero.models.basic_layers import Lift, dropout, make_norm, position_numbers
-from zero.models.block import AnyCache, scanned_layer
-from zero.models.config import BLOCKS, HEAD, VOCABULARY, GPTConfig
+from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
+from zero.models.elements import Lift, dropout, make_norm, position_numbers
 from zero.models.experts import ResidualStream, Routing, no_routing
-from zero.models.layers import REMAT, Nested, Scanned, run_layers
+from zero.models.layer import Layer
 from zero.models.parametrization import table_stddev
+from zero.models.stack import REMAT, Nested, Scanned, run_layers
+from zero.models.transformer_layer import AnyCache, scanned_layer
 
 
 class Scores(NamedTuple):
@@ -88,8 +88,8 @@ class VocabularyChunk(nn.Module):
             return embedded_BTD, logits_BTC
         is_target_BTC = is_token_C[None, None] & (own_C[None, None] == (tokens_BT - first)[..., None])
         target_BT = jnp.sum(jnp.where(is_target_BTC, logits_BTC, 0), axis=-1)
-        most_BT = lax.stop_gradient(jnp.max(logits_BTC, axis=-1))
-        return embedded_BTD, (jax.nn.logsumexp(logits_BTC, axis=-1), target_BT, most_BT)
+        max_logit_BT = lax.stop_gradient(jnp.max(logits_BTC, axis=-1))
+        return embedded_BTD, (jax.nn.logsumexp(logits_BTC, axis=-1), target_BT, max_logit_BT)
 
 
 class Positions(nn.Module):
@@ -115,7 +115,7 @@ class GPT(nn.Module):
       config: the size.
       dtype: of activations and matrix products; parameters are made in float32.
       lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
-      remat: what the backward pass computes again, an entry of `zero.models.layers.REMAT`: "full" for all but the
+      remat: what the backward pass computes again, an entry of `zero.models.stack.REMAT`: "full" for all but the
         inputs of layers, "nested" for all but the inputs of groups of layers, "dots" for all but the inputs of layers
         and products with parameters, "none" for nothing.
       blockwise_from: the number of query positions from which attention is blockwise; None for never.
@@ -144,7 +144,7 @@ class GPT(nn.Module):
             self.embedding_norm = make_norm(config, self.dtype, "embedding_norm", self.lift)
         # Layers differ in their windows, not in their parameters: this makes them.
         self.blocks = nn.scan(
-            self.lift(scanned_layer(config), BLOCKS),
+            self.lift(scanned_layer(config), STACK),
             variable_axes={True: 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
@@ -202,7 +202,7 @@ class GPT(nn.Module):
         # Every chunk adds to the gradient of x, so that sum is kept in float32.
         x_BTD = cut.gather_positions(self.norm(x_BTD)).astype(jnp.float32)
         _, scored = self.head(None, self._first_rows(), targets_BT, x_BTD)
-        lse_CBT, target_CBT, most_CBT = (lax.collapse(cut.stack(x_CBT), 0, 2) for x_CBT in scored)
+        lse_CBT, target_CBT, max_logit_CBT = (lax.collapse(cut.stack(x_CBT), 0, 2) for x_CBT in scored)
         target_BT, lse_BT = target_CBT.sum(0), jax.nn.logsumexp(lse_CBT, axis=0)
         losses_BT = lse_BT - target_BT
         penalty_BT = self.config.z_loss * lse_BT**2
@@ -210,7 +210,7 @@ class GPT(nn.Module):
             penalty_BT = penalty_BT + routing.penalty_B[:, None]
         if self.config.z_loss or routing is not None:
             losses_BT = losses_BT + (penalty_BT - lax.stop_gradient(penalty_BT))  # of which only the gradient is left
-        return Scores(losses_BT, target_BT >= most_CBT.max(0), routing)
+        return Scores(losses_BT, target_BT >= max_logit_CBT.max(0), routing)
 
     def logits(
         self,
@@ -270,7 +270,7 @@ class GPT(nn.Module):
     @nn.nowrap
     def layer(self, cut: ModelParallel, window: int | None = None) -> Layer:
         """The module of one entry of the stack of layers, to be applied to its own part of the variables."""
-        lifted: Any = self.lift(scanned_layer(self.config), BLOCKS)
+        lifted: Any = self.lift(scanned_layer(self.config), STACK)
         options: Any = {"cut": cut, "group": self.group, "kernel": self.kernel, "parent": None}
         layer: Layer = lifted(self.config, self.dtype, self.blockwise_from, window, **options)
         return layer

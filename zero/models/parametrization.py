@@ -22,7 +22,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from zero.models.config import BLOCKS, HEAD, GPTConfig
+from zero.models.config import HEAD, STACK, GPTConfig
 
 _RESIDUAL_OUTPUTS = ("attention_out", "mlp_out")
 _GPT2_STDDEV = 0.02
@@ -65,7 +65,7 @@ def rate_multipliers(config: GPTConfig, params: Any) -> Any:
     base = config.embedding_dim if config.mup_base_width is None else config.mup_base_width
 
     def of(path: tuple[Any, ...], _: Any) -> float:
-        is_scaled = path[0].key == HEAD or (path[0].key == BLOCKS and path[-1].key == "kernel")
+        is_scaled = path[0].key == HEAD or (path[0].key == STACK and path[-1].key == "kernel")
         return base / config.embedding_dim if is_scaled else 1.0
 
     return jax.tree_util.tree_map_with_path(of, params)

@@ -127,14 +127,14 @@ def all_mistakes(arguments: Sequence[str], first: HydraException | OmegaConfBase
 
 def interrupt(number: int, frame: FrameType | None) -> None:
     """Ends what is under way; also where the exception gets lost, as in a callback of the garbage collector."""
-    timer = threading.Timer(5, say_interrupted, [number])
+    timer = threading.Timer(5, report_interrupt, [number])
     timer.daemon = True
     unanswered.append((number, timer))
     timer.start()
     raise KeyboardInterrupt(number)
 
 
-def say_interrupted(number: int) -> None:
+def report_interrupt(number: int) -> None:
     print("error: interrupted", file=sys.stderr, flush=True)
     os._exit(128 + number)  # Python's own exit waits for threads that compile, and crashes some of them
 
@@ -146,7 +146,7 @@ def errors_in_lines() -> Iterator[None]:
         yield
     except BaseException as error:
         if unanswered:  # nothing to save yet, or a model in use; a library may have made its own error of it
-            say_interrupted(unanswered[0][0])
+            report_interrupt(unanswered[0][0])
         if isinstance(error, UserError):
             end(str(error), error.status)
         for cause in (error, error.__cause__):  # logging has an error of its own where it cannot open its file

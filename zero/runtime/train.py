@@ -13,13 +13,13 @@ import numpy as np
 
 from zero.models.config import GPTConfig
 from zero.runtime.config.schema import Config
-from zero.runtime.data.prefetch import prefetch
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.generate import generate
 from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.setup import open_run
 from zero.runtime.run_directory import SAMPLES_FILE, mirror
+from zero.runtime.streaming.prefetch import prefetch
 from zero.runtime.tracking.goodput import counts_as
 from zero.runtime.tracking.html_report import REPORT_FILE, write_report
 from zero.runtime.tracking.plot import draw_run

@@ -19,9 +19,9 @@ import numpy as np
 import optax
 from jax import lax
 
-from zero.models.config import BLOCKS
+from zero.models.config import STACK
 from zero.models.experts import ResidualStream
-from zero.models.layers import REMAT, Nested, Scanned, inputs_of, run_forward
+from zero.models.stack import REMAT, Nested, Scanned, inputs_of, run_forward
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split
 from zero.partition.sharded_optimizer import Squares, clip, norm_of, on_shards, squares
@@ -99,7 +99,7 @@ def backward_and_update(
     max_norm: float | None,
     skips_bad: bool,
 ) -> tuple[jax.Array, PyTree, PyTree, jax.Array, jax.Array, PyTree]:
-    """One step of `score(rest, block(... block(embed(rest)) ...))`, whose layers are stacked in `params[BLOCKS]`.
+    """One step of `score(rest, block(... block(embed(rest)) ...))`, whose layers are stacked in `params[STACK]`.
 
     The layers' parameters and state are carried through the reverse loop and overwritten in place, so that XLA keeps
     one copy of them. What `tx` does depends on the shapes of all layers together, as without this function.
@@ -126,11 +126,11 @@ def backward_and_update(
       NotElementwiseError: `tx` needs other devices, or other layers.
     """
     rest, rest_state = _subtrees(_rest, (params, opt_state))
-    rest_layout, layers_layout, layer_layout = layout.only(rest), layout.only([BLOCKS]), layout.at(BLOCKS)
-    layers = jnp.arange(jax.tree.leaves(params[BLOCKS])[0].shape[0])
+    rest_layout, layers_layout, layer_layout = layout.only(rest), layout.only([STACK]), layout.at(STACK)
+    layers = jnp.arange(jax.tree.leaves(params[STACK])[0].shape[0])
 
     x, embed_backward = jax.vjp(embed, rest)
-    x, kept = run_forward(block, params[BLOCKS], x, group)
+    x, kept = run_forward(block, params[STACK], x, group)
     loss, score_backward, more = jax.vjp(score, rest, x, has_aux=True)
     grads, dx = score_backward(jnp.ones_like(loss))
     limit = None if max_norm is None else max_norm / math.sqrt(len(layers) + 1)
@@ -139,10 +139,10 @@ def backward_and_update(
     def layer_backward(carry: tuple[PyTree, PyTree], xs: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
         (dx, held), (x, layer) = carry, xs
         own, own_state = _subtrees(partial(jax.tree.map, lambda stack: lax.dynamic_slice_in_dim(stack, layer, 1)), held)
-        _, backward = jax.vjp(lambda p, x: block(jax.tree.map(lambda stack: stack[0], p), x, layer), own[BLOCKS], x)
+        _, backward = jax.vjp(lambda p, x: block(jax.tree.map(lambda stack: stack[0], p), x, layer), own[STACK], x)
         own_grads, dx = backward(dx)
         sums = squares(jax.tree.map(lambda stack: stack[0], own_grads), layer_layout, axis)
-        own_grads, is_bad = guarded({BLOCKS: own_grads}, sums)
+        own_grads, is_bad = guarded({STACK: own_grads}, sums)
         updates, new_state = _one_layer(tx, layers_layout, axis, layer).update(own_grads, own_state, own)
         new = unless(is_bad, (optax.apply_updates(own, updates), new_state), (own, own_state))
         place = partial(jax.tree.map, lambda stack, x: lax.dynamic_update_slice_in_dim(stack, x, layer, 0))
@@ -150,7 +150,7 @@ def backward_and_update(
 
     def group_backward(carry: tuple[PyTree, PyTree], xs: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
         (_, (now, _)), (x, layers) = carry, xs
-        return lax.scan(layer_backward, carry, (inputs_of(block, now[BLOCKS], x, layers), layers), reverse=True)
+        return lax.scan(layer_backward, carry, (inputs_of(block, now[STACK], x, layers), layers), reverse=True)
 
     held = _subtrees(_layers, (params, opt_state))
     (dx, held), of_layers = lax.scan(group_backward, (dx, held), (kept, layers.reshape(-1, group)), reverse=True)
@@ -201,11 +201,11 @@ def _one_layer(
 
 
 def _layers(tree: dict[str, PyTree]) -> dict[str, PyTree]:
-    return {name: subtree for name, subtree in tree.items() if name == BLOCKS}
+    return {name: subtree for name, subtree in tree.items() if name == STACK}
 
 
 def _rest(tree: dict[str, PyTree]) -> dict[str, PyTree]:
-    return {name: subtree for name, subtree in tree.items() if name != BLOCKS}
+    return {name: subtree for name, subtree in tree.items() if name != STACK}
 
 
 def _subtrees(f: Callable[..., Any], *trees: PyTree) -> PyTree:

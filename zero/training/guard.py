@@ -22,16 +22,16 @@ def make_guard(options: StepOptions) -> Guard:
 
     def judge(state: GuardState, tried: Tried) -> tuple[jax.Array | bool, GuardState]:
         seen = jnp.stack([tried.loss, tried.norm])
-        is_high: jax.Array | bool = False
+        is_spiking: jax.Array | bool = False
         if options.skip_spikes is not None:
-            is_high = jnp.isfinite(tried.norm) & is_spike(state.running, seen, options.skip_spikes)
-        is_skipped = tried.is_bad | is_high if options.skip_bad_steps else is_high
+            is_spiking = jnp.isfinite(tried.norm) & is_spike(state.running, seen, options.skip_spikes)
+        is_skipped = tried.is_bad | is_spiking if options.skip_bad_steps else is_spiking
         skipped = jnp.asarray(is_skipped, jnp.int32)
         is_counted = jnp.isfinite(seen).all() & (skipped == 0)
         return is_skipped, GuardState(
             state.skipped_steps + skipped,
             skipped * (state.skipped_in_a_row + 1),
-            state.skipped_spikes + jnp.asarray(is_high, jnp.int32),
+            state.skipped_spikes + jnp.asarray(is_spiking, jnp.int32),
             jnp.where(is_counted, add_to_running(state.running, seen), state.running),
         )
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero.models.block import AnyCache, init_cache
+from zero.models.transformer_layer import AnyCache, init_cache
 from zero.partition.layout import PyTree
 from zero.training.batch import document_starts, token_ids
 from zero.training.sharded_gpt import ShardedGPT

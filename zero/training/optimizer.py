@@ -18,7 +18,7 @@ import optax
 import optax.contrib
 from jax.typing import DTypeLike
 
-from zero.models.config import BLOCKS, HEAD, VOCABULARY
+from zero.models.config import HEAD, STACK, VOCABULARY
 from zero.partition.layout import Layout, PyTree
 from zero.partition.quantised_optimizers import convert_adam, rounded_updates, scale_by_adam, scale_by_lion
 from zero.partition.rewrite.entry_points import across_shards
@@ -128,7 +128,7 @@ def _matrices(params: PyTree) -> PyTree:
     """The matrices of layers, which Muon is for, each expert's by itself; the vocabulary and vectors are Adam's."""
     numbers = {2: optax.contrib.MuonDimensionNumbers(), 3: optax.contrib.MuonDimensionNumbers(1, 2)}
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: numbers.get(x.ndim) if path[0].key == BLOCKS and path[-1].key == "kernel" else None, params
+        lambda path, x: numbers.get(x.ndim) if path[0].key == STACK and path[-1].key == "kernel" else None, params
     )
 
 
@@ -188,11 +188,11 @@ def hyperparameters(name: str) -> dict[str, Any]:
 
 
 def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx` applied to each layer of the stacks in `params[BLOCKS]` as if it were alone, and to the other leaves.
+    """`tx` applied to each layer of the stacks in `params[STACK]` as if it were alone, and to the other leaves.
 
     >>> lamb = per_layer(optax.scale_by_trust_ratio())
-    >>> params = {BLOCKS: {"w": jnp.array([[3.0, 4.0], [30.0, 40.0]])}}  # two layers, with norms 5 and 50
-    >>> lamb.update({BLOCKS: {"w": jnp.ones((2, 2))}}, lamb.init(params), params)[0][BLOCKS]["w"].tolist()
+    >>> params = {STACK: {"w": jnp.array([[3.0, 4.0], [30.0, 40.0]])}}  # two layers, with norms 5 and 50
+    >>> lamb.update({STACK: {"w": jnp.ones((2, 2))}}, lamb.init(params), params)[0][STACK]["w"].tolist()
     [[3.535..., 3.535...], [35.35..., 35.35...]]
     """
     inner = optax.with_extra_args_support(tx)
@@ -215,7 +215,7 @@ def _cut(tree: PyTree) -> tuple[PyTree, PyTree]:
     """The stacks of layers, and the rest."""
     if tree is None:
         return None, None
-    return {BLOCKS: tree[BLOCKS]}, {name: subtree for name, subtree in tree.items() if name != BLOCKS}
+    return {STACK: tree[STACK]}, {name: subtree for name, subtree in tree.items() if name != STACK}
 
 
 def scaled(tx: optax.GradientTransformation, rate: jax.Array, step: jax.Array) -> optax.GradientTransformationExtraArgs:

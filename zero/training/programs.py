@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import optax
 
-from zero.models.block import init_cache
-from zero.models.config import BLOCKS
+from zero.models.config import STACK
+from zero.models.transformer_layer import init_cache
 from zero.partition import pmapped
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import PyTree
@@ -126,7 +126,7 @@ def split_rows(x: np.ndarray, devices: int, group: int) -> np.ndarray:
     return x.reshape(devices // group, -1, *x.shape[1:]).repeat(group, axis=0)
 
 
-def repeat_blocks(weights: PyTree, order: Sequence[int], axis: Axis) -> PyTree:
+def repeat_layers(weights: PyTree, order: Sequence[int], axis: Axis) -> PyTree:
     """Weights in shards of another depth: block i of the result is block `order[i]` of these.
 
     Per device: leaves under "blocks" of `(layers, ...)`, which become `(len(order), ...)`; no communication.
@@ -136,6 +136,6 @@ def repeat_blocks(weights: PyTree, order: Sequence[int], axis: Axis) -> PyTree:
     def repeated(tree: PyTree) -> PyTree:
         if not isinstance(tree, dict):
             return tree
-        return {name: repeat(below) if name == BLOCKS else repeated(below) for name, below in tree.items()}
+        return {name: repeat(below) if name == STACK else repeated(below) for name, below in tree.items()}
 
     return repeated(weights)

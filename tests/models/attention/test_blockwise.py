@@ -16,8 +16,7 @@ from jax.extend.random import threefry_2x32
 import zero
 from zero.model_parallel import WHOLE
 from zero.models.attention.block_pairs import Blocks, dropped_block
-from zero.models.attention.blockwise import blockwise_attention
-from zero.models.attention.choice import blockwise_from
+from zero.models.attention.blockwise import blockwise_attention, blockwise_from
 from zero.models.attention.dense import dense_attention
 from zero.models.attention.scores import Form
 from zero.models.config import GPTConfig
@@ -286,7 +285,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         contexts.append(q.shape[1])
         return blockwise_attention(q, *args, block=5, **kwargs)
 
-    monkeypatch.setattr("zero.models.block.blockwise_attention", attend)
+    monkeypatch.setattr("zero.models.transformer_layer.blockwise_attention", attend)
     yield contexts
 
 

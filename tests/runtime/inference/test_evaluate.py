@@ -15,10 +15,10 @@ from tests.helpers import cli
 from zero.models.gpt import GPT
 from zero.partition.collectives.axis import Axis
 from zero.runtime.config.files import load_sizes
-from zero.runtime.data.loader import Loader
 from zero.runtime.inference.scoring import windows
 from zero.runtime.inference.trained_model import load_weights
-from zero.runtime.tokenizers import ByteTokenizer
+from zero.runtime.streaming.loader import Loader
+from zero.runtime.text.tokenizers import ByteTokenizer
 from zero.training.sharded_gpt import ShardedGPT
 
 SIZE = load_sizes(cli.MAIN.parent / "conf" / "model_config.yaml")["test"]

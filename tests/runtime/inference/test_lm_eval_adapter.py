@@ -24,7 +24,7 @@ from zero.runtime.inference import harness_tasks
 from zero.runtime.inference.harness_tasks import adapter
 from zero.runtime.inference.scoring import Scorer
 from zero.runtime.inference.trained_model import TrainedModel
-from zero.runtime.tokenizers import load_tokenizer, train_tokenizer
+from zero.runtime.text.tokenizers import load_tokenizer, train_tokenizer
 from zero.runtime.weights.export import export
 from zero.training.sharded_gpt import ShardedGPT
 

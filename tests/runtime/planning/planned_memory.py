@@ -11,10 +11,10 @@ import numpy as np
 import zero
 from tests.runtime.config.composing import compose
 from zero.models.config import GPTConfig
-from zero.runtime.build import make_job
 from zero.runtime.config.check import check
 from zero.runtime.config.files import load_sizes
 from zero.runtime.inference.generate import generate
+from zero.runtime.job import make_job
 from zero.runtime.planning.compile import (
     Request,
     compile_step,

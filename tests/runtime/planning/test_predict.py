@@ -31,7 +31,7 @@ def predicted(*lines: str, more: str = "", devices: list[Any] | None = None) -> 
     return found
 
 
-def fusion(name: str, milliseconds: float, path: str = "jvp(f)/Block._mlp/mul", calls: str = "c") -> str:
+def fusion(name: str, milliseconds: float, path: str = "jvp(f)/TransformerLayer._mlp/mul", calls: str = "c") -> str:
     cycles = round(milliseconds * MS)
     config = f'metadata={{op_name="{path}"}}, backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}'
     return f"%{name} = f32[8] fusion(%x), kind=kLoop, calls=%{calls}, {config}"
@@ -44,7 +44,7 @@ def test_cycles_are_divided_by_the_clock_and_a_loop_counts_as_often_as_it_runs()
     loop = "%body (p: f32[8]) -> f32[8] {\n  " + fusion("a", 2) + "\n}\n%cond (p: f32[8]) -> pred[] {\n}"
     trips = 'backend_config={"known_trip_count":{"n":"5"}}'
     found = predicted(
-        fusion("b", 1, "transpose(jvp(f))/Block._mlp/mul"),
+        fusion("b", 1, "transpose(jvp(f))/TransformerLayer._mlp/mul"),
         f"%w = f32[8] while(%b), condition=%cond, body=%body, {trips}",
         more=f"{PRODUCT}\n{loop}",
     )
@@ -171,16 +171,16 @@ def test_an_attention_kernel_takes_the_products_of_the_blocks_that_it_computes()
     [
         (
             "fusion",
-            "jvp(GPT)/GPT._layers/Block._attention/Block._attend/BGXK,BSGK->BGXS/dot_general",
+            "jvp(GPT)/GPT._layers/TransformerLayer._attention/TransformerLayer._attend/BGXK,BSGK->BGXS/dot_general",
             "attention scores",
         ),
-        ("fusion", "jvp(GPT)/GPT._layers/Block._attention/Block._attend/sub", "softmax"),
-        ("fusion", "jvp(GPT)/GPT._layers/Block._attention/query/dot_general", "projections"),
+        ("fusion", "jvp(GPT)/GPT._layers/TransformerLayer._attention/TransformerLayer._attend/sub", "softmax"),
+        ("fusion", "jvp(GPT)/GPT._layers/TransformerLayer._attention/query/dot_general", "projections"),
         ("fusion", "jvp(GPT)/GPT.score/head/dot_general", "vocabulary"),
-        ("fusion", "jvp(GPT)/GPT._layers/Block._norm/norm_mlp/mul", "norms"),
-        ("copy", "jvp(GPT)/GPT._layers/Block._mlp/mul", "copies"),
-        ("all-gather", "jvp(GPT)/GPT._layers/Block.method/zero_gather/all_gather", "gathers"),
-        ("all-reduce", "jvp(GPT)/GPT._layers/Block._mlp/psum", "exchanges"),
+        ("fusion", "jvp(GPT)/GPT._layers/TransformerLayer._norm/norm_mlp/mul", "norms"),
+        ("copy", "jvp(GPT)/GPT._layers/TransformerLayer._mlp/mul", "copies"),
+        ("all-gather", "jvp(GPT)/GPT._layers/TransformerLayer.method/zero_gather/all_gather", "gathers"),
+        ("all-reduce", "jvp(GPT)/GPT._layers/TransformerLayer._mlp/psum", "exchanges"),
     ],
 )
 def test_parts_of_the_model(op: str, path: str, part: str) -> None:
@@ -191,12 +191,14 @@ def test_phases_of_a_step() -> None:
     def phase(path: str, op: str = "fusion") -> Part:
         return part_of(Instruction("i", "f32[8]", op, f'%x), metadata={{op_name="{path}"}}'))
 
-    assert phase("transpose(jvp(GPT))/checkpoint/rematted_computation/Block._mlp") == Part("MLP", "recomputed")
-    assert phase("transpose(jvp(GPT))/checkpoint/Block._mlp") == Part("MLP", "backward")
+    assert phase("transpose(jvp(GPT))/checkpoint/rematted_computation/TransformerLayer._mlp") == Part(
+        "MLP", "recomputed"
+    )
+    assert phase("transpose(jvp(GPT))/checkpoint/TransformerLayer._mlp") == Part("MLP", "backward")
     assert phase("jit(f)/sqrt") == Part("update", "update")
     assert phase("transpose(jvp(GPT))/zero_scatter/add", "all-reduce") == Part("scatters", "backward")
-    assert phase("Block/Block._mlp/mlp_out/add", "all-reduce") == Part("exchanges", "forward")
-    assert phase("checkpoint/Block/add", "all-reduce") == Part("exchanges", "backward")
+    assert phase("TransformerLayer/TransformerLayer._mlp/mlp_out/add", "all-reduce") == Part("exchanges", "forward")
+    assert phase("checkpoint/TransformerLayer/add", "all-reduce") == Part("exchanges", "backward")
 
 
 def test_a_merged_reduction_is_named_after_what_adds_its_elements() -> None:

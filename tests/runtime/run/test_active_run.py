@@ -16,8 +16,8 @@ from zero.runtime import train
 from zero.runtime.errors import UserError
 from zero.runtime.run import active_run
 from zero.runtime.run.active_run import ActiveRun
+from zero.runtime.run.restore import TrainingPosition
 from zero.runtime.run.step_metrics import StepMetrics
-from zero.runtime.run.training_position import TrainingPosition
 from zero.runtime.tracking.goodput import Goodput
 from zero.runtime.tracking.tracker import Tracker
 from zero.training.schedules import SequenceLengths

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import zero
-from zero.models.config import BLOCKS, GPTConfig
+from zero.models.config import STACK, GPTConfig
 from zero.models.families import FAMILIES
 from zero.partition.layout import derive_layout
 from zero.runtime.checkpoints.manager import Checkpoints
@@ -114,7 +114,7 @@ def assert_same(got: Any, expected: Any) -> None:
 
 
 def without_padding(tree: Any, size: GPTConfig) -> Any:
-    names = [name for name in size.stacked if name != BLOCKS]
+    names = [name for name in size.stacked if name != STACK]
     tables = {name: tree[name]["table"].reshape(-1, size.embedding_dim)[: size.vocab_size] for name in names}
     return {**tree, **{name: {"table": table} for name, table in tables.items()}}
 

@@ -29,9 +29,9 @@ from tests.runtime.weights.random_weights import (
     whole,
     without_padding,
 )
-from zero.models.block import init_cache
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
+from zero.models.transformer_layer import init_cache
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 from zero.runtime.weights import export as exporting

@@ -11,13 +11,13 @@ from tests.helpers import cli
 from tests.runtime.config.composing import compose
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
-from zero.runtime.build import make_model
 from zero.runtime.config.check import check
-from zero.runtime.data.loader import Loader
 from zero.runtime.inference.evaluate import evaluate
 from zero.runtime.inference.scoring import Scorer, score_validation_set
 from zero.runtime.inference.trained_model import TrainedModel
-from zero.runtime.tokenizers import load_tokenizer
+from zero.runtime.job import make_model
+from zero.runtime.streaming.loader import Loader
+from zero.runtime.text.tokenizers import load_tokenizer
 from zero.runtime.tracking.metrics_file import read_metrics
 from zero.runtime.train import train
 from zero.runtime.weights.warm_start import warm_start

@@ -27,6 +27,28 @@ from zero.models.attention.scores import PLAIN, Form, relative_bias
 # Positions of a block. Smaller blocks skip more above the diagonal, larger ones multiply faster; measured in
 # docs/decisions/attention.md.
 BLOCK = 256
+CHOICES = ("auto", "dense", "blockwise", "kernel")  # values of model.attention
+# The number of positions from which `auto` is blockwise. On CPU it is faster from there on; elsewhere time has not been
+# measured, and from 4,096 positions on the scores of 12 heads need 0.75 GiB per row.
+BLOCKWISE_FROM = {"cpu": 512}
+_BLOCKWISE_FROM_ELSEWHERE = 4096
+
+
+def blockwise_from(choice: str, platform: str) -> int | None:
+    """The number of query positions from which attention is blockwise; None for never.
+
+    A single query, as in decoding, has no matrix of scores and is always dense.
+
+    Args:
+      choice: one of `CHOICES`; with "kernel" for where the kernel is unsupported.
+      platform: "cpu", "tpu", "gpu", ...
+
+    >>> blockwise_from("dense", "cpu"), blockwise_from("blockwise", "cpu")
+    (None, 2)
+    """
+    if choice in ("auto", "kernel"):
+        return BLOCKWISE_FROM.get(platform, _BLOCKWISE_FROM_ELSEWHERE)
+    return {"dense": None, "blockwise": 2}[choice]
 
 
 def blockwise_attention(

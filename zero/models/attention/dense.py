@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zero.models.attention.scores import PLAIN, Form, biased_and_masked, divided_and_capped
-from zero.models.basic_layers import dropout
+from zero.models.elements import dropout
 
 
 def dense_attention(

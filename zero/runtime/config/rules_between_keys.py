@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zero.models.config import GPTConfig
-from zero.models.layers import group_size
+from zero.models.stack import group_size
 from zero.runtime.config.constraints import is_paths, shown
 from zero.runtime.config.schema import Config
 from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE, hyperparameters

@@ -14,8 +14,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from zero.models.attention.choice import CHOICES as ATTENTION
-from zero.models.layers import REMAT
+from zero.models.attention.blockwise import CHOICES as ATTENTION
+from zero.models.stack import REMAT
 from zero.runtime.config.constraints import (
     INT32,
     INT64,

@@ -9,12 +9,12 @@ from typing import Any
 
 from zero.models.config import GPTConfig
 from zero.runtime.config.schema import Config
-from zero.runtime.data.index_files import index_paths
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.harness_tasks import run_tasks
 from zero.runtime.inference.scoring import Scorer, score_validation_set
 from zero.runtime.inference.trained_model import open_model
+from zero.runtime.streaming.index_files import index_paths
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from zero.runtime.errors import WRONG_PATH, Unavailable, UserError, causes, first_line
-from zero.runtime.tokenizers import Tokenizer
+from zero.runtime.text.tokenizers import Tokenizer
 
 LONGEST_ANSWER = 256  # tokens, where a task does not say
 

@@ -15,14 +15,14 @@ import numpy as np
 from tqdm import tqdm
 
 from zero.models.config import GPTConfig
-from zero.runtime.chat_template import load_chat_template
 from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.generate import generate
 from zero.runtime.inference.trained_model import open_model
 from zero.runtime.parsing import reading
-from zero.runtime.tokenizers import FileTokenizer, Tokenizer
+from zero.runtime.text.chat_template import load_chat_template
+from zero.runtime.text.tokenizers import FileTokenizer, Tokenizer
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference
 

@@ -13,12 +13,12 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from zero.runtime.data.index_files import row_tokens
-from zero.runtime.data.loader import Loader
-from zero.runtime.data.prefetch import prefetch
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import progress
 from zero.runtime.inference.trained_model import TrainedModel
+from zero.runtime.streaming.index_files import row_tokens
+from zero.runtime.streaming.loader import Loader
+from zero.runtime.streaming.prefetch import prefetch
 from zero.training.programs import make_inference, split_rows
 
 _Item = TypeVar("_Item")

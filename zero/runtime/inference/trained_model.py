@@ -12,13 +12,13 @@ import jax
 from zero.models.config import GPTConfig
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import PyTree
-from zero.runtime.build import make_model
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.schema import Config
 from zero.runtime.hosts import startup
 from zero.runtime.hosts.same_configuration import check_same_configuration
+from zero.runtime.job import make_model
 from zero.runtime.run_directory import saved_checkpoint_directory
-from zero.runtime.tokenizers import Tokenizer, load_tokenizer
+from zero.runtime.text.tokenizers import Tokenizer, load_tokenizer
 from zero.runtime.weights.checkpoint_weights import check_unseen, restore_weights, trained_size, weights_subtree
 from zero.training.sharded_gpt import ShardedGPT
 

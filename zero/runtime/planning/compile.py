@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from zero.models.config import GPTConfig
 from zero.partition.layout import Layout
 from zero.partition.memory import memory
-from zero.runtime.build import Job, make_job
 from zero.runtime.config.schema import Config
 from zero.runtime.hosts.speeds import SPEEDS, Speed
 from zero.runtime.hosts.startup import OVERLAP_GATHERS
 from zero.runtime.inference.generate import bucket
+from zero.runtime.job import Job, make_job
 from zero.runtime.planning.hlo import Collective, across_hosts, bytes_by_kind, collectives, hidden_share
 from zero.runtime.planning.predict import Prediction, predict
 from zero.runtime.planning.topology import available_bytes, find_devices, out_of_memory

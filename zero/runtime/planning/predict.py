@@ -21,7 +21,7 @@ from zero.runtime.planning.hlo import Bodies, Instruction
 PARTS = {
     "gathers": r"zero_gather|all_gather",
     "scatters": r"zero_scatter|zero_borrow|reduce_scatter",
-    "norms": r"Block\._norm|/norm[./]",
+    "norms": r"TransformerLayer\._norm|/norm[./]",
     "dropout": r"dropout|bernoulli|random_bits|threefry",
     "attention scores": r"_attend.*dot_general|splash|attention.*pallas_call",
     "softmax": r"_attend",
@@ -89,7 +89,7 @@ def predict(text: str, devices: Sequence[Any]) -> Prediction | None:
 def part_of(instruction: Instruction) -> Part:
     """Where an instruction belongs, by the path of the operation that XLA names it after.
 
-    >>> part_of(Instruction("f", "", "fusion", 'metadata={op_name="jvp(GPT)/GPT._layers/Block/Block._mlp/mul"}'))
+    >>> part_of(Instruction("f", "", "fusion", 'metadata={op_name="jvp(GPT)/TransformerLayer._mlp/mul"}'))
     Part(name='MLP', phase='forward')
     """
     path = instruction.op_name
@@ -98,7 +98,7 @@ def part_of(instruction: Instruction) -> Part:
     if hlo.kind_of(instruction) is not None:
         if name == "scatters":
             return Part(name, "backward")
-        if phase == UPDATE and "Block" in path:  # of a merged reduction only the end of the path is left
+        if phase == UPDATE and "TransformerLayer" in path:  # of a merged reduction only the end of the path is left
             phase = "backward" if "checkpoint" in path else "forward"
         return Part(name if name == "gathers" else EXCHANGES, phase)
     return Part(COPIES if instruction.op in _COPIES else name, phase)

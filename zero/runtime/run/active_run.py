@@ -24,8 +24,6 @@ from zero.partition.layout import Layout, PyTree
 from zero.runtime.checkpoints.emergency import EmergencyCheckpoints
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.schema import Config
-from zero.runtime.data.loader import HostBatch, Loader
-from zero.runtime.data.prefetch import prefetch
 from zero.runtime.errors import UserError
 from zero.runtime.hosts import agreement, signals, watchdog
 from zero.runtime.hosts.interruptible_compilation import CacheHits, compile_unless_stopped
@@ -35,10 +33,12 @@ from zero.runtime.inference.scoring import Scorer
 from zero.runtime.inference.trained_model import TrainedModel
 from zero.runtime.planning.predict import predict
 from zero.runtime.run.profiling import Profiler
+from zero.runtime.run.restore import TrainingPosition
 from zero.runtime.run.step_metrics import StepMetrics, peak_memory
-from zero.runtime.run.training_position import TrainingPosition
 from zero.runtime.run_directory import mirror
-from zero.runtime.tokenizers import Tokenizer
+from zero.runtime.streaming.loader import HostBatch, Loader
+from zero.runtime.streaming.prefetch import prefetch
+from zero.runtime.text.tokenizers import Tokenizer
 from zero.runtime.tracking.goodput import Goodput, counts_as
 from zero.runtime.tracking.tracker import Tracker
 from zero.training.batch import Batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -16,12 +16,23 @@ from zero.partition.pmapped import pmap
 from zero.runtime.checkpoints.damage import DamagedCheckpoint
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
-from zero.runtime.run.training_position import TrainingPosition
 from zero.runtime.weights.checkpoint_weights import check_unseen, trained_size
 from zero.training.optimizer import convert_state
 from zero.training.parts import TrainState
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainingPosition:
+    """Where the data and the counters are between two steps; a checkpoint holds it together with the state."""
+
+    global_rows: int  # of a batch over all hosts; fixed by the first checkpoint
+    step: int = 0
+    cursor: dict[str, int] | None = None
+    skipped_rows: int = 0
+    samples_checksum: int = 0
+    unevaluated: dict[str, Any] | None = None  # metrics of this step where a signal came before its evaluation
 
 
 def restore(

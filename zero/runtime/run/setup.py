@@ -24,25 +24,24 @@ from zero.partition.layout import Layout
 from zero.partition.memory import memory
 from zero.runtime import run_directory as run_files
 from zero.runtime import storage
-from zero.runtime.build import make_job
 from zero.runtime.checkpoints.emergency import EmergencyCheckpoints
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.schema import Config
-from zero.runtime.corpus.manifest import check_end_of_text
-from zero.runtime.corpus.prepare_if_missing import prepare_if_missing
-from zero.runtime.data.cache import ShardCache
-from zero.runtime.data.index_files import index_paths
-from zero.runtime.data.loader import Loader
 from zero.runtime.errors import UserError
 from zero.runtime.hosts import agreement, signals, startup
 from zero.runtime.hosts.same_configuration import check_same_configuration
 from zero.runtime.hosts.speeds import peak_flops
+from zero.runtime.job import make_job
+from zero.runtime.preparing.manifest import check_end_of_text
+from zero.runtime.preparing.prepare_if_missing import prepare_if_missing
 from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.profiling import Profiler
-from zero.runtime.run.restore import restore
+from zero.runtime.run.restore import TrainingPosition, restore
 from zero.runtime.run.step_metrics import StepMetrics
-from zero.runtime.run.training_position import TrainingPosition
-from zero.runtime.tokenizers import Tokenizer, load_tokenizer
+from zero.runtime.streaming.cache import ShardCache
+from zero.runtime.streaming.index_files import index_paths
+from zero.runtime.streaming.loader import Loader
+from zero.runtime.text.tokenizers import Tokenizer, load_tokenizer
 from zero.runtime.tracking.goodput import Goodput
 from zero.runtime.tracking.metrics_file import read_metrics
 from zero.runtime.tracking.tracker import Tracker

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zero.models.config import BLOCKS, HEAD, VOCABULARY, GPTConfig
+from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
 from zero.runtime.errors import UserError
 from zero.runtime.weights.architecture import FUSED_QKV, Architecture
 
 
 def _layers(names: Mapping[str, str], prefix: str) -> dict[str, str]:
     """Modules of a layer, by name within it."""
-    return {f"{BLOCKS}/{name}": f"{prefix}.{{}}.{hf_name}" for name, hf_name in names.items()}
+    return {f"{STACK}/{name}": f"{prefix}.{{}}.{hf_name}" for name, hf_name in names.items()}
 
 
 def _megatron_names(attention: str) -> dict[str, str]:

@@ -13,11 +13,11 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from zero.models.config import BLOCKS, GPTConfig
-from zero.runtime.chat_template import load_chat_template
+from zero.models.config import STACK, GPTConfig
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import Unavailable, first_line
-from zero.runtime.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
+from zero.runtime.text.chat_template import load_chat_template
+from zero.runtime.text.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 from zero.runtime.weights.architecture import Architecture
 from zero.runtime.weights.architecture_table import architecture_of
 from zero.runtime.weights.checkpoint_weights import (
@@ -85,7 +85,7 @@ def _tensors(
     parts: dict[str, list[str]] = {}
     for leaf in sorted(leaves, key=lambda leaf: order.index(leaf.rpartition("/")[0])):
         parts.setdefault(architecture.full_name(leaf), []).append(leaf)
-    makes_queries = f"{BLOCKS}/query_norm/" if size.qk_norm else f"{BLOCKS}/query/"
+    makes_queries = f"{STACK}/query_norm/" if size.qk_norm else f"{STACK}/query/"
     for name, parts_of_tensor in parts.items():
         arrays = [
             checkpoints.read(step, prefix + leaf).astype(np.float32)

@@ -20,7 +20,7 @@ from zero.runtime.weights.checkpoint_weights import (
     weights_subtree,
 )
 from zero.runtime.weights.hf_folder import CONFIG_FILE, HuggingFaceFolder
-from zero.training.programs import repeat_blocks
+from zero.training.programs import repeat_layers
 from zero.training.sharded_gpt import ShardedGPT
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
     log.info("weights from %s", origin)
     if size["N"] < model.config.N:
         log.info("grown from %d blocks to %d, which repeat blocks %s", size["N"], model.config.N, order)
-        params = repeat_blocks(params, order, model.axis)
+        params = repeat_layers(params, order, model.axis)
     return params
 
 

@@ -1,0 +1,47 @@
+"""What is bound from a configuration before any device is used."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.runtime.config.composing import compose
+from zero.runtime.config.check import check
+from zero.runtime.config.files import load_sizes
+from zero.runtime.job import learning_rate, make_job, make_model
+
+
+@pytest.mark.parametrize(("warmup", "total"), [(2, 5), (0, 1), (19, 20), (20, 100)])
+def test_constant_rate_with_a_linear_end_reaches_it_also_in_short_runs(warmup: int, total: int) -> None:
+    keys = ("schedule.name=wsd", f"training.warmup_steps={warmup}", f"training.total_steps={total}")
+    rate = learning_rate(check(compose(*keys, "training.end_learning_rate=0"), load_sizes()))
+    assert float(rate(total - 1)) == 0
+    if total - warmup > 1:
+        assert float(rate(total - 1 - max(1, total // 10))) == pytest.approx(3e-3)
+
+
+@pytest.mark.parametrize(("size", "share"), [("bytes_mup", 64 / 192), ("bytes", 1.0)])
+def test_matrices_of_a_model_in_mup_learn_at_their_share_of_the_rate(size: str, share: float) -> None:
+    config = check(compose(f"model.size={size}"), load_sizes())
+    tx = make_job(config, load_sizes()[size]).tx
+    params = {
+        "blocks": {"query": {"kernel": jnp.zeros(3), "bias": jnp.zeros(3)}},
+        "vocabulary": {"table": jnp.zeros(3)},
+    }
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    np.testing.assert_allclose(updates["blocks"]["query"]["kernel"], share, rtol=1e-6)
+    for update in (updates["blocks"]["query"]["bias"], updates["vocabulary"]["table"]):
+        np.testing.assert_allclose(update, 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("attention", "lacks"), [("kernel", ["a kernel for this device"]), ("auto", [])])
+def test_what_a_kernel_lacks_is_logged_once_and_attention_is_that_of_auto(
+    attention: str, lacks: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = check(compose(f"model.attention={attention}"), load_sizes())
+    model = make_model(config, load_sizes()["bytes"])
+    said = [record.message for record in caplog.records if "kernel" in record.message]
+    assert model.kernel is None and model.blockwise_from == 512
+    assert said == [
+        f"model.attention=kernel lacks {x}: attention is computed as with model.attention=auto" for x in lacks
+    ]

@@ -1,0 +1,264 @@
+"""One layer: attention and MLP or experts on the residual stream, composed as a `GPTConfig` says.
+
+Shapes are named by suffix:
+  B rows, T positions of a row, S positions that are attended to, D embedding, H heads of queries, G heads of keys,
+  K head dimension, L layers, F width of the MLP, C buckets of distance
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from zero.model_parallel import WHOLE, ModelParallel
+from zero.models.attention.blockwise import blockwise_attention
+from zero.models.attention.dense import dense_attention
+from zero.models.attention.kernel import kernel_attention, missing_in
+from zero.models.attention.scores import T5_BUCKETS, Form
+from zero.models.config import GPTConfig
+from zero.models.elements import ACTIVATIONS, dropout, make_norm, rotary_frequencies, rotate
+from zero.models.experts import Experts, ResidualStream, Routing
+from zero.models.gated_unit import GatedLayer, RecurrentState, init_recurrent
+from zero.models.layer import Layer
+from zero.models.parametrization import kernel_init
+
+
+class Cache(NamedTuple):
+    """Keys and values of the positions so far, one entry per layer: float `(L, B, S, G, K)`."""
+
+    k_LBSGK: jax.Array
+    v_LBSGK: jax.Array
+
+
+AnyCache = Cache | RecurrentState
+
+
+def init_cache(
+    config: GPTConfig,
+    rows: int,
+    positions: int,
+    dtype: DTypeLike,
+    cut: ModelParallel = WHOLE,
+    known: jax.Array | int = 0,
+) -> AnyCache:
+    """An empty cache for `rows` rows of up to `positions` positions, of this device's heads.
+
+    That of gated units has a constant size, and takes up only the first `known` positions of what is read at once.
+    """
+    if config.layer == "gated_units":
+        return init_recurrent(config, rows, known, dtype)
+    k = jnp.zeros((config.N, rows, positions, config.key_heads // cut.size, config.head_width), dtype)
+    return Cache(k, k)
+
+
+def attention_form(config: GPTConfig, window: int, cut: ModelParallel = WHOLE) -> Form:
+    """What the scores of a layer with this window are made of."""
+    divisors: dict[str | None, float | None] = {"sqrt": None, "linear": config.head_width, "none": 1.0}
+    return Form(
+        has_alibi=config.alibi_attn,
+        window=window,
+        divisor=divisors[config.attention_scale],
+        cap=config.attention_cap,
+        has_extra_logit=config.extra_logit,
+        dropout_rate=config.attention_drop_rate,
+        cut=cut,
+    )
+
+
+class TransformerLayer(Layer):
+    """Attention and MLP, each normalised and added to the residual stream.
+
+    Attributes:
+      is_dense: the layer has no experts, although the model has.
+    """
+
+    is_dense: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        carry: tuple[ResidualStream, Cache | None],
+        layer: jax.Array,
+        keys_B: jax.Array | None,
+        position: jax.Array | int,
+        starts_BT: jax.Array | None = None,
+    ) -> tuple[tuple[ResidualStream, Cache | None], None]:
+        """`starts_BT` is the column where the segment of each position starts; None for one segment per row."""
+        config = self.config
+        (x_BTD, routing), cache = carry
+        if keys_B is not None:
+            keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, layer)
+        site_keys = [None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, i) for i in range(3)]
+
+        h_BTD = self.cut.gather_positions(self._norm("norm_attention", x_BTD))
+        attended_BTD, cache = self._attention(h_BTD, cache, layer, position, starts_BT, site_keys[0])
+        attended_BTD = self._norm("norm_attention", attended_BTD, is_after=True)
+        sum_BTD = x_BTD + dropout(attended_BTD, config.residual_drop_rate, site_keys[1], self.cut.of_positions)
+        h_BTD = self._norm("norm_mlp", x_BTD if config.parallel_residual else sum_BTD)
+        h_BTD = self.cut.gather_positions(h_BTD)
+        if config.experts is None or self.is_dense:
+            h_BTD = self._mlp(h_BTD)
+        else:
+            h_BTD, decided = self._experts(h_BTD, layer, drops=cache is None)
+            routing = jax.tree.map(jnp.add, routing, decided)
+        h_BTD = self._norm("norm_mlp", h_BTD, is_after=True)
+        sum_BTD = sum_BTD + dropout(h_BTD, config.residual_drop_rate, site_keys[2], self.cut.of_positions)
+        return ((sum_BTD, routing), cache), None
+
+    def _norm(self, name: str, x: jax.Array, *, is_after: bool = False) -> jax.Array:
+        """The norm of this name at this side of a part, where there is one; the outer one of two has `_after`."""
+        if self.config.norm_place == ("before" if is_after else "after"):
+            return x
+        normed: jax.Array = make_norm(self.config, self.dtype, name + "_after" * is_after)(x)
+        return normed
+
+    def _dense(self, features: int, name: str, use_bias: bool, product: Any = None) -> nn.Dense:
+        init = kernel_init(self.config, name)
+        return nn.Dense(features, use_bias, dtype=self.dtype, kernel_init=init, dot_general=product, name=name)
+
+    def _residual_dense(self, name: str, use_bias: bool) -> nn.Dense:
+        """A product whose input is cut: the parts are summed before the bias is added."""
+
+        def summed_product(*arguments: Any, **options: Any) -> jax.Array:
+            product_BTD: jax.Array = self.cut.sum_positions(lax.dot_general(*arguments, **options))
+            return product_BTD
+
+        return self._dense(self.config.embedding_dim, name, use_bias, summed_product)
+
+    def _attention(
+        self,
+        h_BTD: jax.Array,
+        cache: Cache | None,
+        layer: jax.Array,
+        position: jax.Array | int,
+        starts_BT: jax.Array | None,
+        keys_B: jax.Array | None,
+    ) -> tuple[jax.Array, Cache | None]:
+        config = self.config
+
+        def heads(name: str, count: int) -> jax.Array:
+            own = count // self.cut.size
+            x_BTD = self._dense(own * config.head_width, name, config.qkv_bias)(h_BTD)
+            return x_BTD.reshape(*x_BTD.shape[:2], own, config.head_width)
+
+        q_BTHK, k_BSGK = heads("query", config.num_head), heads("key", config.key_heads)
+        v_BSGK = heads("value", config.key_heads)
+        if config.qk_norm:
+            q_BTHK = make_norm(config, self.dtype, "query_norm")(q_BTHK)
+            k_BSGK = make_norm(config, self.dtype, "key_norm")(k_BSGK)
+        if config.position_kind == "rotary":
+            frequencies = rotary_frequencies(config)
+            numbers = self.cut.attended_numbers(position, h_BTD.shape[1])
+            q_BTHK, k_BSGK = (rotate(x, numbers, frequencies, starts_BT) for x in (q_BTHK, k_BSGK))
+        bias_CH = None
+        if config.position_kind == "t5":
+            bias_CH = self.param("relative_bias", nn.initializers.normal(0.02), (T5_BUCKETS, config.num_head))
+            bias_CH = self.cut.part(bias_CH, 1)
+        if cache is not None:
+            # The whole cache is carried from layer to layer, so that only the new positions are written.
+            start = (layer, 0, position, 0, 0)
+            cache = Cache(
+                *(lax.dynamic_update_slice(c, x[None], start) for c, x in zip(cache, (k_BSGK, v_BSGK), strict=True))
+            )
+            k_BSGK, v_BSGK = (lax.dynamic_index_in_dim(c, layer, keepdims=False) for c in cache)
+        cut, swap = self.cut, self.cut.head_swap(config.num_head, config.key_heads)
+        if swap is not None:
+            cut, bias_CH = swap.cut, None if bias_CH is None else swap.cut.part(bias_CH, 1)
+            q_BTHK, k_BSGK, v_BSGK = (swap.to_heads(x) for x in (q_BTHK, k_BSGK, v_BSGK))
+            starts_BT = None if starts_BT is None else swap.whole_rows(starts_BT)
+        attended_BTHK = self._by_window(cut, layer, q_BTHK, k_BSGK, v_BSGK, position, bias_CH, keys_B, starts_BT)
+        if swap is not None:
+            attended_BTHK = swap.to_positions(attended_BTHK)
+        out = self._residual_dense("attention_out", config.out_bias)
+        return out(attended_BTHK.reshape(*h_BTD.shape[:2], -1)), cache
+
+    def _by_window(self, cut: ModelParallel, layer: jax.Array, *arguments: Any) -> jax.Array:
+        """`_attend` with the window of this layer."""
+        windows = self.config.windows if self.window is None else (self.window,)
+        if len(windows) == 1:
+            return self._attend(cut, windows[0], *arguments)
+        # Without the checkpoint what each of the windows needs for its backward pass would be kept.
+        branches = [jax.checkpoint(partial(self._attend, cut, window)) for window in windows]
+        attended_BTHK: jax.Array = lax.switch(layer % len(windows), branches, *arguments)
+        return attended_BTHK
+
+    def _attend(
+        self,
+        cut: ModelParallel,
+        window: int,
+        q_BTHK: jax.Array,
+        k_BSGK: jax.Array,
+        v_BSGK: jax.Array,
+        position: jax.Array | int,
+        bias_CH: jax.Array | None,
+        keys_B: jax.Array | None,
+        starts_BT: jax.Array | None,
+    ) -> jax.Array:
+        config, queries = self.config, q_BTHK.shape[1]
+        if window and queries == 1 and window < k_BSGK.shape[1]:  # in decoding: the rest of the cache is not read
+            first = jnp.clip(position - window + 1, 0, k_BSGK.shape[1] - window)
+            k_BSGK, v_BSGK = (lax.dynamic_slice_in_dim(x, first, window, axis=1) for x in (k_BSGK, v_BSGK))
+            position = position - first
+        form = attention_form(config, window, cut)
+        is_whole = queries == k_BSGK.shape[1] > 1  # in decoding and with a cache there are more keys than queries
+        asked: Any = {
+            "positions": queries,
+            "drops": keys_B is not None and form.dropout_rate > 0,
+            "has_bias": bias_CH is not None,
+            "has_segments": starts_BT is not None,
+        }
+        if self.kernel is not None and is_whole and missing_in(self.kernel, form, **asked) is None:
+            return kernel_attention(self.kernel, q_BTHK, k_BSGK, v_BSGK, form=form, starts_BT=starts_BT)
+        # Blocks outside a window are skipped, so that a window makes blocks worth while earlier.
+        earliest = [self.blockwise_from or queries + 1, *([max(2, 2 * window)] if window else [])]
+        is_blockwise = cut.ring > 1 or (self.blockwise_from is not None and queries >= min(earliest))
+        attend = blockwise_attention if is_blockwise else dense_attention
+        return attend(q_BTHK, k_BSGK, v_BSGK, position, form=form, bias_CH=bias_CH, keys_B=keys_B, starts_BT=starts_BT)
+
+    def _mlp(self, h_BTD: jax.Array) -> jax.Array:
+        config = self.config
+        own_width = config.mlp_width // self.cut.size
+        h_BTF = self._dense(own_width, "mlp_in", config.mlp_bias)(h_BTD)
+        if config.gated:
+            gate_BTF = self._dense(own_width, "mlp_gate", config.mlp_bias)(h_BTD)
+            h_BTF = ACTIVATIONS[config.activation](gate_BTF) * h_BTF
+        else:
+            h_BTF = ACTIVATIONS[config.activation](h_BTF)
+        return self._residual_dense("mlp_out", config.mlp_bias)(h_BTF)
+
+    def _experts(self, h_BTD: jax.Array, layer: jax.Array, *, drops: bool) -> tuple[jax.Array, Routing]:
+        experts = Experts(self.config, self.dtype, self.cut, self.group, name="experts")
+        y_BTD, decided = experts(h_BTD, layer // self.config.experts_every, drops=drops)
+        return self.cut.sum_positions(y_BTD), decided
+
+
+class Period(Layer):
+    """`experts_every` layers, of which the last one has experts."""
+
+    @nn.compact
+    def __call__(
+        self, carry: tuple[ResidualStream, Cache | None], number: jax.Array, *arguments: Any
+    ) -> tuple[tuple[ResidualStream, Cache | None], None]:
+        """As `TransformerLayer`, but for the number: that of the period."""
+        every = self.config.experts_every
+        options: dict[str, Any] = {field: getattr(self, field) for field in ("window", "cut", "group", "kernel")}
+        for i in range(every):
+            name, is_dense = f"layer_{i}", i + 1 < every
+            block = TransformerLayer(
+                self.config, self.dtype, self.blockwise_from, **options, is_dense=is_dense, name=name
+            )
+            carry, _ = block(carry, number * every + i, *arguments)
+        return carry, None
+
+
+def scanned_layer(config: GPTConfig) -> type[Layer]:
+    """The class of an entry of the stack of layers; all take the same arguments."""
+    if config.layer == "gated_units":
+        return GatedLayer
+    return TransformerLayer if config.experts_every == 1 else Period

@@ -1,0 +1,155 @@
+"""From a checked configuration to the model, the optimizer and the programs that training runs and a plan compiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from zero.models.attention.blockwise import blockwise_from
+from zero.models.attention.kernel import kernel_of, missing_in
+from zero.models.config import STACK, GPTConfig
+from zero.models.parametrization import multipliers_of
+from zero.models.transformer_layer import attention_form
+from zero.partition.collectives.axis import Axis
+from zero.partition.global_arrays import pmap_devices
+from zero.partition.layout import Layout
+from zero.runtime.config.schema import Config, Zero
+from zero.runtime.errors import UserError
+from zero.runtime.text.tokenizers import load_tokenizer
+from zero.training.averages import averages_of
+from zero.training.optimizer import make_optimizer
+from zero.training.parts import StepOptions
+from zero.training.programs import Programs, make_programs
+from zero.training.schedules import LearningRate
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.step import state_layout
+
+log = logging.getLogger(__name__)
+
+
+class Job(NamedTuple):
+    """A model on an axis of devices, its optimizer, the programs made of them, and the layout of the whole state."""
+
+    model: ShardedGPT
+    tx: optax.GradientTransformation
+    programs: Programs
+    layout: Layout
+
+
+def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> ShardedGPT:
+    """The model of a checked configuration on devices, by default all there are."""
+    zero = config.zero
+    platform, device_kind = (devices or jax.devices())[0].platform, (devices or jax.devices())[0].device_kind
+    remat = "none" if platform == "cpu" and not zero.fused_update else "full"
+    model = ShardedGPT(
+        size,
+        make_axis(zero, devices),
+        zero.stage,
+        ("float32" if platform == "cpu" else "bfloat16") if zero.compute_dtype == "auto" else zero.compute_dtype,
+        wire_dtype=zero.wire_dtype,
+        reduce_dtype=zero.reduce_dtype,
+        gradient_dtype=zero.gradient_dtype,
+        remat=remat if zero.remat == "auto" else zero.remat,
+        blockwise_from=blockwise_from(config.model.attention, platform),
+        master_dtype=zero.master_dtype,
+        end_of_text=load_tokenizer(config.data.tokenizer).end_of_text if config.data.isolate_documents else None,
+        gather_dtype=None if zero.gather_dtype == "auto" else zero.gather_dtype,
+        kernel=kernel_of(platform, device_kind) if config.model.attention == "kernel" else None,
+    )
+    if config.model.attention == "kernel":
+        _warn_of_no_kernel(config, model)
+    for leaf in model.layout_by_parts.leaves:
+        if leaf.is_cut and leaf.path[0] == STACK and leaf.splits[0].padding:
+            raise UserError(
+                f"zero.tensor_shards={zero.tensor_shards}: {leaf.splits[0].size}, the size of {leaf.name} along which "
+                f"it is cut, does not divide over {leaf.splits[0].shards} devices"
+            )
+    return model
+
+
+def _warn_of_no_kernel(config: Config, model: ShardedGPT) -> None:
+    size, cut = model.config, model.cut
+    swap = cut.head_swap(size.num_head, size.key_heads)
+    missing = missing_in(
+        model.kernel,
+        attention_form(size, max(size.windows), cut if swap is None else swap.cut),
+        positions=config.data.max_context,
+        drops=size.attention_drop_rate > 0,
+        has_bias=size.position_kind == "t5",
+        has_segments=config.data.isolate_documents,
+    )
+    if missing is not None:
+        log.warning("model.attention=kernel lacks %s: attention is computed as with model.attention=auto", missing)
+
+
+def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
+    """The pmap axis of a checked configuration: copies of the state, groups of devices, the phases of collectives.
+
+    Raises:
+      UserError: the devices do not make groups of equal size.
+    """
+    devices = pmap_devices() if devices is None else devices
+    has_torus = devices[0].platform == "tpu" and zero.replicas == zero.tensor_shards == zero.expert_shards == 1
+    sizes = {key: zero.replicas * getattr(zero, key) for key in ("tensor_shards", "expert_shards")}
+    for key, size in ({"replicas": zero.replicas, "context_shards": zero.context_shards} | sizes).items():
+        if len(devices) % size:
+            times = f" times zero.replicas={zero.replicas}" if key in sizes and zero.replicas > 1 else ""
+            value = getattr(zero, key)
+            raise UserError(f"zero.{key}={value}{times}: expected a divisor of {len(devices)}, the number of devices")
+    if zero.expert_shards > 1:
+        return Axis.with_expert_groups("zero", len(devices), zero.expert_shards, zero.replicas)
+    hosts = [device.process_index for device in devices]
+    for key in ("tensor_shards", "context_shards"):
+        size = getattr(zero, key)
+        if any(len(set(hosts[i : i + size])) > 1 for i in range(0, len(hosts), size)):
+            raise UserError(f"zero.{key}={size}: expected groups of devices of one host")
+    if zero.phases == "torus" or (zero.phases == "auto" and has_torus):
+        return dataclasses.replace(Axis.from_devices("zero", devices), context=zero.context_shards)
+    if zero.tensor_shards == 1:
+        return Axis("zero", (zero.replicas, len(devices) // zero.replicas), context=zero.context_shards)
+    replicas = zero.replicas if zero.stage else len(devices) // zero.tensor_shards  # each part wherever it is computed
+    return Axis.with_tensor_groups("zero", len(devices), zero.tensor_shards, replicas)
+
+
+def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> Job:
+    """Binds a checked configuration to devices, by default all there are. Nothing is compiled yet."""
+    training, model = config.training, make_model(config, size, devices)
+    optimizer = config.optimizer
+    tx = make_optimizer(
+        optimizer.name,
+        training.weight_decay,
+        state_dtype=optimizer.state_dtype,
+        multipliers=multipliers_of(size),
+        **optimizer.hyperparameters(),
+    )
+    options = StepOptions(
+        learning_rate(config),
+        seed=config.seed,
+        micro_batches=training.gradient_accumulation_steps,
+        max_gradient_norm=training.max_gradient_norm,
+        skip_bad_steps=training.skip_bad_steps,
+        skip_spikes=training.skip_spikes,
+        fused_update=config.zero.fused_update,
+        ema_decay=training.ema,
+    )
+    programs = make_programs(model, tx, options, devices)
+    return Job(model, tx, programs, state_layout(model, tx, averages_of(model, options)))
+
+
+def learning_rate(config: Config) -> LearningRate:
+    """The learning rate of a checked configuration, as a function of the step."""
+    training, schedule = config.training, config.schedule
+    after_warmup = training.total_steps - training.warmup_steps
+    return LearningRate(
+        training.peak_learning_rate,
+        training.end_learning_rate,
+        training.warmup_steps,
+        training.total_steps,
+        schedule.name,
+        schedule.decay_steps or min(max(1, training.total_steps // 10), after_warmup),
+    )

@@ -1,0 +1,64 @@
+"""Datasets of the Hugging Face hub, streamed (datasets, of the extra hub)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from zero.runtime.errors import Unavailable, UserError, install_command
+from zero.runtime.preparing.sources import documents
+from zero.runtime.preparing.sources.documents import Document, Reader, Unit
+
+
+class HubDataset:
+    """One split of a dataset: `name`, `name:config` or `name:config:split`, where an empty part is the default one.
+
+    A name may also be a folder of Parquet or JSON files. Raises UserError if it does not exist or the hub cannot be
+    reached.
+    """
+
+    def __init__(self, name: str, reader: Reader):
+        try:
+            import datasets
+        except ImportError:
+            raise UserError(f"hf:{name}: the datasets library is missing; {install_command('hub')}") from None
+        self._name, self._reader = name, reader
+        parts = name.split(":")
+        if not parts[0] or len(parts) > 3:
+            raise UserError(f"hf:{name}: expected hf:name, hf:name:config or hf:name:config:split")
+        path, config, split = parts + [""] * (3 - len(parts))
+        try:
+            builder = datasets.load_dataset_builder(path, config or None)
+            self._rows: Any = builder.as_streaming_dataset(split=split or "train")
+        except (FileNotFoundError, ValueError) as error:  # no such dataset, configuration or split
+            raise UserError(f"hf:{name}: {_one_line(error)}") from error
+        except OSError as error:  # the hub cannot be reached
+            raise Unavailable(f"hf:{name}: {_one_line(error)}") from error
+        self.fingerprint = str(builder.hash)  # of the configuration and the revision, or the files
+
+    def units(self) -> Iterator[Unit]:
+        group: list[Document] = []
+        size = 0
+        for document in self.documents():
+            group.append(document)
+            size += len(document.content)
+            if size >= documents.UNIT_BYTES:
+                yield Unit(size, partial(iter, tuple(group)))
+                group, size = [], 0
+        if group:
+            yield Unit(size, partial(iter, tuple(group)))
+
+    def documents(self) -> Iterator[Document]:
+        """Those of all rows, in the dataset's order."""
+        try:
+            for number, row in enumerate(self._rows):
+                yield self._reader(row, f"hf:{self._name}, row {number}")
+        except (FileNotFoundError, ValueError) as error:
+            raise UserError(f"hf:{self._name} cannot be read: {_one_line(error)}") from error
+        except OSError as error:
+            raise Unavailable(f"hf:{self._name} cannot be read now: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

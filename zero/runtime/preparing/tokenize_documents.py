@@ -1,0 +1,142 @@
+"""Tokenizes the documents of one unit and assigns them to the splits.
+
+Shapes: n rows or tokens, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from zero.runtime.errors import UserError
+from zero.runtime.preparing.manifest import NO_HASH, SPLITS, Counts
+from zero.runtime.preparing.sources.documents import Document, Unit
+from zero.runtime.text.tokenizers import Tokenizer
+
+_PIECE = 1 << 20  # characters of a document that are tokenized at once
+
+
+class SplitTokens(NamedTuple):
+    """What a unit gives to one split."""
+
+    rows: np.ndarray  # tokens (n,), or rows (n, T) if each document has its own
+    lengths: np.ndarray | None  # of those rows, int32 (n,)
+    completions: np.ndarray | None  # 1 for each token of `rows` that is to be learned, uint8; None: not recorded
+    counts: Counts
+
+
+class Tokens(NamedTuple):
+    """Of one document."""
+
+    ids: np.ndarray
+    is_learned: np.ndarray | None  # uint8, where prompts are recorded
+
+
+@dataclass(frozen=True)
+class UnitTokenizer:
+    """From a unit to its tokens for each split; None for a split that is not wanted."""
+
+    tokenizer: Tokenizer
+    row_tokens: int
+    one_document_per_row: bool
+    has_completions: bool
+    threshold: int  # documents with a hash below it are for validation
+
+    def __call__(self, unit: Unit, wanted: tuple[bool, ...]) -> list[SplitTokens | None]:
+        counts = [Counts(), Counts()]
+        documents: list[list[Tokens]] = [[], []]
+        for document in unit.documents():
+            if document is None:
+                counts = [count.plus(Counts(skipped=1)) for count in counts]
+                continue
+            text, split, ends = document.content, document.is_validation, document.ends
+            if not len(text):
+                continue
+            # JSON can hold lone surrogates, which strict UTF-8 refuses; nothing of a document should be lost.
+            data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text.tobytes()
+            value = NO_HASH
+            if split is None:
+                # Of the text, not the name, so that copies of a document are in one split.
+                value = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
+                split = value < self.threshold
+            if wanted[split]:
+                documents[split].append(self._tokens(document))
+                tokens = len(documents[split][-1].ids)
+                counts[split] = counts[split].plus(Counts(int(ends), tokens, len(data), lowest=value))
+        return [self._join(documents[i], counts[i]) if wanted[i] else None for i in range(len(SPLITS))]
+
+    def _tokens(self, document: Document) -> Tokens:
+        if document.completions is None:
+            return Tokens(self._ids(document.content, document.ends, document.name), None)
+        assert isinstance(document.content, str)
+        end_of_text = self.tokenizer.end_of_text
+        ids, ends = self.tokenizer.encode_with_ends(document.content, document.has_special)
+        # A token that a completion shares with its prompt is learned.
+        is_learned = np.zeros(len(ids), bool)
+        for start, stop in document.completions:
+            is_learned |= (ends > start) & (ends <= stop)
+        if end_of_text in ids[:-1] and not self.one_document_per_row:
+            raise UserError(
+                f"{document.name}: its text contains the end of text, token {end_of_text}, which would divide it; "
+                "--one-document-per-row accepts it"
+            )
+        if not len(ids) or ids[-1] != end_of_text:
+            ids, is_learned = np.append(ids, end_of_text), np.append(is_learned, True)
+        dtype = np.min_scalar_type(self.tokenizer.vocab_size - 1)
+        return Tokens(ids.astype(dtype, copy=False), is_learned.astype(np.uint8))
+
+    def _ids(self, text: str | np.ndarray, ends: bool, name: str) -> np.ndarray:
+        end_of_text, size = self.tokenizer.end_of_text, self.tokenizer.vocab_size
+        dtype = np.min_scalar_type(size - 1)
+        if isinstance(text, str):
+            ids = [self.tokenizer.encode(piece).astype(dtype, copy=False) for piece in _pieces(text)]
+        elif text.min() < 0 or text.max() >= size:
+            bad = text.min() if text.min() < 0 else text.max()
+            raise UserError(f"{name} holds token {bad}, outside the vocabulary of {size} of {self.tokenizer.name}")
+        else:
+            ids = [text.astype(dtype)]
+            ends = ends and text[-1] != end_of_text
+        return np.concatenate([*ids, np.full(int(ends), end_of_text, dtype)])
+
+    def _join(self, documents: list[Tokens], counts: Counts) -> SplitTokens:
+        rows, lengths = self._joined([document.ids for document in documents], self.tokenizer.end_of_text)
+        dtype = np.min_scalar_type(self.tokenizer.vocab_size - 1)
+        completions = None
+        if self.has_completions:
+            learned = [document.is_learned for document in documents if document.is_learned is not None]
+            completions = self._joined(learned, 0)[0].astype(np.uint8)
+        return SplitTokens(rows.astype(dtype, copy=False), lengths, completions, counts)
+
+    def _joined(self, arrays: list[np.ndarray], filler: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """One array of all documents; or rows of each document's own, and their lengths."""
+        if not self.one_document_per_row:
+            return np.concatenate(arrays or [np.zeros(0, np.uint8)]), None
+        padded = [padded_rows(array, self.row_tokens, filler) for array in arrays]
+        rows, lengths = zip(*padded, strict=True) if padded else ((), ())
+        return (
+            np.concatenate(rows or [np.zeros((0, self.row_tokens), np.uint8)]),
+            np.concatenate([np.zeros(0, np.int32), *lengths]),
+        )
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A long text in parts that end at a line break if there is one."""
+    start = 0
+    while len(text) - start > _PIECE:
+        cut = text.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def padded_rows(tokens: np.ndarray, row_tokens: int, filler: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens (n,) as rows (m, T), and the number of tokens in each (m,)."""
+    padding = -len(tokens) % row_tokens
+    rows = np.append(tokens, np.full(padding, filler, tokens.dtype)).reshape(-1, row_tokens)
+    lengths = np.full(len(rows), row_tokens, np.int32)
+    lengths[-1] -= padding
+    return rows, lengths

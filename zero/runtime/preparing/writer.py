@@ -1,0 +1,182 @@
+"""Tokens to shards: cuts what the workers return into rows, rows into members, members into tar files.
+
+Shapes: n rows or tokens, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import tarfile
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from zero.runtime import storage
+from zero.runtime.preparing import directory
+from zero.runtime.preparing import manifest as manifests
+from zero.runtime.preparing.manifest import SPLITS, Counts, UnitPosition
+from zero.runtime.preparing.sources.documents import Unit
+from zero.runtime.preparing.sources.source import Source
+from zero.runtime.preparing.tokenize_documents import SplitTokens, UnitTokenizer, padded_rows
+from zero.runtime.preparing.workers import map_in_order
+from zero.runtime.text.tokenizers import ByteTokenizer, Tokenizer
+
+_BYTES_PER_WORKER = 4 << 20  # of text, at least: starting a process takes a second
+
+
+def write_shards(
+    source: Source, place: str, manifest: dict[str, Any], tokenizer: Tokenizer, workers: int | None, bar: tqdm
+) -> list[Counts]:
+    """Writes the shards that are missing; returns what the splits hold in total."""
+    tokenize = UnitTokenizer(
+        tokenizer,
+        manifest["row_tokens"],
+        manifest["one_document_per_row"],
+        bool(manifest.get("completions")),
+        manifest["unfinished"]["threshold"],
+    )
+    if workers is None:
+        # Bytes and ids need less time than it takes to send them to another process.
+        is_cheap = source.has_ids or isinstance(tokenizer, ByteTokenizer)
+        useful = 1 if is_cheap else (source.size or 1 << 62) // _BYTES_PER_WORKER
+        workers = max(1, min(os.cpu_count() or 1, useful))
+    bar.set_description(directory.base_name(place))
+    bar.reset(source.size)
+    with _ShardPublisher(place, manifest) as publisher:
+        writers = [_SplitWriter(split, manifest, tokenizer, publisher) for split in SPLITS]
+
+        def tasks() -> Iterator[tuple[Unit, tuple[bool, ...]]]:
+            for number, unit in enumerate(source.units()):
+                wanted = tuple(number >= writer.start.unit for writer in writers)
+                if any(wanted):
+                    yield unit, wanted
+                else:
+                    bar.update(unit.size)
+
+        number = min(writer.start.unit for writer in writers)
+        for unit, parts in map_in_order(tasks(), tokenize, workers):
+            for writer, part in zip(writers, parts, strict=True):
+                if part:
+                    writer.add(number, part)
+            number += 1
+            bar.update(unit.size)
+        for writer in writers:
+            writer.close(number)
+    return [writer.counts for writer in writers]
+
+
+class _ShardPublisher:
+    """Writes shards and records them in the manifest, in a thread of its own."""
+
+    def __init__(self, place: str, manifest: dict[str, Any]):
+        self._place, self._manifest = place, manifest
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: deque[Future[None]] = deque()
+        self._recorded = 0
+
+    def __enter__(self) -> _ShardPublisher:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._thread.shutdown()
+        if kind is None:
+            for future in self._pending:
+                future.result()
+
+    def add(self, split: str, data: bytes, rows: int, position: UnitPosition) -> None:
+        if len(self._pending) > 1:
+            self._pending.popleft().result()
+        self._pending.append(self._thread.submit(self._publish, split, data, rows, position))
+
+    def _publish(self, split: str, data: bytes, rows: int, position: UnitPosition) -> None:
+        shards = self._manifest[split]["shards"]
+        name = f"{split}-{len(shards):05d}.tar"
+        directory.write(storage.join(self._place, name), data)
+        shards.append({"name": name, "rows": rows, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+        self._manifest["unfinished"][split] = position
+        # After each hundredth of the shards: saving after each of very many takes a time that grows with their square.
+        count = sum(len(self._manifest[split]["shards"]) for split in SPLITS)
+        if count >= 1.01 * self._recorded:
+            manifests.save(self._place, self._manifest)
+            self._recorded = count
+
+
+class _SplitWriter:
+    """Cuts the tokens of one split into rows, rows into members, members into shards."""
+
+    def __init__(self, split: str, manifest: dict[str, Any], tokenizer: Tokenizer, publisher: _ShardPublisher):
+        unit, skip, counts = manifest["unfinished"][split]
+        self.start = UnitPosition(unit, skip, Counts(*counts))
+        self.counts = self.start.counts
+        self._split, self._publisher, self._filler = split, publisher, tokenizer.end_of_text
+        self._row_tokens, self._rows_per_member = manifest["row_tokens"], manifest["rows_per_member"]
+        self._size = manifest["rows_per_shard"] * (1 if manifest["one_document_per_row"] else self._row_tokens)
+        self._waiting: list[tuple[np.ndarray | None, ...]] = []  # rows, lengths, completions; less than a shard
+        self._held = 0
+        self._row = sum(shard["rows"] for shard in manifest[split]["shards"])
+
+    def add(self, number: int, part: SplitTokens) -> None:
+        """Appends what unit `number` gives to this split; units come in order."""
+        at = self.start.skip if number == self.start.unit else 0
+        while at < len(part.rows):
+            stop = at + self._size - self._held
+            arrays = (part.rows, part.lengths, part.completions)
+            self._waiting.append(tuple(None if array is None else array[at:stop] for array in arrays))
+            count = min(stop, len(part.rows)) - at
+            self._held += count
+            at += count
+            if self._held == self._size:
+                self._publish(UnitPosition(number, at, self.counts))
+        self.counts = self.counts.plus(part.counts)
+
+    def close(self, units: int) -> None:
+        """Writes the last, shorter shard."""
+        if self._held:
+            self._publish(UnitPosition(units, 0, self.counts))
+
+    def _publish(self, position: UnitPosition) -> None:
+        rows, lengths, completions = (_concatenated(arrays) for arrays in zip(*self._waiting, strict=True))
+        assert rows is not None
+        if rows.ndim == 1:
+            rows, lengths = padded_rows(rows, self._row_tokens, self._filler)
+            completions = None if completions is None else padded_rows(completions, self._row_tokens, 0)[0]
+        assert lengths is not None
+        self._waiting, self._held = [], 0
+        data = _tar(rows, lengths, completions, self._row, self._rows_per_member)
+        self._publisher.add(self._split, data, len(rows), position)
+        self._row += len(rows)
+
+
+def _concatenated(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    present = [array for array in arrays if array is not None]
+    return np.concatenate(present) if present else None
+
+
+def _tar(
+    rows: np.ndarray, lengths: np.ndarray, completions: np.ndarray | None, first: int, rows_per_member: int
+) -> bytes:
+    """Rows (n, T) as a shard; the key of a member is the number of its first row in the split."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for start in range(0, len(rows), rows_per_member):
+            own = slice(start, start + rows_per_member)
+            arrays = {"input_id": rows[own]}
+            if (lengths[own] < rows.shape[1]).any():
+                arrays["length"] = lengths[own]
+            if completions is not None:
+                arrays["completion"] = completions[own]
+            for name, array in arrays.items():
+                data = io.BytesIO()
+                np.save(data, array, allow_pickle=False)
+                # Time, owner and mode stay at their defaults, so that the bytes are reproducible.
+                member = tarfile.TarInfo(f"{first + start:09d}.{name}.npy")
+                member.size = data.tell()
+                data.seek(0)
+                archive.addfile(member, data)
+    return buffer.getvalue()

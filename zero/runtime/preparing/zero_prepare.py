@@ -1,0 +1,130 @@
+"""Text to token shards and index files: zero-prepare <source> [options]
+
+A source is
+  a folder            of text and source files, of JSON lines, or of TFRecords of token ids; the suffixes decide
+  a .jsonl file       of objects with a "text" (--key for another one), also as .jsonl.gz or .jsonl.zst;
+                      with --completions of "prompt" and "completion", or of chat "messages"
+  a .tfrecord file    of token ids that --tokenizer made
+  any other file      one text: its last part is for validation
+  hf:name             a dataset of the Hugging Face hub, streamed: hf:name, hf:name:config, hf:name:config:split
+  stdlib              the standard library of the running Python
+
+The same call again continues after an interruption, and does nothing if the corpus is finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from zero.runtime.errors import exit_on_error
+from zero.runtime.preparing.prepare import prepare
+from zero.runtime.preparing.prepare_if_missing import DIRECTORY, INDEX_DIRECTORY
+from zero.runtime.preparing.verify import verify
+from zero.runtime.text.tokenizers import load_tokenizer
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; --help lists the options\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command with these arguments, or those of the process.
+
+    An error is one line, and status 2 for a mistake, 1 where a repeat may succeed. `--verify` also exits with status 1,
+    where something differs.
+    """
+    options = vars(_parser().parse_args(arguments))
+    try:
+        with exit_on_error():
+            (_verify if options.pop("verify") else _prepare)(**options)
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same call continues")
+
+
+def _parser() -> argparse.ArgumentParser:
+    description, _, sources = (__doc__ or "").partition("\n")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(description=description, epilog=sources, formatter_class=raw, allow_abbrev=False)
+    parser.add_argument("source", help="what to prepare, or with --verify, what to check")
+    parser.add_argument("--name", help="of the corpus; default: the last part of the source")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--tokenizer", help='"bytes" (the default), or a file of the tokenizers library (.json)')
+    kind.add_argument("--train-tokenizer", type=int, metavar="TOKENS", help="train one of that size on the source")
+    parser.add_argument(
+        "--row-tokens", type=int, default=1024, help="tokens per row, the longest context to train with (1024)"
+    )
+    parser.add_argument(
+        "--one-document-per-row",
+        action="store_true",
+        help="pad the rows of each document, instead of joining documents",
+    )
+    parser.add_argument("--validation-fraction", type=float, default=0.05, help="of the documents (0.05)")
+    parser.add_argument("--rows-per-member", type=int, default=256, help="rows in one array of a shard (256)")
+    parser.add_argument("--rows-per-shard", type=int, default=8192, help="rows in a shard (8192)")
+    parser.add_argument("--key", default="text", help='of the text in an object or of the ids in a TFRecord ("text")')
+    parser.add_argument(
+        "--completions",
+        action="store_true",
+        help='read "prompt" and "completion", or "messages", and record what training.loss_on=completion learns',
+    )
+    parser.add_argument("--directory", default=DIRECTORY, help=f"of all corpora, a path or gs:// URL ({DIRECTORY})")
+    parser.add_argument(
+        "--index-directory",
+        default=INDEX_DIRECTORY,
+        help=f"of the index files, a path or gs:// URL ({INDEX_DIRECTORY})",
+    )
+    parser.add_argument("--workers", type=int, help="processes; default: one per core; the result is the same")
+    parser.add_argument("--overwrite", action="store_true", help="replace a corpus that was made with other options")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare a corpus, or one of its index files, with its manifest"
+    )
+    return parser
+
+
+def _prepare(
+    source: str,
+    name: str | None,
+    tokenizer: str | None,
+    train_tokenizer: int | None,
+    row_tokens: int,
+    **options: object,
+) -> None:
+    """Prepares a corpus and prints what it holds."""
+    if name is None:
+        path = Path(source.removeprefix("hf:").partition(":")[0]).resolve()
+        name = path.name if path.is_dir() else path.name.partition(".")[0]
+    corpus = prepare(
+        source,
+        name,
+        tokenizer=train_tokenizer or load_tokenizer(tokenizer or "bytes"),
+        row_tokens=row_tokens,
+        **options,  # type: ignore[arg-type]
+    )
+    for index, split in ((corpus.train_index, corpus.train), (corpus.validation_index, corpus.validation)):
+        print(
+            f"{index}: {split.documents} documents, {split.tokens} tokens, {split.rows} rows of {row_tokens}, "
+            f"{split.shards} shards"
+        )
+    if corpus.skipped:
+        print(f"{corpus.skipped} files were left out because they are not UTF-8")
+
+
+def _verify(source: str, tokenizer: str | None, **_: object) -> None:
+    """Prints what differs from the manifest; then the exit status is 1."""
+    differences = verify(source, load_tokenizer(tokenizer) if tokenizer else None)
+    for difference in differences:
+        print(difference)
+    if differences:
+        sys.exit(1)
+    print(f"{source} is as its manifest says")
+
+
+if __name__ == "__main__":
+    main()

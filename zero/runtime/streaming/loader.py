@@ -1,0 +1,238 @@
+"""Batches of token rows: one order for any number of hosts, continued exactly from a saved cursor.
+
+`zero.runtime.streaming.order` decides which row comes where, `corpus_reader` reads the rows, this file cuts batches.
+
+Shapes: B rows of the global batch, T tokens (the context), N rows of an epoch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import logging
+import math
+import os
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from zero.runtime.errors import UserError
+from zero.runtime.streaming.cache import ShardCache
+from zero.runtime.streaming.corpus_reader import SKIPPED, CorpusReader
+from zero.runtime.streaming.index_files import Shard, read_index
+from zero.runtime.streaming.order import Mixture, Order, exact_weights
+from zero.runtime.streaming.prefetch import RowStream
+
+_REMOTE_THREADS = 16  # at most; they wait for the network, not for Python
+_log = logging.getLogger(__name__)
+
+
+class HostBatch(NamedTuple):
+    """One host's rows of a global batch, and the position of the data after it."""
+
+    tokens: np.ndarray  # int32 (B / hosts, T); -1 where there is no token, ~t for a token t that is not predicted
+    cursor: dict[str, int]  # for `Loader.batches`; plain ints, so that JSON can hold it
+    skipped: int  # rows of these that could not be read
+
+
+class Loader:
+    """Batches of token rows from the shards of one or several index files.
+
+    The sequence of global batches depends only on the index files, `global_rows`, `seed`, `shuffle_shards`, `shuffle`
+    and `train_samples`. Each of `hosts` loaders gives its own contiguous part of every batch.
+
+    Args:
+        index: the .index file, local or in a bucket; several that count as one; or a mixture, index files with weights.
+        global_rows: rows of a batch over all hosts.
+        context: tokens read of each row; longer rows are cut.
+        vocab_size: token ids must be below it.
+        seed: of the order.
+        shuffle: False reads the rows in the order of the shards.
+        max_epochs: where to stop; None never does. Rows at the very end that do not fill a batch are dropped if the
+            order is shuffled; otherwise rows of -1 fill the last batch up. A mixture stops before any of its corpora
+            would be read more often.
+        train_samples: rows of an epoch, the first ones of the index; None is all.
+        host: this loader's place among `hosts`.
+        hosts: how many loaders share each batch.
+        shuffle_shards: shards of a corpus whose rows are mixed at any time, in the shuffle buffers of all streams
+            together. Twice as many are in memory while the next ones are read.
+        skip_bad: continue without data that is missing or damaged: its rows are -1, logged, and counted in each
+            batch. The index files must say how many rows each shard has.
+        cache: keeps shards of a bucket on this machine.
+        only_completions: tokens that completion.npy does not count among the completions are not predicted.
+
+    Raises:
+        UserError: what is wrong with the data, by file and sample; a batch that does not divide over the hosts.
+    """
+
+    def __init__(
+        self,
+        index: str | Path | Sequence[str | Path] | Mapping[str, float],
+        *,
+        global_rows: int,
+        context: int,
+        vocab_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        max_epochs: int | None = None,
+        train_samples: int | None = None,
+        host: int = 0,
+        hosts: int = 1,
+        shuffle_shards: int = 16,
+        skip_bad: bool = False,
+        cache: ShardCache | None = None,
+        only_completions: bool = False,
+    ):
+        if global_rows % hosts:
+            raise UserError(f"a global batch of {global_rows} rows does not divide over {hosts} hosts")
+        is_mixture = isinstance(index, Mapping)
+        if is_mixture and not (shuffle and train_samples is None):
+            raise UserError("a mixture of index files is shuffled, and takes no train_samples")
+        used = [_used_shards(group, train_samples, skip_bad) for group in _corpora(index)]
+        # As many streams as there are shards to mix, so that hosts share as few shards as possible.
+        most = min(shuffle_shards, max(map(len, used))) if shuffle else 1
+        streams = max(s for s in range(1, most + 1) if global_rows % s == 0)
+        buffer_shards = max(1, shuffle_shards // streams) if shuffle else 1
+        order_seed = seed if shuffle else None
+        self.corpora = []
+        for shards in used:
+            order = Order(tuple(rows for _, rows in shards), streams, buffer_shards, order_seed, max_epochs)
+            self.corpora.append(CorpusReader(shards, order, context, vocab_size, skip_bad, cache, only_completions))
+        self.rows = sum(corpus.rows for corpus in self.corpora)
+        self._names = [Path(name).stem for name in index] if isinstance(index, Mapping) else []
+        weights: list[float] = list(index.values()) if isinstance(index, Mapping) else [1]
+        self._mixture = Mixture(exact_weights(weights), streams)
+        self._global_rows, self._host, self._hosts, self._context = global_rows, host, hosts, context
+        self._streams, self._stream_rows = streams, global_rows // streams  # rows of each stream per batch
+        self.total_batches = None if max_epochs is None else self._batches_of(max_epochs, fill_up=not shuffle)
+        if self.total_batches == 0:
+            raise UserError(f"{max_epochs} epochs of {self.rows} rows do not fill one batch of {global_rows}")
+        self._dropped = 0
+        if max_epochs is not None and shuffle and not is_mixture:
+            self._dropped = max_epochs * self.rows % global_rows
+        self._identity = {
+            "shards": _fingerprint(used, self._mixture if is_mixture else None),
+            "global_rows": global_rows,
+            "seed": seed,
+            "shuffle": int(shuffle),
+            "shuffle_shards": shuffle_shards,
+        }
+
+    def _batches_of(self, epochs: int, fill_up: bool) -> int:
+        """Batches until a stream has given `epochs` times its part of a corpus, or, filled up, all of the corpus."""
+        if fill_up:
+            return -(-epochs * self.rows // self._global_rows)
+
+        def fits(batches: int) -> bool:
+            for stream in range(self._streams):
+                counts = self._mixture.counts(stream, batches * self._stream_rows)[:, 0]
+                for corpus, count in zip(self.corpora, counts.tolist(), strict=True):
+                    if count > (epochs * corpus.rows + stream) // self._streams:
+                        return False
+            return True
+
+        return bisect.bisect_left(
+            range(1, epochs * self.rows // self._global_rows + 1), True, key=lambda k: not fits(k)
+        )
+
+    def rows_seen(self, batches: int) -> dict[str, int]:
+        """Rows of each corpus of a mixture in that many batches, by the name of its index file."""
+        rows = batches * self._stream_rows
+        counts = sum(self._mixture.counts(stream, rows)[:, 0] for stream in range(self._streams))
+        return dict(zip(self._names, np.asarray(counts).tolist(), strict=bool(self._names)))
+
+    def batches(self, cursor: dict[str, int] | None = None) -> Generator[HostBatch, None, None]:
+        """Batches from the beginning, or from just after the one that `cursor` came with.
+
+        Raises UserError for a cursor of other data or another order, and names the difference.
+        """
+        done = self._batches_done(cursor)
+        part = self._stream_rows
+        first = self._host * self._global_rows // self._hosts
+        last = (self._host + 1) * self._global_rows // self._hosts
+        own_streams = range(first // part, -(-last // part))
+        first, last = first - own_streams.start * part, last - own_streams.start * part
+        pool = self._open_pool(len(own_streams))
+        try:
+            streams = [self._open_stream(number, done * part, pool) for number in own_streams]
+            while self.total_batches is None or done < self.total_batches:
+                tokens = np.empty((len(own_streams), part, self._context), np.int32)
+                lengths = np.empty((len(own_streams), part), np.int32)
+                for i, number in enumerate(own_streams):
+                    self._take(number, done * part, streams[i], tokens[i], lengths[i])
+                if lengths.min() < self._context:
+                    tokens[np.arange(self._context) >= lengths[..., None]] = -1
+                skipped = int((lengths.reshape(-1)[first:last] == SKIPPED).sum())
+                done += 1
+                cursor = {**self._identity, "batches": done}
+                yield HostBatch(tokens.reshape(-1, self._context)[first:last], cursor, skipped)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        if self._dropped:
+            _log.info("end of the data: the last %d rows do not fill a batch and were not used", self._dropped)
+
+    def _open_pool(self, own_streams: int) -> ThreadPoolExecutor:
+        # More threads than cores only compete for Python's lock, unless they wait for a network.
+        is_remote = any(corpus.is_remote for corpus in self.corpora)
+        useful = _REMOTE_THREADS if is_remote else os.cpu_count() or 1
+        return ThreadPoolExecutor(min(own_streams * len(self.corpora), useful), thread_name_prefix="shards")
+
+    def _open_stream(self, number: int, row: int, pool: ThreadPoolExecutor) -> list[RowStream]:
+        """One stream from its `row` on: a `RowStream` for each corpus."""
+        counts = self._mixture.counts(number, row)[:, 0].tolist()
+        return [
+            RowStream(corpus.order.buffers(number, count), corpus.read_buffer, pool)
+            for corpus, count in zip(self.corpora, counts, strict=True)
+        ]
+
+    def _take(self, number: int, row: int, group: list[RowStream], tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Fills (rows, T) and (rows,) with the rows of a stream from its `row` on."""
+        if len(group) == 1:
+            tokens[:], lengths[:] = group[0].take(len(lengths))
+            return
+        is_own = np.diff(self._mixture.counts(number, row, len(lengths))).astype(bool)
+        for stream, own in zip(group, is_own, strict=True):
+            if own.any():
+                tokens[own], lengths[own] = stream.take(int(own.sum()))
+
+    def _batches_done(self, cursor: dict[str, int] | None) -> int:
+        if cursor is None:
+            return 0
+        for key, value in self._identity.items():
+            if cursor.get(key) != value:
+                if key == "shards":
+                    raise UserError("the saved data cursor belongs to other shards than the index file lists now")
+                raise UserError(f"the saved data cursor belongs to {key}={cursor.get(key)}, not to {key}={value}")
+        return cursor["batches"]
+
+
+def _corpora(index: str | Path | Sequence[str | Path] | Mapping[str, float]) -> list[list[str | Path]]:
+    """The index files of each corpus: each one of a mixture is a corpus, otherwise all together are one."""
+    if isinstance(index, Mapping):
+        return [[one] for one in index]
+    return [[index] if isinstance(index, str | Path) else list(index)]
+
+
+def _used_shards(indices: list[str | Path], train_samples: int | None, skip_bad: bool) -> list[tuple[Shard, int]]:
+    """The shards of a corpus with the rows to use of each: all, or the first `train_samples` of the index."""
+    left = math.inf if train_samples is None else train_samples
+    used = []
+    for shard in [shard for index in indices for shard in read_index(index, skip_bad)]:
+        rows = int(min(shard.rows, left))
+        left -= rows
+        if rows:
+            used.append((shard, rows))
+    if not used:
+        raise UserError(f"index file {', '.join(map(str, indices))}: the shards hold no rows")
+    return used
+
+
+def _fingerprint(used: list[list[tuple[Shard, int]]], mixture: Mixture | None) -> int:
+    """48 bits that change with the shards, their rows, or the weights of a mixture."""
+    lines = [f"{shard.name} {shard.rows} {rows}" for shards in used for shard, rows in shards]
+    if mixture is not None:
+        lines += [f"{len(shards)} {weight}" for shards, weight in zip(used, mixture.weights, strict=True)]
+    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:6])
