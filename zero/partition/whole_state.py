@@ -133,7 +133,7 @@ def whole_state(
     opt_state: ShardedState,
     tx: ShardedOptimizer,
     params: PyTree,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[jax.Device] | Mesh | None = None,
     *,
     timeout: float = 300,
 ) -> PyTree:
@@ -149,7 +149,7 @@ def whole_state(
       opt_state: as it came out of pmap, or of shard_map by `zero.specs`.
       tx: what `shard_optimizer` returned.
       params: one whole copy, or its shapes; where other axes of a mesh cut them, with their shardings.
-      devices: those that pmap was given, if any.
+      devices: those that pmap was given, if any. State of shard_map says itself where it lies.
       timeout: seconds until the other processes must have called it too.
 
     Raises:
@@ -175,7 +175,7 @@ def whole_state(
         layout = derive_layout(tx.unsharded.init, make_layout(params, axis.shards))
         check_structure(opt_state.slices, layout)
         return gather(opt_state.slices, layout, axis)
-    if np.ndim(opt_state.shard) == 1:
+    if np.ndim(opt_state.shard) == 1 or isinstance(devices, Mesh):
         return _whole_state_of_mesh(opt_state, tx, params, timeout)
     axis, devices, layout = _layout(tx, params, devices)
     check_structure(opt_state.slices, layout)
@@ -241,8 +241,8 @@ def specs(tx: ShardedOptimizer, params: PyTree, mesh: Mesh) -> ShardedState:
     >>> import zero
     >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
     >>> tx = zero.shard_optimizer(optax.adam(0.1), "data")
-    >>> zero.specs(tx, {"w": jnp.ones((3, 64))}, mesh).slices[0].mu["w"]
-    PartitionSpec(None, 'data')
+    >>> tuple(zero.specs(tx, {"w": jnp.ones((3, 64))}, mesh).slices[0].mu["w"])
+    (None, 'data')
     """
     layout, leaves = _state_on_mesh(tx, params, mesh.shape)
     return ShardedState(layout.treedef.unflatten([leaf.spec for leaf in leaves]), PartitionSpec(tx.axis))
