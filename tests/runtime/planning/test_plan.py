@@ -174,11 +174,11 @@ def test_table_shows_what_differs_and_what_decides() -> None:
     _, same, _, header, *rows = text.splitlines()
     assert "context 64" in same and "stage" not in same
     assert header.split() == ["stage", "peak", "seconds", "tokens/s", "MFU", "exposed"]
-    assert rows[0].split()[:6] == ["3", "4.00", "0.512", "2,000", "45.6%", "5.8"]
+    assert rows[0].split()[:6] == ["3", "4.00", "0.5120", "2,000", "45.6%", "5.8"]
     assert rows[0].endswith("fits, 3.00 to spare <- best")  # sampling needs the most
     text = table(planned_rows(micro_batch=4, seconds=None, tokens_per_second=None), config)
     _, _, _, header, _, second, *_ = text.splitlines()
-    assert "sequences x micro-batches" in header and "> 0.250" in second  # no prediction: the lower bound
+    assert "sequences x micro-batches" in header and "> 0.2500" in second  # no prediction: the lower bound
 
 
 def test_days_and_dollars_are_shown_where_there_is_a_price() -> None:

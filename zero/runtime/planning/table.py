@@ -154,8 +154,8 @@ def _traffic(row: Row) -> str:
 
 def _seconds(row: Row) -> str:
     if row["seconds"] is not None:
-        return f"{row['seconds']:.3f}"
-    return "-" if row["seconds_lower_bound"] is None else f"> {row['seconds_lower_bound']:.3f}"
+        return f"{row['seconds']:#.4g}"
+    return "-" if row["seconds_lower_bound"] is None else f"> {row['seconds_lower_bound']:#.4g}"
 
 
 # Columns by their names: what was chosen, what decides, the price, and the rest.
