@@ -37,7 +37,7 @@ from zero.models.attention.kernel import kernel_of
 from zero.models.attention.scores import Form
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
-from zero.models.gated_unit import Heads, empty_memory, quantise
+from zero.models.gated_unit import Heads, assign_codes, empty_memory
 from zero.models.gated_unit import attend as attend_by_codes
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup, Ulysses
@@ -78,7 +78,7 @@ def compiled_vq(rows: int, context: int) -> tuple[Any, Any]:
     sums, r = jax.random.normal(keys[2], (config.codes, k)), jax.random.normal(keys[3], (2 * block, k))
 
     def loss(q: jax.Array, key: jax.Array, values: jax.Array, sums: jax.Array, r: jax.Array) -> jax.Array:
-        rounded, codes = quantise(key, jnp.ones(len(sums)), sums)
+        rounded, codes = assign_codes(key, jnp.ones(len(sums)), sums)
         heads = Heads(q, q, rounded, codes, values)
         memory = empty_memory(config, (rows,), block, jnp.float32)
         return (attend_by_codes(heads, r, jax.lax.stop_gradient(sums), memory)[0] * weights).sum()

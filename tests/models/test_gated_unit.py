@@ -18,8 +18,8 @@ from zero.models.gated_unit import (
     GatedUnit,
     Heads,
     Memory,
+    assign_codes,
     attend,
-    quantise,
 )
 from zero.models.gpt import GPT
 from zero.models.transformer_layer import init_cache
@@ -140,13 +140,13 @@ def test_keys_are_rounded_to_the_nearest_code_and_their_gradient_goes_straight_t
     weights = jax.random.normal(jax.random.key(2), keys.shape)
     codes = np.asarray(sums, np.float64) / np.asarray(counts)[:, None]
     nearest = np.square(np.asarray(keys)[:, :, None] - codes[None, None]).sum(-1).argmin(-1)
-    rounded, found = quantise(keys, counts, sums)
+    rounded, found = assign_codes(keys, counts, sums)
     np.testing.assert_array_equal(found, nearest)
     assert len(np.unique(nearest)) > 1
     np.testing.assert_allclose(rounded, codes[nearest], rtol=1e-6)
 
     def loss(keys: jax.Array, counts: jax.Array, sums: jax.Array, commitment: float) -> jax.Array:
-        return (quantise(keys, counts, sums, commitment)[0] * weights).sum()
+        return (assign_codes(keys, counts, sums, commitment)[0] * weights).sum()
 
     grads = jax.jit(jax.grad(loss, (0, 1, 2)))(keys, counts, sums, 0.25)
     np.testing.assert_allclose(grads[0], weights + 2 * 0.25 * (keys - codes[nearest]), rtol=1e-5, atol=1e-6)

@@ -29,7 +29,7 @@ from tests.training.small_gpt import (
     shapes_of,
 )
 from zero.models.gpt import STACK
-from zero.models.stack import group_size
+from zero.models.stack import span_size
 from zero.training.fused_update import backward_and_update
 
 DEEP = dataclasses.replace(CONFIG, N=6)  # three groups of two layers
@@ -137,7 +137,7 @@ def test_a_fused_update_of_layers_in_groups_is_the_same_update(devices: int) -> 
 
 
 def test_groups_keep_fewer_inputs() -> None:
-    assert [group_size(layers) for layers in (1, 2, 6, 7, 36, 136)] == [1, 1, 2, 1, 6, 8]
+    assert [span_size(layers) for layers in (1, 2, 6, 7, 36, 136)] == [1, 1, 2, 1, 6, 8]
 
 
 @pytest.mark.parametrize("remat", ["full", "nested"])
@@ -161,7 +161,7 @@ LAYERS = 4
 
 
 @cache
-def toy(group: int) -> tuple[Any, Any]:
+def toy(span: int) -> tuple[Any, Any]:
     """Shards of a toy, and its step, whose derivatives get NaNs on the last device where arrays say so."""
     n = jax.device_count()
 
@@ -189,7 +189,7 @@ def toy(group: int) -> tuple[Any, Any]:
             tx.init(params),
             layout=layout,
             axis=axis,
-            group=group,
+            span=span,
             max_norm=None,
             skips_bad=True,
         )
@@ -198,11 +198,11 @@ def toy(group: int) -> tuple[Any, Any]:
     return shards, jax.pmap(step, "zero", in_axes=(0, None, None))
 
 
-@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("span", [1, 2, 4])
 @pytest.mark.parametrize("bad", [None, 0, 2, "rest"])
-def test_a_part_whose_gradient_is_not_finite_stays_and_the_others_move(bad: Any, group: int) -> None:
+def test_a_part_whose_gradient_is_not_finite_stays_and_the_others_move(bad: Any, span: int) -> None:
     """Of a toy whose derivative is poisoned on one device, by a part's number; its values are finite."""
-    shards, step = toy(group)
+    shards, step = toy(span)
     sick = np.asarray([np.nan if layer == bad else 0 for layer in range(LAYERS)], np.float32)
     _, params, _, norm, is_bad, _ = step(shards, sick, np.float32(np.nan if bad == "rest" else 0))
     is_moved = [bool((np.asarray(params[STACK]["w"])[:, layer] != 1).all()) for layer in range(LAYERS)]

@@ -35,7 +35,7 @@ CODEBOOK = "codebook"  # the collection of variables that holds it
 
 
 @jax.custom_vjp
-def quantise(
+def assign_codes(
     keys_BTK: jax.Array, counts_S: jax.Array, sums_SK: jax.Array, commitment: jax.Array | float = 0.0
 ) -> tuple[jax.Array, jax.Array]:
     """Each key rounded to the nearest code, float32 `(B, T, K)`, and the number of that code, int32 `(B, T)`.
@@ -51,7 +51,7 @@ def quantise(
       commitment: weight of the commitment loss of one position.
 
     >>> keys = jnp.asarray([[[0.9, 0.1], [0.2, 0.7], [1.0, 0.0]]])
-    >>> rounded, backward = jax.vjp(lambda *args: quantise(*args)[0], keys, jnp.ones(2), jnp.eye(2))
+    >>> rounded, backward = jax.vjp(lambda *args: assign_codes(*args)[0], keys, jnp.ones(2), jnp.eye(2))
     >>> rounded.tolist()
     [[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]]
     >>> backward(jnp.zeros((1, 3, 2)))[1].tolist()
@@ -63,14 +63,14 @@ def quantise(
     return codes_SK[codes_BT], codes_BT
 
 
-def _quantise_forward(
+def _assign_codes_forward(
     keys_BTK: jax.Array, counts_S: jax.Array, sums_SK: jax.Array, commitment: jax.Array | float = 0.0
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
-    rounded_BTK, codes_BT = quantise(keys_BTK, counts_S, sums_SK, commitment)
+    rounded_BTK, codes_BT = assign_codes(keys_BTK, counts_S, sums_SK, commitment)
     return (rounded_BTK, codes_BT), (keys_BTK, rounded_BTK, codes_BT, counts_S, commitment)
 
 
-def _quantise_backward(
+def _assign_codes_backward(
     saved: tuple[Any, ...], grads: tuple[jax.Array, Any]
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     keys_BTK, rounded_BTK, codes_BT, counts_S, commitment = saved
@@ -80,7 +80,7 @@ def _quantise_backward(
     return keys_grads_BTK, is_code_BTS.sum((0, 1)), sums_SK, jnp.zeros_like(commitment)
 
 
-quantise.defvjp(_quantise_forward, _quantise_backward)
+assign_codes.defvjp(_assign_codes_forward, _assign_codes_backward)
 
 
 def codes_of(counts_S: jax.Array, sums_SK: jax.Array) -> jax.Array:
@@ -305,7 +305,7 @@ class GatedUnit(nn.Module):
             sums_SK = self.variable(CODEBOOK, "sums", jnp.ones, (config.codes, width)).value
             commitment = self.get_variable(CODEBOOK, "commitment", 0.0)
             codes_SK = lax.stop_gradient(codes_of(counts_S, sums_SK))
-            k_BTK, codes_BT = quantise(k_BTK, counts_S, sums_SK, commitment)
+            k_BTK, codes_BT = assign_codes(k_BTK, counts_S, sums_SK, commitment)
         v_BTV = nn.silu(self._dense(2 * dim, "value")(h_BTD))
         gate_BTV = nn.silu(self._dense(2 * dim, "gate")(h_BTD))
         for_keys_K, for_distances_K = (

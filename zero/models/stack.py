@@ -54,17 +54,17 @@ Policy = Unrolled | Scanned | Nested
 REMAT: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
     {
         "full": lambda layers: Scanned(),
-        "nested": lambda layers: Nested(group_size(layers)),
+        "nested": lambda layers: Nested(span_size(layers)),
         "dots": lambda layers: Scanned(jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
         "none": lambda layers: Unrolled(),
     }
 )
 
 
-def group_size(layers: int) -> int:
+def span_size(layers: int) -> int:
     """Layers of a group such that the inputs kept, one per group and those of one group, are fewest.
 
-    >>> group_size(136), group_size(36), group_size(7)
+    >>> span_size(136), span_size(36), span_size(7)
     (8, 6, 1)
     """
     return min((size for size in range(1, layers + 1) if layers % size == 0), key=lambda size: layers // size + size)
@@ -91,8 +91,8 @@ def run_layers(pattern: Sequence[Layer], stacks: Any, x: Any, policy: Policy) ->
     if isinstance(policy, Nested):
         (layer,) = pattern
         one = jax.checkpoint(lambda x, xs: (layer(xs[0], x, xs[1]), None), prevent_cse=False)
-        group = jax.checkpoint(lambda x, layers: lax.scan(one, x, layers), prevent_cse=False)
-        return lax.scan(group, x, _in_groups(xs, policy.size))[0]
+        span = jax.checkpoint(lambda x, layers: lax.scan(one, x, layers), prevent_cse=False)
+        return lax.scan(span, x, _in_spans(xs, policy.size))[0]
 
     if isinstance(policy, Scanned):
         pattern = [jax.checkpoint(layer, prevent_cse=False, policy=policy.saveable) for layer in pattern]
@@ -104,15 +104,15 @@ def run_layers(pattern: Sequence[Layer], stacks: Any, x: Any, policy: Policy) ->
         return x, None
 
     if period > 1:  # else XLA for TPU would copy the shards of all layers
-        xs = _in_groups(xs, period)
+        xs = _in_spans(xs, period)
     unroll = count // period if isinstance(policy, Unrolled) else 1
     return lax.scan(one_period, x, xs, unroll=unroll)[0]
 
 
 def run_forward(layer: Layer, stacks: Any, x: Any, size: int) -> tuple[Any, Any]:
     """What leaves the last layer, and what enters each group of `size` layers, for a caller's own backward pass."""
-    groups = jnp.arange(jax.tree.leaves(stacks)[0].shape[0]).reshape(-1, size)
-    return lax.scan(lambda x, numbers: (_through(layer, stacks, x, numbers)[0], x), x, groups)
+    spans = jnp.arange(jax.tree.leaves(stacks)[0].shape[0]).reshape(-1, size)
+    return lax.scan(lambda x, numbers: (_through(layer, stacks, x, numbers)[0], x), x, spans)
 
 
 def inputs_of(layer: Layer, stacks: Any, x: Any, numbers: jax.Array) -> Any:
@@ -133,6 +133,6 @@ def _through(layer: Layer, stacks: Any, x: Any, numbers: jax.Array) -> tuple[Any
     return lax.scan(one, x, numbers)
 
 
-def _in_groups(tree: Any, size: int) -> Any:
+def _in_spans(tree: Any, size: int) -> Any:
     """Leaves of `(layers, ...)` as `(groups, size, ...)`."""
     return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), tree)

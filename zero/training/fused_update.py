@@ -76,7 +76,7 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
             state.opt_state,
             layout=model.layout,
             axis=model.axis,
-            group=size,
+            span=size,
             max_norm=options.max_gradient_norm,
             skips_bad=options.skip_bad_steps,
         )
@@ -95,7 +95,7 @@ def backward_and_update(
     *,
     layout: Layout,
     axis: Axis,
-    group: int,
+    span: int,
     max_norm: float | None,
     skips_bad: bool,
 ) -> tuple[jax.Array, PyTree, PyTree, jax.Array, jax.Array, PyTree]:
@@ -113,7 +113,7 @@ def backward_and_update(
       params, opt_state: shards.
       layout: of the parameters.
       axis: the pmap axis.
-      group: layers of which only the first one's input is kept for the backward pass; divides their number.
+      span: layers of which only the first one's input is kept for the backward pass; divides their number.
       max_norm: each of n parts is clipped to the norm `max_norm / sqrt(n)`, so the whole to `max_norm`; None: no
         clipping.
       skips_bad: leave a part as it was if its gradient is not finite, and all parts if the loss is not.
@@ -130,7 +130,7 @@ def backward_and_update(
     layers = jnp.arange(jax.tree.leaves(params[STACK])[0].shape[0])
 
     x, embed_backward = jax.vjp(embed, rest)
-    x, kept = run_forward(block, params[STACK], x, group)
+    x, kept = run_forward(block, params[STACK], x, span)
     loss, score_backward, more = jax.vjp(score, rest, x, has_aux=True)
     grads, dx = score_backward(jnp.ones_like(loss))
     limit = None if max_norm is None else max_norm / math.sqrt(len(layers) + 1)
@@ -148,12 +148,12 @@ def backward_and_update(
         place = partial(jax.tree.map, lambda stack, x: lax.dynamic_update_slice_in_dim(stack, x, layer, 0))
         return (dx, _subtrees(place, held, new)), (sums, is_bad)
 
-    def group_backward(carry: tuple[PyTree, PyTree], xs: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
+    def span_backward(carry: tuple[PyTree, PyTree], xs: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
         (_, (now, _)), (x, layers) = carry, xs
         return lax.scan(layer_backward, carry, (inputs_of(block, now[STACK], x, layers), layers), reverse=True)
 
     held = _subtrees(_layers, (params, opt_state))
-    (dx, held), of_layers = lax.scan(group_backward, (dx, held), (kept, layers.reshape(-1, group)), reverse=True)
+    (dx, held), of_layers = lax.scan(span_backward, (dx, held), (kept, layers.reshape(-1, span)), reverse=True)
     grads = jax.tree.map(jnp.add, grads, embed_backward(dx)[0])
     sums = squares(grads, rest_layout, axis)
     grads, is_bad = guarded(grads, sums)

@@ -32,7 +32,7 @@ def evaluate_step(
       micro_batches: parts that the rows are split into, one forward pass each, so that evaluation needs no more
         activations than training; divides R.
     """
-    variables = model.enter(params)
+    variables = model.gather_params(params)
 
     def add(sums: tuple[jax.Array, jax.Array], rows: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
         losses, _ = model.losses(variables, rows, None)
@@ -49,7 +49,7 @@ def score(params: PyTree, tokens: jax.Array, *, model: ShardedGPT) -> tuple[jax.
     Per device: shards of parameters and int32 tokens `(R, T)` as in `Batch`. Out: float32 and bool
     `(N R, T - 1)`, the rows of all devices in order, the same on every device. Call inside pmap.
     """
-    full = model.enter(params)
+    full = model.gather_params(params)
     tokens = token_ids(tokens)
     starts = document_starts(tokens[:, :-1], model.end_of_text)
     scores, _ = model.apply(full, tokens[:, :-1], tokens[:, 1:], None, starts, method="scores")
@@ -64,7 +64,7 @@ def score_on(
     For models of gated units, whose cache has a constant size: rows of any length are scored in parts as if at once.
     """
     tokens = token_ids(tokens)
-    variables, following = model.enter(params), {"cache": cache, "position": position}
+    variables, following = model.gather_params(params), {"cache": cache, "position": position}
     scores, cache = model.apply(variables, tokens[:, :-1], tokens[:, 1:], method="scores", **following)
     return _of_all_rows(scores.losses_BT, model), _of_all_rows(scores.is_greedy_BT, model), cache
 
@@ -129,7 +129,7 @@ def prefill(params: PyTree, tokens: jax.Array, length: jax.Array, *, model: Shar
         width = min(width, model.config.block_size)
     cache = init_cache(model.config, tokens.shape[0], tokens.shape[1], model.compute_dtype, model.cut, length)
     read = jnp.maximum(tokens[:, :width], 0)
-    logits, cache = model.apply(model.enter(params), read, cache, 0, last=length - 1, method="logits")
+    logits, cache = model.apply(model.gather_params(params), read, cache, 0, last=length - 1, method="logits")
     return DecodeState(tokens, length, cache, logits)
 
 
@@ -141,7 +141,7 @@ def extend(
     Per device: shards of parameters, a decode state, the data of one random key per row. Out: the decode state, and the
     tokens `(N R, S)` of all devices, the same on every device. Call inside pmap.
     """
-    variables = model.enter(params)
+    variables = model.gather_params(params)
     keys = jax.random.wrap_key_data(keys)
     rows = jnp.arange(state.tokens.shape[0])
 

@@ -176,7 +176,7 @@ class ShardedGPT:
         is_own = all(leaf.dtype == self.gradient_dtype for leaf in self.layout.leaves)
         return "params" if self.stage < 2 or is_own else "gradients"
 
-    def enter(self, weights: PyTree) -> dict[str, PyTree]:
+    def gather_params(self, weights: PyTree) -> dict[str, PyTree]:
         """Flax variables for a step, from shards of the parameters with the model's collections."""
         params, collections = self.split(weights)
         variables = {"params": params, **collections}
@@ -187,7 +187,7 @@ class ShardedGPT:
             variables["gradients"] = jax.tree.map(lambda p: jnp.zeros(p.shape, self.gradient_dtype), params)
         return variables
 
-    def leave(self, grads: PyTree) -> PyTree:
+    def reduce_grads(self, grads: PyTree) -> PyTree:
         """Shards of the gradient summed over devices, from the gradients of what is differentiated."""
         if self.stage >= 2:
             return grads if self.sums_copies else sum_copies(grads, self.layout, self.axis)

@@ -40,14 +40,14 @@ def make_step(model: ShardedGPT, tx: optax.GradientTransformation, options: Step
         key = jax.random.fold_in(jax.random.key(options.seed), state.clock)
         rate = options.learning_rate(state.clock)
         tried = attempt.run(state, batch, rate, key)
-        is_skipped, judged = guard.judge(state.guard, tried)
+        is_skipped, guard_state = guard.judge(state.guard, tried)
         params, opt_state = attempt.settle(is_skipped, tried, state)
         updates = state.clock + 1 - state.guard.skipped_steps
         moved = {name: a.update(state.averages[name], tried, updates, key) for name, a in averages.items()}
         moved = unless(is_skipped, moved, state.averages)
         metrics = {"loss": tried.loss, "gradient_norm": tried.norm, "learning_rate": rate}
-        state = TrainState(state.clock + 1, params, opt_state, moved, judged)
-        return state, metrics | judged.counters | tried.metrics
+        state = TrainState(state.clock + 1, params, opt_state, moved, guard_state)
+        return state, metrics | guard_state.counters | tried.metrics
 
     return step
 

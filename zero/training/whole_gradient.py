@@ -56,7 +56,7 @@ def _loss_and_gradients(
     tokens, keys, scored = batch.tokens, model.dropout_keys(key, batch), model.count_all_scored(batch.tokens)
     positions = model.axis.size * tokens.size
     prepared = {name: one.prepare(state.averages[name], positions) for name, one in model.collections.items()}
-    variables = model.enter({**state.params, **prepared})
+    variables = model.gather_params({**state.params, **prepared})
 
     def loss_of(differentiated: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None) -> tuple[jax.Array, Any]:
         loss, observed = model.losses({**variables, **differentiated}, tokens, keys)
@@ -68,7 +68,7 @@ def _loss_and_gradients(
         jax.value_and_grad(loss_of, has_aux=True), zeros, differentiated, tokens, keys, micro_batches
     )
     found = {name: lax.psum(grads[name], model.axis.name) for name in model.collections}
-    return lax.psum(loss, model.axis.name), model.leave(grads[model.differentiated]), found, observed
+    return lax.psum(loss, model.axis.name), model.reduce_grads(grads[model.differentiated]), found, observed
 
 
 def _accumulate(

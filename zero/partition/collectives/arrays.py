@@ -128,7 +128,7 @@ def as_dtype(x: jax.Array, dtype: DTypeLike | None) -> jax.Array:
     return x if dtype is None or not jnp.issubdtype(x.dtype, jnp.floating) else x.astype(dtype)
 
 
-BLOCK = 256  # elements that share a scale: 4 bytes of float32 to 256 of int8
+ELEMENTS_PER_SCALE = 256  # elements that share a scale: 4 bytes of float32 to 256 of int8
 
 
 def to_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -139,7 +139,7 @@ def to_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     Source: Dettmers et al., arXiv 2110.02861, section 2; on the wire as in ZeRO++, arXiv 2306.10209.
     """
     rows = x.reshape(x.shape[0], -1).astype(jnp.float32)
-    blocks = pad_array(rows, 1, -rows.shape[1] % BLOCK).reshape(x.shape[0], -1, BLOCK)
+    blocks = pad_array(rows, 1, -rows.shape[1] % ELEMENTS_PER_SCALE).reshape(x.shape[0], -1, ELEMENTS_PER_SCALE)
     scale = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / 127
     return jnp.round(blocks / jnp.where(scale > 0, scale, 1)).astype(jnp.int8), scale
 

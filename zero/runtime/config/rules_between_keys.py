@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zero.models.config import GPTConfig
-from zero.models.stack import group_size
+from zero.models.stack import span_size
 from zero.runtime.config.constraints import is_paths, shown
 from zero.runtime.config.schema import Config
 from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE, hyperparameters
@@ -90,9 +90,9 @@ def schedule_rules(config: Config, size: GPTConfig) -> Mistakes:
 
 def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
     zero = config.zero
-    if zero.remat == "nested" and group_size(size.scanned_layers) == 1:
+    if zero.remat == "nested" and span_size(size.scanned_layers) == 1:
         of_model = f"the {size.scanned_layers} layers of model.size={config.model.size}"
-        yield "zero.remat", f"full, as {of_model} make no equal groups"
+        yield "zero.remat", f"full, as {of_model} make no equal spans"
     for key in ("replicas", "tensor_shards", "expert_shards"):
         if zero.phases == "torus" and getattr(zero, key) > 1:
             yield "zero.phases", f"auto or flat, as zero.{key}={getattr(zero, key)}"
