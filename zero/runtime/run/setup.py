@@ -19,8 +19,6 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from zero.models.config import GPTConfig
-from zero.partition.collectives.axis import Axis
-from zero.partition.layout import Layout
 from zero.partition.memory import memory
 from zero.runtime import run_directory as run_files
 from zero.runtime import storage
@@ -31,7 +29,7 @@ from zero.runtime.errors import UserError
 from zero.runtime.hosts import agreement, signals, startup
 from zero.runtime.hosts.same_configuration import check_same_configuration
 from zero.runtime.hosts.speeds import peak_flops
-from zero.runtime.job import make_job
+from zero.runtime.job import Job, make_job
 from zero.runtime.preparing.manifest import check_end_of_text
 from zero.runtime.preparing.prepare_if_missing import prepare_if_missing
 from zero.runtime.run.active_run import ActiveRun
@@ -47,57 +45,50 @@ from zero.runtime.tracking.metrics_file import read_metrics
 from zero.runtime.tracking.tracker import Tracker
 from zero.runtime.weights.warm_start import warm_start
 from zero.training.parts import TrainState
-from zero.training.programs import Programs, make_inference
+from zero.training.programs import make_inference
 from zero.training.schedules import SequenceLengths
-from zero.training.sharded_gpt import ShardedGPT
 
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[ActiveRun | None]:
-    """Everything that training needs, from the hosts to the first batch; closed in reverse order at the end.
+    """Opens all that training needs, from the hosts to the loaders; closed in reverse order at the end.
 
     Yields:
       The run, or None where it is complete already.
 
     Raises:
-      UserError: what is wrong with the configuration, the data or a checkpoint.
+      UserError: the configuration, the data or a checkpoint is wrong.
     """
     host, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
     run_directory, is_fork = _join_run_directory(run_directory, config.resume)
     check_same_configuration(config, size)
     count, backend = jax.device_count(), jax.default_backend()
     log.info("%d %s devices, %d of this host; %s", count, backend, jax.local_device_count(), run_directory)
-    position = _first_position(config, hosts)
+    if config.resume is None:  # a batch that does not divide is refused before a corpus is prepared
+        with_global_batch(config, config.training.batch_size * hosts)
     tokenizer = _load_tokenizer(config, size)
     config = _prepare_corpus(config, tokenizer)
-    model, tx, programs, layout = make_job(config, size)
+    job = make_job(config, size)
+    model = job.model
 
     with ExitStack() as stack:
         if host == 0:
             stack.enter_context(run_files.locked(run_directory))
         place = run_files.checkpoint_directory(run_directory, config.data.bucket_path, config.data.checkpoint_directory)
         agreement.check_shared("data.checkpoint_directory", place)
-        emergency = _emergency(stack, config, size, place, layout, model.axis)
+        emergency = None  # opened before the durable checkpoints, so that it is deleted after their last save
+        if config.zero.emergency_steps is not None:
+            directory = Path(config.zero.emergency_directory)
+            opened = EmergencyCheckpoints(directory, place, asdict(size), job.layout, model.axis)
+            emergency = stack.enter_context(opened)
         checkpoints = stack.enter_context(Checkpoints(place, config.data.keep_checkpoints))
         if config.resume is None or is_fork:
             _check_unused(run_directory, checkpoints)
-        state = None
+        position, state = TrainingPosition(global_rows=config.training.batch_size * hosts), None
         if config.resume is not None:
-            origin = _origin(config, run_directory, place) if is_fork else None
-            source = checkpoints if origin is None else stack.enter_context(Checkpoints(origin, keep=None))
-            given = config.optimizer.hyperparameters()
-            adam = {key: given[key] for key in ("b1", "b2", "eps") if key in given}
-            found = None
-            if emergency is not None and not is_fork and config.data.resume_step is None and source.steps():
-                found = emergency.restore(_lineage(run_directory), after=source.steps()[-1])
-            if found is None:
-                position, state = restore(
-                    source, config.data.resume_step, size, layout, model.axis, not is_fork, **adam
-                )
-            else:
-                position, state = TrainingPosition(**found[0]), found[1]
+            position, state = _resume(config, job, run_directory, is_fork, checkpoints, emergency)
         config = with_global_batch(config, position.global_rows)
         loader, validation = _loaders(config, size, tokenizer, position.global_rows)
         last_step = _last_step(config, loader)
@@ -108,14 +99,20 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             yield None
             return
         if state is None:
-            state = _new_state(programs, config, model)
+            state = _new_state(config, job)
         tracker, goodput = None, Goodput(startup.process_age())
         if host == 0:
             if config.resume is not None and not is_fork:
                 goodput = Goodput(startup.process_age(), _line_of(run_directory, position.step))
-            _write_run_files(run_directory, config, model, tx, forked_at=position.step if is_fork else None)
-            resumed_from = None if config.resume is None else position.step
-            tracker = stack.enter_context(_tracker(run_directory, config, resumed_from))
+            _write_run_files(run_directory, config, job, forked_at=position.step if is_fork else None)
+            tracker = Tracker(
+                run_directory,
+                project=config.data.wandb_project,
+                tensorboard=config.data.tensorboard,
+                config=asdict(config),
+                resumed_from=None if config.resume is None else position.step,
+            )
+            stack.enter_context(tracker)
             _write_lineage(run_directory, emergency)
             run_files.mirror(run_directory, place)
         stop_requests = stack.enter_context(signals.stop_requests())
@@ -123,16 +120,18 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
         stack.enter_context(logging_redirect_tqdm())
         profiler = Profiler(config.profile.steps, run_directory)
         stack.callback(profiler.stop)
-        in_flight = _steps_in_flight()
+        # Steps dispatched before the metrics of the oldest are read; on CPU the host's cores are the devices.
+        in_flight = 0 if backend == "cpu" else 1
+        peak = config.profile.peak_flops or peak_flops(jax.local_devices()[0])
         yield ActiveRun(
             config=config,
             size=size,
             directory=run_directory,
             tokenizer=tokenizer,
             model=model,
-            programs=programs,
+            programs=job.programs,
             inference=make_inference(model),
-            layout=layout,
+            layout=job.layout,
             context=staged_context(config),
             loader=loader,
             validation=validation,
@@ -143,21 +142,13 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             any_host=agreement.AnyHost(lag=in_flight),
             bar=bar,
             goodput=goodput,
-            metrics=_step_metrics(config, position.global_rows, goodput),
+            metrics=StepMetrics(position.global_rows * config.data.max_context, count, peak, goodput),
             profiler=profiler,
             state=state,
             position=position,
             last_step=last_step,
             in_flight=in_flight,
         )
-
-
-def _first_position(config: Config, hosts: int) -> TrainingPosition:
-    """That of a run that starts. A batch that does not divide is refused here, before a corpus is prepared."""
-    position = TrainingPosition(global_rows=config.training.batch_size * hosts)
-    if config.resume is None:
-        with_global_batch(config, position.global_rows)
-    return position
 
 
 def _join_run_directory(run_directory: Path, resume: str | None) -> tuple[Path, bool]:
@@ -201,17 +192,44 @@ def _move_log(run_directory: Path, shared: Path, host: int) -> None:
         run_directory.rmdir()
 
 
-def _emergency(
-    stack: ExitStack, config: Config, size: GPTConfig, place: Path | str, layout: Layout, axis: Axis
-) -> EmergencyCheckpoints | None:
-    if config.zero.emergency_steps is None:
-        return None
-    directory = Path(config.zero.emergency_directory)
-    return stack.enter_context(EmergencyCheckpoints(directory, place, asdict(size), layout, axis))
+def _resume(
+    config: Config,
+    job: Job,
+    run_directory: Path,
+    is_fork: bool,
+    checkpoints: Checkpoints,
+    emergency: EmergencyCheckpoints | None,
+) -> tuple[TrainingPosition, TrainState]:
+    """The training position and state of an emergency checkpoint if it is the newest, else of a durable one."""
+    step, layout, axis = config.data.resume_step, job.layout, job.model.axis
+    given = config.optimizer.hyperparameters()
+    adam = {key: given[key] for key in ("b1", "b2", "eps") if key in given}
+    if is_fork:
+        with Checkpoints(_origin(config, run_directory, checkpoints.directory), keep=None) as origin:
+            return restore(origin, step, job.model.config, layout, axis, is_own=False, **adam)
+    durable = checkpoints.steps()
+    if emergency is not None and step is None and durable:
+        found = emergency.restore(_last_lineage(run_directory), after=durable[-1])
+        if found is not None:
+            position, state = found
+            return TrainingPosition(**position), state
+    return restore(checkpoints, step, job.model.config, layout, axis, is_own=True, **adam)
 
 
-def _lineage(run_directory: Path) -> str:
-    """That of the emergency checkpoints of the last start, as host 0 knows."""
+def _origin(config: Config, run_directory: Path, place: Path | str) -> Path | str:
+    """The directory of the checkpoints that a fork starts from."""
+    parent = Path(str(config.resume))
+    origin = run_files.saved_checkpoint_directory(parent)
+    if origin == place:
+        raise UserError(
+            f"data.resume_step={config.data.resume_step} forks the run into {run_directory}, but {place} holds the "
+            f"checkpoints of the run itself; name another data.checkpoint_directory, and hydra.run.dir={parent}"
+        )
+    return origin
+
+
+def _last_lineage(run_directory: Path) -> str:
+    """The lineage of the emergency checkpoints of the last start, read by host 0."""
     path = run_directory / run_files.LINEAGE_FILE
     return agreement.broadcast("last lineage", path.read_text() if path.exists() else "")
 
@@ -219,7 +237,7 @@ def _lineage(run_directory: Path) -> str:
 def _write_lineage(run_directory: Path, emergency: EmergencyCheckpoints | None) -> None:
     path = run_directory / run_files.LINEAGE_FILE
     if emergency is None:
-        path.unlink(missing_ok=True)  # from here on its states are those of another attempt
+        path.unlink(missing_ok=True)  # later steps belong to another attempt
     else:
         storage.write(path, emergency.lineage.encode())
 
@@ -257,18 +275,6 @@ def _prepare_corpus(config: Config, tokenizer: Tokenizer) -> Config:
     return config
 
 
-def _origin(config: Config, run_directory: Path, place: Path | str) -> Path | str:
-    """The checkpoints that a fork starts from."""
-    parent = Path(str(config.resume))
-    origin = run_files.saved_checkpoint_directory(parent)
-    if origin == place:
-        raise UserError(
-            f"data.resume_step={config.data.resume_step} forks the run into {run_directory}, but {place} holds the "
-            f"checkpoints of the run itself; name another data.checkpoint_directory, and hydra.run.dir={parent}"
-        )
-    return origin
-
-
 def with_global_batch(config: Config, global_rows: int) -> Config:
     """The configuration with this host's share of the global batch, which the first checkpoint of a run fixes.
 
@@ -277,19 +283,19 @@ def with_global_batch(config: Config, global_rows: int) -> Config:
     """
     training, hosts = config.training, jax.process_count()
     group = config.zero.tensor_shards * config.zero.context_shards
-    groups, what = jax.local_device_count() // group, "devices" if group == 1 else f"groups of {group} devices"
+    groups, unit = jax.local_device_count() // group, "devices" if group == 1 else f"groups of {group} devices"
     parts = hosts * groups * training.gradient_accumulation_steps
     if global_rows % parts:
         raise UserError(
             f"training.batch_size: a global batch of {global_rows} sequences does not divide into {hosts} hosts x "
-            f"{groups} {what} x training.gradient_accumulation_steps={training.gradient_accumulation_steps} = "
+            f"{groups} {unit} x training.gradient_accumulation_steps={training.gradient_accumulation_steps} = "
             f"{parts} parts"
         )
     share = global_rows // hosts
     if share == training.batch_size:
         return config
     log.warning(
-        "training.batch_size=%d instead of %d on %d hosts: the global batch stays at the %d sequences of the first "
+        "training.batch_size=%d instead of %d on %d hosts: the global batch keeps the %d sequences of the first "
         "checkpoint of the run",
         share,
         training.batch_size,
@@ -307,7 +313,7 @@ def staged_context(config: Config) -> SequenceLengths:
 
 
 def _loaders(config: Config, size: GPTConfig, tokenizer: Tokenizer, global_rows: int) -> tuple[Loader, Loader]:
-    """Of the training and of the validation set.
+    """The loaders of the training and of the validation set.
 
     Raises:
       UserError: the data does not fit the configuration.
@@ -350,7 +356,7 @@ def _loaders(config: Config, size: GPTConfig, tokenizer: Tokenizer, global_rows:
 
 
 def _last_step(config: Config, loader: Loader) -> int:
-    """Where the schedule ends, or the data, if that is earlier."""
+    """The last step of the schedule, or of the data if that ends earlier."""
     training = config.training
     if loader.total_batches is None or loader.total_batches >= training.total_steps:
         return training.total_steps
@@ -364,7 +370,7 @@ def _last_step(config: Config, loader: Loader) -> int:
 
 
 def _is_evaluated(run_directory: Path, step: int) -> bool:
-    """Whether an earlier start of this run has evaluated its checkpoint already, as host 0 knows."""
+    """Whether an earlier start of this run has evaluated its checkpoint already, by the metrics of host 0."""
     found = jax.process_index() == 0 and "validation/loss" in (_line_of(run_directory, step) or {})
     return bool(agreement.broadcast("evaluated", "yes" if found else ""))
 
@@ -376,23 +382,23 @@ def _line_of(run_directory: Path, step: int) -> dict[str, Any] | None:
     return next((line for line in lines if line["step"] == step), None)
 
 
-def _new_state(programs: Programs, config: Config, model: ShardedGPT) -> TrainState:
-    """Made on the devices, in shards; with `model.warm_start` the weights come from elsewhere."""
+def _new_state(config: Config, job: Job) -> TrainState:
+    """The state of a fresh start, made on the devices, in shards; its weights are random or those of a warm start."""
+    programs = job.programs
+    if config.model.warm_start:
+        return programs.start(warm_start(str(config.model.model_path), job.model, ema=config.model.ema))
     key = np.asarray(jax.random.key_data(jax.random.key(config.seed)))
-    if not config.model.warm_start:
-        return programs.start(programs.init(np.stack([key] * jax.local_device_count())))
-    return programs.start(warm_start(str(config.model.model_path), model, ema=config.model.ema))
+    return programs.start(programs.init(np.stack([key] * jax.local_device_count())))
 
 
-def _write_run_files(
-    run_directory: Path, config: Config, model: ShardedGPT, tx: optax.GradientTransformation, forked_at: int | None
-) -> None:
-    """The configuration, the layout with its memory table, and for a fork the metrics up to its first step."""
+def _write_run_files(run_directory: Path, config: Config, job: Job, forked_at: int | None) -> None:
+    """Writes the configuration, the layout with its memory table, and for a fork the metrics up to its first step."""
     if forked_at is not None:
         lines = read_metrics(Path(str(config.resume)) / run_files.METRICS_FILE)
         inherited = [json.dumps(line) + "\n" for line in lines if line["step"] <= forked_at]
         storage.write(run_directory / run_files.METRICS_FILE, "".join(inherited).encode())
     run_files.save_config(run_directory, config)
+    model, tx = job.model, job.tx
     shapes, shards = model.sharded_layout.shapes(), model.axis.shards
     if config.training.ema is not None:  # counted as optimizer state
         tx = optax.GradientTransformation(lambda params, init=tx.init: (init(params), params), tx.update)
@@ -400,26 +406,6 @@ def _write_run_files(
     (run_directory / run_files.LAYOUT_FILE).write_text(
         f"{model.layout}\n\nbytes per device without activations; this run is at stage {model.stage}\n{table}\n"
     )
-
-
-def _tracker(run_directory: Path, config: Config, resumed_from: int | None) -> Tracker:
-    return Tracker(
-        run_directory,
-        project=config.data.wandb_project,
-        tensorboard=config.data.tensorboard,
-        config=asdict(config),
-        resumed_from=resumed_from,
-    )
-
-
-def _steps_in_flight() -> int:
-    """Steps that are dispatched ahead of the one whose metrics are read: on CPU the host's cores are the devices."""
-    return 0 if jax.default_backend() == "cpu" else 1
-
-
-def _step_metrics(config: Config, global_rows: int, goodput: Goodput) -> StepMetrics:
-    peak = config.profile.peak_flops or peak_flops(jax.local_devices()[0])
-    return StepMetrics(global_rows * config.data.max_context, jax.device_count(), peak, goodput)
 
 
 def _progress_bar(step: int, last_step: int) -> tqdm:
