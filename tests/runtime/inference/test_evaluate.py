@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -164,3 +165,16 @@ def test_mistakes_are_one_line(forks: cli.Forks, arguments: tuple[str, ...], mes
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: ") and re.search(message, last), done.stderr
+
+
+def test_corpus_of_another_tokenizer_is_refused_where_documents_are_isolated(forks: cli.Forks) -> None:
+    """Its end of text is another token: documents would be cut elsewhere, and the loss would not be the run's."""
+    place = forks.workplace / "other"
+    shutil.copytree(forks.workplace / "corpus", place)
+    manifest = json.loads((place / "tiny" / "manifest.json").read_text())
+    (place / "tiny" / "manifest.json").write_text(json.dumps(manifest | {"tokenizer": "file:other"}))
+    other = ("data.isolate_documents=true", f"data.index_path_validation={place}/index/tiny_validation.index")
+    done = forks.run("mode=evaluate", f"model.model_path={RUN}", *other)
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "data.isolate_documents=true needs data.tokenizer of the corpus" in last and str(place) in last
