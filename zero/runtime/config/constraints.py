@@ -54,6 +54,18 @@ def fraction_below_one() -> Any:
     return checked(lambda value: 0 <= value < ONE, "at least 0, less than 1 in float32")
 
 
+def boolean(optional: bool = False) -> Any:
+    """A key of type Any: Hydra would take any number and several words for a boolean."""
+    return checked(
+        lambda value: isinstance(value, bool) or (optional and value is None),
+        "true or false" + (", or null" if optional else ""),
+    )
+
+
+def not_empty() -> Any:
+    return checked(lambda value: bool(value.strip()), "a text that is not empty")
+
+
 def random_seed() -> Any:
     return checked(lambda value: 0 <= value < 2**32, "0 to 4294967295")
 
@@ -91,7 +103,7 @@ def is_paths(value: Any) -> bool:
 
 def is_stages(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(stage, list) and len(stage) == 2 and all(isinstance(x, int) and 1 <= x <= INT32 for x in stage)
+        isinstance(stage, list) and len(stage) == 2 and all(type(x) is int and 1 <= x <= INT32 for x in stage)
         for stage in value
     )
 
@@ -102,7 +114,7 @@ def is_mixture(value: Any) -> bool:
     is_whole = all(
         entry.keys() == {"index", "weight"}
         and isinstance(entry["index"], str)
-        and isinstance(entry["weight"], int | float)
+        and type(entry["weight"]) in (int, float)
         and 0 < entry["weight"] < math.inf
         for entry in value
     )

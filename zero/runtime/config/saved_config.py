@@ -15,11 +15,12 @@ from omegaconf.errors import OmegaConfBaseException
 from zero.runtime.config.check import check, describe
 from zero.runtime.config.constraints import shown
 from zero.runtime.config.files import conf_directory, load_sizes
+from zero.runtime.config.schema import Optimizer
 from zero.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# What a resume may not change: the model, the seed, the order of the data, the optimizer and the decay of its state.
+# What a resume may not change: the model, the seed, the order of the data, and the optimizer.
 FIXED_KEYS = (
     "seed",
     "model.size",
@@ -29,10 +30,7 @@ FIXED_KEYS = (
     "data.train_samples",
     "data.index_path_train",
     "data.shuffle_shards",
-    "optimizer.name",
-    "optimizer.b1",
-    "optimizer.b2",
-    "optimizer.eps",
+    *(f"optimizer.{field.name}" for field in dataclasses.fields(Optimizer) if field.name != "state_dtype"),
 )
 
 

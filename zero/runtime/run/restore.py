@@ -16,7 +16,7 @@ from zero.partition.pmapped import pmap
 from zero.runtime.checkpoints.damage import DamagedCheckpoint
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
-from zero.runtime.weights.checkpoint_weights import check_unseen, trained_size
+from zero.runtime.weights.checkpoint_weights import UNSEEN_IN_CHECKPOINTS, check_unseen, trained_size
 from zero.training.optimizer import convert_state
 from zero.training.parts import TrainState
 
@@ -60,7 +60,7 @@ def restore(
             position, trained = _position(origin, meta), asdict(trained_size(origin, meta))
             saved = source.as_saved(candidate, layout)
             state = from_global(source.restore(candidate, saved, axis), saved, axis, donate=True)
-            check_unseen(origin, trained, size, also=("parametrization", "mup_base_width"))
+            check_unseen(origin, trained, size, also=("parametrization", "mup_base_width", *UNSEEN_IN_CHECKPOINTS))
             sums = checksums(state, saved, axis)
             bad = [name for name, saved in meta["checksums"].items() if sums[name] != saved]
             if bad:

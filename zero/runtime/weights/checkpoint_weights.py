@@ -21,6 +21,9 @@ from zero.runtime.weights.hf_config import UNSEEN
 from zero.training.ema import EMA
 from zero.training.sharded_gpt import ShardedGPT
 
+# As `UNSEEN`, of checkpoints: what a Hugging Face folder is compared by in other ways.
+UNSEEN_IN_CHECKPOINTS = ("alibi_attn", "norm_place", "expert_capacity")
+
 
 def open_checkpoints(place: str) -> Checkpoints:
     """The checkpoints of a run directory, or those in this directory itself, local or gs://, to be read only."""
