@@ -54,12 +54,12 @@ def start(
     stall_minutes: float | None,
     overlap_gathers: bool,
 ) -> tuple[int, int]:
-    """Joins the other hosts, if there are any, and brings up the devices.
+    """Joins the other hosts, if there are any, and initializes the devices.
 
     On TPU pods, under Slurm and under Open MPI jax finds the other hosts itself; elsewhere the arguments name them.
 
     Without an accelerator there are `cpu_devices` virtual CPU devices per host (`zero.use_cpu_devices`). On TPU
-    `overlap_gathers` runs gathers beside matrix products, unless LIBTPU_INIT_ARGS says whether it shall.
+    `overlap_gathers` runs gathers beside matrix products, unless LIBTPU_INIT_ARGS already sets that option.
 
     Returns:
       The index of this process and the number of processes.

@@ -188,7 +188,7 @@ class _Watchdog:
 
 
 def start(stall_minutes: float | None) -> None:
-    """Begins to watch this host and the others. Called once, when all of them have joined."""
+    """Starts watching this host and the others. Called once, when all have joined."""
     global _watchdog
     _watchdog = _Watchdog(coordination_client() if jax.process_count() > 1 else None, stall_minutes)
     _watchdog.start()
