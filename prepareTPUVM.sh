@@ -4,7 +4,7 @@
 # Makes .venv next to this file with the trainer, the jax for this machine, and the tested versions of constraints.txt.
 #   --plan  adds the TPU compiler, for mode=plan on a machine without a TPU (x86-64 Linux only)
 #   --test  adds what the tests need, the TPU compiler included
-# What was added once is kept up to date by later calls. A call where nothing has changed takes less than a second.
+# Later calls update extras that were added once. A call without changes takes less than a second.
 set -euo pipefail
 
 fail() {

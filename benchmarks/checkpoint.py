@@ -116,7 +116,7 @@ def run_two_processes(directory: Path) -> None:
 
 
 def as_one_of_two(process: int, port: str, directory: Path) -> None:
-    """What one of the two processes does, and prints when its turn comes."""
+    """The work of one of the two processes, which prints when its turn comes."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     zero.use_cpu_devices(4)
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)

@@ -56,7 +56,7 @@ def text(seed: int) -> np.ndarray:
 
 
 def activations(config: GPTConfig, params: Any, tokens: np.ndarray) -> dict[str, jax.Array]:
-    """What enters and leaves every matrix of every layer, the residual stream, and the logits."""
+    """The inputs and outputs of every matrix of every layer, the residual stream, and the logits."""
     found: dict[str, jax.Array] = {}
     apply: Any = partial(GPT(config).apply, {"params": params})
 

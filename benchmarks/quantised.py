@@ -273,7 +273,7 @@ def speed(rounds: int = 15) -> str:
 
 
 def bytes_accessed(tx: optax.GradientTransformation, params: Any, device: Any) -> float:
-    """Of a compiled update of the parameters: gradients, state and parameters read, the latter two written."""
+    """Bytes of a compiled update of the parameters: gradients, state and parameters read, the latter two written."""
 
     def update(grads: Any, state: Any, params: Any) -> Any:
         updates, state = tx.update(grads, state, params)

@@ -80,7 +80,7 @@ def fill_disk(victims: list[subprocess.Popen[str]]) -> None:
         resource.prlimit(victim.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
-# What happens at a random moment. The last two are there from the start, and the run is killed as well.
+# Faults at a random moment. The last two exist from the start, and the run is killed as well.
 FAULTS: dict[str, Callable[[list[subprocess.Popen[str]]], None]] = {
     "SIGKILL": send(signal.SIGKILL),
     "SIGTERM": send(signal.SIGTERM),
@@ -93,7 +93,7 @@ FAULTS: dict[str, Callable[[list[subprocess.Popen[str]]], None]] = {
 
 @dataclass
 class Storm:
-    """What happened to a run, and how it ended."""
+    """The fault in a run, and how the run ended."""
 
     kills: Counter[tuple[str, str]] = field(default_factory=Counter)  # (one of FAULTS, what it hit)
     starts: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (processes, devices, stage)
@@ -179,7 +179,7 @@ def weather(
                 if hit == "training" and fault != "full disk":  # which is met at the next save
                     assert seconds < MOST_SECONDS, [one.stderr[-3000:] for one in done]
                     storm.seconds_to_end[fault] = max(storm.seconds_to_end.get(fault, 0.0), seconds)
-            # What was reported as saved is there: it, or a newer one.
+            # A checkpoint that was reported as saved exists, or a newer one.
             said = [
                 int(step) for one in done for step in re.findall(r"(?:checkpoint|step) (\d+)(?: is)? saved", one.stderr)
             ]
@@ -212,7 +212,7 @@ def weather(
 
 @contextmanager
 def undisturbed(proxy: bucket.Proxy) -> Iterator[None]:
-    """Refuses nothing meanwhile: reading each leaf of a state alone would repeat hundreds of requests."""
+    """Stops refusing requests within: reading a state leaf by leaf would repeat hundreds of them."""
     proxy.rate, rate = 0.0, proxy.rate
     yield
     proxy.rate = rate
@@ -285,7 +285,7 @@ def absolute(place: Path, argument: str) -> str:
 
 
 def phase(errors: str) -> str:
-    """What a process was doing when it ended, by what it had said."""
+    """The phase in which a process ended, by its output."""
     if "first step with" in errors:
         return "training"
     return "compiling" if "of this host; " in errors else "starting"

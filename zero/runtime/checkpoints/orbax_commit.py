@@ -1,4 +1,4 @@
-"""When orbax may count a checkpoint as written: read back, synced, then renamed; and which ones it then deletes."""
+"""Conditions for orbax to commit a checkpoint: read back, synced, then renamed; and which ones it then deletes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _LocalPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
 
 class _BucketPath(ocp.path.atomicity.CommitFileTemporaryPath):
-    """An object that was uploaded is durable, and the one that marks the commit comes last."""
+    """Uploaded objects are durable, and the one that marks the commit is uploaded last."""
 
     commit_times: ClassVar[dict[int, float]]
     leaves: ClassVar[list[str]]
@@ -57,7 +57,7 @@ class _BucketPath(ocp.path.atomicity.CommitFileTemporaryPath):
 
 
 async def _check_merged(path: Any) -> None:
-    """Reads which leaves the merged files of all hosts hold: orbax does not notice if it has merged none.
+    """Checks the leaves in the merged files of all hosts: orbax does not notice if it has merged none.
 
     Raises:
       ValueError: some are missing.
@@ -98,7 +98,7 @@ def _fsync(path: Path) -> None:
 
 
 def barrier_unless_failing(*, key: str, timeout_ms: int) -> None:
-    """Orbax's barrier between hosts, skipped by a host whose save has failed: the others would hold it for minutes."""
+    """Orbax's barrier between hosts, skipped by a host whose save has failed: it would wait minutes for the others."""
     if sys.exception() is None:
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
@@ -107,7 +107,7 @@ def barrier_unless_failing(*, key: str, timeout_ms: int) -> None:
 class KeepNewestAndBest:
     """Orbax's preservation policy: the newest so many checkpoints, and the one with the lowest validation loss.
 
-    Orbax's own `BestN` knows only losses of its own files (docs/decisions/checkpoints.md).
+    Orbax's own `BestN` reads only losses in its own files (docs/decisions/checkpoints.md).
     """
 
     newest: int

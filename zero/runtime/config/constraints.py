@@ -1,6 +1,6 @@
 """Constraints on the values of configuration keys, as fields of the dataclasses in schema.py (omegaconf).
 
-The type of a key says whether it may be null; null is not checked.
+The type of a key determines whether it may be null; null is not checked.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from omegaconf import MISSING
 
-# Programs compute in float32: what rounds to 0, 1 or infinity there divides by zero.
+# Programs compute in float32: values that round to 0, 1 or infinity there would divide by zero.
 SMALLEST, LARGEST, ONE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max), 1 - 2.0**-25
 
 
 class Check(NamedTuple):
-    """What a value has to satisfy, and how a message says it."""
+    """A condition on a value, and its text in messages."""
 
     holds: Callable[[Any], bool]
     expected: str
 
 
 def checked(holds: Callable[[Any], bool], expected: str) -> Any:
-    """A key whose value must satisfy `holds`. Its default is in conf/config.yaml, and nowhere else."""
+    """A key whose value must satisfy `holds`. Its default is only in conf/config.yaml."""
     return dataclasses.field(default=MISSING, metadata={"check": Check(holds, expected)})
 
 

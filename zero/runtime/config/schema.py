@@ -1,7 +1,7 @@
 """The sections of conf/config.yaml: each key with its type and its check (hydra, omegaconf).
 
-Values and explanations are in conf/config.yaml alone, rules between keys in rules_between_keys.py. What builds a model,
-a run or a plan takes these classes; all else takes plain values.
+Values and explanations are only in conf/config.yaml, rules between keys in rules_between_keys.py. Functions that build
+a model, a run or a plan take these classes; all others take plain values.
 """
 # ruff: noqa: RUF009  the functions of constraints.py return dataclass fields
 
@@ -132,7 +132,7 @@ class Optimizer:
     adam_b2: float | None = fraction_below_one()
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Those that are not null."""
+        """The hyperparameters that are not null."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {key: value for key, value in values.items() if key not in ("name", "state_dtype") and value is not None}
 
@@ -240,7 +240,7 @@ class Distributed:
 
 @dataclass
 class Config:
-    """All of `conf/config.yaml`; its comments say what each key means."""
+    """All of `conf/config.yaml`, whose comments explain each key."""
 
     mode: str = one_of("train", "evaluate", "sample", "plan")
     resume: str | None = MISSING

@@ -1,4 +1,4 @@
-"""Published peaks of each kind of accelerator, and what the compiler's clock needs to be read."""
+"""Published peaks of each kind of accelerator, and the constants that convert the compiler's cycles to seconds."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ HOP = 1e-6  # seconds from a chip to the next one, about (jax-ml.github.io/scali
 
 
 def peak_flops(device: Any) -> float | None:
-    """Published peak of a device in bfloat16 operations per second, None where it is not in `SPEEDS`."""
+    """Published peak of a device in bfloat16 operations per second, None if it is not in `SPEEDS`."""
     speed = SPEEDS.get(device.device_kind)
     return speed and speed.flops

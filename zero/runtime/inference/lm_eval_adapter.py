@@ -18,11 +18,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from zero.runtime.errors import WRONG_PATH, Unavailable, UserError, causes, first_line
 from zero.runtime.text.tokenizers import Tokenizer
 
-LONGEST_ANSWER = 256  # tokens, where a task does not say
+LONGEST_ANSWER = 256  # tokens, if a task sets no limit
 
 
 class HarnessModel(TemplateLM):
-    """Scores and writes what the harness asks for; a context that is too long loses its beginning.
+    """Answers the harness's requests to score and generate; a context that is too long loses its beginning.
 
     Args:
       tokenizer: of the model.

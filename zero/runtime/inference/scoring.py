@@ -25,14 +25,14 @@ _Item = TypeVar("_Item")
 
 
 class Passage(NamedTuple):
-    """Tokens of which those from `first` on are scored, each given all tokens before it; as in `Batch`."""
+    """Tokens, scored from `first` on, each given all tokens before it; as in `Batch`."""
 
     tokens: np.ndarray
     first: int
 
 
 class Score(NamedTuple):
-    """Of the scored tokens of a passage: losses in nats, and whether each was the most likely token."""
+    """The losses in nats of a passage's scored tokens, and whether each was the most likely token."""
 
     losses: np.ndarray
     is_greedy: np.ndarray
@@ -68,9 +68,9 @@ class Scorer:
                 yield Score(losses[row, part].astype(np.float64), is_greedy[row, part])
 
     def scores_of_whole(self, rows: Iterable[np.ndarray]) -> Iterator[Score]:
-        """Of every token after the first of each row of any length, given all tokens before it.
+        """Scores every token but the first of rows of any length, given all tokens before it.
 
-        For models of gated units: their memory is carried from one `context` tokens to the next. A batch of rows takes
+        For models of gated units: carries their memory from one `context` tokens to the next. A batch of rows takes
         as long as its longest.
         """
         for batch in _batched(rows, self.batch_rows):

@@ -44,8 +44,8 @@ class TrainedModel(NamedTuple):
 def open_model(config: Config, size: GPTConfig, rows: int) -> TrainedModel:
     """The weights of a checkpoint of the run `model.model_path`, for `rows` rows at a time.
 
-    Sharded as `zero.stage` says; or whole on every device that has a row, where `zero.replicate` is true, or null and
-    two copies fit.
+    Sharded by `zero.stage`; or whole on every device that has a row, if `zero.replicate` is true, or null and two
+    copies fit.
     """
     host, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
     check_same_configuration(config, size)

@@ -60,7 +60,7 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[str]:
-        """Names of computations that it calls; those of a loop apart."""
+        """Names of computations that it calls, except those of a loop."""
         branches = [name for names in _BRANCHES.findall(self.rest) for name in re.findall(r"[\w.\-]+", names)]
         return _CALLED.findall(self.rest) + branches
 
@@ -136,19 +136,19 @@ def bytes_by_kind(found: Iterable[Collective]) -> dict[str, int]:
 
 
 def across_hosts(found: Iterable[Collective], hosts: Sequence[int]) -> list[Collective]:
-    """Those with a group of devices of several hosts; `hosts` has the host of each device."""
+    """The collectives with a group of devices of several hosts; `hosts` has the host of each device."""
     return [collective for collective in found if _spans_hosts(collective.arguments, hosts)]
 
 
 def hidden_share(found: Iterable[Collective]) -> float | None:
-    """The share of the bytes of gathers that are sent while matrix products run; None where nothing is gathered."""
+    """The share of the bytes of gathers that are sent while matrix products run; None without gathers."""
     gathers = [collective for collective in found if collective.kind == "all-gather"]
     total = sum(gather.sent for gather in gathers)
     return sum(gather.sent for gather in gathers if gather.is_hidden) / total if total else None
 
 
 def _until_done(body: list[Instruction], start: int) -> list[Instruction]:
-    """What lies between the start of a collective and its done."""
+    """The instructions between the start of a collective and its done."""
     name = body[start].name
     ends = (n for n in range(start + 1, len(body)) if body[n].op.endswith("-done") and body[n].operands == [name])
     return body[start + 1 : next(ends)]

@@ -25,7 +25,7 @@ WIDTH = 120  # characters of a line
 
 
 def table(result: dict[str, Any], config: Config) -> str:
-    """A line per row: what differs between the rows, and what decides: memory and predicted time."""
+    """One line per row: the settings that differ between rows, memory and predicted time."""
     rows = result["rows"]
     shown = {name: [show(row) for row in rows] for name, show in SETTINGS.items()}
     same = [f"{name} {values[0]}" for name, values in shown.items() if len(set(values)) == 1]
@@ -55,7 +55,7 @@ def table(result: dict[str, Any], config: Config) -> str:
 
 
 def breakdown_table(row: Row) -> str:
-    """Where the predicted time of a step goes: milliseconds by part of the model and phase."""
+    """The predicted time of a step in milliseconds, by part of the model and phase."""
     parts: dict[str, dict[str, float]] = {}
     for part, phase, seconds in row["breakdown"]:
         parts.setdefault(part, dict.fromkeys(PHASES, 0.0))[phase] += 1000 * seconds
@@ -80,7 +80,7 @@ def _is_known(name: str, rows: list[Row]) -> bool:
     return any((RESULTS | _COSTS)[name](row) != "-" for row in rows)
 
 
-# Keys that the command always names: the model and what a search chooses.
+# Keys that the command always names: the model and the choices of a search.
 _CHOSEN = (
     "model.size",
     "data.max_context",
@@ -140,7 +140,7 @@ def _number(key: str, form: str, unit: float = 1) -> Callable[[Row], str]:
 
 
 def _activations(row: Row) -> str:
-    """What the peak of a step holds in addition to state, gradients and gathered parameters."""
+    """The rest of the peak of a step, beside state, gradients and gathered parameters."""
     if not row["fits"]:
         return "-"
     named = sum(row[f"{name}_bytes"] for name in ("state", "gradient", "gathered"))

@@ -1,4 +1,4 @@
-"""A run in progress, as one host sees it: what the training loop works with, and how it is saved."""
+"""A run in progress on one host: its parts, and how it is saved."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class Due(NamedTuple):
-    """What the loop does after a step; the same on all hosts."""
+    """The actions after a step; the same on all hosts."""
 
     log: bool
     evaluate: bool
@@ -113,11 +113,11 @@ class ActiveRun:
 
     @property
     def weights(self) -> PyTree:
-        """All that inference needs of the state."""
+        """The part of the state that inference needs."""
         return self.model.weights(self.state.params, self.state.averages)
 
     def batches(self) -> Generator[tuple[int, HostBatch]]:
-        """Each step with this host's rows, to the last step or until a stop request comes while data is waited for."""
+        """Each step with this host's rows, to the last step or until a stop request comes during a wait for data."""
         watchdog.progress()
         stop = self.stop_requests if jax.process_count() == 1 else ()  # several hosts have to agree first
         with closing(prefetch(self.loader.batches(self.position.cursor), stop=stop)) as batches:
@@ -128,7 +128,7 @@ class ActiveRun:
         """Starts one update on the devices and reads the metrics of the one before.
 
         Returns:
-          False where a stop request came while the program was being compiled; nothing was started then.
+          False if a stop request came during compilation; then nothing was started.
         """
         sequences = self.context.cut(batch.tokens, step - 1)  # rows, or pieces of them
         per_device, length = split_batch(sequences, jax.process_index(), self.axis.row_group), sequences.shape[1]
@@ -149,7 +149,7 @@ class ActiveRun:
 
     @counts_as("compilation")
     def _first_step(self, length: int, per_device: Batch) -> bool:
-        """The first step of this sequence length, compiled; it is waited for and timed apart from the others."""
+        """Compiles and runs the first step of this sequence length; waits for it, and times it separately."""
         began = time.monotonic()
         with CacheHits().counting() as cache_hits:
             program = self.programs.step
@@ -176,7 +176,7 @@ class ActiveRun:
         return True
 
     def _predict(self, program: Any, length: int) -> float | None:
-        """Seconds per step by the compiler's clock; None where it has none, or this length was not planned."""
+        """Seconds per step by the compiler's cycles; None if there are none or this length was not planned."""
         if length == self.context.full and self.config.profile.step_time is not None:
             return self.config.profile.step_time
         is_compiled = jax.process_count() == 1 and jax.default_backend() == "tpu"
@@ -193,12 +193,12 @@ class ActiveRun:
         self._uncounted = skipped + batch.skipped, checksum
 
     def due(self, step: int) -> Due:
-        """What to do after this step. All hosts call it once per step."""
+        """The actions after this step. All hosts call it once per step."""
         training = self.config.training
         is_evaluation = step % training.evaluation_frequency == 0 or step == self.last_step
         is_stop, is_save = self.poll()
         is_protect = self.emergency is not None and step % (self.config.zero.emergency_steps or step) == 0
-        is_save |= is_protect and not self.checkpoints.steps()  # else --resume would find no run
+        is_save |= is_protect and not self.checkpoints.steps()  # --resume needs a durable checkpoint
         is_log = is_evaluation or is_save or is_protect or is_stop or step % training.log_frequency == 0
         return Due(is_log, is_evaluation, is_save or is_evaluation, is_protect, is_stop)
 
@@ -298,7 +298,7 @@ class ActiveRun:
             self.emergency.save(self.position.step, self.state, asdict(self.position))
 
     def stop(self) -> int:
-        """Logs and saves what is not yet logged and saved.
+        """Logs and saves the steps that are not yet logged and saved.
 
         Returns:
           The exit status of a run that was stopped by a signal.
@@ -319,7 +319,7 @@ class ActiveRun:
 
 
 def split_batch(sequences: np.ndarray, host: int, group: int) -> Batch:
-    """This host's sequences `(B, T)` as `(devices, B / groups, T)`, the same ones for all devices of a group."""
+    """This host's sequences `(B, T)` as `(devices, B / groups, T)`, the same for all devices of a group."""
     tokens = split_rows(sequences, jax.local_device_count(), group)
     first_rows = host * len(sequences) + tokens.shape[1] * (np.arange(len(tokens)) // group)
     return Batch(tokens, first_rows.astype(np.int32))

@@ -1,4 +1,4 @@
-"""Which run to resume or to use: the newest, or the one that the arguments name (hydra)."""
+"""Finds the run to resume or to use: the newest, or the one that the arguments name (hydra)."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _run_to_resume(given: dict[str, Any]) -> tuple[Path | None, Path | str]:
 
 
 def _shared_place(given: dict[str, Any]) -> Path | str | None:
-    """Where checkpoints lie by the arguments, if that is outside any run directory."""
+    """The directory of checkpoints by the arguments, if it is outside any run directory."""
     data = default_config().data
     bucket_path = given.get("data.bucket_path", data.bucket_path)
     directory = str(given.get("data.checkpoint_directory", data.checkpoint_directory))
@@ -148,6 +148,6 @@ def _shared_place(given: dict[str, Any]) -> Path | str | None:
 
 
 def _override_values(arguments: Sequence[str]) -> dict[str, Any]:
-    """The values of overrides as Hydra will read them, quotes included."""
+    """The values of overrides as Hydra reads them, quotes included."""
     plain = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
     return {override.key_or_group: override.value() for override in OverridesParser.create().parse_overrides(plain)}

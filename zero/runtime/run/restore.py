@@ -25,20 +25,20 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class TrainingPosition:
-    """Where the data and the counters are between two steps; a checkpoint holds it together with the state."""
+    """The position in the data and the counters, between two steps; part of a checkpoint."""
 
     global_rows: int  # of a batch over all hosts; fixed by the first checkpoint
     step: int = 0
     cursor: dict[str, int] | None = None
     skipped_rows: int = 0
     samples_checksum: int = 0
-    unevaluated: dict[str, Any] | None = None  # metrics of this step where a signal came before its evaluation
+    unevaluated: dict[str, Any] | None = None  # metrics of this step, if a signal came before its evaluation
 
 
 def restore(
     source: Checkpoints, step: int | None, size: GPTConfig, layout: Layout, axis: Axis, is_own: bool, **adam: float
 ) -> tuple[TrainingPosition, TrainState]:
-    """The checkpoint of `step`, or for None the newest that can be read; damaged ones of this run are set aside.
+    """Restores the checkpoint of `step`, or the newest readable one; damaged ones of this run are set aside.
 
     Args:
       source: the checkpoints of this run, or of the one that it forks from.
@@ -47,7 +47,7 @@ def restore(
       layout: of the whole state.
       axis: the pmap axis.
       adam: decay rates and epsilon that differ from AdamW's defaults; moments in 8 bits depend on them.
-      is_own: whether the checkpoints are this run's; those of another run are left as they are.
+      is_own: whether the checkpoints are this run's; those of another run stay unchanged.
 
     Raises:
       UserError: there is no such checkpoint, none that can be read, or it is of another model.

@@ -15,11 +15,11 @@ from zero.runtime.tracking.goodput import Goodput
 
 log = logging.getLogger(__name__)
 
-SLOW = 0.7  # of the predicted speed, below which the log says where the time goes
+SLOW = 0.7  # share of the predicted speed below which a warning shows where the time goes
 
 
 class StepMetrics:
-    """Collects what each step reports, and how long the steps and their data took, for one line of metrics.
+    """Collects the metrics of each step, and the time of the steps and their data, for one line of metrics.
 
     Args:
       tokens_per_step: of the global batch.
@@ -48,12 +48,12 @@ class StepMetrics:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no step was taken since the last line."""
+        """Whether there was no step since the last line."""
         return not (self._unread or self._losses)
 
     @property
     def skipped_in_a_row(self) -> int:
-        """Updates skipped since the last one that was made, as of the newest step that was read."""
+        """Updates skipped since the last one that was applied, as of the newest step that was read."""
         return int(self._newest["skipped_in_a_row"])
 
     def leave_untimed(self) -> None:
@@ -74,13 +74,13 @@ class StepMetrics:
             yield batch
 
     def add(self, metrics: dict[str, jax.Array], leave: int, flops: int = 0, predicted: float | None = None) -> None:
-        """Takes the metrics of a step that was dispatched; all but the newest `leave` are waited for.
+        """Adds the metrics of a dispatched step; waits for all but the newest `leave`.
 
         Args:
           metrics: as the step returns them, one scalar each.
           leave: how many steps may stay in flight.
-          flops: operations of the model in this step per device, for the utilisation; 0 for a step that is not timed.
-          predicted: seconds of this step, None where they are unknown or it is not timed.
+          flops: operations of the model in this step per device, for the utilisation; 0 if the step is not timed.
+          predicted: seconds of this step, None if unknown or not timed.
         """
         self._unread.append(metrics)
         self._flops += flops
@@ -120,7 +120,7 @@ class StepMetrics:
         return line
 
     def _warn_if_slow(self, line: dict[str, float | int]) -> None:
-        """Once, where the time goes."""
+        """Warns once, with the shares of the time."""
         if line["predicted_speed"] < SLOW and not self._has_warned:
             self._has_warned = True
             log.warning(

@@ -33,11 +33,11 @@ def swept_keys(arguments: Iterable[str], task_overrides: Sequence[str]) -> set[s
 
 
 def continue_job(config: DictConfig, run_directory: Path, keys: set[str]) -> None:
-    """Sets `resume` of a job whose own directory has checkpoints, in place of a run that the sweep forks from.
+    """Sets `resume` of a job whose own directory has checkpoints, replacing the run that the sweep forks from.
 
     Args:
       config: of the job; changed in place.
-      run_directory: of the job. Where it is lost, it is rebuilt from the mirror beside checkpoints that are elsewhere.
+      run_directory: of the job. If lost, it is rebuilt from the mirror beside checkpoints that are elsewhere.
       keys: the job's values of these must be those of the run in the directory.
 
     Raises:

@@ -153,7 +153,7 @@ def is_outage(error: BaseException) -> bool:
 
 @contextmanager
 def _translated_errors(url: str | Path) -> Iterator[None]:
-    """Raises what `zero.runtime.storage` documents instead of the exceptions of Google's library."""
+    """Turns the exceptions of Google's library into those that `zero.runtime.storage` documents."""
     from google.api_core import exceptions
     from google.auth.exceptions import GoogleAuthError
     from google.cloud.storage.exceptions import DataCorruption, InvalidResponse

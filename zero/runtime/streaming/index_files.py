@@ -30,7 +30,7 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """Directory and file name: what stays the same when a corpus moves to another disk or a bucket."""
+        """Directory and file name, which stay the same when a corpus moves to another disk or a bucket."""
         path = self.path if storage.is_remote(self.path) else os.path.abspath(self.path)
         return "/".join(path.split("/")[-2:])
 
@@ -72,7 +72,7 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
 
 
 def index_paths(value: Any, bucket_path: str | None) -> str | list[str] | dict[str, float]:
-    """What `data.index_path_train` or `..._validation` says, for a Loader: index files, or their weights.
+    """A Loader's `index` from `data.index_path_train` or `..._validation`: index files, or their weights.
 
     Relative paths are in the bucket, if there is one.
     """
@@ -90,7 +90,7 @@ def _can_hold(path: str, rows: str) -> bool:
 
 
 def _missing(paths: list[str]) -> list[str]:
-    """The paths that do not exist. Where a bucket may be read but not listed, that is found out when they are read."""
+    """The paths that do not exist; not checked in a bucket that may be read but not listed."""
     missing = [path for path in paths if not storage.is_remote(path) and not os.path.isfile(path)]
     remote = [path for path in paths if storage.is_remote(path)]
     for directory in dict.fromkeys(map(storage.parent, remote)):

@@ -60,12 +60,12 @@ class Loader:
         shuffle_shards: shards of a corpus whose rows are mixed at any time, in the shuffle buffers of all streams
             together. Twice as many are in memory while the next ones are read.
         skip_bad: continue without data that is missing or damaged: its rows are -1, logged, and counted in each
-            batch. The index files must say how many rows each shard has.
+            batch. The index files must record the number of rows of each shard.
         cache: keeps shards of a bucket on this machine.
         only_completions: tokens that completion.npy does not count among the completions are not predicted.
 
     Raises:
-        UserError: what is wrong with the data, by file and sample; a batch that does not divide over the hosts.
+        UserError: the data is wrong (file and sample are named), or a batch does not divide over the hosts.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Loader:
         if is_mixture and not (shuffle and train_samples is None):
             raise UserError("a mixture of index files is shuffled, and takes no train_samples")
         used = [_used_shards(group, train_samples, skip_bad) for group in _corpora(index)]
-        # As many streams as there are shards to mix, so that hosts share as few shards as possible.
+        # One stream per shard to mix, so that hosts share as few shards as possible.
         most = min(shuffle_shards, max(map(len, used))) if shuffle else 1
         streams = max(s for s in range(1, most + 1) if global_rows % s == 0)
         buffer_shards = max(1, shuffle_shards // streams) if shuffle else 1

@@ -1,6 +1,6 @@
-"""One architecture of `transformers`: how it names and stores the tensors of a model, and what it can express.
+"""One architecture of `transformers`: the names and layout of its tensors, and the models that it can express.
 
-In zero the layers are stacked and query, key and value are leaves of their own; `transformers` stores one tensor per
+In zero the layers are stacked, and query, key and value are separate leaves; `transformers` stores one tensor per
 layer, and in some architectures query, key and value in one.
 """
 
@@ -17,7 +17,7 @@ from zero.models.families import FAMILIES
 from zero.partition.layout import LeafLayout
 
 FUSED_QKV = ("query", "key", "value")
-# Attributes that are not choices of an architecture: sizes, and what only training sees.
+# Attributes that are not choices of an architecture: sizes, and options of training.
 _SIZES = {"embedding_dim", "vocab_size", "num_head", "block_size", "N", "kv_heads", "head_dim", "mlp_dim"}
 _SIZES |= {"norm_epsilon", "dropout", "vocab_chunks", "z_loss", "parametrization", "mup_base_width", "zero_init"}
 _SIZES |= {"embedding_dropout", "attention_dropout", "residual_dropout"}
@@ -36,7 +36,7 @@ class Architecture:
       absent: the values of missing keys, as transformers has them.
       aliases: other names of keys.
       fixed: keys that must have these values, which are also the defaults where config.json lacks them.
-      written: keys of an export that say nothing about the weights.
+      written: keys of an export that do not concern the weights.
       prefix: of all names of tensors but the head's; published files may lack it.
       modules: the names of zero's modules to those of `transformers`, with `{}` for the number of the layer, and a
         second one for that of the expert.
@@ -68,7 +68,7 @@ class Architecture:
         return {**_DEFAULTS, **FAMILIES[self.family]}
 
     def differences(self, size: GPTConfig) -> list[str]:
-        """What of a model this architecture cannot express, in words."""
+        """Descriptions of the properties of a model that this architecture cannot express."""
         free = {*self.keys.values(), *(("windows",) if self.windows else ())}
         if self.rotary is not None:
             free |= {"rotary_base", "rotary_scaling", *(("rotary_fraction",) if self.rotary[1] else ())}
@@ -97,7 +97,7 @@ class Architecture:
 
     @property
     def layers(self) -> str:
-        """What names of tensors of layers begin with, up to the number of the layer."""
+        """The prefix of the names of tensors of layers, up to the number of the layer."""
         return next(name for name in self.modules.values() if "{}" in name).partition("{}")[0]
 
     def tensor_name(self, leaf: str) -> str:

@@ -62,7 +62,7 @@ def _with_standard_scores(size: GPTConfig) -> tuple[GPTConfig, float]:
     """The model that computes the same with standard scores, and the factor of its queries.
 
     Scores divided by the head dimension, as in mup, are those of smaller queries divided by its root. Only where the
-    factor is a power of two, which changes no digit of a weight, a product or a sum.
+    factor is a power of two, so that no digit of a weight, a product or a sum changes.
     """
     factor = size.head_width**-0.5
     if size.attention_scale != "linear" or not math.log2(factor).is_integer():

@@ -13,7 +13,7 @@ from zero.runtime.weights.architecture_table import ARCHITECTURES
 
 _MISSING = object()
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-# Attributes of a model that show in no shape and in no name of a tensor, and that its weights were trained with.
+# Attributes of a model that no shape or name of a tensor shows, and that its weights were trained with.
 UNSEEN = (
     "num_head",
     "norm_epsilon",
@@ -100,7 +100,7 @@ def write_config(architecture: Architecture, size: GPTConfig) -> dict[str, Any]:
 
 
 def _read_rotary(origin: str, config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """As `transformers` reads it: `rope_scaling` replaces `rope_parameters`; other keys hold what neither has."""
+    """The base and scaling of rotary positions, read like `transformers`: `rope_scaling` replaces `rope_parameters`."""
     assert architecture.rotary is not None
     base, fraction = architecture.rotary
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
