@@ -1,4 +1,4 @@
-"""The pmapped programs that train and use a model; a plan compiles these very ones."""
+"""The pmapped programs that train and use a model; `mode=plan` compiles the same programs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from zero.training.step import make_step, new_state
 
 
 class Programs(NamedTuple):
-    """What `jax.pmap` returns, to call or to `.lower` and compile.
+    """Pmapped functions, to call or to `.lower` and compile.
 
-    Every argument and result has a leading dimension of local devices, unless it is said to be shared.
+    Every argument and result has a leading dimension of local devices, unless it is called shared.
 
     Attributes:
       init: `(key data)`, one row per device, all alike, to weights: parameter shards, and the model's collections.
@@ -48,7 +48,7 @@ def make_programs(
     options: StepOptions,
     devices: Sequence[Any] | None = None,
 ) -> Programs:
-    """Binds the model, the optimizer and what else does not change during a run. Nothing is compiled yet.
+    """Binds the model, the optimizer and the options. Nothing is compiled yet.
 
     `tx` is any optax transform; `start` and `step` raise `NotElementwiseError` where it would be wrong on shards.
 
@@ -69,7 +69,7 @@ def make_programs(
 
 
 class Inference(NamedTuple):
-    """What `jax.pmap` returns, for a model in use; arguments and results as in `Programs`.
+    """Pmapped functions for inference; arguments and results as in `Programs`.
 
     Attributes:
       score: `(params, tokens)` to the shared losses and hits of all rows.
@@ -92,7 +92,7 @@ class Inference(NamedTuple):
 def make_inference(
     model: ShardedGPT, sampling: Sampling | None = None, *, devices: Sequence[Any] | None = None
 ) -> Inference:
-    """Binds the model and how text is drawn from it, of whole rows. Nothing is compiled yet."""
+    """Binds the model, without context groups, and the sampling. Nothing is compiled yet."""
     if model.axis.context > 1:
         model = dataclasses.replace(model, axis=dataclasses.replace(model.axis, context=1))
     pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
@@ -118,7 +118,7 @@ def make_inference(
 
 
 def split_rows(x: np.ndarray, devices: int, group: int) -> np.ndarray:
-    """Rows `(rows, ...)` as a pmap takes them, `(devices, rows per group, ...)`: devices of a group have the same.
+    """Rows `(rows, ...)` as `(devices, rows per group, ...)` for a pmap: devices of a group get the same rows.
 
     >>> split_rows(np.arange(4), devices=4, group=2).tolist()
     [[0, 1], [0, 1], [2, 3], [2, 3]]
@@ -127,7 +127,7 @@ def split_rows(x: np.ndarray, devices: int, group: int) -> np.ndarray:
 
 
 def repeat_layers(weights: PyTree, order: Sequence[int], axis: Axis) -> PyTree:
-    """Weights in shards of another depth: block i of the result is block `order[i]` of these.
+    """Sharded weights of another depth: layer i of the result is layer `order[i]` of these.
 
     Per device: leaves under "blocks" of `(layers, ...)`, which become `(len(order), ...)`; no communication.
     """
