@@ -87,7 +87,7 @@ def restore(
             log.info("the state is held in other dtypes from here on: %s", ", ".join(sorted(changes)))
             state = pmap(partial(convert_state, layout=layout, **adam), axis.name, donate_argnums=0)(state)
         return position, state
-    raise UserError(f"{source.directory}: none of its checkpoints can be read; the lines above say why")
+    raise UserError(f"{source.directory}: none of its checkpoints can be read; see the lines above")
 
 
 def _position(origin: str, meta: dict[str, Any]) -> TrainingPosition:

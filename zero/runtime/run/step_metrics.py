@@ -125,7 +125,7 @@ class StepMetrics:
             self._has_warned = True
             log.warning(
                 "steps take %.3f s, at %.0f%% of the predicted speed: the host waits %.0f%% of the time for data and "
-                "%.0f%% for the devices; what is left is its own work",
+                "%.0f%% for the devices; the rest is its own work",
                 line["step_time"],
                 *(100 * line[name] for name in ("predicted_speed", "data_wait", "device_wait")),
             )
