@@ -115,9 +115,9 @@ keep() {
                     0) echo "$name has finished; ./slice.sh delete $name $zone ends its cost." && return ;;
                     none) { setup && launch "$@"; } || pause "setup or launch failed" ;;
                     running) sleep "$poll" ;;
-                    "") pause "worker 0 did not say how training is" ;;
+                    "") pause "worker 0 did not report its status" ;;
                     unreachable) pause "worker 0 is unreachable" ;;
-                    75 | 129 | 130 | 143 | lost) # stopped by a signal, as before a preemption; if the slice stays, go on
+                    75 | 129 | 130 | 143 | lost) # stopped by a signal, as before a preemption; if the slice stays, continue
                         sleep "$poll"
                         [[ $(state) != ACTIVE ]] || launch "$@" || pause "launch failed"
                         ;;

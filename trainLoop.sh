@@ -34,7 +34,7 @@ while true; do
     case $status in 0 | 2 | 75 | 129 | 130 | 143) break ;; esac
     ((stopped)) && break
     ((SECONDS - started > 600)) && failures=0
-    ((status == 134)) && echo "trainLoop.sh: a library aborted (SIGABRT), XLA most likely; its last lines above say why" >&2
+    ((status == 134)) && echo "trainLoop.sh: a library aborted (SIGABRT), XLA most likely; see its last lines above" >&2
     ((++failures < ${TRAIN_ATTEMPTS:-10})) || break
     echo "trainLoop.sh: status $status; starting again in ${TRAIN_PAUSE_SECONDS:-30} s" >&2
     sleep "${TRAIN_PAUSE_SECONDS:-30}" &

@@ -29,12 +29,8 @@ MALFORMED = (
 def reading(message: str, *also: type[Exception], kind: type[UserError] = UserError) -> Iterator[None]:
     """Turns the errors of a parser into one line. The block holds the parser and the first accesses to its result.
 
-    An OSError passes: it concerns the disk, not the contents of a file.
-
-    Args:
-      message: begins the line: the file, the place in it, and what was expected.
-      also: what this parser raises besides `MALFORMED`.
-      kind: of the error that is raised.
+    An OSError passes: it concerns the disk, not the contents of a file. `message` begins the line, `also` are errors of
+    this parser besides `MALFORMED`.
     """
     parser_errors: tuple[type[Exception], ...] = (*MALFORMED, *also)
     try:

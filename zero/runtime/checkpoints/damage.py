@@ -28,9 +28,7 @@ class DamagedCheckpoint(UserError):
 def read_errors(checkpoint: str, json_files: Sequence[str]) -> Iterator[None]:
     """Turns errors of reading into one line each; errors that are neither damage nor an outage are raised unchanged.
 
-    Args:
-      checkpoint: begins the line.
-      json_files: JSON files that are read within; the first one that does not parse is named.
+    `checkpoint` begins the line. Of `json_files`, which are read within, the first one that does not parse is named.
 
     Raises:
       DamagedCheckpoint: the stored data is truncated, missing, or cannot be decoded.

@@ -47,8 +47,6 @@ class EmergencyCheckpoints:
       directory: of this host, for all runs.
       place: the durable checkpoints of the run, which identify its files.
       model: its configuration, which must be the same.
-      layout: of the whole state.
-      axis: of its pmap.
 
     Raises:
       UserError: the directory cannot be made.
@@ -128,11 +126,8 @@ class EmergencyCheckpoints:
     def restore(self, lineage: str, after: int) -> tuple[dict[str, Any], PyTree] | None:
         """The position and state of the newest checkpoint that all hosts together hold; its lineage continues.
 
+        Returns None if no checkpoint of the previous start's `lineage` is newer than the durable one at step `after`.
         Only the shards of a replaced host are sent, by its neighbour.
-
-        Args:
-          lineage: of the previous start.
-          after: the step of the newest durable checkpoint; returns None if no checkpoint is newer.
         """
         self.lineage, new = lineage, self.lineage
         found = self._restore(after)

@@ -195,11 +195,7 @@ class Checkpoints:
 
         Floats are cast to the layout's dtypes. Moments in 8 bits are restored `as_saved`, and converted later.
 
-        Args:
-          step: of the checkpoint.
-          layout: of the state, or of the subtree `within`.
-          axis: of the pmap that will use it.
-          within: a subtree of the state, such as "params"; None restores all of it.
+        `within` names a subtree of the state, such as "params", whose layout is given.
 
         Raises:
           DamagedCheckpoint: the stored data is truncated, missing, or cannot be decoded.

@@ -19,10 +19,8 @@ import tensorstore as ts
 def temporary_path_class(is_remote: bool, commit_times: dict[int, float], leaves: list[str]) -> type:
     """The class of orbax's temporary directories.
 
-    Args:
-      is_remote: whether they are in a bucket.
-      commit_times: `time.monotonic()` of each commit goes here, by step.
-      leaves: names of the leaves of the save that is under way; it fails if one of them cannot be found again.
+    It adds `time.monotonic()` of each commit to `commit_times`, by step. The save fails if one of `leaves`, names of
+    its leaves, cannot be read back.
     """
     base: type = _BucketPath if is_remote else _LocalPath
     # Orbax takes a class, not an instance.

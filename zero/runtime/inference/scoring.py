@@ -41,10 +41,7 @@ class Score(NamedTuple):
 class Scorer:
     """Scores passages of at most `context` tokens, batch by batch on all devices, in their order.
 
-    Args:
-      trained: the model.
-      context: tokens of a row.
-      rows: per host and batch; the sum over hosts is rounded up to a multiple of the number of tensor groups.
+    `rows` is per host and batch; the sum over hosts is rounded up to a multiple of the number of tensor groups.
     """
 
     def __init__(self, trained: TrainedModel, context: int, rows: int):
@@ -122,12 +119,8 @@ def score_validation_set(
 ) -> dict[str, Any]:
     """Loss, perplexity and bits per byte over every token but the first of each row, each token scored once.
 
-    Args:
-      scorer: of the model.
-      index: of the validation set.
-      context: tokens that the model sees at once.
-      stride: tokens that a longer row is moved by between two passages; None for rows that are scored as if at once.
-      only_completions: as for a `Loader`; only these tokens count.
+    Longer rows than `context` are scored in passages `stride` tokens apart; with None, as if seen at once. With
+    `only_completions`, as for a `Loader`, only these tokens count.
     """
     tokenizer = scorer.trained.tokenizer
     loader = Loader(

@@ -34,17 +34,11 @@ PLACEMENT_KEYS = ("tensor_shards", "context_shards", "expert_shards", "replicas"
 
 @dataclass(frozen=True)
 class Request:
-    """A step to compile: a checked configuration on a slice.
-
-    Attributes:
-      config: its `training` and `zero` sections are those of the step; `data.max_context` is the context.
-      size: the model.
-      micro_batch: sequences per micro-batch and device, or group of devices that take the same sequences.
-    """
+    """A step to compile: a checked configuration on a slice."""
 
     config: Config
     size: GPTConfig
-    micro_batch: int
+    micro_batch: int  # sequences per micro-batch and device, or group of devices that take the same sequences
 
     @property
     def rows(self) -> int:

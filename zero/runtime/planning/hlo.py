@@ -71,18 +71,13 @@ Bodies = dict[str, list[Instruction]]  # the instructions of each computation
 class Collective(NamedTuple):
     """One collective of a program.
 
-    Attributes:
-      kind: one of `COLLECTIVES`.
-      sent: bytes that one device sends for it in one run of the program; a loop counts once per iteration. Of n bytes
-        on k devices, in a ring: a gather or a scatter sends n (k - 1) / k, an all-reduce twice as much.
-      arguments: the rest of its line.
-      is_hidden: whether a matrix product runs at the same time.
+    In a ring of k devices, a gather or a scatter of n bytes sends n (k - 1) / k, an all-reduce twice as much.
     """
 
-    kind: str
-    sent: int
-    arguments: str
-    is_hidden: bool
+    kind: str  # one of `COLLECTIVES`
+    sent: int  # bytes per device in one run of the program; a loop counts once per iteration
+    arguments: str  # the rest of its line
+    is_hidden: bool  # whether a matrix product runs at the same time
 
 
 def collectives(text: str) -> list[Collective]:

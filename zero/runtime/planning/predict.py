@@ -54,28 +54,16 @@ class Part(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """The time of one run of a program.
-
-    Attributes:
-      seconds: in all.
-      by_part: the seconds of each part; they sum to `seconds`.
-      exposed_seconds: those in which only collectives run.
-      exposed_bytes: the part of the bytes that a device sends in these seconds.
-    """
+    """The time of one run of a program."""
 
     seconds: float
-    by_part: dict[Part, float]
-    exposed_seconds: float
-    exposed_bytes: float
+    by_part: dict[Part, float]  # seconds, which sum to `seconds`
+    exposed_seconds: float  # in which only collectives run
+    exposed_bytes: float  # that a device sends in these seconds
 
 
 def predict(text: str, devices: Sequence[Any]) -> Prediction | None:
-    """The time of a compiled program on devices; None if the compiler has written no cycles.
-
-    Args:
-      text: `as_text()` of the program.
-      devices: those that it was compiled for, in the order of the program.
-    """
+    """The time of a program's `as_text()` on its devices; None if the compiler has written no cycles."""
     speed = SPEEDS.get(devices[0].device_kind)
     if speed is None or not speed.per_cycle or '"estimated_cycles"' not in text:
         return None
@@ -109,12 +97,7 @@ def transfer_seconds(instruction: Instruction, places: Sequence[tuple[int, ...]]
 
     Each dimension of the torus that a group spans carries its share of the bytes, over a line once, over a ring in both
     directions. Groups that lie between each other on a line share its links, as do the cores of a chip that are in
-    different groups.
-
-    Args:
-      instruction: the collective, or its start.
-      places: of each device of the program, coordinates of its chip and the core on it.
-      speed: of the devices.
+    different groups. `places` holds for each device of the program the coordinates of its chip and the core on it.
     """
     group = [places[device] for device in hlo.groups_of(instruction.rest)[0]]
     chips = {place[:-1] for place in group}

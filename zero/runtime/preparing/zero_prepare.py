@@ -123,7 +123,7 @@ def _verify(source: str, tokenizer: str | None, **_: object) -> None:
         print(difference)
     if differences:
         sys.exit(1)
-    print(f"{source} is as its manifest says")
+    print(f"{source} matches its manifest")
 
 
 if __name__ == "__main__":

@@ -63,18 +63,7 @@ class Due(NamedTuple):
 
 @dataclass
 class ActiveRun:
-    """A run in progress on this host; `zero.runtime.run.setup.open_run` makes it.
-
-    Attributes:
-      directory: the run directory.
-      state: what the devices hold.
-      position: where the data and the counters are.
-      last_step: where the schedule or the data ends.
-      stop_requests: signals received so far.
-      any_host: raises a flag of one host on all hosts.
-      in_flight: steps that may be dispatched before the host waits for their metrics.
-      saved_at: when the newest checkpoint was begun, by the monotonic clock.
-    """
+    """A run in progress on this host; `zero.runtime.run.setup.open_run` makes it."""
 
     config: Config
     size: GPTConfig
@@ -90,7 +79,7 @@ class ActiveRun:
     checkpoints: Checkpoints
     emergency: EmergencyCheckpoints | None
     tracker: Tracker | None  # of host 0
-    stop_requests: list[int]
+    stop_requests: list[int]  # signals received so far
     any_host: agreement.AnyHost
     bar: tqdm
     goodput: Goodput
@@ -98,9 +87,9 @@ class ActiveRun:
     profiler: Profiler
     state: TrainState
     position: TrainingPosition
-    last_step: int
-    in_flight: int
-    saved_at: float = field(default_factory=time.monotonic)
+    last_step: int  # of the schedule, or of the data if that ends earlier
+    in_flight: int  # steps that may be dispatched before the host waits for their metrics
+    saved_at: float = field(default_factory=time.monotonic)  # start of the newest checkpoint
     _uncounted: tuple[int, int] = (0, 0)  # rows skipped and checksum of this host since the last line of metrics
     _steps: dict[int, Callable[..., Any]] = field(default_factory=dict)  # compiled, by the length of a sequence
     _flops: dict[int, int] = field(default_factory=dict)  # of the model per device and step, by the same length

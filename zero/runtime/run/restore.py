@@ -42,10 +42,7 @@ def restore(
 
     Args:
       source: the checkpoints of this run, or of the one that it forks from.
-      step: a step, or None for the newest.
       size: of the model, whose entry in conf/model_config.yaml may have changed.
-      layout: of the whole state.
-      axis: the pmap axis.
       adam: decay rates and epsilon that differ from AdamW's defaults; moments in 8 bits depend on them.
       is_own: whether the checkpoints are this run's; those of another run stay unchanged.
 
@@ -87,7 +84,7 @@ def restore(
             log.info("the state is held in other dtypes from here on: %s", ", ".join(sorted(changes)))
             state = pmap(partial(convert_state, layout=layout, **adam), axis.name, donate_argnums=0)(state)
         return position, state
-    raise UserError(f"{source.directory}: none of its checkpoints can be read; the lines above say why")
+    raise UserError(f"{source.directory}: none of its checkpoints can be read; see the lines above")
 
 
 def _position(origin: str, meta: dict[str, Any]) -> TrainingPosition:

@@ -22,10 +22,9 @@ class StepMetrics:
     """Collects the metrics of each step, and the time of the steps and their data, for one line of metrics.
 
     Args:
-      tokens_per_step: of the global batch.
       devices: of all hosts.
-      peak_flops: operations per second of one device at its published peak, or None where that is unknown.
-      goodput: the clock of the run, whose phases "steps" and "data_wait" are the time of the steps.
+      peak_flops: published peak of one device in operations per second, or None if unknown.
+      goodput: its phases "steps" and "data_wait" are the time of the steps.
     """
 
     def __init__(self, tokens_per_step: int, devices: int, peak_flops: float | None, goodput: Goodput) -> None:
@@ -77,8 +76,6 @@ class StepMetrics:
         """Adds the metrics of a dispatched step; waits for all but the newest `leave`.
 
         Args:
-          metrics: as the step returns them, one scalar each.
-          leave: how many steps may stay in flight.
           flops: operations of the model in this step per device, for the utilisation; 0 if the step is not timed.
           predicted: seconds of this step, None if unknown or not timed.
         """
@@ -125,7 +122,7 @@ class StepMetrics:
             self._has_warned = True
             log.warning(
                 "steps take %.3f s, at %.0f%% of the predicted speed: the host waits %.0f%% of the time for data and "
-                "%.0f%% for the devices; what is left is its own work",
+                "%.0f%% for the devices; the rest is its own work",
                 line["step_time"],
                 *(100 * line[name] for name in ("predicted_speed", "data_wait", "device_wait")),
             )

@@ -19,12 +19,7 @@ from zero.runtime.run_directory import CONFIG_FILE, checkpoint_directory, rebuil
 
 
 def swept_keys(arguments: Iterable[str], task_overrides: Sequence[str]) -> set[str]:
-    """The keys whose values differ between the jobs of a sweep, those of swept presets included.
-
-    Args:
-      arguments: of the whole sweep, with lists of values.
-      task_overrides: those of one job.
-    """
+    """The keys that differ between the jobs of a sweep with these arguments, those of swept presets included."""
     plain = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
     parsed = OverridesParser.create().parse_overrides(plain)
     swept = {override.key_or_group for override in parsed if override.is_sweep_override()}
@@ -35,10 +30,8 @@ def swept_keys(arguments: Iterable[str], task_overrides: Sequence[str]) -> set[s
 def continue_job(config: DictConfig, run_directory: Path, keys: set[str]) -> None:
     """Sets `resume` of a job whose own directory has checkpoints, replacing the run that the sweep forks from.
 
-    Args:
-      config: of the job; changed in place.
-      run_directory: of the job. If lost, it is rebuilt from the mirror beside checkpoints that are elsewhere.
-      keys: the job's values of these must be those of the run in the directory.
+    A lost directory is rebuilt from the mirror beside checkpoints that are elsewhere. The job's values of `keys` must
+    be those of the run in the directory.
 
     Raises:
       UserError: the directory holds the run of another job or of another sweep.

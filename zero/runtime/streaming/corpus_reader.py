@@ -105,4 +105,4 @@ class CorpusReader:
             if part.stop <= seen and part.stop < shard.rows:
                 return  # the rest belongs to another stream
         if seen > shard.rows or (seen < shard.rows and not problems):
-            raise UserError(f"shard {shard.path} holds {seen} rows, but the index file says {shard.rows}")
+            raise UserError(f"shard {shard.path} holds {seen} rows, but the index file records {shard.rows}")

@@ -42,7 +42,7 @@ class Loader:
     """Batches of token rows from the shards of one or several index files.
 
     The sequence of global batches depends only on the index files, `global_rows`, `seed`, `shuffle_shards`, `shuffle`
-    and `train_samples`. Each of `hosts` loaders gives its own contiguous part of every batch.
+    and `train_samples`. Each of `hosts` loaders, of which this is number `host`, gives its own part of every batch.
 
     Args:
         index: the .index file, local or in a bucket; several that count as one; or a mixture, index files with weights.
@@ -55,8 +55,6 @@ class Loader:
             order is shuffled; otherwise rows of -1 fill the last batch up. A mixture stops before any of its corpora
             would be read more often.
         train_samples: rows of an epoch, the first ones of the index; None is all.
-        host: this loader's place among `hosts`.
-        hosts: how many loaders share each batch.
         shuffle_shards: shards of a corpus whose rows are mixed at any time, in the shuffle buffers of all streams
             together. Twice as many are in memory while the next ones are read.
         skip_bad: continue without data that is missing or damaged: its rows are -1, logged, and counted in each

@@ -42,7 +42,7 @@ def count_rows(path: str | Path) -> int:
                         raise ValueError(f"{name} has the shape {shape} and {size} bytes")
                     rows += shape[0] if len(shape) == 2 else 1
     except FileNotFoundError:
-        raise BadData(f"shard {path} is missing, and the index file does not say how many rows it has") from None
+        raise BadData(f"shard {path} is missing, and the index file does not record its number of rows") from None
     except OSError as error:
         raise file_error(f"shard {path} cannot be read: {error}", error) from error
     return rows
@@ -108,7 +108,7 @@ def _completions(sample: dict[str, Any], name: str, shape: tuple[int, ...]) -> n
     """
     if "completion.npy" not in sample:
         raise UserError(
-            f"{name} has no member completion.npy, which says what is a completion: training.loss_on=completion needs "
+            f"{name} has no member completion.npy, which marks the completions: training.loss_on=completion needs "
             "a corpus of zero-prepare --completions"
         )
     given = np.atleast_2d(_array(sample, "completion.npy", name))

@@ -27,41 +27,23 @@ _DEFAULTS = {one.name: one.default for one in fields(GPTConfig)} | {"attention_s
 
 @dataclass(frozen=True, eq=False)
 class Architecture:
-    """How `transformers` names and stores the parts of a model.
+    """How `transformers` names and stores the parts of a model."""
 
-    Attributes:
-      model_type, class_name: as in config.json.
-      family: of `zero.models.families.FAMILIES`, what the architecture fixes.
-      keys: keys of config.json, and the attribute of `GPTConfig` that each holds.
-      absent: the values of missing keys, as transformers has them.
-      aliases: other names of keys.
-      fixed: keys that must have these values, which are also the defaults where config.json lacks them.
-      written: keys of an export that do not concern the weights.
-      prefix: of all names of tensors but the head's; published files may lack it.
-      modules: the names of zero's modules to those of `transformers`, with `{}` for the number of the layer, and a
-        second one for that of the expert.
-      rotary: the keys of the base of rotary positions and of the fraction that is rotated; None for other positions.
-      windows: where config.json has them: "sliding_window", "layer_types", "attention_types", or "" for no windows.
-      is_transposed: kernels are stored `(out, in)`.
-      fused: query, key and value are one tensor, side by side head by head ("head"), or one after the other ("matrix").
-      width_divides: transformers refuses an embedding_dim that does not divide by num_head, whatever head_dim is.
-    """
-
-    model_type: str
+    model_type: str  # this and the next as in config.json
     class_name: str
-    family: str
-    keys: Mapping[str, str]
-    fixed: Mapping[str, Any]
-    prefix: str
-    modules: Mapping[str, str]
-    absent: Mapping[str, Any] = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    written: Mapping[str, Any] = field(default_factory=dict)
-    rotary: tuple[str, str | None] | None = None
-    windows: str = ""
-    is_transposed: bool = True
-    fused: str | None = None
-    width_divides: bool = False
+    family: str  # of `zero.models.families.FAMILIES`, what the architecture fixes
+    keys: Mapping[str, str]  # of config.json to attributes of `GPTConfig`
+    fixed: Mapping[str, Any]  # keys that must have these values, which are also their defaults
+    prefix: str  # of all names of tensors but the head's; published files may lack it
+    modules: Mapping[str, str]  # zero's names to theirs, with `{}` for the number of the layer, then of the expert
+    absent: Mapping[str, Any] = field(default_factory=dict)  # the values of missing keys, as transformers has them
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys
+    written: Mapping[str, Any] = field(default_factory=dict)  # keys of an export that do not concern the weights
+    rotary: tuple[str, str | None] | None = None  # keys of the base of rotary positions and of the rotated fraction
+    windows: str = ""  # their key: "sliding_window", "layer_types", "attention_types", or "" for no windows
+    is_transposed: bool = True  # kernels are stored `(out, in)`
+    fused: str | None = None  # query, key, value in one tensor: head by head ("head"), or one after another ("matrix")
+    width_divides: bool = False  # transformers refuses an embedding_dim that does not divide by num_head
 
     def choices(self) -> dict[str, Any]:
         """Every attribute of `GPTConfig` with a default, as this architecture's family has it."""
