@@ -17,7 +17,7 @@ from flax import jax_utils
 import zero
 from benchmarks.examples import EXAMPLES, NAMES, load
 from tests.helpers import hosts
-from tests.partition.collectives.test_ordering import unordered
+from tests.helpers.ordering import unordered
 
 
 @functools.cache

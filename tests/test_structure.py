@@ -104,6 +104,14 @@ def forbidden_names(source: str) -> list[str]:
     return found
 
 
+def imported_tests(source: str) -> list[str]:
+    """The test modules that a file imports, in the programs too that it holds as strings."""
+    nodes = list(ast.walk(ast.parse(source)))
+    texts = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    texts += [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [name for text in texts for name in re.findall(r"^(?:from|import) .*?\b(test_\w+)", text, re.MULTILINE)]
+
+
 @pytest.mark.parametrize("module", sorted(SOURCES))
 def test_file_keeps_to_its_layer(module: str) -> None:
     assert import_violations(module, SOURCES[module].read_text()) == []
@@ -118,6 +126,22 @@ def test_one_file_imports_what_jax_keeps_private() -> None:
 @pytest.mark.parametrize("module", sorted(SOURCES))
 def test_file_uses_nothing_forbidden(module: str) -> None:
     assert forbidden_names(SOURCES[module].read_text()) == []
+
+
+def test_no_test_is_imported() -> None:
+    """What two test modules share is in tests/helpers, or beside them in a module that is not a test."""
+    found = {path.name: imported_tests(path.read_text()) for path in REPOSITORY.glob("tests/**/*.py")}
+    assert {name: tests for name, tests in found.items() if tests} == {}
+
+
+@pytest.mark.parametrize(
+    "statement", ["import {}", "from tests.partition import (\n    {},\n)", "from tests.{} import f"]
+)
+def test_checker_sees_an_imported_test(statement: str) -> None:
+    source = statement.format("test_layout")
+    assert imported_tests(source) == ["test_layout"]
+    program = ast.unparse(ast.parse(source))
+    assert imported_tests(f'PROGRAM = """\n{program}\n"""') == ["test_layout"]
 
 
 def test_imports_have_no_circles() -> None:

@@ -13,7 +13,7 @@ from flax import jax_utils, serialization
 from jax import lax
 
 import zero
-from tests.partition import test_optax
+from tests.helpers import optax_transforms
 from zero.partition import whole_state
 
 SHAPES = {"w": (13, 24), "odd": (9,), "few": (3,), "scalar": ()}
@@ -107,9 +107,9 @@ def test_state_leaves_and_enters_as_the_unsharded_program_has_it(name: str, grou
 
 def test_state_of_every_transform_leaves_and_enters_bit_for_bit() -> None:
     """As `init` makes it: that of all transforms of optax, in one program, and of those of zero."""
-    params = test_optax.PARAMS
-    warned = {name for name, why in test_optax.UNUSABLE.items() if "warning" in why or "each example" in why}
-    made = {name: make() for name, make in test_optax.TRANSFORMS.items() if name not in warned}
+    params = optax_transforms.PARAMS
+    warned = {name for name, why in optax_transforms.UNUSABLE.items() if "warning" in why or "each example" in why}
+    made = {name: make() for name, make in optax_transforms.TRANSFORMS.items() if name not in warned}
     made |= {"zero.muon": zero.muon(0.1), "zero.quantised_adamw": zero.quantised_adamw(0.1)}
     # Where the state of a transform depends on sums, as in a norm of the parameters, this lets it communicate.
     sharded = {name: zero.shard_optimizer(zero.across_shards(tx), "batch") for name, tx in made.items()}

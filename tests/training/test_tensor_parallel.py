@@ -1,6 +1,5 @@
 """Devices that compute the same rows with a part of the parameters each train as devices with rows of their own do."""
 
-import dataclasses
 import itertools
 import math
 from functools import partial
@@ -10,35 +9,15 @@ import numpy as np
 import pytest
 
 import zero
-from tests.training.small_gpt import CONFIG, Run, Setup, assert_close, run_on, setup, shapes_of, tokens
+from tests.training.divisible_models import DIVISIBLE, MODELS
+from tests.training.small_gpt import Run, Setup, assert_close, run_on, setup, shapes_of, tokens
 from zero.models.config import GPTConfig
-from zero.models.families import FAMILIES
 from zero.runtime.inference.generate import generate
 from zero.runtime.planning.hlo import collectives
 from zero.training.batch import Batch
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference, split_rows
 
-DIVISIBLE = dataclasses.replace(CONFIG, embedding_dim=48, num_head=8, block_size=16)
-_GROUPED: dict[str, Any] = {"head_dim": 10, "kv_heads": 4, "mlp_dim": 56}
-
-
-def _of(family: str, **changes: Any) -> GPTConfig:
-    return dataclasses.replace(DIVISIBLE, **{"embedding_norm": False, **FAMILIES[family], **changes})
-
-
-MODELS = {
-    "gpt2": _of("gpt2", embedding_dropout=0.2),
-    "bloom": _of("bloom"),
-    "gpt_neo": _of("gpt_neo", windows=(0, 5)),
-    "gpt_neox": _of("gpt_neox", embedding_dim=64),
-    "llama": _of("llama", **_GROUPED, rotary_scaling=(8.0, 1.0, 4.0, 6.0)),
-    "mistral": _of("mistral", **_GROUPED, windows=(5,)),
-    "qwen3": _of("qwen3", **_GROUPED),
-    "gemma2": _of("gemma2", **_GROUPED, N=4, windows=(5, 0), attention_cap=0.5, logit_cap=0.5),
-    "dense_lm": _of("dense_lm", z_loss=0.1),
-    "plain": DIVISIBLE,
-}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"stage {stage}": (stage, {}) for stage in range(4)},
     "micro-batches": (3, {"micro_batches": 3}),

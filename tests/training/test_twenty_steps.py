@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import zero
+from tests.training.divisible_models import MODELS
 from tests.training.small_gpt import CONFIG, advance, setup, tokens
-from tests.training.test_tensor_parallel import MODELS
 from zero.models.config import GPTConfig
 
 pytestmark = [pytest.mark.slow]

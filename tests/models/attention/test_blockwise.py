@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32
 
 import zero
+from tests.helpers.attention import EVERYTHING, ROWS, starts_of
 from zero.model_parallel import WHOLE
 from zero.models.attention.block_pairs import Blocks, dropped_block
 from zero.models.attention.blockwise import blockwise_attention, blockwise_from
@@ -27,7 +28,6 @@ from zero.training.inference import Sampling
 from zero.training.programs import make_inference
 from zero.training.sharded_gpt import ShardedGPT
 
-ROWS = 2
 CONFIG = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=64, dropout=0.0, N=2, vocab_chunks=3)
 
 
@@ -44,18 +44,6 @@ def output_and_gradients(attend: Callable[..., jax.Array], *inputs_and_weights: 
 
     *inputs, weights = inputs_and_weights
     return [np.asarray(x, np.float32) for x in jax.jit(run)(weights, *inputs)]
-
-
-EVERYTHING = Form(window=11, divisor=3.0, cap=2.0, has_extra_logit=True, dropout_rate=0.3)
-
-
-def starts_of(segments: int, positions: int) -> jax.Array | None:
-    """Where the segment of each position starts, `(ROWS, positions)`, for random segments of another kind per row."""
-    if segments == 0:
-        return None
-    rng = np.random.default_rng(segments)
-    is_start = rng.random((ROWS, positions)) < np.linspace(0.05, 0.5, ROWS)[:, None]
-    return jnp.asarray(np.maximum.accumulate(np.where(is_start, np.arange(positions), 0), axis=1), jnp.int32)
 
 
 @settings(deadline=None, max_examples=8)

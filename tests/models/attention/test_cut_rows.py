@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.models.attention.test_blockwise import EVERYTHING, starts_of
+from tests.helpers.attention import EVERYTHING, ROWS, starts_of
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.attention.dense import dense_attention
 from zero.models.attention.scores import Form
@@ -16,7 +16,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup, Ulysses
 from zero.partition.collectives.ordering import in_order
 
-ROWS, WIDTH = 2, 5
+WIDTH = 5
 Inputs = tuple[Any, ...]  # queries, keys, values, bias, gradients of the output
 
 

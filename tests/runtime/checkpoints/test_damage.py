@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import hosts
-from tests.runtime.checkpoints.test_manager import (
+from tests.helpers.checkpoints import (
     META,
     assert_same,
     make_state,
@@ -238,21 +238,20 @@ def test_checkpoint_that_cannot_be_synced_is_none_and_harms_no_other(
 
 
 FULL_DISK = """
-import resource, signal, sys
-sys.path.insert(0, {tests!r})
+import resource, signal
 from pathlib import Path
-import test_manager as t
+from tests.helpers.checkpoints import save_small
 from zero.runtime.errors import UserError
 from zero.runtime.checkpoints.manager import Checkpoints
 
 directory = Path({directory!r})
 with Checkpoints(directory, keep=3) as checkpoints:
-    t.save_small(checkpoints, 5)
+    save_small(checkpoints, 5)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # no file may grow beyond: to us, a disk that is full
 try:
     with Checkpoints(directory, keep=3) as checkpoints:
-        t.save_small(checkpoints, 10)
+        save_small(checkpoints, 10)
         checkpoints.wait()
 except UserError as error:
     print(error)
@@ -260,7 +259,7 @@ except UserError as error:
 
 
 def test_full_disk_is_reported_in_one_line_and_harms_no_other_checkpoint(tmp_path: Path) -> None:
-    program = FULL_DISK.format(tests=str(Path(__file__).parent), directory=str(tmp_path))
+    program = FULL_DISK.format(directory=str(tmp_path))
     printed = run(program)
     assert f"{tmp_path}: the checkpoint could not be written" in printed
     assert len(printed.splitlines()) == 1
@@ -362,21 +361,20 @@ def test_checkpoint_counts_as_saved_where_an_older_one_cannot_be_deleted(
 
 
 OTHER_USER = """
-import os, sys
-sys.path.insert(0, {tests!r})
+import os
 from pathlib import Path
-import test_manager as t
+from tests.helpers.checkpoints import restore_small
 from zero.runtime.errors import UserError
 from zero.runtime.checkpoints.damage import DamagedCheckpoint
 from zero.runtime.checkpoints.manager import Checkpoints
 
 directory = Path({directory!r})
-t.restore_small(directory, 1)
+restore_small(directory, 1)
 if os.geteuid() == 0:
     os.setuid(65534)  # permission bits do not bind the superuser
 for locked in ({locked!r}).split():
     try:
-        t.restore_small(Path(locked), 1)
+        restore_small(Path(locked), 1)
     except UserError as error:
         print(isinstance(error, DamagedCheckpoint), error)
 """
@@ -394,7 +392,7 @@ def test_missing_permission_is_not_taken_for_damage() -> None:
                 file.chmod(0o000)
         names = " ".join(f"{place}/{name}" for name in locked)
         whole = f"{place}/whole"
-        printed = run(OTHER_USER.format(tests=str(Path(__file__).parent), directory=whole, locked=names)).splitlines()
+        printed = run(OTHER_USER.format(directory=whole, locked=names)).splitlines()
         assert len(printed) == 3
         for line, name in zip(printed, locked, strict=True):
             assert line.startswith(

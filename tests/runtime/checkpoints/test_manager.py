@@ -1,11 +1,7 @@
 """Checkpoints: the same logical arrays for any number of devices and any stage, or a line that names the leaf."""
 
-import dataclasses
 import shutil
-import subprocess
-import sys
 import tarfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,52 +11,21 @@ import numpy as np
 import pytest
 
 import zero
-from zero.models.config import GPTConfig
+from tests.helpers.checkpoints import (
+    CONFIG,
+    META,
+    assert_same,
+    make_state,
+    placed,
+    restore,
+    restore_small,
+    save,
+    save_small,
+    small,
+)
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
-from zero.training.optimizer import adamw
 from zero.training.sharded_gpt import ShardedGPT
-from zero.training.step import state_layout
-
-CONFIG = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=12, dropout=0.0, N=2, vocab_chunks=3)
-META = {"cursor": {"batches": 7, "seed": 1}, "global_rows": 24, "config": {"seed": None, "names": ["é", "'"]}}
-
-
-@cache
-def placed(devices: int, stage: int, **changes: Any) -> tuple[zero.Layout, zero.Axis]:
-    axis = zero.Axis("zero", (1, devices))
-    return state_layout(ShardedGPT(dataclasses.replace(CONFIG, **changes), axis, stage), adamw(0.1)), axis
-
-
-def make_state(layout: zero.Layout, axis: zero.Axis, seed: int = 0) -> Any:
-    """Random whole arrays, padded with zeros and laid out as `zero.to_global` does."""
-    rng = np.random.default_rng(seed)
-
-    def one(leaf: zero.LeafLayout, target: jax.ShapeDtypeStruct) -> jax.Array:
-        padded = np.zeros(leaf.padded_shape, leaf.dtype)
-        padded[tuple(slice(size) for size in leaf.shape)] = rng.normal(size=leaf.shape, scale=1e3).astype(leaf.dtype)
-        return jax.device_put(padded, target.sharding)
-
-    return layout.map(one, zero.global_shapes(layout, axis))
-
-
-def save(directory: Path, *steps: int, devices: int = 8, stage: int = 3, keep: int = 3, **changes: Any) -> None:
-    layout, axis = placed(devices, stage, **changes)
-    with Checkpoints(directory, keep) as checkpoints:
-        for step in steps:
-            checkpoints.save(step, make_state(layout, axis, seed=step), layout, META)
-
-
-def restore(directory: Path, step: int, devices: int = 8, stage: int = 3, **changes: Any) -> Any:
-    with Checkpoints(directory, None) as checkpoints:
-        return checkpoints.restore(step, *placed(devices, stage, **changes))
-
-
-def assert_same(got: Any, expected: Any, layout: zero.Layout) -> None:
-    for leaf, x, y in zip(layout.leaves, jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y, err_msg=leaf.name)
-        assert x.sharding == y.sharding, leaf.name
 
 
 @pytest.mark.parametrize("saved", [(8, 3), (3, 1), (1, 3), (8, 0)], ids=str)
@@ -171,25 +136,6 @@ def test_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / str(5 + devices))
 
 
-def save_small(checkpoints: Checkpoints, step: int, **options: Any) -> None:
-    layout, axis = small(8)
-    checkpoints.save(step, make_state(layout, axis, seed=step), layout, {}, **options)
-
-
-@cache
-def small(devices: int) -> tuple[zero.Layout, zero.Axis]:
-    tree = {"w": jax.ShapeDtypeStruct((40, 400), jnp.float32), "b": jax.ShapeDtypeStruct((7,), jnp.float32)}
-    return zero.make_layout(tree, devices), zero.Axis("zero", (1, devices))
-
-
-def run(program: str) -> str:
-    """What a Python program prints; it runs in the repository."""
-    here = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", program], cwd=here, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def half_write(directory: Path, step: int) -> Path:
     """What a process that was killed in the middle leaves behind: some of its files, under the temporary name."""
     with Checkpoints(directory, keep=3) as checkpoints:
@@ -242,11 +188,6 @@ def test_step_lower_than_an_existing_one_is_saved_and_an_existing_one_is_refused
         checkpoints.wait()
         assert checkpoints.steps() == [5, 15, 20]
     assert_same(restore_small(tmp_path, 15), make_state(*small(8), seed=15), small(8)[0])
-
-
-def restore_small(directory: Path, step: int) -> Any:
-    with Checkpoints(directory, None) as checkpoints:
-        return checkpoints.restore(step, *small(8))
 
 
 def test_versions_are_kept_beside_the_arrays(tmp_path: Path) -> None:

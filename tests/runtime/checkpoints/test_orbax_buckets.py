@@ -5,7 +5,7 @@ import gcsfs
 import pytest
 
 from tests.helpers import bucket
-from tests.runtime.checkpoints.test_manager import assert_same, make_state, save_small, small
+from tests.helpers.checkpoints import assert_same, make_state, save_small, small
 from zero.runtime.checkpoints.manager import Checkpoints
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.checkpoints.test_manager import save_small
+from tests.helpers.checkpoints import save_small
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.checkpoints.quiet_orbax import draining_event_loops, quiet_loggers
 
