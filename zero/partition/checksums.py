@@ -60,7 +60,8 @@ def check_copies(tree: PyTree, layout: Layout, axis: Axis, devices: Sequence[jax
 
     Arguments as for `checksums`. Call outside pmap, on all processes.
     """
-    holders = tuple(map(tuple, axis.groups(axis.replicas, apart=axis.shards) or [list(range(axis.size))]))  # of the same slice
+    of_a_slice = axis.groups(axis.replicas, apart=axis.shards) or [list(range(axis.size))]
+    holders = tuple(map(tuple, of_a_slice))
     pairs = zip(layout.leaves, layout.treedef.flatten_up_to(tree), strict=True)
     copied = [(x.name, array, holders if x.splits else None) for x, array in pairs if axis.replicas > 1 or not x.splits]
     if bad := _differing(copied, axis.name, tuple(devices)):
