@@ -49,7 +49,7 @@ def assert_equal(one: Any, other: Any) -> None:
 
 
 def opened(directory: Path, place: str = "gs://bucket/run", model: Any = None) -> EmergencyCheckpoints:
-    return EmergencyCheckpoints(directory, place, model or {"N": 2}, LAYOUT, AXIS)
+    return EmergencyCheckpoints(directory, place, model or {"N": 2, "pattern": ("local", "global")}, LAYOUT, AXIS)
 
 
 def saved(directory: Path) -> str:

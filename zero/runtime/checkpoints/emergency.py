@@ -60,7 +60,8 @@ class EmergencyCheckpoints:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"zero.emergency_directory={directory}: {error}") from error
-        self._model, self._layout, self._axis = dict(model), layout, axis
+        self._layout, self._axis = layout, axis
+        self._model = json.loads(json.dumps(dict(model)))  # as a file gives it back: lists in place of tuples
         self._host, self._hosts = jax.process_index(), jax.process_count()
         self._peers = Peers(self._directory)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="emergency checkpoint")

@@ -38,7 +38,7 @@ _has_progress = threading.Event()  # since the watchdog last looked
 
 
 def progress() -> None:
-    """Tells the watchdog that training goes forward; `distributed.stall_minutes` counts from the first call on."""
+    """Tells the watchdog that training advances; `distributed.stall_minutes` counts from the first call on."""
     _has_progress.set()
 
 
