@@ -60,7 +60,7 @@ def check_copies(tree: PyTree, layout: Layout, axis: Axis, devices: Sequence[jax
 
     Arguments as for `checksums`. Call outside pmap, on all processes.
     """
-    holders = tuple(map(tuple, axis.groups(0) or [list(range(axis.size))]))  # of the same slice
+    holders = tuple(map(tuple, axis.groups(axis.replicas, axis.shards) or [list(range(axis.size))]))
     pairs = zip(layout.leaves, layout.treedef.flatten_up_to(tree), strict=True)
     copied = [(x.name, array, holders if x.splits else None) for x, array in pairs if axis.replicas > 1 or not x.splits]
     if bad := _differing(copied, axis.name, tuple(devices)):
