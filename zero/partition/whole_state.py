@@ -50,7 +50,7 @@ def _flatten_with_keys(state: ShardedState) -> tuple[Any, None]:
 
 
 def _checked(state: ShardedState) -> ShardedState:
-    if not _is_concrete(state.shard) or np.ndim(state.shard) != 2:  # of one device, or not stacked
+    if not _is_concrete(state.shard) or np.ndim(state.shard) != 2:  # one device, or not stacked
         return state
     for path, x in jax.tree_util.tree_leaves_with_path(state.slices):
         if np.ndim(x) == 0:
@@ -240,8 +240,8 @@ def specs(tx: ShardedOptimizer, params: PyTree, mesh: Mesh) -> ShardedState:
     >>> import zero
     >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
     >>> tx = zero.shard_optimizer(optax.adam(0.1), "data")
-    >>> zero.specs(tx, {"w": jnp.ones((3, 64))}, mesh).slices[0].mu["w"]
-    PartitionSpec(None, 'data')
+    >>> tuple(zero.specs(tx, {"w": jnp.ones((3, 64))}, mesh).slices[0].mu["w"])
+    (None, 'data')
     """
     layout, leaves = _state_on_mesh(tx, params, mesh.shape)
     return ShardedState(layout.treedef.unflatten([leaf.spec for leaf in leaves]), PartitionSpec(tx.axis))
