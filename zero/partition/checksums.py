@@ -65,8 +65,8 @@ def check_copies(tree: PyTree, layout: Layout, axis: Axis, devices: Sequence[jax
     copied = [(x.name, array, holders if x.splits else None) for x, array in pairs if axis.replicas > 1 or not x.splits]
     if bad := _differing(copied, axis.name, tuple(devices)):
         raise ValueError(
-            f"leaves differ between the devices of axis {axis.name!r} that hold the same: {', '.join(bad)}. What "
-            f"decides for all, as value= of an update does, is reduced first: lax.pmean(value, {axis.name!r})"
+            f"leaves differ between the devices of axis {axis.name!r} that hold the same: {', '.join(bad)}. Reduce "
+            f"values that decide for all devices, such as value= of an update: lax.pmean(value, {axis.name!r})"
         )
 
 

@@ -249,7 +249,7 @@ def _layouts(updates: PyTree, params: PyTree, axis: Axis, *, is_scattered: bool)
         _check_gradients(given, layout)
         return given, layout
     if params is None:
-        raise ValueError("update needs params where gradients are slices: their shapes say how slices are cut")
+        raise ValueError("update needs params where gradients are slices: their shapes determine the slices")
     layout = make_layout(params, axis.shards)
     return match_layout(updates, layout), layout
 
@@ -336,8 +336,8 @@ def _bound(axis: AxisLike) -> Axis:
     except NameError as error:
         raise RuntimeError(
             f"init and update of a sharded optimizer run inside pmap over {name!r}, where each device keeps its own "
-            f"slice: jax.pmap(tx.init, axis_name={name!r})(replicated_params). State that is built or restored on the "
-            "host gets in by zero.shard_state(opt_state, tx, params)"
+            f"slice: jax.pmap(tx.init, axis_name={name!r})(replicated_params). Convert state built or restored on the "
+            "host with zero.shard_state(opt_state, tx, params)"
         ) from error
     check_untracked(lax.axis_index(name))
     on = as_axis(axis)

@@ -87,7 +87,7 @@ def require_sharded(state: Any) -> None:
     if not isinstance(state, ShardedState):
         raise TypeError(
             f"expected the state of a sharded optimizer, a ShardedState, got a {type(state).__name__}: pmap tx.init "
-            "over replicated parameters, or slice what was built or restored on the host by "
+            "over replicated parameters, or convert state built or restored on the host with "
             "zero.shard_state(opt_state, tx, params)"
         )
 
@@ -107,7 +107,7 @@ def check_structure(state: PyTree, layout: Layout, *, may_lack: bool = False) ->
         )
     if not may_lack:
         raise ValueError(
-            "the state has the same leaves in other containers, as dicts and lists of a file are: put them into "
+            "the state has the same leaves in other containers, such as the dicts and lists of a file: put them into "
             "tx.init(params), by flax.serialization.from_state_dict for instance"
         )
 
@@ -486,6 +486,6 @@ def _meet(timeout: float) -> None:
         coordination_client().wait_at_barrier(f"zero_to_host_{next(_meetings)}", int(1000 * timeout))
     except jax.errors.JaxRuntimeError as error:
         raise RuntimeError(
-            "not every process gathered the sharded state: all call zero.whole_state or zero.to_host, and only what is "
-            "written comes under `if jax.process_index() == 0`"
+            "not every process gathered the sharded state: all must call zero.whole_state or zero.to_host; put only "
+            "the writing under `if jax.process_index() == 0`"
         ) from error

@@ -152,7 +152,7 @@ def from_int8(values: jax.Array, scale: jax.Array, shape: tuple[int, ...]) -> ja
 def _is_quantised(x: jax.Array, leaf: LeafLayout, wire_dtype: DTypeLike | None) -> bool:
     is_int8 = wire_dtype is not None and np.dtype(wire_dtype) == np.int8
     if is_int8 and not all(isinstance(move, AllGather) for move in leaf.moves):
-        raise ValueError(f"leaf {leaf.name}: what expert groups exchange does not travel as int8")
+        raise ValueError(f"leaf {leaf.name}: a leaf of experts, exchanged in groups, does not travel as int8")
     return is_int8 and jnp.issubdtype(x.dtype, jnp.floating)
 
 

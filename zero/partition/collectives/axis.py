@@ -67,7 +67,8 @@ class Axis:
             )
         if self.expert > 1 and (self.expert != self.shape[-1] or self.tensor > 1 or self.context > 1):
             raise ValueError(
-                f"axis {self.name!r}: the last phase of {self.shape} must be of expert={self.expert}, alone"
+                f"axis {self.name!r}: the last phase of {self.shape} must be of expert={self.expert}, without "
+                f"tensor or context groups"
             )
 
     @classmethod

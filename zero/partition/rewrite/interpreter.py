@@ -224,7 +224,7 @@ class Interpreter:
         transform = _transform((eqn, *self.callers))
         right = f"use zero.{REMEDIES[transform]}, or " if transform in REMEDIES else "use "
         raise NotElementwiseError(
-            f"{transform} is not element-wise: {eqn.primitive.name} {why}. Run on shards as it is, it would be wrong; "
+            f"{transform} is not element-wise: {eqn.primitive.name} {why}. Unchanged, it would be wrong on shards; "
             f"{right}zero.across_shards(...) around it, which communicates"
         )
 
