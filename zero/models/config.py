@@ -60,7 +60,7 @@ class GPTConfig:
         for none.
       norm: "layer", "rms" (arXiv 1910.07467), or "rms_offset", whose gains are stored less 1.
       norm_gains: whether norms have gains (and LayerNorm biases).
-      norm_place: "before" attention and MLP, "after" them (on what is added to the residual stream), or "both".
+      norm_place: "before" attention and MLP, "after" them (on their outputs), or "both".
       qk_norm: a norm over each head of queries and of keys.
       kv_heads: G, number of heads of keys and values, each shared by H / G query heads; None for H.
       head_dim: K; None for D / H.
@@ -78,7 +78,7 @@ class GPTConfig:
       mlp_bias: whether the MLP has biases.
       experts: E, number of MLPs among which each token is routed (GShard, arXiv 2006.16668); None for one MLP.
       experts_per_token: number of most likely experts whose outputs are added, weighted by their probabilities.
-      experts_every: the last of every so many layers has experts, the others have one MLP.
+      experts_every: number of layers of which the last has experts; the others have one MLP.
       expert_capacity: an expert takes `ceil(expert_capacity * T * experts_per_token / E)` tokens of each row of T,
         first choices before second ones, and drops the others; None: nothing is dropped.
       normalise_router: the probabilities of the chosen experts are divided by their sum, as in Mixtral.

@@ -34,7 +34,7 @@ class Routing(NamedTuple):
       penalty_B: weighted auxiliary losses of each row, summed over layers, float32.
       choices_LE: how often each expert was chosen in each layer, whether or not it had a place left, float32.
       dropped: choices for which there was no place left, in all layers, float32.
-      entropy: of the router's probabilities in nats, summed over positions and layers, float32.
+      entropy: entropy of the router's probabilities in nats, summed over positions and layers, float32.
     """
 
     penalty_B: jax.Array

@@ -282,7 +282,7 @@ class GatedUnit(nn.Module):
 
     Attributes:
       config: the model.
-      dtype: of activations and matrix products.
+      dtype: dtype of activations and matrix products.
     """
 
     config: GPTConfig

@@ -60,14 +60,13 @@ def check_copies(tree: PyTree, layout: Layout, axis: Axis, devices: Sequence[jax
 
     Arguments as for `checksums`. Call outside pmap, on all processes.
     """
-    of_a_slice = axis.groups(axis.replicas, apart=axis.shards) or [list(range(axis.size))]
-    holders = tuple(map(tuple, of_a_slice))
+    holders = tuple(map(tuple, axis.groups(axis.replicas, axis.shards) or [list(range(axis.size))]))
     pairs = zip(layout.leaves, layout.treedef.flatten_up_to(tree), strict=True)
     copied = [(x.name, array, holders if x.splits else None) for x, array in pairs if axis.replicas > 1 or not x.splits]
     if bad := _differing(copied, axis.name, tuple(devices)):
         raise ValueError(
-            f"leaves differ between the devices of axis {axis.name!r} that hold the same: {', '.join(bad)}. What "
-            f"decides for all, as value= of an update does, is reduced first: lax.pmean(value, {axis.name!r})"
+            f"leaves differ between the devices of axis {axis.name!r} that hold the same: {', '.join(bad)}. Reduce "
+            f"values that decide for all devices, such as value= of an update: lax.pmean(value, {axis.name!r})"
         )
 
 

@@ -84,8 +84,8 @@ def to_global(
             local_shards(leaf, x, axis_and_devices(layout, axis, devices)[1])
         if x.dtype != leaf.dtype:
             raise ValueError(
-                f"leaf {leaf.name}: the array holds {x.dtype.name}, the layout says {leaf.dtype.name}, as which it "
-                "would be restored: describe what is held, by zero.make_layout of a tree of that dtype"
+                f"leaf {leaf.name}: the array holds {x.dtype.name}, the layout has {leaf.dtype.name}, the dtype "
+                "of a restore: make the layout with zero.make_layout from a tree of the array's dtype"
             )
     if isinstance(devices, Mesh):
         return tree
@@ -128,7 +128,7 @@ def from_global(
         if x.shape != leaf.padded_shape or x.dtype != leaf.dtype:
             remedy = "; zero.from_host takes arrays without padding" if x.shape == leaf.shape else ""
             raise ValueError(
-                f"leaf {leaf.name}: the layout says {leaf.dtype.name}{list(leaf.padded_shape)}, padding included, "
+                f"leaf {leaf.name}: the layout has {leaf.dtype.name}{list(leaf.padded_shape)}, padding included, "
                 f"got {x.dtype.name}{list(x.shape)}{remedy}"
             )
         return jax.device_put(x, _sharding(leaf, mesh, name))

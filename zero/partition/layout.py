@@ -264,8 +264,8 @@ def make_layout(
     for path, (_, leaf) in zip(paths, flat, strict=True):
         if callable(leaf):
             raise TypeError(
-                f"leaf {'/'.join(path)}: expected an array or its shape, got a function, {leaf}: keep what is "
-                "static out of the parameters"
+                f"leaf {'/'.join(path)}: expected an array or its shape, got a function, {leaf}: keep "
+                "static values out of the parameters"
             )
         name, shape, is_stacked = "/".join(path), np.shape(leaf), path[:1] in [(name,) for name in names]
         split, moves, first = None, tuple[Move, ...](), int(is_stacked)

@@ -28,7 +28,7 @@ class AllGather:
 
 @dataclasses.dataclass(frozen=True)
 class AllToAll:
-    """Divides `split` among a group and joins what each device receives along `concat`. Transpose: its inverse."""
+    """Divides `split` among a group and joins the received parts along `concat`. Transpose: its inverse."""
 
     split: int
     concat: int

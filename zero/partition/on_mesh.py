@@ -103,7 +103,7 @@ def _cuts(x: Any, axis_name: str) -> tuple[list[tuple[str, ...]], dict[str, int]
     if any(axis_name in names for names in axes):
         raise ValueError(
             f"a parameter of shape {np.shape(x)} is cut by {sharding.spec}: axis {axis_name!r} is that of the "
-            "optimizer, along which parameters are whole"
+            "optimizer, and must not cut parameters"
         )
     return axes, dict(sharding.mesh.shape)
 
@@ -125,7 +125,7 @@ def check_global(leaf: LeafLayout | MeshLeaf, x: Any) -> None:
         name = leaf.leaf.name if isinstance(leaf, MeshLeaf) else leaf.name
         raise ValueError(
             f"leaf {name}: expected the global array of shard_map, {leaf.padded_shape}, got {np.shape(x)}; parameters "
-            "that other axes of the mesh cut are handed in with their shardings"
+            "that other axes of the mesh cut are passed with their shardings"
         )
 
 

@@ -111,7 +111,7 @@ def backward_and_update(
         outputs.
       tx: the optimizer.
       params, opt_state: shards.
-      layout: of the parameters.
+      layout: layout of the parameters.
       axis: the pmap axis.
       span: layers for each input that is kept for the backward pass; divides the number of layers.
       max_norm: each of n parts is clipped to the norm `max_norm / sqrt(n)`, so the whole to `max_norm`; None: no

@@ -161,9 +161,9 @@ def make_optimizer(
     Args:
       name: one of NAMES. Sources: adamw arXiv 1711.05101, lion 2302.06675, adafactor 1804.04235, lamb 1904.00962,
         muon https://kellerjordan.github.io/posts/muon/ with the scale of arXiv 2502.16982, section 2.2.
-      weight_decay: of matrices and the vocabulary, multiplied by the learning rate; sgd adds it to the gradient.
-      state_dtype: of the moments of adamw and lion.
-      multipliers: of the learning rate of each leaf, weight decay excepted; for adamw and lion.
+      weight_decay: for matrices and the vocabulary, multiplied by the learning rate; sgd adds it to the gradient.
+      state_dtype: dtype of the moments of adamw and lion.
+      multipliers: factors of each leaf's learning rate, without weight decay; for adamw and lion.
       hyperparameters: as `hyperparameters(name)` lists them.
 
     Raises:

@@ -32,11 +32,11 @@ def dense_attention(
       q_BTHK: queries; query t is at position `position + t`.
       k_BSGK: keys, at positions 0, 1, 2, ...
       v_BSGK: values.
-      position: of the first query.
-      form: what scores are made of.
-      bias_CH: added to the scores by bucket of distance, as T5 has it.
+      position: position of the first query.
+      form: the form of the scores.
+      bias_CH: added to the scores by bucket of distance, as in T5.
       keys_B: one random key per row, or None for no dropout.
-      starts_BT: the first key that each query may see, int32: where its segment starts; None for the first of all.
+      starts_BT: the first key that each query sees, int32: the start of its segment; None for key 0.
     """
     shape_BHTS = (*q_BTHK.swapaxes(1, 2).shape[:3], k_BSGK.shape[1])
     q_BGXK = by_group(q_BTHK.swapaxes(1, 2), k_BSGK.shape[2])
@@ -57,5 +57,5 @@ def dense_attention(
 
 
 def by_group(x_BHTK: jax.Array, groups: int) -> jax.Array:
-    """`(B, G, X, K)`: the rows of all heads that share keys and values, one head after the other."""
+    """`(B, G, X, K)`: the queries of all heads that share keys and values, head by head."""
     return x_BHTK.reshape(x_BHTK.shape[0], groups, -1, x_BHTK.shape[-1])
