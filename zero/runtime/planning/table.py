@@ -30,7 +30,8 @@ def table(result: dict[str, Any], config: Config) -> str:
     shown = {name: [show(row) for row in rows] for name, show in SETTINGS.items()}
     same = [f"{name} {values[0]}" for name, values in shown.items() if len(set(values)) == 1]
     columns = {name: values for name, values in shown.items() if len(set(values)) > 1}
-    columns |= {name: [show(row) for row in rows] for name, show in (RESULTS | _COSTS).items() if _is_known(name, rows)}
+    results = {name: [show(row) for row in rows] for name, show in (RESULTS | _COSTS).items()}
+    columns |= {name: values for name, values in results.items() if set(values) != {"-"}}
     lines = [
         f"{result['topology']}: {result['devices']} devices of {rows[0]['available_bytes'] / GIB:.2f} GiB; "
         f"{result['parameters']:,} parameters",
@@ -74,10 +75,6 @@ def _wrapped(text: str) -> list[str]:
 def _verdict(row: Row) -> str:
     spare = (row["available_bytes"] - highest_peak(row)) / GIB
     return f"fits, {spare:.2f} to spare" if row["fits"] else f"does not fit by {-spare:.2f}"
-
-
-def _is_known(name: str, rows: list[Row]) -> bool:
-    return any((RESULTS | _COSTS)[name](row) != "-" for row in rows)
 
 
 # Keys that the command always names: the model and the choices of a search.
