@@ -2,8 +2,8 @@
 
 XLA's own totals count the body of a loop once.
 
-XLA for TPU runs a collective beside other instructions in one of two ways. Either it has a start and a done, and what
-is scheduled between them runs meanwhile. Or it is a chain of fusions that have the same `chain_id`: a start, fusions in
+XLA for TPU runs a collective beside other instructions in one of two ways. Either it has a start and a done, and runs
+beside the instructions between them. Or it is a chain of fusions that have the same `chain_id`: a start, fusions in
 each of which a matrix product and a part of the collective run, and a done; each of them contains the collective.
 """
 
@@ -55,7 +55,7 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """Names of what it takes."""
+        """Names of its operands."""
         return _OPERAND.findall(self.rest.partition(")")[0])
 
     @property

@@ -31,7 +31,7 @@ def every_stage(pool: Executor, request: Request) -> list[Row]:
 
 
 def fastest(pool: Executor, request: Request, processes: int) -> list[Row]:
-    """A row for each setting of the grid that could be the fastest one that fits, compiled by so many processes.
+    """A row for each setting of the grid that could be the fastest one that fits, compiled by `processes` processes.
 
     State and operations give an upper bound on the speed of each setting without compiling it; the highest bounds come
     first. A setting is skipped if its bound is below the speed of a row that fits with headroom, or if the same one

@@ -1,4 +1,4 @@
-"""The table that `mode=plan` prints, and the command that trains what one of its rows has planned (hydra)."""
+"""The table that `mode=plan` prints, and the command that trains with the settings of a row (hydra)."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ _CHOSEN = (
 
 
 def training_command(row: Row, config: Config) -> str:
-    """The command line that trains what a row has planned: it names every key whose value is not the default."""
+    """The command line that trains with the settings of a row: it names every key whose value is not the default."""
     config = copy.deepcopy(config)
     config.data.max_context = row["context"]
     groups = row["devices"] // (row["tensor_shards"] * row["context_shards"])
