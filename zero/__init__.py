@@ -14,8 +14,8 @@
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-Under it are two operations, `gather` and `scatter_mean`, on a `Layout` that says which leaf is split along which
-dimension. The stages of ZeRO are placements of these two:
+It is built on two operations, `gather` and `scatter_mean`, on a `Layout`, which records the dimension along which each
+leaf is split. The stages of ZeRO are placements of these two:
 
     layout = zero.make_layout(jax.eval_shape(model.init, key, x), shards=8)
     params = zero.gather(shards, layout, "batch")        # whole, for this step
@@ -25,7 +25,7 @@ dimension. The stages of ZeRO are placements of these two:
 Without an accelerator call `zero.use_cpu_devices(8)` before the first jax operation, and give `jax.pmap` your function
 as `zero.in_order(train_step)` where it has loops with collectives: XLA's CPU backend mixes them up otherwise.
 
-Nothing here reads a configuration or a file; `print(layout)` and `print(zero.memory(...))` show what is held where.
+Nothing here reads a configuration or a file; `print(layout)` and `print(zero.memory(...))` show the placement.
 """
 
 from zero.partition.checksums import check_replicated, checksums
