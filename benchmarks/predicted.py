@@ -1,4 +1,4 @@
-"""Published times of training steps against predictions for programs as near to them as zero compiles.
+"""Published times of training steps against predictions for the most similar programs that zero compiles.
 
     python benchmarks/predicted.py [--runs mtj-6b zero-760m ...] [--texts DIRECTORY]
     python benchmarks/predicted.py --program step.txt --topology v6e-8 --measured 3.443

@@ -1,19 +1,19 @@
 # python benchmarks/storm.py [--kills 100] [--steady] [--bucket] [--busy 0] [--seed 0]
 # python benchmarks/storm.py --hosts 3 --hours 1 [--bucket]
 #
-# A run is started again and again with `--resume=auto` and ended at random moments by SIGKILL or SIGTERM, now as 1
-# process with 8 devices, now as 2 with 4 each, now as 1 with 4, at stages 1 to 3. When it has finished all the same,
-# it is compared with the same run undisturbed: the samples (a checksum over all rows in their order) exactly, losses to
-# rounding. With --steady the devices stay the same, and all metrics and the state have to be the same, bit for bit.
-# With --bucket checkpoints lie in a storage server behind a proxy that refuses requests at random, and now and then the
-# run directory is lost as well. With --busy N as many processes beside it only spin.
+# A run is started repeatedly with `--resume=auto` and ended at random moments by SIGKILL or SIGTERM, with 1 process
+# of 8 devices, 2 of 4, or 1 of 4, at stages 1 to 3. Once it has finished, it is compared with the same run
+# undisturbed: the samples (a checksum over all rows in their order) exactly, losses to rounding. With --steady the
+# devices stay the same, and all metrics and the state must be the same, bit for bit. With --bucket checkpoints are in
+# a storage server behind a proxy that refuses requests at random, and sometimes the run directory is lost as well.
+# With --busy N, N processes spin beside it.
 #
-# With --hosts N the processes are 1 to N, and what happens to them is drawn from FAULTS: killed, terminated or stopped,
-# one or all; a full disk; a clock that jumps by a day; a host with another configuration, which all have to refuse; and
-# between two starts the memory of a host is lost, with its emergency checkpoints.
+# With --hosts N there are 1 to N processes, with faults drawn from FAULTS: killed, terminated or stopped, one or all; a
+# full disk; a clock that jumps by a day; a host with another configuration, which all have to refuse; and between two
+# starts the memory of a host is lost, with its emergency checkpoints.
 #
 # Takes about half an hour on two quiet cores.
-"""A run that is killed a hundred times ends as if nothing had been."""
+"""A run that is killed a hundred times ends like an undisturbed one."""
 
 from __future__ import annotations
 

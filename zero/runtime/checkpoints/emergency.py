@@ -35,7 +35,7 @@ NAME = re.compile(r"(\d+)-(\d+)\.shards")  # step, host; nothing else in the dir
 
 
 class DamagedShards(Exception):
-    """A file of shards that is not what was written."""
+    """A damaged file of shards."""
 
 
 class EmergencyCheckpoints:

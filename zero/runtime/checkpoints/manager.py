@@ -194,8 +194,7 @@ class Checkpoints:
         """Whole arrays for `zero.from_global`, cropped or padded to this layout, from any number of devices.
 
         Floats are cast to the layout's dtypes. Moments in 8 bits are restored `as_saved`, and converted later.
-
-        `within` names a subtree of the state, such as "params", whose layout is given.
+        With `within` the layout is of this subtree of the state, such as "params".
 
         Raises:
           DamagedCheckpoint: the stored data is truncated, missing, or cannot be decoded.

@@ -103,7 +103,7 @@ def barrier_unless_failing(*, key: str, timeout_ms: int) -> None:
 
 @dataclass(frozen=True)
 class KeepNewestAndBest:
-    """Orbax's preservation policy: the newest so many checkpoints, and the one with the lowest validation loss.
+    """Orbax's preservation policy: the `newest` last checkpoints, and the one with the lowest validation loss.
 
     Orbax's own `BestN` reads only losses in its own files (docs/decisions/checkpoints.md).
     """

@@ -2,8 +2,8 @@
 
 XLA's own totals count the body of a loop once.
 
-XLA for TPU runs a collective beside other instructions in one of two ways. Either it has a start and a done, and what
-is scheduled between them runs meanwhile. Or it is a chain of fusions that have the same `chain_id`: a start, fusions in
+XLA for TPU runs a collective beside other instructions in one of two ways. Either it has a start and a done, and runs
+beside the instructions between them. Or it is a chain of fusions that have the same `chain_id`: a start, fusions in
 each of which a matrix product and a part of the collective run, and a done; each of them contains the collective.
 """
 
@@ -55,7 +55,7 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """Names of what it takes."""
+        """Names of its operands."""
         return _OPERAND.findall(self.rest.partition(")")[0])
 
     @property
@@ -132,7 +132,11 @@ def bytes_by_kind(found: Iterable[Collective]) -> dict[str, int]:
 
 def across_hosts(found: Iterable[Collective], hosts: Sequence[int]) -> list[Collective]:
     """The collectives with a group of devices of several hosts; `hosts` has the host of each device."""
-    return [collective for collective in found if _spans_hosts(collective.arguments, hosts)]
+    return [
+        collective
+        for collective in found
+        if any(len({hosts[device] for device in group}) > 1 for group in groups_of(collective.arguments))
+    ]
 
 
 def hidden_share(found: Iterable[Collective]) -> float | None:
@@ -196,11 +200,6 @@ def groups_of(rest: str) -> list[list[int]]:
         numbers = numbers.transpose([list(sizes).index(name) for name in order])
         return numbers.reshape(-1, math.prod(sizes[name] for name in grouped)).tolist()
     raise ValueError(f"replica groups not understood: {rest[:200]}")
-
-
-def _spans_hosts(rest: str, hosts: Sequence[int]) -> bool:
-    """Whether a group is of devices of several hosts."""
-    return any(len({hosts[device] for device in group}) > 1 for group in groups_of(rest))
 
 
 def _array_bytes(dtype: str, dims: str) -> int:

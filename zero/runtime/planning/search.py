@@ -31,7 +31,7 @@ def every_stage(pool: Executor, request: Request) -> list[Row]:
 
 
 def fastest(pool: Executor, request: Request, processes: int) -> list[Row]:
-    """A row for each setting of the grid that could be the fastest one that fits, compiled by so many processes.
+    """A row for each setting of the grid that could be the fastest one that fits, compiled by `processes` processes.
 
     State and operations give an upper bound on the speed of each setting without compiling it; the highest bounds come
     first. A setting is skipped if its bound is below the speed of a row that fits with headroom, or if the same one
@@ -48,7 +48,8 @@ def fastest(pool: Executor, request: Request, processes: int) -> list[Row]:
     rows: dict[int, Row] = {}
 
     def fewer(number: int, among: Iterable[int]) -> list[int]:
-        return [other for other in among if _is_smaller(settings[other], settings[number])]
+        own = settings[number]  # others that have fewer sequences and are the same otherwise
+        return [n for n in among if settings[n].micro_batch < own.micro_batch and settings[n].config == own.config]
 
     def is_pointless(number: int) -> bool:
         leader = best(list(rows.values()), HEADROOM)
@@ -103,11 +104,6 @@ def _combinations(request: Request) -> list[Request]:
     if not found:
         raise UserError("plan.grid: no combination of its values is possible\n" + "\n".join(dict.fromkeys(mistakes)))
     return found
-
-
-def _is_smaller(one: Request, other: Request) -> bool:
-    """Whether a step differs from another one only by fewer sequences."""
-    return one.micro_batch < other.micro_batch and one.config == other.config
 
 
 def _speed(row: Row) -> float:

@@ -1,4 +1,4 @@
-"""The table that `mode=plan` prints, and the command that trains what one of its rows has planned (hydra)."""
+"""The table that `mode=plan` prints, and the command that trains with the settings of a row (hydra)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def table(result: dict[str, Any], config: Config) -> str:
     shown = {name: [show(row) for row in rows] for name, show in SETTINGS.items()}
     same = [f"{name} {values[0]}" for name, values in shown.items() if len(set(values)) == 1]
     columns = {name: values for name, values in shown.items() if len(set(values)) > 1}
-    columns |= {name: [show(row) for row in rows] for name, show in (RESULTS | _COSTS).items() if _is_known(name, rows)}
+    results = {name: [show(row) for row in rows] for name, show in (RESULTS | _COSTS).items()}
+    columns |= {name: values for name, values in results.items() if set(values) != {"-"}}
     lines = [
         f"{result['topology']}: {result['devices']} devices of {rows[0]['available_bytes'] / GIB:.2f} GiB; "
         f"{result['parameters']:,} parameters",
@@ -76,10 +77,6 @@ def _verdict(row: Row) -> str:
     return f"fits, {spare:.2f} to spare" if row["fits"] else f"does not fit by {-spare:.2f}"
 
 
-def _is_known(name: str, rows: list[Row]) -> bool:
-    return any((RESULTS | _COSTS)[name](row) != "-" for row in rows)
-
-
 # Keys that the command always names: the model and the choices of a search.
 _CHOSEN = (
     "model.size",
@@ -92,7 +89,7 @@ _CHOSEN = (
 
 
 def training_command(row: Row, config: Config) -> str:
-    """The command line that trains what a row has planned: it names every key whose value is not the default."""
+    """The command line that trains with the settings of a row: it names every key whose value is not the default."""
     config = copy.deepcopy(config)
     config.data.max_context = row["context"]
     groups = row["devices"] // (row["tensor_shards"] * row["context_shards"])

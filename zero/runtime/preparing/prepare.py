@@ -148,7 +148,7 @@ def _prepare_locked(
     overwrite: bool,
     bar: tqdm,
 ) -> dict[str, Any]:
-    """Continues or begins a corpus and writes what is missing; its manifest."""
+    """Continues or begins a corpus, writes the missing shards, and returns its manifest."""
     manifest = manifests.find_usable(place, arguments, source.state, overwrite)
     if isinstance(tokenizer, int):
         tokenizer = _load_or_train_tokenizer(place, manifest is not None, source, tokenizer, bar)

@@ -33,7 +33,7 @@ _BYTES_PER_WORKER = 4 << 20  # of text, at least: starting a process takes a sec
 def write_shards(
     source: Source, place: str, manifest: dict[str, Any], tokenizer: Tokenizer, workers: int | None, bar: tqdm
 ) -> list[Counts]:
-    """Writes the shards that are missing; returns what the splits hold in total."""
+    """Writes the missing shards; returns the totals of the splits."""
     tokenize = UnitTokenizer(
         tokenizer,
         manifest["row_tokens"],

@@ -149,9 +149,7 @@ class ActiveRun:
             self.state, metrics = program(self.state, per_device)
             self.metrics.add(metrics, leave=0)
         seconds, age = time.monotonic() - began, process_age()
-        self.metrics.leave_untimed()
-        if not self._steps:
-            self.metrics.add_to_next_line("seconds_to_first_step", age)
+        self.metrics.leave_untimed(**({} if self._steps else {"seconds_to_first_step": age}))
         self._steps[length] = program
         self._flops[length] = model_flops(self.size, per_device.tokens.shape[1], length) // self.axis.row_group
         self._predicted[length] = self._predict(program, length)

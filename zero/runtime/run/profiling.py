@@ -28,7 +28,7 @@ class Profiler:
         """Starts the trace if it begins with this step."""
         if self._first <= step <= self._last and not self._is_tracing:
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # every call of a Python function would bury what the devices do
+            options.python_tracer_level = 0  # calls of Python functions would hide the events of the devices
             jax.profiler.start_trace(str(self._directory), create_perfetto_trace=True, profiler_options=options)
             self._is_tracing = True
 

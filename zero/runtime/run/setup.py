@@ -262,7 +262,7 @@ def _prepare_corpus(config: Config, tokenizer: Tokenizer) -> Config:
     keys = ("index_path_train", "index_path_validation")
     indices = [index_paths(getattr(data, key), data.bucket_path) for key in keys]
     paths = [path for index in indices for path in ([index] if isinstance(index, str) else index)]
-    for is_turn in (is_first, not is_first):  # hosts that share a disk find what the first one has made
+    for is_turn in (is_first, not is_first):  # hosts that share a disk find the corpus of the first one
         if is_turn and data.corpus:
             used = prepare_if_missing(data.corpus, paths, tokenizer, data.max_context)
             if used:

@@ -55,13 +55,10 @@ class StepMetrics:
         """Updates skipped since the last one that was applied, as of the newest step that was read."""
         return int(self._newest["skipped_in_a_row"])
 
-    def leave_untimed(self) -> None:
-        """The newest step does not count for the throughput: it was compiled, and its time counts as compilation."""
+    def leave_untimed(self, **once: float) -> None:
+        """The newest step was compiled and does not count for the throughput; `once` are logged in the next line."""
         self._untimed += 1
-
-    def add_to_next_line(self, name: str, value: float) -> None:
-        """A value that is logged once."""
-        self._next_line[name] = value
+        self._next_line |= once
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches; the time spent waiting for them is recorded."""

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from zero.runtime.config.check import check
@@ -15,14 +14,13 @@ from zero.runtime.config.constraints import shown
 from zero.runtime.config.files import load_sizes
 from zero.runtime.config.saved_config import preset_keys
 from zero.runtime.errors import UserError
+from zero.runtime.run.find_run import parsed_overrides
 from zero.runtime.run_directory import CONFIG_FILE, checkpoint_directory, rebuild, saved_config, saved_steps
 
 
 def swept_keys(arguments: Iterable[str], task_overrides: Sequence[str]) -> set[str]:
     """The keys that differ between the jobs of a sweep with these arguments, those of swept presets included."""
-    plain = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
-    parsed = OverridesParser.create().parse_overrides(plain)
-    swept = {override.key_or_group for override in parsed if override.is_sweep_override()}
+    swept = {override.key_or_group for override in parsed_overrides(arguments) if override.is_sweep_override()}
     own = [override for override in task_overrides if override.lstrip("+").split("=", 1)[0] in swept]
     return swept | set(preset_keys(own))
 

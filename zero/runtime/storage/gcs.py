@@ -78,7 +78,7 @@ def move(directory: str | Path, target: str | Path) -> None:
 
 
 def read(url: str | Path, known: ObjectStat | None = None) -> bytes:
-    """One generation of an object, compared with its checksum; `known` saves asking for its stat."""
+    """One generation of an object, compared with its checksum; `known` saves a request for its stat."""
     known = known or stat(url)
     blob = _blob(url, known.generation)
     for attempt in range(CHECKSUM_ATTEMPTS):

@@ -84,9 +84,9 @@ def index_paths(value: Any, bucket_path: str | None) -> str | list[str] | dict[s
 
 
 def _can_hold(path: str, rows: str) -> bool:
-    """Whether a shard may have so many rows. Each is a byte at least, and the order of the rows takes 8 for each."""
-    is_here = not storage.is_remote(path) and os.path.isfile(path)
-    return len(rows) <= 10 and int(rows) <= (max(os.path.getsize(path), FEW_ROWS) if is_here else MOST_ROWS)
+    """Whether a shard may have this many rows: each has at least one byte, and takes 8 in the order of the rows."""
+    most = max(os.path.getsize(path), FEW_ROWS) if os.path.isfile(path) else MOST_ROWS  # a bucket's size is not known
+    return len(rows) <= 10 and int(rows) <= most
 
 
 def _missing(paths: list[str]) -> list[str]:

@@ -153,7 +153,10 @@ class Loader:
         last = (self._host + 1) * self._global_rows // self._hosts
         own_streams = range(first // part, -(-last // part))
         first, last = first - own_streams.start * part, last - own_streams.start * part
-        pool = self._open_pool(len(own_streams))
+        # More threads than cores only compete for Python's lock, unless they wait for a network.
+        is_remote = any(corpus.is_remote for corpus in self.corpora)
+        threads = min(len(own_streams) * len(self.corpora), _REMOTE_THREADS if is_remote else os.cpu_count() or 1)
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="shards")
         try:
             streams = [self._open_stream(number, done * part, pool) for number in own_streams]
             while self.total_batches is None or done < self.total_batches:
@@ -171,12 +174,6 @@ class Loader:
             pool.shutdown(cancel_futures=True)
         if self._dropped:
             _log.info("end of the data: the last %d rows do not fill a batch and were not used", self._dropped)
-
-    def _open_pool(self, own_streams: int) -> ThreadPoolExecutor:
-        # More threads than cores only compete for Python's lock, unless they wait for a network.
-        is_remote = any(corpus.is_remote for corpus in self.corpora)
-        useful = _REMOTE_THREADS if is_remote else os.cpu_count() or 1
-        return ThreadPoolExecutor(min(own_streams * len(self.corpora), useful), thread_name_prefix="shards")
 
     def _open_stream(self, number: int, row: int, pool: ThreadPoolExecutor) -> list[RowStream]:
         """One stream from its `row` on: a `RowStream` for each corpus."""

@@ -333,7 +333,7 @@ def architecture_of(size: GPTConfig) -> Architecture:
     """The architecture that computes the same as a model of this size.
 
     Raises:
-      UserError: there is none; the message names what the nearest ones have instead.
+      UserError: there is none; the message names the differences from the nearest ones.
     """
     differences = {one: one.differences(size) for one in ARCHITECTURES.values()}
     fewest = min(map(len, differences.values()))

@@ -60,7 +60,7 @@ def read_architecture(origin: str, config: Mapping[str, Any]) -> Architecture:
 
 
 def read_choices(origin: str, config: Mapping[str, Any], architecture: Architecture, layers: int) -> dict[str, Any]:
-    """The attributes in `UNSEEN` of the model that a config.json describes, of so many layers.
+    """The attributes in `UNSEEN` of the model that a config.json describes, with this many layers.
 
     Raises:
       UserError: one of them cannot be read, or no model of zero has it; `origin` begins the message.
