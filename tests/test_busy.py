@@ -13,14 +13,9 @@ from typing import Any
 import pytest
 
 from tests.helpers import cli
-from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
+from zero.runtime.tracking.metrics_file import read_resumes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the spinning processes take most of it
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> cli.Forks:
-    return cli.Forks(cli.make_workplace(tmp_path_factory.mktemp("busy")))
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +41,10 @@ def run_all(forks: cli.Forks, name: str, stage: int) -> dict[str, Any]:
         assert done.returncode == 0, f"{arguments}: status {done.returncode}\n{done.stderr[-3000:]}"
         if arguments[0] == cli.TINY[0]:
             shutil.rmtree(directory / "checkpoints" / "12")  # as if the machine had been lost before
-    lines = read_metrics(directory / "metrics.jsonl")
+    lines = cli.metrics(directory)
     assert read_resumes(directory / "metrics.jsonl") == [6]
     assert [line["step"] for line in lines if "validation/loss" in line] == [6, 12]
-    return {"metrics": [{key: value for key, value in line.items() if key not in cli.CLOCKED} for line in lines]}
+    return {"metrics": lines}
 
 
 def use(forks: cli.Forks, trained: str, name: str) -> dict[str, Any]:

@@ -20,11 +20,6 @@ from zero.runtime.tracking.metrics_file import read_metrics
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cli.make_workplace(tmp_path_factory.mktemp("hosts"))
-
-
 def start_hosts(workplace: Path, *arguments: str) -> list[subprocess.Popen[str]]:
     """Two processes of two devices each, and a global batch of 16."""
     job = (

@@ -26,13 +26,13 @@ from zero.runtime.tracking.metrics_file import read_metrics
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = cli.make_workplace(tmp_path_factory.mktemp("main"))
-    bad = place / "bad"
+def workplace(workplace: Path) -> Path:
+    """With index files and shards that are damaged."""
+    bad = workplace / "bad"
     bad.mkdir()
     (bad / "empty.index").write_text("# nothing\n\n")
     (bad / "lost.index").write_text("lost.tar # 32 rows\n")
-    shard = next((place / "corpus" / "tiny").glob("train-*.tar")).read_bytes()
+    shard = next((workplace / "corpus" / "tiny").glob("train-*.tar")).read_bytes()
     (bad / "cut.tar").write_bytes(shard[: len(shard) // 2])
     (bad / "cut.index").write_text("cut.tar # 900 rows\n")
     rows = np.full((32, cli.CONTEXT), 7, np.uint16)
@@ -44,12 +44,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         member.size = len(array.getvalue())
         tar.addfile(member, io.BytesIO(array.getvalue()))
     (bad / "big.index").write_text("big.tar\n")
-    return place
-
-
-@pytest.fixture(scope="module")
-def forks(workplace: Path) -> cli.Forks:
-    return cli.Forks(workplace)
+    return workplace
 
 
 @pytest.fixture(scope="module")

@@ -21,23 +21,16 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = cli.make_workplace(tmp_path_factory.mktemp("preemption"))
-    long = (place / cli.INDICES[1]).read_text() * 15  # an evaluation that takes seconds
-    (place / cli.INDICES[1]).with_name("long.index").write_text(long)
-    return place
-
-
-@pytest.fixture(scope="module")
-def forks(workplace: Path) -> cli.Forks:
-    return cli.Forks(workplace)
+def workplace(workplace: Path) -> Path:
+    """With a validation set whose evaluation takes seconds."""
+    index = workplace / cli.INDICES[1]
+    index.with_name("long.index").write_text(index.read_text() * 15)
+    return workplace
 
 
 @pytest.fixture(scope="module")
 def undisturbed(forks: cli.Forks) -> Path:
-    done = forks.run(*cli.TINY, "hydra.run.dir=undisturbed")
-    assert done.returncode == 0, done.stderr
-    return forks.workplace / "undisturbed"
+    return forks.train("undisturbed", *cli.TINY)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -16,11 +16,6 @@ SWEEP = (*cli.TINY, "training.evaluation_frequency=3", "seed=0,1,2", "hydra.swee
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> cli.Forks:
-    return cli.Forks(cli.make_workplace(tmp_path_factory.mktemp("sweeps")))
-
-
-@pytest.fixture(scope="module")
 def killed(forks: cli.Forks) -> Path:
     """The directory of a sweep of three jobs that was killed in its second one."""
     place = forks.workplace / "runs" / "multirun" / "mine"

@@ -26,18 +26,14 @@ RUN = "trained"
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> cli.Forks:
-    workplace = cli.make_workplace(tmp_path_factory.mktemp("inference"))
-    forks = cli.Forks(workplace)
-    done = forks.run(*cli.TINY, f"hydra.run.dir={RUN}")
-    assert done.returncode == 0, done.stderr
-    return forks
+def workplace(workplace: Path) -> Path:
+    """With a trained model."""
+    cli.Forks(workplace).train(RUN, *cli.TINY)
+    return workplace
 
 
 def use(forks: cli.Forks, mode: str, out: str, *arguments: str) -> Path:
-    done = forks.run(f"mode={mode}", f"model.model_path={RUN}", f"hydra.run.dir={out}", *arguments)
-    assert done.returncode == 0, done.stderr
-    return forks.workplace / out
+    return forks.train(out, f"mode={mode}", f"model.model_path={RUN}", *arguments)
 
 
 def evaluated(forks: cli.Forks, out: str, *arguments: str) -> Any:
