@@ -37,8 +37,7 @@ def run_all(forks: cli.Forks, name: str, stage: int) -> dict[str, Any]:
     """Trains and resumes from the middle; what was written, but for clocks."""
     directory, run = forks.workplace / name, f"hydra.run.dir={name}"
     for arguments in ((*cli.TINY, f"zero.stage={stage}", run), ("--resume=auto", run)):
-        done = forks.run(*arguments)
-        assert done.returncode == 0, f"{arguments}: status {done.returncode}\n{done.stderr[-3000:]}"
+        forks.check(*arguments)
         if arguments[0] == cli.TINY[0]:
             shutil.rmtree(directory / "checkpoints" / "12")  # as if the machine had been lost before
     lines = cli.metrics(directory)
@@ -52,8 +51,7 @@ def use(forks: cli.Forks, trained: str, name: str) -> dict[str, Any]:
     given = ("zero.replicate=false", f"model.model_path={trained}")
     directory, prompts = forks.workplace / name, ("sample.prompt=[shard,gather]", "sample.tokens=40")
     for mode, options in (("evaluate", ()), ("sample", prompts)):
-        done = forks.run(f"mode={mode}", *given, *options, f"hydra.run.dir={name}/{mode}")
-        assert done.returncode == 0, f"{mode}: status {done.returncode}\n{done.stderr[-3000:]}"
+        done = forks.check(f"mode={mode}", *given, *options, f"hydra.run.dir={name}/{mode}")
     evaluation = json.loads((directory / "evaluate" / "evaluation.json").read_text())
     return {"bits_per_byte": evaluation["bits_per_byte"], "text": done.stdout}
 

@@ -310,8 +310,7 @@ def test_warm_start_takes_the_weights_of_another_run(forks: cli.Forks, finished:
     before = contents(finished)
     path = str(finished).replace("'", "\\'")
     warm = ("model.warm_start=true", f"model.model_path='{path}'")
-    done = forks.run(*cli.TINY, *warm, "hydra.run.dir=warm")
-    assert done.returncode == 0, done.stderr
+    forks.check(*cli.TINY, *warm, "hydra.run.dir=warm")
     line = read_metrics(workplace / "warm" / "metrics.jsonl")[0]
     assert line["train/loss"] < read_metrics(finished / "metrics.jsonl")[-1]["train/loss"] + 0.1
     assert line["learning_rate"] == pytest.approx(1e-3)  # a third of the way up: the schedule begins anew
@@ -328,8 +327,7 @@ def test_average_of_checkpoints_is_a_run_to_start_from(forks: cli.Forks, finishe
     done = weights("average", str(finished), "averaged")
     assert done.returncode == 0 and "is in averaged" in done.stdout, done.stderr
     warm = ("model.warm_start=true", "model.model_path=averaged")
-    done = forks.run(*cli.TINY, *warm, "hydra.run.dir=from_averaged")
-    assert done.returncode == 0, done.stderr
+    done = forks.check(*cli.TINY, *warm, "hydra.run.dir=from_averaged")
     assert "weights from" in done.stderr
     done = weights("export", "averaged", "exported")
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
@@ -360,8 +358,7 @@ def test_run_that_has_diverged_is_neither_saved_nor_called_finished(
 
 def test_run_that_runs_out_of_data_is_finished(forks: cli.Forks, workplace: Path) -> None:
     epochs = ("training.max_epochs=2", "data.train_samples=40", "training.evaluation_frequency=3")
-    done = forks.run(*cli.TINY, *epochs, "hydra.run.dir=epochs")
-    assert done.returncode == 0, done.stderr
+    done = forks.check(*cli.TINY, *epochs, "hydra.run.dir=epochs")
     assert "ends the data at step 5, before training.total_steps=12" in done.stderr
     assert saved_steps(workplace / "epochs") == [3, 5]
     done = forks.run("--resume", "hydra.run.dir=epochs")
@@ -369,7 +366,6 @@ def test_run_that_runs_out_of_data_is_finished(forks: cli.Forks, workplace: Path
 
 
 def test_multirun_runs_every_job(forks: cli.Forks, workplace: Path) -> None:
-    done = forks.run("--multirun", *cli.TINY, "data.train_samples=100,200", "hydra.sweep.dir=sweep")
-    assert done.returncode == 0, done.stderr
+    forks.check("--multirun", *cli.TINY, "data.train_samples=100,200", "hydra.sweep.dir=sweep")
     losses = [read_metrics(workplace / "sweep" / job / "metrics.jsonl")[-1]["train/loss"] for job in "01"]
     assert losses[0] != losses[1]

@@ -203,7 +203,7 @@ class Forks:
     def check(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """As `run`, and asserts that the exit status is 0."""
         done = self.run(*arguments)
-        assert done.returncode == 0, f"{arguments}: {done.stderr}"
+        assert done.returncode == 0, f"{arguments}: status {done.returncode}\n{done.stderr}"
         return done
 
     def train(self, directory: str, *arguments: str) -> Path:

@@ -97,13 +97,9 @@ def test_its_weights_are_used_by_evaluate_sample_average_and_warm_start(forks: c
     for name, keys in (("held", ()), ("float32", FLOAT32), ("ema", ("model.ema=true",))):
         found[name] = forks.evaluate(f"evaluated-{name}", "model.model_path=whole", *keys)["loss"]
     assert found["held"] == found["float32"] != found["ema"]
-    done = forks.run("mode=sample", "model.model_path=whole", "sample.tokens=4", "hydra.run.dir=sampled")
-    assert done.returncode == 0, done.stderr
+    forks.check("mode=sample", "model.model_path=whole", "sample.tokens=4", "hydra.run.dir=sampled")
 
-    done = forks.run(
-        *RUN, "model.warm_start=true", "model.model_path=whole", "hydra.run.dir=warm", "training.total_steps=4"
-    )
-    assert done.returncode == 0, done.stderr
+    forks.check(*RUN, "model.warm_start=true", "model.model_path=whole", "hydra.run.dir=warm", "training.total_steps=4")
     average(str(whole), tmp_path / "mean")
     mean, expected = leaves(tmp_path / "mean", LAST), [leaves(whole, step) for step in (4, LAST)]
     table = "params/vocabulary/table"

@@ -109,8 +109,7 @@ def test_run_that_is_told_to_stop_saves_and_ends_as_if_nothing_had_been(forks: c
     assert said is not None and 23 <= int(said[1]) < LAST
     assert saved_steps(run)[-1] == int(said[1]) == cli.metrics(run)[-1]["step"]
 
-    done = forks.run("--resume", "hydra.run.dir=stopped")  # its configuration is remembered
-    assert done.returncode == 0, done.stderr
+    forks.check("--resume", "hydra.run.dir=stopped")  # its configuration is remembered
     assert read_resumes(run / "metrics.jsonl") == [int(said[1])]
     assert_same_run(run, undisturbed)
 
@@ -122,8 +121,7 @@ def contents(run: Path) -> dict[str, bytes]:
 def test_fork_on_other_devices_and_another_stage_sees_the_same_samples(forks: cli.Forks, undisturbed: Path) -> None:
     before = contents(undisturbed)
     elsewhere = ("distributed.cpu_devices=2", "zero.stage=1", "training.gradient_accumulation_steps=4")
-    done = forks.run("--resume", "hydra.run.dir=undisturbed", "data.resume_step=20", *elsewhere)
-    assert done.returncode == 0, done.stderr
+    forks.check("--resume", "hydra.run.dir=undisturbed", "data.resume_step=20", *elsewhere)
     (fork,) = (forks.workplace / "runs").rglob("metrics.jsonl")
     assert contents(undisturbed) == before
     assert read_resumes(fork) == [20] and saved_steps(fork.parent) == [40]
@@ -150,8 +148,7 @@ def test_copies_of_the_state_go_on_from_one_over_all_devices(forks: cli.Forks, u
         "data.resume_step=20",
         f"data.checkpoint_directory={forks.workplace / 'copies'}",
     )
-    done = forks.run("--resume", *run, "zero.replicas=2")
-    assert done.returncode == 0, done.stderr
+    forks.check("--resume", *run, "zero.replicas=2")
     expected = cli.metrics(undisturbed)
     fork = max((forks.workplace / "runs").rglob("metrics.jsonl"), key=lambda path: path.stat().st_mtime).parent
     for got, line in zip(cli.metrics(fork), expected, strict=True):
@@ -165,8 +162,7 @@ def test_tensor_groups_train_evaluate_sample_and_go_on_as_devices_alone(forks: c
     job = (*cli.TINY, "data.max_context=30", "training.warmup_train_context=6", "training.staged_warmup_steps=2")
     groups = ("zero.tensor_shards=3", "distributed.cpu_devices=6")
     for run, options in (("alone", ()), ("groups", groups), ("stage0", (*groups, "zero.stage=0"))):
-        done = forks.run(*job, *options, "training.sample_tokens=8", f"hydra.run.dir={run}")
-        assert done.returncode == 0, done.stderr
+        forks.check(*job, *options, "training.sample_tokens=8", f"hydra.run.dir={run}")
     expected = cli.metrics(forks.workplace / "alone")
     for run in ("groups", "stage0"):
         for got, line in zip(cli.metrics(forks.workplace / run), expected, strict=True):
@@ -175,16 +171,14 @@ def test_tensor_groups_train_evaluate_sample_and_go_on_as_devices_alone(forks: c
     found = []
     for run in ("alone", "groups"):
         use = (f"model.model_path={run}", "zero.replicate=false")
-        done = forks.run("mode=evaluate", *use, f"hydra.run.dir={run}/evaluate")
-        assert done.returncode == 0, done.stderr
+        forks.check("mode=evaluate", *use, f"hydra.run.dir={run}/evaluate")
         loss = json.loads((forks.workplace / run / "evaluate" / "evaluation.json").read_text())["loss"]
         text = ("sample.prompt=[a,the]", "sample.tokens=12", "sample.temperature=0", f"hydra.run.dir={run}/sample")
         found.append((pytest.approx(loss, rel=1e-5), forks.run("mode=sample", *use, *text).stdout))
     assert found[0] == found[1]
     kept = f"data.checkpoint_directory={forks.workplace / 'fork'}"
     again = ("--resume", "hydra.run.dir=groups", "data.resume_step=6", kept, "distributed.cpu_devices=8")
-    done = forks.run(*again, "zero.tensor_shards=1")
-    assert done.returncode == 0, done.stderr
+    forks.check(*again, "zero.tensor_shards=1")
     fork = max((forks.workplace / "runs").rglob("metrics.jsonl"), key=lambda path: path.stat().st_mtime).parent
     assert cli.metrics(fork)[-1]["train/loss"] == pytest.approx(expected[-1]["train/loss"], rel=1e-5)
     done = forks.run(*again, "zero.tensor_shards=3")
@@ -199,19 +193,16 @@ def test_context_groups_train_evaluate_sample_and_go_on_as_devices_alone(forks: 
     warmup = ("training.warmup_train_context=16", "training.staged_warmup_steps=2")
     alone = (*job, *warmup, "distributed.cpu_devices=2", "hydra.run.dir=context1")
     for run in (alone, (*job, *warmup, "zero.context_shards=4", "hydra.run.dir=context4")):
-        done = forks.run(*run)
-        assert done.returncode == 0, done.stderr
+        forks.check(*run)
     expected, got = (cli.metrics(forks.workplace / run) for run in ("context1", "context4"))
     assert [line["samples_checksum"] for line in got] == [line["samples_checksum"] for line in expected]
     for one, line in zip(got, expected, strict=True):
         assert one["train/loss"] == pytest.approx(line["train/loss"], rel=1e-5)
         assert one.get("validation/loss", 0) == pytest.approx(line.get("validation/loss", 0), rel=1e-5)
-    done = forks.run("mode=evaluate", "model.model_path=context4", "hydra.run.dir=context4/evaluate")
-    assert done.returncode == 0, done.stderr
+    forks.check("mode=evaluate", "model.model_path=context4", "hydra.run.dir=context4/evaluate")
     kept = f"data.checkpoint_directory={forks.workplace / 'context2'}"
     again = ("--resume", "hydra.run.dir=context4", "data.resume_step=6", kept)
-    done = forks.run(*again, "distributed.cpu_devices=4", "zero.context_shards=2")
-    assert done.returncode == 0, done.stderr
+    forks.check(*again, "distributed.cpu_devices=4", "zero.context_shards=2")
     fork = max((forks.workplace / "runs").rglob("metrics.jsonl"), key=lambda path: path.stat().st_mtime).parent
     steps = {line["step"]: line["train/loss"] for line in expected}
     shared = [line for line in cli.metrics(fork) if line["step"] in steps]

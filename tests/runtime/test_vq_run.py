@@ -87,12 +87,10 @@ def test_it_is_evaluated_sampled_from_and_warm_started_with_its_codebook(forks: 
     use = ("model.model_path=whole",)
     loss = forks.evaluate("evaluated", *use)["loss"]
     assert abs(loss - losses(forks.workplace / "whole")[-1]) < 0.2  # of more rows
-    done = forks.run("mode=sample", *use, "sample.tokens=100", "hydra.run.dir=sampled")
-    assert done.returncode == 0, done.stderr
+    forks.check("mode=sample", *use, "sample.tokens=100", "hydra.run.dir=sampled")
     assert json.loads((forks.workplace / "sampled" / "samples.jsonl").read_text())["text"]
     warm = (*VQ, "model.warm_start=true", *use, "training.peak_learning_rate=0", "training.total_steps=4")
-    done = forks.run(*warm, "training.end_learning_rate=0", "hydra.run.dir=warm")
-    assert done.returncode == 0, done.stderr
+    forks.check(*warm, "training.end_learning_rate=0", "hydra.run.dir=warm")
     source, got = state(forks.workplace / "whole", LAST), state(forks.workplace / "warm", 4)
     for name, x in source.items():
         if name.startswith("params/"):

@@ -117,11 +117,10 @@ def test_text_is_the_same_wherever_the_weights_lie(forks: cli.Forks) -> None:
 
 def test_greedy_text_is_the_most_likely_beyond_the_trained_context(forks: cli.Forks, params: Any) -> None:
     """With ALiBi 60 tokens after a context of 32 need nothing."""
-    done = forks.run(
+    done = forks.check(
         "mode=sample", f"model.model_path={RUN}", "sample.prompt='shard g'", "sample.tokens=60",
         "sample.temperature=0", "hydra.run.dir=greedy",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     tokens = np.append(0, ByteTokenizer().encode("shard g")).astype(np.int32)
     table = params["vocabulary"]["table"].reshape(-1, SIZE.embedding_dim)[: SIZE.vocab_size]
     hidden_of = jax.jit(partial(GPT(SIZE).apply, method="hidden"))
