@@ -4,8 +4,12 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.helpers import cli
 
 # Before jax is imported for the first time.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -80,3 +84,19 @@ def server() -> Iterator[str]:
 
     with bucket.serving() as address:
         yield address
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a small corpus, to start runs in; a module that needs more in it overrides this fixture."""
+    from tests.helpers import cli
+
+    return cli.make_workplace(tmp_path_factory.mktemp("workplace"))
+
+
+@pytest.fixture(scope="module")
+def forks(workplace: Path) -> "cli.Forks":
+    """Short runs in the workplace of the module."""
+    from tests.helpers import cli
+
+    return cli.Forks(workplace)

@@ -18,11 +18,6 @@ PLACE = f"{bucket.BUCKET}/training"
 Run = Callable[..., Any]
 
 
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cli.make_workplace(tmp_path_factory.mktemp("workplace"))
-
-
 @pytest.fixture
 def run(server: str, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs in a place where nothing lies, with the workplace's corpus in the bucket."""
@@ -36,23 +31,17 @@ def run(server: str, workplace: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     return run
 
 
-def losses(run_directory: Path) -> list[float]:
-    return [line["train/loss"] for line in read_metrics(run_directory / "metrics.jsonl")]
-
-
 @pytest.fixture(scope="module")
 def calm(workplace: Path) -> list[float]:
     """The losses of the same run from disk."""
-    done = cli.Forks(workplace).run(*JOB)
-    assert done.returncode == 0, done.stderr
-    return losses(workplace / "run")
+    return cli.losses(cli.Forks(workplace).train("run", *cli.TINY))
 
 
 @pytest.mark.slow
 def test_a_run_from_a_bucket_is_the_run_from_disk(run: Run, calm: list[float], tmp_path: Path) -> None:
     there = run()
     assert there.returncode == 0, there.stderr
-    assert losses(tmp_path / "run") == calm
+    assert cli.losses(tmp_path / "run") == calm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "run"]  # nothing was downloaded
 
 
@@ -102,7 +91,7 @@ def test_a_machine_that_was_replaced_goes_on_from_the_bucket(run: Run, tmp_path:
     launcher = ("--resume=auto", "data.checkpoint_directory=kept", "data.wandb_project=zero")
     assert run(*launcher).returncode == 0
     assert not list(tmp_path.rglob("kept"))
-    expected = losses(tmp_path / "run")
+    expected = cli.losses(tmp_path / "run")
     run_id = (tmp_path / "run" / "wandb_run_id").read_text()
     kept = f"gs://{PLACE}/kept"
     for url in storage.list_files(f"{kept}/12"):
@@ -112,7 +101,7 @@ def test_a_machine_that_was_replaced_goes_on_from_the_bucket(run: Run, tmp_path:
     shutil.rmtree(tmp_path / "run")
     resumed = run(*launcher, "hydra.run.dir=another")
     assert resumed.returncode == 0 and "resumed from step 6" in resumed.stderr, resumed.stderr
-    assert losses(tmp_path / "another") == expected
+    assert cli.losses(tmp_path / "another") == expected
     assert (tmp_path / "another" / "wandb_run_id").read_text() == run_id
     assert not (tmp_path / "run").exists()
     # A damaged one is set aside, and its step is saved again.
@@ -120,7 +109,7 @@ def test_a_machine_that_was_replaced_goes_on_from_the_bucket(run: Run, tmp_path:
     resumed = run(*launcher, "hydra.run.dir=another")
     assert resumed.returncode == 0 and "resumed from step 6" in resumed.stderr, resumed.stderr
     assert f"checkpoint 12 set aside as {kept}/12.damaged" in resumed.stderr
-    assert losses(tmp_path / "another") == expected
+    assert cli.losses(tmp_path / "another") == expected
     standing = {url.removeprefix(f"{kept}/").split("/")[0] for url in storage.list_files(kept)}
     assert standing == {"6", "12", "12.damaged"}
 
@@ -142,4 +131,4 @@ def test_a_bucket_that_answers_503_for_a_while_costs_time_and_nothing_else(
         done = process.finish()
     assert done.returncode == 0 and refused > 0, done.stderr
     assert "checkpoint 6 saved" in done.stderr and "checkpoint 12 saved" in done.stderr
-    assert losses(tmp_path / "run") == calm
+    assert cli.losses(tmp_path / "run") == calm

@@ -13,14 +13,9 @@ from typing import Any
 import pytest
 
 from tests.helpers import cli
-from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
+from zero.runtime.tracking.metrics_file import read_resumes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the spinning processes take most of it
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> cli.Forks:
-    return cli.Forks(cli.make_workplace(tmp_path_factory.mktemp("busy")))
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +37,13 @@ def run_all(forks: cli.Forks, name: str, stage: int) -> dict[str, Any]:
     """Trains and resumes from the middle; what was written, but for clocks."""
     directory, run = forks.workplace / name, f"hydra.run.dir={name}"
     for arguments in ((*cli.TINY, f"zero.stage={stage}", run), ("--resume=auto", run)):
-        done = forks.run(*arguments)
-        assert done.returncode == 0, f"{arguments}: status {done.returncode}\n{done.stderr[-3000:]}"
+        forks.check(*arguments)
         if arguments[0] == cli.TINY[0]:
             shutil.rmtree(directory / "checkpoints" / "12")  # as if the machine had been lost before
-    lines = read_metrics(directory / "metrics.jsonl")
+    lines = cli.metrics(directory)
     assert read_resumes(directory / "metrics.jsonl") == [6]
     assert [line["step"] for line in lines if "validation/loss" in line] == [6, 12]
-    return {"metrics": [{key: value for key, value in line.items() if key not in cli.CLOCKED} for line in lines]}
+    return {"metrics": lines}
 
 
 def use(forks: cli.Forks, trained: str, name: str) -> dict[str, Any]:
@@ -57,8 +51,7 @@ def use(forks: cli.Forks, trained: str, name: str) -> dict[str, Any]:
     given = ("zero.replicate=false", f"model.model_path={trained}")
     directory, prompts = forks.workplace / name, ("sample.prompt=[shard,gather]", "sample.tokens=40")
     for mode, options in (("evaluate", ()), ("sample", prompts)):
-        done = forks.run(f"mode={mode}", *given, *options, f"hydra.run.dir={name}/{mode}")
-        assert done.returncode == 0, f"{mode}: status {done.returncode}\n{done.stderr[-3000:]}"
+        done = forks.check(f"mode={mode}", *given, *options, f"hydra.run.dir={name}/{mode}")
     evaluation = json.loads((directory / "evaluate" / "evaluation.json").read_text())
     return {"bits_per_byte": evaluation["bits_per_byte"], "text": done.stdout}
 

@@ -13,15 +13,10 @@ import pytest
 
 from tests.helpers import cli, hosts
 from zero.runtime.run_directory import saved_steps
-from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
+from zero.runtime.tracking.metrics_file import read_resumes
 
 pytestmark = pytest.mark.timeout(600)
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cli.make_workplace(tmp_path_factory.mktemp("lost"))
 
 
 def slow(*values: object) -> object:
@@ -90,11 +85,5 @@ def test_a_run_that_lost_a_host_continues_from_the_memory_of_the_others(workplac
     assert resumed >= 12
     assert f"resumed from the emergency checkpoint of step {resumed}, from the copy of host 2" in done[1].stderr
     assert f"resumed from the emergency checkpoint of step {resumed}, from its own files" in done[2].stderr
-    calm, disturbed = (
-        [
-            {key: value for key, value in line.items() if key not in cli.CLOCKED}
-            for line in read_metrics(workplace / run / "metrics.jsonl")
-        ]
-        for run in ("calm", "disturbed")
-    )
+    calm, disturbed = (cli.metrics(workplace / run) for run in ("calm", "disturbed"))
     assert calm == disturbed and len(calm) == 24

@@ -21,23 +21,16 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = cli.make_workplace(tmp_path_factory.mktemp("preemption"))
-    long = (place / cli.INDICES[1]).read_text() * 15  # an evaluation that takes seconds
-    (place / cli.INDICES[1]).with_name("long.index").write_text(long)
-    return place
-
-
-@pytest.fixture(scope="module")
-def forks(workplace: Path) -> cli.Forks:
-    return cli.Forks(workplace)
+def workplace(workplace: Path) -> Path:
+    """With a validation set whose evaluation takes seconds."""
+    index = workplace / cli.INDICES[1]
+    index.with_name("long.index").write_text(index.read_text() * 15)
+    return workplace
 
 
 @pytest.fixture(scope="module")
 def undisturbed(forks: cli.Forks) -> Path:
-    done = forks.run(*cli.TINY, "hydra.run.dir=undisturbed")
-    assert done.returncode == 0, done.stderr
-    return forks.workplace / "undisturbed"
+    return forks.train("undisturbed", *cli.TINY)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -96,8 +89,7 @@ def test_a_compilation_is_not_waited_for(forks: cli.Forks, undisturbed: Path) ->
     assert done.returncode == 75, done.stderr
     assert "first step with" not in done.stderr and "step 0 is saved" in done.stderr
     assert saved_steps(run) == [0] and metrics(run) == []
-    done = forks.run("--resume", "hydra.run.dir=compiling", "zero.remat=auto")
-    assert done.returncode == 0, done.stderr
+    forks.check("--resume", "hydra.run.dir=compiling", "zero.remat=auto")
     assert metrics(run) == metrics(undisturbed)
 
 
@@ -130,8 +122,7 @@ def test_an_evaluation_is_broken_off_and_made_up_for(forks: cli.Forks) -> None:
     done = signalled(process, signal.SIGTERM, lambda: path.exists() and '"step": 11' in path.read_text())
     assert done.returncode == 75 and "step 12 is saved" in done.stderr, done.stderr
     assert "validation/loss" not in metrics(run)[-1]
-    done = forks.run("--resume", "hydra.run.dir=evaluating")
-    assert done.returncode == 0, done.stderr
+    forks.check("--resume", "hydra.run.dir=evaluating")
     assert metrics(run) == metrics(forks.workplace / "long") and "validation/loss" in metrics(run)[-1]
     done = forks.run("--resume", "hydra.run.dir=evaluating")
     assert done.returncode == 0 and "nothing left to do" in done.stderr, done.stderr
@@ -176,8 +167,7 @@ def test_a_machine_that_shuts_down_takes_the_reader_of_the_log_first(workplace: 
 
 def test_checkpoints_by_the_clock(forks: cli.Forks) -> None:
     often = ("data.checkpoint_minutes=1e-6", "data.keep_checkpoints=100")
-    done = forks.run(*cli.TINY, "hydra.run.dir=clock", *often)
-    assert done.returncode == 0, done.stderr
+    forks.check(*cli.TINY, "hydra.run.dir=clock", *often)
     assert saved_steps(forks.workplace / "clock") == list(range(1, 13))
 
 
@@ -239,8 +229,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(forks: cli.Forks, undistu
     done = forks.run("--resume", "hydra.run.dir=damaged", "data.resume_step=12")
     assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: checkpoint "), done.stderr
     assert "seconds_to_first_step" in read_metrics(run / "metrics.jsonl")[0]
-    done = forks.run("--resume", "hydra.run.dir=damaged")
-    assert done.returncode == 0, done.stderr
+    done = forks.check("--resume", "hydra.run.dir=damaged")
     assert f"{run}/checkpoints, step 12" in done.stderr and "trying the one before" in done.stderr
     assert "resumed from step 6" in done.stderr
     assert re.search(r"first step with .* was read from the cache\n", done.stderr)

@@ -16,11 +16,6 @@ SWEEP = (*cli.TINY, "training.evaluation_frequency=3", "seed=0,1,2", "hydra.swee
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> cli.Forks:
-    return cli.Forks(cli.make_workplace(tmp_path_factory.mktemp("sweeps")))
-
-
-@pytest.fixture(scope="module")
 def killed(forks: cli.Forks) -> Path:
     """The directory of a sweep of three jobs that was killed in its second one."""
     place = forks.workplace / "runs" / "multirun" / "mine"
@@ -60,8 +55,7 @@ def test_repeated_sweep_skips_resumes_and_starts_its_jobs(
     shutil.copytree(killed, backup := killed.with_name("backup"))
     try:
         finished = contents(killed / "0")
-        done = forks.run(*arguments)
-        assert done.returncode == 0, done.stderr
+        done = forks.check(*arguments)
         assert "nothing left to do: the run is at step 12 of 12" in done.stderr
         assert contents(killed / "0") == finished
         for job in "12":
@@ -106,8 +100,7 @@ def test_sweep_of_forks_is_repeated_as_well(killed: Path, forks: cli.Forks) -> N
     command = ("--multirun", *origin, "training.peak_learning_rate=1e-4,2e-4", "hydra.sweep.dir=forks")
     before = contents(killed)
     for resumes in (1, 1):
-        done = forks.run(*command)
-        assert done.returncode == 0, done.stderr
+        forks.check(*command)
         for job in "01":
             assert len(read_resumes(forks.workplace / "forks" / job / "metrics.jsonl")) == resumes
             assert saved_steps(forks.workplace / "forks" / job)[-1] == 12

@@ -3,6 +3,7 @@
 - `placed`, `save`, `restore`: the state of a small GPT (`CONFIG`), with `META` beside it.
 - `small`, `save_small`, `restore_small`: two leaves.
 - `make_state`, `assert_same`: a state of random arrays for a layout, and its comparison leaf by leaf.
+- `leaves`: the arrays of a checkpoint of a run, by name.
 - `run`: runs a Python program in the repository.
 """
 
@@ -74,6 +75,13 @@ def save_small(checkpoints: Checkpoints, step: int, **options: Any) -> None:
 def small(devices: int) -> tuple[zero.Layout, zero.Axis]:
     tree = {"w": jax.ShapeDtypeStruct((40, 400), jnp.float32), "b": jax.ShapeDtypeStruct((7,), jnp.float32)}
     return zero.make_layout(tree, devices), zero.Axis("zero", (1, devices))
+
+
+def leaves(run: Path, step: int, *prefixes: str) -> dict[str, np.ndarray]:
+    """The arrays of a checkpoint whose names start with one of the prefixes (by default all), whole."""
+    with Checkpoints(run / "checkpoints", None) as checkpoints:
+        names = [name for name in checkpoints.meta(step)["shapes"] if name.startswith(prefixes or ("",))]
+        return {name: checkpoints.read(step, name) for name in names}
 
 
 def run(program: str) -> str:

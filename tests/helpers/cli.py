@@ -1,4 +1,12 @@
-"""Starts main_zero.py as a person does, with a model and a corpus that take seconds."""
+"""Starts main_zero.py as a person does, with a model and a corpus that take seconds.
+
+- `make_workplace`: a directory with a small corpus; the fixtures `workplace` and `forks` of tests/conftest.py use it.
+- `TINY`: the overrides of a run of 12 steps; `INDICES`, `CONTEXT`, `MAIN`: its corpus, row length and program.
+- `start`, `finish`, `run`: a process of its own. `Forks`: short runs that are forked, which saves two seconds each.
+- `metrics`, `losses`: what a run wrote to metrics.jsonl; `CLOCKED` names what a clock measured.
+- `environment`, `untouched_environment`, `customized`: of the processes that are started.
+- `spinning`: processes that keep cores busy.
+"""
 
 import atexit
 import json
@@ -19,6 +27,7 @@ from unittest.mock import patch
 from zero.runtime.preparing.prepare import prepare
 from zero.runtime.text.tokenizers import ByteTokenizer
 from zero.runtime.tracking import goodput
+from zero.runtime.tracking.metrics_file import read_metrics
 from zero.virtual_devices import IN_ORDER
 
 MAIN = Path(__file__).parents[2] / "main_zero.py"
@@ -190,6 +199,39 @@ class Forks:
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.start(*arguments).finish()
+
+    def check(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """As `run`, and asserts that the exit status is 0."""
+        done = self.run(*arguments)
+        assert done.returncode == 0, f"{arguments}: status {done.returncode}\n{done.stderr}"
+        return done
+
+    def train(self, directory: str, *arguments: str) -> Path:
+        """Runs to the end in a run directory, relative to the workplace, and returns its path."""
+        self.check(*arguments, f"hydra.run.dir={directory}")
+        return self.workplace / directory
+
+    def evaluate(self, directory: str, *arguments: str) -> dict[str, Any]:
+        """What `mode=evaluate` writes to evaluation.json in a run directory."""
+        return json.loads((self.train(directory, "mode=evaluate", *arguments) / "evaluation.json").read_text())
+
+    def fork(self, directory: str, step: int, *arguments: str) -> Path:
+        """Continues a run from one of its steps to the end, in a run directory of its own, which is returned."""
+        before = set(self.workplace.glob("runs/*/*"))
+        self.check("--resume", f"hydra.run.dir={directory}", f"data.resume_step={step}", *arguments)
+        (new,) = set(self.workplace.glob("runs/*/*")) - before
+        return new
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what a clock measured."""
+    lines = read_metrics(run / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key not in CLOCKED} for line in lines]
+
+
+def losses(run: Path, key: str = "train/loss") -> list[float]:
+    """One metric of a run, from the lines of metrics.jsonl that have it."""
+    return [line[key] for line in read_metrics(run / "metrics.jsonl") if key in line]
 
 
 @cache

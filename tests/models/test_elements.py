@@ -143,7 +143,8 @@ def logits_by_hand(config: GPTConfig, params: Any, row: np.ndarray) -> np.ndarra
 
 
 @EACH
-def test_losses_and_cached_logits_are_those_of_a_model_written_by_hand(changes: dict[str, Any]) -> None:
+def test_equals_model_written_by_hand(changes: dict[str, Any]) -> None:
+    """Losses, and logits with a cache, equal those of a model written by hand."""
     config = dataclasses.replace(BASE, **changes)
     params = random_params(config)
     rows = np.random.default_rng(1).integers(0, config.vocab_size, (2, 24), np.int32)
@@ -158,7 +159,8 @@ def test_losses_and_cached_logits_are_those_of_a_model_written_by_hand(changes: 
         logits, cache = apply(rows[:, position : position + 1], cache, position, method="logits")
 
 
-def test_z_loss_is_in_the_gradient_alone() -> None:
+def test_z_loss_changes_only_the_gradient() -> None:
+    """The z-loss changes the gradient, but not the loss that is reported."""
     config = dataclasses.replace(BASE, tied=False, qkv_bias=False)
     params = random_params(config)
     rows = np.random.default_rng(1).integers(0, config.vocab_size, (2, 24), np.int32)

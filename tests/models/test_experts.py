@@ -91,7 +91,8 @@ def by_hand(config: GPTConfig, p: Any, h_BTD: np.ndarray) -> tuple[np.ndarray, n
 
 
 @EACH
-def test_experts_compute_what_a_loop_over_choices_computes(config: GPTConfig) -> None:
+def test_experts_equal_loop(config: GPTConfig) -> None:
+    """Experts compute the same as a loop over the choices of each token."""
     p, h = weights(config), hidden()
     apply: Any = jax.jit(partial(Experts(config, jnp.float32).apply, drops=True))
     y, routing = apply({"params": p}, h, 1)
@@ -104,7 +105,8 @@ def test_experts_compute_what_a_loop_over_choices_computes(config: GPTConfig) ->
     np.testing.assert_allclose(routing.entropy, entropy, rtol=1e-5)
 
 
-def test_places_that_are_enough_for_all_give_what_sorting_gives() -> None:
+def test_enough_places_equal_sorting() -> None:
+    """With enough places for all tokens the result equals that of sorting."""
     p, h = weights(GATED), hidden()
     enough = dataclasses.replace(GATED, expert_capacity=1000.0)
     assert capacity_of(enough, T) == T
@@ -122,8 +124,11 @@ def test_places_that_are_enough_for_all_give_what_sorting_gives() -> None:
 
 
 @pytest.mark.parametrize("name", ["balance_loss", pytest.param("router_z_loss", marks=pytest.mark.slow)])
-def test_auxiliary_losses_have_the_gradient_of_their_formula_and_leave_the_reported_loss(name: str) -> None:
-    """By finite differences of the loop, of the router alone: nothing else has a gradient of the penalty."""
+def test_gradient_of_auxiliary_losses(name: str) -> None:
+    """Auxiliary losses add the gradient of their formula and leave the reported loss as it is.
+
+    By finite differences of the loop, of the router alone: nothing else has a gradient of the penalty.
+    """
     config = changed(SWITCH, **{"balance_loss": 0.0, "router_z_loss": 0.0, name: 0.5})
     p, h = weights(config), hidden(1)
 
@@ -161,7 +166,8 @@ def test_auxiliary_losses_have_the_gradient_of_their_formula_and_leave_the_repor
     np.testing.assert_allclose(router - plain, expected, rtol=1e-3, atol=1e-6)
 
 
-def test_what_is_dropped_in_a_row_depends_on_that_row_alone() -> None:
+def test_drops_depend_on_own_row() -> None:
+    """Which tokens of a row are dropped depends only on that row."""
     p, h = weights(CAPPED), hidden(4)
     apply: Any = jax.jit(partial(Experts(CAPPED, jnp.float32).apply, {"params": p}, drops=True))
     y, routing = apply(h, 0)
@@ -173,7 +179,8 @@ def test_what_is_dropped_in_a_row_depends_on_that_row_alone() -> None:
     assert first.dropped + second.dropped == routing.dropped > 0
 
 
-def test_first_choices_of_late_positions_come_before_second_choices_of_early_ones() -> None:
+def test_first_choices_come_first() -> None:
+    """First choices of late positions get places before second choices of early ones."""
     chosen = jnp.asarray([[0, 2], [1, 2], [2, 0], [2, 1]])
     #        expert 2 is the first choice of positions 2 and 3, and then takes no more
     assert assign_places(chosen, experts=3, places=2).tolist() == [[0, 6], [2, 6], [4, 1], [5, 3]]
@@ -195,7 +202,8 @@ NONE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_router_is_exact_where_the_rest_is_bfloat16() -> None:
+def test_router_in_float32() -> None:
+    """The router computes in float32 where the rest is bfloat16."""
     p, h = weights(SMALL), hidden()
     h16 = jnp.asarray(h, jnp.bfloat16)
     _, exact = applied(SMALL, p, h16.astype(jnp.float32))
@@ -206,8 +214,11 @@ def test_router_is_exact_where_the_rest_is_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_decoding_with_a_cache_gives_the_logits_of_the_whole_sequence(every: int) -> None:
-    """Nothing is dropped while text is generated, so the model without a capacity gives them."""
+def test_cached_logits(every: int) -> None:
+    """Decoding with a cache gives the logits of the whole sequence.
+
+    Nothing is dropped while text is generated, so the model without a capacity gives them.
+    """
     config = dataclasses.replace(CAPPED, N=4, experts_every=every)
     x = np.random.default_rng(3).integers(0, 31, (2, 8))
     params: Any = jax.jit(GPT(config).init)(jax.random.key(0), x, x)["params"]
@@ -251,7 +262,8 @@ def test_only_every_second_layer_has_experts() -> None:
     ],
     ids=str,
 )
-def test_keys_that_do_not_fit_are_refused_by_name(change: dict[str, Any], message: str) -> None:
+def test_contradicting_keys_are_refused(change: dict[str, Any], message: str) -> None:
+    """Keys that do not fit together are refused by name."""
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **change)
 

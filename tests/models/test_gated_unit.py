@@ -68,9 +68,8 @@ def plain_loop(heads: Heads, r_WK: Any, block: int, codes: int) -> np.ndarray:
     cut=st.integers(0, 40),
     seed=st.integers(0, 99),
 )
-def test_blocks_and_single_positions_equal_a_plain_loop(
-    positions: int, block: int, codes: int, cut: int, seed: int
-) -> None:
+def test_equals_plain_loop(positions: int, block: int, codes: int, cut: int, seed: int) -> None:
+    """Blocks and single positions equal a plain loop."""
     heads, book = random_heads(seed, 2, positions, codes or 1)
     book = book[:codes]
     r = jax.random.normal(jax.random.key(seed + 1), (2 * block, K))
@@ -100,8 +99,11 @@ def test_blocks_and_single_positions_equal_a_plain_loop(
     np.testing.assert_allclose(jnp.concatenate(outs, 1), expected, atol=1e-5)
 
 
-def test_gradients_are_those_of_a_matrix_of_all_scores() -> None:
-    """Where scores of keys older than a window give their keys no gradient, and with the option their values none."""
+def test_gradients_equal_dense() -> None:
+    """Gradients equal those of attention with the matrix of all scores.
+
+    Where scores of keys older than a window give their keys no gradient, and with the option their values none.
+    """
     positions, block, codes = 17, 3, 5
     heads, book = random_heads(3, 2, positions, codes)
     r = jax.random.normal(jax.random.key(4), (2 * block, K))
@@ -134,7 +136,8 @@ def test_gradients_are_those_of_a_matrix_of_all_scores() -> None:
     assert float(jnp.abs(found[0] - found[1]).max()) > 1e-2
 
 
-def test_keys_are_rounded_to_the_nearest_code_and_their_gradient_goes_straight_through() -> None:
+def test_straight_through_rounding() -> None:
+    """Keys are rounded to the nearest code, and their gradient passes straight through."""
     keys = jax.random.normal(jax.random.key(0), (3, 11, K))
     counts, sums = jnp.asarray([2.0, 1.0, 0.5, 4.0]), jax.random.normal(jax.random.key(1), (4, K))
     weights = jax.random.normal(jax.random.key(2), keys.shape)
@@ -165,14 +168,18 @@ def moved(counts: Any, sums: Any, found: Any, found_sums: Any, key: int = 0) -> 
     return np.asarray(got["counts"][0]), np.asarray(got["sums"][0])
 
 
-def test_codebook_moves_by_averages_of_counts_and_sums() -> None:
+def test_codebook_update() -> None:
+    """The codebook moves by averages of counts and sums."""
     counts, sums = moved([1.0, 2.0, 3.0], [[0.0, 1], [2, 3], [4, 5]], [7.0, 0, 0], [[2.0, -1], [0, 0], [0, 0]])
     np.testing.assert_allclose(counts, np.asarray([0.99 + 0.07, 1.98, 2.97]), rtol=1e-6)
     np.testing.assert_allclose(sums, np.asarray([[0.02, 0.98], [1.98, 2.97], [3.96, 4.95]]), rtol=1e-6)
 
 
-def test_an_unused_code_takes_half_of_the_keys_of_the_code_with_the_largest_error() -> None:
-    """Keys of two dimensions have norm 2^(1/4): most keys have the second code, but are all alike."""
+def test_unused_code_is_replaced() -> None:
+    """An unused code takes half of the keys of the code with the largest error.
+
+    Keys of two dimensions have norm 2^(1/4): most keys have the second code, but are all alike.
+    """
     alike, spread = np.asarray([2**0.25, 0.0]), np.asarray([0.3, 0.4])
     counts, sums = np.asarray([0.02, 50.0, 30.0]), np.stack([[0.01, 0.0], 50 * alike, 30 * spread])
     held = (counts, sums, counts, sums)  # as many keys of each code as on average
@@ -185,13 +192,15 @@ def test_an_unused_code_takes_half_of_the_keys_of_the_code_with_the_largest_erro
     assert np.abs(offsets[0] - offsets[2]).max() > 1e-4
 
 
-def test_codes_that_are_all_unused_stay_where_they_are() -> None:
+def test_all_codes_unused() -> None:
+    """Codes that are all unused stay where they are."""
     counts, sums = moved([0.0100001] * 2, [[2.0, 3.0]] * 2, [0.0, 0.0], [[0.0, 0.0]] * 2)
     np.testing.assert_allclose(counts, np.asarray([0.0100001] * 2), rtol=1e-6)
     np.testing.assert_allclose(sums, np.asarray([[2.0, 3.0]] * 2), rtol=1e-6)
 
 
-def test_a_new_codebook_is_that_of_its_seed_and_a_step_commits_keys_by_a_mean_over_its_positions() -> None:
+def test_first_codebook_and_commitment() -> None:
+    """A new codebook follows from its seed; the commitment loss is a mean over the positions of the step."""
     first, again, other = (init_codebook(CONFIG, jax.random.key(seed)) for seed in (0, 0, 1))
     for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -201,7 +210,8 @@ def test_a_new_codebook_is_that_of_its_seed_and_a_step_commits_keys_by_a_mean_ov
         np.testing.assert_allclose(unit["commitment"], np.full(CONFIG.N, 1e-4 / 50), rtol=1e-6)
 
 
-def test_commitment_pulls_keys_to_their_codes_and_leaves_the_output_alone() -> None:
+def test_commitment_gradient() -> None:
+    """Commitment pulls keys to their codes and does not change the output."""
     unit = GatedUnit(CONFIG, jnp.float32)
     x, weights = jax.random.normal(jax.random.key(0), (2, 2, 9, CONFIG.embedding_dim))
     params = jax.jit(unit.init)(jax.random.key(1), x, None, 0, None)["params"]
@@ -227,7 +237,8 @@ def test_commitment_pulls_keys_to_their_codes_and_leaves_the_output_alone() -> N
     assert float(jnp.abs(with_grads["key"]["kernel"] - grads["key"]["kernel"]).max()) > 1e-3
 
 
-def test_model_reads_at_once_and_token_by_token_alike_with_a_state_of_constant_size() -> None:
+def test_state_of_constant_size() -> None:
+    """A model gives the same logits for a whole row and token by token, with a state of constant size."""
     model = GPT(CONFIG)
     tokens = jax.random.randint(jax.random.key(0), (2, 27), 0, CONFIG.vocab_size)
     params = jax.jit(partial(model.init, method="hidden"))(jax.random.key(1), tokens, None)["params"]
@@ -279,7 +290,8 @@ def test_memory_is_linear_in_the_context() -> None:
         ({"vq_block": 0}, "vq_block must be at least 1"),
     ],
 )
-def test_what_gated_units_do_not_have_is_refused_by_name(keys: dict[str, Any], message: str) -> None:
+def test_unsupported_keys_are_refused(keys: dict[str, Any], message: str) -> None:
+    """Keys that gated units do not support are refused by name."""
     with pytest.raises(ValueError, match=message):
         GPTConfig(**{**SIZE, **UNITS, **keys})
 

@@ -102,7 +102,8 @@ def by_hand(config: GPTConfig) -> np.ndarray:
 
 
 @ALL
-def test_losses_are_those_of_a_transformer_written_by_hand(config: GPTConfig) -> None:
+def test_equals_transformer_written_by_hand(config: GPTConfig) -> None:
+    """Losses are those of a transformer written by hand."""
     x = tokens(config)
     targets = np.roll(x, 3)
     expected = by_hand(config)
@@ -114,7 +115,8 @@ def test_losses_are_those_of_a_transformer_written_by_hand(config: GPTConfig) ->
 
 
 @ALL
-def test_decoding_with_a_cache_gives_the_logits_of_the_whole_sequence(config: GPTConfig) -> None:
+def test_cached_logits(config: GPTConfig) -> None:
+    """Decoding with a cache gives the logits of the whole sequence."""
     x = tokens(config)
     logits, kept = apply(config, params(config), x[:, :5], init_cache(config, 2, 12, jnp.float32), 0, method="logits")
     for position in range(5, 12):
@@ -124,7 +126,8 @@ def test_decoding_with_a_cache_gives_the_logits_of_the_whole_sequence(config: GP
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_parameter_count_is_the_one_in_the_comment(size: str) -> None:
+def test_parameter_count(size: str) -> None:
+    """The parameter count is that of the comment beside the size."""
     comment = re.search(rf'^"?{size}"?: # ([0-9,]+) parameters', SIZES_FILE.read_text(), re.MULTILINE)
     assert comment is not None
     config = SIZES[size]
@@ -204,7 +207,8 @@ def loss_and_gradient(config: GPTConfig) -> Any:
 
 
 @pytest.mark.parametrize("chunks", [3, 4])  # of 101 tokens: one and three rows of padding
-def test_chunks_of_the_vocabulary_change_neither_loss_nor_gradient(chunks: int) -> None:
+def test_vocabulary_chunks(chunks: int) -> None:
+    """Chunks of the vocabulary change neither loss nor gradient."""
     loss, grads = loss_and_gradient(dataclasses.replace(ODD, vocab_chunks=1))
     cut_loss, cut_grads = loss_and_gradient(dataclasses.replace(ODD, vocab_chunks=chunks))
     np.testing.assert_allclose(cut_loss, loss, rtol=1e-6)
@@ -217,14 +221,16 @@ def test_chunks_of_the_vocabulary_change_neither_loss_nor_gradient(chunks: int) 
 
 @pytest.mark.parametrize("vocab_size", [257, 50257])
 @pytest.mark.parametrize("chunks", [1, 6])
-def test_odd_vocabulary_has_as_many_logits_as_tokens(vocab_size: int, chunks: int) -> None:
+def test_logits_of_odd_vocabulary(vocab_size: int, chunks: int) -> None:
+    """An odd vocabulary has as many logits as tokens."""
     config = dataclasses.replace(ODD, vocab_size=vocab_size, vocab_chunks=chunks)
     x = jax.ShapeDtypeStruct((2, 5), jnp.int32)
     logits, _ = jax.eval_shape(partial(GPT(config).apply, method="logits"), {"params": shapes(config)}, x)
     assert (logits.shape, logits.dtype) == ((2, vocab_size), jnp.float32)
 
 
-def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
+def test_dropout_share_and_mean() -> None:
+    """Dropout drops its share and keeps the mean."""
     x = jnp.ones((2, 100, 100))
     dropped = dropout(x, 0.3, jax.random.split(jax.random.key(0), 2))
     np.testing.assert_allclose(jnp.unique(dropped), [0, 1 / 0.7], rtol=1e-6)
@@ -232,7 +238,8 @@ def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
     assert dropout(x, 0.3, None) is x and dropout(x, 0.0, jax.random.split(jax.random.key(0), 2)) is x
 
 
-def test_dropout_of_a_row_depends_on_its_key_alone() -> None:
+def test_dropout_depends_on_row_key() -> None:
+    """The dropout of a row depends only on the key of the row."""
     config = dataclasses.replace(ODD, dropout=0.4)
     x = tokens(config, rows=4)
     keys = jax.random.split(jax.random.key(3), 4)
@@ -243,7 +250,8 @@ def test_dropout_of_a_row_depends_on_its_key_alone() -> None:
     assert (np.abs(other - losses).max(1) > 0.01).all()
 
 
-def test_dropout_is_at_every_site_and_differs_between_them() -> None:
+def test_dropout_sites() -> None:
+    """Dropout is applied at every site and differs between sites."""
     # With all weights zero but one bias of ones, what is left of the stream are the masks of one kind of site.
     config = dataclasses.replace(ODD, dropout=0.5, vocab_chunks=1)
     keys = jax.random.split(jax.random.key(0), 2)
@@ -261,8 +269,11 @@ def test_dropout_is_at_every_site_and_differs_between_them() -> None:
         assert all((mask != other).any(-1).all() for other in dropped[:i])
 
 
-def test_each_kind_of_dropout_has_its_own_rate() -> None:
-    """With the other two at zero only its own masks are drawn, and they are those of the common rate."""
+def test_dropout_rates() -> None:
+    """Each kind of dropout has its own rate.
+
+    With the other two at zero only its own masks are drawn, and they are those of the common rate.
+    """
     keys, x = jax.random.split(jax.random.key(0), 2), tokens(ODD)
     zero_rates = {f"{site}_dropout": 0.0 for site in ("embedding", "attention", "residual")}
 
@@ -282,13 +293,15 @@ def test_each_kind_of_dropout_has_its_own_rate() -> None:
     assert abs((embedded == 0).mean() - 0.4) < 0.05
 
 
-def test_rate_of_zero_is_no_dropout_bit_for_bit() -> None:
+def test_rate_zero_is_no_dropout() -> None:
+    """A rate of zero is no dropout, bit for bit."""
     x = tokens(ODD)
     keys = jax.random.split(jax.random.key(0), 2)
     np.testing.assert_array_equal(apply(ODD, params(ODD), x, x, keys), apply(ODD, params(ODD), x, x))
 
 
-def test_bfloat16_computes_near_float32_and_keeps_float32_parameters_and_losses() -> None:
+def test_bfloat16_is_near_float32() -> None:
+    """In bfloat16 the model is near float32, and parameters and losses stay float32."""
     x = tokens(ODD)
     model = GPT(ODD, jnp.bfloat16)
     losses = jax.jit(model.apply)({"params": params(ODD)}, x, x)

@@ -45,7 +45,8 @@ def test_weights_start_as_table_3_says() -> None:
 
 
 @pytest.mark.parametrize("parametrization", ["mup", "standard"])
-def test_queries_and_residual_outputs_start_at_zero_on_request(parametrization: str) -> None:
+def test_zero_initialised_layers(parametrization: str) -> None:
+    """Queries and residual outputs start at zero on request."""
     config = dataclasses.replace(CONFIG, zero_init=True)
     if parametrization == "standard":
         config = dataclasses.replace(config, parametrization="standard", mup_base_width=None)
@@ -54,7 +55,8 @@ def test_queries_and_residual_outputs_start_at_zero_on_request(parametrization: 
     assert zeros == {"query", "attention_out", "mlp_out"}
 
 
-def test_products_of_queries_and_keys_are_divided_by_the_head_dimension_and_nothing_else_changes() -> None:
+def test_attention_scale() -> None:
+    """Products of queries and keys are divided by the head dimension, and nothing else changes."""
     params = jax.tree.map(lambda x: np.random.default_rng(x.size).normal(0, 0.3, x.shape), initial(CONFIG))
     tokens = np.random.default_rng(0).integers(0, 1001, (2, 7))
 
@@ -67,7 +69,9 @@ def test_products_of_queries_and_keys_are_divided_by_the_head_dimension_and_noth
     assert not np.allclose(losses(), losses(**standard, attention_scale="sqrt"), rtol=1e-3)
 
 
-def test_families_that_are_not_tied_can_be_in_mup() -> None:
+def test_untied_families_in_mup() -> None:
+    """Families whose embeddings are not tied can be parametrized by mup."""
+
     def accepts(family: str) -> bool:
         try:
             GPTConfig(**{**dataclasses.asdict(SMALL), **FAMILIES[family], **MUP, "attention_scale": None})

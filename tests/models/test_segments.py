@@ -56,7 +56,8 @@ def blockwise_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_of_packed_documents_are_those_of_each_alone(kind: str, blockwise_from: int | None) -> None:
+def test_packed_losses(kind: str, blockwise_from: int | None) -> None:
+    """Losses of packed documents equal those of each document by itself."""
     model, params = model_and_params(kind, blockwise_from)
     tokens, targets, starts = packed()
     apply = jax.jit(lambda *args: model.apply(params, *args))
@@ -75,7 +76,8 @@ def test_losses_of_packed_documents_are_those_of_each_alone(kind: str, blockwise
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_packed_documents_are_the_sum_of_each_alone(kind: str) -> None:
+def test_packed_gradients(kind: str) -> None:
+    """Gradients of packed documents are the sum of those of each document by itself."""
     model, params = model_and_params(kind)
     tokens, targets, starts = (x[:1] for x in packed())
 
@@ -99,8 +101,11 @@ def test_gradients_of_packed_documents_are_the_sum_of_each_alone(kind: str) -> N
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5 * np.abs(y).max() + 1e-6)
 
 
-def test_rotary_positions_count_from_the_start_of_a_segment() -> None:
-    """Only differences count, but angles at high positions are rounded: a far segment would lose the last bits."""
+def test_rotary_positions_in_segments() -> None:
+    """Rotary positions count from the start of a segment.
+
+    Only differences count, but angles at high positions are rounded: a far segment would lose the last bits.
+    """
     frequencies = rotary_frequencies(dataclasses.replace(CONFIG, alibi_attn=False, positions="rotary"))
     x = jax.random.normal(jax.random.key(0), (1, 6, 3, 14))
     far, starts = 100_000, jnp.full((1, 6), 100_000)

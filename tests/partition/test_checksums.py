@@ -49,7 +49,8 @@ BITS = {f"{dtype} {shape}": make_bits(shape, dtype, i) for i, (shape, dtype) in 
 
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("axis", AXES, ids=str)
-def test_checksums_depend_on_nothing_but_the_elements(axis: zero.Axis, is_whole: bool) -> None:
+def test_checksums_depend_only_on_elements(axis: zero.Axis, is_whole: bool) -> None:
+    """Checksums depend only on the elements, not on shards or devices."""
     expected = checksums(BITS)
     assert checksums(BITS, axis, is_whole=is_whole) == expected
     assert set(expected) == set(BITS)
@@ -67,9 +68,10 @@ def test_checksums_depend_on_nothing_but_the_elements(axis: zero.Axis, is_whole:
     seed=st.integers(0, 2**32 - 1),
     is_whole=st.booleans(),
 )
-def test_any_tree_has_the_checksums_of_one_device(
+def test_checksums_of_random_trees(
     axis: zero.Axis, leaves: list[tuple[list[int], str]], seed: int, is_whole: bool
 ) -> None:
+    """Any tree has the checksums of one device."""
     tree = [make_bits(tuple(shape), dtype, seed + i) for i, (shape, dtype) in enumerate(leaves)]
     assert checksums(tree, axis, is_whole=is_whole) == checksums(tree)
 
@@ -79,7 +81,8 @@ PHASED = AXES[1]
 
 @settings(max_examples=50, deadline=None)
 @given(name=st.sampled_from([name for name, x in BITS.items() if x.size]), data=st.data())
-def test_one_bit_anywhere_changes_the_checksum_of_its_leaf(name: str, data: st.DataObject) -> None:
+def test_one_changed_bit(name: str, data: st.DataObject) -> None:
+    """One bit anywhere changes the checksum of its leaf."""
     x = BITS[name]
     place = data.draw(st.integers(0, x.size - 1))
     changed = x.copy()
@@ -94,7 +97,8 @@ def test_one_bit_anywhere_changes_the_checksum_of_its_leaf(name: str, data: st.D
 
 @settings(max_examples=50, deadline=None)
 @given(name=st.sampled_from([name for name, x in BITS.items() if x.size > 1]), data=st.data())
-def test_elements_that_trade_places_change_the_checksum(name: str, data: st.DataObject) -> None:
+def test_swapped_elements(name: str, data: st.DataObject) -> None:
+    """Elements that are swapped change the checksum."""
     x = BITS[name]
     i, j = data.draw(st.lists(st.integers(0, x.size - 1), min_size=2, max_size=2, unique=True))
     changed = x.copy()
@@ -104,7 +108,8 @@ def test_elements_that_trade_places_change_the_checksum(name: str, data: st.Data
     assert {leaf for leaf in BITS if before[leaf] != after[leaf]} == ({name} if is_change else set())
 
 
-def test_swaps_of_numbers_whose_bits_differ_little_change_the_checksum() -> None:
+def test_swapped_similar_numbers() -> None:
+    """Swaps of numbers whose bits differ little change the checksum."""
     x = np.asarray([1, -1, 2, 0, 0.5, -2], np.float32)
     orders = [np.random.default_rng(seed).permutation(6) for seed in range(200)]
     distinct = {tuple(order): x[order] for order in orders}
@@ -122,7 +127,8 @@ def test_padding_does_not_count(axis: zero.Axis) -> None:
 
 
 @pytest.mark.parametrize("axis", AXES, ids=str)
-def test_leaves_that_are_not_finite_are_named_whichever_device_holds_the_element(axis: zero.Axis) -> None:
+def test_not_finite_leaves_are_named(axis: zero.Axis) -> None:
+    """Leaves that are not finite are named whichever device holds the element."""
     whole = {name: np.ones((13, 3), dtype) for name, dtype in [("w", "float32"), ("b", jnp.bfloat16), ("n", "int32")]}
     whole |= {"s": np.ones((), np.float32), "m": np.full((13, 3), np.finfo(np.float32).max)}
     layout = zero.make_layout(whole, axis.shards)
@@ -217,7 +223,8 @@ def test_checksums_are_traced_once_a_layout(monkeypatch: pytest.MonkeyPatch) -> 
     assert traced == ["only here", "twice"]
 
 
-def test_checksums_on_chosen_devices_and_of_nothing() -> None:
+def test_chosen_devices_and_empty_trees() -> None:
+    """Checksums work on chosen devices, and for trees without leaves."""
     devices = jax.devices()[:4:-1]
     whole, axis = {"w": np.arange(7.0, dtype=np.float32)}, zero.Axis("batch", (1, 3))
     layout = zero.make_layout(whole, 3)
@@ -243,7 +250,8 @@ def test_checksums_refuse_leaves_of_one_name() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_, jnp.complex64, jnp.uint32])
-def test_check_replicated_names_the_leaves_that_differ(dtype: jnp.dtype) -> None:
+def test_check_replicated(dtype: jnp.dtype) -> None:
+    """`check_replicated` names the leaves that differ."""
     same = jnp.stack([jnp.asarray([0, 1, 1], dtype)] * 8)
     zero.check_replicated({"a": same, "b": [same]}, "batch")
     for device in range(8):

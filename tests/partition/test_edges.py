@@ -15,8 +15,11 @@ import zero
 from tests.partition.exact_training import local_grads, lower, make_params, replicate
 
 
-def test_slices_of_narrow_gradients_reach_the_optimizer_in_their_dtype() -> None:
-    """`scatter_mean` sums bfloat16 in float32 and leaves it so; moments would be promoted, and the scan refused."""
+def test_narrow_gradients_keep_their_dtype() -> None:
+    """Slices of narrow gradients reach the optimizer in their dtype.
+
+    `scatter_mean` sums bfloat16 in float32 and leaves it so; moments would be promoted, and the scan refused.
+    """
     params = {"w": np.full((16, 3), 1.5, jnp.bfloat16), "few": np.ones(3, jnp.bfloat16)}
     layout = zero.make_layout(params, 8)
     plain = optax.adam(0.1)
@@ -55,8 +58,11 @@ AROUND = {
 
 
 @pytest.mark.parametrize("name", AROUND)
-def test_wrappers_that_leave_gradients_unreduced_are_refused(name: str) -> None:
-    """What they do not hand in would be applied as it is on each device."""
+def test_unreduced_gradients_are_refused(name: str) -> None:
+    """Wrappers that leave gradients unreduced are refused.
+
+    What they do not hand in would be applied as it is on each device.
+    """
     params = {"w": np.ones((16, 3), np.float32), "b": np.ones(24, np.float32)}
     around, plain = AROUND[name], optax.adam(0.1)
     wrong = around(zero.shard_optimizer(plain, "batch"))
@@ -88,7 +94,8 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_wrappers_that_only_see_whole_updates_are_right(name: str) -> None:
+def test_wrappers_of_whole_updates(name: str) -> None:
+    """Wrappers that only see whole updates are right."""
     params, plain = make_params(), ALLOWED[name](optax.sgd(0.25, momentum=0.5))
     tx = ALLOWED[name](zero.shard_optimizer(optax.sgd(0.25, momentum=0.5), "batch"))
     start = (lambda p: optax.LookaheadParams(p, p)) if name == "lookahead" else (lambda p: p)
@@ -108,7 +115,8 @@ def test_wrappers_that_only_see_whole_updates_are_right(name: str) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x[0], y, rtol=1e-5, atol=1e-6), found, expected)
 
 
-def test_an_optimizer_that_is_sharded_twice_is_refused() -> None:
+def test_sharding_twice_is_refused() -> None:
+    """An optimizer that is sharded twice is refused."""
     sharded = zero.shard_optimizer(optax.adam(0.1), "batch")
     with pytest.raises(ValueError, match="sharded already"):
         zero.shard_optimizer(sharded, "batch")
@@ -117,13 +125,15 @@ def test_an_optimizer_that_is_sharded_twice_is_refused() -> None:
         lower(lambda p: nested.init(p), replicate(make_params()))
 
 
-def test_a_function_among_the_parameters_is_named() -> None:
+def test_function_among_parameters() -> None:
+    """A function among the parameters is named."""
     tx = zero.shard_optimizer(optax.adam(0.1), "batch")
     with pytest.raises(TypeError, match=r"leaf model/activation: .* array.* got a function"):
         jax.pmap(lambda x: tx.init({"model": {"activation": jnp.tanh, "w": x}}), "batch")(np.ones((8, 16)))
 
 
-def test_the_state_of_another_optimizer_is_named() -> None:
+def test_state_of_another_optimizer() -> None:
+    """The state of another optimizer is named."""
     params, tx = make_params(), zero.shard_optimizer(optax.adam(0.1), "batch")
     other = optax.sgd(0.1, momentum=0.9)
     with pytest.raises(ValueError, match=r"another optimizer.*: no 0/count, .*; not expected: 0/trace/b"):
@@ -142,7 +152,8 @@ def _as_dicts(state: Any) -> Any:
     return [dict(state[0]._asdict()), dict(state[1]._asdict())]
 
 
-def test_a_scalar_put_into_the_stacked_state_is_named() -> None:
+def test_scalar_in_stacked_state() -> None:
+    """A scalar put into the stacked state is named."""
     params = make_params()
     tx = zero.shard_optimizer(optax.inject_hyperparams(optax.adam)(0.1), "batch")
     state = jax.pmap(tx.init, "batch")(replicate(params))
@@ -156,8 +167,11 @@ def test_a_scalar_put_into_the_stacked_state_is_named() -> None:
     np.testing.assert_allclose(np.abs(updates["w"]).max(), 0.5, rtol=1e-4)
 
 
-def test_state_is_read_whole_beside_whole_parameters_inside_pmap() -> None:
-    """A dimension as long as there are devices: a slice of one row would be broadcast over all of them."""
+def test_whole_state_inside_pmap() -> None:
+    """State is read whole beside whole parameters inside pmap.
+
+    A dimension as long as there are devices: a slice of one row would be broadcast over all of them.
+    """
     params = {"w": np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)}
     plain = optax.contrib.schedule_free_sgd(0.1)
     tx = zero.shard_optimizer(plain, "batch")
@@ -178,8 +192,11 @@ def test_state_is_read_whole_beside_whole_parameters_inside_pmap() -> None:
     np.testing.assert_allclose(evaluated(replicate(params))["w"][3], right["w"], rtol=1e-6)
 
 
-def test_copies_of_a_global_array_are_compared() -> None:
-    """As the parameters of shard_map are: one array of which every device has a copy."""
+def test_copies_of_global_arrays() -> None:
+    """Copies of a global array are compared.
+
+    As the parameters of shard_map are: one array of which every device has a copy.
+    """
     mesh = jax.make_mesh((8,), ("data",))
     x = jax.device_put(np.ones(3, np.float32), jax.NamedSharding(mesh, jax.P()))
     zero.check_replicated({"w": x}, "data")

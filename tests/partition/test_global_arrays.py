@@ -15,7 +15,8 @@ from tests.partition.sharded_arrays import AXES, make_shards, make_whole
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("axis", AXES, ids=str)
-def test_to_global_is_the_whole_array_and_from_global_the_way_back(axis: zero.Axis, donate: bool) -> None:
+def test_global_round_trip(axis: zero.Axis, donate: bool) -> None:
+    """`to_global` gives the whole arrays, and `from_global` the shards again."""
     layout = zero.make_layout(make_whole(), axis.shards)
     shards = make_shards(layout, axis)
     before = {name: np.asarray(x) for name, x in shards.items()}
@@ -69,7 +70,8 @@ def test_each_device_compiles_one_program(caplog: pytest.LogCaptureFixture) -> N
     assert sum(message.startswith("Finished XLA compilation") for message in compiled) == 2 * 2 * 8
 
 
-def test_an_error_leaves_donated_arrays_as_they_were() -> None:
+def test_error_keeps_donated_arrays() -> None:
+    """An error leaves donated arrays as they were."""
     layout = zero.make_layout(make_whole(), 8)
     shards = make_shards(layout, zero.Axis("batch", (1, 8)))
     with pytest.raises(ValueError, match="leaf w"):
@@ -102,7 +104,8 @@ def elsewhere(x: np.ndarray, leaf: zero.LeafLayout) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("shape", [(5, 24), (8,), (2,), ()], ids=str)
-def test_arrays_that_are_not_donated_stay_as_they_were(shape: tuple[int, ...]) -> None:
+def test_undonated_arrays_stay(shape: tuple[int, ...]) -> None:
+    """Arrays that are not donated stay as they were."""
     ones = np.ones(shape, np.float32)
     layout = zero.make_layout({"w": ones, "again": ones}, 8)
     for name, x in elsewhere(ones.copy(), layout.leaves[0]).items():
@@ -112,7 +115,8 @@ def test_arrays_that_are_not_donated_stay_as_they_were(shape: tuple[int, ...]) -
             np.testing.assert_array_equal(x, ones, name)
 
 
-def test_from_global_takes_arrays_that_lie_elsewhere() -> None:
+def test_from_global_moves_arrays() -> None:
+    """`from_global` takes arrays from other devices."""
     axis = zero.Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7))
     layout = zero.make_layout({"w": jnp.zeros((5, 24))}, 8)
     expected = make_shards(zero.make_layout(make_whole(), 8), axis)["w"]
@@ -151,7 +155,8 @@ def test_devices_in_another_order() -> None:
     np.testing.assert_array_equal(gathered["odd"][0], whole["odd"])
 
 
-def test_padding_is_named_where_from_global_lacks_it() -> None:
+def test_missing_padding_is_named() -> None:
+    """An array without the padding that `from_global` expects is named."""
     layout = zero.make_layout({"w": jax.ShapeDtypeStruct((9,), jnp.float32)}, 8)
     with pytest.raises(ValueError, match=r"float32\[16\], padding included, got float32\[9\]; zero\.from_host"):
         zero.from_global({"w": np.zeros(9, np.float32)}, layout, "batch")

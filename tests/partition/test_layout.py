@@ -43,7 +43,8 @@ def test_any_tree_is_split_evenly(shapes: list[tuple[int, ...]], shards: int) ->
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4).map(tuple), st.integers(1, 33))
 @settings(max_examples=100, deadline=None)
-def test_a_stacked_leaf_is_split_as_one_of_its_layers(shape: tuple[int, ...], shards: int) -> None:
+def test_split_of_stacked_leaf(shape: tuple[int, ...], shards: int) -> None:
+    """A stacked leaf is split as one of its layers."""
     stacked = zero.make_layout({"blocks": [of(shape)]}, shards, stacked=["blocks"])
     layer = zero.make_layout([of(shape[1:])], shards)
     assert [leaf.shard_shape for leaf in stacked.at("blocks").leaves] == [leaf.shard_shape for leaf in layer.leaves]
@@ -66,7 +67,8 @@ def test_choice_of_the_dimension(shape: tuple[int, ...], shards: int, shard_shap
     assert zero.make_layout(of(shape), shards).leaves[0].shard_shape == shard_shape
 
 
-def test_table_says_what_is_split_padded_and_whole() -> None:
+def test_layout_table() -> None:
+    """The printed layout shows which leaves are split, padded or whole."""
     layout = zero.make_layout({"w": of((13, 3)), "b": of((3,))}, 8)
     assert str(layout).splitlines() == [
         "42 elements in 2 leaves over 8 shards: 36 bytes per device, 9 elements of padding, "
@@ -82,7 +84,8 @@ def table(layout: zero.Layout) -> list[str]:
     return [" ".join(line.split()) for line in str(layout).splitlines()[2:]]
 
 
-def test_table_shows_the_moves_of_groups_and_the_shape_that_they_lead_to() -> None:
+def test_layout_table_of_groups() -> None:
+    """The printed layout shows the moves of groups and the shape that they lead to."""
     tree = {"layers": {"experts": of((2, 8, 5, 3)), "few": of((2, 4)), "query": of((2, 16, 24))}}
     experts: Any = {"expert": 2, "is_expert": lambda name: "query" not in name}
     layout = zero.make_layout(tree, 8, stacked=["layers"], **experts)
@@ -129,7 +132,8 @@ def test_mistakes_are_named() -> None:
     [optax.adamw(0.1), optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2), optax.inject_hyperparams(optax.lion)(0.1)],
 )
 @pytest.mark.parametrize("shards", [1, 3, 8])
-def test_state_of_an_elementwise_optimizer_is_split_like_its_parameters(tx: Any, shards: int) -> None:
+def test_split_of_elementwise_state(tx: Any, shards: int) -> None:
+    """State of an elementwise optimizer is split like its parameters."""
     tree = {"blocks": {"w": of((4, 13, 24)), "b": of((4, 24))}, "mu": of((9,)), "w": of((9, 3)), "s": of(())}
     layout = zero.make_layout(tree, shards, stacked=["blocks"])
     derived = zero.derive_layout(tx.init, layout)
@@ -137,7 +141,8 @@ def test_state_of_an_elementwise_optimizer_is_split_like_its_parameters(tx: Any,
     assert jax.tree.map(np.shape, derived.shard_shapes()) == jax.tree.map(np.shape, on_shards)
 
 
-def test_factored_state_is_whole_where_it_has_another_shape() -> None:
+def test_factored_state_is_whole() -> None:
+    """Factored state is whole where it has another shape."""
     layout = zero.make_layout({"w": of((256, 128)), "b": of((256,))}, 8)
     state = zero.derive_layout(optax.adafactor(0.1).init, layout)
     shapes = {leaf.name.partition("/")[2]: leaf.shard_shape for leaf in state.leaves}

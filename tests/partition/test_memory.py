@@ -31,8 +31,11 @@ def test_memory_counts_what_devices_hold() -> None:
     assert "bfloat16" in str(table) and f"{whole:,}" in str(table)
 
 
-def test_memory_counts_state_that_depends_on_whole_shapes() -> None:
-    """A matrix that Adafactor factors as a whole, but whose shard is too small to be factored."""
+def test_memory_of_factored_state() -> None:
+    """Memory counts state that depends on whole shapes.
+
+    A matrix that Adafactor factors as a whole, but whose shard is too small to be factored.
+    """
     params = {"w": jnp.ones((128, 256))}
     layout = zero.make_layout(params, 8)
     tx = zero.on_shards(zero.adafactor(1e-3), layout, "batch")

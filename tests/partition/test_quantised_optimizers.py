@@ -100,7 +100,8 @@ def sharded(tx: optax.GradientTransformation, devices: int, params: Any) -> tupl
         ("lion", "int8", jnp.bfloat16),
     ],
 )
-def test_slices_are_held_as_in_the_whole_bit_for_bit(name: str, dtype: str, params_dtype: Any, devices: int) -> None:
+def test_slices_equal_whole(name: str, dtype: str, params_dtype: Any, devices: int) -> None:
+    """Quantised state of slices equals slices of the quantised whole, bit for bit."""
     got = sharded(optimizer(name, dtype), devices, make_params(params_dtype))
     expected = unsharded(name, dtype, params_dtype)
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
@@ -195,8 +196,11 @@ def test_levels_are_kept() -> None:
         np.testing.assert_array_equal(again[1], nu[1:])
 
 
-def test_a_moment_that_changes_by_less_than_a_level_changes_in_the_mean() -> None:
-    """b2 = 0.999: the mean square decays by a thousandth per step, and levels are a quarter apart."""
+def test_stochastic_rounding_of_moments() -> None:
+    """A moment that changes by less than a level per step changes in the mean.
+
+    b2 = 0.999: the mean square decays by a thousandth per step, and levels are a quarter apart.
+    """
     tx = scale_by_adam(0.9, 0.999, mask=lambda params: jax.tree.map(lambda _: True, params))
     params = jnp.ones(20_000)
     state = tx.update(jnp.full(20_000, 1e-3), tx.init(params))[1]
@@ -209,7 +213,8 @@ def test_a_moment_that_changes_by_less_than_a_level_changes_in_the_mean() -> Non
     np.testing.assert_allclose(jnp.mean(v), 1e-9 * 0.999**500, rtol=0.02)
 
 
-def test_weights_move_where_the_nearest_would_stay() -> None:
+def test_stochastic_rounding_of_weights() -> None:
+    """Weights move by stochastic rounding where rounding to nearest would not move them."""
     params = jnp.ones(10_000, jnp.bfloat16)
     tx = optax.chain(optax.sgd(1.0), zero.round_stochastically())
     state = tx.init(params)
@@ -223,7 +228,8 @@ def test_weights_move_where_the_nearest_would_stay() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.0, -0.0])
-def test_weights_that_are_not_numbers_stay_so(value: float) -> None:
+def test_nan_weights_stay_nan(value: float) -> None:
+    """Weights that are NaN stay NaN."""
     for random in (0, 0xFFFF):
         got = float(to_bfloat16(jnp.float32(value), jnp.uint32(random)))
         if abs(value) < 1:
@@ -244,8 +250,11 @@ def per_tensor(x: jax.Array, levels: int) -> jax.Array:
     return jnp.round(x / step) * step
 
 
-def test_updates_stay_bounded_where_one_scale_per_tensor_divides_by_nothing() -> None:
-    """Small elements beside large ones."""
+def test_updates_stay_bounded() -> None:
+    """Updates stay bounded where one scale per tensor would divide by zero.
+
+    Small elements beside large ones.
+    """
     tx = scale_by_adam(0.9, 0.95)
     plain = optax.scale_by_adam(0.9, 0.95)
     scale = jnp.asarray(10 ** np.random.default_rng(0).uniform(-9, 5, 4096), jnp.float32)
@@ -263,7 +272,8 @@ def test_updates_stay_bounded_where_one_scale_per_tensor_divides_by_nothing() ->
     assert np.sqrt(np.mean(error[is_inside] ** 2)) < 0.2 * float(jnp.sqrt(jnp.mean(expected**2)))
 
 
-def test_random_bits_differ_by_step_leaf_and_place_and_look_uniform() -> None:
+def test_random_bits() -> None:
+    """Random bits differ by step, leaf and position, and look uniform."""
     shape = (64, 4096)
     bits = [np.asarray(x).reshape(-1) for x in randoms(shape)]
     bits += [np.asarray(randoms(shape, step=1)[0]).reshape(-1)]
@@ -289,7 +299,8 @@ def test_what_cannot_be_held_is_refused() -> None:
         zero.round_stochastically().update(jnp.ones(3), quantised_optimizers.RoundingState(jnp.int32(0)))
 
 
-def test_leaves_that_are_no_floats_or_have_no_gradient() -> None:
+def test_integers_and_missing_gradients() -> None:
+    """Leaves that are no floats, or that have no gradient, are left as they are."""
     params = {"c": jnp.ones(5000, jnp.complex64), "w": jnp.ones((64, 64)), "none": None}
     tx, plain = scale_by_adam(), optax.scale_by_adam()
     grads = jax.tree.map(lambda p: p * (1 + 1j) if jnp.iscomplexobj(p) else p, params)

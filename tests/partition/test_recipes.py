@@ -132,7 +132,8 @@ def test_an_average_in_another_dtype() -> None:
     assert saved["w"].dtype == np.float32
 
 
-def test_a_loop_of_steps_in_one_call() -> None:
+def test_loop_of_steps() -> None:
+    """A loop of steps runs in one call."""
     recipe = run("A loop of steps in one call")
     params = replicate(make_params())
     state = jax.pmap(recipe["tx"].init, "batch")(params)

@@ -81,7 +81,8 @@ def run(name: str, mesh: Mesh, tx: zero.ShardedOptimizer, start: Any = None, ste
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("mesh_name", MESHES)
-def test_a_run_of_shard_map_is_that_of_pmap_and_each_reads_the_other(mesh_name: str, kind: AxisType) -> None:
+def test_shard_map_equals_pmap(mesh_name: str, kind: AxisType) -> None:
+    """A run under shard_map equals one under pmap, and each reads the state of the other."""
     mesh = make_mesh(mesh_name, kind)
     # A norm over parameters that another axis cuts is that of a part only.
     name = "hyperparameters" if "cut" in mesh_name else "clipped adamw"
@@ -122,8 +123,11 @@ def assert_same(x: Any, y: Any) -> None:
     np.testing.assert_array_equal(x, y)
 
 
-def test_padding_inside_the_parts_of_another_axis_comes_off() -> None:
-    """Five rows for each of two devices on the model axis, padded to eight over four on the data axis."""
+def test_padding_inside_model_parts() -> None:
+    """Padding inside the parts of another mesh axis is removed.
+
+    Five rows for each of two devices on the model axis, padded to eight over four on the data axis.
+    """
     mesh = make_mesh("cut by model", AxisType.Explicit)
     params = place({"w": np.arange(10, dtype=np.float32)}, mesh, P("model"))
     tx = zero.shard_optimizer(optax.adam(0.1), "data")
@@ -134,8 +138,11 @@ def test_padding_inside_the_parts_of_another_axis_comes_off() -> None:
     jax.tree.map(np.testing.assert_array_equal, zero.whole_state(state, tx, params), whole)
 
 
-def test_varying_axes_that_jax_tracks_are_refused_in_one_line() -> None:
-    """Autodiff has summed the gradients of replicated parameters there: a mean would be eight times too large."""
+def test_check_vma_is_refused() -> None:
+    """Varying axes that jax tracks are refused in one line.
+
+    Autodiff has summed the gradients of replicated parameters there: a mean would be eight times too large.
+    """
     mesh = make_mesh("one axis", AxisType.Explicit)
     tx, layout = zero.shard_optimizer(optax.adam(0.1), "data"), zero.make_layout({"w": np.ones(16, np.float32)}, 8)
     x = jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, P("data")))
@@ -189,8 +196,11 @@ def test_mistakes_with_meshes_are_named() -> None:
 
 
 @pytest.mark.parametrize("mesh_name", ["one axis", "two axes"])
-def test_other_slices_leave_and_enter_as_global_arrays(mesh_name: str) -> None:
-    """An average of the parameters: stored as it is, whole on the host, and back."""
+def test_other_slices_as_global_arrays(mesh_name: str) -> None:
+    """Other slices are saved and restored as global arrays.
+
+    An average of the parameters: stored as it is, whole on the host, and back.
+    """
     mesh, params = make_mesh(mesh_name, AxisType.Explicit), make_params()
     layout = zero.make_layout(params, mesh.shape["data"])
     shapes = zero.global_shapes(layout, "data", mesh)
@@ -209,7 +219,8 @@ def test_other_slices_leave_and_enter_as_global_arrays(mesh_name: str) -> None:
         zero.to_global(jax.tree.map(lambda x: np.broadcast_to(x, (8, *x.shape)), params), layout, "data", mesh)
 
 
-def test_state_that_was_restored_compiles_nothing_again() -> None:
+def test_restored_state_compiles_nothing() -> None:
+    """State that was restored compiles nothing again."""
     mesh = make_mesh("two axes", AxisType.Explicit)
     tx = zero.shard_optimizer(optax.adam(0.1), "data")
     params = place(make_params(), mesh, P())
@@ -224,7 +235,8 @@ def test_state_that_was_restored_compiles_nothing_again() -> None:
     assert step._cache_size() == compiled
 
 
-def test_the_state_of_one_device_is_whole_under_shard_map_but_a_slice_of_pmap_is_not() -> None:
+def test_state_of_one_device() -> None:
+    """The state of one device is whole under shard_map, but a slice of pmap is not."""
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     tx, params = zero.shard_optimizer(optax.adam(0.1), "data"), make_params()
     init, _ = programs(tx, mesh, place(params, mesh, P()), P())

@@ -56,7 +56,8 @@ def test_reduction(reduction: Any, reduce: Any) -> None:
     )
 
 
-def test_narrow_gradients_are_summed_in_float32_and_reach_the_transform_as_they_were() -> None:
+def test_narrow_gradients_are_summed_in_float32() -> None:
+    """Narrow gradients are summed in float32 and reach the transform in their own dtype."""
     seen = []
 
     def look(updates: jax.Array, _: Any) -> jax.Array:
@@ -78,7 +79,8 @@ def test_wire_dtype_rounds_what_travels() -> None:
     np.testing.assert_array_equal(updates, 8.0)
 
 
-def test_trust_runs_the_transform_as_it_is() -> None:
+def test_trusted_transform() -> None:
+    """A trusted transform runs as it is."""
     tx = zero.shard_optimizer(optax.clip_by_global_norm(1.0), "batch", trust=True)
     updates = jax.pmap(lambda g: tx.update(g, tx.init(g), g)[0], "batch")(jnp.full((8, 16), 3.0))
     # The norm of a slice of two, as promised to nobody.
@@ -99,7 +101,8 @@ def test_extra_arguments_reach_the_transform() -> None:
     assert state.slices[1].scale[0] < 1
 
 
-def test_state_is_laid_out_like_the_parameters_and_moves_to_another_number_of_devices() -> None:
+def test_state_moves_between_device_counts() -> None:
+    """State is laid out like the parameters and moves to another number of devices."""
     tx = optax.inject_hyperparams(optax.adamw)(optax.constant_schedule(0.1))
     params, state = train(zero.shard_optimizer(tx, "batch"), make_params())
     layout = zero.derive_layout(tx.init, zero.make_layout(make_params(), 8))
@@ -147,7 +150,8 @@ def test_global_norm_counts_each_element_once(axis: zero.Axis) -> None:
 
 
 @pytest.mark.parametrize("axis", AXES.values(), ids=AXES)
-def test_global_norm_does_not_read_padding_and_knows_every_dtype(axis: zero.Axis) -> None:
+def test_global_norm(axis: zero.Axis) -> None:
+    """The global norm ignores padding and supports every dtype."""
     params = {"w": np.ones((13, 3), np.float32), "c": np.full((9,), 3 + 4j, np.complex64), "n": np.full((9,), 2, int)}
     layout = zero.make_layout(params, axis.shards)
 

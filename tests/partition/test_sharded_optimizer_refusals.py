@@ -64,7 +64,8 @@ def test_mistakes_are_named() -> None:
         ),
     ],
 )
-def test_guard_names_the_transform_and_what_is_right(tx: Any, message: str) -> None:
+def test_refusal_names_the_remedy(tx: Any, message: str) -> None:
+    """The refusal names the transform and the remedy."""
     params = {"w": jnp.zeros((13, 24)), "b": jnp.zeros((24,))}
     sharded = zero.shard_optimizer(tx, "batch")
     with pytest.raises(zero.NotElementwiseError, match=message):
@@ -81,15 +82,19 @@ def test_line_searches_are_refused() -> None:
         lower(update, {"w": jnp.zeros((8, 13, 24))})
 
 
-def test_an_update_of_another_shape_is_refused() -> None:
-    """Padded and sliced, a row for all rows would be a row for the first."""
+def test_update_shape_is_checked() -> None:
+    """An update of another shape is refused.
+
+    Padded and sliced, a row for all rows would be a row for the first.
+    """
     for make in (lambda x: x[:1], lambda x: jnp.sum(x, 1, keepdims=True), lambda x: 0.0, lambda x: x[None]):
         tx = zero.shard_optimizer(optax.stateless(lambda g, _, make=make: jax.tree.map(make, g)), "batch")
         with pytest.raises(ValueError, match=r"leaf w: the update of \(13, 6\) became one of \("):
             lower(lambda g, tx=tx: tx.update(g, tx.init(g), g), {"w": np.ones((8, 13, 6), np.float32)})
 
 
-def test_a_state_that_grows_or_changes_its_shape_is_refused() -> None:
+def test_state_shape_is_checked() -> None:
+    """A state that grows or changes its shape is refused."""
     p = {"w": np.ones((8, 13, 6), np.float32)}
     grows = zero.shard_optimizer(optax.GradientTransformation(lambda p: [], lambda u, s, p=None: (u, [*s, u])), "batch")
     with pytest.raises(ValueError, match="the layout has no leaf 0/w"):
@@ -136,8 +141,11 @@ def test_transforms_of_local_gradients_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["chain", "named_chain", "apply_if_finite"])
-def test_transforms_of_slices_of_gradients_are_refused(name: str) -> None:
-    """Each device would clip its slices by their own norm, or wait alone in a gather that it alone decided on."""
+def test_transforms_of_gradient_slices(name: str) -> None:
+    """Transforms of slices of gradients are refused.
+
+    Each device would clip its slices by their own norm, or wait alone in a gather that it alone decided on.
+    """
     scattered = zero.shard_optimizer(optax.sgd(0.1), "batch", reduction="scattered")
     tx = AROUND[name](scattered)
     first = optax.chain(scattered, optax.scale(0.5))

@@ -115,7 +115,9 @@ def test_complex_and_integer_leaves() -> None:
             np.testing.assert_allclose(got[name][3], x, rtol=1e-6)
 
 
-def test_weak_types_are_kept_so_that_a_scan_accepts_the_state() -> None:
+def test_weak_types_are_kept() -> None:
+    """Weak types are kept so that a scan accepts the state."""
+
     def run(_: jax.Array) -> Any:
         params = {"w": jnp.broadcast_to(jnp.asarray(1.0), (13,)), "v": jnp.ones(9)}
         assert jax.typeof(params["w"]).weak_type

@@ -153,8 +153,11 @@ def test_dtypes() -> None:
         np.testing.assert_allclose(x, y, atol=0.03 * float(jnp.max(jnp.abs(y))))
 
 
-def test_stage_3_holds_one_layer_at_a_time() -> None:
-    """What the compiled gradient needs besides arguments and results grows by less than the layers that are added."""
+def test_stage_3_memory() -> None:
+    """Stage 3 holds one gathered layer at a time.
+
+    What the compiled gradient needs besides arguments and results grows by less than the layers that are added.
+    """
     axis = AXES["eight"]
 
     def temporaries(layers: int) -> int:
@@ -267,8 +270,11 @@ class SpectrallyNormed(nn.Module):
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("module", [WeightNormed(), SpectrallyNormed(), SpectrallyNormed(update_stats=True)])
-def test_modules_that_map_variables_of_their_own(module: Any, stage: int) -> None:
-    """Values, gradients and statistics, which are whole."""
+def test_modules_with_mapped_variables(module: Any, stage: int) -> None:
+    """Modules that map variables themselves compute the same on shards.
+
+    Values, gradients and statistics, which are whole.
+    """
     x = make_batch(8)
     variables = dict(module.init(jax.random.key(0), x[0]))
     params = variables.pop("params")
@@ -297,7 +303,9 @@ def test_modules_that_map_variables_of_their_own(module: Any, stage: int) -> Non
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_a_method_that_is_not_lifted_says_what_it_got() -> None:
+def test_unlifted_method() -> None:
+    """A method that is not lifted makes whole parameters, which a lifted one refuses by their shape."""
+
     class Two(nn.Module):
         def setup(self) -> None:
             self.dense = nn.Dense(13)
@@ -333,7 +341,8 @@ def test_shapes_are_checked() -> None:
             jax.pmap(lambda x, fn=fn: fn(x, layout, "batch"), "batch").lower(slices)
 
 
-def test_shapes_of_what_is_handed_in_are_checked() -> None:
+def test_argument_shapes_are_checked() -> None:
+    """The shapes of arguments are checked."""
     layout = zero.make_layout({"w": np.ones((13, 6), np.float32)}, 8)
     slices, whole = {"w": np.ones((8, 2, 6), np.float32)}, {"w": np.ones((8, 13, 6), np.float32)}
     lifted: Any = zero.fully_shard(lambda params: jnp.sum(params["w"]), layout, "batch")

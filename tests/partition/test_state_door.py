@@ -26,8 +26,11 @@ def updated(tx: Any, params: Any, **extra: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
-def test_state_is_saved_in_the_dtype_that_is_held(dtype: Any) -> None:
-    """Whatever the copy of the parameters is in that was at hand."""
+def test_saved_dtype_of_state(dtype: Any) -> None:
+    """State is saved in the dtype in which it is held.
+
+    Whatever the copy of the parameters is in that was at hand.
+    """
     tx, params = zero.shard_optimizer(optax.adam(0.1), "batch"), make_params()
     state = updated(tx, params)
     expected = zero.whole_state(state, tx, params)
@@ -36,7 +39,8 @@ def test_state_is_saved_in_the_dtype_that_is_held(dtype: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_an_average_is_saved_in_the_dtype_that_is_held() -> None:
+def test_saved_dtype_of_averages() -> None:
+    """An average is saved in the dtype in which it is held."""
     params = {"w": np.full(13, VALUE), "few": np.full(3, VALUE)}
     layout = zero.make_layout(narrow(params, jnp.bfloat16), 8)
     held = jax.pmap(lambda p: zero.shard(p, layout, "batch"), "batch")(replicate(params))
@@ -47,8 +51,11 @@ def test_an_average_is_saved_in_the_dtype_that_is_held() -> None:
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_state_that_optax_promotes_is_restored_as_it_was_saved(wide: bool) -> None:
-    """A rate in the dtype of the first leaf makes moments of narrower leaves wider, in the unsharded program too."""
+def test_promoted_state(wide: bool) -> None:
+    """State that optax promotes is restored as it was saved.
+
+    A rate in the dtype of the first leaf makes moments of narrower leaves wider, in the unsharded program too.
+    """
     with jax.enable_x64(wide):
         params = {"a": np.full(16, VALUE, np.float64 if wide else np.float32), "b": np.full((13, 3), 1, jnp.bfloat16)}
         plain = optax.inject_hyperparams(optax.adamw)(0.1)
@@ -68,7 +75,8 @@ def test_state_that_optax_promotes_is_restored_as_it_was_saved(wide: bool) -> No
             jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), again, right)
 
 
-def test_another_dtype_is_refused_without_a_hint_about_shapes() -> None:
+def test_other_dtype_is_refused() -> None:
+    """Another dtype is refused without a hint about shapes."""
     layout = zero.make_layout({"few": jax.ShapeDtypeStruct((3,), np.float32)}, 8)
     for dtype in (np.float16, np.int32):
         with pytest.raises(ValueError, match=r"leaf few: expected .*float32\[3\], .* got \w+\[3\]$"):
@@ -85,8 +93,11 @@ def test_devices_in_another_order_are_named(leave: Any) -> None:
     leave(shards, layout, "batch", devices)
 
 
-def test_state_that_differs_where_it_should_not_is_named() -> None:
-    """Each device has decided by its own loss."""
+def test_differing_state_is_named() -> None:
+    """State that differs between devices, though it should not, is named.
+
+    Each device has decided by its own loss.
+    """
     params = {"w": np.ones((16, 8), np.float32)}
     tx = zero.shard_optimizer(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=0)), "batch")
 
@@ -102,7 +113,8 @@ def test_state_that_differs_where_it_should_not_is_named() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (8, 1)])
-def test_copies_of_slices_that_differ_are_named(shape: tuple[int, int]) -> None:
+def test_differing_copies_are_named(shape: tuple[int, int]) -> None:
+    """Copies of slices that differ are named."""
     axis = zero.Axis("batch", shape)
     layout = zero.make_layout({"w": jax.ShapeDtypeStruct((16, 3), np.float32)}, axis.shards)
     held = jax.pmap(lambda p: zero.shard(p, layout, axis), "batch")({"w": np.ones((8, 16, 3), np.float32)})

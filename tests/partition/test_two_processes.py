@@ -23,7 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["flat", "hybrid", "phases"])
-def test_what_two_processes_stored_one_process_reads(folder: Path, name: str) -> None:
+def test_one_process_reads_two(folder: Path, name: str) -> None:
+    """One process reads what two processes have stored."""
     shapes = {"w": (5, 24), "odd": (13, 3), "b": (9,), "scalar": ()}
     rng = np.random.default_rng(0)
     whole = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -37,7 +38,8 @@ def test_what_two_processes_stored_one_process_reads(folder: Path, name: str) ->
         np.testing.assert_array_equal(x[0], whole[leaf])
 
 
-def test_two_processes_found_the_checksums_of_one(folder: Path) -> None:
+def test_checksums_of_two_processes(folder: Path) -> None:
+    """Two processes find the checksums of one."""
     shapes = {"w": (5, 24), "odd": (13, 3), "b": (9,), "scalar": ()}
     rng = np.random.default_rng(0)
     whole = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}

@@ -74,7 +74,8 @@ CASES = [(name, "flat") for name in OPTIMIZERS] + [(n, g) for n in ("adamw", "fa
 
 
 @pytest.mark.parametrize(("name", "groups"), CASES)
-def test_state_leaves_and_enters_as_the_unsharded_program_has_it(name: str, groups: str) -> None:
+def test_state_round_trip(name: str, groups: str) -> None:
+    """State is saved and restored in the form of the unsharded program."""
     plain, right = OPTIMIZERS[name]
     tx, params = zero.shard_optimizer(right, GROUPS[groups]), make_params()
     sharded_params = replicate(params, 8)
@@ -105,8 +106,11 @@ def test_state_leaves_and_enters_as_the_unsharded_program_has_it(name: str, grou
     jax.tree.map(np.testing.assert_array_equal, zero.whole_state(back, tx, params), whole)
 
 
-def test_state_of_every_transform_leaves_and_enters_bit_for_bit() -> None:
-    """As `init` makes it: that of all transforms of optax, in one program, and of those of zero."""
+def test_round_trip_of_every_transform() -> None:
+    """The state of every transform is saved and restored bit for bit.
+
+    As `init` makes it: that of all transforms of optax, in one program, and of those of zero.
+    """
     params = optax_transforms.PARAMS
     warned = {name for name, why in optax_transforms.UNUSABLE.items() if "warning" in why or "each example" in why}
     made = {name: make() for name, make in optax_transforms.TRANSFORMS.items() if name not in warned}
@@ -135,8 +139,11 @@ class Device(NamedTuple):
     number: int
 
 
-def test_no_device_holds_more_than_its_share_while_state_is_made_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two processes with four devices each: a quarter of a leaf, by what the compiler says."""
+def test_memory_of_whole_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No device holds more than its share while state is made whole.
+
+    Of two processes with four devices each: a quarter of a leaf, by what the compiler says.
+    """
     program = whole_state._gather_program
     made: list[Any] = []
     monkeypatch.setattr(whole_state, "_gather_program", lambda name, groups, _: made.append((name, groups)))
@@ -149,7 +156,8 @@ def test_no_device_holds_more_than_its_share_while_state_is_made_whole(monkeypat
 
 
 @pytest.mark.parametrize("devices", [1, 3])
-def test_state_moves_to_another_number_of_devices(devices: int) -> None:
+def test_other_number_of_devices(devices: int) -> None:
+    """State moves to another number of devices."""
     tx, params = zero.shard_optimizer(optax.adam(0.1), "batch"), make_params()
     _, state = stepper(tx)(
         replicate(params, 8), jax.pmap(tx.init, "batch")(replicate(params, 8)), replicate(grads_at(0), 8)
@@ -182,7 +190,8 @@ def trained() -> tuple[Any, Any, Any, Any]:
     ],
     ids=["unreplicate", "x[0]", "numpy", "shard", "out_axes", "nested"],
 )
-def test_taking_one_slice_is_refused_where_it_happens(take: Any, trained: Any) -> None:
+def test_taking_one_slice_is_refused(take: Any, trained: Any) -> None:
+    """Taking one slice is refused where it happens."""
     with pytest.raises(ValueError, match=r"one device's slice .* zero.whole_state\(opt_state, tx, params\)"):
         take(trained[3])
 
@@ -199,7 +208,8 @@ def test_slices_that_stay_together_pass(trained: Any) -> None:
     jax.eval_shape(lambda s: jax.tree.map(lambda x: x[0], s), state)
 
 
-def test_a_foreign_slice_makes_updates_nan_and_is_named_on_the_host(trained: Any) -> None:
+def test_foreign_slice(trained: Any) -> None:
+    """A foreign slice makes updates NaN and is named on the host."""
     tx, params, step, state = trained
     leaves, treedef = jax.tree.flatten(state)
     copies = jax.tree.unflatten(treedef, [np.broadcast_to(x[0], x.shape) for x in leaves])
@@ -240,7 +250,9 @@ def test_mistakes_on_the_host_are_named(trained: Any) -> None:
         zero.shard_state(padded, tx, params)
 
 
-def test_random_keys_and_python_numbers_in_state() -> None:
+def test_keys_and_numbers_in_state() -> None:
+    """Random keys and Python numbers in the state are saved and restored."""
+
     def init(params: Any) -> Any:
         return {"key": jax.random.key(7), "rate": 0.5, "mu": params}
 
@@ -253,7 +265,8 @@ def test_random_keys_and_python_numbers_in_state() -> None:
     np.testing.assert_array_equal(whole["mu"]["w"], params["w"])
 
 
-def test_averages_of_parameters_leave_whole_and_come_back() -> None:
+def test_round_trip_of_averages() -> None:
+    """Averages of parameters are saved whole and restored."""
     params = make_params()
     layout = zero.make_layout(params, 8)
 
@@ -272,7 +285,8 @@ def test_averages_of_parameters_leave_whole_and_come_back() -> None:
 
 
 @pytest.mark.parametrize("sum_or_mean", ["sum", "mean"])
-def test_gradients_are_clipped_and_logged_between_reduction_and_update(sum_or_mean: str) -> None:
+def test_clipping_between_reduction_and_update(sum_or_mean: str) -> None:
+    """Gradients are clipped and logged between reduction and update."""
     params = make_params()
     layout = zero.make_layout(params, 8)
     tx = zero.shard_optimizer(optax.adam(0.1), "batch", reduction="scattered")
@@ -309,7 +323,8 @@ def test_gradients_are_clipped_and_logged_between_reduction_and_update(sum_or_me
         jax.pmap(lambda p: tx.update(p, tx.init(p)), "batch")(replicate(params, 8))
 
 
-def test_steps_in_a_scan_with_donated_state() -> None:
+def test_scan_with_donated_state() -> None:
+    """Steps run in a scan with donated state."""
     tx, params = zero.shard_optimizer(optax.adam(0.1), "batch"), make_params()
     grads = jax.tree.map(lambda *xs: np.stack(xs), *(grads_at(i) for i in range(4)))
 
@@ -335,7 +350,8 @@ def test_steps_in_a_scan_with_donated_state() -> None:
     assert after.shard.ravel().tolist() == list(range(8))
 
 
-def test_parameters_that_pmap_takes_with_in_axes_none() -> None:
+def test_parameters_with_in_axes_none() -> None:
+    """Parameters may be passed to pmap with in_axes=None."""
     tx, params = zero.shard_optimizer(optax.adam(0.1), "batch"), make_params()
 
     @partial(jax.pmap, axis_name="batch", in_axes=(None, 0, 0), out_axes=(None, 0))
@@ -378,8 +394,11 @@ REDUCTIONS = {
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_each_reduction_means_what_the_page_says(name: str) -> None:
-    """Of docs/pmap-programs.md: sharded and plain agree, and are the gradient of the loss over all examples."""
+def test_documented_reductions(name: str) -> None:
+    """Each reduction computes what the documentation says.
+
+    Of docs/pmap-programs.md: sharded and plain agree, and are the gradient of the loss over all examples.
+    """
     reduction, of_loss, reduce = REDUCTIONS[name]
     tx = zero.shard_optimizer(optax.sgd(1.0), "batch", reduction=reduction)  # type: ignore[arg-type]
     x = np.random.default_rng(0).integers(-8, 9, (8, 11)).astype(np.float32)

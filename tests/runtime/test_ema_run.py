@@ -1,8 +1,6 @@
 """A run that keeps a moving average of its weights: resumed, moved to other devices, and evaluated."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -10,8 +8,7 @@ import pytest
 
 import zero
 from tests.helpers import cli
-from zero.partition.layout import derive_layout
-from zero.runtime.checkpoints.manager import Checkpoints
+from tests.helpers.checkpoints import leaves
 from zero.runtime.config.files import load_sizes
 from zero.runtime.inference.trained_model import load_weights
 from zero.runtime.run_directory import saved_steps
@@ -33,35 +30,24 @@ EMA = (
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> cli.Forks:
-    workplace = cli.make_workplace(tmp_path_factory.mktemp("ema"))
-    forks = cli.Forks(workplace)
-    done = forks.run(*EMA, "hydra.run.dir=whole")
-    assert done.returncode == 0, done.stderr
-    return forks
+def workplace(workplace: Path) -> Path:
+    """With a run that has ended."""
+    cli.Forks(workplace).train("whole", *EMA)
+    return workplace
 
 
-def trees(run: Path, step: int) -> Any:
-    """The weights and their moving average, whole."""
-    model = ShardedGPT(SIZE, zero.Axis("zero", (1, 8)), 3)
-    layout = derive_layout(lambda tree: {"params": tree, "averages": {"ema": tree}}, model.layout)
-    with Checkpoints(run / "checkpoints", None) as checkpoints:
-        names = [leaf.name for leaf in layout.leaves]
-        return {name: checkpoints.read(step, name) for name in names}
+def weights_and_average(run: Path) -> dict[str, np.ndarray]:
+    return leaves(run, LAST, "params/", "averages/ema/")
 
 
-def forked(forks: cli.Forks, *arguments: str) -> Path:
-    """A run that goes on from step 4 of the first one."""
-    before = set(forks.workplace.glob("runs/*/*"))
-    done = forks.run("--resume", "hydra.run.dir=whole", "data.resume_step=4", *arguments)
-    assert done.returncode == 0, done.stderr
-    (run,) = set(forks.workplace.glob("runs/*/*")) - before
+def fork(forks: cli.Forks, *arguments: str) -> Path:
+    run = forks.fork("whole", 4, *arguments)
     assert saved_steps(run) == [LAST]
     return run
 
 
 def losses(run: Path) -> list[float]:
-    return [line["validation/ema_loss"] for line in read_metrics(run / "metrics.jsonl") if "validation/loss" in line]
+    return cli.losses(run, "validation/ema_loss")
 
 
 def test_average_is_evaluated_and_goes_on_bit_for_bit(forks: cli.Forks) -> None:
@@ -71,22 +57,22 @@ def test_average_is_evaluated_and_goes_on_bit_for_bit(forks: cli.Forks) -> None:
     for line in lines:
         assert line["validation/ema_loss"] != line["validation/loss"]
         assert abs(line["validation/ema_loss"] - line["validation/loss"]) < 0.5
-    run = forked(forks)
+    run = fork(forks)
     assert losses(run) == losses(whole)
-    for (name, x), y in zip(trees(run, LAST).items(), trees(whole, LAST).values(), strict=True):
+    for (name, x), y in zip(weights_and_average(run).items(), weights_and_average(whole).values(), strict=True):
         np.testing.assert_array_equal(x, y, err_msg=name)
 
 
 @pytest.mark.slow
 def test_average_goes_on_from_fewer_devices_and_another_stage(forks: cli.Forks) -> None:
-    run = forked(forks, "distributed.cpu_devices=4", "zero.stage=1")
+    run = fork(forks, "distributed.cpu_devices=4", "zero.stage=1")
     np.testing.assert_allclose(losses(run), losses(forks.workplace / "whole"), rtol=1e-4)
 
 
 def test_average_is_used_by_evaluate_and_refused_where_there_is_none(forks: cli.Forks) -> None:
     whole, mean = forks.workplace / "whole", forks.workplace / "mean"
     model = ShardedGPT(SIZE, zero.Axis("zero", (1, 1)), 0)
-    saved = trees(whole, LAST)
+    saved = weights_and_average(whole)
     for ema, prefix in ((False, "params"), (True, "averages/ema")):
         params = load_weights(whole, model, None, ema)[0]
         for path, x in jax.tree_util.tree_leaves_with_path(params):
@@ -94,10 +80,8 @@ def test_average_is_used_by_evaluate_and_refused_where_there_is_none(forks: cli.
             np.testing.assert_array_equal(np.asarray(x)[0], saved[f"{prefix}/{name}"], err_msg=name)
     found = []
     for value in ("false", "true"):
-        out = f"evaluated-{value}"
-        done = forks.run("mode=evaluate", "model.model_path=whole", f"model.ema={value}", f"hydra.run.dir={out}")
-        assert done.returncode == 0, done.stderr
-        found.append(json.loads((forks.workplace / out / "evaluation.json").read_text())["loss"])
+        evaluation = forks.evaluate(f"evaluated-{value}", "model.model_path=whole", f"model.ema={value}")
+        found.append(evaluation["loss"])
     assert found[0] != found[1] and abs(found[0] - found[1]) < 0.5
     average(str(whole), mean)
     done = forks.run("mode=evaluate", "model.model_path=mean", "model.ema=true", "hydra.run.dir=refused")

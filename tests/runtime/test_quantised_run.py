@@ -1,6 +1,5 @@
 """A run with moments of a byte and bfloat16 weights: resumed, moved, converted, evaluated."""
 
-import json
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -8,9 +7,9 @@ import numpy as np
 import pytest
 
 from tests.helpers import cli
+from tests.helpers.checkpoints import leaves
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.run_directory import saved_steps
-from zero.runtime.tracking.metrics_file import read_metrics
 from zero.runtime.weights.average import average
 
 LAST = 8
@@ -27,35 +26,21 @@ RUN = (
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> cli.Forks:
-    forks = cli.Forks(cli.make_workplace(tmp_path_factory.mktemp("quantised")))
-    train(forks, "whole", SMALL)
-    return forks
+def workplace(workplace: Path) -> Path:
+    """With a run that has ended."""
+    cli.Forks(workplace).train("whole", *RUN, *SMALL)
+    return workplace
 
 
-def train(forks: cli.Forks, name: str, keys: tuple[str, ...]) -> Path:
-    done = forks.run(*RUN, *keys, f"hydra.run.dir={name}")
-    assert done.returncode == 0, done.stderr
-    return forks.workplace / name
-
-
-def leaves(run: Path, step: int) -> dict[str, np.ndarray]:
-    with Checkpoints(run / "checkpoints", None) as checkpoints:
-        return {name: checkpoints.read(step, name) for name in checkpoints.meta(step)["shapes"]}
-
-
-def forked(forks: cli.Forks, run: str, *arguments: str) -> tuple[Path, str]:
-    """A run that goes on from step 4 of another, and its log."""
-    before = set(forks.workplace.glob("runs/*/*"))
-    done = forks.run("--resume", f"hydra.run.dir={run}", "data.resume_step=4", *arguments)
-    assert done.returncode == 0, done.stderr
-    (new,) = set(forks.workplace.glob("runs/*/*")) - before
+def fork(forks: cli.Forks, run: str, *arguments: str) -> tuple[Path, str]:
+    """A run that continues from step 4 of another, and its log."""
+    new = forks.fork(run, 4, *arguments)
     assert saved_steps(new) == [LAST]
     return new, (new / "main_zero.log").read_text()
 
 
 def losses(run: Path) -> list[float]:
-    return [line["validation/loss"] for line in read_metrics(run / "metrics.jsonl") if "validation/loss" in line]
+    return cli.losses(run, "validation/loss")
 
 
 def stored(run: Path, step: int, name: str) -> int:
@@ -69,7 +54,7 @@ def stored(run: Path, step: int, name: str) -> int:
 
 def test_it_goes_on_bit_for_bit(forks: cli.Forks) -> None:
     whole = forks.workplace / "whole"
-    run, log = forked(forks, "whole")
+    run, log = fork(forks, "whole")
     assert losses(run) == losses(whole) and "other dtypes" not in log
     for (name, x), y in zip(leaves(run, LAST).items(), leaves(whole, LAST).values(), strict=True):
         np.testing.assert_array_equal(x, y, err_msg=name)
@@ -77,14 +62,14 @@ def test_it_goes_on_bit_for_bit(forks: cli.Forks) -> None:
 
 @pytest.mark.slow
 def test_it_goes_on_from_other_devices_and_another_stage(forks: cli.Forks) -> None:
-    run, log = forked(forks, "whole", "distributed.cpu_devices=4", "zero.stage=1")
+    run, log = fork(forks, "whole", "distributed.cpu_devices=4", "zero.stage=1")
     np.testing.assert_allclose(losses(run), losses(forks.workplace / "whole"), rtol=1e-3)
     assert "other dtypes" not in log
 
 
 def test_it_goes_on_in_float32_in_larger_checkpoints(forks: cli.Forks) -> None:
     whole = forks.workplace / "whole"
-    wide, log = forked(forks, "whole", *FLOAT32)
+    wide, log = fork(forks, "whole", *FLOAT32)
     (line,) = [line for line in log.splitlines() if "other dtypes" in line]
     assert "opt_state from int8 to float32" in line and "params from" in line
     np.testing.assert_allclose(losses(wide), losses(whole), rtol=2e-2)
@@ -96,8 +81,8 @@ def test_it_goes_on_in_float32_in_larger_checkpoints(forks: cli.Forks) -> None:
 
 @pytest.mark.slow
 def test_a_float32_run_goes_on_in_bytes(forks: cli.Forks) -> None:
-    whole, wide = forks.workplace / "whole", train(forks, "float32", FLOAT32)
-    small, log = forked(forks, "float32", *SMALL)
+    whole, wide = forks.workplace / "whole", forks.train("float32", *RUN, *FLOAT32)
+    small, log = fork(forks, "float32", *SMALL)
     (line,) = [line for line in log.splitlines() if "other dtypes" in line]
     assert "opt_state from float32 to int8" in line and "params from" in line
     np.testing.assert_allclose(losses(small), losses(wide), rtol=2e-2)
@@ -110,17 +95,11 @@ def test_its_weights_are_used_by_evaluate_sample_average_and_warm_start(forks: c
     whole = forks.workplace / "whole"
     found = {}
     for name, keys in (("held", ()), ("float32", FLOAT32), ("ema", ("model.ema=true",))):
-        done = forks.run("mode=evaluate", "model.model_path=whole", f"hydra.run.dir=evaluated-{name}", *keys)
-        assert done.returncode == 0, done.stderr
-        found[name] = json.loads((forks.workplace / f"evaluated-{name}" / "evaluation.json").read_text())["loss"]
+        found[name] = forks.evaluate(f"evaluated-{name}", "model.model_path=whole", *keys)["loss"]
     assert found["held"] == found["float32"] != found["ema"]
-    done = forks.run("mode=sample", "model.model_path=whole", "sample.tokens=4", "hydra.run.dir=sampled")
-    assert done.returncode == 0, done.stderr
+    forks.check("mode=sample", "model.model_path=whole", "sample.tokens=4", "hydra.run.dir=sampled")
 
-    done = forks.run(
-        *RUN, "model.warm_start=true", "model.model_path=whole", "hydra.run.dir=warm", "training.total_steps=4"
-    )
-    assert done.returncode == 0, done.stderr
+    forks.check(*RUN, "model.warm_start=true", "model.model_path=whole", "hydra.run.dir=warm", "training.total_steps=4")
     average(str(whole), tmp_path / "mean")
     mean, expected = leaves(tmp_path / "mean", LAST), [leaves(whole, step) for step in (4, LAST)]
     table = "params/vocabulary/table"

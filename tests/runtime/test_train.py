@@ -33,22 +33,10 @@ pytestmark = pytest.mark.timeout(400)  # of which most is for machines that do m
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cli.make_workplace(tmp_path_factory.mktemp("loop"))
-
-
-@pytest.fixture(scope="module")
-def forks(workplace: Path) -> cli.Forks:
-    return cli.Forks(workplace)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(workplace: Path, forks: cli.Forks) -> Path:
+def undisturbed(forks: cli.Forks) -> Path:
     """The run that the others are compared with; dropout, two contexts, two micro-batches, stage 3."""
-    done = forks.run(*JOB, "hydra.run.dir=undisturbed")
-    assert done.returncode == 0, done.stderr
     assert SIZE.dropout > 0
-    return workplace / "undisturbed"
+    return forks.train("undisturbed", *JOB)
 
 
 def state(run: Path, step: int) -> Any:
@@ -57,16 +45,10 @@ def state(run: Path, step: int) -> Any:
         return checkpoints.restore(step, state_layout(ShardedGPT(SIZE, axis, 3), adamw(0.1)), axis)
 
 
-def metrics(run: Path) -> list[dict[str, Any]]:
-    """What counts of metrics.jsonl, without what a clock measured."""
-    lines = read_metrics(run / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key not in cli.CLOCKED} for line in lines]
-
-
 def assert_same_run(run: Path, expected: Path) -> None:
     """Weights, optimizer, counters and metrics, bit for bit."""
     assert saved_steps(run)[-1] == saved_steps(expected)[-1] == LAST
-    assert metrics(run) == metrics(expected)
+    assert cli.metrics(run) == cli.metrics(expected)
     for (path, x), y in zip(
         jax.tree_util.tree_leaves_with_path(state(run, LAST)), jax.tree.leaves(state(expected, LAST)), strict=True
     ):
@@ -125,10 +107,9 @@ def test_run_that_is_told_to_stop_saves_and_ends_as_if_nothing_had_been(forks: c
     assert stopped.returncode == 75, stopped.stderr
     said = re.search(r"stopped by signal 15; step (\d+) is saved, --resume continues", stopped.stderr)
     assert said is not None and 23 <= int(said[1]) < LAST
-    assert saved_steps(run)[-1] == int(said[1]) == metrics(run)[-1]["step"]
+    assert saved_steps(run)[-1] == int(said[1]) == cli.metrics(run)[-1]["step"]
 
-    done = forks.run("--resume", "hydra.run.dir=stopped")  # its configuration is remembered
-    assert done.returncode == 0, done.stderr
+    forks.check("--resume", "hydra.run.dir=stopped")  # its configuration is remembered
     assert read_resumes(run / "metrics.jsonl") == [int(said[1])]
     assert_same_run(run, undisturbed)
 
@@ -140,14 +121,13 @@ def contents(run: Path) -> dict[str, bytes]:
 def test_fork_on_other_devices_and_another_stage_sees_the_same_samples(forks: cli.Forks, undisturbed: Path) -> None:
     before = contents(undisturbed)
     elsewhere = ("distributed.cpu_devices=2", "zero.stage=1", "training.gradient_accumulation_steps=4")
-    done = forks.run("--resume", "hydra.run.dir=undisturbed", "data.resume_step=20", *elsewhere)
-    assert done.returncode == 0, done.stderr
+    forks.check("--resume", "hydra.run.dir=undisturbed", "data.resume_step=20", *elsewhere)
     (fork,) = (forks.workplace / "runs").rglob("metrics.jsonl")
     assert contents(undisturbed) == before
     assert read_resumes(fork) == [20] and saved_steps(fork.parent) == [40]
-    expected = metrics(undisturbed)
-    assert metrics(fork.parent)[:20] == expected[:20]
-    for got, line in zip(metrics(fork.parent)[20:], expected[20:], strict=True):
+    expected = cli.metrics(undisturbed)
+    assert cli.metrics(fork.parent)[:20] == expected[:20]
+    for got, line in zip(cli.metrics(fork.parent)[20:], expected[20:], strict=True):
         assert got.keys() == line.keys()
         for key, value in line.items():
             np.testing.assert_allclose(got[key], value, rtol=1e-3 if key == "gradient_norm" else 1e-5, err_msg=key)
@@ -168,11 +148,10 @@ def test_copies_of_the_state_go_on_from_one_over_all_devices(forks: cli.Forks, u
         "data.resume_step=20",
         f"data.checkpoint_directory={forks.workplace / 'copies'}",
     )
-    done = forks.run("--resume", *run, "zero.replicas=2")
-    assert done.returncode == 0, done.stderr
-    expected = metrics(undisturbed)
+    forks.check("--resume", *run, "zero.replicas=2")
+    expected = cli.metrics(undisturbed)
     fork = max((forks.workplace / "runs").rglob("metrics.jsonl"), key=lambda path: path.stat().st_mtime).parent
-    for got, line in zip(metrics(fork), expected, strict=True):
+    for got, line in zip(cli.metrics(fork), expected, strict=True):
         np.testing.assert_allclose(got["train/loss"], line["train/loss"], rtol=1e-5)
     done = forks.run("--resume", f"hydra.run.dir={fork}", "zero.replicas=3")
     assert done.returncode == 2 and "zero.replicas=3: expected a divisor of 8" in done.stderr.splitlines()[-1]
@@ -183,28 +162,25 @@ def test_tensor_groups_train_evaluate_sample_and_go_on_as_devices_alone(forks: c
     job = (*cli.TINY, "data.max_context=30", "training.warmup_train_context=6", "training.staged_warmup_steps=2")
     groups = ("zero.tensor_shards=3", "distributed.cpu_devices=6")
     for run, options in (("alone", ()), ("groups", groups), ("stage0", (*groups, "zero.stage=0"))):
-        done = forks.run(*job, *options, "training.sample_tokens=8", f"hydra.run.dir={run}")
-        assert done.returncode == 0, done.stderr
-    expected = metrics(forks.workplace / "alone")
+        forks.check(*job, *options, "training.sample_tokens=8", f"hydra.run.dir={run}")
+    expected = cli.metrics(forks.workplace / "alone")
     for run in ("groups", "stage0"):
-        for got, line in zip(metrics(forks.workplace / run), expected, strict=True):
+        for got, line in zip(cli.metrics(forks.workplace / run), expected, strict=True):
             assert got["train/loss"] == pytest.approx(line["train/loss"], rel=1e-5)
             assert got.get("validation/loss", 0) == pytest.approx(line.get("validation/loss", 0), rel=1e-5)
     found = []
     for run in ("alone", "groups"):
         use = (f"model.model_path={run}", "zero.replicate=false")
-        done = forks.run("mode=evaluate", *use, f"hydra.run.dir={run}/evaluate")
-        assert done.returncode == 0, done.stderr
+        forks.check("mode=evaluate", *use, f"hydra.run.dir={run}/evaluate")
         loss = json.loads((forks.workplace / run / "evaluate" / "evaluation.json").read_text())["loss"]
         text = ("sample.prompt=[a,the]", "sample.tokens=12", "sample.temperature=0", f"hydra.run.dir={run}/sample")
         found.append((pytest.approx(loss, rel=1e-5), forks.run("mode=sample", *use, *text).stdout))
     assert found[0] == found[1]
     kept = f"data.checkpoint_directory={forks.workplace / 'fork'}"
     again = ("--resume", "hydra.run.dir=groups", "data.resume_step=6", kept, "distributed.cpu_devices=8")
-    done = forks.run(*again, "zero.tensor_shards=1")
-    assert done.returncode == 0, done.stderr
+    forks.check(*again, "zero.tensor_shards=1")
     fork = max((forks.workplace / "runs").rglob("metrics.jsonl"), key=lambda path: path.stat().st_mtime).parent
-    assert metrics(fork)[-1]["train/loss"] == pytest.approx(expected[-1]["train/loss"], rel=1e-5)
+    assert cli.metrics(fork)[-1]["train/loss"] == pytest.approx(expected[-1]["train/loss"], rel=1e-5)
     done = forks.run(*again, "zero.tensor_shards=3")
     assert done.returncode == 2 and "zero.tensor_shards=3: expected a divisor of 8" in done.stderr
 
@@ -217,22 +193,19 @@ def test_context_groups_train_evaluate_sample_and_go_on_as_devices_alone(forks: 
     warmup = ("training.warmup_train_context=16", "training.staged_warmup_steps=2")
     alone = (*job, *warmup, "distributed.cpu_devices=2", "hydra.run.dir=context1")
     for run in (alone, (*job, *warmup, "zero.context_shards=4", "hydra.run.dir=context4")):
-        done = forks.run(*run)
-        assert done.returncode == 0, done.stderr
-    expected, got = (metrics(forks.workplace / run) for run in ("context1", "context4"))
+        forks.check(*run)
+    expected, got = (cli.metrics(forks.workplace / run) for run in ("context1", "context4"))
     assert [line["samples_checksum"] for line in got] == [line["samples_checksum"] for line in expected]
     for one, line in zip(got, expected, strict=True):
         assert one["train/loss"] == pytest.approx(line["train/loss"], rel=1e-5)
         assert one.get("validation/loss", 0) == pytest.approx(line.get("validation/loss", 0), rel=1e-5)
-    done = forks.run("mode=evaluate", "model.model_path=context4", "hydra.run.dir=context4/evaluate")
-    assert done.returncode == 0, done.stderr
+    forks.check("mode=evaluate", "model.model_path=context4", "hydra.run.dir=context4/evaluate")
     kept = f"data.checkpoint_directory={forks.workplace / 'context2'}"
     again = ("--resume", "hydra.run.dir=context4", "data.resume_step=6", kept)
-    done = forks.run(*again, "distributed.cpu_devices=4", "zero.context_shards=2")
-    assert done.returncode == 0, done.stderr
+    forks.check(*again, "distributed.cpu_devices=4", "zero.context_shards=2")
     fork = max((forks.workplace / "runs").rglob("metrics.jsonl"), key=lambda path: path.stat().st_mtime).parent
     steps = {line["step"]: line["train/loss"] for line in expected}
-    shared = [line for line in metrics(fork) if line["step"] in steps]
+    shared = [line for line in cli.metrics(fork) if line["step"] in steps]
     assert shared and all(line["train/loss"] == pytest.approx(steps[line["step"]], rel=1e-5) for line in shared)
     done = forks.run(*again, "distributed.cpu_devices=4", "zero.context_shards=3")
     assert done.returncode == 2 and "zero.context_shards=3: expected a divisor of half of the" in done.stderr
@@ -276,7 +249,7 @@ def test_many_steps_on_more_devices_than_cores(workplace: Path, tmp_path: Path, 
         check=True,
         timeout=300,
     )
-    losses = [line["train/loss"] for line in metrics(tmp_path)]
+    losses = [line["train/loss"] for line in cli.metrics(tmp_path)]
     assert len(losses) == steps // 100 and losses[-1] < losses[0] - 1
 
 

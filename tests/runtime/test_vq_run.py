@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from tests.helpers import cli, hosts
-from zero.runtime.checkpoints.manager import Checkpoints
+from tests.helpers.checkpoints import leaves
 from zero.runtime.errors import UserError
-from zero.runtime.tracking.metrics_file import read_metrics
 from zero.runtime.weights.export import export
 
 LAST = 8
@@ -25,38 +24,24 @@ VQ = (
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> cli.Forks:
-    forks = cli.Forks(cli.make_workplace(tmp_path_factory.mktemp("vq")))
-    done = forks.run(*VQ, "hydra.run.dir=whole")
-    assert done.returncode == 0, done.stderr
-    return forks
+def workplace(workplace: Path) -> Path:
+    """With a run that has ended."""
+    cli.Forks(workplace).train("whole", *VQ)
+    return workplace
 
 
 def state(run: Path, step: int) -> dict[str, np.ndarray]:
-    with Checkpoints(run / "checkpoints", None) as checkpoints:
-        names = [
-            name for name in checkpoints.meta(step)["shapes"] if name.startswith(("params/", "averages/codebook/"))
-        ]
-        return {name: checkpoints.read(step, name) for name in names}
+    return leaves(run, step, "params/", "averages/codebook/")
 
 
 def losses(run: Path) -> list[float]:
-    return [line["validation/loss"] for line in read_metrics(run / "metrics.jsonl") if "validation/loss" in line]
-
-
-def resumed(forks: cli.Forks, *arguments: str) -> Path:
-    """A run that goes on from step 4 of the first one."""
-    before = set(forks.workplace.glob("runs/*/*"))
-    done = forks.run("--resume", "hydra.run.dir=whole", "data.resume_step=4", *arguments)
-    assert done.returncode == 0, done.stderr
-    (run,) = set(forks.workplace.glob("runs/*/*")) - before
-    return run
+    return cli.losses(run, "validation/loss")
 
 
 def test_it_resumes_bit_for_bit(forks: cli.Forks) -> None:
     whole = forks.workplace / "whole"
     expected = state(whole, LAST)
-    run = resumed(forks)
+    run = forks.fork("whole", 4)
     assert losses(run) == losses(whole)
     for name, x in state(run, LAST).items():
         np.testing.assert_array_equal(x, expected[name], err_msg=name)
@@ -66,7 +51,7 @@ def test_it_resumes_bit_for_bit(forks: cli.Forks) -> None:
 def test_it_resumes_to_rounding_on_other_devices_at_another_stage(forks: cli.Forks) -> None:
     whole = forks.workplace / "whole"
     expected, start = state(whole, LAST), state(whole, 4)
-    elsewhere = state(resumed(forks, "distributed.cpu_devices=4", "zero.stage=1"), LAST)
+    elsewhere = state(forks.fork("whole", 4, "distributed.cpu_devices=4", "zero.stage=1"), LAST)
     for name in expected:
         if name.startswith("averages/codebook/"):
             assert np.abs(expected[name] - start[name]).max() > 1e-2, name
@@ -80,10 +65,7 @@ def test_rows_longer_than_the_context_are_scored_as_if_at_once(forks: cli.Forks)
         "at_once": ("evaluate.context=32",),
         "cut": ("evaluate.context=8", "evaluate.stride=7"),
     }.items():
-        out = f"evaluated-{name}"
-        done = forks.run("mode=evaluate", "model.model_path=whole", *options, f"hydra.run.dir={out}")
-        assert done.returncode == 0, done.stderr
-        found[name] = json.loads((forks.workplace / out / "evaluation.json").read_text())
+        found[name] = forks.evaluate(f"evaluated-{name}", "model.model_path=whole", *options)
     assert found["carried"]["tokens"] == found["at_once"]["tokens"]
     np.testing.assert_allclose(found["carried"]["loss"], found["at_once"]["loss"], rtol=1e-6)
     assert abs(found["cut"]["loss"] - found["at_once"]["loss"]) > 1e-4
@@ -103,16 +85,12 @@ def test_two_hosts_have_the_codebook_of_one(forks: cli.Forks) -> None:
 @pytest.mark.slow
 def test_it_is_evaluated_sampled_from_and_warm_started_with_its_codebook(forks: cli.Forks, tmp_path: Path) -> None:
     use = ("model.model_path=whole",)
-    done = forks.run("mode=evaluate", *use, "hydra.run.dir=evaluated")
-    assert done.returncode == 0, done.stderr
-    loss = json.loads((forks.workplace / "evaluated" / "evaluation.json").read_text())["loss"]
+    loss = forks.evaluate("evaluated", *use)["loss"]
     assert abs(loss - losses(forks.workplace / "whole")[-1]) < 0.2  # of more rows
-    done = forks.run("mode=sample", *use, "sample.tokens=100", "hydra.run.dir=sampled")
-    assert done.returncode == 0, done.stderr
+    forks.check("mode=sample", *use, "sample.tokens=100", "hydra.run.dir=sampled")
     assert json.loads((forks.workplace / "sampled" / "samples.jsonl").read_text())["text"]
     warm = (*VQ, "model.warm_start=true", *use, "training.peak_learning_rate=0", "training.total_steps=4")
-    done = forks.run(*warm, "training.end_learning_rate=0", "hydra.run.dir=warm")
-    assert done.returncode == 0, done.stderr
+    forks.check(*warm, "training.end_learning_rate=0", "hydra.run.dir=warm")
     source, got = state(forks.workplace / "whole", LAST), state(forks.workplace / "warm", 4)
     for name, x in source.items():
         if name.startswith("params/"):

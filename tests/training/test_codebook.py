@@ -56,7 +56,8 @@ def on_one_device() -> Run:
         pytest.param(1, 3, {"remat": "none", "micro_batches": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_codebook_is_the_same_whatever_computes_it(devices: int, stage: int, options: dict[str, Any]) -> None:
+def test_codebook_is_the_same_everywhere(devices: int, stage: int, options: dict[str, Any]) -> None:
+    """The codebook is the same at every stage, on any number of devices."""
     expected = on_one_device()
     got = run_on(setup(devices, stage, config=CONFIG, **options))
     assert_close(got, expected, 1e-4, CONFIG)
@@ -68,7 +69,8 @@ def test_codebook_is_the_same_whatever_computes_it(devices: int, stage: int, opt
     ("devices", "micro_batches"),
     [pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(3, 2, marks=pytest.mark.slow), (8, 3)],
 )
-def test_each_key_of_the_global_batch_counts_once(devices: int, micro_batches: int) -> None:
+def test_keys_count_once(devices: int, micro_batches: int) -> None:
+    """Each key of the global batch counts once."""
     on = setup(devices, 3, micro_batches, config=CONFIG)
     state = on.start()
     params, before = on.whole(state.params, on.model.layout), codebook(state)
@@ -102,7 +104,8 @@ def test_reported_loss_is_without_the_commitment() -> None:
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_a_skipped_step_leaves_the_codebook_as_it_was(poison: float) -> None:
+def test_skipped_step_keeps_codebook(poison: float) -> None:
+    """A skipped step leaves the codebook as it was."""
     on = setup(8, 3, config=CONFIG)
     state = on.start()
     sick = {**state.params, "norm": {"scale": state.params["norm"]["scale"] * poison}}
@@ -113,7 +116,8 @@ def test_a_skipped_step_leaves_the_codebook_as_it_was(poison: float) -> None:
         np.testing.assert_array_equal(got, x)
 
 
-def test_codebook_is_neither_a_parameter_nor_seen_by_the_optimizer() -> None:
+def test_codebook_is_no_parameter() -> None:
+    """The codebook is not a parameter, and the optimizer does not see it."""
     names = [leaf.name for leaf in setup(8, 3, config=CONFIG).layout.leaves]
     assert [name for name in names if "counts" in name or "sums" in name] == [
         f"averages/codebook/blocks/unit_{unit}/{name}" for unit in range(2) for name in ("counts", "sums")
@@ -127,12 +131,14 @@ def test_fused_update_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_units_without_codes_train_at_every_stage_alike() -> None:
+def test_units_without_codes() -> None:
+    """Gated units without a codebook train alike at every stage."""
     config = dataclasses.replace(CONFIG, codes=0, vq_block=6)
     assert_close(run_on(setup(8, 3, config=config)), run_on(setup(1, 0, config=config)), 1e-4, config)
 
 
-def test_text_is_drawn_with_a_state_of_constant_size_as_by_whole_forward_passes() -> None:
+def test_sampling_with_constant_state() -> None:
+    """Text drawn with a state of constant size equals text drawn by whole forward passes."""
     on = setup(8, 3, config=CONFIG)
     weights = on.weights(advance(on, on.start(), range(2))[0])
     params, books = on.model.split(weights)

@@ -76,8 +76,11 @@ def axis(context: int, **options: Any) -> zero.Axis:
 @pytest.mark.parametrize(
     ("model", "context", "case"), QUICK + [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
 )
-def test_context_groups_train_as_devices_with_whole_rows(model: str, context: int, case: str) -> None:
-    """With dropout, whose masks are those of whole rows."""
+def test_equals_whole_rows(model: str, context: int, case: str) -> None:
+    """Context groups train as devices with whole rows do.
+
+    With dropout, whose masks are those of whole rows.
+    """
     stage, options = CASES[case]
     plain = {name: value for name, value in options.items() if name == "max_norm"}
     expected = trained(setup(8, 3, config=MODELS[model], **plain))
@@ -87,7 +90,8 @@ def test_context_groups_train_as_devices_with_whole_rows(model: str, context: in
         assert_close(got, expected, rtol=1e-6, config=ODD)
 
 
-def test_documents_of_a_row_are_kept_apart_across_the_pieces() -> None:
+def test_documents_are_kept_apart() -> None:
+    """Documents of a row are kept apart across the pieces of the row."""
     options: dict[str, Any] = {"config": MODELS["gpt2"], "end_of_text": 7}
     expected = trained(setup(8, 3, **options))
     got = trained(setup(8, 3, axis=axis(4), **options))
@@ -99,12 +103,14 @@ def test_documents_of_a_row_are_kept_apart_across_the_pieces() -> None:
     "on", [zero.Axis("zero", (2, 4), context=4), zero.Axis("zero", (1, 2, 4), (0, 4, 1, 5, 2, 6, 3, 7), context=2)]
 )
 @pytest.mark.slow
-def test_context_groups_do_not_depend_on_copies_and_phases(on: zero.Axis) -> None:
+def test_copies_and_phases(on: zero.Axis) -> None:
+    """Context groups do not depend on copies and phases."""
     expected = trained(setup(8, 3, config=ODD))
     assert_close(trained(setup(8, 3, config=ODD, axis=on)), expected, rtol=1e-6, config=ODD)
 
 
-def test_an_evaluation_sums_what_whole_rows_do() -> None:
+def test_evaluation_equals_whole_rows() -> None:
+    """An evaluation gives the sums of whole rows."""
     totals = []
     rows = tokens(0, CONTEXT)
     for on in (setup(8, 3, config=ODD), setup(8, 3, config=ODD, axis=axis(4))):
@@ -115,8 +121,11 @@ def test_an_evaluation_sums_what_whole_rows_do() -> None:
     assert totals[1] == pytest.approx(totals[0], rel=1e-6)
 
 
-def test_generation_has_whole_rows_on_each_device_of_a_group() -> None:
-    """Logits with a cache are those of a device by itself, where `hidden` asks the group for all positions."""
+def test_generation_with_whole_rows() -> None:
+    """Generation has whole rows on each device of a group.
+
+    Logits with a cache are those of a device by itself, where `hidden` asks the group for all positions.
+    """
     shown = jnp.asarray(tokens(0, CONTEXT)[:2].clip(0))
     params = first_params(ODD)
 
@@ -132,7 +141,9 @@ LONG = GPTConfig(64, 128, 8, 8192, 0.0, 2)
 
 
 @pytest.mark.parametrize("heads", [8, 3], ids=["swapped heads", "ring"])
-def test_activations_fall_with_the_number_of_devices(heads: int) -> None:
+def test_memory_of_activations(heads: int) -> None:
+    """The memory of activations falls with the number of devices."""
+
     def temporaries(context: int) -> int:
         config = dataclasses.replace(LONG, num_head=heads, head_dim=8)
         on = setup(8, 3, config=config, axis=axis(context), blockwise_from=2)
@@ -152,8 +163,11 @@ WIDE = GPTConfig(256, 512, 8, 128, 0.0, 4, vocab_chunks=2)
     ("context", "heads"),
     [(4, 8), (4, 9), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 8), (8, 8), (2, 9), (8, 9)))],
 )
-def test_bytes_sent_are_those_of_the_formula(context: int, heads: int) -> None:
-    """Of docs/groups.md, "Context groups"."""
+def test_bytes_sent(context: int, heads: int) -> None:
+    """The bytes sent are those of the formula.
+
+    Of docs/groups.md, "Context groups".
+    """
     rows, config = 4, dataclasses.replace(WIDE, num_head=heads, head_dim=32)
     on = setup(8, 3, config=config, axis=axis(context))
     batch = Batch(np.zeros((8, rows, WIDE.block_size), np.int32), np.zeros(8, np.int32))

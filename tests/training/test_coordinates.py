@@ -15,14 +15,18 @@ def slopes(parametrization: str, widths: tuple[int, ...], seeds: int) -> dict[st
     return Sizes(parametrization, list(widths), STEPS, RATE, seeds).slopes(STEPS)
 
 
-def test_no_tensor_grows_or_vanishes_with_the_width_in_mup_and_the_standard_logits_do() -> None:
+def test_mup_is_stable_in_width() -> None:
+    """In mup no tensor grows or vanishes with the width, while the standard logits grow."""
     found = slopes("mup", (64, 512), 1)
     assert mistakes(slopes("standard", (64, 256), 1), found) == []
     assert len(found) == 20
 
 
-def test_the_check_sees_rates_that_are_not_divided_by_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then only the initial weights are those of mup."""
+def test_check_sees_undivided_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check sees rates that are not divided by the width.
+
+    Then only the initial weights are those of mup.
+    """
 
     def at_the_base(parametrization: str, width: int) -> GPTConfig:
         return dataclasses.replace(config_of(parametrization, width), mup_base_width=width)

@@ -66,7 +66,8 @@ def expected(config: GPTConfig = PLAIN) -> Run:
     return reference(config, data=alone)
 
 
-def test_the_counts_differ_between_devices_and_micro_batches() -> None:
+def test_uneven_counts() -> None:
+    """The rows of this file have different counts of tokens on each device and in each micro-batch."""
     for step in range(STEPS):
         counts = (packed(step)[:, 1:] >= 0).reshape(8, -1).sum(axis=1)
         assert (alone(step)[:, 1:] >= 0).sum() == counts.sum() and len(set(counts.tolist())) > 5
@@ -103,8 +104,11 @@ def test_blocks_of_positions_keep_documents_apart() -> None:
 
 
 @pytest.mark.parametrize("length", [12, 6])
-def test_evaluation_and_the_staged_warmup_keep_documents_apart(length: int) -> None:
-    """The warmup cuts rows, wherever a document is, into rows that are read alone."""
+def test_documents_in_evaluation_and_warmup(length: int) -> None:
+    """Evaluation and the staged warmup keep documents apart.
+
+    The warmup cuts rows, wherever a document is, into rows that are read alone.
+    """
     on = setup(8, 3, config=LEARNED, end_of_text=END)
     rows = SequenceLengths(12, ((1, length),)).cut(packed(0), 0)
     documents = apart(rows)

@@ -27,7 +27,8 @@ def buffers(tree: Any) -> set[int]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_steps_stay_in_the_buffers_of_the_state(stage: int) -> None:
+def test_state_is_donated(stage: int) -> None:
+    """Steps reuse the buffers of the state."""
     axis = Axis("batch", (1, 8))
     model = ShardedGPT(CONFIG, axis, stage)
     options = StepOptions(learning_rate=lambda step: jnp.float32(0.1), max_gradient_norm=1.0)

@@ -46,12 +46,14 @@ def assert_average(got: dict[str, np.ndarray], params: list[dict[str, np.ndarray
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_average_in_shards_is_optax_ema_of_whole_parameters(case: tuple[int, int, int]) -> None:
+def test_average_equals_optax(case: tuple[int, int, int]) -> None:
+    """The average of shards equals optax.ema of whole parameters."""
     on, (state, params) = averaging(*case), trained(*case)
     assert_average(on.whole(state.averages[EMA], on.model.layout), params)
 
 
-def test_first_average_is_the_first_parameters_and_a_decay_near_one_keeps_its_digits() -> None:
+def test_first_average_and_slow_decay() -> None:
+    """The first average is the first parameters, and a decay near one does not lose digits."""
     first, second = jnp.float32(3.0), jnp.float32(5.0)
     ema = update_ema(jnp.float32(100.0), first, 0.99999, updates=1)
     assert ema == first
@@ -60,7 +62,8 @@ def test_first_average_is_the_first_parameters_and_a_decay_near_one_keeps_its_di
     assert update_ema(first, second, 0.75, updates=10_000) == 3.5
 
 
-def test_state_without_an_average_is_what_it_was() -> None:
+def test_state_without_average() -> None:
+    """State without an average is what it was."""
     with_ema, without = averaging(8, 3, 1), setup(8, 3)
     names = [leaf.name for leaf in without.layout.leaves]
     assert not any("ema" in name.split("/") for name in names)
@@ -78,7 +81,8 @@ def test_average_does_not_change_training() -> None:
         np.testing.assert_array_equal(got, bare)
 
 
-def test_skipped_update_does_not_move_the_average() -> None:
+def test_skipped_update_keeps_average() -> None:
+    """Skipped update does not move the average."""
     on = averaging(8, 3, 1)
     state, _ = advance(on, on.start(), range(1))
     healthy = state.params
@@ -105,7 +109,8 @@ def test_fused_update_moves_the_average_too() -> None:
     assert_average(on.whole(state.averages[EMA], on.model.layout), params)
 
 
-def test_average_goes_on_from_other_devices_and_another_stage() -> None:
+def test_average_on_other_devices() -> None:
+    """The average continues on other devices and at another stage."""
     first, then = averaging(8, 3, 1), averaging(3, 1, 2)
     state, _ = advance(first, first.start(), range(2))
     whole = first.whole(state, first.layout)

@@ -70,7 +70,8 @@ def test_every_stage_trains_as_one_device(name: str, devices: int, stage: int) -
     assert (np.asarray(got.metrics["dropped_share"]) > 0).all() == (CONFIGS[name].expert_capacity is not None)
 
 
-def test_metrics_of_routing_are_those_of_the_rows_of_all_devices() -> None:
+def test_routing_metrics() -> None:
+    """Metrics of routing are those of the rows of all devices."""
     assert_same_training(trained("capped", 3, 3), trained("capped", 8, 3))
 
 
@@ -88,7 +89,8 @@ def test_expert_groups_train_as_devices_alone(name: str, stage: int, experts: in
     assert_close(got, reference(CONFIGS[name]), rtol=1e-5, config=CONFIGS[name])
 
 
-def test_first_weights_in_groups_are_those_of_the_model_alone() -> None:
+def test_first_weights_in_groups() -> None:
+    """First weights in expert groups equal those of the model on one device."""
     assert_first_weights(setup(8, 3, config=SWITCH, axis=zero.Axis.with_expert_groups("zero", 8, 4)))
 
 
@@ -108,12 +110,14 @@ SHORT = [("micro-batches", 4)]
         for case in [(options, experts) for options in OPTIONS for experts in (1, 2, 4)]
     ],
 )
-def test_every_way_through_the_layers_trains_the_same(options: str, experts: int) -> None:
+def test_all_layer_loops_train_alike(options: str, experts: int) -> None:
+    """Every way to run the layers trains the same."""
     expected = trained("switch", 8, 3, **({} if options != "fused" else {"max_norm": None, "skip_bad_steps": False}))
     assert_same_training(trained("switch", 8, 3, experts, **OPTIONS[options]), expected)
 
 
-def test_copies_of_the_state_train_the_same() -> None:
+def test_copies_train_alike() -> None:
+    """Copies of the state train the same."""
     axis = zero.Axis.with_expert_groups("zero", 8, 2, replicas=2)
     assert_same_training(run_on(setup(8, 3, config=CAPPED, axis=axis)), trained("capped", 8, 3))
 
@@ -121,7 +125,8 @@ def test_copies_of_the_state_train_the_same() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("name", ["dropless", "capped"])
-def test_tensor_groups_cut_the_width_of_experts(name: str, stage: int) -> None:
+def test_tensor_groups_split_experts(name: str, stage: int) -> None:
+    """Tensor groups split the width of experts."""
     config = dataclasses.replace(CONFIGS[name], embedding_dim=48, num_head=8, mlp_dim=64)
     replicas = 1 if stage else 4
     axis = zero.Axis.with_tensor_groups("zero", 8, 2, replicas)
@@ -131,7 +136,8 @@ def test_tensor_groups_cut_the_width_of_experts(name: str, stage: int) -> None:
 @pytest.mark.parametrize(
     "name", ["lamb", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "lamb")]
 )
-def test_optimizers_see_the_experts_of_all_devices(name: str) -> None:
+def test_optimizers_see_all_experts(name: str) -> None:
+    """Optimizers see the experts of all devices."""
     hyperparameters: dict[str, Any] = {"factored_from": 8} if name == "adafactor" else {}
     tx = make_optimizer(name, 0.1, **hyperparameters)
 
@@ -168,8 +174,11 @@ def moved_to(to: Setup, of: Setup, state: TrainState) -> TrainState:
     return moved
 
 
-def test_expert_groups_send_what_the_formula_says() -> None:
-    """Bytes per device and step at stage 3 with full rematerialisation (docs/groups.md), of the compiled program."""
+def test_bytes_sent_by_expert_groups() -> None:
+    """Expert groups send the bytes of the formula.
+
+    Bytes per device and step at stage 3 with full rematerialisation (docs/groups.md), of the compiled program.
+    """
     config = dataclasses.replace(
         DROPLESS, embedding_dim=64, num_head=4, mlp_dim=256, N=2, expert_capacity=1.0, vocab_size=104, vocab_chunks=1
     )
@@ -192,7 +201,8 @@ def batch_shapes(on: Setup) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch(on, 0))
 
 
-def test_layouts_and_axes_that_do_not_fit_are_refused() -> None:
+def test_misfits_are_refused() -> None:
+    """Layouts and axes that do not fit are refused."""
     tree = {"w": jax.ShapeDtypeStruct((6, 16), np.float32)}
     with pytest.raises(ValueError, match="leaf w: 6 experts do not divide into 4 parts"):
         zero.make_layout(tree, 8, expert=4, is_expert=lambda name: True)

@@ -63,18 +63,21 @@ def test_every_stage_trains_as_one_device(family: str, devices: int, stage: int)
 @pytest.mark.parametrize(
     "family", ["gemma2", *(pytest.param(family, marks=pytest.mark.slow) for family in TRAINED if family != "gemma2")]
 )
-def test_first_weights_are_those_of_the_model_alone(family: str) -> None:
+def test_first_weights(family: str) -> None:
+    """First weights equal those of the model on one device."""
     assert_first_weights(setup(3, 3, config=TRAINED[family]))
 
 
 @pytest.mark.parametrize("options", [{"fused_update": True}, {"remat": "none"}], ids=["fused", "unrolled"])
-def test_layers_of_different_windows_train_the_same_in_every_pass(options: dict[str, Any]) -> None:
+def test_layers_of_different_windows(options: dict[str, Any]) -> None:
+    """Layers of different windows train the same with every loop over the layers."""
     options = {"max_norm": None, "skip_bad_steps": False, **options}
     expected = trained("gemma2", 8, 3, max_norm=None, skip_bad_steps=False)
     np.testing.assert_allclose(trained("gemma2", 8, 3, **options).metrics["loss"], expected.metrics["loss"], rtol=1e-6)
 
 
-def test_masks_are_those_of_the_model_alone() -> None:
+def test_dropout_masks() -> None:
+    """Dropout masks equal those of the model on one device."""
     first = trained("dropouts", 8, 3).metrics["loss"][0]
     np.testing.assert_allclose(first, reference(TRAINED["dropouts"]).metrics["loss"][0], rtol=1e-6)
 
@@ -84,7 +87,8 @@ def test_masks_are_those_of_the_model_alone() -> None:
     [pytest.param({"fused_update": True}, marks=pytest.mark.slow), {"remat": "nested"}],
     ids=["fused", "nested"],
 )
-def test_masks_of_the_embedding_are_the_same_in_every_pass(options: dict[str, Any]) -> None:
+def test_embedding_masks(options: dict[str, Any]) -> None:
+    """Masks of the embedding are the same in every pass."""
     options = {"max_norm": None, "skip_bad_steps": False, **options}
     expected = trained("dropouts", 8, 3, max_norm=None, skip_bad_steps=False)
     np.testing.assert_allclose(

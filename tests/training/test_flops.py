@@ -23,7 +23,8 @@ def test_model_flops_are_three_forward_passes(chunks: int) -> None:
     assert model_flops(config, rows, context) == 3 * (layers * (dense + attention) + logits)
 
 
-def test_model_flops_of_grouped_local_and_gated_layers() -> None:
+def test_flops_of_layer_kinds() -> None:
+    """Model flops of grouped local and gated layers."""
     rows, context, width, layers, vocabulary = 2, 16, 24, 4, 33
     config = GPTConfig(
         width, vocabulary, 6, context, 0.0, layers, alibi_attn=False, positions="t5", kv_heads=2, head_dim=5,
@@ -36,7 +37,8 @@ def test_model_flops_of_grouped_local_and_gated_layers() -> None:
 
 
 @pytest.mark.parametrize("capacity", [None, 1.5])
-def test_experts_count_with_the_tokens_or_places_that_they_compute(capacity: float | None) -> None:
+def test_flops_of_experts(capacity: float | None) -> None:
+    """Experts are counted with the tokens or places that they compute."""
     rows, context, width, layers, vocabulary, experts, chosen = 2, 16, 24, 4, 33, 4, 2
     config = GPTConfig(
         width, vocabulary, 4, context, 0.0, layers, mlp_dim=40, mlp_bias=False, gated=True, experts=experts,
@@ -61,14 +63,17 @@ def test_experts_count_with_the_tokens_or_places_that_they_compute(capacity: flo
     assert matmul_flops(step.jaxpr) == pytest.approx(3 * (of_experts + routed), rel=0.02)
 
 
-def test_of_the_branches_of_a_condition_the_most_expensive_one_counts() -> None:
+def test_flops_of_conditions() -> None:
+    """The most expensive branch of a condition is counted."""
+
     def either(x: jax.Array) -> Any:
         return jax.lax.cond(x.sum() > 0, lambda x: x @ x, lambda x: x @ x @ x, x)
 
     assert matmul_flops(jax.make_jaxpr(either)(jnp.ones((3, 3))).jaxpr) == 2 * 2 * 27
 
 
-def test_rematerialisation_is_counted_in_a_step_but_not_in_the_model() -> None:
+def test_flops_of_rematerialisation() -> None:
+    """Rematerialisation is counted in a step but not in the model."""
     config = GPTConfig(24, 33, 4, 16, 0.0, 3)
     tokens = jnp.zeros((2, 16), jnp.int32)
     model = GPT(config, remat="full")

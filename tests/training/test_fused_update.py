@@ -35,7 +35,8 @@ from zero.training.fused_update import backward_and_update
 DEEP = dataclasses.replace(CONFIG, N=6)  # three groups of two layers
 
 
-def test_an_update_inside_the_backward_pass_is_the_same_update() -> None:
+def test_fused_equals_whole_gradient() -> None:
+    """An update inside the backward pass is the same update."""
     plain, fused = (setup(8, 3, max_norm=None, skip_bad_steps=False, fused_update=f) for f in (False, True))
     expected = run_on(plain)
     assert_close(run_on(fused), expected, rtol=1e-6)
@@ -51,7 +52,8 @@ def by_rank_and_size() -> optax.GradientTransformation:
     return optax.chain(optax.scale_by_adam(), optax.masked(optax.scale(0.1), is_wide))
 
 
-def test_an_update_inside_the_backward_pass_sees_the_shapes_of_all_layers() -> None:
+def test_fused_update_sees_stacked_shapes() -> None:
+    """An update inside the backward pass sees the shapes of all layers."""
     options: dict[str, Any] = {"skip_bad_steps": False, "tx": by_rank_and_size()}
     plain, fused = (setup(8, 3, max_norm=None, fused_update=f, **options) for f in (False, True))
     kinds = {leaf.name: (len(leaf.shape), math.prod(leaf.shape)) for leaf in plain.model.layout.leaves}
@@ -67,7 +69,8 @@ def test_an_update_inside_the_backward_pass_sees_the_shapes_of_all_layers() -> N
     ],
     ids=["other layers", "all leaves"],
 )
-def test_an_update_inside_the_backward_pass_that_needs_other_layers_is_refused(tx: Any) -> None:
+def test_optimizers_across_layers_are_refused(tx: Any) -> None:
+    """An update inside the backward pass that needs other layers is refused."""
     on = setup(8, 3, max_norm=None, skip_bad_steps=False, fused_update=True, tx=tx)
     with pytest.raises(zero.NotElementwiseError):
         on.programs.step.lower(shapes_of(on), batch(on, 0))
@@ -83,7 +86,8 @@ def test_an_update_inside_the_backward_pass_that_needs_other_layers_is_refused(t
     ],
     ids=lambda changed: next(iter(changed)),
 )
-def test_what_needs_the_whole_gradient_is_refused_beside_a_fused_update(changed: dict[str, Any]) -> None:
+def test_whole_gradient_options_are_refused(changed: dict[str, Any]) -> None:
+    """Options that need the whole gradient are refused beside a fused update."""
     options = {"stage": 3, "micro_batches": 1} | changed
     with pytest.raises(ValueError, match="fused_update needs"):
         setup(8, fused_update=True, **options)
@@ -116,23 +120,29 @@ def run(
 
 
 @pytest.mark.parametrize("devices", [8, 3, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_fused_update_clips_each_layer_and_the_rest(devices: int) -> None:
+def test_clipping_by_part(devices: int) -> None:
+    """A fused update clips each layer, and the rest, by its own norm."""
     assert_close(run(devices), reference(DEEP, CLIP_PARTS), rtol=1e-5, config=DEEP)
 
 
-def test_the_reference_clips_some_parts_and_not_others() -> None:
-    """What it does differs from clipping nothing, and from clipping all that the global norm asks for."""
+def test_reference_clips_some_parts() -> None:
+    """The reference clips some parts and not others.
+
+    What it does differs from clipping nothing, and from clipping all that the global norm asks for.
+    """
     losses = [reference(DEEP, clip).metrics["loss"] for clip in (CLIP_PARTS, optax.identity(), CLIP)]
     assert len({loss[-1] for loss in losses}) == 3
 
 
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in range(3))])
-def test_layers_in_groups_are_the_same_layers(stage: int) -> None:
+def test_nested_layers_train_alike(stage: int) -> None:
+    """Nested layers train as layers one by one."""
     assert_close(run(8, stage, remat="nested", fused=False), run(8, 3, fused=False), rtol=1e-6, config=DEEP)
 
 
 @pytest.mark.parametrize("devices", [8, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_fused_update_of_layers_in_groups_is_the_same_update(devices: int) -> None:
+def test_fused_update_of_nested_layers(devices: int) -> None:
+    """A fused update of nested layers is the same update."""
     assert_equal(run(devices, remat="nested"), run(devices))
 
 
@@ -141,7 +151,8 @@ def test_groups_keep_fewer_inputs() -> None:
 
 
 @pytest.mark.parametrize("remat", ["full", "nested"])
-def test_nothing_moves_where_the_loss_is_not_finite(remat: str) -> None:
+def test_nothing_moves_without_finite_loss(remat: str) -> None:
+    """Nothing moves where the loss is not finite."""
     on = setup(8, 3, remat=remat, config=DEEP, fused_update=True)
     state, _ = advance(on, on.start(), range(1))
     healthy, sick = state.params["norm"]["scale"], np.array(state.params["norm"]["scale"])
@@ -200,8 +211,11 @@ def toy(span: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("span", [1, 2, 4])
 @pytest.mark.parametrize("bad", [None, 0, 2, "rest"])
-def test_a_part_whose_gradient_is_not_finite_stays_and_the_others_move(bad: Any, span: int) -> None:
-    """Of a toy whose derivative is poisoned on one device, by a part's number; its values are finite."""
+def test_not_finite_part_stays(bad: Any, span: int) -> None:
+    """A part whose gradient is not finite stays and the others move.
+
+    Of a toy whose derivative is poisoned on one device, by a part's number; its values are finite.
+    """
     shards, step = toy(span)
     sick = np.asarray([np.nan if layer == bad else 0 for layer in range(LAYERS)], np.float32)
     _, params, _, norm, is_bad, _ = step(shards, sick, np.float32(np.nan if bad == "rest" else 0))

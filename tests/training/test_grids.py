@@ -41,7 +41,8 @@ def test_every_grid_trains_as_one_group(grid: str, case: str) -> None:
     assert_close(got, expected, rtol=1e-6)
 
 
-def test_copies_are_equal_bit_for_bit_and_state_is_larger() -> None:
+def test_copies_of_the_state() -> None:
+    """Copies are equal bit for bit and state is larger."""
     flat, on = setup(8, 3, max_norm=None), setup(8, 3, max_norm=None, axis=GRIDS["two copies"])
     state = run_on(on).state
     assert state is not None
@@ -54,8 +55,11 @@ INT8: dict[str, Any] = {"max_norm": None, "wire_dtype": jnp.int8, "gather_dtype"
 
 
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
-def test_int8_between_devices_trains_nearly_the_same_with_fewer_bytes(stage: int) -> None:
-    """An element is off by at most its block's largest / 254, of parameters and of each summand of a gradient."""
+def test_int8_between_devices(stage: int) -> None:
+    """Int8 between devices trains nearly the same with fewer bytes.
+
+    An element is off by at most its block's largest / 254, of parameters and of each summand of a gradient.
+    """
     plain, short = setup(8, stage, max_norm=None), setup(8, stage, **INT8)
     expected, got = run_on(plain), run_on(short)
     assert got.metrics["loss"] != expected.metrics["loss"]
@@ -67,15 +71,21 @@ def test_int8_between_devices_trains_nearly_the_same_with_fewer_bytes(stage: int
 
 
 @pytest.mark.slow
-def test_int8_between_devices_is_near_at_every_stage_and_in_copies() -> None:
-    """Blocks of a stack of layers are others than those of its layers."""
+def test_int8_at_every_stage() -> None:
+    """Int8 between devices is near at every stage and in copies.
+
+    Blocks of a stack of layers are others than those of its layers.
+    """
     high = run_on(setup(8, 3, **INT8))
     for other in (setup(8, 1, **INT8), setup(8, 2, **INT8), setup(8, 3, axis=GRIDS["two copies"], **INT8)):
         np.testing.assert_allclose(run_on(other).metrics["loss"], high.metrics["loss"], rtol=3e-3)
 
 
-def test_gradients_are_summed_over_copies_once_per_step() -> None:
-    """Whatever the number of layers and of micro-batches."""
+def test_one_sum_over_copies() -> None:
+    """Gradients are summed over copies once per step.
+
+    Whatever the number of layers and of micro-batches.
+    """
     batch = Batch(np.zeros((8, 3, 12), np.int32), np.zeros(8, np.int32))
     on = [setup(8, 3, parts, max_norm=None, axis=GRIDS["two copies"]) for parts in (1, 3)]
     programs = [each.programs.step.lower(shapes_of(each), batch).compile().as_text() for each in on]

@@ -53,7 +53,8 @@ def logits_of(sequences: np.ndarray) -> np.ndarray:
     return np.asarray(hidden) @ table.T
 
 
-def test_text_is_drawn_from_the_seed_alone_and_differs_between_rows() -> None:
+def test_text_depends_on_the_seed() -> None:
+    """Text depends only on the seed and differs between rows."""
     texts = draw(3)
     assert texts.shape == (8, len(PROMPT) + LENGTH) and texts.dtype == np.int32
     assert texts.min() >= 0 and texts.max() < CONFIG.vocab_size
@@ -62,8 +63,11 @@ def test_text_is_drawn_from_the_seed_alone_and_differs_between_rows() -> None:
     assert len({*map(bytes, texts), *map(bytes, draw(4))}) == 16
 
 
-def test_text_drawn_with_a_cache_is_the_text_drawn_without() -> None:
-    """Token for token: what is drawn at a position follows from a whole forward pass over everything before it."""
+def test_text_with_a_cache() -> None:
+    """Text drawn with a cache is the text drawn without one.
+
+    Token for token: what is drawn at a position follows from a whole forward pass over everything before it.
+    """
     prompts = [np.arange(1, 2 + row % 4, dtype=np.int32) for row in range(8)]  # of one to four tokens
     sequences = draw(3, prompts)
     logits = logits_of(sequences)
@@ -75,7 +79,8 @@ def test_text_drawn_with_a_cache_is_the_text_drawn_without() -> None:
             assert drawn == sequences[row, position]
 
 
-def test_scores_are_those_of_the_whole_model() -> None:
+def test_scores_equal_whole_model() -> None:
+    """Scores are those of the whole model."""
     rows = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (16, 12), np.int32)
     rows[:, 1] = logits_of(rows[:, :1])[:, 0].argmax(-1)  # each row's second token is the most likely
     losses, is_greedy = setup().inference.score(setup().shards, rows.reshape(8, 2, 12))
@@ -107,7 +112,8 @@ def test_filters_keep_what_their_papers_say() -> None:
     np.testing.assert_allclose(penalised(-logits, tokens, 2.0)[0] / -logits[0], [1, 1, 1, 0.5, 1], rtol=1e-6)
 
 
-def test_evaluation_is_without_dropout_and_counts_what_is_scored() -> None:
+def test_evaluation_has_no_dropout() -> None:
+    """Evaluation has no dropout and counts the tokens that are scored."""
     rows = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (16, 12), np.int32)
     rows[np.arange(12) >= np.arange(16)[:, None]] = -1  # rows of 0 to 12 tokens
     summed, scored = setup().programs.evaluate(setup().shards, rows.reshape(8, 2, 12))
@@ -117,7 +123,8 @@ def test_evaluation_is_without_dropout_and_counts_what_is_scored() -> None:
     np.testing.assert_allclose(summed.item(), np.sum(losses, where=targets >= 0), rtol=1e-5)
 
 
-def test_evaluation_in_micro_batches_sums_the_same_with_fewer_activations() -> None:
+def test_evaluation_in_micro_batches() -> None:
+    """Evaluation in micro batches sums the same with fewer activations."""
     rows = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (8, 16, 12), np.int32)
     rows[:, ::3, 7:] = -1
     results, temporary = [], []
@@ -131,7 +138,8 @@ def test_evaluation_in_micro_batches_sums_the_same_with_fewer_activations() -> N
     assert temporary[1] < temporary[0] / 2
 
 
-def test_prompts_of_one_bucket_share_their_programs() -> None:
+def test_prompts_share_programs() -> None:
+    """Prompts whose lengths are in one bucket share their programs."""
     compiled: list[str] = []
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:

@@ -87,7 +87,8 @@ SLOW = {(n, d, s) for n in MULTIPLIABLE for d in (1, 3, 8) for s in range(4)} - 
 @pytest.mark.parametrize(
     ("name", "devices", "stage"), QUICK + [pytest.param(*case, marks=pytest.mark.slow) for case in sorted(SLOW)]
 )
-def test_every_stage_trains_as_one_device_with_two_optimizers_of_optax(name: str, devices: int, stage: int) -> None:
+def test_equals_two_optax_optimizers(name: str, devices: int, stage: int) -> None:
+    """Every stage trains as one device with two optimizers of optax."""
     got, expected = trained(devices, stage, name), reference(MUP, CLIP, by_optax(name))
     np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-6)
     if name == "adamw":  # the sign of a gradient that is nothing but rounding is anything
@@ -95,15 +96,19 @@ def test_every_stage_trains_as_one_device_with_two_optimizers_of_optax(name: str
 
 
 @pytest.mark.parametrize("state_dtype", [jnp.float32, pytest.param(jnp.int8, marks=pytest.mark.slow)])
-def test_a_fused_update_moves_each_leaf_at_its_own_rate(state_dtype: Any) -> None:
+def test_rates_in_fused_update(state_dtype: Any) -> None:
+    """A fused update moves each leaf at its own rate."""
     options: dict[str, Any] = {"max_norm": None, "skip_bad_steps": False}
     fused = trained(8, 3, state_dtype=state_dtype, fused_update=True, **options)
     assert_close(fused, trained(8, 3, state_dtype=state_dtype, **options), rtol=1e-5, config=MUP)
 
 
 @pytest.mark.parametrize("tensor", [4, pytest.param(2, marks=pytest.mark.slow)])
-def test_parts_of_a_matrix_start_and_move_as_the_whole_one(tensor: int) -> None:
-    """In tensor groups, whose devices hold a part of the rows or columns of each matrix."""
+def test_parts_equal_whole_matrix(tensor: int) -> None:
+    """Parts of a matrix start and move as the whole one.
+
+    In tensor groups, whose devices hold a part of the rows or columns of each matrix.
+    """
     config = dataclasses.replace(MUP, embedding_dim=48, num_head=8, block_size=16, mup_base_width=16)
     tx, data = transform("adamw", config=config), partial(tokens, context=16)
     expected = run_on(setup(8, 3, config=config, tx=tx), data=data)
@@ -113,7 +118,8 @@ def test_parts_of_a_matrix_start_and_move_as_the_whole_one(tensor: int) -> None:
     assert_close(got, expected, rtol=1e-6, config=config)
 
 
-def test_at_the_base_width_nothing_is_multiplied() -> None:
+def test_base_width() -> None:
+    """At the base width nothing is multiplied."""
     base = dataclasses.replace(MUP, mup_base_width=MUP.embedding_dim)
     same = run_on(setup(8, 3, config=base, tx=transform("adamw", config=base)))
     plain = run_on(setup(8, 3, config=base, tx=make_optimizer("adamw", DECAY)))
@@ -122,7 +128,8 @@ def test_at_the_base_width_nothing_is_multiplied() -> None:
 
 @pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("name", MULTIPLIABLE)
-def test_updates_are_multiplied_and_weight_decay_is_not(name: str, state_dtype: Any) -> None:
+def test_decay_is_not_multiplied(name: str, state_dtype: Any) -> None:
+    """Updates are multiplied and weight decay is not."""
     params = first_params(MUP)
     rng = np.random.default_rng(0)
     grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), params)

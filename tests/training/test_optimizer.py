@@ -60,7 +60,8 @@ def test_shards_move_as_whole_parameters_do(name: str, devices: int) -> None:
 
 
 @pytest.mark.parametrize("name", PER_LAYER)
-def test_a_layer_moves_as_if_it_were_alone(name: str) -> None:
+def test_layers_move_independently(name: str) -> None:
+    """A layer of a stack moves as if it were the only one."""
     rng = np.random.default_rng(1)
     params = make_params(rng)
     grads = random_like(rng, params)
@@ -150,7 +151,8 @@ def test_hyperparameters_reach_their_optimizer(name: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules_warm_up_to_the_peak_and_end_where_they_say(schedule: str) -> None:
+def test_schedules(schedule: str) -> None:
+    """Schedules warm up to the peak and end at the rate that is asked for."""
     rate = LearningRate(2.0, 0.2, 10, 110, schedule, decay_steps=20)
     got = [float(rate(step)) for step in range(112)]
     np.testing.assert_allclose(got[:10], 0.2 * np.arange(1, 11), rtol=1e-6)

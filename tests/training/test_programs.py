@@ -28,13 +28,15 @@ def make(devices: Any = None) -> int:
     return sum(callable(program) for program in (*made, *inference))
 
 
-def test_every_program_is_put_in_order_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_are_ordered_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU the collectives of every program are put in order."""
     in_order = Mock(side_effect=zero.in_order)
     monkeypatch.setattr(pmapped, "in_order", in_order)
     assert make() == in_order.call_count > 0
 
 
-def test_no_program_is_put_in_order_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_are_unordered_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator no program is put in order."""
     monkeypatch.setattr(pmapped, "in_order", lambda fn: pytest.fail("in_order on an accelerator"))
     monkeypatch.setattr(jax, "pmap", lambda fn, **_: fn)
     assert make([SimpleNamespace(platform="tpu")] * 8)

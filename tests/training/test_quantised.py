@@ -41,7 +41,8 @@ def quantised(form: str, devices: int, stage: int, **options: Any) -> Setup:
     return setup(devices, stage, max_norm=None, **FORMS[form], **options)
 
 
-def test_stages_2_and_3_and_devices_agree() -> None:
+def test_stages_2_and_3_agree() -> None:
+    """Stages 2 and 3, and numbers of devices, agree."""
     high, low = (run_on(quantised("and bfloat16 weights", 8, stage)) for stage in (3, 2))
     assert_equal(low, high)
     assert_other_devices_agree(run_on(quantised("and bfloat16 weights", 3, 3)), high)
@@ -73,8 +74,11 @@ def setup_losses() -> list[float]:
     return run_on(setup(8, 3, max_norm=None)).metrics["loss"]
 
 
-def test_an_update_inside_the_backward_pass_holds_the_same_bytes() -> None:
-    """Random bits of a layer are those of its place in the stack."""
+def test_fused_update_holds_same_bytes() -> None:
+    """An update inside the backward pass holds the same bytes.
+
+    Random bits of a layer are those of its place in the stack.
+    """
     options: dict[str, Any] = {"skip_bad_steps": False}
     plain, fused = (quantised("int8 moments", 8, 3, fused_update=f, **options) for f in (False, True))
     expected, got = run_on(plain), run_on(fused)
@@ -89,7 +93,8 @@ def test_an_update_inside_the_backward_pass_holds_the_same_bytes() -> None:
 
 
 @pytest.mark.slow
-def test_an_update_inside_the_backward_pass_of_bfloat16_weights() -> None:
+def test_fused_update_of_bfloat16_weights() -> None:
+    """An update inside the backward pass works with bfloat16 weights."""
     plain, fused = (
         quantised("and bfloat16 weights", 8, 3, fused_update=f, skip_bad_steps=False) for f in (False, True)
     )
@@ -97,7 +102,8 @@ def test_an_update_inside_the_backward_pass_of_bfloat16_weights() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_devices_hold_the_bytes_of_the_layout(form: str) -> None:
+def test_bytes_per_device(form: str) -> None:
+    """Devices hold as many bytes as the layout says."""
     on = quantised(form, 8, 3)
     state, _ = advance(on, on.start(), range(1))
     held = [sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))]
@@ -112,7 +118,8 @@ def test_devices_hold_the_bytes_of_the_layout(form: str) -> None:
 
 
 @pytest.mark.parametrize(("devices", "stage"), [(8, 0), (8, 3), (3, 1)])
-def test_first_weights_are_the_rounded_float32_ones(devices: int, stage: int) -> None:
+def test_first_weights_are_rounded(devices: int, stage: int) -> None:
+    """First weights are the rounded float32 ones."""
     on = quantised("and bfloat16 weights", devices, stage)
     assert_first_weights(on)
     assert on.model.layout.map(lambda leaf: leaf.dtype)["vocabulary"]["table"] == jnp.bfloat16
@@ -130,8 +137,11 @@ def test_weights_travel_as_they_are_held(stage: int) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_of_bfloat16_weights_are_float32_where_they_are_asked_to_be() -> None:
-    """A gradient would otherwise have the dtype of its weight."""
+def test_float32_gradients_of_bfloat16_weights() -> None:
+    """Gradients of bfloat16 weights are float32 where the configuration asks for it.
+
+    A gradient would otherwise have the dtype of its weight.
+    """
     on = setup(8, 3, max_norm=None, tx=INT8, master_dtype=jnp.bfloat16)
     rounded = quantised("and bfloat16 weights", 8, 3)
     exact, narrow = (advance(s, s.start(), range(1))[1][0]["gradient_norm"] for s in (on, rounded))
@@ -157,7 +167,8 @@ def test_a_state_is_converted_and_back() -> None:
     np.testing.assert_allclose(metrics["loss"], setup_losses()[2], rtol=1e-3)
 
 
-def test_the_average_of_bfloat16_weights_is_float32() -> None:
+def test_average_of_bfloat16_weights() -> None:
+    """The average of bfloat16 weights is float32."""
     on = quantised("and bfloat16 weights", 8, 3, ema_decay=0.999)
     state, _ = advance(on, on.start(), range(3))
     assert {x.dtype for x in jax.tree.leaves(state.averages[EMA])} == {np.dtype(np.float32)}
@@ -166,10 +177,11 @@ def test_the_average_of_bfloat16_weights_is_float32() -> None:
     zero.check_replicated(state.clock, "zero", on.devices)
 
 
-def test_losses_are_those_of_float32_and_a_scale_per_tensor_diverges(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The short form of benchmarks/quantised.py."""
+def test_losses_near_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses are near those of float32, while a scale per tensor diverges.
+
+    The short form of benchmarks/quantised.py.
+    """
     workplace = cli.make_workplace(tmp_path)
     monkeypatch.setattr(benchmark, "INDEX", [str(workplace / index) for index in cli.INDICES])
     monkeypatch.setattr(benchmark, "ROW_TOKENS", cli.CONTEXT)

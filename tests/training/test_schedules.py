@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from zero.training.schedules import LearningRate, SequenceLengths
 
 
-def test_rate_warms_up_in_a_line_and_falls_in_a_cosine() -> None:
+def test_warmup_and_cosine() -> None:
+    """The rate rises in a line and falls in a cosine."""
     rate = LearningRate(3.0, 0.3, warmup_steps=10, total_steps=110)
     got = [float(rate(step)) for step in range(112)]
     np.testing.assert_allclose(got[:10], 0.3 * np.arange(1, 11), rtol=1e-6)
@@ -32,7 +33,8 @@ def test_rate_without_a_peak_is_nought() -> None:
     assert float(LearningRate(0.0, 0.0, 2, 5)(3)) == 0.0
 
 
-def test_short_contexts_come_first_with_as_many_tokens() -> None:
+def test_short_contexts_come_first() -> None:
+    """Short contexts come first with as many tokens."""
     context = SequenceLengths(12, ((3, 4), (1, 6)))
     assert [context.at(step) for step in range(6)] == [4, 4, 4, 6, 12, 12]
     rows = np.arange(24).reshape(2, 12)
@@ -43,7 +45,8 @@ def test_short_contexts_come_first_with_as_many_tokens() -> None:
 
 
 @given(full=st.integers(2, 2048), data=st.data(), steps=st.integers(0, 500))
-def test_linear_growth_is_never_above_its_line_and_ends_in_time(full: int, data: st.DataObject, steps: int) -> None:
+def test_linear_growth(full: int, data: st.DataObject, steps: int) -> None:
+    """Linear growth is never above its line and ends in time."""
     divisors = [length for length in range(1, full + 1) if full % length == 0]
     shortest = data.draw(st.sampled_from(divisors))
     context = SequenceLengths.linear(full, shortest, steps)
@@ -53,6 +56,7 @@ def test_linear_growth_is_never_above_its_line_and_ends_in_time(full: int, data:
     assert context.at(steps) == full
 
 
-def test_context_that_does_not_divide_is_refused() -> None:
+def test_contexts_must_divide() -> None:
+    """A context that does not divide the rows is refused."""
     with pytest.raises(ValueError, match="rows of 12 tokens cannot be cut into sequences of 5"):
         SequenceLengths(12, ((1, 5),))

@@ -41,7 +41,8 @@ def spiky(devices: int, stage: int, limit: tuple[float, float], deviations: floa
     return on, with_running(on.start(), np.stack([mean, np.full(2, deviation**2), np.ones(2)], axis=1))
 
 
-def test_running_statistics_are_weighted_means_of_what_was_seen() -> None:
+def test_running_statistics() -> None:
+    """Running statistics are weighted means of the values seen so far."""
     values = np.random.default_rng(0).normal([100, 2], [0.01, 1], (200, 2))  # a variance of 1e-8 of the square
     running, add = jnp.zeros((2, 3)), jax.jit(add_to_running)
     for n, value in enumerate(values, 1):
@@ -67,7 +68,8 @@ def test_running_statistics_are_weighted_means_of_what_was_seen() -> None:
     ("stage", "devices"),
     [(3, 8), pytest.param(0, 8, marks=pytest.mark.slow), (1, 3), pytest.param(2, 1, marks=pytest.mark.slow)],
 )
-def test_a_spike_is_skipped_and_leaves_everything_as_it_was(stage: int, devices: int, kind: str) -> None:
+def test_spike_is_skipped(stage: int, devices: int, kind: str) -> None:
+    """A spike is skipped and leaves everything as it was."""
     usual = reference().metrics[kind][0]
     limits = {"loss": 1e3, "gradient_norm": 1e3, kind: usual * 0.99}
     on, state = spiky(devices, stage, (limits["loss"], limits["gradient_norm"]))
@@ -101,7 +103,8 @@ def spiky_run(devices: int, stage: int) -> Run:
 
 
 @pytest.mark.slow
-def test_stages_and_devices_agree_on_what_is_a_spike() -> None:
+def test_all_agree_on_spikes() -> None:
+    """Stages and devices agree on what is a spike."""
     runs = [spiky_run(8, stage) for stage in range(4)]
     assert 0 < runs[0].metrics["skipped_spikes"][-1] < STEPS
     assert_equal(runs[1], runs[0])
@@ -114,13 +117,15 @@ def test_stages_and_devices_agree_on_what_is_a_spike() -> None:
         np.testing.assert_allclose(other.state.guard.running[0], runs[0].state.guard.running[0], rtol=1e-3)
 
 
-def test_a_limit_that_nothing_reaches_changes_nothing() -> None:
+def test_unreached_limit() -> None:
+    """A limit that nothing reaches changes nothing."""
     got = run_on(*spiky(8, 3, (1e3, 1e3)))
     assert got.metrics["skipped_steps"] == [0] * STEPS
     assert_close(got, run(8, 3), rtol=1e-6)  # of two programs: not bit for bit
 
 
-def test_shuffled_tokens_are_skipped_once_enough_updates_were_made_and_after_a_checkpoint() -> None:
+def test_shuffled_tokens_are_skipped() -> None:
+    """Shuffled tokens are skipped once enough updates were made and after a checkpoint."""
     on = setup(8, 3, skip_spikes=6.0)
     text = batch(on, 0)._replace(tokens=np.broadcast_to(np.arange(12, dtype=np.int32), (8, 3, 12)))
     noise = text._replace(tokens=np.random.default_rng(0).permuted(text.tokens, axis=-1))
@@ -146,7 +151,8 @@ def test_shuffled_tokens_are_skipped_once_enough_updates_were_made_and_after_a_c
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("skip_bad_steps", [True, False])
-def test_what_is_not_finite_is_no_spike_and_never_enters_the_statistics(poison: float, skip_bad_steps: bool) -> None:
+def test_not_finite_is_no_spike(poison: float, skip_bad_steps: bool) -> None:
+    """Values that are not finite are no spikes and never enter the statistics."""
     on = setup(8, 3, skip_spikes=6.0, skip_bad_steps=skip_bad_steps)
     state = with_running(on.start(), [[5, 1, 1], [1, 1, 1]])
     before = bits(state.guard.running)
@@ -158,7 +164,8 @@ def test_what_is_not_finite_is_no_spike_and_never_enters_the_statistics(poison: 
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_statistics_are_kept_where_nothing_is_skipped(fused: bool) -> None:
+def test_statistics_without_skipping(fused: bool) -> None:
+    """Statistics are kept where nothing is skipped."""
     on = setup(8, 3, max_norm=None, skip_bad_steps=False, fused_update=fused)
     state, metrics = advance(on, on.start(), range(2))
     running = jnp.zeros((2, 3))

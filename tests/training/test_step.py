@@ -36,7 +36,8 @@ from zero.training.parts import TrainState
 from zero.training.sharded_gpt import ShardedGPT
 
 
-def test_the_reference_clips_some_steps_and_not_others() -> None:
+def test_reference_clips_some_steps() -> None:
+    """The reference clips some steps and not others."""
     norms = np.asarray(reference().metrics["gradient_norm"])
     assert (norms > MAX_NORM).any() and (norms < MAX_NORM).any()
 
@@ -58,25 +59,33 @@ ALL = [(n, stage, m) for n, micro_batches in PARTS.items() for stage in range(4)
     ("devices", "stage", "micro_batches"),
     [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in SOME)],
 )
-def test_many_devices_and_micro_batches_equal_one_device(devices: int, stage: int, micro_batches: int) -> None:
+def test_equals_one_device(devices: int, stage: int, micro_batches: int) -> None:
+    """Many devices and micro batches equal one device."""
     assert_close(run(devices, stage, micro_batches), reference(), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("devices", "stage"), [(8, 0), (8, 3), (3, 1), (1, 3)])
-def test_first_parameters_do_not_depend_on_the_number_of_devices(devices: int, stage: int) -> None:
+def test_first_parameters(devices: int, stage: int) -> None:
+    """First parameters do not depend on the number of devices."""
     assert_first_weights(setup(devices, stage))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_an_optimizer_that_is_not_elementwise_is_refused(stage: int) -> None:
-    """On slices it would clip by the norm of a slice."""
+def test_elementwise_optimizers_only(stage: int) -> None:
+    """An optimizer that is not elementwise is refused.
+
+    On slices it would clip by the norm of a slice.
+    """
     on = setup(8, stage, max_norm=None, tx=optax.clip_by_global_norm(1.0))
     with pytest.raises(zero.NotElementwiseError, match=r"use zero\.clip_by_global_norm"):
         on.programs.step.lower(shapes_of(on), batch(on, 0))
 
 
-def test_an_optimizer_that_communicates_equals_one_device() -> None:
-    """Its clipping, of what AdamW made of the gradients, and a mask by the size of whole leaves."""
+def test_communicating_optimizer() -> None:
+    """An optimizer that communicates equals one device.
+
+    Its clipping, of what AdamW made of the gradients, and a mask by the size of whole leaves.
+    """
 
     def large(params: Any) -> Any:
         return jax.tree.map(lambda p: p.size > 600, params)
@@ -91,8 +100,11 @@ def test_an_optimizer_that_communicates_equals_one_device() -> None:
 
 
 @pytest.mark.parametrize("place", [(0, 0), (ROWS - 1, 3)])
-def test_a_token_past_the_vocabulary_is_not_scored_as_if_it_were_one(place: tuple[int, int]) -> None:
-    """The step is skipped and counted."""
+def test_token_past_the_vocabulary(place: tuple[int, int]) -> None:
+    """A token past the vocabulary is not scored as one of its tokens.
+
+    The step is skipped and counted.
+    """
     on = setup(8, 3)
     rows = batch(on, 0)
     tokens = np.array(rows.tokens).reshape(ROWS, -1)
@@ -105,7 +117,8 @@ def test_a_token_past_the_vocabulary_is_not_scored_as_if_it_were_one(place: tupl
     ("stage", "micro_batches"),
     [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(3, 1, marks=pytest.mark.slow), (3, 3)],
 )
-def test_gradients_held_in_bfloat16_are_rounded_once(stage: int, micro_batches: int) -> None:
+def test_bfloat16_gradients(stage: int, micro_batches: int) -> None:
+    """Gradients held in bfloat16 are rounded once."""
     on = setup(8, stage, micro_batches, gradient_dtype=jnp.bfloat16)
     (got,), (expected,) = (advance(s, s.start(), range(1))[1] for s in (on, setup(8, stage, micro_batches)))
     assert got["loss"] == expected["loss"]
@@ -115,13 +128,17 @@ def test_gradients_held_in_bfloat16_are_rounded_once(stage: int, micro_batches: 
 
 
 @pytest.mark.parametrize("remat", ["dots", "none"])
-def test_what_is_computed_again_does_not_matter(remat: str) -> None:
+def test_rematerialisation(remat: str) -> None:
+    """All choices of what is computed again train alike."""
     assert_close(run_on(setup(8, 3, remat=remat)), run(8, 3), rtol=1e-6)
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2)), 1, 3])
-def test_blockwise_attention_trains_as_dense_attention_does(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same dropout masks, in blocks of 5 positions of 12."""
+def test_blockwise_attention(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blockwise attention trains as dense attention does.
+
+    With the same dropout masks, in blocks of 5 positions of 12.
+    """
     monkeypatch.setattr("zero.models.transformer_layer.blockwise_attention", partial(blockwise_attention, block=5))
     assert_close(run_on(setup(8, stage, blockwise_from=2)), run(8, 3), rtol=1e-6)
 
@@ -148,7 +165,8 @@ def test_devices_hold_what_the_table_says(stage: int) -> None:
         assert left_whole == 4 * (5 + 6)  # of counters and running statistics alone
 
 
-def test_a_step_leaves_nothing_of_the_state_before_it() -> None:
+def test_step_deletes_former_state() -> None:
+    """A step leaves no buffer of the state before it."""
     on = setup(8, 3)
     state = on.start()
     before = jax.tree.leaves(state)
@@ -156,7 +174,8 @@ def test_a_step_leaves_nothing_of_the_state_before_it() -> None:
     assert all(x.is_deleted() for x in before)
 
 
-def test_state_is_the_same_logical_arrays_everywhere() -> None:
+def test_state_is_the_same_everywhere() -> None:
+    """The state is the same logical arrays at every stage and on any devices."""
     layouts = [setup(devices, stage).layout for devices in (1, 3, 8) for stage in range(4)]
     logical = {tuple((leaf.name, leaf.shape, leaf.dtype) for leaf in layout.leaves) for layout in layouts}
     assert len(logical) == 1
@@ -164,7 +183,8 @@ def test_state_is_the_same_logical_arrays_everywhere() -> None:
     assert len(names) == len(set(names))
 
 
-def test_a_step_is_traced_once_a_context_and_not_again_after_a_checkpoint() -> None:
+def test_step_is_traced_once() -> None:
+    """A step is traced once per context, and not again after a checkpoint."""
     on = setup(8, 3)
     state, _ = advance(on, on.start(), range(1))
     traces = on.rate.traces  # more than one where the compiled programs of earlier tests were dropped
@@ -180,7 +200,8 @@ def test_a_step_is_traced_once_a_context_and_not_again_after_a_checkpoint() -> N
     assert on.rate.traces == traces + 1
 
 
-def test_a_batch_without_any_token_changes_nothing_but_moments() -> None:
+def test_batch_without_tokens() -> None:
+    """A batch without any token changes only the moments."""
     on = setup(8, 3)
     nothing = batch(on, 0)._replace(tokens=np.full((8, 3, 12), -1, np.int32))
     state, metrics = on.programs.step(on.start(), nothing)
@@ -189,7 +210,8 @@ def test_a_batch_without_any_token_changes_nothing_but_moments() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_decay_is_for_matrices_and_the_vocabulary(tied: bool) -> None:
+def test_decayed_leaves(tied: bool) -> None:
+    """Weight decay applies to matrices and the vocabulary."""
     model = ShardedGPT(dataclasses.replace(CONFIG, alibi_attn=False, tied=tied), zero.Axis("zero", (1, 8)), 3)
     names = [leaf.name for leaf in model.layout.leaves]
     chosen = jax.tree.leaves(decayed(model.layout.shapes()))
@@ -201,7 +223,8 @@ def test_decay_is_for_matrices_and_the_vocabulary(tied: bool) -> None:
     }
 
 
-def test_bfloat16_on_the_wire_learns_like_float32_and_keeps_float32_master_weights() -> None:
+def test_bfloat16_on_the_wire() -> None:
+    """With bfloat16 on the wire a model learns as in float32, and master weights stay float32."""
     on = setup(8, 3, max_norm=None, dtype=jnp.bfloat16)
     state, metrics = advance(on, on.start(), range(STEPS))
     assert {x.dtype for x in jax.tree.leaves((state.params, state.opt_state[0].mu, state.opt_state[0].nu))} == {
@@ -213,8 +236,11 @@ def test_bfloat16_on_the_wire_learns_like_float32_and_keeps_float32_master_weigh
     np.testing.assert_allclose(losses, expected, rtol=0.03)  # without clipping, so not more than near
 
 
-def test_a_gradient_whose_norm_is_infinite_is_skipped() -> None:
-    """Of a finite loss, without a NaN anywhere: a square overflows."""
+def test_infinite_norm_is_skipped() -> None:
+    """A gradient whose norm is infinite is skipped.
+
+    Of a finite loss, without a NaN anywhere: a square overflows.
+    """
     on = setup(8, 3)
     state = on.start()
     norm = {**state.params["norm"], "scale": state.params["norm"]["scale"] * np.float32(1e25)}
@@ -225,7 +251,8 @@ def test_a_gradient_whose_norm_is_infinite_is_skipped() -> None:
 
 @pytest.mark.parametrize(("stage", "devices"), [(3, 8), (0, 8), (1, 3)])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
-def test_a_gradient_that_is_not_finite_is_skipped_on_all_devices_alike(stage: int, devices: int, poison: float) -> None:
+def test_not_finite_gradient_is_skipped(stage: int, devices: int, poison: float) -> None:
+    """A gradient that is not finite is skipped on all devices alike."""
     on = setup(devices, stage, 2 if devices == 3 else 1)
     state, _ = advance(on, on.start(), range(1))
     healthy = np.asarray(state.params["blocks"]["mlp_in"]["kernel"])

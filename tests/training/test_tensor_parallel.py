@@ -46,7 +46,8 @@ def axis(stage: int, tensor: int) -> zero.Axis:
 @pytest.mark.parametrize(
     ("model", "tensor", "case"), QUICK + [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
 )
-def test_tensor_groups_train_as_devices_with_rows_of_their_own(model: str, tensor: int, case: str) -> None:
+def test_equals_devices_without_groups(model: str, tensor: int, case: str) -> None:
+    """Tensor groups train as devices with rows of their own."""
     stage, options = CASES[case]
     plain = {name: value for name, value in options.items() if name == "max_norm"}
     expected = trained(setup(8, 3, config=MODELS[model], **plain))
@@ -56,7 +57,8 @@ def test_tensor_groups_train_as_devices_with_rows_of_their_own(model: str, tenso
         assert_close(got, expected, rtol=1e-6, config=DIVISIBLE)
 
 
-def test_documents_of_a_row_are_kept_apart_in_tensor_groups() -> None:
+def test_documents_are_kept_apart() -> None:
+    """Documents of a row are kept apart in tensor groups."""
     options: dict[str, Any] = {"config": MODELS["gpt2"], "end_of_text": 7}
     expected = trained(setup(8, 3, **options))
     got = trained(setup(8, 3, axis=axis(3, 4), **options))
@@ -68,8 +70,11 @@ WIDE = GPTConfig(embedding_dim=256, vocab_size=512, num_head=8, block_size=128, 
 
 
 @pytest.mark.parametrize("tensor", [4, *(pytest.param(tensor, marks=pytest.mark.slow) for tensor in (1, 2, 8))])
-def test_bytes_sent_are_those_of_the_formula(tensor: int) -> None:
-    """Of docs/groups.md, "Tensor groups"."""
+def test_bytes_sent(tensor: int) -> None:
+    """The bytes sent are those of the formula.
+
+    Of docs/groups.md, "Tensor groups".
+    """
     rows, context = 4, WIDE.block_size
     on = setup(8, 3, config=WIDE, axis=axis(3, tensor))
     batch = Batch(np.zeros((8, rows, context), np.int32), np.zeros(8, np.int32))
@@ -85,15 +90,19 @@ def test_bytes_sent_are_those_of_the_formula(tensor: int) -> None:
 
 
 @pytest.mark.slow
-def test_copies_of_tensor_groups_train_the_same() -> None:
+def test_copies_train_alike() -> None:
+    """Copies of tensor groups train the same."""
     expected = trained(setup(8, 3, config=DIVISIBLE))
     copies = zero.Axis.with_tensor_groups("zero", 8, 2, replicas=2)
     assert_close(trained(setup(8, 3, config=DIVISIBLE, axis=copies)), expected, rtol=1e-6, config=DIVISIBLE)
 
 
 @pytest.mark.parametrize("model", ["plain", pytest.param("gemma2", marks=pytest.mark.slow)])
-def test_losses_and_text_are_those_of_devices_alone(model: str) -> None:
-    """Also of rows that do not divide into equal parts of positions."""
+def test_losses_and_text(model: str) -> None:
+    """Losses and text equal those of devices without groups.
+
+    Also of rows that do not divide into equal parts of positions.
+    """
     found, totals = [], []
     for on in (setup(8, 3, config=MODELS[model]), setup(8, 3, config=MODELS[model], axis=axis(3, 4))):
         programs = make_inference(on.model, Sampling(temperature=0), devices=on.devices)

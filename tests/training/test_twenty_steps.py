@@ -35,14 +35,16 @@ def axes(config: GPTConfig) -> dict[str, zero.Axis]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_ways_to_divide_the_devices_train_alike(name: str) -> None:
+def test_all_groups_train_alike(name: str) -> None:
+    """All ways to divide the devices into groups train alike."""
     expected = losses(MODELS[name], None, 1)
     assert len(set(expected)) == 20
     for way, axis in axes(MODELS[name]).items():
         np.testing.assert_allclose(losses(MODELS[name], axis, 3), expected, rtol=1e-5, err_msg=way)
 
 
-def test_expert_groups_and_copies_of_them_train_alike() -> None:
+def test_expert_groups_train_alike() -> None:
+    """Expert groups and copies of them train alike."""
     expected = losses(EXPERTS, None, 1)
     for experts, copies in ((2, 1), (4, 1), (8, 1), (2, 2)):
         axis = zero.Axis.with_expert_groups("zero", 8, experts, copies)

@@ -70,9 +70,10 @@ def output_and_gradients(attend: Callable[..., jax.Array], *inputs_and_weights: 
     ),
     segments=st.integers(0, 5),
 )
-def test_outputs_and_gradients_are_those_of_dense_attention(
+def test_equals_dense_attention(
     positions: int, block: int, groups: int, shared: int, width: int, form: Form, segments: int
 ) -> None:
+    """Outputs and gradients are those of dense attention."""
     k, v = arrays(2, ROWS, positions, groups, width)
     q, weights = arrays(2, ROWS, positions, groups * shared, width)
     bias = jax.random.normal(jax.random.key(2), (32, groups * shared))
@@ -110,7 +111,8 @@ def by_hand(q: Any, k: Any, v: Any, bias: Any, form: Form, starts: Any = None) -
 
 @pytest.mark.parametrize("change", [{}, {"window": 0}, {"cap": None}, {"has_extra_logit": False}, {"divisor": None}])
 @pytest.mark.parametrize("segments", [0, 1])
-def test_dense_attention_is_the_one_written_by_hand(change: dict[str, Any], segments: int) -> None:
+def test_dense_attention_equals_reference(change: dict[str, Any], segments: int) -> None:
+    """Dense attention equals an implementation written by hand."""
     form = EVERYTHING._replace(dropout_rate=0.0, **change)
     (q,), (k, v) = arrays(1, ROWS, 141, 6, 5), arrays(2, ROWS, 141, 2, 5)
     bias, starts = jax.random.normal(jax.random.key(2), (32, 6)), starts_of(segments, 141)
@@ -118,7 +120,9 @@ def test_dense_attention_is_the_one_written_by_hand(change: dict[str, Any], segm
     np.testing.assert_allclose(got, by_hand(q, k, v, bias, form, starts), rtol=1e-4, atol=1e-5)
 
 
-def test_local_attention_costs_in_proportion_to_its_window() -> None:
+def test_local_attention_cost() -> None:
+    """The cost of local attention is proportional to its window."""
+
     def cost(context: int, window: int) -> tuple[int, int]:
         def loss(*qkv: jax.Array) -> jax.Array:
             return blockwise_attention(*qkv, form=Form(window=window), block=64).sum()
@@ -135,7 +139,8 @@ def test_local_attention_costs_in_proportion_to_its_window() -> None:
     assert cost(4096, 256)[0] < 2.1 * flops
 
 
-def test_scores_that_overflow_an_exponential_do_not_matter() -> None:
+def test_scores_that_overflow_exp() -> None:
+    """Scores that would overflow an exponential do not change the result."""
     q, k, v, weights = arrays(4, ROWS, 33, 2, 4)
     expected = output_and_gradients(partial(dense_attention, form=Form()), 50 * q, 3 * k, v, weights)
     got = output_and_gradients(partial(blockwise_attention, form=Form(), block=8), 50 * q, 3 * k, v, weights)
@@ -146,7 +151,8 @@ def test_scores_that_overflow_an_exponential_do_not_matter() -> None:
 
 @pytest.mark.parametrize("has_alibi", [False, True])
 @pytest.mark.parametrize("position", [0, 7, 15])
-def test_queries_from_a_position_on_see_a_longer_cache(position: int, has_alibi: bool) -> None:
+def test_queries_with_a_longer_cache(position: int, has_alibi: bool) -> None:
+    """Queries that start at a position see the keys of a longer cache."""
     (q,), (k, v) = arrays(1, ROWS, 9, 2, 4), arrays(2, ROWS, 24, 2, 4)
     k, v = (x.at[:, position + 9 :].set(1e3) for x in (k, v))  # what is not filled yet
     expected = dense_attention(q, k, v, position, form=Form(has_alibi=has_alibi))
@@ -154,7 +160,8 @@ def test_queries_from_a_position_on_see_a_longer_cache(position: int, has_alibi:
     np.testing.assert_allclose(blockwise(q, k, v, position), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_bfloat16_is_as_near_to_float32_as_dense_attention() -> None:
+def test_bfloat16_error() -> None:
+    """In bfloat16 the result is as near to float32 as that of dense attention."""
     inputs = arrays(4, ROWS, 50, 3, 16)
     exact = output_and_gradients(partial(dense_attention, form=Form(has_alibi=True)), *inputs)
     rounded = [x.astype(jnp.bfloat16) for x in inputs]
@@ -167,7 +174,8 @@ def test_bfloat16_is_as_near_to_float32_as_dense_attention() -> None:
 
 
 @pytest.mark.parametrize("block", [5, 16, 64])
-def test_dropout_masks_are_those_of_dense_attention(block: int) -> None:
+def test_same_dropout_as_dense(block: int) -> None:
+    """Dropout masks are those of dense attention."""
     positions = 37
     (q,) = arrays(1, ROWS, positions, 3, positions)
     v = jnp.broadcast_to(jnp.eye(positions)[None, :, None], q.shape)  # the output is the matrix of probabilities
@@ -179,7 +187,8 @@ def test_dropout_masks_are_those_of_dense_attention(block: int) -> None:
     assert abs((dense == 0)[np.broadcast_to(past, dense.shape)].mean() - 0.4) < 0.05
 
 
-def test_counters_of_random_bits_have_64_bits() -> None:
+def test_random_counters_have_64_bits() -> None:
+    """Counters of random bits have 64 bits."""
     # A block of a matrix that nobody holds: within one of its rows, entries pass 2^32.
     positions, size, rate = 2**17 + 3, 4, 0.5
     blocks = Blocks(Form(dropout_rate=rate), positions, positions, size)
@@ -196,7 +205,8 @@ def test_counters_of_random_bits_have_64_bits() -> None:
     assert 0 < kept.mean() < 1
 
 
-def test_dropout_with_other_random_bits_is_refused() -> None:
+def test_other_random_bits_are_refused() -> None:
+    """Dropout with other random bits is refused."""
     q, k, v = arrays(3, ROWS, 4, 1, 2)
     keys = jax.random.split(jax.random.key(0, impl="rbg"), ROWS)
     with pytest.raises(ValueError, match="threefry"):
@@ -237,8 +247,11 @@ def test_memory_is_linear_in_the_context() -> None:
         *(pytest.param(remat, False, marks=pytest.mark.slow) for remat in ("full", "dots")),
     ],
 )
-def test_memory_of_a_model_is_linear_in_the_context(remat: str, has_segments: bool) -> None:
-    """Also where layers are scanned: nothing that all layers have in common is computed ahead for all pairs."""
+def test_memory_is_linear_in_context(remat: str, has_segments: bool) -> None:
+    """The memory of a model is linear in the context.
+
+    Also where layers are scanned: nothing that all layers have in common is computed ahead for all pairs.
+    """
 
     def temporaries(context: int) -> int:
         config = dataclasses.replace(CONFIG, embedding_dim=8, num_head=4, block_size=context)
@@ -278,7 +291,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("has_alibi", [True, False], ids=["alibi", "learned"])
-def test_greedy_text_is_that_of_dense_attention(has_alibi: bool, small_blocks: list[int]) -> None:
+def test_same_greedy_text_as_dense(has_alibi: bool, small_blocks: list[int]) -> None:
+    """Greedy text is that of dense attention."""
     config = dataclasses.replace(CONFIG, alibi_attn=has_alibi)
     prompt = np.random.default_rng(3).integers(0, 101, 23, np.int32)
 

@@ -72,7 +72,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_ring_attends_as_one_device_does(case: str) -> None:
+def test_ring_equals_one_device(case: str) -> None:
+    """Ring attention equals attention on one device."""
     context, positions, heads, groups, form, segments = CASES[case]
     check(context, inputs(positions, heads, groups), form, segments, swaps=False)
 
@@ -81,7 +82,8 @@ def test_a_ring_attends_as_one_device_does(case: str) -> None:
     ("context", "positions", "form", "segments"),
     [(4, 56, Form(has_alibi=True, dropout_rate=0.3), 0), (2, 36, EVERYTHING, 2), (8, 48, Form(), 1)],
 )
-def test_swapped_heads_attend_as_one_device_does(context: int, positions: int, form: Form, segments: int) -> None:
+def test_ulysses_equals_one_device(context: int, positions: int, form: Form, segments: int) -> None:
+    """Attention with swapped heads (Ulysses) equals attention on one device."""
     check(context, inputs(positions, 2 * context, context), form, segments, swaps=True)
 
 
@@ -98,8 +100,11 @@ def check(context: int, arrays: Inputs, form: Form, segments: int, *, swaps: boo
 
 
 @pytest.mark.parametrize("context", [2, 4, 8])
-def test_every_device_has_the_same_number_of_pairs_to_compute(context: int) -> None:
-    """Blocks of which a query sees a key, over all turns; a whole row cut in order would need up to 2 - 1/c as many."""
+def test_pairs_are_balanced(context: int) -> None:
+    """Every device has the same number of pairs to compute.
+
+    Blocks of which a query sees a key, over all turns; a whole row cut in order would need up to 2 - 1/c as many.
+    """
     group, block = ContextGroup(Axis("batch", (1, 8), context=context)), 4
     own = 4 * block  # two pieces of two blocks
 

@@ -43,8 +43,11 @@ def test_splash_attention_computes_the_same(form: Form, starts: jax.Array | None
 
 
 @pytest.mark.parametrize("form", [Form(), Form(window=70, divisor=3.0)])
-def test_the_arguments_for_cudnn_say_the_same(form: Form) -> None:
-    """jax's own implementation of the same call: there is no cuDNN here."""
+def test_cudnn_arguments(form: Form) -> None:
+    """The arguments for cuDNN describe the same attention.
+
+    jax's own implementation of the same call: there is no cuDNN here.
+    """
     compare(lambda *args, **kwargs: cudnn_attention(*args, implementation="xla", **kwargs), 2, form)
 
 

@@ -49,7 +49,8 @@ def test_against_numpy(axis: zero.Axis) -> None:
 
 
 @pytest.mark.parametrize("axis", AXES.values(), ids=AXES)
-def test_trees_agree_with_arrays_and_a_mean_is_a_sum_divided(axis: zero.Axis) -> None:
+def test_trees_and_means(axis: zero.Axis) -> None:
+    """Trees give the same as single arrays, and a mean is a sum divided by the number of devices."""
     rng = np.random.default_rng(1)
     full = {str(i): rng.integers(-8, 9, (axis.size, *shape)).astype(np.float32) for i, shape in enumerate(SHAPES)}
     layout = zero.make_layout({name: x[0] for name, x in full.items()}, axis.shards)
@@ -79,7 +80,8 @@ def test_narrow_wire_rounds_once_a_phase(axis: zero.Axis) -> None:
 
 
 @pytest.mark.parametrize("axis", AXES.values(), ids=AXES)
-def test_int8_on_the_wire_keeps_to_its_bound(axis: zero.Axis) -> None:
+def test_int8_error_bound(axis: zero.Axis) -> None:
+    """The error of int8 on the wire is within its bound."""
     rng = np.random.default_rng(2)
     shapes = [(13, 100), (700,), (2, 5, 64), (3,), ()]
     # Blocks of very different size: a common scale would lose the small ones.
@@ -108,7 +110,8 @@ def test_int8_on_the_wire_keeps_to_its_bound(axis: zero.Axis) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32, jnp.complex64])
-def test_other_dtypes_keep_their_own_or_are_summed_in_float32(dtype: jnp.dtype) -> None:
+def test_dtypes_of_sums(dtype: jnp.dtype) -> None:
+    """bfloat16 and float16 are summed in float32, other dtypes in their own."""
     x = jnp.ones((8, 16), dtype)
     (leaf,) = zero.make_layout(x[0], 8).leaves
     axis = AXES["eight"]
@@ -119,7 +122,8 @@ def test_other_dtypes_keep_their_own_or_are_summed_in_float32(dtype: jnp.dtype) 
     assert half.dtype == jnp.float16 and half.shape == (8, 16)
 
 
-def test_a_gradient_through_gather_is_the_sum_of_gradients() -> None:
+def test_gradient_of_gather() -> None:
+    """A gradient through gather is the sum of gradients."""
     (leaf,) = zero.make_layout(jnp.zeros(13), 8).leaves
     axis = AXES["eight"]
     weights = np.arange(8.0 * 13).reshape(8, 13).astype(np.float32)
@@ -132,7 +136,8 @@ def test_a_gradient_through_gather_is_the_sum_of_gradients() -> None:
     np.testing.assert_array_equal(grads.reshape(-1)[13:], 0)
 
 
-def test_phases_follow_the_torus_and_compile_to_true_reduce_scatters() -> None:
+def test_phases_compile_to_reduce_scatters() -> None:
+    """Phases follow the torus and compile to real reduce-scatters."""
     devices: Any = get_topology_desc(topology_name="v3:4x4", platform="tpu").devices
     torus = zero.Axis.from_devices("batch", devices)
     assert torus.shape == (1, 4, 4, 2)  # two dimensions of chips, two cores a chip
@@ -171,9 +176,8 @@ CUT = {"w": -2, "small": -1, "padded": -2}
 
 @pytest.mark.parametrize("wire_dtype", [None, jnp.int8])
 @pytest.mark.parametrize(("tensor", "replicas"), [(2, 1), (4, 1), (8, 1), (2, 2)])
-def test_parts_are_gathered_and_summed_over_the_devices_that_have_the_same(
-    tensor: int, replicas: int, wire_dtype: Any
-) -> None:
+def test_gather_and_sum_of_parts(tensor: int, replicas: int, wire_dtype: Any) -> None:
+    """Parts of tensor groups are gathered and summed over the devices that have the same part."""
     axis = zero.Axis.with_tensor_groups("batch", 8, tensor, replicas)
     rng = np.random.default_rng(0)
     full = {name: rng.integers(-8, 9, shape).astype(np.float32) for name, shape in PARTS.items()}
@@ -201,7 +205,8 @@ def test_parts_are_gathered_and_summed_over_the_devices_that_have_the_same(
         close(sums[name], [slices[axis.shard_of_device()[i]] * of_rank[i] for i in range(8)])
 
 
-def test_an_optimizer_sees_whole_leaves_of_a_layout_with_parts() -> None:
+def test_optimizer_sees_whole_leaves() -> None:
+    """An optimizer sees whole leaves of a layout with parts."""
     axis = zero.Axis.with_tensor_groups("batch", 8, 2)
     params = {"w": np.random.default_rng(0).normal(size=(16, 24)).astype(np.float32)}
     layout = zero.make_layout(params, 8, tensor=2, tensor_dim=lambda name: -1)
@@ -217,7 +222,8 @@ def test_an_optimizer_sees_whole_leaves_of_a_layout_with_parts() -> None:
     np.testing.assert_allclose(got, expected["w"], rtol=1e-4, atol=1e-5)
 
 
-def test_an_axis_says_what_does_not_fit() -> None:
+def test_axis_errors() -> None:
+    """An axis that does not fit the devices is refused with the reason."""
     with pytest.raises(ValueError, match="8 devices do not make 1 copies of groups of 3"):
         zero.Axis.with_tensor_groups("batch", 8, 3)
     with pytest.raises(ValueError, match=r"the first phase of \(1, 4, 2\) must be of tensor=2"):
@@ -262,7 +268,8 @@ def test_only_floats_travel_in_another_dtype(axis: zero.Axis, dtype: Any) -> Non
         np.testing.assert_allclose(sums[name][0], x * axis.size, rtol=1e-6)
 
 
-def test_padding_has_no_part_in_the_scale_of_its_block() -> None:
+def test_padding_does_not_change_scales() -> None:
+    """Padding does not change the scale of its block."""
     layout = zero.make_layout({"w": np.ones(13, np.float32)}, 8)
 
     def run(x: jax.Array) -> jax.Array:

@@ -22,7 +22,8 @@ def made(experts: int, replicas: int = 1) -> tuple[zero.Axis, zero.Layout, dict[
 
 @pytest.mark.parametrize(("experts", "replicas"), [(2, 1), (4, 1), (8, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("wire", [None, jnp.bfloat16])
-def test_each_device_gathers_its_own_experts_and_scatters_their_sums(experts: int, replicas: int, wire: Any) -> None:
+def test_gather_and_scatter_of_experts(experts: int, replicas: int, wire: Any) -> None:
+    """Each device gathers its own experts and scatters their sums."""
     axis, layout, whole = made(experts, replicas)
 
     def gathered(_: jax.Array) -> Any:
@@ -52,7 +53,8 @@ def test_each_device_gathers_its_own_experts_and_scatters_their_sums(experts: in
         np.testing.assert_allclose(got, expected, rtol=0 if wire is None else 0.02, err_msg=leaf.name)
 
 
-def test_split_dimension_is_never_that_of_the_experts() -> None:
+def test_split_dimension_of_experts() -> None:
+    """Experts are never split along the dimension that numbers them."""
     _, layout, _ = made(4)
     assert all(split.dim > 0 for leaf in layout.leaves for split in leaf.splits)
     alone = zero.make_layout({"w": np.zeros((8, 5, 3), np.float32)}, N)
@@ -60,7 +62,8 @@ def test_split_dimension_is_never_that_of_the_experts() -> None:
 
 
 @pytest.mark.parametrize("experts", [2, 8])
-def test_tokens_travel_to_their_experts_and_back_in_order(experts: int) -> None:
+def test_tokens_return_in_order(experts: int) -> None:
+    """Tokens travel to their experts and back in order."""
     group = zero.ExpertGroup(zero.Axis.with_expert_groups("zero", N, experts))
     device, row, expert = np.meshgrid(np.arange(N), np.arange(3), np.arange(8), indexing="ij")
     x = (100 * device + 10 * row + expert)[..., None, None].astype(np.float32)

@@ -82,7 +82,8 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_results_are_the_same_and_collectives_follow_each_other(program):
+def test_same_results_in_order(program):
+    """With in_order a program has the same results, and its collectives wait for each other."""
     x = np.random.default_rng(0).normal(size=(8, 3, 5)).astype(np.float32)
     ordered = zero.in_order(program)
     got = jax.pmap(ordered, axis_name="batch")(x)
@@ -94,7 +95,8 @@ def test_results_are_the_same_and_collectives_follow_each_other(program):
 
 
 @pytest.mark.parametrize("program", [loop_then_mean, mean_of_loop_and_of_input])
-def test_the_check_sees_a_collective_that_does_not_wait(program: Any) -> None:
+def test_checker_sees_unordered_collective(program: Any) -> None:
+    """The check of this file sees a collective that does not wait."""
     x = np.ones((3, 5), np.float32)
     assert ("scan", "psum") in unordered(jax.make_jaxpr(program, axis_env=[("batch", 8)])(x).jaxpr)
 
@@ -108,7 +110,8 @@ def test_flat_programs_are_left_alone():
     assert plain == ordered
 
 
-def test_the_program_that_aborts_without_it_is_right():
+def test_reproduction_of_the_abort():
+    """The program that aborts without in_order is right with it."""
     with cli.spinning(os.cpu_count() or 1, seconds=60):
         done = subprocess.run([sys.executable, REPRODUCTION, "--rounds", "20"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -169,8 +169,11 @@ def test_refused_elsewhere(name: str) -> None:
         jax.pmap(run, "batch").lower(np.stack([make_x()] * 8))
 
 
-def test_loops_are_dealt_to_devices_that_own_them() -> None:
-    """Sixteen matrices on eight devices: each device runs the loops of two of them, and no other."""
+def test_loops_run_on_owners() -> None:
+    """Loops over matrices are divided among the devices.
+
+    Sixteen matrices on eight devices: each device runs the loops of two of them, and no other.
+    """
     ran: list[int] = []
 
     def body(y: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -205,8 +208,11 @@ def test_a_region_ends_where_it_ends() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (2, 4)])
-def test_a_loop_with_a_collective_inside_runs_on_all_devices(shape: tuple[int, ...]) -> None:
-    """On its owner alone it would wait for the others for ever."""
+def test_loop_with_collective(shape: tuple[int, ...]) -> None:
+    """A loop with a collective inside runs on all devices.
+
+    On its owner alone it would wait for the others for ever.
+    """
 
     def fn(x: jax.Array) -> jax.Array:
         return lax.fori_loop(0, 3, lambda _, y: lax.pmean(y, "batch") * jnp.tanh(jnp.sum(y)), x)
@@ -216,7 +222,9 @@ def test_a_loop_with_a_collective_inside_runs_on_all_devices(shape: tuple[int, .
     np.testing.assert_allclose(got[3], expected[0], rtol=1e-5)
 
 
-def test_a_loop_that_carries_a_key_runs_on_all_devices() -> None:
+def test_loop_with_random_key() -> None:
+    """A loop that carries a key runs on all devices."""
+
     def fn(x: jax.Array) -> jax.Array:
         keys = lax.fori_loop(0, 3, lambda i, c: (jax.random.fold_in(c[0], i), jnp.cumsum(c[1])[::-1]), (KEY, x[:, 0]))
         return x * jax.random.uniform(keys[0]) + keys[1][:, None]
@@ -227,8 +235,11 @@ def test_a_loop_that_carries_a_key_runs_on_all_devices() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (1, 8), (2, 4)])
-def test_a_derivative_of_its_own_is_kept(shape: tuple[int, ...]) -> None:
-    """Of a loss of the update with respect to the gradients and to a number that they are multiplied with."""
+def test_custom_derivative_is_kept(shape: tuple[int, ...]) -> None:
+    """A custom derivative is kept.
+
+    Of a loss of the update with respect to the gradients and to a number that they are multiplied with.
+    """
 
     @jax.custom_jvp
     def sign(x: jax.Array) -> jax.Array:
@@ -255,7 +266,8 @@ def test_a_derivative_of_its_own_is_kept(shape: tuple[int, ...]) -> None:
         np.testing.assert_allclose(a[0], b, rtol=2e-5, atol=1e-4)
 
 
-def test_forward_mode_through_a_derivative_of_its_own() -> None:
+def test_forward_mode_of_custom_derivative() -> None:
+    """Forward mode works through a custom derivative."""
     x = make_x()
     run = on_shards(lambda x: jax.nn.relu(jnp.round(x)) * x, zero.Axis("batch", (1, 8)), across=False)
     got = jax.pmap(lambda x: jax.jvp(run, (x,), (x,))[1], "batch")(np.stack([x] * 8))

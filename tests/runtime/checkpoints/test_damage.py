@@ -297,7 +297,7 @@ def test_disk_that_fills_up_is_reported_in_one_line_and_harms_no_other_checkpoin
         save_small(checkpoints, 1)
         checkpoints.wait()
         (disk / "other").write_bytes(bytes(4096 * (os.statvfs(disk).f_bavail - 4)))
-        assert_refused(checkpoints, "No space left|too few bytes")
+        assert_refused(checkpoints, "No space left|too few bytes|RESOURCE_EXHAUSTED")
         (disk / "other").unlink()
         save_small(checkpoints, 3)
     assert_same(restore_small(disk, 3), make_state(*small(8), seed=3), small(8)[0])

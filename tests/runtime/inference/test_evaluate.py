@@ -27,18 +27,14 @@ RUN = "trained"
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> cli.Forks:
-    workplace = cli.make_workplace(tmp_path_factory.mktemp("inference"))
-    forks = cli.Forks(workplace)
-    done = forks.run(*cli.TINY, f"hydra.run.dir={RUN}")
-    assert done.returncode == 0, done.stderr
-    return forks
+def workplace(workplace: Path) -> Path:
+    """With a trained model."""
+    cli.Forks(workplace).train(RUN, *cli.TINY)
+    return workplace
 
 
 def use(forks: cli.Forks, mode: str, out: str, *arguments: str) -> Path:
-    done = forks.run(f"mode={mode}", f"model.model_path={RUN}", f"hydra.run.dir={out}", *arguments)
-    assert done.returncode == 0, done.stderr
-    return forks.workplace / out
+    return forks.train(out, f"mode={mode}", f"model.model_path={RUN}", *arguments)
 
 
 def evaluated(forks: cli.Forks, out: str, *arguments: str) -> Any:
@@ -122,11 +118,10 @@ def test_text_is_the_same_wherever_the_weights_lie(forks: cli.Forks) -> None:
 
 def test_greedy_text_is_the_most_likely_beyond_the_trained_context(forks: cli.Forks, params: Any) -> None:
     """With ALiBi 60 tokens after a context of 32 need nothing."""
-    done = forks.run(
+    done = forks.check(
         "mode=sample", f"model.model_path={RUN}", "sample.prompt='shard g'", "sample.tokens=60",
         "sample.temperature=0", "hydra.run.dir=greedy",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     tokens = np.append(0, ByteTokenizer().encode("shard g")).astype(np.int32)
     table = params["vocabulary"]["table"].reshape(-1, SIZE.embedding_dim)[: SIZE.vocab_size]
     hidden_of = jax.jit(partial(GPT(SIZE).apply, method="hidden"))
