@@ -38,6 +38,7 @@ from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.restore import TrainingPosition, restore
 from zero.runtime.run.step_metrics import StepMetrics
+from zero.runtime.run.verification import Verifier
 from zero.runtime.streaming.cache import ShardCache
 from zero.runtime.streaming.index_files import index_paths
 from zero.runtime.streaming.loader import Loader
@@ -145,6 +146,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             goodput=goodput,
             metrics=_step_metrics(config, position.global_rows, goodput),
             profiler=profiler,
+            verifier=Verifier(programs.verify, model.axis, config.training.verify_every),
             state=state,
             position=position,
             last_step=last_step,
