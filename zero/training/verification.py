@@ -1,8 +1,8 @@
-"""Whether devices compute the same: neighbours repeat each other's micro-batch, and the bits of their results are compared.
+"""Whether devices compute the same: neighbours repeat each other's micro-batch, and their results are compared.
 
-A result is the loss and the gradient of every parameter, in whole weights and before any sum over devices, as a
-checksum. Weights are gathered as in a step, layer by layer at stage 3, and no more than one layer's gradient exists.
-The devices of a tensor, context or expert group compute together: whole groups are compared.
+A result is a checksum of the bits of the loss and of the gradient of every parameter, before any sum over devices.
+Weights are gathered as in a step, layer by layer at stage 3, and no more than one layer's gradient exists. The devices
+of a tensor, context or expert group compute together: whole groups are compared.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -28,7 +27,7 @@ TAP = "tap"  # the collection of variables to which checksums flow in place of g
 
 
 def verify(weights: PyTree, tokens: jax.Array, first: jax.Array, *, model: ShardedGPT, micro_batches: int) -> jax.Array:
-    """Checksums of two results of every device, uint32 `(2, N)`: of the rows of the groups `first` and `first + 1` further on.
+    """Two results of each device, uint32 `(2, N)`: for the rows of the group `first` further on, and of the next group.
 
     Per device: shards of weights, int32 tokens `(R, T)` of which the first micro-batch is computed, without dropout,
     and `first`, 0 or 1. The result is the same on every device. Call inside pmap.

@@ -31,7 +31,7 @@ class Verifier:
         return self._every is not None and step % self._every == 0
 
     def check(self, step: int, weights: PyTree, tokens: np.ndarray) -> None:
-        """Compares the results of neighbours; those that differ are computed again, by other devices too, to find who is wrong.
+        """Compares the results of neighbours. If they differ, a second neighbour repeats them, to find the device.
 
         All hosts call it with the weights after this step and the rows of their devices, and all raise alike.
 
@@ -51,8 +51,8 @@ class Verifier:
             found = f"{names[0]} did not repeat its own result"
         raise Unavailable(
             f"step {step}: {found}. training.verify_every={self._every} compares losses and gradients of the same rows "
-            "bit for bit: the device, its memory or a link is faulty. This state is not saved; replace the hardware, and "
-            "--resume continues from the checkpoint before"
+            "bit for bit: the device, its memory or a link is faulty. This state is not saved: replace the device, and "
+            "--resume from the checkpoint before"
         )
 
     def _results(self, weights: PyTree, tokens: np.ndarray, first: int) -> np.ndarray:
