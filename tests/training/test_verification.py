@@ -1,7 +1,7 @@
 """Devices that compute the same rows have the same checksums, and one that does not is named."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,21 +9,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import zero
+from tests.helpers.faulty_device import install
 from tests.training.small_gpt import CONFIG, Setup, batch, setup, tokens
 from zero.models.config import GPTConfig
+from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.partition import pmapped
 from zero.runtime.errors import Unavailable
 from zero.runtime.run.verification import Verifier
 from zero.training.verification import suspects, verify
 
-GROUPS = dataclasses.replace(CONFIG, embedding_dim=32, num_head=4, block_size=16, vocab_size=104, vocab_chunks=2)
-EXPERTS = dataclasses.replace(GROUPS, mlp_bias=False, experts=4, expert_capacity=2.0)
+GROUPS = dataclasses.replace(CONFIG, embedding_dim=48, num_head=8, block_size=16)
+EXPERTS = dataclasses.replace(
+    CONFIG, mlp_bias=False, experts=8, experts_per_token=2, normalise_router=True, expert_capacity=1.0
+)
 VQ = GPTConfig(
-    embedding_dim=32, vocab_size=97, num_head=1, block_size=16, dropout=0.0, N=2, layer="gated_units", vq_block=4
+    embedding_dim=42,
+    vocab_size=101,
+    block_size=12,
+    dropout=0.1,
+    N=2,
+    vocab_chunks=3,
+    codes=6,
+    vq_block=3,
+    key_width=10,
+    **FAMILIES["vq"],
 )
 
 
@@ -83,24 +95,10 @@ def test_groups_and_dtypes_raise_no_alarm(on: Callable[[], Setup]) -> None:
 
 
 @pytest.fixture
-def faulty_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Makes one device err in the backward pass, by 2^-20 of a gradient; its losses are right."""
-
-    def install(place: int) -> None:
-        @jax.custom_vjp
-        def passed(x: jax.Array) -> jax.Array:
-            return x
-
-        def backward(_: None, grads: jax.Array) -> tuple[jax.Array]:
-            return (jnp.where(lax.axis_index("zero") == place, grads * (1 + 2.0**-20), grads),)
-
-        passed.defvjp(lambda x: (x, None), backward)
-        score = GPT.score
-        monkeypatch.setattr(
-            GPT, "score", lambda self, stream, targets: score(self, (passed(stream[0]), *stream[1:]), targets)
-        )
-
-    yield install
+def faulty_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes one device err in the backward pass."""
+    monkeypatch.setattr(GPT, "score", GPT.score)  # restored at the end
+    return install
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -124,11 +122,10 @@ def test_the_group_of_a_device_that_errs_is_named(faulty_device: Callable[[int],
 def test_a_copy_of_the_weights_that_differs_is_named() -> None:
     on = setup(3, 0)
     weights = on.weights(on.start())
-    for name in weights:  # a bit of a parameter of each part, as a part without a tap would hide it
-        leaves, tree = jax.tree.flatten(weights[name])
-        flipped = np.array(leaves[0])
-        flipped[1].view(np.uint32).flat[-1] ^= 1 << 21
-        damaged = weights | {name: tree.unflatten([flipped, *leaves[1:]])}
+    for name in weights:
+        flipped = jax.tree.map(np.array, weights[name])
+        jax.tree.leaves(flipped)[0][1].view(np.uint32).flat[-1] ^= 1 << 21
+        damaged = weights | {name: flipped}
         with pytest.raises(Unavailable, match=r"^step 5: TFRT_CPU_1 of host 0 computed"):
             check(on, on.programs.verify, damaged)
 

@@ -30,7 +30,7 @@ class Verifier:
         """Whether devices are compared after this step."""
         return self._every is not None and step % self._every == 0
 
-    def check(self, step: int, weights: PyTree, tokens: np.ndarray) -> None:
+    def check(self, step: int, weights: PyTree, tokens: jax.Array | np.ndarray) -> None:
         """Compares the results of neighbours. If they differ, a second neighbour repeats them, to find the device.
 
         All hosts call it with the weights after this step and the rows of their devices, and all raise alike.
@@ -55,7 +55,7 @@ class Verifier:
             "--resume from the checkpoint before"
         )
 
-    def _results(self, weights: PyTree, tokens: np.ndarray, first: int) -> np.ndarray:
+    def _results(self, weights: PyTree, tokens: jax.Array | np.ndarray, first: int) -> np.ndarray:
         firsts = np.full(jax.local_device_count(), first, np.int32)
         return np.asarray(self._program(weights, tokens, firsts))
 
