@@ -17,7 +17,7 @@ from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.partition import pmapped
-from zero.runtime.errors import Unavailable
+from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.run.verification import Verifier
 from zero.training.verification import suspects, verify
 
@@ -106,7 +106,7 @@ def test_a_device_that_errs_in_the_backward_pass_is_named(stage: int, faulty_dev
     on = setup(3, stage)
     weights = on.weights(on.start())
     faulty_device(2)
-    with pytest.raises(Unavailable, match=r"^step 5: TFRT_CPU_2 of host 0 computed what other devices did not\. "):
+    with pytest.raises(Unavailable, match=r"^step 5: cpu:2 of host 0 computed what other devices did not\. "):
         check(on, program_of(on), weights)
 
 
@@ -114,7 +114,7 @@ def test_the_group_of_a_device_that_errs_is_named(faulty_device: Callable[[int],
     on = setup(8, 3, config=GROUPS, axis=zero.Axis.with_tensor_groups("zero", 8, 2))
     weights = on.weights(on.start())
     faulty_device(3)
-    names = "TFRT_CPU_2 of host 0 and TFRT_CPU_3 of host 0"
+    names = "cpu:2 of host 0 and cpu:3 of host 0"
     with pytest.raises(Unavailable, match=f"^step 5: {names} computed what other devices did not"):
         check(on, program_of(on), weights)
 
@@ -124,9 +124,9 @@ def test_a_copy_of_the_weights_that_differs_is_named() -> None:
     weights = on.weights(on.start())
     for name in weights:
         flipped = jax.tree.map(np.array, weights[name])
-        jax.tree.leaves(flipped)[0][1].view(np.uint32).flat[-1] ^= 1 << 21
+        jax.tree.leaves(flipped)[0][1].view(np.uint32).flat[0] ^= 1 << 21
         damaged = weights | {name: flipped}
-        with pytest.raises(Unavailable, match=r"^step 5: TFRT_CPU_1 of host 0 computed"):
+        with pytest.raises(Unavailable, match=r"^step 5: cpu:1 of host 0 computed"):
             check(on, on.programs.verify, damaged)
 
 
@@ -163,10 +163,22 @@ def test_messages_say_what_could_be_told() -> None:
         assert caught.value.status == 1
         return str(caught.value)
 
-    assert "TFRT_CPU_0 of host 0 did not repeat its own result." in raised([[5], [0]], [[5], [5]])
-    either = "TFRT_CPU_0 of host 0 or TFRT_CPU_1 of host 0 is wrong, and which one could not be told"
+    assert "cpu:0 of host 0 did not repeat its own result." in raised([[5], [0]], [[5], [5]])
+    either = "cpu:0 of host 0 or cpu:1 of host 0 is wrong, and which one could not be told"
     assert either in raised([[5, 6], [0, 5]], [[0, 5], [5, 6]])
 
 
 def test_never_is_never_due() -> None:
     assert not Verifier(None, zero.Axis("zero", (1, 8)), None).is_due(5)
+
+
+def test_gpus_have_to_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    axis = zero.Axis("zero", (1, 8))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(
+        UserError, match=r"^training\.verify_every=5 on GPU needs XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+    ):
+        Verifier(None, axis, 5)
+    Verifier(None, axis, None)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+    Verifier(None, axis, 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -10,8 +11,10 @@ import numpy as np
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import pmap_devices
 from zero.partition.layout import PyTree
-from zero.runtime.errors import Unavailable
+from zero.runtime.errors import Unavailable, UserError
 from zero.training.verification import suspects
+
+_DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 
 class Verifier:
@@ -21,9 +24,18 @@ class Verifier:
       program: `Programs.verify`.
       axis: the pmap axis.
       every: steps; None: never.
+
+    Raises:
+      UserError: devices that are GPUs may compute the same sum in another order each time.
     """
 
     def __init__(self, program: Any, axis: Axis, every: int | None) -> None:
+        if (
+            every is not None
+            and jax.default_backend() == "gpu"
+            and _DETERMINISTIC not in os.environ.get("XLA_FLAGS", "")
+        ):
+            raise UserError(f"training.verify_every={every} on GPU needs XLA_FLAGS={_DETERMINISTIC}, or null")
         self._program, self._axis, self._every = program, axis, every
 
     def is_due(self, step: int) -> bool:
