@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -186,25 +186,39 @@ def _checksum_program(leaves: tuple[LeafLayout, ...], axis: Axis, devices: tuple
 
 
 def _checksum(x: jax.Array, leaf: LeafLayout, axis: Axis) -> tuple[jax.Array, jax.Array]:
-    """The sum over this device's elements of a hash of bits and index in the whole array; 1 if not finite.
+    """The sum of `_hashes` over this device's elements, padding excepted; 1 if one of them is not finite."""
+    offsets = {split.dim: axis.shard_index().astype(jnp.uint32) * split.shard_size for split in leaf.splits}
+    is_inside = jnp.ones(x.shape, bool)
+    for dim, offset in offsets.items():
+        is_inside &= lax.broadcasted_iota(jnp.uint32, x.shape, dim) + offset < leaf.shape[dim]
+    hashed = _hashes(x, offsets)
+    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+    not_finite = jnp.any(is_inside & ~jnp.isfinite(x)) if is_float else jnp.bool_(False)
+    return jnp.sum(jnp.where(is_inside, hashed, 0), dtype=jnp.uint32), not_finite.astype(jnp.uint32)
+
+
+def checksum(tree: PyTree) -> jax.Array:
+    """A uint32 of the arrays on this device, bit for bit and by their order. No communication."""
+    total = jnp.uint32(0)
+    for x in jax.tree.leaves(tree):
+        total = mix(total + jnp.sum(_hashes(x, {}), dtype=jnp.uint32))
+    return total
+
+
+def _hashes(x: jax.Array, offsets: Mapping[int, jax.Array]) -> jax.Array:
+    """Of each element a hash of its bits and of its place in the whole array, where this part begins at `offsets`.
 
     Bits times a hash of the index would save a multiplication but miss a swap of a number with its negative: their bits
     differ by 2^31, and all odd factors are equal modulo 2.
     """
-    offsets = {split.dim: axis.shard_index().astype(jnp.uint32) * split.shard_size for split in leaf.splits}
     hashed = jnp.zeros(x.shape, jnp.uint32)
-    is_inside = jnp.ones(x.shape, bool)
-    for dim, size in enumerate(leaf.shape):
+    for dim in range(x.ndim):
         index = lax.broadcasted_iota(jnp.uint32, x.shape, dim) + offsets.get(dim, jnp.uint32(0))
         # Powers of 2^32 / golden ratio, odd: no two indices of a matrix below 2^27 elements collide.
         hashed += index * np.uint32(pow(0x9E3779B1, dim + 1, 2**32))
-        if dim in offsets:
-            is_inside &= index < size
     for bits in _bits(x):
         hashed = mix(hashed ^ bits.astype(jnp.uint32))
-    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
-    not_finite = jnp.any(is_inside & ~jnp.isfinite(x)) if is_float else jnp.bool_(False)
-    return jnp.sum(jnp.where(is_inside, hashed, 0), dtype=jnp.uint32), not_finite.astype(jnp.uint32)
+    return hashed
 
 
 def mix(x: jax.Array) -> jax.Array:

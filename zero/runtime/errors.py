@@ -24,7 +24,7 @@ class UserError(Exception):
 
 
 class Unavailable(UserError):
-    """Storage, the network or another host failed: also shown as one line, but a repeat may succeed."""
+    """Storage, the network, a device or another host failed: shown as one line as well, but a repeat may succeed."""
 
     status = 1
 

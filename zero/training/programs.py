@@ -22,6 +22,7 @@ from zero.training.inference import Sampling, evaluate_step, extend, prefill, sc
 from zero.training.parts import StepOptions
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import make_step, new_state
+from zero.training.verification import verify
 
 
 class Programs(NamedTuple):
@@ -34,12 +35,14 @@ class Programs(NamedTuple):
       start: weights, donated, to a new `TrainState`.
       step: `(TrainState, Batch)`, the state donated, to the next state and shared metrics.
       evaluate: `(weights, tokens)` to the shared sum of losses and number of tokens scored.
+      verify: `(weights, tokens, first)`, one number per device, all alike, to the shared checksums of results.
     """
 
     init: Any
     start: Any
     step: Any
     evaluate: Any
+    verify: Any
 
 
 def make_programs(
@@ -65,6 +68,7 @@ def make_programs(
         ),
         step=pmap(make_step(model, tx, options), donate_argnums=0, out_axes=(0, None)),
         evaluate=pmap(partial(evaluate_step, model=model, micro_batches=options.micro_batches), out_axes=None),
+        verify=pmap(partial(verify, model=model, micro_batches=options.micro_batches), out_axes=None),
     )
 
 

@@ -35,6 +35,7 @@ from zero.runtime.planning.predict import predict
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.restore import TrainingPosition
 from zero.runtime.run.step_metrics import StepMetrics, peak_memory
+from zero.runtime.run.verification import Verifier
 from zero.runtime.run_directory import mirror
 from zero.runtime.streaming.loader import HostBatch, Loader
 from zero.runtime.streaming.prefetch import prefetch
@@ -85,6 +86,7 @@ class ActiveRun:
     goodput: Goodput
     metrics: StepMetrics
     profiler: Profiler
+    verifier: Verifier
     state: TrainState
     position: TrainingPosition
     last_step: int  # of the schedule, or of the data if that ends earlier
@@ -132,6 +134,9 @@ class ActiveRun:
         if self.profiler.is_last(step):
             with self.goodput.phase("evaluation"):
                 self.profiler.stop()
+        if self.verifier.is_due(step):
+            with self.goodput.phase("evaluation"):
+                self.verifier.check(step, self.weights, per_device.tokens)
         self._count(step, batch)
         self.bar.update()
         return True
