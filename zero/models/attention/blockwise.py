@@ -73,15 +73,9 @@ def blockwise_attention(
     al., ring attention, arXiv 2310.01889.
 
     Args:
-      q_BTHK: queries; query t is at position `position + t`.
-      k_BSGK: keys, at positions 0, 1, 2, ...; at least `position + T` of them.
-      v_BSGK: values.
-      position: position of the first query.
-      form: the form of the scores.
-      bias_CH: added to the scores by bucket of distance, as in T5.
-      keys_B: one random key per row, or None for no dropout.
-      starts_BT: the first key that each query sees, int32: the start of its segment; None for key 0.
+      k_BSGK: keys, at least `position + T` of them.
       block: positions of a block; T and S need not divide by it.
+      others: as for `dense_attention`.
 
     >>> from zero.models.attention.dense import dense_attention
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 10, 2, 4))
