@@ -278,12 +278,7 @@ def _distance_features(window: int, width: int) -> np.ndarray:
 
 
 class GatedUnit(nn.Module):
-    """Single-head attention whose output is multiplied by a gate: attention and MLP in one.
-
-    Attributes:
-      config: the model.
-      dtype: dtype of activations and matrix products.
-    """
+    """Single-head attention whose output is multiplied by a gate: attention and MLP in one."""
 
     config: GPTConfig
     dtype: DTypeLike

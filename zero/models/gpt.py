@@ -112,16 +112,11 @@ class GPT(nn.Module):
     """Tokens in, negative log-likelihoods out.
 
     Attributes:
-      config: the model.
-      dtype: dtype of activations and matrix products; parameters are float32.
+      config, dtype, blockwise_from, cut, group, kernel: as for `Layer`. Parameters are float32, and whole after `init`.
       lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
       remat: what the backward pass recomputes, an entry of `zero.models.stack.REMAT`: "full" for all but the inputs of
         layers, "nested" for all but the inputs of spans of layers, "dots" for all but the inputs of layers and products
         with parameters, "none" for nothing.
-      blockwise_from: the number of query positions from which attention is blockwise; None for never.
-      cut: the group of devices that computes the same rows. `init` makes whole parameters.
-      group: the devices among which experts are divided, with different rows.
-      kernel: attention kernel, as `kernel_of` returns it; None for none.
     """
 
     config: GPTConfig

@@ -26,9 +26,6 @@ def evaluate_step(
     Per device: shards of parameters and int32 tokens `(R, T)` as in `Batch`. Call inside pmap.
 
     Args:
-      params: shards.
-      tokens: the rows of this device.
-      model: the model.
       micro_batches: parts that the rows are split into, one forward pass each, so that evaluation needs no more
         activations than training; divides R.
     """
@@ -118,10 +115,7 @@ def prefill(params: PyTree, tokens: jax.Array, length: jax.Array, *, model: Shar
     inside pmap.
 
     Args:
-      params: shards.
-      tokens: the rows of this device.
       length: at most `width`; it does not change the compiled program.
-      model: the model.
       width: positions to compute, the same for a range of lengths. Results from `length` on are unused: no
         later position attends to them before they are overwritten.
     """

@@ -2,7 +2,7 @@
 
 Shapes are named by suffix:
   B rows, T query positions, H heads of queries, G heads of keys, each for H / G of queries,
-  K head dimension, C buckets of distance, X queries of all heads of a group,
+  K head dimension, C buckets of distance, X queries of all heads that share keys,
   N blocks of positions, Q query positions of a block, R key positions of a block
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
-from zero.models.attention.dense import by_group
+from zero.models.attention.dense import by_key_head
 from zero.models.attention.scores import Form, biased_and_masked, divided_and_capped
 
 BEHIND_ALL = 2**30  # the position number of padding
@@ -100,7 +100,7 @@ def block_scores(
     starts_BQ: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Masked scores of a pair of blocks, float32 `(B, H, Q, R)`, and the derivative of the cap, if there is one."""
-    q_BGXK = by_group(q_BHQK, k_BGRK.shape[1])
+    q_BGXK = by_key_head(q_BHQK, k_BGRK.shape[1])
     scores_BGXR = jnp.einsum("BGXK,BGRK->BGXR", q_BGXK, k_BGRK, preferred_element_type=jnp.float32)
     scores_BHQR = scores_BGXR.reshape(*q_BHQK.shape[:3], -1)
     scores_BHQR, slope_BHQR = divided_and_capped(scores_BHQR, blocks.form, q_BHQK.shape[-1])

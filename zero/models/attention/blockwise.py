@@ -5,7 +5,7 @@ in the backward pass with their gradients.
 
 Shapes are named by suffix:
   B rows, T query positions, S key positions, H heads of queries, G heads of keys, each for H / G of queries,
-  K head dimension, C buckets of distance, X queries of all heads of a group,
+  K head dimension, C buckets of distance, X queries of all heads that share keys,
   N blocks of positions, Q query positions of a block, R key positions of a block
 """
 
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zero.models.attention.block_pairs import Blocks, Carry, around_the_ring, block_scores, dropped_block
-from zero.models.attention.dense import by_group
+from zero.models.attention.dense import by_key_head
 from zero.models.attention.scores import PLAIN, Form, relative_bias
 
 # Positions of a block. Smaller blocks skip more above the diagonal, larger ones multiply faster; measured in
@@ -73,15 +73,9 @@ def blockwise_attention(
     al., ring attention, arXiv 2310.01889.
 
     Args:
-      q_BTHK: queries; query t is at position `position + t`.
-      k_BSGK: keys, at positions 0, 1, 2, ...; at least `position + T` of them.
-      v_BSGK: values.
-      position: position of the first query.
-      form: the form of the scores.
-      bias_CH: added to the scores by bucket of distance, as in T5.
-      keys_B: one random key per row, or None for no dropout.
-      starts_BT: the first key that each query sees, int32: the start of its segment; None for key 0.
+      k_BSGK: keys, at least `position + T` of them.
       block: positions of a block; T and S need not divide by it.
+      others: as for `dense_attention`.
 
     >>> from zero.models.attention.dense import dense_attention
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 10, 2, 4))
@@ -135,7 +129,7 @@ class _Pair(NamedTuple):
         weights_BHQR = jnp.exp(scores_BHQR - new_most_BHQ[..., None])
         shrink_BHQ = jnp.exp(most_BHQ - new_most_BHQ)
         sum_BHQ = shrink_BHQ * sum_BHQ + weights_BHQR.sum(-1)
-        weights_BGXR = by_group(self._dropped(weights_BHQR).astype(self.v_BGRK.dtype), self.v_BGRK.shape[1])
+        weights_BGXR = by_key_head(self._dropped(weights_BHQR).astype(self.v_BGRK.dtype), self.v_BGRK.shape[1])
         added_BGXK = jnp.einsum("BGXR,BGRK->BGXK", weights_BGXR, self.v_BGRK, preferred_element_type=jnp.float32)
         return shrink_BHQ[..., None] * out_BHQK + added_BGXK.reshape(out_BHQK.shape), new_most_BHQ, sum_BHQ
 
@@ -152,9 +146,9 @@ class _Pair(NamedTuple):
         """
         q_grads_BHQK, k_grads_BGKR, v_grads_BGKR, bias_grads_CH = grads
         q_BHQK, k_BGRK, v_BGRK = self.q_BHQK, self.k_BGRK, self.v_BGRK
-        dtype, groups = q_BHQK.dtype, k_BGRK.shape[1]
+        dtype, key_heads = q_BHQK.dtype, k_BGRK.shape[1]
         scale = 1 / (math.sqrt(q_BHQK.shape[-1]) if self.blocks.form.divisor is None else self.blocks.form.divisor)
-        out_grads_BGXK = by_group(out_grads_BHQK, groups)
+        out_grads_BGXK = by_key_head(out_grads_BHQK, key_heads)
         scores_BHQR, slope_BHQR = self._scores()
         probabilities_BHQR = jnp.exp(scores_BHQR - lse_BHQ[..., None])
         grads_BGXR = jnp.einsum("BGXK,BGRK->BGXR", out_grads_BGXK, v_BGRK, preferred_element_type=jnp.float32)
@@ -166,13 +160,13 @@ class _Pair(NamedTuple):
             bias_grads_CH = bias_grads_CH + bias_backward(grads_BHQR.sum(0))[0].astype(jnp.float32)
         if slope_BHQR is not None:
             grads_BHQR = grads_BHQR * slope_BHQR
-        grads_BGXR = by_group(grads_BHQR.astype(dtype), groups)
-        dropped_BGXR = by_group(self._dropped(probabilities_BHQR).astype(dtype), groups)
+        grads_BGXR = by_key_head(grads_BHQR.astype(dtype), key_heads)
+        dropped_BGXR = by_key_head(self._dropped(probabilities_BHQR).astype(dtype), key_heads)
         # From transposed queries and gradients, which are smaller than scores: XLA's CPU backend multiplies by a
         # transposed matrix at a fifth of its speed.
         multiply = partial(jnp.einsum, preferred_element_type=jnp.float32)
         added_q_BGXK = multiply("BGXR,BGRK->BGXK", grads_BGXR, k_BGRK) * scale
-        added_k_BGKR = multiply("BGKX,BGXR->BGKR", by_group(q_BHQK, groups).swapaxes(2, 3), grads_BGXR) * scale
+        added_k_BGKR = multiply("BGKX,BGXR->BGKR", by_key_head(q_BHQK, key_heads).swapaxes(2, 3), grads_BGXR) * scale
         added_v_BGKR = multiply("BGKX,BGXR->BGKR", out_grads_BGXK.swapaxes(2, 3), dropped_BGXR)
         q_grads_BHQK = q_grads_BHQK + added_q_BGXK.reshape(q_BHQK.shape)
         return q_grads_BHQK, k_grads_BGKR + added_k_BGKR, v_grads_BGKR + added_v_BGKR, bias_grads_CH

@@ -2,7 +2,7 @@
 
 Shapes are named by suffix:
   B rows, T query positions, S key positions, H heads of queries, G heads of keys, each for H / G of queries,
-  K head dimension, C buckets of distance, X queries of all heads of a group
+  K head dimension, C buckets of distance, X queries of all heads that share keys
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def dense_attention(
       starts_BT: the first key that each query sees, int32: the start of its segment; None for key 0.
     """
     shape_BHTS = (*q_BTHK.swapaxes(1, 2).shape[:3], k_BSGK.shape[1])
-    q_BGXK = by_group(q_BTHK.swapaxes(1, 2), k_BSGK.shape[2])
+    q_BGXK = by_key_head(q_BTHK.swapaxes(1, 2), k_BSGK.shape[2])
     scores_BGXS = jnp.einsum("BGXK,BSGK->BGXS", q_BGXK, k_BSGK, preferred_element_type=jnp.float32)
     t_T1 = position + jnp.arange(q_BTHK.shape[1])[:, None]
     s_1S = jnp.arange(k_BSGK.shape[1])[None, :]
@@ -56,6 +56,6 @@ def dense_attention(
     return attended_BGXK.reshape(q_BTHK.swapaxes(1, 2).shape).swapaxes(1, 2)
 
 
-def by_group(x_BHTK: jax.Array, groups: int) -> jax.Array:
+def by_key_head(x_BHTK: jax.Array, key_heads: int) -> jax.Array:
     """`(B, G, X, K)`: the queries of all heads that share keys and values, head by head."""
-    return x_BHTK.reshape(x_BHTK.shape[0], groups, -1, x_BHTK.shape[-1])
+    return x_BHTK.reshape(x_BHTK.shape[0], key_heads, -1, x_BHTK.shape[-1])

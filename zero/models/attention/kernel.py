@@ -67,9 +67,7 @@ def kernel_attention(
 
     Args:
       kernel: as returned by `kernel_of`.
-      q_BTHK, k_BTGK, v_BTGK: queries, keys and values at the positions 0, 1, 2, ...
-      form: the form of the scores.
-      starts_BT: where the segment of each position starts; None for one segment per row.
+      others: as for `dense_attention`.
     """
     if kernel == "splash":
         return splash_attention(q_BTHK, k_BTGK, v_BTGK, form=form, starts_BT=starts_BT)

@@ -144,7 +144,7 @@ def to_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def from_int8(values: jax.Array, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Float32 `(rows, *shape)` from what `to_int8` made."""
+    """Float32 `(rows, *shape)`, the inverse of `to_int8`."""
     rows = (values.astype(jnp.float32) * scale).reshape(values.shape[0], -1)
     return rows[:, : math.prod(shape)].reshape(-1, *shape)
 

@@ -46,7 +46,6 @@ class ContextGroup(ModelParallel):
         return self.axis.context
 
     def with_all_positions(self) -> ModelParallel:
-        """Each device computes the whole rows of its group."""
         return WHOLE
 
     def rank(self) -> jax.Array:
@@ -91,7 +90,6 @@ class ContextGroup(ModelParallel):
         return jnp.concatenate([lax.dynamic_slice_in_dim(x, first, length, dim) for first in firsts], dim)
 
     def stream_numbers(self, first: jax.Array | int, count: int) -> jax.Array:
-        """This device's positions between layers, `(T,)`."""
         return first + self.numbers(count).ravel()
 
     def attended_numbers(self, first: jax.Array | int, count: int) -> jax.Array:
@@ -99,7 +97,6 @@ class ContextGroup(ModelParallel):
         return self.stream_numbers(first, count)
 
     def of_positions(self, draw: Draw, shape: tuple[int, ...]) -> jax.Array:
-        """This device's positions `(T, ...)` of an array that `draw` makes for all positions."""
         return self._own(draw((shape[0] * self.ring, *shape[1:])), 0)
 
 
@@ -123,7 +120,6 @@ class Ulysses(HeadParallel):
         return self._in_order(self._all_to_all(x_BTHK, 2, 1))
 
     def to_positions(self, x_BTHK: jax.Array) -> jax.Array:
-        """The inverse of `to_heads`."""
         rows, positions, heads, width = x_BTHK.shape
         early, late = jnp.split(x_BTHK.reshape(rows, 2 * self.group.ring, -1, heads, width), 2, axis=1)
         by_device = jnp.stack([early, late[:, ::-1]], axis=2).reshape(rows, positions, heads, width)

@@ -41,7 +41,6 @@ class ExpertGroup(ExpertParallel):
 
     @property
     def size(self) -> int:
-        """The number of devices of a group, and of parts of the experts."""
         return self.axis.expert
 
     def to_experts(self, x_BECD: jax.Array) -> jax.Array:
@@ -52,5 +51,4 @@ class ExpertGroup(ExpertParallel):
         return lax.all_to_all(x_BECD, self.axis.name, 1, 0, tiled=True, axis_index_groups=self.axis.groups(self.size))
 
     def from_experts(self, x_BECD: jax.Array) -> jax.Array:
-        """The inverse of `to_experts`."""
         return lax.all_to_all(x_BECD, self.axis.name, 0, 1, tiled=True, axis_index_groups=self.axis.groups(self.size))

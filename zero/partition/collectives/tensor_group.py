@@ -50,7 +50,6 @@ class TensorGroup(ModelParallel):
 
     @property
     def size(self) -> int:
-        """The number of devices of a group, and of parts of heads, the MLP's width and the vocabulary."""
         return self.axis.tensor
 
     @property
@@ -62,7 +61,6 @@ class TensorGroup(ModelParallel):
         return dataclasses.replace(self, cuts_positions=positions % self.size == 0)
 
     def with_all_positions(self) -> TensorGroup:
-        """The same group with all positions on each device."""
         return dataclasses.replace(self, cuts_positions=False)
 
     def rank(self) -> jax.Array:
@@ -74,45 +72,36 @@ class TensorGroup(ModelParallel):
         return -(-size // self.axis.shards) * (self.axis.shards // self.size)
 
     def first(self, part_size: int) -> jax.Array:
-        """Where this device's part begins."""
         return self.rank() * part_size
 
     def part(self, x: jax.Array, dim: int) -> jax.Array:
-        """This device's part along a dimension, which divides."""
         part = x.shape[dim] // self.size
         return lax.dynamic_slice_in_dim(x, self.first(part), part, dim)
 
     def stream_numbers(self, first: jax.Array | int, count: int) -> jax.Array | int:
-        """This device's first position between layers, of `count`."""
         return first + self.first(count) if self.cuts_positions else first
 
     def stream_positions(self, x_BT: jax.Array) -> jax.Array:
-        """This device's positions between layers."""
         return self.part(x_BT, 1) if self.cuts_positions else x_BT
 
     def of_positions(self, draw: Draw, shape: tuple[int, ...]) -> jax.Array:
-        """This device's positions `(T, ...)` of an array that `draw` makes for all positions."""
         return self.of_heads(draw, shape) if self.cuts_positions else draw(shape)
 
     def gather_positions(self, x_BTD: jax.Array) -> jax.Array:
-        """All positions, from each device's."""
         if not self.cuts_positions:
             return x_BTD
         return lax.all_gather(x_BTD, self.axis.name, axis=1, tiled=True, axis_index_groups=self._groups)
 
     def sum_positions(self, x_BTD: jax.Array) -> jax.Array:
-        """This device's positions of the sum over the group."""
         name, groups = self.axis.name, self._groups
         if not self.cuts_positions:
             return lax.psum(x_BTD, name, axis_index_groups=groups)
         return lax.psum_scatter(x_BTD, name, scatter_dimension=1, tiled=True, axis_index_groups=groups)
 
     def stack(self, x: jax.Array) -> jax.Array:
-        """The arrays of all devices of the group, in a new leading dimension."""
         return lax.all_gather(x, self.axis.name, axis_index_groups=self._groups)
 
     def counted_once(self, x_BT: jax.Array) -> jax.Array:
-        """The positions that this device counts for its group; 0 elsewhere."""
         share = -(-x_BT.shape[1] // self.size)
         is_own_T = jnp.arange(x_BT.shape[1]) // share == self.rank()
         return jnp.where(is_own_T[None], x_BT, jnp.zeros((), x_BT.dtype))
