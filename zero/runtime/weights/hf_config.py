@@ -66,9 +66,6 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
       UserError: one of them cannot be read, or no model of zero has it; `origin` begins the message.
     """
     found = architecture.choices()
-    if config.get(architecture.layers_key) != layers:
-        stated = config.get(architecture.layers_key, "missing")
-        raise UserError(f"{origin}: {architecture.layers_key} is {stated}, the files hold {layers} layers")
     for key, name in architecture.keys.items():
         value = config.get(key, config.get(architecture.aliases.get(key, ""), architecture.absent.get(key, _MISSING)))
         if value is not _MISSING:
@@ -81,6 +78,9 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
     if architecture.windows:
         with reading(f"{origin}: the keys of windows hold something else"):
             found["windows"] = _read_windows(origin, {**architecture.absent, **config}, architecture.windows, layers)
+    if config.get(architecture.layers_key) != layers:
+        stated = config.get(architecture.layers_key, "missing")
+        raise UserError(f"{origin}: {architecture.layers_key} is {stated}, the files hold {layers} layers")
     return {name: found[name] for name in UNSEEN}
 
 
