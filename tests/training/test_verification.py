@@ -39,9 +39,9 @@ VQ = GPTConfig(
 )
 
 
-def program_of(on: Setup, micro_batches: int = 1) -> Any:
+def program_of(on: Setup) -> Any:
     """`Programs.verify` of a setup, traced anew."""
-    bound = partial(verify, model=on.model, micro_batches=micro_batches)
+    bound = partial(verify, model=on.model, micro_batches=1)
     return pmapped.pmap(bound, "zero", devices=on.devices, out_axes=None)
 
 
@@ -59,7 +59,7 @@ def check(on: Setup, program: Any, weights: Any) -> None:
     Verifier(on_devices, on.model.axis, every=5).check(5, weights, rows_of(on))
 
 
-def results(on: Setup, micro_batches: int = 1) -> np.ndarray:
+def results(on: Setup) -> np.ndarray:
     weights = on.weights(on.start())
     firsts = np.zeros(len(on.devices), np.int32)
     return np.asarray(on.programs.verify(weights, rows_of(on), firsts))
