@@ -12,7 +12,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import pmap_devices
 from zero.partition.layout import PyTree
 from zero.runtime.errors import Unavailable, UserError
-from zero.training.verification import suspects
+from zero.training.verification import group_size, suspects
 
 _DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
@@ -56,11 +56,12 @@ class Verifier:
         results[1] = self._results(weights, tokens, 1)
         groups, is_certain = suspects(results, self._axis)
         names = [" and ".join(map(_name, group)) for group in groups]
-        found = f"{', '.join(names)} computed what other devices did not" if self._axis.size > 1 else ""
         if not is_certain:
             found = f"{' or '.join(names)} is wrong, and which one could not be told: both repeat their results"
-        elif len(names) == 1 and not found:
+        elif group_size(self._axis) == self._axis.size:
             found = f"{names[0]} did not repeat its own result"
+        else:
+            found = f"{', '.join(names)} computed what other devices did not"
         raise Unavailable(
             f"step {step}: {found}. training.verify_every={self._every} compares losses and gradients of the same rows "
             "bit for bit: the device, its memory or a link is faulty. This state is not saved: replace the device, and "
