@@ -150,7 +150,7 @@ def checked_axis(layout: Layout, axis: AxisLike) -> Axis:
       ValueError: the layout was made for another number of shards, or this is `jax.shard_map` with `check_vma=True`.
     """
     axis = as_axis(axis)
-    check_untracked(lax.axis_index(axis.name))
+    check_untracked(axis.shard_index())
     if layout.shards != axis.shards:
         raise ValueError(
             f"the layout has {layout.shards} shards, but axis {axis.name!r} spreads one copy over {axis.shards}"
