@@ -73,7 +73,7 @@ CONFIGURATIONS: dict[str, str] = {
     "mode=sample model.model_path=loop": "loop: not a run directory, config.yaml is missing",
     "mode=evaluate model.model_path=number": "number/config.yaml is damaged",
 }
-# The same for whole programs, of what only they do.
+# The same for whole programs: what only they do.
 PROGRAMS: dict[str, str] = {
     "mode=plan hydra.run.dir=${nope}": "hydra.run.dir: Interpolation key 'nope' not found",
     "mode=plan hydra.run.dir=locked": "[Errno 21] Is a directory: ",  # in place of the log
