@@ -201,7 +201,8 @@ def test_resume_that_cannot_be_right_is_refused(
     assert contents(finished) == before
 
 
-def test_checkpoint_of_another_model_is_refused_by_leaf(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+def test_checkpoint_of_another_model_is_refused(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+    """A checkpoint of another model is refused with the name of a leaf."""
     other = workplace / "other"
     shutil.copytree(finished, other)
     config = (other / "config.yaml").read_text()
