@@ -109,14 +109,14 @@ def check_lines(done: subprocess.CompletedProcess[str], named: list[str]) -> Non
         assert line.startswith("error: ") and name in line
 
 
-def test_every_mistake_of_a_resume_has_a_line(forks: cli.Forks, finished: Path) -> None:
+def test_mistakes_of_a_resume(forks: cli.Forks, finished: Path) -> None:
+    """Every mistake of a resume is reported in one line."""
     done = forks.run("--resume", hydra_quoted(finished), "+preset=v3-8", "model.sizee=2", "seed=1")
     check_lines(done, ["model.sizee", "seed=1: expected 0"])
 
 
-def test_status_says_whether_a_repeat_may_succeed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit status tells whether a repeat may succeed."""
     monkeypatch.setattr("zero.runtime.main.exit_immediately", sys.exit)
     for error, status in (
         (OSError(errno.ENOSPC, "full"), 1),
@@ -170,7 +170,8 @@ def hydra_quoted(run: Path) -> str:
     return "hydra.run.dir='" + str(run).replace("'", "\\'") + "'"
 
 
-def test_fresh_start_where_checkpoints_stand_overwrites_nothing(forks: cli.Forks, finished: Path) -> None:
+def test_fresh_start_overwrites_nothing(forks: cli.Forks, finished: Path) -> None:
+    """A fresh start where there are checkpoints overwrites nothing."""
     before = contents(finished)
     done = forks.run(*cli.TINY, hydra_quoted(finished), "seed=5")
     check_refusal(done, f"{finished}/checkpoints has checkpoints", "--resume", "hydra.run.dir")
@@ -193,9 +194,8 @@ def test_fresh_start_where_checkpoints_stand_overwrites_nothing(forks: cli.Forks
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )
-def test_resume_that_cannot_be_right_is_refused(
-    forks: cli.Forks, finished: Path, overrides: list[str], named: list[str]
-) -> None:
+def test_wrong_resume_is_refused(forks: cli.Forks, finished: Path, overrides: list[str], named: list[str]) -> None:
+    """A resume that cannot be right is refused."""
     before = contents(finished)
     check_refusal(forks.run("--resume", hydra_quoted(finished), *overrides), *named)
     assert contents(finished) == before
@@ -214,8 +214,11 @@ def test_checkpoint_of_another_model_is_refused(forks: cli.Forks, finished: Path
     assert contents(other) == before
 
 
-def test_checkpoint_of_a_size_that_was_edited_is_refused(forks: cli.Forks, finished: Path, workplace: Path) -> None:
-    """What shows in no leaf; the metadata of the checkpoint is edited here, because the entry is this repository's."""
+def test_edited_size_is_refused(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+    """A checkpoint of a size that was edited is refused.
+
+    What shows in no leaf; the metadata of the checkpoint is edited here, because the entry is this repository's.
+    """
     edited = workplace / "edited"
     shutil.copytree(finished, edited)
     (meta_file,) = edited.glob("checkpoints/12/meta/metadata")
@@ -244,7 +247,8 @@ def test_data_that_changed_is_refused(forks: cli.Forks, finished: Path, workplac
     check_refusal(forks.run("--resume", "hydra.run.dir=moved", "training.total_steps=20"), "cursor", "shards")
 
 
-def test_finished_run_that_is_resumed_changes_nothing(forks: cli.Forks, finished: Path) -> None:
+def test_resume_of_a_finished_run(forks: cli.Forks, finished: Path) -> None:
+    """The resume of a finished run changes nothing."""
     before = contents(finished)
     named = ["--resume", hydra_quoted(finished)]
     for arguments in (named, ["--resume=auto"], ["--resume=auto", "+preset=v3-8"]):  # the newest is the only one here
@@ -253,7 +257,8 @@ def test_finished_run_that_is_resumed_changes_nothing(forks: cli.Forks, finished
         assert contents(finished) == before
 
 
-def test_second_process_in_one_run_is_refused(forks: cli.Forks, finished: Path) -> None:
+def test_second_process_is_refused(forks: cli.Forks, finished: Path) -> None:
+    """A second process in one run is refused."""
     before = contents(finished)
     with locked(finished):
         check_refusal(forks.run("--resume", hydra_quoted(finished)), "another process", "hydra.run.dir")
@@ -300,14 +305,16 @@ def scalars(events: Path, tag: str) -> dict[int, float]:
     return found
 
 
-def test_help_and_the_composed_configuration_need_no_device(forks: cli.Forks) -> None:
+def test_help_needs_no_device(forks: cli.Forks) -> None:
+    """Help and the composed configuration need no device."""
     for arguments, text in ((["--help"], "training:"), (["--cfg", "job", "seed=3"], "seed: 3")):
         done = forks.run(*arguments)
         assert done.returncode == 0 and text in done.stdout, done.stderr
         assert "cpu devices" not in done.stderr
 
 
-def test_warm_start_takes_the_weights_of_another_run(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+def test_warm_start(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+    """A warm start takes the weights of another run."""
     before = contents(finished)
     path = str(finished).replace("'", "\\'")
     warm = ("model.warm_start=true", f"model.model_path='{path}'")
@@ -318,7 +325,9 @@ def test_warm_start_takes_the_weights_of_another_run(forks: cli.Forks, finished:
     assert contents(finished) == before
 
 
-def test_average_of_checkpoints_is_a_run_to_start_from(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+def test_start_from_an_average(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+    """An average of checkpoints is a run to start from."""
+
     def weights(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "zero.runtime.weights.zero_weights", *arguments]
         where = cli.environment() | {"PYTHONPATH": str(cli.MAIN.parent)}
@@ -344,10 +353,11 @@ def test_average_of_checkpoints_is_a_run_to_start_from(forks: cli.Forks, finishe
     ],
     ids=["weights", "loss"],
 )
-def test_run_that_has_diverged_is_neither_saved_nor_called_finished(
-    diverging: tuple[str, ...], named: list[str], forks: cli.Forks, workplace: Path
-) -> None:
-    """Before max_skipped_in_a_row steps were skipped, which would end it as well."""
+def test_diverged_run(diverging: tuple[str, ...], named: list[str], forks: cli.Forks, workplace: Path) -> None:
+    """A run that has diverged is neither saved nor reported as finished.
+
+    Before max_skipped_in_a_row steps were skipped, which would end it as well.
+    """
     run = f"diverged-{len(diverging)}"
     done = forks.run(*cli.TINY, *diverging, f"hydra.run.dir={run}")
     assert done.returncode == 2, done.stderr
@@ -357,7 +367,8 @@ def test_run_that_has_diverged_is_neither_saved_nor_called_finished(
     assert saved_steps(workplace / run) == []
 
 
-def test_run_that_runs_out_of_data_is_finished(forks: cli.Forks, workplace: Path) -> None:
+def test_end_of_data_finishes_the_run(forks: cli.Forks, workplace: Path) -> None:
+    """A run whose data ends is finished."""
     epochs = ("training.max_epochs=2", "data.train_samples=40", "training.evaluation_frequency=3")
     done = forks.check(*cli.TINY, *epochs, "hydra.run.dir=epochs")
     assert "ends the data at step 5, before training.total_steps=12" in done.stderr

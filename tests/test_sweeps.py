@@ -49,9 +49,8 @@ def check_refusal(done: subprocess.CompletedProcess[str], *named: str) -> None:
     ],
     ids=["same command", "newest sweep"],
 )
-def test_repeated_sweep_skips_resumes_and_starts_its_jobs(
-    arguments: tuple[str, ...], killed: Path, forks: cli.Forks
-) -> None:
+def test_repeated_sweep(arguments: tuple[str, ...], killed: Path, forks: cli.Forks) -> None:
+    """A repeated sweep skips, resumes and starts its jobs."""
     shutil.copytree(killed, backup := killed.with_name("backup"))
     try:
         finished = contents(killed / "0")
@@ -69,8 +68,11 @@ def test_repeated_sweep_skips_resumes_and_starts_its_jobs(
         backup.rename(killed)
 
 
-def test_another_sweep_in_the_same_directory_is_refused(killed: Path, forks: cli.Forks) -> None:
-    """Also by a key that a resume may change: the finished job would pass for one of the new values."""
+def test_other_sweep_is_refused(killed: Path, forks: cli.Forks) -> None:
+    """Another sweep in the same directory is refused.
+
+    Also by a key that a resume may change: the finished job would pass for one of the new values.
+    """
     before = contents(killed)
     swept = ("seed=5,6", "training.peak_learning_rate=1e-4,2e-4", "+preset=v3-8,v4-32")
     saved = ("expected 0", "expected 0.003", "expected")
@@ -82,9 +84,8 @@ def test_another_sweep_in_the_same_directory_is_refused(killed: Path, forks: cli
     }
 
 
-def test_fork_into_a_directory_with_checkpoints_is_refused_before_anything_is_written(
-    killed: Path, forks: cli.Forks
-) -> None:
+def test_fork_into_used_directory(killed: Path, forks: cli.Forks) -> None:
+    """A fork into a directory with checkpoints is refused before anything is written."""
     before = contents(killed)
     for place in ("checkpoints", "elsewhere"):
         into = ("resume=runs/multirun/mine/1", "hydra.run.dir=runs/multirun/mine/0", "seed=1")
@@ -95,7 +96,8 @@ def test_fork_into_a_directory_with_checkpoints_is_refused_before_anything_is_wr
     assert contents(killed) == before
 
 
-def test_sweep_of_forks_is_repeated_as_well(killed: Path, forks: cli.Forks) -> None:
+def test_repeated_sweep_of_forks(killed: Path, forks: cli.Forks) -> None:
+    """A sweep of forks is repeated as well."""
     origin = ("--resume", "hydra.run.dir=runs/multirun/mine/0", "data.resume_step=6")
     command = ("--multirun", *origin, "training.peak_learning_rate=1e-4,2e-4", "hydra.sweep.dir=forks")
     before = contents(killed)
