@@ -1,4 +1,4 @@
-"""Devices that compute different positions of the same rows train as devices with whole rows do."""
+"""Whole steps of context groups, whose devices compute different positions of the same rows, against whole rows."""
 
 import dataclasses
 import itertools

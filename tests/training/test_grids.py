@@ -1,4 +1,4 @@
-"""Copies of the state over groups of devices, and collectives in phases, train as one group in one phase does."""
+"""Whole steps with copies of the state over groups of devices, and with phases, against one group in one phase."""
 
 import itertools
 from typing import Any

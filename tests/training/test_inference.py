@@ -1,4 +1,4 @@
-"""The model in use, on shards of eight devices, against the whole model on one."""
+"""Inference on shards of eight devices against the whole model on one."""
 
 from functools import cache, partial
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Training with moments of a byte and bfloat16 weights: the same at any stage and on any number of devices."""
+"""Whole steps with moments of a byte and bfloat16 weights: the same at any stage and on any number of devices."""
 
 import dataclasses
 import re
