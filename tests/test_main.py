@@ -4,7 +4,6 @@ import errno
 import gzip
 import io
 import json
-import re
 import shutil
 import struct
 import subprocess
@@ -60,22 +59,6 @@ def finished(workplace: Path) -> Path:
     return workplace / place
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    """Everything but the log, which every start writes to."""
-    files = (path for path in directory.rglob("*") if path.is_file() and path.name != "main_zero.log")
-    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
-
-
-def check_refusal(done: subprocess.CompletedProcess[str], *named: str) -> None:
-    """Status 2, one line at the end of stderr that names what is wrong, no traceback anywhere."""
-    assert done.returncode == 2, done.stderr
-    *before, last = done.stderr.strip().splitlines()
-    assert last.startswith("error: ") and [name for name in named if name not in last] == [], done.stderr
-    own = [line for line in before if not re.match(r"[EW]\d{4} ", line)]  # the others are XLA's
-    assert not any("error" in line.lower() for line in own), done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -86,7 +69,7 @@ def check_refusal(done: subprocess.CompletedProcess[str], *named: str) -> None:
     ids=["misspelt key", "nothing to resume", "no index"],
 )
 def test_mistake_in_a_real_process(arguments: list[str], named: list[str], tmp_path: Path) -> None:
-    check_refusal(cli.run(tmp_path, *arguments), *named)
+    cli.check_refusal(cli.run(tmp_path, *arguments), *named)
 
 
 def test_every_mistake_has_a_line(forks: cli.Forks) -> None:
@@ -163,7 +146,7 @@ def test_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )
 def test_mistake_is_one_line(forks: cli.Forks, overrides: list[str], named: list[str]) -> None:
-    check_refusal(forks.run(*cli.TINY, *overrides), *named)
+    cli.check_refusal(forks.run(*cli.TINY, *overrides), *named)
 
 
 def hydra_quoted(run: Path) -> str:
@@ -172,14 +155,14 @@ def hydra_quoted(run: Path) -> str:
 
 def test_fresh_start_overwrites_nothing(forks: cli.Forks, finished: Path) -> None:
     """A fresh start where there are checkpoints overwrites nothing."""
-    before = contents(finished)
+    before = cli.contents(finished)
     done = forks.run(*cli.TINY, hydra_quoted(finished), "seed=5")
-    check_refusal(done, f"{finished}/checkpoints has checkpoints", "--resume", "hydra.run.dir")
+    cli.check_refusal(done, f"{finished}/checkpoints has checkpoints", "--resume", "hydra.run.dir")
     done = forks.run(
         *cli.TINY, hydra_quoted(finished / "checkpoints").replace("hydra.run.dir", "data.checkpoint_directory")
     )
-    check_refusal(done, f"{finished}/checkpoints has checkpoints", "--resume")
-    assert contents(finished) == before
+    cli.check_refusal(done, f"{finished}/checkpoints has checkpoints", "--resume")
+    assert cli.contents(finished) == before
 
 
 @pytest.mark.parametrize(
@@ -196,9 +179,9 @@ def test_fresh_start_overwrites_nothing(forks: cli.Forks, finished: Path) -> Non
 )
 def test_wrong_resume_is_refused(forks: cli.Forks, finished: Path, overrides: list[str], named: list[str]) -> None:
     """A resume that cannot be right is refused."""
-    before = contents(finished)
-    check_refusal(forks.run("--resume", hydra_quoted(finished), *overrides), *named)
-    assert contents(finished) == before
+    before = cli.contents(finished)
+    cli.check_refusal(forks.run("--resume", hydra_quoted(finished), *overrides), *named)
+    assert cli.contents(finished) == before
 
 
 def test_checkpoint_of_another_model_is_refused(forks: cli.Forks, finished: Path, workplace: Path) -> None:
@@ -208,10 +191,10 @@ def test_checkpoint_of_another_model_is_refused(forks: cli.Forks, finished: Path
     config = (other / "config.yaml").read_text()
     assert "  size: test\n" in config
     (other / "config.yaml").write_text(config.replace("  size: test\n", "  size: bytes\n"))
-    before = contents(other)
+    before = cli.contents(other)
     done = forks.run("--resume", "hydra.run.dir=other", "training.total_steps=20")
-    check_refusal(done, "other/checkpoints, step 12, leaf params/", "holds (2,", "expects (4,")
-    assert contents(other) == before
+    cli.check_refusal(done, "other/checkpoints, step 12, leaf params/", "holds (2,", "expects (4,")
+    assert cli.contents(other) == before
 
 
 def test_edited_size_is_refused(forks: cli.Forks, finished: Path, workplace: Path) -> None:
@@ -232,9 +215,9 @@ def test_edited_size_is_refused(forks: cli.Forks, finished: Path, workplace: Pat
     resume = ("--resume", "hydra.run.dir=edited")
     expected = "edited/checkpoints, step 12: norm_epsilon is 1e-05, this run expects 1e-06"
     for arguments in (resume, ("mode=sample", "model.model_path=edited")):
-        check_refusal(run(*arguments, norm_epsilon=1e-5), expected)
+        cli.check_refusal(run(*arguments, norm_epsilon=1e-5), expected)
     done = run(*resume, parametrization="mup", mup_base_width=16, tied=False, attention_scale="linear")
-    check_refusal(done, "parametrization is mup, this run expects standard")
+    cli.check_refusal(done, "parametrization is mup, this run expects standard")
     done = run(*resume, dropout=0.5)  # what only training sees may change
     assert done.returncode == 0 and "has changed since then: dropout from 0.5 to" in done.stderr
 
@@ -244,25 +227,25 @@ def test_data_that_changed_is_refused(forks: cli.Forks, finished: Path, workplac
     shutil.copytree(finished, other)
     config = (other / "config.yaml").read_text()
     (other / "config.yaml").write_text(config.replace(cli.INDICES[0], cli.INDICES[1]))
-    check_refusal(forks.run("--resume", "hydra.run.dir=moved", "training.total_steps=20"), "cursor", "shards")
+    cli.check_refusal(forks.run("--resume", "hydra.run.dir=moved", "training.total_steps=20"), "cursor", "shards")
 
 
 def test_resume_of_a_finished_run(forks: cli.Forks, finished: Path) -> None:
     """The resume of a finished run changes nothing."""
-    before = contents(finished)
+    before = cli.contents(finished)
     named = ["--resume", hydra_quoted(finished)]
     for arguments in (named, ["--resume=auto"], ["--resume=auto", "+preset=v3-8"]):  # the newest is the only one here
         done = forks.run(*arguments)
         assert done.returncode == 0 and "nothing left to do" in done.stderr, done.stderr
-        assert contents(finished) == before
+        assert cli.contents(finished) == before
 
 
 def test_second_process_is_refused(forks: cli.Forks, finished: Path) -> None:
     """A second process in one run is refused."""
-    before = contents(finished)
+    before = cli.contents(finished)
     with locked(finished):
-        check_refusal(forks.run("--resume", hydra_quoted(finished)), "another process", "hydra.run.dir")
-    assert contents(finished) == before
+        cli.check_refusal(forks.run("--resume", hydra_quoted(finished)), "another process", "hydra.run.dir")
+    assert cli.contents(finished) == before
 
 
 def test_run_directory_tells_what_was_done(finished: Path, workplace: Path) -> None:
@@ -315,14 +298,14 @@ def test_help_needs_no_device(forks: cli.Forks) -> None:
 
 def test_warm_start(forks: cli.Forks, finished: Path, workplace: Path) -> None:
     """A warm start takes the weights of another run."""
-    before = contents(finished)
+    before = cli.contents(finished)
     path = str(finished).replace("'", "\\'")
     warm = ("model.warm_start=true", f"model.model_path='{path}'")
     forks.check(*cli.TINY, *warm, "hydra.run.dir=warm")
     line = read_metrics(workplace / "warm" / "metrics.jsonl")[0]
     assert line["train/loss"] < read_metrics(finished / "metrics.jsonl")[-1]["train/loss"] + 0.1
     assert line["learning_rate"] == pytest.approx(1e-3)  # a third of the way up: the schedule begins anew
-    assert contents(finished) == before
+    assert cli.contents(finished) == before
 
 
 def test_start_from_an_average(forks: cli.Forks, finished: Path, workplace: Path) -> None:
@@ -333,7 +316,7 @@ def test_start_from_an_average(forks: cli.Forks, finished: Path, workplace: Path
         where = cli.environment() | {"PYTHONPATH": str(cli.MAIN.parent)}
         return subprocess.run(command, cwd=workplace, env=where, capture_output=True, text=True)
 
-    before = contents(finished)
+    before = cli.contents(finished)
     done = weights("average", str(finished), "averaged")
     assert done.returncode == 0 and "is in averaged" in done.stdout, done.stderr
     warm = ("model.warm_start=true", "model.model_path=averaged")
@@ -342,7 +325,7 @@ def test_start_from_an_average(forks: cli.Forks, finished: Path, workplace: Path
     done = weights("export", "averaged", "exported")
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
     assert "bloom has embedding_norm=True, this model False" in done.stderr and not (workplace / "exported").exists()
-    assert contents(finished) == before
+    assert cli.contents(finished) == before
 
 
 @pytest.mark.parametrize(
