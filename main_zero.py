@@ -16,7 +16,7 @@ def interrupted(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):  # the import takes seconds, in which a person may press Ctrl-C
+    for number in (signal.SIGTERM, signal.SIGINT):  # the import takes seconds, during which a signal may arrive
         signal.signal(number, interrupted)
     from zero.runtime.main import main
 
@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def plan() -> None:
-    """`zero-plan`: the same with mode=plan."""
+    """`zero-plan`: runs with mode=plan."""
     sys.argv.insert(1, "mode=plan")
     main()
 

@@ -4,7 +4,7 @@
 # Makes .venv next to this file with the trainer, the jax for this machine, and the tested versions of constraints.txt.
 #   --plan  adds the TPU compiler, for mode=plan on a machine without a TPU (x86-64 Linux only)
 #   --test  adds what the tests need, the TPU compiler included
-# What was added once is kept up to date by later calls. A call where nothing has changed takes less than a second.
+# Later calls update extras that were added once. A call without changes takes less than a second.
 set -euo pipefail
 
 fail() {
@@ -69,7 +69,7 @@ fi
 
 # -- 2 and 3: .venv with a Python of 3.11 or newer ---------------------------------------------------------------------
 
-is_new_enough() { # runs it: a shim of pyenv may be on the PATH without the Python that it stands for
+is_new_enough() { # runs it: a shim of pyenv may be on the PATH without its Python
     command -v "$1" >/dev/null && "$1" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 }
 
@@ -143,7 +143,7 @@ fi
 
 project=".[$(IFS=,; echo "${extras[*]}")]"
 echo "[4/4] Installing $project with the versions of constraints.txt; this takes a minute or two."
-# -I: a package that is found through PYTHONPATH now may be missing later, so it is installed all the same.
+# -I: a package that is found through PYTHONPATH now may be missing later, so it is installed anyway.
 .venv/bin/python -I -m pip install -qq --disable-pip-version-check -c constraints.txt -e "$project" ||
     fail "pip could not install $project (its error is above)" "check the network and the disk space, then try again"
 echo "$stamp" >.venv/zero-stamp

@@ -24,8 +24,8 @@ shift 3
 poll=${SLICE_POLL_SECONDS:-30}
 directory=zero # on each worker, in the home directory
 
-# Bash ignores errexit in a function that is called in a condition, as keep calls most of these. So each of them passes
-# on the status of what fails in it by itself.
+# Bash ignores errexit in a function that is called in a condition, as keep calls most of these. So each of them returns
+# the status of a failed command itself.
 
 tpus() { gcloud compute tpus "$@" "--zone=$zone"; }
 
@@ -87,7 +87,7 @@ stop() { on_workers all "tmux send-keys -t zero C-c"; }
 
 delete() { tpus queued-resources delete "$name" --force --quiet; }
 
-training_status() { # what trainLoop.sh wrote on worker 0: none before a launch, lost where the machine was restarted
+training_status() { # train.status of worker 0: none before a launch, lost if the machine was restarted
     on_workers 0 "status=\$(cat $directory/train.status 2>/dev/null || echo none); \
         status=\${status:-running}; \
         [ \$status != running ] || tmux has-session -t zero 2>/dev/null || status=lost; echo \$status"
@@ -115,9 +115,9 @@ keep() {
                     0) echo "$name has finished; ./slice.sh delete $name $zone ends its cost." && return ;;
                     none) { setup && launch "$@"; } || pause "setup or launch failed" ;;
                     running) sleep "$poll" ;;
-                    "") pause "worker 0 did not say how training is" ;;
+                    "") pause "worker 0 did not report its status" ;;
                     unreachable) pause "worker 0 is unreachable" ;;
-                    75 | 129 | 130 | 143 | lost) # stopped by a signal, as before a preemption; if the slice stays, go on
+                    75 | 129 | 130 | 143 | lost) # stopped by a signal, as before a preemption; if the slice stays, continue
                         sleep "$poll"
                         [[ $(state) != ACTIVE ]] || launch "$@" || pause "launch failed"
                         ;;

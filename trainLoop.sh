@@ -2,15 +2,15 @@
 # Trains until finished or stopped by a signal: ./trainLoop.sh [key=value ...]
 #
 # Every start is main_zero.py --resume=auto: it resumes from the newest checkpoint, or starts if there is none. A start
-# that fails is repeated after a pause, until ten in a row have failed within ten minutes each. Not repeated are those
-# that were stopped by a signal (75: after saving a checkpoint; 129, 130, 143: before there was anything to save) and those
-# that refused their settings (2). train.status says how training ended.
+# that fails is repeated after a pause, until ten in a row have failed within ten minutes each. Starts are not repeated
+# if they were stopped by a signal (75: after saving a checkpoint; 129, 130, 143: before there was anything to save) or
+# refused their settings (2). train.status holds the last status.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 
 stopped=0 trainer=
-# A container signals only its first process, a machine that shuts down or a terminal signals all. A trainer that gets SIGHUP
-# besides another signal counts both as one request to stop; where nohup has it ignored, SIGTERM takes its place.
+# A container signals only its first process; a terminal, or a machine that shuts down, signals all. A trainer counts
+# SIGHUP and another signal as one request to stop; if nohup ignores SIGHUP, SIGTERM is sent instead.
 trap 'stopped=1; [[ -z $trainer ]] || kill -s "$handed_on" "$trainer" 2>/dev/null' HUP INT TERM
 handed_on=HUP
 [[ $(trap -p HUP) != *"''"* ]] || handed_on=TERM
@@ -34,7 +34,7 @@ while true; do
     case $status in 0 | 2 | 75 | 129 | 130 | 143) break ;; esac
     ((stopped)) && break
     ((SECONDS - started > 600)) && failures=0
-    ((status == 134)) && echo "trainLoop.sh: a library aborted (SIGABRT), XLA most likely; its last lines above say why" >&2
+    ((status == 134)) && echo "trainLoop.sh: a library aborted (SIGABRT), XLA most likely; see its last lines above" >&2
     ((++failures < ${TRAIN_ATTEMPTS:-10})) || break
     echo "trainLoop.sh: status $status; starting again in ${TRAIN_PAUSE_SECONDS:-30} s" >&2
     sleep "${TRAIN_PAUSE_SECONDS:-30}" &

@@ -4,12 +4,12 @@
     python benchmarks/attention.py --context-shards 8 [--contexts 2048 ...]
     python benchmarks/attention.py --topology v3-32 --size 1_1b --contexts 8192 [--forms dense] [--context-shards 8]
 
-First form: forward and backward pass of one layer's attention alone, float32 on CPU, 6 heads of 64, with ALiBi: dense,
+First form: forward and backward pass of only one layer's attention, float32 on CPU, 6 heads of 64, with ALiBi: dense,
 blockwise, blockwise in a window of 1,024 (local), and that of one vector-quantised unit of a model of the same width
 (vq: one head, keys of 128, values of 768, 512 codes, blocks of 512). The programs are compiled first and take turns;
-medians of paired ratios are printed. Dense is left out where it would need more than 4 GiB. With --documents, each also
-for rows of so many documents that are kept apart. Second form: the same with 8 heads on virtual devices, each with rows
-of its own, or all with parts of the same rows, whose keys travel around a ring or whose heads are swapped. Third form:
+medians of paired ratios are printed. Dense is skipped if it would need more than 4 GiB. With --documents, each also
+for rows of that many isolated documents. Second form: the same with 8 heads on virtual devices, each with its own
+rows, or all with parts of the same rows, by ring attention or by exchanging heads (Ulysses). Third form:
 a whole training step by the TPU compiler, without a TPU: stage 3, bfloat16 compute, one row per core, or per context
 group of --context-shards cores, clipping and skipping on.
 """

@@ -4,11 +4,11 @@
 
 One process, 8 virtual CPU devices of 16, two cores, about two minutes. A save is timed until its files are synced; a
 restore reads files that `posix_fadvise` has dropped from the page cache. Rounds take turns, so that a slow moment of
-the machine hits all alike, and medians count. Ratios are of bandwidths: 1 is as fast as the plain file. The plain read
-goes into one small buffer over and over; the other one keeps what it reads, as a restore does, in memory that is new.
+the machine affects all alike, and medians count. Ratios are of bandwidths: 1 is as fast as the plain file. The plain
+read reuses one small buffer; the other one keeps its data in newly allocated memory, like a restore.
 
-Then two processes of 4 devices each save and restore the same state. A process needs half of it: what it reads, and
-what its memory holds at the peak besides that half, are given as fractions of the whole.
+Then two processes of 4 devices each save and restore the same state. A process needs half of it: the bytes that it
+reads, and its peak memory besides that half, are given as fractions of the whole.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def run_two_processes(directory: Path) -> None:
 
 
 def as_one_of_two(process: int, port: str, directory: Path) -> None:
-    """What one of the two processes does, and prints when its turn comes."""
+    """The work of one of the two processes, which prints when its turn comes."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     zero.use_cpu_devices(4)
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)

@@ -1,9 +1,9 @@
 # python benchmarks/collective_order.py [--rounds 1000] [--plain] [--flag]
 #
 # Eight virtual CPU devices run a loop that gathers, and beside it a gather that does not use the loop's result. With
-# --plain XLA is left to itself: within a few rounds devices meet in different collectives, and the process aborts
+# --plain, without zero, devices meet in different collectives within a few rounds, and the process aborts
 # ("Unexpected number of participants") or a result is silently wrong. --flag adds the flag of `zero.use_cpu_devices`,
-# which does not help here. With neither the function goes through `zero.in_order`, and all rounds agree with NumPy.
+# which does not help here. Without both, the function is wrapped in `zero.in_order`, and all rounds agree with NumPy.
 # Takes about four minutes on two busy cores. Status 0: all rounds were right.
 """Independent collectives on XLA's CPU backend meet each other; `zero.in_order` keeps them apart."""
 

@@ -3,10 +3,10 @@
     python benchmarks/collectives.py
 
 Adam on a million parameters in 1 to 1000 leaves, on eight virtual CPU devices of one process, then of two over gloo;
-and Muon on 16 matrices, which the peer iterates on everywhere and the wrapper deals out. The peer reduces gradients
-with `lax.pmean` and updates the whole tree on every device. Both run side by side in one process, one step each in
-turn; medians. Two cores: some fifteen minutes, most of them the compiler's, on the peer's 1000 leaves. Bytes are those
-that a device sends, from the compiled program: a ring all-reduce of n bytes over N devices sends 2 n (N - 1) / N, a
+and Muon on 16 matrices, which the peer orthogonalizes on every device and the wrapper divides among them. The peer
+reduces gradients with `lax.pmean` and updates the whole tree on every device. Both run in one process, one step each
+in turn; medians. Takes 15 minutes on two cores, most of it to compile the peer's 1000 leaves. Bytes are those that a
+device sends, from the compiled program: a ring all-reduce of n bytes over N devices sends 2 n (N - 1) / N, a
 reduce-scatter or a gather half of that.
 """
 

@@ -5,7 +5,7 @@
 Trains the same small GPT at every width for a few steps of AdamW on one batch of text, and prints for each tensor the
 slope of log mean |activation| against log width after the last step; of the logits, which start near 0, that of their
 change. With the maximal update parametrization slopes are near 0: no tensor grows or vanishes with the width (Yang et
-al., Tensor Programs V, arXiv 2203.03466, appendix D.1). The exit status is 1 where a slope is not as it should be.
+al., Tensor Programs V, arXiv 2203.03466, appendix D.1). The exit status is 1 if a slope is out of bounds.
 
 The batch is text because the limit of large widths is reached where the width exceeds the number of tokens that occur
 about equally often: with 160 random ones the logits have a slope of -0.1, as an update is partly noise between tokens.
@@ -56,7 +56,7 @@ def text(seed: int) -> np.ndarray:
 
 
 def activations(config: GPTConfig, params: Any, tokens: np.ndarray) -> dict[str, jax.Array]:
-    """What enters and leaves every matrix of every layer, the residual stream, and the logits."""
+    """The inputs and outputs of every matrix of every layer, the residual stream, and the logits."""
     found: dict[str, jax.Array] = {}
     apply: Any = partial(GPT(config).apply, {"params": params})
 

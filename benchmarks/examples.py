@@ -1,4 +1,4 @@
-"""The step of each program in examples/, sharded against as it was, in turns: `python benchmarks/examples.py`.
+"""The step of each program in examples/, sharded against unchanged, in turns: `python benchmarks/examples.py`.
 
 One process, 8 virtual CPU devices. Medians of 20 steps; the ratio is the median of the ratios of neighbouring steps.
 """

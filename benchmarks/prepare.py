@@ -1,4 +1,4 @@
-"""Preparing a corpus against the tokenizer alone: text to shards on a disk, as a ratio of `tokenizers`' own speed.
+"""Preparing a corpus against only tokenizing it: text to shards on a disk, as a ratio of `tokenizers`' own speed.
 
     python benchmarks/prepare.py
 

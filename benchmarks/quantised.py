@@ -7,11 +7,11 @@
 First form: trains the model of the default job (`--size small`: 2 layers of width 64, context 64) on one CPU device for
 each form and seed, and prints the validation losses relative to float32 with the same seed. A finished training is kept
 in `--directory` and not repeated, so the command may be interrupted and repeated. `--factor` multiplies the learning
-rate. Second form: the table of what is in the directory, and its curves. Third form: a float32 and an int8 update of a
+rate. Second form: the table of the finished trainings, and their curves. Third form: a float32 and an int8 update of a
 million parameters in 100 leaves, in turns, and the bytes that each reads and writes by the compilers for CPU and TPU.
 
-Forms: what zero has, what was compared with it (scales per block of 256, as in arXiv 2110.02861; three bytes per
-weight), and the naive forms. Those that zero does not have round float32 arrays to the values that they could hold.
+Forms: zero's own, alternatives (scales per block of 256, as in arXiv 2110.02861; three bytes per weight), and naive
+ones. Forms that zero lacks are simulated: float32 arrays are rounded to the values that the form can hold.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def speed(rounds: int = 15) -> str:
 
 
 def bytes_accessed(tx: optax.GradientTransformation, params: Any, device: Any) -> float:
-    """Of a compiled update of the parameters: gradients, state and parameters read, the latter two written."""
+    """Bytes of a compiled update of the parameters: gradients, state and parameters read, the latter two written."""
 
     def update(grads: Any, state: Any, params: Any) -> Any:
         updates, state = tx.update(grads, state, params)

@@ -102,7 +102,7 @@ def train(commit: Path, place: Path, directory: Path, *overrides: str) -> str | 
 
 
 def metrics(directory: Path) -> list[dict[str, float]]:
-    """What is compared of each logged step; of two lines for one step the later one counts."""
+    """The compared values of each logged step; of two lines for one step the later one counts."""
     lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     steps = {line["step"]: {key: line[key] for key in KEYS if key in line} for line in lines if "event" not in line}
     return [{"step": step, **values} for step, values in sorted(steps.items())]
@@ -121,7 +121,7 @@ def result(directory: Path, place: Path, *trainings: tuple[Path, str]) -> list[d
 
 
 def difference(expected: list[dict[str, float]] | str, found: list[dict[str, float]] | str) -> str | None:
-    """What differs first, or None."""
+    """The first difference, or None."""
     if isinstance(expected, str) or isinstance(found, str):
         return f"old: {str(expected)[:150]}; new: {str(found)[:150]}"
     for old, new in zip(expected, found, strict=False):

@@ -4,9 +4,9 @@
     python benchmarks/sample.py --size bytes_vq --tokens 10000
 
 Greedy, one text, one CPU device, float32, a GPT-2 of 11M parameters with random weights, which transformers makes and
-zero reads. Compiled before they are timed, they take turns; medians are printed. Needs the extra `huggingface`.
-Second form: how fast a size of conf/model_config.yaml with random weights writes the first thousand tokens of one text,
-each thousand after, and the last.
+zero reads. The programs are compiled first and take turns; medians are printed. Needs the extra `huggingface`.
+Second form: the speed of a size of conf/model_config.yaml with random weights in the first thousand tokens of a text,
+in each thousand after, and in the last.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def draw(parts: dict[str, list[float]], path: Path) -> None:
 
 
 def megabytes_sent(stage: int, micro_batches: int) -> float:
-    """What one device sends in a step of the default job's model in float32."""
+    """Bytes that one device sends in a step of the default job's model in float32."""
     model, tx = ShardedGPT(SIZES["bytes"], Axis("zero", (1, DEVICES)), stage), adamw(0.1)
     rate = LearningRate(3e-3, 3e-4, 50, 500)
     programs = make_programs(model, tx, StepOptions(rate, micro_batches=micro_batches, max_gradient_norm=1.0))

@@ -3,13 +3,13 @@
     python benchmarks/step.py [--shape default|optimizer] [--devices 8] [--remat none|full] [--rounds 20]
                               [--plain-order]
 
-The programs take turns, so that a noisy machine is noisy for all: each round times one step of every program, and what
-is printed is the median of the ratios to a peer in the same round. All of JAX runs in one process; torch runs in
-another one with all cores, and FSDP2 in two, after the table. Bytes are the compiler's, for one device. The same model,
-rematerialisation, dtypes, clipping and AdamW everywhere.
+The programs take turns, so that noise affects all alike: each round times one step of every program, and the table has
+the median of the ratios to a peer in the same round. All of JAX runs in one process; torch runs in another one with all
+cores, and FSDP2 in two, after the table. Bytes are the compiler's, for one device. The same model, rematerialisation,
+dtypes, clipping and AdamW everywhere.
 
-With --plain-order each stage is compared with itself without `zero.in_order` instead, and with nothing else; that may
-abort on a busy machine (docs/decisions/virtual-devices.md).
+With --plain-order each stage is only compared with itself without `zero.in_order`, which may abort on a busy machine
+(docs/decisions/virtual-devices.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # python benchmarks/steps_ahead.py [--steps 2000] [--plain]
 #
-# Eight virtual CPU devices run steps that the host dispatches without waiting for a result. With --plain jax's settings
-# are left alone: XLA hangs after a few dozen steps and ends the process a minute later ("Termination timeout"), on a
-# quiet machine as well. `zero.use_cpu_devices` gives it a pool that is large enough. Status 0: all steps ran.
+# Eight virtual CPU devices run steps that the host dispatches without waiting for a result. With --plain jax keeps its
+# own settings: XLA hangs after a few dozen steps and ends the process a minute later ("Termination timeout"), also on
+# an idle machine. `zero.use_cpu_devices` gives it a pool that is large enough. Status 0: all steps ran.
 """Steps dispatched ahead use up XLA's threads on virtual CPU devices, unless its pool is larger."""
 
 import argparse

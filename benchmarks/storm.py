@@ -1,19 +1,19 @@
 # python benchmarks/storm.py [--kills 100] [--steady] [--bucket] [--busy 0] [--seed 0]
 # python benchmarks/storm.py --hosts 3 --hours 1 [--bucket]
 #
-# A run is started again and again with `--resume=auto` and ended at random moments by SIGKILL or SIGTERM, now as 1
-# process with 8 devices, now as 2 with 4 each, now as 1 with 4, at stages 1 to 3. When it has finished all the same,
-# it is compared with the same run undisturbed: the samples (a checksum over all rows in their order) exactly, losses to
-# rounding. With --steady the devices stay the same, and all metrics and the state have to be the same, bit for bit.
-# With --bucket checkpoints lie in a storage server behind a proxy that refuses requests at random, and now and then the
-# run directory is lost as well. With --busy N as many processes beside it only spin.
+# A run is started repeatedly with `--resume=auto` and ended at random moments by SIGKILL or SIGTERM, with 1 process
+# of 8 devices, 2 of 4, or 1 of 4, at stages 1 to 3. Once it has finished, it is compared with the same run
+# undisturbed: the samples (a checksum over all rows in their order) exactly, losses to rounding. With --steady the
+# devices stay the same, and all metrics and the state must be the same, bit for bit. With --bucket checkpoints are in
+# a storage server behind a proxy that refuses requests at random, and sometimes the run directory is lost as well.
+# With --busy N, N processes spin beside it.
 #
-# With --hosts N the processes are 1 to N, and what happens to them is drawn from FAULTS: killed, terminated or stopped,
-# one or all; a full disk; a clock that jumps by a day; a host with another configuration, which all have to refuse; and
-# between two starts the memory of a host is lost, with its emergency checkpoints.
+# With --hosts N there are 1 to N processes, with faults drawn from FAULTS: killed, terminated or stopped, one or all; a
+# full disk; a clock that jumps by a day; a host with another configuration, which all have to refuse; and between two
+# starts the memory of a host is lost, with its emergency checkpoints.
 #
 # Takes about half an hour on two quiet cores.
-"""A run that is killed a hundred times ends as if nothing had been."""
+"""A run that is killed a hundred times ends like an undisturbed one."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def fill_disk(victims: list[subprocess.Popen[str]]) -> None:
         resource.prlimit(victim.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
-# What happens at a random moment. The last two are there from the start, and the run is killed as well.
+# Faults at a random moment. The last two exist from the start, and the run is killed as well.
 FAULTS: dict[str, Callable[[list[subprocess.Popen[str]]], None]] = {
     "SIGKILL": send(signal.SIGKILL),
     "SIGTERM": send(signal.SIGTERM),
@@ -93,7 +93,7 @@ FAULTS: dict[str, Callable[[list[subprocess.Popen[str]]], None]] = {
 
 @dataclass
 class Storm:
-    """What happened to a run, and how it ended."""
+    """The fault in a run, and how the run ended."""
 
     kills: Counter[tuple[str, str]] = field(default_factory=Counter)  # (one of FAULTS, what it hit)
     starts: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (processes, devices, stage)
@@ -179,7 +179,7 @@ def weather(
                 if hit == "training" and fault != "full disk":  # which is met at the next save
                     assert seconds < MOST_SECONDS, [one.stderr[-3000:] for one in done]
                     storm.seconds_to_end[fault] = max(storm.seconds_to_end.get(fault, 0.0), seconds)
-            # What was reported as saved is there: it, or a newer one.
+            # A checkpoint that was reported as saved exists, or a newer one.
             said = [
                 int(step) for one in done for step in re.findall(r"(?:checkpoint|step) (\d+)(?: is)? saved", one.stderr)
             ]
@@ -212,7 +212,7 @@ def weather(
 
 @contextmanager
 def undisturbed(proxy: bucket.Proxy) -> Iterator[None]:
-    """Refuses nothing meanwhile: reading each leaf of a state alone would repeat hundreds of requests."""
+    """Stops refusing requests within: reading a state leaf by leaf would repeat hundreds of them."""
     proxy.rate, rate = 0.0, proxy.rate
     yield
     proxy.rate = rate
@@ -285,7 +285,7 @@ def absolute(place: Path, argument: str) -> str:
 
 
 def phase(errors: str) -> str:
-    """What a process was doing when it ended, by what it had said."""
+    """The phase in which a process ended, by its output."""
     if "first step with" in errors:
         return "training"
     return "compiling" if "of this host; " in errors else "starting"

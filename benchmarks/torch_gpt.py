@@ -88,7 +88,7 @@ class GPT(nn.Module):
 
 
 def alibi(heads: int, context: int) -> Tensor:
-    """What is added to scores, minus infinity for later positions; slopes as in zero.models.attention.scores."""
+    """The bias of scores, minus infinity for later positions; slopes as in zero.models.attention.scores."""
     power = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
     slopes += [2 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)]
@@ -128,7 +128,7 @@ def make_step(model: GPT) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
 
 
 def connect(rank: int, store: str) -> None:
-    """Joins the other process, on the loopback interface alone; ends this one with its parent, or when time is up."""
+    """Joins the other process, only on the loopback interface; ends this one with its parent, or at a time limit."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # what torch has Linux send to the child of a parent that died
     signal.alarm(LIMIT)
     torch.set_num_threads(1)

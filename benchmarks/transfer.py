@@ -6,8 +6,8 @@
 First form: trains a byte-level GPT (2 layers, heads of 32, RMSNorm without gains, context 64) on the corpus of the
 default job with AdamW on one CPU device. For each parametrization and width it tries learning rates that are powers of
 2, from the best of the width before, until the best has two worse ones on either side. A finished training is kept in
-`--directory` and not repeated, so the command may be interrupted and repeated. Second form: the table and the picture
-of what is there.
+`--directory` and not repeated, so the command may be interrupted and repeated. Second form: the table and the plot of
+the finished trainings.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ FILES: tuple[tuple[str, Any, str], ...] = (
     ("it.index", b"s.tar # 2147483647 rows", "it.index, line 1: the shard cannot hold 2147483647 rows"),
     ("it.index", b"gs://b/s.tar # 9999999999 rows", "it.index, line 1: the shard cannot hold 9999999999 rows"),
     ("it.index", b"s.tar # " + b"9" * 5000 + b" rows", "it.index, line 1: the shard cannot hold 9999"),
-    ("it.index", b"s.tar # 5000 rows", "s.tar holds 1 rows, but the index file says 5000"),
+    ("it.index", b"s.tar # 5000 rows", "s.tar holds 1 rows, but the index file records 5000"),
     ("it.index", NOT_UTF8, "it.index is not UTF-8 text: 'utf-8' codec can't decode byte 0xff in position 0"),
     ("it.index", b"", "it.index lists no shards; expected one path per line"),
     ("it.index", b"a\0b", "is missing"),

@@ -216,6 +216,10 @@ def test_edited_size_is_refused(forks: cli.Forks, finished: Path, workplace: Pat
     expected = "edited/checkpoints, step 12: norm_epsilon is 1e-05, this run expects 1e-06"
     for arguments in (resume, ("mode=sample", "model.model_path=edited")):
         cli.check_refusal(run(*arguments, norm_epsilon=1e-5), expected)
+    for choice in ({"rotary_base": 500.0}, {"alibi_attn": False, "positions": "none"}, {"norm_place": "after"}):
+        cli.check_refusal(
+            run(*resume, **choice), f"{next(iter(choice))} is {next(iter(choice.values()))}, this run expects"
+        )
     done = run(*resume, parametrization="mup", mup_base_width=16, tied=False, attention_scale="linear")
     cli.check_refusal(done, "parametrization is mup, this run expects standard")
     done = run(*resume, dropout=0.5)  # what only training sees may change

@@ -1,4 +1,4 @@
-"""ZeRO for any `jax.pmap` program: training state is held as one slice per device, and three lines change.
+"""ZeRO for any `jax.pmap` program: one slice of the training state per device, by a change of three lines.
 
     import zero
 
@@ -14,18 +14,18 @@
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-Under it are two operations, `gather` and `scatter_mean`, on a `Layout` that says which leaf is split along which
-dimension. The stages of ZeRO are placements of these two:
+It is built on two operations, `gather` and `scatter_mean`, on a `Layout`: which leaf is split along which dimension.
+The stages of ZeRO are placements of these two:
 
     layout = zero.make_layout(jax.eval_shape(model.init, key, x), shards=8)
     params = zero.gather(shards, layout, "batch")        # whole, for this step
     grads = zero.scatter_mean(grads, layout, "batch")    # this device's slice of the mean
     sharded_layer = zero.fully_shard(Layer, layout, "batch")     # gathers in, scatters in the backward pass
 
-Without an accelerator call `zero.use_cpu_devices(8)` before the first jax operation, and give `jax.pmap` your function
-as `zero.in_order(train_step)` where it has loops with collectives: XLA's CPU backend mixes them up otherwise.
+Without an accelerator call `zero.use_cpu_devices(8)` before the first jax operation, and wrap a function with
+collectives in loops as `jax.pmap(zero.in_order(train_step), ...)`, because XLA's CPU backend reorders them.
 
-Nothing here reads a configuration or a file; `print(layout)` and `print(zero.memory(...))` show what is held where.
+Nothing here reads a configuration or a file. `print(layout)` and `print(zero.memory(...))` show shards and bytes.
 """
 
 from zero.partition.checksums import check_replicated, checksums

@@ -1,7 +1,7 @@
-"""The contracts between models and groups of devices, which do not import each other.
+"""The interface between models and groups of devices, which do not import each other.
 
-A model calls these methods wherever its computation may be cut; `zero.partition.collectives` has groups that cut it.
-The method bodies are those of a device that computes its rows by itself: a group overrides what it does otherwise.
+A model calls these methods wherever its computation may be cut; `zero.partition.collectives` has the groups. The
+default methods are those of a device that computes its rows by itself; a group overrides some of them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-Draw = Callable[[tuple[int, ...]], jax.Array]  # random numbers, or anything else, of a shape
+Draw = Callable[[tuple[int, ...]], jax.Array]  # from a shape to an array, such as random numbers
 
 
 class ModelParallel(Protocol):
-    """A group of devices that compute the same rows, as one of them sees it.
+    """A group of devices that compute the same rows, seen from one of them.
 
     It may cut heads, the MLP's width and the vocabulary into parts (`size`), and positions into pieces. Between layers
     the residual stream may have other positions than inside attention and MLP.
@@ -29,7 +29,7 @@ class ModelParallel(Protocol):
 
     @property
     def pieces(self) -> int:
-        """The number of runs of neighbouring positions that a device has inside attention."""
+        """The number of contiguous runs of positions of a device inside attention."""
         return 1
 
     @property
@@ -38,7 +38,7 @@ class ModelParallel(Protocol):
         return 1
 
     def for_positions(self, positions: int) -> ModelParallel:
-        """The same group for rows of so many positions."""
+        """The same group for rows of this many positions."""
         return self
 
     def with_all_positions(self) -> ModelParallel:
@@ -70,23 +70,23 @@ class ModelParallel(Protocol):
         return draw(shape)
 
     def input_positions(self, x_BT: jax.Array) -> jax.Array:
-        """From whole rows to the positions that the model takes on this device."""
+        """From whole rows to the positions of the model's inputs on this device."""
         return x_BT
 
     def stream_positions(self, x_BT: jax.Array) -> jax.Array:
-        """From the positions that the model takes to those of the stream."""
+        """From the positions of the model's inputs to those of the stream."""
         return x_BT
 
     def stream_numbers(self, first: jax.Array | int, count: int) -> jax.Array | int:
-        """The number of the first of `count` positions of the stream; `(T,)`, all numbers, where they have gaps."""
+        """The number of the first of `count` positions of the stream; all numbers, `(T,)`, if they have gaps."""
         return first
 
     def attended_numbers(self, first: jax.Array | int, count: int) -> jax.Array | int:
-        """As `stream_numbers`, of the positions inside attention."""
+        """As `stream_numbers`, for the positions inside attention."""
         return first
 
     def numbers(self, count: int, turn: jax.Array | int = 0) -> jax.Array:
-        """The positions of the keys here after so many turns of the ring, int32 `(pieces, count / pieces)`."""
+        """The positions of this device's keys after this many turns of the ring, int32 `(pieces, count / pieces)`."""
         return jnp.arange(count, dtype=jnp.int32)[None]
 
     def gather_positions(self, x_BTD: jax.Array) -> jax.Array:
@@ -94,15 +94,15 @@ class ModelParallel(Protocol):
         return x_BTD
 
     def sum_positions(self, x_BTD: jax.Array) -> jax.Array:
-        """The way back: the sum of all parts at the positions of the stream."""
+        """The transpose of `gather_positions`: the sum of all parts at the positions of the stream."""
         return x_BTD
 
     def ring_shift(self, tree: Any) -> Any:
-        """The arrays of the device before this one in the ring."""
+        """The arrays of the previous device in the ring."""
         return tree
 
     def head_swap(self, *heads: int) -> HeadParallel | None:
-        """For such numbers of heads of queries and of keys; None where positions are not swapped for heads."""
+        """The swap for these numbers of query and key heads; None if positions are not swapped for heads."""
         return None
 
     def counted_once(self, x_BT: jax.Array) -> jax.Array:
@@ -114,17 +114,17 @@ class ModelParallel(Protocol):
 
 
 class HeadParallel(Protocol):
-    """Around attention, devices swap their positions of all heads for all positions of some heads."""
+    """Around attention, devices exchange their positions of all heads for all positions of some heads."""
 
     @property
     def cut(self) -> ModelParallel:
-        """The heads that this device then has."""
+        """The group inside attention, with this device's heads."""
 
     def to_heads(self, x_BTHK: jax.Array) -> jax.Array:
         """From this device's positions of all heads to all positions of its heads."""
 
     def to_positions(self, x_BTHK: jax.Array) -> jax.Array:
-        """The way back."""
+        """The inverse of `to_heads`."""
 
     def whole_rows(self, x_BT: jax.Array) -> jax.Array:
         """All positions, from each device's."""
@@ -135,11 +135,11 @@ class ExpertParallel(Protocol):
 
     @property
     def size(self) -> int:
-        """The number of devices, and of parts into which the experts are divided."""
+        """The number of devices, and of parts of the experts."""
         return 1
 
     def to_experts(self, x_BECD: jax.Array) -> jax.Array:
-        """From the places of all experts in this device's rows to those of its experts in the rows of the group."""
+        """From places of all experts in this device's rows to places of its experts in the rows of the group."""
         return x_BECD
 
     def from_experts(self, x_BECD: jax.Array) -> jax.Array:

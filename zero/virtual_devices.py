@@ -1,4 +1,4 @@
-"""Several virtual CPU devices in one process: the settings of jax and XLA."""
+"""Several virtual CPU devices in one process."""
 
 import os
 
@@ -11,10 +11,10 @@ def use_cpu_devices(count: int) -> None:
     """Gives jax's CPU backend `count` devices, and XLA the threads and the scheduler that such devices need.
 
     Call it before the first jax operation of the process; a second call with the same count does nothing. It sets
-    `jax_num_cpu_devices`; it sets `NPROC`, where it is not set, to two threads per device, without which XLA hangs once
-    some 32 steps are dispatched ahead of their results; and it adds a flag to `XLA_FLAGS` that makes it rarer that
-    collectives meet each other on a machine that does other work as well, which `zero.in_order` around a pmapped
-    function prevents (docs/decisions/virtual-devices.md). On a machine with an accelerator set `JAX_PLATFORMS=cpu` too.
+    `jax_num_cpu_devices`; `NPROC`, unless set, to two threads per device, because XLA hangs with fewer once some 32
+    steps are dispatched ahead of their results; and a flag in `XLA_FLAGS` that makes mixed-up collectives rarer, which
+    `zero.in_order` around a pmapped function prevents (docs/decisions/virtual-devices.md). On a machine with an
+    accelerator set `JAX_PLATFORMS=cpu` too.
 
     Raises:
       RuntimeError: jax has started its backends already, so the settings would have no effect.
@@ -29,7 +29,7 @@ def use_cpu_devices(count: int) -> None:
     if IN_ORDER in flags and jax.config.values["jax_num_cpu_devices"] == count:
         return
     try:
-        for value in (count + 1, count):  # jax accepts the value that it has even when it is too late
+        for value in (count + 1, count):  # jax accepts its current value even when it is too late
             jax.config.update("jax_num_cpu_devices", value)
     except RuntimeError as error:
         raise RuntimeError(

@@ -134,7 +134,7 @@ def test_errors_name_the_leaf() -> None:
         zero.to_global({**shards, "odd": jnp.zeros((8, 13, 3))}, layout, axis)
     with pytest.raises(ValueError, match=r"leaf w: .* on the host"):
         zero.to_global({**shards, "w": np.zeros((8, 5, 3))}, layout, axis)
-    with pytest.raises(ValueError, match=r"leaf odd: the layout says float32\[16, 3\].* float32\[13, 3\]"):
+    with pytest.raises(ValueError, match=r"leaf odd: the layout has float32\[16, 3\].* float32\[13, 3\]"):
         zero.from_global({**whole, "odd": jnp.zeros((13, 3))}, layout, axis)
     with pytest.raises(ValueError, match=r"leaf b: .* int32"):
         zero.from_global({**whole, "b": jnp.zeros(16, jnp.int32)}, layout, axis)

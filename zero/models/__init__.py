@@ -1,1 +1,1 @@
-"""Models that know nothing of sharding."""
+"""Models, without any sharding."""

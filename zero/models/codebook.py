@@ -1,4 +1,4 @@
-"""The codebook of vector-quantised keys: a moving average of the keys that are rounded to each code.
+"""The codebook of vector-quantised keys: a moving average of the keys assigned to each code.
 
 Shapes are named by suffix: S codes, K width of a key. Every leaf has a leading dimension of layers.
 """
@@ -14,20 +14,20 @@ import jax.numpy as jnp
 from zero.models.config import STACK, GPTConfig
 from zero.models.gated_unit import UNITS
 
-# Both of arXiv 2309.16354: of the moving averages, and the weight of the commitment loss.
+# Decay of the moving averages and weight of the commitment loss, both from arXiv 2309.16354.
 _DECAY, _COMMITMENT = 0.99, 1e-4
-# A code whose moving average of keys per step falls below this stays where it is, before both of its sums underflow.
+# A code with fewer keys per step than this is not updated, so that its sums do not underflow.
 _FEWEST_KEYS = 0.01
-# A code with fewer keys than `_UNUSED` times the average is moved next to another code, at a distance of `_SPLIT_BY`
-# times that one's norm, and takes half of its keys.
+# A code with fewer keys than `_UNUSED` times the average moves next to another code, at `_SPLIT_BY` times its norm, and
+# takes half of its keys.
 _UNUSED, _SPLIT_BY = 0.1, 0.01
 
 
 def init_codebook(config: GPTConfig, key: jax.Array) -> Any:
-    """The codebook of a new model, as the variables of "codebook": per layer and unit `counts` (S) and `sums` (S, K).
+    """The codebook of a new model: per layer and unit `counts` (S) and `sums` (S, K); a code is sums / counts.
 
-    A code is sums / counts. Codes start nearer to the origin than any key, of norm 1 where keys have K^(1/4): so a
-    direction that no code has yet is rounded to an unused code.
+    Codes start with norm 1, nearer to the origin than keys (K^(1/4)), so that keys far from every used code get an
+    unused one.
     """
 
     def unit(number: int) -> dict[str, jax.Array]:
@@ -39,7 +39,7 @@ def init_codebook(config: GPTConfig, key: jax.Array) -> Any:
 
 
 def with_commitment(codebook: Any, positions: int) -> Any:
-    """The codebook for a training step over so many positions: its gradient is then that of a mean over them."""
+    """The codebook with the weight of the commitment loss: that of a mean over this many positions."""
     weight = _COMMITMENT / positions
 
     def unit(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -49,12 +49,12 @@ def with_commitment(codebook: Any, positions: int) -> Any:
 
 
 def update_codebook(codebook: Any, found: Any, key: jax.Array) -> Any:
-    """The codebook after a step in which `found` counts and sums of keys were assigned to its codes, over all devices.
+    """The codebook after a step whose counts and sums of assigned keys, over all devices, are `found`.
 
-    In each layer and unit the least used code is then put beside another one, if hardly a key is rounded to it. All of
-    this follows from the codebook, `found` and the step's key, on every device alike.
+    In each layer and unit an unused code is then moved next to another one (`_split`). The result depends only on the
+    arguments, so it is the same on every device.
 
-    Source: for the averages van den Oord et al., arXiv 1711.00937, appendix A.1; for the splits Linde, Buzo and Gray,
+    Sources: averages: van den Oord et al., arXiv 1711.00937, appendix A.1; splits: Linde, Buzo and Gray,
     An algorithm for vector quantizer design (1980).
     """
 
@@ -73,8 +73,8 @@ def update_codebook(codebook: Any, found: Any, key: jax.Array) -> Any:
 def _split(counts: jax.Array, sums: jax.Array, direction: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gives half of the keys of the code with the largest error to an unused code, if there is one.
 
-    `(S,)`, `(S, K)` and `(K,)` in, the first two out. All keys have norm K^(1/4), so that the squared error of n keys
-    that are rounded to their mean c is n (K^(1/2) - |c|^2).
+    `(S,)`, `(S, K)` and `(K,)` in, the first two out. All keys have norm K^(1/4), so the squared error of n keys with
+    mean c is n (K^(1/2) - |c|^2).
     """
     codes = sums / counts[:, None]
     least, most = counts.argmin(), (counts * (math.sqrt(sums.shape[1]) - jnp.square(codes).sum(-1))).argmax()

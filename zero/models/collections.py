@@ -1,7 +1,7 @@
-"""Variables of a model beside its parameters: whole on every device, and moved by a rule of their own, by no optimizer.
+"""Variables of a model beside its parameters: replicated, and updated by a rule of their own instead of the optimizer.
 
-In a training step the "gradient" of a collection, summed over micro-batches and devices, is what its rule needs to
-know about the global batch. A new kind of such variables is a file with three functions and one entry here.
+In a training step the "gradient" of a collection, summed over micro-batches and devices, is the input of its rule. A
+new kind of variables is a file with three functions and one entry here.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Collection(NamedTuple):
     """Pure functions of the variables of one collection.
 
     Attributes:
-      init: from a random key to those of a new model.
-      prepare: `(variables, positions)` to what the model computes with in a step over so many positions.
+      init: from a random key to the variables of a new model.
+      prepare: `(variables, positions)` to the variables that the model reads in a step over that many positions.
       update: `(variables, their gradients, random key)` to the variables after the step.
     """
 
@@ -32,7 +32,7 @@ class Collection(NamedTuple):
 
 
 def collections_of(config: GPTConfig) -> dict[str, Collection]:
-    """The collections of a model, by the name that Flax knows them by."""
+    """The collections of a model, by their name in Flax."""
     if not config.has_codebook:
         return {}
     return {CODEBOOK: Collection(partial(init_codebook, config), with_commitment, update_codebook)}

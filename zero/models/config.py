@@ -1,12 +1,12 @@
-"""What one model is: its sizes, and the choices of which its parts are composed."""
+"""The configuration of a model: its sizes and the variants of its parts."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-# Top-level subtrees of the parameters whose leaves have a leading dimension: of layers, of chunks of the vocabulary.
-# HEAD exists where the vocabulary is not tied.
+# Top-level subtrees of the parameters whose leaves have a leading dimension (layers, or chunks of the vocabulary). HEAD
+# exists where the vocabulary is not tied.
 STACK, VOCABULARY, HEAD = "blocks", "vocabulary", "head"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -20,7 +20,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 _WIDTHS = ("embedding_dim", "kv_heads", "head_dim", "mlp_dim", "mup_base_width", "experts", "vq_block", "key_width")
 _AT_LEAST_ONE = (*_WIDTHS, "vocab_size", "num_head", "block_size", "N", "experts_per_token", "experts_every")
-# Keys of a mixture of experts, with the values that they have in a model without one.
+# Keys of a mixture of experts, with their values in a model without one.
 _OF_EXPERTS: dict[str, Any] = {
     "experts_per_token": 1,
     "experts_every": 1,
@@ -30,7 +30,7 @@ _OF_EXPERTS: dict[str, Any] = {
     "router_z_loss": 0.0,
 }
 _GATED_UNITS_ALONE = ("codes", "vq_block", "key_width", "cache_gradient")
-_GATED_UNITS = {  # what a model of gated units chooses
+_GATED_UNITS = {  # keys of a model of gated units
     *(*_GATED_UNITS_ALONE, "layer", "alibi_attn", "positions", "embedding_dim", "num_head", "block_size", "N"),
     *("vocab_size", "vocab_chunks", "embedding_norm", "norm", "norm_epsilon", "norm_gains", "tied", "scale_embedding"),
     *("scale_output", "logit_cap", "z_loss", "dropout", "embedding_dropout", "residual_dropout"),
@@ -39,32 +39,32 @@ _GATED_UNITS = {  # what a model of gated units chooses
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
-    """One model; the keys of an entry in `conf/model_config.yaml`. The defaults are those of the first GPTs of zero.
+    """One model; the keys of an entry in `conf/model_config.yaml`.
 
     Attributes:
       embedding_dim: D.
       vocab_size: tokens; need not divide by anything.
-      num_head: H; divides `embedding_dim` where `head_dim` is None.
+      num_head: H; divides `embedding_dim` if `head_dim` is None.
       block_size: the longest context, T.
-      dropout: of attention probabilities and of both residual outputs, where they have no own.
+      dropout: default of `attention_dropout` and `residual_dropout`.
       N: layers, L.
-      alibi_attn: ALiBi (arXiv 2108.12409); False for `positions`.
-      vocab_chunks: parts that the vocabulary is looked up and scored in; more parts need less memory.
-      embedding_norm: a norm behind the embedding, as BLOOM has it (arXiv 2211.05100, section 3.2.3).
-      norm_epsilon: of every norm.
+      alibi_attn: ALiBi (arXiv 2108.12409); False to use `positions`.
+      vocab_chunks: number of parts in which the vocabulary is embedded and scored; more parts need less memory.
+      embedding_norm: a norm after the embedding, as in BLOOM (arXiv 2211.05100, section 3.2.3).
+      norm_epsilon: epsilon of every norm.
       positions: where `alibi_attn` is False: "learned", "rotary" (arXiv 2104.09864), "t5" (relative bias of 32 buckets
         in each layer, arXiv 1910.10683, section 2.1) or "none".
-      rotary_base: of the frequencies of rotary positions.
-      rotary_fraction: of a head's dimensions that is rotated.
+      rotary_base: base of the rotary frequencies.
+      rotary_fraction: fraction of a head's dimensions that is rotated.
       rotary_scaling: factor, low and high frequency factor and original context of Llama 3.1 (arXiv 2407.21783); None
         for none.
       norm: "layer", "rms" (arXiv 1910.07467), or "rms_offset", whose gains are stored less 1.
       norm_gains: whether norms have gains (and LayerNorm biases).
-      norm_place: "before" attention and MLP, "after" them (on what is added to the residual stream), or "both".
+      norm_place: "before" attention and MLP, "after" them (on their outputs), or "both".
       qk_norm: a norm over each head of queries and of keys.
-      kv_heads: G, heads of keys and values, each shared by H / G heads of queries; None for H.
+      kv_heads: G, number of heads of keys and values, each shared by H / G query heads; None for H.
       head_dim: K; None for D / H.
-      windows: of each layer of a pattern that repeats, how many positions a query sees, itself included; 0 for all.
+      windows: number of positions that a query sees, itself included, for each layer of a repeating pattern; 0 for all.
       attention_scale: scores are divided by the root of K ("sqrt"), by K ("linear"), or by nothing ("none"); None for
         "linear" with the parametrization "mup", else for "sqrt".
       attention_cap: scores s become `cap tanh(s / cap)` (Gemma 2, arXiv 2408.00118, section 2); None for none.
@@ -76,34 +76,34 @@ class GPTConfig:
       activation: "gelu" (by tanh), "gelu_exact", "relu", "squared_relu", "selu" or "silu".
       gated: the activation multiplies a second product with the input (arXiv 2002.05202).
       mlp_bias: whether the MLP has biases.
-      experts: E, MLPs among which each token is routed (GShard, arXiv 2006.16668); None for one MLP for all tokens.
-      experts_per_token: of the experts, the most likely ones whose outputs are added, weighted by their probabilities.
-      experts_every: the last of every so many layers has experts, the others have one MLP.
-      expert_capacity: of each row of T tokens an expert takes `ceil(expert_capacity * T * experts_per_token / E)`,
+      experts: E, number of MLPs among which each token is routed (GShard, arXiv 2006.16668); None for one MLP.
+      experts_per_token: number of most likely experts whose outputs are added, weighted by their probabilities.
+      experts_every: number of layers of which the last has experts; the others have one MLP.
+      expert_capacity: an expert takes `ceil(expert_capacity * T * experts_per_token / E)` tokens of each row of T,
         first choices before second ones, and drops the others; None: nothing is dropped.
-      normalise_router: the probabilities of the chosen experts are divided by their sum, as Mixtral has it.
+      normalise_router: the probabilities of the chosen experts are divided by their sum, as in Mixtral.
       balance_loss: weight of the load-balancing loss of each row and layer (Switch, arXiv 2101.03961, eq. 4).
       router_z_loss: weight of the mean squared log-sum-exp of the router's logits (ST-MoE, arXiv 2202.08906, eq. 5).
-        Both act on the gradient alone: losses are reported without them.
+        Reported losses exclude both.
       tied: the table that embeds tokens also scores them.
       scale_embedding: embedded tokens are multiplied by the root of D.
       scale_output: logits are divided by the root of D. The table then starts with a standard deviation of 1.
-      logit_cap: as `attention_cap`, of the final logits.
+      logit_cap: as `attention_cap`, for the final logits.
       z_loss: weight of the squared log-sum-exp of the logits in the gradient (PaLM, arXiv 2204.02311, section 5);
         losses are reported without it.
-      parametrization: of initial weights and learning rates: "standard", or "mup" (arXiv 2203.03466), with which a
-        learning rate that is right at one width is right at others (zero/models/parametrization.py).
-      mup_base_width: the `embedding_dim` at which the learning rates of "mup" are those that are given.
-      embedding_dropout: of what enters the first layer.
-      attention_dropout: of attention probabilities; None for `dropout`.
-      residual_dropout: of both residual outputs; None for `dropout`.
-      zero_init: queries, the output of attention and that of the MLP start at zero (arXiv 2203.03466, section D.2).
+      parametrization: initial weights and learning rates: "standard", or "mup" (arXiv 2203.03466), whose best learning
+        rate is the same at every width (zero/models/parametrization.py).
+      mup_base_width: the `embedding_dim` at which "mup" leaves learning rates unchanged.
+      embedding_dropout: dropout of the input of the first layer.
+      attention_dropout: dropout of attention probabilities; None for `dropout`.
+      residual_dropout: dropout of both residual outputs; None for `dropout`.
+      zero_init: query, attention output and MLP output matrices start at zero (arXiv 2203.03466, section D.2).
       layer: "transformer", or "gated_units": two gated attention units with vector-quantised keys
-        (zero/models/gated_unit.py), which have no other choices than the next four, norms and the vocabulary.
-      codes: S, of the codebook of each unit; 0 for keys as they are and no memory of what is older than a window.
-      vq_block: C; a query sees the keys of its own block of so many positions and of the block before one by one.
-      key_width: K, of queries and keys of a unit.
-      cache_gradient: whether gradients flow to values that are older than the block before.
+        (zero/models/gated_unit.py), which use only the next four keys and those of norms and vocabulary.
+      codes: S, codes of each unit; 0 for keys without quantisation and no memory beyond the window.
+      vq_block: C, positions of a block; a query sees the single keys of its own block and of the block before.
+      key_width: K, width of queries and keys of a unit.
+      cache_gradient: whether gradients flow to values older than the block before.
     """
 
     embedding_dim: int
@@ -164,7 +164,7 @@ class GPTConfig:
     def __post_init__(self) -> None:
         if self.attention_scale is None:
             object.__setattr__(self, "attention_scale", "linear" if self.parametrization == "mup" else "sqrt")
-        for name in ("windows", "rotary_scaling"):  # lists, where they come from YAML or JSON
+        for name in ("windows", "rotary_scaling"):  # lists if read from YAML or JSON
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in (*_AT_LEAST_ONE, "vocab_chunks"):
@@ -200,7 +200,7 @@ class GPTConfig:
             raise ValueError(f"N {self.N} must be a multiple of the {len(self.windows)} layers of windows")
 
     def _check_layer(self) -> None:
-        """Each kind of layer has the other's keys at their defaults."""
+        """Refuses keys of the other kind of layer that are not at their defaults."""
         is_gated = self.layer == "gated_units"
         if is_gated and (self.alibi_attn or self.positions != "none" or self.num_head != 1):
             raise ValueError("layer: gated_units needs num_head: 1, alibi_attn: false and positions: none")
@@ -231,8 +231,8 @@ class GPTConfig:
             return
         if self.mup_base_width is None:
             raise ValueError("parametrization: mup needs mup_base_width, the embedding_dim of its learning rates")
-        # A tied table would start and learn as an embedding and as a head, which differ; roots of the width would add
-        # a dependence on it.
+        # Embedding and head differ in initial weights and learning rates, and scaling by the root of the width would
+        # add a dependence on it.
         needed: dict[str, Any] = {"tied": False, "scale_embedding": False, "scale_output": False}
         for name, value in (needed | {"attention_scale": "linear"}).items():
             if getattr(self, name) != value:
@@ -269,37 +269,37 @@ class GPTConfig:
 
     @property
     def attention_drop_rate(self) -> float:
-        """Whether or not it is given apart from that of the residual outputs."""
+        """`attention_dropout`, or its default."""
         return self.dropout if self.attention_dropout is None else self.attention_dropout
 
     @property
     def residual_drop_rate(self) -> float:
-        """Whether or not it is given apart from that of attention."""
+        """`residual_dropout`, or its default."""
         return self.dropout if self.residual_dropout is None else self.residual_dropout
 
     @property
     def has_dropout(self) -> bool:
-        """Whether training draws masks anywhere."""
+        """Whether training needs dropout keys."""
         return max(self.embedding_dropout, self.attention_drop_rate, self.residual_drop_rate) > 0
 
     @property
     def key_heads(self) -> int:
-        """G, whether or not it is given."""
+        """G."""
         return self.kv_heads or self.num_head
 
     @property
     def head_width(self) -> int:
-        """K, whether or not it is given."""
+        """K."""
         return self.head_dim or self.embedding_dim // self.num_head
 
     @property
     def mlp_width(self) -> int:
-        """F, whether or not it is given."""
+        """F."""
         return self.mlp_dim or 4 * self.embedding_dim
 
     @property
     def has_learned_positions(self) -> bool:
-        """Whether no more than `block_size` positions exist."""
+        """Whether contexts are limited to `block_size` positions."""
         return self.position_kind == "learned"
 
     @property
@@ -309,7 +309,7 @@ class GPTConfig:
 
     @property
     def has_codebook(self) -> bool:
-        """Whether the model has a state that gradients do not change."""
+        """Whether the model has a codebook, which the optimizer does not update."""
         return self.layer == "gated_units" and self.codes > 0
 
     @property

@@ -1,4 +1,4 @@
-"""Parts that a model is composed of: norms, activations, rotary positions, dropout.
+"""Parts of a model: norms, activations, rotary positions, dropout.
 
 Shapes are named by suffix:
   B rows, T positions of a row, H heads, K head dimension
@@ -33,7 +33,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class OffsetRMSNorm(nn.Module):
-    """RMSNorm that multiplies by 1 + scale, as Gemma has it."""
+    """RMSNorm that multiplies by 1 + scale, as in Gemma."""
 
     epsilon: float
     dtype: DTypeLike
@@ -46,7 +46,7 @@ class OffsetRMSNorm(nn.Module):
 
 
 def make_norm(config: GPTConfig, dtype: DTypeLike, name: str, lift: Lift | None = None) -> nn.Module:
-    """The norm of this model, with its class lifted where it has parameters."""
+    """The norm of this model; `lift` is applied to its class if it has parameters."""
     norms: dict[str, tuple[type[nn.Module], dict[str, bool]]] = {
         "layer": (nn.LayerNorm, {"use_scale": config.norm_gains, "use_bias": config.norm_gains}),
         "rms": (nn.RMSNorm, {"use_scale": config.norm_gains}),
@@ -65,9 +65,9 @@ def dropout(
     keys_B: jax.Array | None,
     of_whole: Callable[..., jax.Array] = WHOLE.of_positions,
 ) -> jax.Array:
-    """Dropout with one key per row, so that a mask depends on its sequence and on nothing else; no keys, no dropout.
+    """Dropout with one key per row, so that a mask depends only on its sequence; without keys the identity.
 
-    Where `x` is a part of its rows, `of_whole` cuts the same part out of the masks of whole rows.
+    If `x` is a part of its rows, `of_whole` cuts the same part from the masks of whole rows.
     """
     if keys_B is None or rate == 0:
         return x
@@ -83,8 +83,8 @@ def rotary_frequencies(config: GPTConfig) -> np.ndarray:
     """Radians per position, float32, one for each pair of the dimensions that are rotated.
 
     Source: RoFormer, arXiv 2104.09864, section 3.2.2. Scaled as in Llama 3.1 (arXiv 2407.21783, section 3.4.1):
-    wavelengths beyond `original / low` are stretched by the factor, those under `original / high` are not, and between
-    the two it is interpolated.
+    wavelengths beyond `original / low` are stretched by the factor, those below `original / high` are kept, and those
+    between are interpolated.
 
     >>> rotary_frequencies(GPTConfig(8, 10, 2, 16, 0.0, 1, alibi_attn=False, positions="rotary")).tolist()
     [1.0, 0.009999999776482582]
@@ -100,7 +100,7 @@ def rotary_frequencies(config: GPTConfig) -> np.ndarray:
 
 
 def position_numbers(position: jax.Array | int, count: int) -> jax.Array:
-    """`(T,)`: from the number of the first position on; an array `(T,)` is the numbers themselves."""
+    """Position numbers `(T,)`, counted from a first number, or given as an array `(T,)`."""
     return jnp.asarray(position) if jnp.ndim(position) else position + jnp.arange(count)
 
 
@@ -109,8 +109,7 @@ def rotate(
 ) -> jax.Array:
     """Rotary positions: pairs `(i, i + R / 2)` of the first R dimensions of each head turn with the position.
 
-    Positions are `position`, `position + 1`, ..., less the start of their segment where there are segments; an array
-    `(T,)` is the positions themselves.
+    `position` as in `position_numbers`; with segments, positions count from the start of their segment.
     """
     half = len(frequencies)
     angles = position_numbers(position, x_BTHK.shape[1]).astype(jnp.float32)[None, :, None, None]

@@ -1,8 +1,8 @@
 """A mixture of experts in place of one MLP: a router sends each token to a few of many MLPs.
 
-Without a capacity the tokens of a device are sorted by expert and multiplied in groups of different sizes. With one, an
-expert has the same number of places in every row, so that what is dropped depends on the row alone: never on the number
-of devices or of micro-batches. Places are what expert groups exchange between devices.
+Without a capacity the tokens of a device are sorted by expert and multiplied by `ragged_dot`. With a capacity an expert
+has the same number of places in every row, so the dropped tokens depend only on the row, not on the number of devices
+or micro-batches. Expert groups exchange these places between devices.
 
 Shapes are named by suffix:
   B rows, T positions of a row, D embedding, E experts, K choices of a token, C places of an expert in a row,
@@ -28,13 +28,13 @@ from zero.models.parametrization import kernel_init
 
 
 class Routing(NamedTuple):
-    """What the routers of the layers so far have decided.
+    """Routing statistics and auxiliary losses, summed over layers.
 
     Attributes:
       penalty_B: weighted auxiliary losses of each row, summed over layers, float32.
       choices_LE: how often each expert was chosen in each layer, whether or not it had a place left, float32.
       dropped: choices for which there was no place left, in all layers, float32.
-      entropy: of the router's probabilities in nats, summed over positions and layers, float32.
+      entropy: entropy of the router's probabilities in nats, summed over positions and layers, float32.
     """
 
     penalty_B: jax.Array
@@ -43,12 +43,12 @@ class Routing(NamedTuple):
     entropy: jax.Array
 
 
-# What flows from layer to layer: the residual stream, and where there are experts what was decided so far.
+# The residual stream between layers, and the routing so far if there are experts.
 ResidualStream = tuple[jax.Array, Routing | None]
 
 
 def no_routing(config: GPTConfig, rows: int) -> Routing | None:
-    """Before the first layer; None for a model without experts."""
+    """The zero of `Routing`; None for a model without experts."""
     if config.experts is None:
         return None
     choices_LE = jnp.zeros((config.scanned_layers, config.experts), jnp.float32)
@@ -62,8 +62,8 @@ def routing_metrics(routing: Routing, positions: jax.Array | float) -> dict[str,
     """Means over layers: shares of the most and the least chosen expert, share of choices dropped, entropy in nats.
 
     Args:
-      routing: summed over rows.
-      positions: of all rows, each counted once.
+      routing: sums over rows.
+      positions: the number of positions of all rows.
     """
     choices_L1 = routing.choices_LE.sum(-1, keepdims=True)
     share_LE = routing.choices_LE / choices_L1
@@ -73,18 +73,18 @@ def routing_metrics(routing: Routing, positions: jax.Array | float) -> dict[str,
 
 
 def capacity_of(config: GPTConfig, positions: int) -> int:
-    """C, the places of an expert in a row of so many positions.
+    """C, the places of an expert in a row of this many positions.
 
     >>> capacity_of(GPTConfig(8, 9, 2, 16, 0.0, 1, experts=4, expert_capacity=1.25, mlp_bias=False), 16)
     5
     """
     assert config.experts is not None and config.expert_capacity is not None
     wanted = math.ceil(config.expert_capacity * positions * config.experts_per_token / config.experts)
-    return min(wanted, positions)  # no expert is chosen twice by a token
+    return min(wanted, positions)  # a token chooses an expert at most once
 
 
 class _Kernel(nn.Module):
-    """A parameter of the name `kernel`, which weight decay and its like look for."""
+    """A parameter named `kernel`, by which weight decay and learning rates select it."""
 
     config: GPTConfig
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ class Experts(nn.Module):
 
     Attributes:
       config: the model.
-      dtype: of the experts' products; the router computes in float32.
+      dtype: dtype of the experts' products; the router computes in float32.
       cut: which part of each expert's width this device computes.
       group: the devices among which the experts are divided.
     """
@@ -112,12 +112,12 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, h_BTD: jax.Array, layer: jax.Array | int, *, drops: bool) -> tuple[jax.Array, Routing]:
-        """`(B, T, D)` to this device's part of the sum over the experts' widths, and what was decided.
+        """`(B, T, D)` to this device's part of the sum over the experts' widths, and the routing.
 
         Args:
           h_BTD: all positions of the rows of this device.
           layer: number among the layers with experts.
-          drops: whether experts have a capacity, where the model has one. Text is generated without.
+          drops: whether the capacity applies, if the model has one. False for generation.
         """
         config = self.config
         assert config.experts is not None
@@ -144,7 +144,7 @@ class Experts(nn.Module):
         config = self.config
         assert config.experts is not None
         kernel_DE = _Kernel(config, (config.embedding_dim, config.experts), name="router")()
-        # Rounded logits would change which experts are chosen (Switch, arXiv 2101.03961, section 2.4).
+        # In float32: rounded logits would change the chosen experts (Switch, arXiv 2101.03961, section 2.4).
         h_BTD, kernel_DE = h_BTD.astype(jnp.float32), kernel_DE.astype(jnp.float32)
         return jnp.einsum("BTD,DE->BTE", h_BTD, kernel_DE, precision=lax.Precision.HIGHEST)
 
@@ -168,7 +168,7 @@ class Experts(nn.Module):
         return Routing(penalty_B, choices_LE, dropped, lax.stop_gradient(entropy))
 
     def _sorted(self, h_BTD: jax.Array, chosen_BTK: jax.Array, kernels: dict[str, jax.Array]) -> jax.Array:
-        """Outputs of all choices, `(B, T, K, D)`: the tokens of an expert lie next to each other."""
+        """Outputs of all choices, `(B, T, K, D)`, from tokens sorted by expert."""
         chosen_M = chosen_BTK.reshape(-1)
         order_M = jnp.argsort(chosen_M)
         sizes_E = jnp.zeros(self.config.experts, jnp.int32).at[chosen_M].add(1)
@@ -179,11 +179,11 @@ class Experts(nn.Module):
     def _in_places(
         self, h_BTD: jax.Array, chosen_BTK: jax.Array, kernels: dict[str, jax.Array], places: int
     ) -> tuple[jax.Array, jax.Array]:
-        """Outputs of all choices, `(B, T, K, D)`, zero for those without a place, and how many these are."""
+        """Outputs of all choices, `(B, T, K, D)`, zero if dropped, and the number of dropped choices."""
         rows, positions, embedding = h_BTD.shape
         experts = self.config.experts or 1
         place_BTK = jax.vmap(partial(assign_places, experts=experts, places=places))(chosen_BTK)
-        end = experts * places  # where choices without a place point
+        end = experts * places  # the index of dropped choices
         index_B = jnp.arange(rows)[:, None, None]
         token_BS = jnp.full((rows, end), positions, jnp.int32)
         token_BS = token_BS.at[index_B, place_BTK].set(jnp.arange(positions)[None, :, None], mode="drop")
@@ -204,10 +204,10 @@ class Experts(nn.Module):
 
 
 def assign_places(chosen_TK: jax.Array, experts: int, places: int) -> jax.Array:
-    """For each choice of the tokens of one row the place of an expert, `expert * places + place`.
+    """For each choice of the tokens of one row its place, `expert * places + place`.
 
-    First choices come before second ones, and earlier positions before later ones. A choice for which its expert has no
-    place left gets `experts * places`. Source: GShard, arXiv 2006.16668, algorithm 1.
+    First choices come before second ones, and earlier positions before later ones. A dropped choice gets
+    `experts * places`. Source: GShard, arXiv 2006.16668, algorithm 1.
 
     >>> assign_places(jnp.asarray([[0, 1], [0, 1], [1, 0]]), experts=2, places=2).tolist()
     [[0, 3], [1, 4], [2, 4]]

@@ -1,11 +1,10 @@
-"""Model families: what their published models have in common."""
+"""Model families: the keys that the published models of a family share."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# What the published models of a family have in common and another default does not have; an entry of
-# conf/model_config.yaml with `family` starts from these keys.
+# Keys that differ from the defaults; an entry of conf/model_config.yaml with `family` starts from them.
 _ROTARY: dict[str, Any] = {"alibi_attn": False, "positions": "rotary"}
 _NO_BIASES: dict[str, Any] = {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
 _LLAMA: dict[str, Any] = {

@@ -1,10 +1,10 @@
 """Gated attention units with vector-quantised keys: attention to all positions in time linear in their number.
 
 A query attends, in one softmax, to its own block of C positions (causally), to the block before, and to everything
-older. Keys are rounded to one of S codes, so that all older positions of one code have the same score: a mean value and
-a count per code stand for them exactly, and make a memory of constant size.
+older. Keys are rounded to one of S codes, so all older positions of one code have the same score: a mean value and a
+count per code replace them exactly, in a memory of constant size.
 
-Source: Lingle, Transformer-VQ, arXiv 2309.16354, section 3; the unit is that of Hua et al., arXiv 2202.10447.
+Sources: Lingle, Transformer-VQ, arXiv 2309.16354, section 3; gated attention unit: Hua et al., arXiv 2202.10447.
 
 Shapes are named by suffix:
   B rows, T positions of a row, D embedding, K width of queries and keys, V width of values, S codes, C positions of a
@@ -30,8 +30,8 @@ from zero.models.experts import ResidualStream
 from zero.models.layer import Layer
 from zero.models.parametrization import kernel_init
 
-UNITS = 2  # of a layer: together they have the parameters of an attention and an MLP, 12 D^2
-CODEBOOK = "codebook"  # the collection of variables that holds it
+UNITS = 2  # per layer: together 12 D^2 parameters, as attention and MLP
+CODEBOOK = "codebook"  # name of the collection of variables
 
 
 @jax.custom_vjp
@@ -40,10 +40,10 @@ def assign_codes(
 ) -> tuple[jax.Array, jax.Array]:
     """Each key rounded to the nearest code, float32 `(B, T, K)`, and the number of that code, int32 `(B, T)`.
 
-    In the backward pass the gradient of a rounded key flows to the key ("straight through"); the gradient of
-    `commitment` times the squared distance between the two is added to it. The "gradients" of `counts_S` and
-    `sums_SK` are what their moving averages need: how many keys were rounded to each code, and the sums of these
-    keys. So micro-batches and rematerialised layers add them up, each key once, as they do gradients.
+    In the backward pass the gradient of a rounded key flows to the key ("straight through"); plus the gradient of
+    `commitment` times the squared distance between the two. The "gradients" of `counts_S` and `sums_SK` are the inputs
+    of their moving averages: the number of keys assigned to each code, and the sums of these keys. So micro-batches and
+    rematerialised layers add them up like gradients, each key once.
 
     Args:
       keys_BTK: float32.
@@ -93,7 +93,7 @@ def _is_code(codes_BT: jax.Array, codes: int) -> jax.Array:
 
 
 class Heads(NamedTuple):
-    """What attention is computed from: queries for keys and for distances, keys, their codes, and values."""
+    """The inputs of attention: queries for keys and for distances, keys, their codes, and values."""
 
     q_BTK: jax.Array
     q_distance_BTK: jax.Array
@@ -103,11 +103,11 @@ class Heads(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """All that a unit remembers of the positions so far, of constant size.
+    """The memory of a unit, of constant size.
 
     Attributes:
-      k_BWK, codes_BW, v_BWV: keys, their codes, and values; of the block before, then of that of the next position.
-      mean_BSV, count_BS: of everything older, the mean value and the number of positions of each code, float32.
+      k_BWK, codes_BW, v_BWV: keys, codes and values of the block before and of the block of the next position.
+      mean_BSV, count_BS: mean value and number of the older positions of each code, float32.
     """
 
     k_BWK: jax.Array
@@ -123,7 +123,7 @@ def empty_memory(config: GPTConfig, rows: tuple[int, ...], block: int, dtype: DT
     values = jnp.zeros((*rows, 2 * block, 2 * config.embedding_dim), dtype)
     means = jnp.zeros((*rows, config.codes, 2 * config.embedding_dim), jnp.float32)
     empty = Memory(keys, jnp.zeros(keys.shape[:-1], jnp.int32), values, means, means[..., 0])
-    return lax.optimization_barrier(empty)  # else XLA multiplies the zeros at compile time, for seconds
+    return lax.optimization_barrier(empty)  # else XLA folds products with these zeros at compile time, for seconds
 
 
 def attend(
@@ -141,14 +141,14 @@ def attend(
     The blocks are a scan, in time and memory linear in T. A single position, as in decoding, takes constant time.
 
     Args:
-      heads: of these positions; keys are codes.
-      r_WK: for each distance from 0 to W - 1 what queries are multiplied by for its bias.
-      codes_SK: what keys were rounded to.
-      memory: of the positions before; the first one has to begin a block unless it is the only one.
-      position: of the first of these.
+      heads: inputs at these positions; keys are rounded to codes.
+      r_WK: relative keys of the distances 0 to W - 1; their products with queries are biases.
+      codes_SK: the codes.
+      memory: memory of the positions before. `position` begins a block unless T is 1.
+      position: number of the first position.
       known: the number of valid positions, those in the memory included; results beyond it are meaningless. None, or
         more than `position + T`: all are valid.
-      cache_gradient: whether gradients flow to values that are older than the block before.
+      cache_gradient: whether gradients flow to values older than the block before.
     """
     positions, block = heads.k_BTK.shape[1], r_WK.shape[0] // 2
     if positions == 1:
@@ -156,7 +156,7 @@ def attend(
     end = position + positions if known is None else jnp.minimum(known, position + positions)
     first = position // block
     blocks = jax.tree.map(partial(_to_blocks, block=block), heads)
-    # The block before this one, and so on to an empty one behind the last.
+    # The block before the first, all blocks, and an empty block after the last.
     all_blocks = [
         jnp.concatenate([x[None, :, :block], own, jnp.zeros_like(own[:1])])
         for x, own in zip(memory[:3], blocks[2:], strict=True)
@@ -194,7 +194,7 @@ def _attend_one(
         lax.dynamic_update_slice_in_dim(x, new, slot, axis=1) for x, new in zip(memory[:3], heads[2:], strict=True)
     ]
     memory = Memory(window[0], window[1], window[2], *memory[3:])
-    bias_B1W = jnp.flip(_by_distance(heads, r_WK), -1)  # of the last slot
+    bias_B1W = jnp.flip(_by_distance(heads, r_WK), -1)  # for the last slot
     bias_B1W = lax.dynamic_slice_in_dim(
         jnp.pad(bias_B1W, ((0, 0), (0, 0), (0, block))), 2 * block - 1 - slot, 2 * block, 2
     )
@@ -222,7 +222,7 @@ def _joint(
 ) -> jax.Array:
     """One softmax over the window and the codes of everything older, `(B, T, V)`.
 
-    A code that n positions share stands for n equal scores: its own plus log n.
+    A code of n positions has n equal scores: one score plus log n.
     """
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     near_BTW = jnp.where(is_seen_TW[None], product("BTK,BWK->BTW", q_BTK, k_BWK) + bias_BTW, LOWEST)
@@ -240,7 +240,7 @@ def _joint(
 def _added(
     mean_BSV: jax.Array, count_BS: jax.Array, codes_BC: jax.Array, v_BCV: jax.Array, is_added: jax.Array | bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Means and counts with those of one more block; means, because sums of values would grow without bound."""
+    """Means and counts with one more block added; means, because sums would grow without bound."""
     is_code_BCS = _is_code(codes_BC, count_BS.shape[1]) * is_added
     sums_BSV = jnp.einsum("BCS,BCV->BSV", is_code_BCS.astype(v_BCV.dtype), v_BCV, preferred_element_type=jnp.float32)
     new_count_BS = count_BS + is_code_BCS.sum(1)
@@ -260,10 +260,10 @@ def _by_distance(heads: Heads, r_WK: jax.Array) -> jax.Array:
 
 
 def _by_key(bias_BCW: jax.Array) -> jax.Array:
-    """From the bias of each distance to that of each key of a window whose second half are the queries' own positions.
+    """From biases by distance to biases by key, for a window whose second half are the queries' positions.
 
-    The distance of query c and key w is C + c - w; what lies after the query gets an arbitrary finite number. A
-    reshape, because the gradient of a look-up would be a scatter. Source: Dai et al., Transformer-XL, arXiv 1901.02860,
+    The distance of query c and key w is C + c - w; keys after the query get an arbitrary finite bias. A reshape,
+    because the gradient of a look-up would be a scatter. Source: Dai et al., Transformer-XL, arXiv 1901.02860,
     appendix B.
     """
     rows, block, window = bias_BCW.shape
@@ -278,12 +278,7 @@ def _distance_features(window: int, width: int) -> np.ndarray:
 
 
 class GatedUnit(nn.Module):
-    """A single head of attention whose output is multiplied by a gate: attention and MLP in one.
-
-    Attributes:
-      config: the model.
-      dtype: of activations and matrix products.
-    """
+    """Single-head attention whose output is multiplied by a gate: attention and MLP in one."""
 
     config: GPTConfig
     dtype: DTypeLike
@@ -292,10 +287,10 @@ class GatedUnit(nn.Module):
     def __call__(
         self, x_BTD: jax.Array, memory: Memory | None, position: jax.Array | int, known: jax.Array | None
     ) -> tuple[jax.Array, Memory]:
-        """What is added to the residual stream, `(B, T, D)`, and the memory; None for one that is empty."""
+        """The output for the residual stream, `(B, T, D)`, and the memory; `memory=None` is an empty one."""
         config, width = self.config, self.config.key_width
         rows, positions, dim = x_BTD.shape
-        # Queries and keys of norm K^(1/4), so that a product is at most the root of K.
+        # Queries and keys have norm K^(1/4), so their products are at most the root of K.
         scale = width**-0.25
         h_BTD = make_norm(config, self.dtype, "norm")(x_BTD)
         q_BTK, k_BTK = (self._normed(self._dense(width, name)(h_BTD)) * scale for name in ("query", "key"))
@@ -331,14 +326,14 @@ class GatedUnit(nn.Module):
 
 
 class RecurrentState(NamedTuple):
-    """The memories of all units, one after the other, `(L U, B, ...)`, and how many positions are known, int32."""
+    """The memories of all units, `(L U, B, ...)`, and the number of valid positions, int32."""
 
     memory: Memory
     known: jax.Array
 
 
 def init_recurrent(config: GPTConfig, rows: int, known: jax.Array | int, dtype: DTypeLike) -> RecurrentState:
-    """Before the first of `known` positions."""
+    """The state before the first of `known` valid positions."""
     memory = empty_memory(config, (config.N * UNITS, rows), config.vq_block, dtype)
     return RecurrentState(memory, jnp.asarray(known, jnp.int32))
 
@@ -355,7 +350,7 @@ class GatedLayer(Layer):
         position: jax.Array | int,
         starts_BT: jax.Array | None = None,
     ) -> tuple[tuple[ResidualStream, RecurrentState | None], None]:
-        """Raises ValueError for segments: what is older than a window is remembered without them."""
+        """Raises ValueError for segments: the memory beyond the window does not separate them."""
         if starts_BT is not None:
             raise ValueError("gated units do not keep segments of a row apart")
         (x_BTD, routing), state = carry

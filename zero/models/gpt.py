@@ -1,8 +1,8 @@
-"""A decoder-only transformer that knows nothing of sharding.
+"""A decoder-only transformer, without sharding.
 
-Its layers are a stack, scanned and rematerialised. The vocabulary is a stack as well, of chunks of rows, so that
-float32 logits never exist for more than one chunk. `lift` is applied to the class of every part that owns parameters,
-before it is rematerialised and stacked: this is where a caller may change how parameters are stored.
+Its layers are a stack, scanned and rematerialised. The vocabulary is a stack of chunks of rows, so that float32 logits
+exist for one chunk at a time. `lift` is applied to the class of every part that owns parameters, before it is
+rematerialised and stacked: a caller can change there how parameters are stored.
 
 Shapes are named by suffix:
   B rows, T positions of a row, D embedding, C vocabulary rows of a chunk
@@ -32,7 +32,7 @@ from zero.models.transformer_layer import AnyCache, scanned_layer
 
 
 class Scores(NamedTuple):
-    """What a model says of each target, and what its routers have decided.
+    """Scores of each target, and routing statistics.
 
     Attributes:
       losses_BT: negative log-likelihoods in nats, float32.
@@ -46,7 +46,7 @@ class Scores(NamedTuple):
 
 
 class VocabularyChunk(nn.Module):
-    """`chunk_rows` rows of a table of tokens, from token `first` on; one turn of a scan over the vocabulary."""
+    """`chunk_rows` rows of a table of tokens, from token `first` on; one iteration of a scan over the vocabulary."""
 
     config: GPTConfig
     dtype: DTypeLike
@@ -57,22 +57,22 @@ class VocabularyChunk(nn.Module):
     def __call__(
         self, embedded_BTD: Any, first: jax.Array, tokens_BT: Any, x_BTD: Any
     ) -> tuple[jax.Array | None, jax.Array | tuple[jax.Array, jax.Array, jax.Array] | None]:
-        """Given tokens alone, embeds them; given `x_BTD` alone, returns logits; given both, a part of a cross-entropy.
+        """Given only tokens, embeds them; given only `x_BTD`, returns logits; given both, a part of a cross-entropy.
 
-        Embedding adds to the carry the embeddings of those tokens that lie in this chunk of the vocabulary. Logits are
-        float32 `(B, T, C)`, minus infinity past the vocabulary. The chunk's part of a cross-entropy is the log-sum-exp
-        of its logits, the token's own logit if it is in this chunk, and the largest logit, each `(B, T)`.
-        With tensor groups each device has a part of the chunk's tokens.
+        Embedding adds the embeddings of tokens in this chunk to the carry. Logits are float32 `(B, T, C)`, minus
+        infinity past the vocabulary. The chunk's part of a cross-entropy is the log-sum-exp of its logits, the target's
+        logit if it is in this chunk, and the largest logit, each `(B, T)`. In a tensor group each device has a part of
+        the chunk's tokens.
         """
         rows = self.cut.part_size(self.config.chunk_rows)
         first_own = self.cut.first(rows)
-        own_C = first_own + jnp.arange(rows)  # numbers in the chunk; those of padding are past its end
+        own_C = first_own + jnp.arange(rows)  # rows of the chunk; padding lies past its end
         table_CD = self.param("table", nn.initializers.normal(self.stddev), (rows, self.config.embedding_dim))
         if x_BTD is None:
             row_BT = tokens_BT - first - first_own
             end = jnp.minimum(rows, self.config.chunk_rows - first_own)
             inside_BT1 = ((row_BT >= 0) & (row_BT < end))[..., None]
-            # In float32, because the gradient of a row is a sum over every place that the token has in the batch.
+            # In float32, because the gradient of a row is a sum over all its occurrences in the batch.
             found_BTD = jnp.take(table_CD.astype(jnp.float32), row_BT, axis=0, mode="clip")
             return embedded_BTD + jnp.where(inside_BT1, found_BTD, 0), None
 
@@ -103,7 +103,7 @@ class Positions(nn.Module):
         table_TD = self.param("table", init, (self.config.block_size, self.config.embedding_dim))
         if starts_BT is None and jnp.ndim(position) == 0:
             return x_BTD + lax.dynamic_slice_in_dim(table_TD, position, x_BTD.shape[1])[None]
-        # In float32, because the gradient of a row is a sum over every place that has this position.
+        # In float32, because the gradient of a row is a sum over all rows of the batch.
         positions_BT = position_numbers(position, x_BTD.shape[1])[None] - (0 if starts_BT is None else starts_BT)
         return x_BTD + jnp.take(table_TD.astype(jnp.float32), positions_BT, axis=0)
 
@@ -112,16 +112,11 @@ class GPT(nn.Module):
     """Tokens in, negative log-likelihoods out.
 
     Attributes:
-      config: the size.
-      dtype: of activations and matrix products; parameters are made in float32.
+      config, dtype, blockwise_from, cut, group, kernel: as for `Layer`. Parameters are float32, and whole after `init`.
       lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
-      remat: what the backward pass computes again, an entry of `zero.models.stack.REMAT`: "full" for all but the
-        inputs of layers, "nested" for all but the inputs of groups of layers, "dots" for all but the inputs of layers
-        and products with parameters, "none" for nothing.
-      blockwise_from: the number of query positions from which attention is blockwise; None for never.
-      cut: the group of devices that computes the same rows, and this device's part. Parameters are made whole.
-      group: the devices among which experts are divided, each with rows of its own.
-      kernel: for attention, of `kernel_of`; None for none.
+      remat: what the backward pass recomputes, an entry of `zero.models.stack.REMAT`: "full" for all but the inputs of
+        layers, "nested" for all but the inputs of spans of layers, "dots" for all but the inputs of layers and products
+        with parameters, "none" for nothing.
     """
 
     config: GPTConfig
@@ -142,7 +137,7 @@ class GPT(nn.Module):
             self.positions = self.lift(Positions, "positions")(config)
         if config.embedding_norm:
             self.embedding_norm = make_norm(config, self.dtype, "embedding_norm", self.lift)
-        # Layers differ in their windows, not in their parameters: this makes them.
+        # Makes the parameters; layers differ only in their windows.
         self.blocks = nn.scan(
             self.lift(scanned_layer(config), STACK),
             variable_axes={True: 0},
@@ -179,16 +174,16 @@ class GPT(nn.Module):
         cache: AnyCache | None = None,
         position: jax.Array | int = 0,
     ) -> tuple[Scores, AnyCache | None]:
-        """What the model says of each target, and the cache with these positions added.
+        """Scores of each target, and the cache with these positions added.
 
         Args:
           tokens_BT: rows of tokens, int32.
-          targets_BT: what each position has to predict, int32.
+          targets_BT: the target of each position, int32.
           keys_B: one dropout key per row, or None for no dropout.
-          starts_BT: the column where the segment of each position starts, int32. A position attends to its own segment
-            alone, and its number is counted from there; None for one segment per row.
-          cache: of the positions before, if any.
-          position: of the first column.
+          starts_BT: the column where the segment of each position starts, int32. A position attends only to its
+            own segment, and its number is counted from there; None for one segment per row.
+          cache: cache of the positions before, if any.
+          position: position of the first column.
         """
         cut = self._cut.for_positions(tokens_BT.shape[1]) if cache is None else self._cut.with_all_positions()
         stream = self.embed(tokens_BT, keys_B, starts_BT, position, cut)
@@ -196,20 +191,20 @@ class GPT(nn.Module):
         return self.score(stream, targets_BT), cache
 
     def score(self, stream: ResidualStream, targets_BT: jax.Array) -> Scores:
-        """`scores` from what leaves the last layer."""
+        """`scores` from the output of the last layer."""
         x_BTD, routing = stream
         cut = self._cut.for_positions(targets_BT.shape[1])
-        # Every chunk adds to the gradient of x, so that sum is kept in float32.
+        # In float32, because every chunk adds to the gradient of x.
         x_BTD = cut.gather_positions(self.norm(x_BTD)).astype(jnp.float32)
         _, scored = self.head(None, self._first_rows(), targets_BT, x_BTD)
         lse_CBT, target_CBT, max_logit_CBT = (lax.collapse(cut.stack(x_CBT), 0, 2) for x_CBT in scored)
         target_BT, lse_BT = target_CBT.sum(0), jax.nn.logsumexp(lse_CBT, axis=0)
         losses_BT = lse_BT - target_BT
         penalty_BT = self.config.z_loss * lse_BT**2
-        if routing is not None:  # a row's penalty counts once for each token of it that is scored
+        if routing is not None:  # the penalty of a row counts for each of its scored tokens
             penalty_BT = penalty_BT + routing.penalty_B[:, None]
         if self.config.z_loss or routing is not None:
-            losses_BT = losses_BT + (penalty_BT - lax.stop_gradient(penalty_BT))  # of which only the gradient is left
+            losses_BT = losses_BT + (penalty_BT - lax.stop_gradient(penalty_BT))  # affects only the gradient
         return Scores(losses_BT, target_BT >= max_logit_CBT.max(0), routing)
 
     def logits(
@@ -252,7 +247,7 @@ class GPT(nn.Module):
         starts_BT: jax.Array | None,
         cut: ModelParallel,
     ) -> tuple[ResidualStream, AnyCache | None]:
-        """All layers, as `remat` says; those that read a cache have no backward pass, and are one loop."""
+        """Runs all layers with the policy `remat`; a cache needs no backward pass, so `Nested` becomes one loop."""
         if self.is_initializing():
             return self.blocks((stream, cache), jnp.arange(self.config.scanned_layers), keys_B, position)[0]
         policy = REMAT[self.remat](self.config.scanned_layers)
@@ -269,7 +264,7 @@ class GPT(nn.Module):
 
     @nn.nowrap
     def layer(self, cut: ModelParallel, window: int | None = None) -> Layer:
-        """The module of one entry of the stack of layers, to be applied to its own part of the variables."""
+        """The module of one entry of the stack of layers, to apply to its own variables."""
         lifted: Any = self.lift(scanned_layer(self.config), STACK)
         options: Any = {"cut": cut, "group": self.group, "kernel": self.kernel, "parent": None}
         layer: Layer = lifted(self.config, self.dtype, self.blockwise_from, window, **options)
@@ -283,7 +278,7 @@ class GPT(nn.Module):
         position: jax.Array | int = 0,
         cut: ModelParallel | None = None,
     ) -> ResidualStream:
-        """What enters the first layer: `(B, T, D)`, of which a cut leaves this device's positions, and no routing."""
+        """The input of the first layer: `(B, T, D)`, this device's positions of it, and zero routing."""
         cut = self._cut.for_positions(tokens_BT.shape[1]) if cut is None else cut
         x_BTD = jnp.zeros((*tokens_BT.shape, self.config.embedding_dim), jnp.float32)
         x_BTD, _ = self.vocabulary(x_BTD, self._first_rows(), tokens_BT, None)
@@ -295,7 +290,7 @@ class GPT(nn.Module):
             x_BTD = self.positions(x_BTD, cut.stream_numbers(position, x_BTD.shape[1]), own_starts_BT)
         if self.config.embedding_norm:
             x_BTD = self.embedding_norm(x_BTD)
-        if keys_B is not None:  # the numbers below N are those of the layers
+        if keys_B is not None:  # layers fold in the numbers below N
             keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, self.config.N)
         x_BTD = dropout(x_BTD, self.config.embedding_dropout, keys_B, cut.of_positions).astype(self.dtype)
         return x_BTD, no_routing(self.config, len(tokens_BT))
@@ -306,6 +301,6 @@ class GPT(nn.Module):
 
 @lru_cache(maxsize=64)  # the trace takes a tenth of a second
 def variable_shapes(config: GPTConfig) -> Any:
-    """What `GPT(config).init` makes, as `jax.ShapeDtypeStruct`s."""
+    """Shapes of the variables of `GPT(config)`, as `jax.ShapeDtypeStruct`s."""
     tokens_BT = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     return jax.eval_shape(partial(GPT(config).init, method="hidden"), jax.random.key(0), tokens_BT, None)

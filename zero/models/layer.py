@@ -1,4 +1,4 @@
-"""What all kinds of layers have in common."""
+"""The attributes that all kinds of layers share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Layer(nn.Module):
 
     Attributes:
       config: the model.
-      dtype: of activations and matrix products.
+      dtype: dtype of activations and matrix products.
       blockwise_from: the number of query positions from which attention is blockwise; None for never.
-      window: how many positions a query sees, itself included; 0 for all. None: by the number of the layer when it
-        runs, for callers that scan single layers.
+      window: number of positions that a query sees, itself included; 0 for all. None: selected at run time by the
+        layer number, for callers that scan single layers.
       cut: which heads and which part of the MLP's width this device computes, and which positions of the stream it has.
       group: the devices among which experts are divided.
-      kernel: for attention, of `kernel_of`; None for none.
+      kernel: attention kernel, as `kernel_of` returns it; None for none.
     """
 
     config: GPTConfig

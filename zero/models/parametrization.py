@@ -1,6 +1,6 @@
-"""How initial weights and learning rates depend on the width: as in GPT-2, or such that training does not depend on it.
+"""Initial weights and learning rates as functions of the width: as in GPT-2, or by muP.
 
-The second is the maximal update parametrization for Adam and Lion, with w = width / base width:
+The maximal update parametrization (muP) for Adam and Lion, with w = width / base width:
 
   leaf                             initial standard deviation    learning rate
   embedding, learned positions     1                             1
@@ -8,7 +8,7 @@ The second is the maximal update parametrization for Adam and Lion, with w = wid
   head                             width^-1                      1 / w
   gains and biases                 (1 and 0)                     1
 
-Products of queries and keys are divided by the head dimension. A tied table would need both the first and third line.
+Products of queries and keys are divided by the head dimension. A tied table would need the first and the third line.
 Source: Yang et al., Tensor Programs V, arXiv 2203.03466, table 3 and definition 4.1.
 """
 
@@ -34,12 +34,12 @@ def kernel_init(config: GPTConfig, name: str) -> nn.initializers.Initializer:
         return nn.initializers.zeros
     if config.parametrization == "mup":
         return nn.initializers.variance_scaling(1.0, "fan_in", "normal")
-    # GPT-2: each of the 2 N residual outputs adds variance, so each starts smaller.
+    # GPT-2: each of the 2 N residual outputs adds variance, so their initial weights are smaller.
     return nn.initializers.normal(_GPT2_STDDEV / (math.sqrt(2 * config.N) if name in _RESIDUAL_OUTPUTS else 1))
 
 
 def table_stddev(config: GPTConfig, name: str) -> float:
-    """The initial standard deviation of the vocabulary, the positions or the head.
+    """The initial standard deviation of the table of vocabulary, positions or head.
 
     >>> config = GPTConfig(128, 256, 2, 64, 0.0, 2, parametrization="mup", mup_base_width=32, tied=False)
     >>> [table_stddev(config, name) for name in ("vocabulary", "positions", "head")]
@@ -51,12 +51,12 @@ def table_stddev(config: GPTConfig, name: str) -> float:
 
 
 def multipliers_of(config: GPTConfig) -> Callable[[Any], Any] | None:
-    """`rate_multipliers` of this model, from parameters; None where learning rates are the same for all leaves."""
+    """`rate_multipliers` of this model; None if all leaves have the same learning rate."""
     return partial(rate_multipliers, config) if config.parametrization == "mup" else None
 
 
 def rate_multipliers(config: GPTConfig, params: Any) -> Any:
-    """What the learning rate of each leaf is multiplied by: a tree of floats, from whole parameters, shards or a part.
+    """The multiplier of each leaf's learning rate: a tree of floats, from any subtree of parameters or shards.
 
     >>> config = GPTConfig(128, 256, 2, 64, 0.0, 2, parametrization="mup", mup_base_width=32, tied=False)
     >>> rate_multipliers(config, {"blocks": {"query": {"kernel": 0, "bias": 0}}, "head": {"table": 0}})

@@ -1,6 +1,6 @@
-"""Runs a stack of layers one after the other. A policy says what of them is kept for the backward pass.
+"""Runs a stack of layers in sequence. A policy determines what is stored for the backward pass.
 
-A layer is a function of its own part of the stacks, what enters it, and its number, to what leaves it.
+A layer is a function `(its entry of the stacks, its input, its number)` to its output.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Layer = Callable[[Any, Any, jax.Array], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Unrolled:
-    """Keeps everything, and compiles each layer by itself.
+    """Stores everything, and compiles each layer separately.
 
-    Without any checkpoint, which would copy and round what it keeps; and without a loop, which would copy what it keeps
-    into stacks and out of them again.
+    Without `jax.checkpoint`, which would copy and round the stored values, and without a loop, which would copy them
+    into stacks and back.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class Scanned:
-    """A loop that keeps the input of each layer and computes the rest again.
+    """A loop that stores the input of each layer and recomputes the rest.
 
     Attributes:
-      saveable: which results of operations are kept as well, as `jax.checkpoint` takes it; None: none.
+      saveable: policy of `jax.checkpoint` for further values to store; None: none.
     """
 
     saveable: Callable[..., bool] | None = None
@@ -39,9 +39,9 @@ class Scanned:
 
 @dataclasses.dataclass(frozen=True)
 class Nested:
-    """A loop over groups of `size` layers that keeps only the input of each group.
+    """A loop over spans of `size` layers that stores only the input of each span.
 
-    Of L layers in groups of sqrt(L) it needs 2 sqrt(L) layer inputs instead of L, and runs one more forward pass.
+    L layers in spans of sqrt(L) need 2 sqrt(L) layer inputs instead of L, and one more forward pass.
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174, section 4.
     """
 
@@ -50,7 +50,7 @@ class Nested:
 
 Policy = Unrolled | Scanned | Nested
 
-# From the number of layers to what of each is kept, by name.
+# Policies by name, from the number of layers.
 REMAT: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
     {
         "full": lambda layers: Scanned(),
@@ -62,7 +62,7 @@ REMAT: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
 
 
 def span_size(layers: int) -> int:
-    """Layers of a group such that the inputs kept, one per group and those of one group, are fewest.
+    """The span that minimises the stored inputs: one per span, and those of one span.
 
     >>> span_size(136), span_size(36), span_size(7)
     (8, 6, 1)
@@ -71,13 +71,13 @@ def span_size(layers: int) -> int:
 
 
 def run_layers(pattern: Sequence[Layer], stacks: Any, x: Any, policy: Policy) -> Any:
-    """What leaves the last layer: layer i is `pattern[i % len(pattern)]`, with entry i of the stacks.
+    """The output of the last layer: layer i is `pattern[i % len(pattern)]`, with entry i of the stacks.
 
     Args:
-      pattern: a period of the pattern of layers, which divides their number; for `Nested` a single layer.
+      pattern: one period of layers, which divides their number; a single layer for `Nested`.
       stacks: a tree of `(layers, ...)`.
-      x: what enters the first layer.
-      policy: what is kept for the backward pass.
+      x: the input of the first layer.
+      policy: what is stored for the backward pass.
 
     >>> weights = jnp.arange(6.0)
     >>> def loss(weights, policy):
@@ -110,13 +110,13 @@ def run_layers(pattern: Sequence[Layer], stacks: Any, x: Any, policy: Policy) ->
 
 
 def run_forward(layer: Layer, stacks: Any, x: Any, size: int) -> tuple[Any, Any]:
-    """What leaves the last layer, and what enters each group of `size` layers, for a caller's own backward pass."""
+    """The output of the last layer, and the input of each span of `size` layers, for a caller's own backward pass."""
     spans = jnp.arange(jax.tree.leaves(stacks)[0].shape[0]).reshape(-1, size)
     return lax.scan(lambda x, numbers: (_through(layer, stacks, x, numbers)[0], x), x, spans)
 
 
 def inputs_of(layer: Layer, stacks: Any, x: Any, numbers: jax.Array) -> Any:
-    """What enters each of a group's layers, from what enters the first."""
+    """The input of each layer of a span, from the input of the first."""
     if len(numbers) == 1:
         return jax.tree.map(lambda x: x[None], x)
     last, inputs = _through(layer, stacks, x, numbers[:-1])
@@ -124,7 +124,7 @@ def inputs_of(layer: Layer, stacks: Any, x: Any, numbers: jax.Array) -> Any:
 
 
 def _through(layer: Layer, stacks: Any, x: Any, numbers: jax.Array) -> tuple[Any, Any]:
-    """What leaves a few layers, and what enters each of them. A slice of the stacks would be a copy."""
+    """The output of a span of layers, and the input of each. Indexes the stacks, because a slice would be a copy."""
 
     def one(x: Any, number: jax.Array) -> tuple[Any, Any]:
         own = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, number, keepdims=False), stacks)
@@ -134,5 +134,5 @@ def _through(layer: Layer, stacks: Any, x: Any, numbers: jax.Array) -> tuple[Any
 
 
 def _in_spans(tree: Any, size: int) -> Any:
-    """Leaves of `(layers, ...)` as `(groups, size, ...)`."""
+    """Leaves of `(layers, ...)` as `(spans, size, ...)`."""
     return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), tree)

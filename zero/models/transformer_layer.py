@@ -1,7 +1,7 @@
-"""One layer: attention and MLP or experts on the residual stream, composed as a `GPTConfig` says.
+"""A transformer layer: attention, then an MLP or experts, on the residual stream.
 
 Shapes are named by suffix:
-  B rows, T positions of a row, S positions that are attended to, D embedding, H heads of queries, G heads of keys,
+  B rows, T query positions, S key positions, D embedding, H heads of queries, G heads of keys,
   K head dimension, L layers, F width of the MLP, C buckets of distance
 """
 
@@ -49,7 +49,7 @@ def init_cache(
 ) -> AnyCache:
     """An empty cache for `rows` rows of up to `positions` positions, of this device's heads.
 
-    That of gated units has a constant size, and takes up only the first `known` positions of what is read at once.
+    The cache of gated units has a constant size; only the first `known` positions of a prefill enter it.
     """
     if config.layer == "gated_units":
         return init_recurrent(config, rows, known, dtype)
@@ -58,7 +58,7 @@ def init_cache(
 
 
 def attention_form(config: GPTConfig, window: int, cut: ModelParallel = WHOLE) -> Form:
-    """What the scores of a layer with this window are made of."""
+    """The form of attention scores in a layer with this window."""
     divisors: dict[str | None, float | None] = {"sqrt": None, "linear": config.head_width, "none": 1.0}
     return Form(
         has_alibi=config.alibi_attn,
@@ -75,7 +75,7 @@ class TransformerLayer(Layer):
     """Attention and MLP, each normalised and added to the residual stream.
 
     Attributes:
-      is_dense: the layer has no experts, although the model has.
+      is_dense: the layer has an MLP in a model with experts.
     """
 
     is_dense: bool = False
@@ -112,7 +112,7 @@ class TransformerLayer(Layer):
         return ((sum_BTD, routing), cache), None
 
     def _norm(self, name: str, x: jax.Array, *, is_after: bool = False) -> jax.Array:
-        """The norm of this name at this side of a part, where there is one; the outer one of two has `_after`."""
+        """Applies the norm before or after a sublayer, if there is one; the latter's name ends in `_after`."""
         if self.config.norm_place == ("before" if is_after else "after"):
             return x
         normed: jax.Array = make_norm(self.config, self.dtype, name + "_after" * is_after)(x)
@@ -123,7 +123,7 @@ class TransformerLayer(Layer):
         return nn.Dense(features, use_bias, dtype=self.dtype, kernel_init=init, dot_general=product, name=name)
 
     def _residual_dense(self, name: str, use_bias: bool) -> nn.Dense:
-        """A product whose input is cut: the parts are summed before the bias is added."""
+        """A dense layer whose input is cut: partial products are summed before the bias is added."""
 
         def summed_product(*arguments: Any, **options: Any) -> jax.Array:
             product_BTD: jax.Array = self.cut.sum_positions(lax.dot_general(*arguments, **options))
@@ -183,7 +183,7 @@ class TransformerLayer(Layer):
         windows = self.config.windows if self.window is None else (self.window,)
         if len(windows) == 1:
             return self._attend(cut, windows[0], *arguments)
-        # Without the checkpoint what each of the windows needs for its backward pass would be kept.
+        # Without the checkpoint `lax.switch` would store the residuals of every branch.
         branches = [jax.checkpoint(partial(self._attend, cut, window)) for window in windows]
         attended_BTHK: jax.Array = lax.switch(layer % len(windows), branches, *arguments)
         return attended_BTHK
@@ -201,12 +201,12 @@ class TransformerLayer(Layer):
         starts_BT: jax.Array | None,
     ) -> jax.Array:
         config, queries = self.config, q_BTHK.shape[1]
-        if window and queries == 1 and window < k_BSGK.shape[1]:  # in decoding: the rest of the cache is not read
+        if window and queries == 1 and window < k_BSGK.shape[1]:  # in decoding: reads only the window of the cache
             first = jnp.clip(position - window + 1, 0, k_BSGK.shape[1] - window)
             k_BSGK, v_BSGK = (lax.dynamic_slice_in_dim(x, first, window, axis=1) for x in (k_BSGK, v_BSGK))
             position = position - first
         form = attention_form(config, window, cut)
-        is_whole = queries == k_BSGK.shape[1] > 1  # in decoding and with a cache there are more keys than queries
+        is_whole = queries == k_BSGK.shape[1] > 1  # with a cache there are more keys than queries
         asked: Any = {
             "positions": queries,
             "drops": keys_B is not None and form.dropout_rate > 0,
@@ -215,7 +215,7 @@ class TransformerLayer(Layer):
         }
         if self.kernel is not None and is_whole and missing_in(self.kernel, form, **asked) is None:
             return kernel_attention(self.kernel, q_BTHK, k_BSGK, v_BSGK, form=form, starts_BT=starts_BT)
-        # Blocks outside a window are skipped, so that a window makes blocks worth while earlier.
+        # Blocks outside a window are skipped, so blockwise attention pays off earlier.
         earliest = [self.blockwise_from or queries + 1, *([max(2, 2 * window)] if window else [])]
         is_blockwise = cut.ring > 1 or (self.blockwise_from is not None and queries >= min(earliest))
         attend = blockwise_attention if is_blockwise else dense_attention
@@ -239,13 +239,13 @@ class TransformerLayer(Layer):
 
 
 class Period(Layer):
-    """`experts_every` layers, of which the last one has experts."""
+    """`experts_every` layers; only the last one has experts."""
 
     @nn.compact
     def __call__(
         self, carry: tuple[ResidualStream, Cache | None], number: jax.Array, *arguments: Any
     ) -> tuple[tuple[ResidualStream, Cache | None], None]:
-        """As `TransformerLayer`, but for the number: that of the period."""
+        """As `TransformerLayer`; `number` is that of the period."""
         every = self.config.experts_every
         options: dict[str, Any] = {field: getattr(self, field) for field in ("window", "cut", "group", "kernel")}
         for i in range(every):

@@ -1,8 +1,8 @@
-"""Checksums of sharded arrays that are the same on any number of devices, and whether copies still agree."""
+"""Checksums of sharded arrays, independent of the number of devices, and comparison of copies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,15 +20,15 @@ from zero.partition.pmapped import pmap
 def check_replicated(tree: PyTree, axis_name: str, devices: Sequence[jax.Device] | None = None) -> None:
     """Raises if a leaf is not the same on every device, bit for bit; a NaN equals itself.
 
-    pmap with `out_axes=None` on such a value raises nothing. Call outside pmap, on all processes.
+    pmap with `out_axes=None` does not check this. Call outside pmap, on all processes.
 
     Args:
-      tree: per leaf `(local devices, ...)`, as it came out of pmap; or a global array of which every device has a copy.
+      tree: per leaf `(local devices, ...)`, as returned by pmap; or a global array, replicated on every device.
       axis_name: the pmap axis.
-      devices: those that pmap was given, if any.
+      devices: the `devices` of the pmap, if given.
 
     Raises:
-      ValueError: leaves differ; all of them are named.
+      ValueError: leaves differ; the message names all of them.
 
     >>> n = jax.local_device_count()
     >>> check_replicated({"w": jnp.ones((n, 3))}, "batch")
@@ -43,7 +43,7 @@ def check_replicated(tree: PyTree, axis_name: str, devices: Sequence[jax.Device]
 
 
 def _is_copied(x: Any) -> bool:
-    """Whether this is one array of which each of several devices has a copy."""
+    """Whether this is one array, replicated on several devices."""
     return isinstance(x, jax.Array) and x.sharding.is_fully_replicated and len(x.sharding.device_set) > 1
 
 
@@ -56,17 +56,17 @@ def _stacked(x: Any, axis_name: str) -> Any:
 
 
 def check_copies(tree: PyTree, layout: Layout, axis: Axis, devices: Sequence[jax.Device]) -> None:
-    """Raises where the copies of a leaf of sharded state differ: one that is whole on every device, or a slice.
+    """Raises where copies of a leaf of sharded state differ: copies of a whole leaf, or of a slice.
 
     Arguments as for `checksums`. Call outside pmap, on all processes.
     """
-    holders = tuple(map(tuple, axis.groups(0) or [list(range(axis.size))]))  # of one slice each
+    holders = tuple(map(tuple, axis.groups(axis.replicas, axis.shards) or [list(range(axis.size))]))
     pairs = zip(layout.leaves, layout.treedef.flatten_up_to(tree), strict=True)
     copied = [(x.name, array, holders if x.splits else None) for x, array in pairs if axis.replicas > 1 or not x.splits]
     if bad := _differing(copied, axis.name, tuple(devices)):
         raise ValueError(
-            f"leaves differ between the devices of axis {axis.name!r} that hold the same: {', '.join(bad)}. What "
-            f"decides for all, as value= of an update does, is reduced first: lax.pmean(value, {axis.name!r})"
+            f"leaves differ between the devices of axis {axis.name!r} that hold the same: {', '.join(bad)}. Reduce "
+            f"values that decide for all devices, such as value= of an update: lax.pmean(value, {axis.name!r})"
         )
 
 
@@ -76,7 +76,7 @@ Groups = tuple[tuple[int, ...], ...] | None  # None is all devices of the axis
 def _differing(
     leaves: Sequence[tuple[str, jax.Array, Groups]], axis_name: str, devices: Sequence[jax.Device] | None
 ) -> list[str]:
-    """The names of arrays that differ inside a group of devices."""
+    """Names of arrays that differ inside a group of devices."""
     if not leaves:
         return []
     names, arrays, groups = zip(*leaves, strict=True)
@@ -90,7 +90,7 @@ def _differ_program(groups: tuple[Groups, ...], axis_name: str, devices: tuple[j
 
 
 def _differ(leaves: Sequence[jax.Array], groups: Sequence[Groups], axis_name: str) -> jax.Array:
-    """Whether each leaf differs from its neighbour's anywhere on the rings of its groups."""
+    """Whether each leaf differs between ring neighbours anywhere in its groups."""
 
     def one(x: jax.Array, rings: Groups) -> jax.Array:
         rings = rings or (tuple(range(lax.axis_size(axis_name))),)
@@ -102,7 +102,7 @@ def _differ(leaves: Sequence[jax.Array], groups: Sequence[Groups], axis_name: st
 
 
 def _bits(x: jax.Array) -> list[jax.Array]:
-    """The bits of every element, in one or more arrays of booleans or unsigned integers of at most 32 bits."""
+    """The bits of every element, as arrays of booleans or unsigned integers of at most 32 bits."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(x).reshape(*x.shape, -1)
         return [data[..., word] for word in range(data.shape[-1])]
@@ -122,22 +122,22 @@ def checksums(
     """A number below 2^32 for each leaf, by name: the same for any number of devices, any stage and any groups.
 
     Arrays of the same bits have the same checksum; names and padding do not count. Any change of a single element is
-    detected, be it of one bit. Other changes, such as two swapped elements, are missed with a probability of about
-    2^-32: enough against hardware faults and mistakes, not against an attacker.
+    detected. Other changes, such as two swapped elements, are missed with a probability of about 2^-32: enough against
+    hardware faults and mistakes, not against an attacker.
 
-    Replicas of a leaf are compared by their checksums as well; `check_replicated` compares all bits.
-    Call outside pmap, on all processes: each gets the result. Every element is read once, on the device that holds it;
-    a few bytes per leaf travel, in one `psum` and one `pmax`. The program is compiled once for a layout.
+    Replicas of a leaf are compared by their checksums; `check_replicated` compares all bits. Call outside pmap, on all
+    processes: each gets the result. Every element is read once, on its own device; one `psum` and one `pmax` send a few
+    bytes per leaf. The program is compiled once per layout.
 
     Args:
-      tree: per leaf `(local devices, *leaf.shard_shape)`, as it came out of pmap.
-      layout: of the tree.
+      tree: per leaf `(local devices, *leaf.shard_shape)`, as returned by pmap.
+      layout: layout of the tree.
       axis: the pmap axis; a name means one group of `layout.shards` devices.
-      devices: those that pmap was given, if any.
+      devices: the `devices` of the pmap, if given.
 
     Raises:
-      ValueError: a leaf has another shape or lies on other devices than the layout and the axis say, or copies differ
-        (all leaves that do are named), or two leaves have one name, as "a/b" and "b" under "a".
+      ValueError: shape or devices of a leaf do not match layout and axis, copies differ (the message names all such
+        leaves), or two leaves have one name, as "a/b" and "b" under "a".
 
     >>> import zero
     >>> n = jax.local_device_count()
@@ -153,7 +153,7 @@ def checksums(
 def examine(
     tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None = None
 ) -> tuple[dict[str, int], list[str]]:
-    """`checksums`, and from the same pass the names of leaves with a NaN or an infinity, padding excepted."""
+    """`checksums`, and the names of leaves with a NaN or an infinity outside padding, in one pass."""
     on, ordered = axis_and_devices(layout, axis, devices)
     layout.map(lambda leaf, x: local_shards(leaf, x, ordered), tree)
     names = [leaf.name for leaf in layout.leaves]
@@ -171,7 +171,7 @@ def examine(
 
 @lru_cache(maxsize=8)  # a pmap of a new function would be traced and compiled again at every call
 def _checksum_program(leaves: tuple[LeafLayout, ...], axis: Axis, devices: tuple[jax.Device, ...] | None) -> Any:
-    """The largest and the smallest checksum of each leaf among its copies, 1 if not finite; uint32 `(3, leaves)`."""
+    """Per leaf the largest and smallest checksum of its copies, and 1 if not finite; uint32 `(3, leaves)`."""
 
     def program(shards: list[jax.Array]) -> jax.Array:
         with jax.named_scope("zero_checksums"):
@@ -186,29 +186,43 @@ def _checksum_program(leaves: tuple[LeafLayout, ...], axis: Axis, devices: tuple
 
 
 def _checksum(x: jax.Array, leaf: LeafLayout, axis: Axis) -> tuple[jax.Array, jax.Array]:
-    """The sum over this device's elements of a hash of their bits and their place in the whole array; 1 if not finite.
-
-    Bits times a hash of the place would do with one multiplication less, but then no swap of a number with its negative
-    would be seen: their bits differ by 2^31, and all odd factors are alike modulo 2.
-    """
+    """The sum of `_hashes` over this device's elements, padding excepted; 1 if one of them is not finite."""
     offsets = {split.dim: axis.shard_index().astype(jnp.uint32) * split.shard_size for split in leaf.splits}
-    hashed = jnp.zeros(x.shape, jnp.uint32)
     is_inside = jnp.ones(x.shape, bool)
-    for dim, size in enumerate(leaf.shape):
-        index = lax.broadcasted_iota(jnp.uint32, x.shape, dim) + offsets.get(dim, jnp.uint32(0))
-        # Powers of 2^32 over the golden ratio, an odd number: no two places of a matrix below 2^27 elements are alike.
-        hashed += index * np.uint32(pow(0x9E3779B1, dim + 1, 2**32))
-        if dim in offsets:
-            is_inside &= index < size
-    for bits in _bits(x):
-        hashed = mix(hashed ^ bits.astype(jnp.uint32))
+    for dim, offset in offsets.items():
+        is_inside &= lax.broadcasted_iota(jnp.uint32, x.shape, dim) + offset < leaf.shape[dim]
+    hashed = _hashes(x, offsets)
     is_float = jnp.issubdtype(x.dtype, jnp.inexact)
     not_finite = jnp.any(is_inside & ~jnp.isfinite(x)) if is_float else jnp.bool_(False)
     return jnp.sum(jnp.where(is_inside, hashed, 0), dtype=jnp.uint32), not_finite.astype(jnp.uint32)
 
 
+def checksum(tree: PyTree) -> jax.Array:
+    """A uint32 of the arrays on this device, bit for bit and by their order. No communication."""
+    total = jnp.uint32(0)
+    for x in jax.tree.leaves(tree):
+        total = mix(total + jnp.sum(_hashes(x, {}), dtype=jnp.uint32))
+    return total
+
+
+def _hashes(x: jax.Array, offsets: Mapping[int, jax.Array]) -> jax.Array:
+    """Of each element a hash of its bits and of its place in the whole array, where this part begins at `offsets`.
+
+    Bits times a hash of the index would save a multiplication but miss a swap of a number with its negative: their bits
+    differ by 2^31, and all odd factors are equal modulo 2.
+    """
+    hashed = jnp.zeros(x.shape, jnp.uint32)
+    for dim in range(x.ndim):
+        index = lax.broadcasted_iota(jnp.uint32, x.shape, dim) + offsets.get(dim, jnp.uint32(0))
+        # Powers of 2^32 / golden ratio, odd: no two indices of a matrix below 2^27 elements collide.
+        hashed += index * np.uint32(pow(0x9E3779B1, dim + 1, 2**32))
+    for bits in _bits(x):
+        hashed = mix(hashed ^ bits.astype(jnp.uint32))
+    return hashed
+
+
 def mix(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which each bit of x moves about half of the result's.
+    """A bijection of uint32 in which each bit of x flips about half of the bits of the result.
 
     Source: the finaliser of MurmurHash3 (Appleby, 2011).
     """

@@ -1,4 +1,4 @@
-"""The shards of all devices labelled as global `jax.Array`s, which Orbax can store, and back; no byte is gathered."""
+"""Relabels the shards of all devices as global `jax.Array`s, which Orbax can store, and back; gathers nothing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from zero.partition.on_mesh import check_global, leaf_on_mesh
 
 
 def pmap_devices() -> tuple[jax.Device, ...]:
-    """All devices in the order in which `pmap` numbers them when it is given none: process by process."""
+    """All devices in the default order of `pmap`: process by process."""
     return tuple(device for process in range(jax.process_count()) for device in jax.local_devices(process))
 
 
 def global_shapes(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | Mesh | None = None) -> PyTree:
-    """What `to_global` returns, as `jax.ShapeDtypeStruct`: padded shapes and shardings, for a restore to aim at.
+    """The result of `to_global` as `jax.ShapeDtypeStruct`s: padded shapes and shardings, as the target of a restore.
 
     Raises:
       ValueError: axis, layout and devices do not fit each other.
@@ -48,23 +48,22 @@ def to_global(
     *,
     donate: bool = False,
 ) -> PyTree:
-    """Labels the shards that a pmap returned as whole `jax.Array`s, which Orbax or anything else can store.
+    """Relabels the shards that a pmap returned as whole `jax.Array`s, which Orbax or anything else can store.
 
-    Nothing moves between devices and nothing is gathered; with several processes each labels what it holds. A leaf
-    keeps its padding: `leaf.padded_shape` out. Its sharding spans the replicas, then the shards, in the order that the
-    axis gives. Each shard is copied on its own device, unless it may be donated.
+    Nothing moves between devices; with several processes each labels its own shards. A leaf keeps its padding:
+    `leaf.padded_shape` out. Its sharding spans the replicas, then the shards, in the order of the axis. Each shard is
+    copied on its own device, unless donated.
 
     Args:
-      tree: per leaf `(local devices, *leaf.shard_shape)`, as it came out of pmap.
-      layout: of the tree.
+      tree: per leaf `(local devices, *leaf.shard_shape)`, as returned by pmap.
+      layout: layout of the tree.
       axis: the pmap axis; a name means one group of `layout.shards` devices.
-      devices: those that pmap was given, if any; or the mesh of shard_map, whose results are labelled already: they are
-        looked at and returned.
-      donate: reuse the buffers of `tree`, which is deleted. No byte is copied; `from_global` is the way back.
+      devices: the `devices` of the pmap, if given; or the mesh of shard_map, whose results are global already: they are
+        checked and returned.
+      donate: reuse the buffers of `tree`, which is deleted, instead of copying.
 
     Raises:
-      ValueError: a leaf has another shape or dtype, or lies on other devices or in another order of them than the
-        layout and the axis say.
+      ValueError: shape, dtype, devices or device order of a leaf do not match layout and axis.
 
     >>> import zero
     >>> from jax import numpy as jnp
@@ -85,8 +84,8 @@ def to_global(
             local_shards(leaf, x, axis_and_devices(layout, axis, devices)[1])
         if x.dtype != leaf.dtype:
             raise ValueError(
-                f"leaf {leaf.name}: the array holds {x.dtype.name}, the layout says {leaf.dtype.name}, as which it "
-                "would be restored: describe what is held, by zero.make_layout of a tree of that dtype"
+                f"leaf {leaf.name}: the array holds {x.dtype.name}, the layout has {leaf.dtype.name}, the dtype "
+                "of a restore: make the layout with zero.make_layout from a tree of the array's dtype"
             )
     if isinstance(devices, Mesh):
         return tree
@@ -105,16 +104,16 @@ def from_global(
     *,
     donate: bool = False,
 ) -> PyTree:
-    """What `to_global` took: shards for a pmap, from whole arrays of any sharding, from any N.
+    """The inverse of `to_global`: shards for a pmap, from whole arrays of any sharding.
 
     Args:
-      tree: per leaf a `jax.Array` or numpy array of `leaf.padded_shape`; arrays that lie as `to_global` would lay them
-        do not move, others do.
+      tree: per leaf a `jax.Array` or numpy array of `leaf.padded_shape`; arrays placed as by
+        `to_global` do not move.
       layout, axis, devices: as for `to_global`.
-      donate: reuse the buffers that lie in their place already; the arrays are deleted.
+      donate: reuse buffers that are in place already; the arrays are deleted.
 
     Raises:
-      ValueError: a leaf has another shape or dtype than the layout says.
+      ValueError: shape or dtype of a leaf do not match the layout.
 
     >>> import zero
     >>> from jax import numpy as jnp
@@ -129,7 +128,7 @@ def from_global(
         if x.shape != leaf.padded_shape or x.dtype != leaf.dtype:
             remedy = "; zero.from_host takes arrays without padding" if x.shape == leaf.shape else ""
             raise ValueError(
-                f"leaf {leaf.name}: the layout says {leaf.dtype.name}{list(leaf.padded_shape)}, padding included, "
+                f"leaf {leaf.name}: the layout has {leaf.dtype.name}{list(leaf.padded_shape)}, padding included, "
                 f"got {x.dtype.name}{list(x.shape)}{remedy}"
             )
         return jax.device_put(x, _sharding(leaf, mesh, name))
@@ -139,9 +138,9 @@ def from_global(
         return layout.treedef.unflatten(placed)
     on, ordered = axis_and_devices(layout, axis, devices)
     local = [device for device in ordered if device.process_index == jax.process_index()]
-    # To the letter what pmap gives to its results: any other name, and the program that takes them is compiled again.
+    # Exactly the sharding of pmap results: with any other name the consuming program would be compiled again.
     stacked = NamedSharding(Mesh(np.asarray(local), (on.name,)), PartitionSpec(on.name))
-    # What was placed may share buffers with the caller's array, but not with one of numpy: XLA copies that instead.
+    # Placed arrays may share buffers with the caller's jax.Array, but not with a numpy array, which XLA copies.
     is_own = [not isinstance(x, jax.Array) for x in layout.treedef.flatten_up_to(tree)]
     shards = _reshape_shards(_add_first, placed, [donate or own for own in is_own])
     return layout.treedef.unflatten(
@@ -153,7 +152,7 @@ def from_global(
 def axis_and_devices(
     layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | None
 ) -> tuple[Axis, tuple[jax.Device, ...]]:
-    """The axis, on which a name means one group of `layout.shards` devices, and its devices in the order of pmap.
+    """The axis (a name means one group of `layout.shards` devices), and its devices in the order of pmap.
 
     Raises:
       ValueError: axis, layout and devices do not fit each other.
@@ -168,7 +167,7 @@ def axis_and_devices(
 
 
 def _labels(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | Mesh | None) -> tuple[Mesh, str]:
-    """The mesh of global arrays, and the name of its axis over which shards lie."""
+    """The mesh of global arrays, and the name of its axis of shards."""
     if isinstance(devices, Mesh):
         return devices, str(axis)
     on, ordered = axis_and_devices(layout, axis, devices)
@@ -177,15 +176,15 @@ def _labels(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | Mesh
 
 
 def local_shards(leaf: LeafLayout, x: Any, devices: Sequence[jax.Device]) -> Sequence[Any]:
-    """The shards of a stacked array on this process's devices: what leaves a pmap is looked at here.
+    """The shards of a stacked array on this process's devices, checked.
 
     Args:
       leaf: the layout of one device's shard.
       x: the array.
-      devices: those of the pmap, in its order.
+      devices: devices of the pmap, in its order.
 
     Raises:
-      ValueError: the array has another shape, or lies on other devices or in another order.
+      ValueError: shape, devices or device order do not match.
     """
     parts = x.addressable_shards if isinstance(x, jax.Array) else []
     expected = [device for device in devices if device.process_index == jax.process_index()]
@@ -205,7 +204,7 @@ def local_shards(leaf: LeafLayout, x: Any, devices: Sequence[jax.Device]) -> Seq
 
 
 def stack_local(parts: Sequence[Any], devices: Sequence[jax.Device], axis_name: str) -> jax.Array:
-    """One `(1, ...)` array for each local device as pmap returns them."""
+    """Stacks one `(1, ...)` array per local device, as pmap returns it."""
     sharding = NamedSharding(Mesh(np.asarray(devices), (axis_name,)), PartitionSpec(axis_name))
     arrays = [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
     return jax.make_array_from_single_device_arrays((len(parts), *arrays[0].shape[1:]), sharding, arrays)
@@ -226,10 +225,10 @@ def _add_first(x: jax.Array) -> jax.Array:
 def _reshape_shards(
     reshape: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array], is_donated: Sequence[bool]
 ) -> list[list[jax.Array]]:
-    """The shards of each array on the devices of this process, reshaped in their buffers where they may be donated.
+    """The shards of each array on the devices of this process, reshaped in place where donated.
 
-    One program for each shape would compile for many seconds. Two programs for each device reshape all: with odd and
-    even numbers of dimensions apart, no result has the shape of another array, with which jax would swap buffers.
+    One program per shape would compile for many seconds, so two programs per device reshape all. Arrays with odd and
+    even numbers of dimensions are separate: no result then has the shape of another input, whose buffer jax might use.
     """
     programs: dict[tuple[jax.Device, int], dict[int, jax.Array]] = defaultdict(dict)
     for number, x in enumerate(arrays):

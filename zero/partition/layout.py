@@ -1,7 +1,7 @@
 """Which leaf is split along which dimension: host arithmetic on shapes, frozen data.
 
-A layout is made once, from the shapes of the plain model, and everything else obeys it: collectives, checkpoints,
-memory tables. It names no devices. "axis" is the pmap axis; an array has dimensions.
+A layout is made once, from the shapes of the plain model; collectives, checkpoints and memory tables follow it. It
+contains no devices. "Axis" means the pmap axis; arrays have dimensions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """One dimension of a leaf, cut into equal parts after zeros were appended to it."""
+    """One dimension of a leaf, padded with zeros and cut into equal parts."""
 
     dim: int
     size: int
@@ -42,12 +42,12 @@ class LeafLayout:
     """The entry of one leaf: its whole logical shape, how it is split, and how a device gathers it.
 
     Attributes:
-      path: of the leaf in its tree.
-      shape: of the whole array, without padding.
-      dtype: in which it is held.
-      splits: of which dimensions each device holds a part. Empty: every device holds the whole array.
-      stacked: the first dimension is that of layers (`nn.scan`), which is never split.
-      moves: from the shard to the array that a device computes with; by default an all-gather for each split.
+      path: path of the leaf in its tree.
+      shape: shape of the whole array, without padding.
+      dtype: dtype of the shard.
+      splits: dimensions of which each device holds a part. Empty: every device holds the whole array.
+      stacked: whether the first dimension is that of layers (`nn.scan`), which is never split.
+      moves: moves from the shard to the array that a device computes with; by default an all-gather for each split.
     """
 
     path: tuple[str, ...]
@@ -80,7 +80,7 @@ class LeafLayout:
 
     @property
     def moved_shape(self) -> tuple[int, ...]:
-        """The shape that the moves make of a shard, padding included."""
+        """The shape of a shard after the moves, with padding."""
         shape = list(self.shard_shape)
         for move in self.moves:
             match move:
@@ -107,7 +107,7 @@ class LeafLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One `LeafLayout` per leaf, in the structure of the tree that it describes. Hashable; `print` shows a table."""
+    """One `LeafLayout` per leaf of a tree. Hashable; `print` shows a table."""
 
     treedef: Any
     leaves: tuple[LeafLayout, ...]
@@ -117,7 +117,7 @@ class Layout:
         """`fn(leaf_layout, *leaves)` over trees of this structure.
 
         Raises:
-          ValueError: a tree has another structure than the one that the layout was made for.
+          ValueError: a tree does not have the structure of the layout.
         """
         columns = [self.treedef.flatten_up_to(tree) for tree in trees]
         return self.treedef.unflatten([fn(leaf, *column) for leaf, *column in zip(self.leaves, *columns, strict=True)])
@@ -153,17 +153,15 @@ class Layout:
         return leaves
 
     def shapes(self) -> PyTree:
-        """Whole logical shapes, as `jax.ShapeDtypeStruct`."""
+        """Whole shapes, as `jax.ShapeDtypeStruct`."""
         return self.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
 
     def shard_shapes(self) -> PyTree:
-        """What one device holds, as `jax.ShapeDtypeStruct`."""
+        """Shapes of the shards of one device, as `jax.ShapeDtypeStruct`."""
         return self.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shard_shape, leaf.dtype))
 
     def at(self, name: str) -> Layout:
-        """The layout of one layer of the top-level subtree `name`, as a lift inside `nn.scan` sees it.
-
-        The leading layer dimension of a stacked subtree is gone.
+        """The layout of the top-level subtree `name`; of one layer, without the layer dimension, if it is stacked.
 
         Raises:
           KeyError: the tree has no such subtree.
@@ -182,7 +180,7 @@ class Layout:
         return Layout(treedef, tuple(leaves), self.shards)
 
     def whole(self) -> Layout:
-        """The same tree with every leaf whole on every device, except for those that tensor groups cut: stage 0."""
+        """The layout of stage 0: every leaf whole on every device, except leaves that tensor groups cut."""
         return dataclasses.replace(self, leaves=tuple(map(_unsplit, self.leaves)))
 
     def without_parts(self) -> Layout:
@@ -225,21 +223,21 @@ def make_layout(
 ) -> Layout:
     """Decides, from shapes only, along which dimension each leaf is split over `shards` devices.
 
-    That is the first of the dimensions with the least padding: the first, because a shard is then one piece of memory
+    Chooses the first of the dimensions with the least padding; the first, because a shard is then contiguous in memory
     (docs/decisions/split-dimension.md). A leaf with fewer elements than there are shards stays whole on every device;
     `print(layout)` names it. Splitting a leaf along one of its own dimensions, instead of flattening it, keeps `ndim`
     masks and factored optimizers meaningful and spares the TPU a change of tiling.
 
     Args:
-      tree: arrays or `jax.ShapeDtypeStruct`s with whole shapes, for instance `jax.eval_shape(model.init, ...)`.
+      tree: arrays or `jax.ShapeDtypeStruct`s with whole shapes, such as `jax.eval_shape(model.init, ...)`.
       shards: the number of devices that one copy is spread over.
       stacked: top-level subtrees whose leaves carry a leading layer dimension (`nn.scan`), which is never split.
-      tensor: devices of a tensor group; divides `shards`.
+      tensor: size of a tensor group; divides `shards`.
       tensor_dim: from the name of a leaf ("blocks/query/kernel") to the dimension that tensor groups cut, counted from
         the last one; None for none. That dimension is split, and a device gathers one of `tensor` parts.
-      expert: devices of an expert group; divides `shards`.
-      is_expert: whether the leaf of this name has experts in its first dimension (after that of layers), which expert
-        groups divide among their devices. Another dimension is split.
+      expert: size of an expert group; divides `shards`.
+      is_expert: whether the first dimension of the leaf of this name (after that of layers) is that of experts, which
+        expert groups divide among their devices. Another dimension is split.
 
     Raises:
       TypeError: a leaf is a function.
@@ -266,8 +264,8 @@ def make_layout(
     for path, (_, leaf) in zip(paths, flat, strict=True):
         if callable(leaf):
             raise TypeError(
-                f"leaf {'/'.join(path)}: expected an array or its shape, got a function, {leaf}: keep what is "
-                "static out of the parameters"
+                f"leaf {'/'.join(path)}: expected an array or its shape, got a function, {leaf}: keep "
+                "static values out of the parameters"
             )
         name, shape, is_stacked = "/".join(path), np.shape(leaf), path[:1] in [(name,) for name in names]
         split, moves, first = None, tuple[Move, ...](), int(is_stacked)
@@ -292,8 +290,8 @@ def make_layout(
 def derive_layout(fn: Callable[[PyTree], PyTree], layout: Layout) -> Layout:
     """The layout of `fn(tree)` from the layout of `tree`; with `fn = tx.init` that of the optimizer state.
 
-    A leaf of the result whose path contains the path of a leaf of the tree (`mu/dense/kernel`), and which has its
-    shape, is split as that one. Every other leaf is whole. Nothing is computed.
+    A leaf of the result is split like the leaf of the tree whose path is part of its own (`mu/dense/kernel`), if the
+    shapes are equal. Every other leaf is whole. Nothing is computed.
 
     >>> layout = make_layout({"w": jax.ShapeDtypeStruct((5, 12), np.float32)}, shards=4)
     >>> state = derive_layout(lambda tree: {"count": np.int32(0), "mu": tree}, layout)
@@ -314,7 +312,7 @@ def derive_layout(fn: Callable[[PyTree], PyTree], layout: Layout) -> Layout:
 def source_of(
     path: tuple[str, ...], shape: tuple[int, ...], by_path: Mapping[tuple[str, ...], LeafLayout]
 ) -> LeafLayout | None:
-    """The leaf of a tree that a leaf of the result of `derive_layout` is split as."""
+    """The leaf of a tree whose split a leaf of the result of `derive_layout` takes."""
     parts = [path[i:j] for i in range(len(path) + 1) for j in range(i, len(path) + 1)]
     same = [by_path[part] for part in parts if part in by_path and by_path[part].shape == shape]
     # The longest path is the leaf itself, a shorter one a leaf of the same name.
@@ -322,7 +320,7 @@ def source_of(
 
 
 def match_layout(tree: PyTree, *layouts: Layout) -> Layout:
-    """The layout of a tree whose leaves are among those that the layouts describe, by path: some may be None.
+    """The layout of a tree whose leaves, by path, are a subset of those of the layouts.
 
     Raises:
       ValueError: no layout has a leaf of that path.
@@ -340,7 +338,7 @@ def match_layout(tree: PyTree, *layouts: Layout) -> Layout:
 
 
 def _choose_split(shape: tuple[int, ...], first: int, shards: int, *, keeps_first: bool = False) -> Split | None:
-    """None where there are fewer elements than shards, or no dimension that may be split."""
+    """The split, or None for fewer elements than shards, or without a dimension to split."""
     candidates = [Split(dim, size, shards) for dim, size in enumerate(shape) if dim >= first + keeps_first]
     if shards == 1 or math.prod(shape[first:]) < shards or not candidates:
         return None

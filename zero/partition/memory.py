@@ -20,11 +20,11 @@ class MemoryRow(NamedTuple):
 
     Attributes:
       stage: 0 to 3.
-      compute_dtype: of whole parameters and of matrix products.
+      compute_dtype: dtype of gathered parameters and of matrix products.
       parameters: master weights held between steps.
       state: optimizer state held between steps.
       gathered: gathered parameters alive during a step; at stage 3 two layers of the largest subtree.
-      gradients: alive at the end of the backward pass.
+      gradients: gradients alive at the end of the backward pass.
     """
 
     stage: int
@@ -62,7 +62,7 @@ def memory(
 ) -> Memory:
     """Bytes per device of parameters, optimizer state and gradients at stages 0 to 3, without building anything.
 
-    Activations are not counted. Where the compute dtype is the parameters' own, stage 0 computes with what it holds.
+    Activations are not counted. If the compute dtype is the parameters' own, stage 0 has no second copy of them.
 
     Args:
       tree: master weights: arrays or `jax.ShapeDtypeStruct`s with whole shapes.
@@ -89,7 +89,7 @@ def memory(
             is_cast = any(leaf.dtype != dtype for leaf in layout.leaves)
             gathered = (whole if is_cast else 0, whole, whole, min(whole, _two_layers(layout, dtype)))[stage]
             held = layout.bytes_per_device()
-            # Of whole shapes: what a transform holds may depend on them, as Adafactor's factors do.
+            # From whole shapes: the state may depend on them, as Adafactor's factors do.
             state_bytes = derive_layout(tx.init, layout).bytes_per_device()
             rows.append(MemoryRow(stage, dtype.name, held, state_bytes, gathered, whole if stage < 2 else held))
     return Memory(tuple(rows))

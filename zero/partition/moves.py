@@ -1,7 +1,7 @@
-"""Moves: the steps from a device's shard of an array to what the device computes with. Data, without devices.
+"""Moves: the steps from a shard of an array to the array that a device computes with, as data.
 
-A gather folds over the moves of a leaf, a scatter over their transposes in reverse (`collectives/arrays.py`). A move
-is made by groups of `over` devices; in the order of a group, shards are `apart` from one to the next. For 8 shards:
+A gather folds over the moves of a leaf, a scatter over their transposes in reverse (`collectives/arrays.py`). Groups of
+`over` devices make a move; neighbours in a group hold shards that are `apart`. For 8 shards:
 
 | leaf                              | moves                                                      |
 |-----------------------------------|------------------------------------------------------------|
@@ -28,7 +28,7 @@ class AllGather:
 
 @dataclasses.dataclass(frozen=True)
 class AllToAll:
-    """Divides `split` among a group and joins what each device receives along `concat`. Transpose: the way back."""
+    """Divides `split` among a group and joins the received parts along `concat`. Transpose: its inverse."""
 
     split: int
     concat: int

@@ -1,7 +1,7 @@
-"""Sharded state of `jax.shard_map`: global arrays on a mesh, padded, where a pmap has a stack of one slice per device.
+"""Sharded state of `jax.shard_map`: padded global arrays on a mesh, where a pmap has a stack of one slice per device.
 
-The optimizer cuts along one axis of the mesh what the other axes have left whole. How these cut the parameters is read
-from the shardings of the parameters; state of the same path and shape is cut likewise.
+The optimizer cuts along one axis of the mesh. How the other axes cut parameters is read from their shardings; state of
+the same path and shape is cut in the same way.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class MeshLeaf(NamedTuple):
     """A global array.
 
     Attributes:
-      leaf: of the part that devices share which differ on the axis of the optimizer only.
-      axes: for each dimension the axes of the mesh that cut it, that of the optimizer last.
-      parts: for each dimension in how many parts the other axes cut it.
+      leaf: layout of the part that the other axes leave, split along the axis of the optimizer.
+      axes: for each dimension the axes of the mesh that cut it, the axis of the optimizer last.
+      parts: for each dimension the number of parts that the other axes make.
     """
 
     leaf: LeafLayout
@@ -46,7 +46,7 @@ class MeshLeaf(NamedTuple):
         return tuple(n * size for n, size in zip(self.parts, self.leaf.padded_shape, strict=True))
 
     def _by_part(self, x: Any, fit: Callable[[Any, int, int, int], Any], sizes: Sequence[int]) -> Any:
-        """`x` with each part of each dimension fitted to its size without padding, or with it."""
+        """`x` with each part of each dimension cropped or padded to `sizes`."""
         for dim, (n, size) in enumerate(zip(self.parts, sizes, strict=True)):
             if x.shape[dim] != n * size:
                 split = x.reshape(*x.shape[:dim], n, -1, *x.shape[dim + 1 :])
@@ -64,17 +64,17 @@ class MeshLeaf(NamedTuple):
 
 
 def leaf_on_mesh(leaf: LeafLayout, axis_name: Any) -> MeshLeaf:
-    """Of an array that no other axis cuts."""
+    """The entry of an array that no other axis cuts."""
     return _mesh_leaf(leaf, [()] * len(leaf.shape), {}, axis_name)
 
 
 def state_on_mesh(
     init: Callable[[PyTree], PyTree], params: PyTree, shards: int, axis_name: str
 ) -> tuple[Layout, list[MeshLeaf]]:
-    """The layout of the state of an optimizer, of the part that the other axes leave together, and its global arrays.
+    """The layout of an optimizer's state on the part that the other axes leave, and its global arrays.
 
     Raises:
-      ValueError: the axis of the optimizer cuts a parameter already.
+      ValueError: the axis of the optimizer already cuts a parameter.
     """
     whole = make_layout(params, 1)
     cuts = [_cuts(x, axis_name) for x in jax.tree.leaves(params)]
@@ -94,7 +94,7 @@ def state_on_mesh(
 
 
 def _cuts(x: Any, axis_name: str) -> tuple[list[tuple[str, ...]], dict[str, int]]:
-    """For each dimension of a parameter the axes that cut it, and the sizes of the axes."""
+    """For each dimension of a parameter the axes that cut it, and the sizes of all axes."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return [()] * np.ndim(x), {}
@@ -103,13 +103,13 @@ def _cuts(x: Any, axis_name: str) -> tuple[list[tuple[str, ...]], dict[str, int]
     if any(axis_name in names for names in axes):
         raise ValueError(
             f"a parameter of shape {np.shape(x)} is cut by {sharding.spec}: axis {axis_name!r} is that of the "
-            "optimizer, along which parameters are whole"
+            "optimizer, and must not cut parameters"
         )
     return axes, dict(sharding.mesh.shape)
 
 
 def _local_shape(shape: tuple[int, ...], axes: list[tuple[str, ...]], sizes: dict[str, int]) -> tuple[int, ...]:
-    """jax has seen to it that every dimension divides."""
+    """The shape of one part; jax guarantees that every dimension divides."""
     return tuple(size // math.prod(sizes[name] for name in names) for size, names in zip(shape, axes, strict=True))
 
 
@@ -120,26 +120,26 @@ def _mesh_leaf(leaf: LeafLayout, axes: list[tuple[str, ...]], sizes: dict[str, i
 
 
 def check_global(leaf: LeafLayout | MeshLeaf, x: Any) -> None:
-    """Raises where `x` is not the global array of a leaf."""
+    """Raises if `x` is not the global array of this leaf."""
     if np.shape(x) != leaf.padded_shape or not isinstance(x, jax.Array):
         name = leaf.leaf.name if isinstance(leaf, MeshLeaf) else leaf.name
         raise ValueError(
             f"leaf {name}: expected the global array of shard_map, {leaf.padded_shape}, got {np.shape(x)}; parameters "
-            "that other axes of the mesh cut are handed in with their shardings"
+            "that other axes of the mesh cut are passed with their shardings"
         )
 
 
 def read(arrays: Sequence[jax.Array], leaves: Sequence[MeshLeaf]) -> list[Any]:
-    """The whole arrays, unpadded, on every process, which all call it.
+    """The whole arrays, unpadded, on every process. All processes call it.
 
     Raises:
-      ValueError: an array has another shape, or devices differ in what they hold alike.
+      ValueError: an array has another shape, or copies differ between devices.
     """
     for one, x in zip(leaves, arrays, strict=True):
         check_global(one, x)
     wholes, differ = list[Any](), np.zeros(len(leaves), bool)
     for number, x in enumerate(arrays):
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)  # which every device has
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)  # replicated
         if is_key:
             whole = x.addressable_shards[0].data
         else:
@@ -161,7 +161,7 @@ def _bytes(x: Any) -> bytes:
 
 
 def write(whole: Any, leaf: MeshLeaf, mesh: Mesh) -> jax.Array:
-    """The global array; each process places what its devices hold."""
+    """The global array; each process places the shards of its devices."""
     padded, sharding = leaf.padded(whole), NamedSharding(mesh, leaf.spec)
     if jnp.issubdtype(leaf.leaf.dtype, jax.dtypes.extended):
         return jax.device_put(padded, sharding)

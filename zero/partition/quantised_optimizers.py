@@ -1,14 +1,14 @@
-"""Adam and Lion with moments of one byte, and bfloat16 weights that are rounded stochastically: plain optax transforms.
+"""Adam and Lion with one byte per moment, and stochastic rounding of bfloat16 weights: plain optax transforms.
 
-Every code is element-wise. No two elements share a scale, so a slice is encoded as in the whole array, however it is
-cut. Adam needs no scale because each of its moments is the scale of the other:
+Every code is element-wise. No two elements share a scale, so a slice has the same codes as in the whole array. Adam
+needs no scale because each of its moments is the scale of the other:
 
 - `nu`, the mean square, is a float of 8 bits: 3 levels per octave (factor of 2) over 85 octaves, from far below eps.
-- `mu`, the mean, is held as the fraction mu / sqrt(nu), the direction of the update. By the Cauchy-Schwarz inequality
-  it lies between two bounds that depend on b1 and b2 alone; 255 equally spaced levels divide that interval.
+- `mu`, the mean, is stored as mu / sqrt(nu), the direction of the update. By the Cauchy-Schwarz inequality it has a
+  bound that depends only on b1 and b2; 255 equally spaced levels divide that interval.
 
-Rounding is stochastic: a moment that changes by less than a level per step would otherwise never change. The random
-bits are a hash of step, leaf path and position in the whole array: the same on any number of devices, after any resume.
+Rounding is stochastic: otherwise a moment that changes by less than a level per step would never change. The random
+bits are a hash of step, leaf path and index in the whole array: the same for any number of devices and after a resume.
 Measured against scales per block: docs/decisions/quantised-state.md.
 """
 
@@ -49,15 +49,15 @@ def scale_by_adam(
 ) -> optax.GradientTransformation:
     """Optax's `scale_by_adam` with moments held in int8, bfloat16 or float32, exact on shards.
 
-    The state is an `optax.ScaleByAdamState`. An update is computed in float32; only what is kept of it is rounded.
+    The state is an `optax.ScaleByAdamState`. Updates are computed in float32; only the stored moments are rounded.
 
     Args:
-      b1, b2, eps: as for optax.
-      state_dtype: of the moments of floating-point leaves that `mask` selects; all others are float32.
+      b1, b2, eps: as in optax.
+      state_dtype: dtype of the moments of floating-point leaves that `mask` selects; all others are float32.
       mask: a tree of booleans, or a function from the parameters to one.
 
     Raises:
-      ValueError: `state_dtype` is none of the three, or it is int8 and b1 * b1 >= b2, where mu / sqrt(nu) has no bound.
+      ValueError: `state_dtype` is none of the three, or int8 with b1 * b1 >= b2, where mu / sqrt(nu) has no bound.
 
     Source: Kingma and Ba, arXiv 1412.6980; moments in 8 bits: Dettmers et al., arXiv 2110.02861, with scales per block.
 
@@ -82,7 +82,7 @@ def scale_by_adam(
             m, v = code.decode(mu, nu) if code and mu.dtype == np.int8 else (_wide(mu), _wide(nu))
             g = _wide(g)
             m, v = (1 - b1) * g + b1 * m, (1 - b2) * jnp.square(jnp.abs(g)) + b2 * v
-            if mu.dtype not in (np.int8, jnp.bfloat16):  # to the bit as optax
+            if mu.dtype not in (np.int8, jnp.bfloat16):  # bit for bit as in optax
                 return (m / correction1) / (jnp.sqrt(v / correction2) + eps), m.astype(mu.dtype), v.astype(nu.dtype)
             new = m * (1 / correction1) / (jnp.sqrt(v * (1 / correction2)) + eps)
             high, low = _random_halves(g.shape, name, count)
@@ -101,7 +101,7 @@ def scale_by_lion(
 ) -> optax.GradientTransformation:
     """Optax's `scale_by_lion` with its momentum held in int8, bfloat16 or float32, exact on shards.
 
-    In int8 it has a sign and 3 levels per octave from 2^-32 to 2^9.7. Arguments and errors as for `scale_by_adam`.
+    Int8 has a sign and 3 levels per octave from 2^-32 to 2^9.7. Arguments and errors as for `scale_by_adam`.
 
     Source: Chen et al., arXiv 2302.06675.
 
@@ -146,7 +146,7 @@ def quantised_adamw(
 ) -> optax.GradientTransformation:
     """Optax's `adamw` with moments of one byte each, for leaves of at least 4,096 elements; exact on shards.
 
-    The arguments are optax's, `state_dtype` is that of `scale_by_adam`, which says what is raised.
+    Arguments as in optax; `state_dtype` and errors as in `scale_by_adam`.
 
     >>> tx = quantised_adamw(1e-3)
     >>> params = {"w": jnp.ones((64, 64))}
@@ -171,7 +171,7 @@ def quantised_lion(
 ) -> optax.GradientTransformation:
     """Optax's `lion` with a momentum of one byte, for leaves of at least 4,096 elements; exact on shards.
 
-    The arguments are optax's, `state_dtype` is that of `scale_by_lion`, which says what is raised.
+    Arguments as in optax; `state_dtype` and errors as in `scale_by_lion`.
 
     >>> tx = quantised_lion(1e-4)
     >>> params = {"w": jnp.ones((64, 64))}
@@ -194,8 +194,8 @@ class RoundingState(NamedTuple):
 def round_stochastically() -> optax.GradientTransformation:
     """Trains bfloat16 parameters without a float32 copy: the last transform of a chain, exact on shards.
 
-    `optax.apply_updates` then gives parameters that are rounded up or down at random, such that their mean is right.
-    Rounded to the nearest, a weight ignores each update below 1/512 of itself. Other parameters are left alone.
+    `optax.apply_updates` then rounds parameters up or down at random, without bias. Rounded to nearest, a weight would
+    ignore updates below 1/512 of itself. Parameters of other dtypes are not rounded.
 
     Source: Zamirai et al., arXiv 2010.06192, section 3.
 
@@ -216,9 +216,9 @@ def round_stochastically() -> optax.GradientTransformation:
 
 
 def rounded_updates(updates: PyTree, params: PyTree, step: jax.Array) -> PyTree:
-    """Updates after which bfloat16 parameters need no more rounding; of other parameters they stay as they are.
+    """Updates after which bfloat16 parameters are rounded stochastically; others are returned unchanged.
 
-    `p + update` is exact up to bits that the cast back to bfloat16 drops.
+    `p + update` is exact up to bits that the cast to bfloat16 drops.
     """
 
     def one(name: str, u: jax.Array, p: jax.Array) -> tuple[jax.Array]:
@@ -234,7 +234,7 @@ def rounded_updates(updates: PyTree, params: PyTree, step: jax.Array) -> PyTree:
 def convert_adam(
     state: optax.ScaleByAdamState, dtypes: optax.ScaleByAdamState, b1: float, b2: float, eps: float = 1e-8
 ) -> optax.ScaleByAdamState:
-    """The same moments in other dtypes, each rounded to the nearest; `dtypes` is a state of dtypes.
+    """Casts moments to other dtypes, rounded to nearest; `dtypes` is a state of dtypes.
 
     Element-wise: shards or whole arrays in and out, no communication.
     """
@@ -258,10 +258,10 @@ def convert_adam(
 
 @dataclasses.dataclass(frozen=True)
 class AdamCode:
-    """How Adam's two moments are held in a byte each.
+    """The encoding of Adam's two moments in a byte each.
 
     Attributes:
-      bound: of mu / sqrt(nu).
+      bound: the bound of mu / sqrt(nu).
       lowest: the exponent of the smallest level of nu above 0, even.
     """
 
@@ -270,7 +270,7 @@ class AdamCode:
 
     @classmethod
     def of(cls, b1: float, b2: float, eps: float) -> AdamCode:
-        """The code for these decay rates, whose smallest level of sqrt(nu) is at most eps / 32, or 2^-32."""
+        """The code for these decay rates; its smallest level of sqrt(nu) is at most eps / 32, or 2^-32."""
         if b1 * b1 >= b2:
             raise ValueError(f"int8 moments need b1 * b1 < b2, got b1={b1} and b2={b2}: mu / sqrt(nu) has no bound")
         bound = (1 - b1) / math.sqrt((1 - b2) * (1 - b1 * b1 / b2))
@@ -279,9 +279,9 @@ class AdamCode:
     def encode(self, m: jax.Array, v: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The int8 mean and the uint8 mean square of float32 ones; 16 random bits for each."""
         nu = _to_level(v, self.lowest, low, 255)
-        # Of nu before it is rounded: then rounding nu scales mu alike, and the direction of the update stays.
+        # With nu before rounding: rounding nu then scales mu too, and the direction of the update is kept.
         scaled = jnp.where(v > 0, m * (127 / self.bound) * lax.rsqrt(v), 0)
-        # To the nearest of what was moved by up to 1/2: added to 1.5 * 2^23, a float has its integer in its last bits.
+        # Adds noise of up to 1/2, then rounds to nearest: a float plus 1.5 * 2^23 has its integer in its last bits.
         moved = jnp.clip(scaled, -127, 127) + (high.astype(jnp.int32) - 32767.5) * 2.0**-16
         mu = lax.bitcast_convert_type(moved + _TO_INTEGER, jnp.int32) - _TO_INTEGER_BITS
         return mu.astype(jnp.int8), nu.astype(jnp.uint8)
@@ -295,17 +295,17 @@ class AdamCode:
 def _to_level(x: jax.Array, lowest: int, random: jax.Array, highest: int) -> jax.Array:
     """The int32 level, 0 to `highest`, of float32 numbers that are not negative; 2^lowest is level 1.
 
-    Between two levels the mean is right: there floats are linear in their bits. What is far below level 1 becomes 0.
+    Rounding has no bias: between two levels floats are linear in their bits. Numbers far below level 1 become 0.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32) - _first(lowest)
-    bits = jnp.clip(bits, -(1 << 23), (highest - 1) * (1 << 23) // 3)  # three times that is still an int32
+    bits = jnp.clip(bits, -(1 << 23), (highest - 1) * (1 << 23) // 3)  # three times this fits into an int32
     return jnp.maximum(((3 * bits + (random.astype(jnp.int32) << 7)) >> 23) + 1, 0)
 
 
 def _from_level(level: jax.Array, lowest: int) -> tuple[jax.Array, jax.Array]:
     """The square root of the float32 number of an int32 level, and the number: 2^octave (1 + third / 3)."""
-    above = level + 2  # of three octaves below, so that no octave is negative
-    octave = (above * 171) >> 9  # a third of what is below 258
+    above = level + 2  # counted from one octave below, so that no octave is negative
+    octave = (above * 171) >> 9  # above // 3, for above < 258
     third, octave = above - 3 * octave, octave - 1
     is_odd = (octave & 1) == 1
     root = [jnp.where(is_odd, math.sqrt(2 + 2 * i / 3), math.sqrt(1 + i / 3)).astype(jnp.float32) for i in range(3)]
@@ -316,7 +316,7 @@ def _from_level(level: jax.Array, lowest: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _signed(level: jax.Array, lowest: int) -> jax.Array:
-    """The float32 numbers of int8 levels, whose sign is that of the number."""
+    """The float32 numbers of signed int8 levels."""
     wide = level.astype(jnp.int32)
     x = _from_level(jnp.abs(wide), lowest)[1]
     return jnp.where(wide < 0, -x, x)
@@ -334,9 +334,9 @@ def to_bfloat16(x: jax.Array, random: jax.Array) -> jax.Array:
 
 
 def _random_halves(shape: tuple[int, ...], name: str, step: jax.Array, salt: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Two arrays of 16 random bits as uint32, which depend on the arguments and the position alone.
+    """Two arrays of 16 random bits as uint32, which depend only on the arguments and the index.
 
-    Positions are made along each dimension by `iota`, which the rewriter for shards shifts to where a slice lies.
+    Indices are made along each dimension by `iota`, which the rewriter for shards shifts to the slice.
     """
     seed = salt
     for byte in name.encode():

@@ -1,4 +1,4 @@
-"""Optax on shards: any transform, the drop-in wrapper, and those that need more than their own slice."""
+"""Optax on shards: any transform, the drop-in wrapper, and transforms that communicate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ P = ParamSpec("P")
 def global_norm(shards: PyTree, layout: Layout, axis: AxisLike) -> jax.Array:
     """The Euclidean norm of a whole tree from its shards, float32, the same on every device: one `psum` of a scalar.
 
-    A leaf that is whole on every device counts once. Not finite when an element is not, or when a square overflows.
+    A leaf that is whole on every device counts once. Not finite if an element is not, or if a square overflows.
 
     Per device: shards in, a scalar out. Call inside pmap.
 
@@ -43,14 +43,14 @@ def global_norm(shards: PyTree, layout: Layout, axis: AxisLike) -> jax.Array:
 
 
 class Squares(NamedTuple):
-    """This device's part of a square sum: of leaves that are split, and of those that are whole on every device."""
+    """This device's part of a sum of squares, of split leaves and of whole leaves."""
 
     split: jax.Array
     whole: jax.Array
 
 
 def squares(shards: PyTree, layout: Layout, axis: Axis) -> Squares:
-    """What `norm_of` completes; those of several trees may be added first."""
+    """The input of `norm_of`; may be summed over several trees first."""
     split, whole = jnp.float32(0), jnp.float32(0)
     for leaf, x in zip(layout.leaves, layout.shards_of(shards), strict=True):
         size = jnp.abs(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
@@ -60,13 +60,13 @@ def squares(shards: PyTree, layout: Layout, axis: Axis) -> Squares:
 
 
 def norm_of(sums: Squares, axis: Axis) -> jax.Array:
-    """The norm of what `squares` summed up on each device: one `psum` of a scalar."""
+    """The norm from `squares`: one `psum` of a scalar."""
     with jax.named_scope("zero_global_norm"):
         return jnp.sqrt(lax.psum(sums.split, axis.name) / axis.replicas + sums.whole)
 
 
 def clip(tree: PyTree, norm: jax.Array, max_norm: float) -> PyTree:
-    """A tree of this norm, or shards of it, scaled down to `max_norm` where the norm is larger.
+    """A tree of this norm, or its shards, scaled down to `max_norm` if the norm is larger.
 
     >>> clip({"w": jnp.asarray([3.0, 4.0])}, jnp.float32(5), 1.0)["w"].tolist()
     [0.600..., 0.800...]
@@ -83,18 +83,18 @@ def on_shards(
 ) -> optax.GradientTransformationExtraArgs:
     """An optax transform whose parameters, gradients, state and updates are shards.
 
-    It gives what `tx` gives on whole arrays, or refuses. `derive_layout(tx.init, layout)` is the layout of its state.
+    Gives the result of `tx` on whole arrays, or raises. `derive_layout(tx.init, layout)` is the layout of its state.
 
     Args:
-      tx: any transform; what is not element-wise belongs into `across_shards`.
-      layout: of the parameters.
+      tx: any transform; wrap one that is not element-wise in `across_shards`.
+      layout: layout of the parameters.
       axis: the pmap axis. Call `init` and `update` inside pmap.
-      trust: run `tx` on shards as it is, for a transform that is known to be right there.
+      trust: run `tx` on shards unchanged, if it is known to be right there.
 
     `update` raises:
       NotElementwiseError: `tx` needs other devices, draws random numbers, or calls a function of the parameters (line
         searches).
-      ValueError: a leaf has another shape than the layout says.
+      ValueError: the shape of a leaf does not match the layout.
 
     >>> n = jax.local_device_count()
     >>> layout = make_layout({"w": jax.ShapeDtypeStruct((4 * n,), jnp.float32)}, n)
@@ -107,7 +107,7 @@ def on_shards(
     inner = with_extra_args(tx)
     if trust:
         return inner
-    layout = layout.without_parts()  # what is gathered for an optimizer is the whole
+    layout = layout.without_parts()  # an optimizer gathers whole arrays
 
     def init(params: PyTree) -> PyTree:
         return _init(inner, layout, checked_axis(layout, axis), params)
@@ -131,7 +131,7 @@ def _update(
     params: tuple[PyTree, Layout],
     extra: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
-    """New updates and state; of parameters that are not given only the layout counts."""
+    """New updates and state. The parameters may be None, but not their layout."""
     for name, value in extra.items():
         if callable(value):
             raise NotElementwiseError(f"{name} is a function of whole parameters, which no device has: {_LINE_SEARCH}")
@@ -161,27 +161,26 @@ def shard_optimizer(
 ) -> ShardedOptimizer:
     """Holds the state of an optax transform as one slice per device: the drop-in for data-parallel pmap code (stage 1).
 
-    `init` takes whole parameters, alike on all devices. `update` takes each device's own gradients, not reduced, and
-    returns whole updates: a reduce-scatter, the update of a slice, and a gather. Extra arguments of `update` reach
-    `tx`; arrays in them are whole and alike on all devices. State leaves and enters on the host by `whole_state` and
-    `shard_state`; one device's slice of it is refused where it is taken, and another device's slice gives NaN updates.
+    `init` takes whole parameters, the same on all devices. `update` takes each device's own gradients, not reduced, and
+    returns whole updates: a reduce-scatter, the update of a slice, and a gather. Extra arguments of `update` are passed
+    to `tx`; arrays in them are whole and the same on all devices. `whole_state` and `shard_state` convert state on the
+    host. Taking one device's slice out of the state raises, and another device's slice gives NaN updates.
 
     Args:
-      tx: any transform; what is not element-wise belongs into `across_shards`, or has a version in `zero`.
-      axis_name: the pmap axis, or an `Axis` that says how it is cut into groups.
-      reduction: of gradients over devices. None where they have been reduced already and are whole; "scattered" where
-        `scatter_mean` or `scatter_sum` has reduced them to slices, which may have been clipped or measured since;
-        they reach `tx` in the dtype of the parameters.
-      wire_dtype: of gradients on the wire; None is their own.
-      reduce_dtype: in which they are summed; None is their own, but float32 at least. They reach `tx` in their own.
-      trust: run `tx` on shards as it is, for a transform that is known to be right there.
+      tx: any transform; one that is not element-wise needs `across_shards`, or has a version in `zero`.
+      axis_name: the pmap axis, or an `Axis` of groups.
+      reduction: of gradients over devices. None if they are whole and already reduced; "scattered" if `scatter_mean` or
+        `scatter_sum` has reduced them to slices, which may be clipped; `tx` gets them in the dtype of the parameters.
+      wire_dtype: dtype of gradients on the wire; None for their own.
+      reduce_dtype: dtype of their sums; None for their own, but at least float32. `tx` gets them in their own.
+      trust: run `tx` on shards unchanged, if it is known to be right there.
 
     Raises:
       ValueError: `reduction` is none of these, or `tx` is sharded already.
 
     Both functions raise:
       RuntimeError: called outside pmap.
-      NotElementwiseError: as for `on_shards`.
+      NotElementwiseError: as in `on_shards`.
 
     `update` raises:
       ValueError: a leaf has another shape than its parameter, or an optax transform around this one uses gradients
@@ -238,25 +237,25 @@ def shard_optimizer(
 
 
 def _nan_unless(condition: jax.Array, x: jax.Array) -> jax.Array:
-    """A compiled program cannot raise; a NaN in the first update is seen, a loss that is 12 % off is not."""
+    """`x`, or NaN: a compiled program cannot raise, and a NaN is noticed, a loss that is 12 % off is not."""
     return jnp.where(condition, x, jnp.nan) if _is_float(x) else x
 
 
 def _layouts(updates: PyTree, params: PyTree, axis: Axis, *, is_scattered: bool) -> tuple[Layout, Layout]:
-    """Of the gradients, which are whole unless they are scattered, and of the parameters."""
+    """Layouts of the gradients, which are whole unless scattered, and of the parameters."""
     if not is_scattered:
         given = make_layout(updates, axis.shards)
         layout = given if params is None else make_layout(params, axis.shards)
         _check_gradients(given, layout)
         return given, layout
     if params is None:
-        raise ValueError("update needs params where gradients are slices: their shapes say how slices are cut")
+        raise ValueError("update needs params where gradients are slices: their shapes determine the slices")
     layout = make_layout(params, axis.shards)
     return match_layout(updates, layout), layout
 
 
 def _caller() -> FrameType | None:
-    """What called the function that calls this."""
+    """The frame that called the caller of this function."""
     frame = inspect.currentframe()
     return frame.f_back.f_back if frame and frame.f_back else None
 
@@ -266,7 +265,7 @@ def _is_float(x: jax.Array | LeafLayout) -> bool:
 
 
 def _as_own(reduced: jax.Array, own: jax.Array) -> jax.Array:
-    """As `lax.pmean` does: a mean of narrow floats is as narrow, one of integers is a float."""
+    """Casts as `lax.pmean` does: a mean of narrow floats is as narrow, a mean of integers is a float."""
     return reduced.astype(own.dtype) if _is_float(own) else reduced
 
 
@@ -283,7 +282,7 @@ def _check_gradients(given: Layout, layout: Layout) -> None:
             )
 
 
-# Wrappers of optax that hand all gradients in as they are and see whole updates only; `chain` where this is its first.
+# Wrappers of optax that pass gradients on unchanged and read only whole updates; `chain` if this is its first.
 _TRANSPARENT = (
     "chain",
     "named_chain",
@@ -303,7 +302,7 @@ _GIVEN = {
 
 
 def _check_callers(frame: FrameType | None, reduction: Literal["mean", "sum", "scattered"] | None) -> None:
-    """Refuses to be inside another sharded optimizer, or a transform of optax that uses gradients before this does."""
+    """Refuses to run inside another sharded optimizer, or an optax transform that reads unreduced gradients."""
     while frame:
         name, variables = frame.f_code.co_qualname, frame.f_locals
         maker, module = name.partition(".<locals>.")[0], frame.f_globals.get("__name__", "")
@@ -325,7 +324,7 @@ def _check_callers(frame: FrameType | None, reduction: Literal["mean", "sum", "s
 
 
 def _may_skip(accumulation: optax.MultiSteps) -> bool:
-    """Whether each device decides for itself, from the gradients, if it updates at all."""
+    """Whether each device decides from its own gradients if it updates."""
     decide = accumulation._should_skip_update_fn
     return getattr(decide, "__qualname__", "") != "MultiSteps.__init__.<locals>.should_skip_update_fn"
 
@@ -337,8 +336,8 @@ def _bound(axis: AxisLike) -> Axis:
     except NameError as error:
         raise RuntimeError(
             f"init and update of a sharded optimizer run inside pmap over {name!r}, where each device keeps its own "
-            f"slice: jax.pmap(tx.init, axis_name={name!r})(replicated_params). State that is built or restored on the "
-            "host gets in by zero.shard_state(opt_state, tx, params)"
+            f"slice: jax.pmap(tx.init, axis_name={name!r})(replicated_params). Convert state built or restored on the "
+            "host with zero.shard_state(opt_state, tx, params)"
         ) from error
     check_untracked(lax.axis_index(name))
     on = as_axis(axis)

@@ -7,8 +7,8 @@
 | 2     | once, at the start of a step: `gather`     | each layer, backward: `fully_shard`   |
 | 3     | each layer, forward and again backward: `fully_shard`                              |
 
-Stages 2 and 3 rest on one trick, `borrow`: a layer computes with a whole weight that came from somewhere, and the
-gradient of that weight flows to the shard. Source: ZeRO (Rajbhandari et al., arXiv 1910.02054), sections 5 and 7.
+Stages 2 and 3 rest on one trick, `borrow`: a layer computes with a given whole weight, and the gradient of that
+weight flows to the shard. Source: ZeRO (Rajbhandari et al., arXiv 1910.02054), sections 5 and 7.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def scatter_sum(
 
 
 def sum_copies(tree: PyTree, layout: Layout, axis: Axis) -> PyTree:
-    """Completes what was reduce-scattered on an axis with `sums_copies=False`: sums shards over the copies.
+    """Sums shards over the copies, after a reduce-scatter on an axis with `sums_copies=False`.
 
-    Per device: shards in, shards out. Leaves that are whole on every device are complete already. Call inside pmap.
+    Per device: shards in, shards out. Whole leaves are summed already. Call inside pmap.
 
     >>> import numpy as np; import zero
     >>> n = jax.local_device_count()
@@ -144,13 +144,13 @@ def scatter_mean(tree: PyTree, layout: Layout, axis: AxisLike, **dtypes: DTypeLi
 
 
 def checked_axis(layout: Layout, axis: AxisLike) -> Axis:
-    """The axis, known to fit the layout. Call inside pmap.
+    """The axis, checked against the layout. Call inside pmap.
 
     Raises:
       ValueError: the layout was made for another number of shards, or this is `jax.shard_map` with `check_vma=True`.
     """
     axis = as_axis(axis)
-    check_untracked(lax.axis_index(axis.name))
+    check_untracked(axis.shard_index())
     if layout.shards != axis.shards:
         raise ValueError(
             f"the layout has {layout.shards} shards, but axis {axis.name!r} spreads one copy over {axis.shards}"
@@ -169,28 +169,27 @@ def fully_shard(
     gather_dtype: DTypeLike | None = None,
     methods: Sequence[str] | None = None,
 ) -> Target:
-    """Makes a Flax module class, or a function of a parameter tree, live on shards: stages 2 and 3.
+    """A Flax module class, or a function of a parameter tree, whose parameters are shards: stages 2 and 3.
 
-    The target sees whole parameters in `dtype`; what is stored, differentiated and initialised are shards. In the
-    backward pass each gradient is reduce-scattered (summed over the axis) as soon as it exists. Apply it to one layer
-    and put `nn.remat` and `nn.scan` around it, and whole weights live for one layer at a time: stage 3. Hand in the
-    weights that were gathered before, as the variable collection "gathered" (a function: as the keyword `gathered`),
-    and they are used instead: stage 2. Hand in "gradients", a tree like the shards, and gradients flow to it
-    instead, in its dtype.
+    The target sees whole parameters in `dtype`; shards are stored, differentiated and initialised. In the backward pass
+    each gradient is reduce-scattered (summed over the axis) as soon as it exists. With `nn.remat` and `nn.scan` around
+    one lifted layer, whole weights exist for one layer at a time: stage 3. Weights gathered before, passed as the
+    variable collection "gathered" (a function: the keyword `gathered`), are used instead of a gather: stage 2.
+    Gradients flow to the shards, or to the collection "gradients", a tree like the shards, in its dtype.
 
     Args:
       target: a `flax.linen.Module` class, or a function `f(params, ...)`.
       layout: the layout of the target's own parameters; for a layer under `nn.scan` that is `layout.at(name)`.
       axis: the pmap axis. Call the result inside pmap.
-      dtype: of whole parameters, on the wire and in the target; None keeps each leaf's own.
-      wire_dtype: of gradients on the wire.
-      reduce_dtype: in which gradients are summed.
-      gather_dtype: int8 for parameters that travel as `gather` with `wire_dtype=jnp.int8` sends them.
+      dtype: dtype of whole parameters, on the wire and in the target; None keeps each leaf's own.
+      wire_dtype: dtype of gradients on the wire.
+      reduce_dtype: dtype of sums of gradients.
+      gather_dtype: int8 to gather parameters with `wire_dtype=jnp.int8`.
       methods: the methods of a module class to lift, by default `__call__`; the others must not use parameters.
 
     Raises, when it is called:
-      ValueError: the layout was made for another number of shards, or a leaf of the parameters, of "gathered" or of
-        "gradients" has another shape than the layout says.
+      ValueError: the layout was made for another number of shards, or the shape of a leaf of the parameters, of
+        "gathered" or of "gradients" does not match it.
 
     >>> import jax.numpy as jnp; from zero import make_layout
     >>> x = jnp.ones((jax.local_device_count(), 2, 5))
@@ -231,22 +230,22 @@ def _lift(
     whole: Callable[..., PyTree],
     methods: Sequence[str] | None,
 ) -> type[nn.Module]:
-    """The module class on shards; `whole` takes those of "params", and "gathered" and "gradients" or None."""
+    """The module class on shards; `whole` takes "params", and "gathered" and "gradients" or None."""
 
     def use(variables: PyTree) -> PyTree:
         return {"params": whole(variables["params"], variables.get("gathered"), variables.get("gradients"))}
 
     def make(variables: PyTree) -> PyTree:
         if "params" not in variables:
-            return variables  # The first call at init: the module makes its parameters, whole.
+            return variables  # The first call at init: the module makes whole parameters.
         return {**use(variables), "shards": variables["params"]}
 
     def leave(variables: PyTree) -> PyTree:
-        if "shards" in variables:  # A further call at init: as they were, not rounded to dtype.
+        if "shards" in variables:  # A further call at init: the original shards, not rounded to dtype.
             return {"params": variables["shards"]}
         return {name: shard(_as_held(params, layout), layout, axis) for name, params in variables.items()}
 
-    # Two lifts: a module that maps its own variables when it is used, such as WeightNorm, would map "shards" as well.
+    # Two lifts: a module that maps its own variables in use, such as WeightNorm, would map "shards" as well.
     collections = ["params", "gathered", "gradients", "shards"]
     making = nn.map_variables(target, collections, make, leave, mutable=True, methods=methods)
     using = nn.map_variables(target, collections, use, mutable=False, methods=methods)
@@ -262,16 +261,16 @@ def _lift(
 
 
 def _as_held(full: PyTree, layout: Layout) -> PyTree:
-    """New parameters of a layer in the layout's dtypes; rounded later, whole stacks of them would exist twice."""
+    """Casts new parameters of a layer to the layout's dtypes; later, whole stacks would exist in both."""
     return layout.map(lambda leaf, x: x.astype(leaf.dtype), full)
 
 
 def _pinned(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
     """The same shards, on which XLA for TPU cannot hoist work out of a loop over layers.
 
-    It would transpose the shards of all layers before the loop, where the product with a gathered weight prefers that,
-    or round all of them to the dtype on the wire, and hold both versions. A fixed layout of the slice in memory
-    prevents the first, a bitcast to integers the second.
+    Before the loop it would transpose the shards of all layers, if products with gathered weights prefer that, or round
+    all of them to the dtype on the wire, and keep both versions. A fixed memory layout of the slice prevents the first,
+    a bitcast to integers the second.
     """
 
     def one(x: jax.Array) -> jax.Array:
@@ -295,10 +294,10 @@ def _borrow(
     wire_dtype: DTypeLike | None,
     reduce_dtype: DTypeLike | None,
 ) -> PyTree:
-    """`full`, whose gradient is reduce-scattered to `shards` instead of flowing to where `full` came from.
+    """`full`, whose gradient is reduce-scattered to `shards` instead of flowing to `full`.
 
-    The two are each other's derivative, so that gradients of gradients are right in reverse mode, whatever travels on
-    the wire. jax refuses forward mode.
+    Scatter and gather are each other's derivative, so higher derivatives are right in reverse mode, for any wire
+    dtype. jax refuses forward mode.
     """
     shard_dtypes, full_dtypes = (jax.tree.map(lambda x: x.dtype, tree) for tree in (shards, full))
 

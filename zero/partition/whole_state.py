@@ -1,4 +1,4 @@
-"""Sharded state on the host: whole arrays as the unsharded program has them, and back, on any number of processes."""
+"""Sharded state on the host: to the whole arrays of the unsharded program and back, with any number of processes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ _REMEDY = (
 
 
 class ShardedState(NamedTuple):
-    """The optimizer state of `shard_optimizer`: one device's slice, and which one it is.
+    """The optimizer state of `shard_optimizer`: one device's slice, and its number.
 
-    A slice that is taken out of the stack of all devices, as `x[0]`, `flax.jax_utils.unreplicate` and pmap's
-    `out_axes=None` do, raises a ValueError at once: it is 1/N of the state. What comes back to a device whose slice it
-    is not, by a way that this cannot see, makes `update` return NaN.
+    Taking one slice out of the stack of all devices, as `x[0]`, `flax.jax_utils.unreplicate` and pmap's `out_axes=None`
+    do, raises a ValueError: it is 1/N of the state. A slice on the wrong device makes `update` return NaN.
 
     Attributes:
-      slices: the state of the optax transform, in its own structure, each leaf this device's slice. What reads it
-        beside whole parameters takes `whole_state` inside pmap.
+      slices: the state of the optax transform, in its own structure, each leaf this device's slice. `whole_state`
+        inside pmap gives the whole.
       shard: int32 `(1,)`, the number of the slice.
     """
 
@@ -51,7 +50,7 @@ def _flatten_with_keys(state: ShardedState) -> tuple[Any, None]:
 
 
 def _checked(state: ShardedState) -> ShardedState:
-    if not _is_concrete(state.shard) or np.ndim(state.shard) != 2:  # one device's, or not stacked
+    if not _is_concrete(state.shard) or np.ndim(state.shard) != 2:  # one device, or not stacked
         return state
     for path, x in jax.tree_util.tree_leaves_with_path(state.slices):
         if np.ndim(x) == 0:
@@ -69,8 +68,8 @@ def _is_concrete(x: Any) -> bool:
 
 def _unflatten(_: None, children: Iterable[Any]) -> ShardedState:
     state = ShardedState(*children)
-    # Outside a trace every device's number is there, and a single one is one slice alone: seen without waiting for
-    # values. The state of shard_map over one device has a single number, and says so.
+    # Outside a trace the state has the number of every device, so a single number means a single slice; the check
+    # needs no values. State of shard_map over one device has a single number too, with a sharding.
     if _is_concrete(state.shard) and np.size(state.shard) == 1 and np.ndim(state.shard) < 2:
         sharding = getattr(state.shard, "sharding", None)
         if not (np.ndim(state.shard) and isinstance(sharding, NamedSharding) and any(sharding.spec)):
@@ -84,17 +83,17 @@ jax.tree_util.register_pytree_with_keys(ShardedState, _flatten_with_keys, _unfla
 
 
 def require_sharded(state: Any) -> None:
-    """Raises where state was made for the unsharded optimizer."""
+    """Raises if the state is that of the unsharded optimizer."""
     if not isinstance(state, ShardedState):
         raise TypeError(
             f"expected the state of a sharded optimizer, a ShardedState, got a {type(state).__name__}: pmap tx.init "
-            "over replicated parameters, or slice what was built or restored on the host by "
+            "over replicated parameters, or convert state built or restored on the host with "
             "zero.shard_state(opt_state, tx, params)"
         )
 
 
 def check_structure(state: PyTree, layout: Layout, *, may_lack: bool = False) -> None:
-    """Raises where state is not what the optimizer of this layout makes of these parameters."""
+    """Raises if the state does not have the structure of this layout."""
     if jax.tree.structure(state) == layout.treedef:
         return
     expected = [leaf.name for leaf in layout.leaves]
@@ -108,7 +107,7 @@ def check_structure(state: PyTree, layout: Layout, *, may_lack: bool = False) ->
         )
     if not may_lack:
         raise ValueError(
-            "the state has the same leaves in other containers, as dicts and lists of a file are: put them into "
+            "the state has the same leaves in other containers, such as the dicts and lists of a file: put them into "
             "tx.init(params), by flax.serialization.from_state_dict for instance"
         )
 
@@ -118,11 +117,11 @@ def _some(names: list[str]) -> str:
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):
-    """What `shard_optimizer` returns: `init` and `update`, and what the host needs to know of them.
+    """The result of `shard_optimizer`: `init` and `update`, with attributes for use on the host.
 
     Attributes:
-      unsharded: the transform that was wrapped, whose state `whole_state` returns.
-      axis: as it was given.
+      unsharded: the wrapped transform; `whole_state` returns its state.
+      axis: the `axis_name` of `shard_optimizer`.
     """
 
     unsharded: optax.GradientTransformationExtraArgs
@@ -137,25 +136,25 @@ def whole_state(
     *,
     timeout: float = 300,
 ) -> PyTree:
-    """The state of the unsharded optimizer as numpy arrays, to be saved: unpadded, in the structure of its `init`.
+    """The state of the unsharded optimizer as numpy arrays, for saving: unpadded, in the structure of its `init`.
 
-    All processes call it and all get the result; then one of them may write it. No device holds more of a leaf than
-    its share among the devices of one process.
+    All processes call it and all get the result. No device holds more of a leaf than its share among the devices of one
+    process.
 
-    Inside pmap it is what the state of the unsharded optimizer would be there, on every device: a gather. Use it for
-    what reads state beside whole parameters, as `optax.contrib.schedule_free_eval_params` does.
+    Inside pmap it gathers the state of the unsharded optimizer on every device, for functions that read it beside whole
+    parameters, such as `optax.contrib.schedule_free_eval_params`.
 
     Args:
-      opt_state: as it came out of pmap, or of shard_map by `zero.specs`.
-      tx: what `shard_optimizer` returned.
-      params: one whole copy, or its shapes; where other axes of a mesh cut them, with their shardings.
-      devices: those that pmap was given, if any. State of shard_map says itself where it lies.
-      timeout: seconds until the other processes must have called it too.
+      opt_state: as returned by pmap, or by shard_map with `zero.specs`.
+      tx: the result of `shard_optimizer`.
+      params: one whole copy, or its shapes; with their shardings if other axes of a mesh cut them.
+      devices: the `devices` of the pmap, if given.
+      timeout: seconds to wait for the other processes to call it.
 
     Raises:
       TypeError: `opt_state` or `tx` is not sharded.
-      ValueError: a leaf has another shape than `tx` and `params` say, a device holds another's slice, or devices differ
-        in what is the same on all, as after an update by a `value` that was not reduced.
+      ValueError: the shape of a leaf does not match `tx` and `params`, a device holds another's slice, or copies differ
+        between devices, as after an update with a `value` that was not reduced.
       RuntimeError: some process did not call it in time.
 
     >>> import zero
@@ -192,16 +191,16 @@ def shard_state(
 ) -> ShardedState:
     """State of the unsharded optimizer, built on the host or restored, as slices for pmap: one on each device.
 
-    Every process calls it with the same state; nothing is communicated, and no device holds more than its slice.
+    Every process calls it with the same state; no communication, and no device holds more than its slice.
 
     Args:
-      opt_state: as `optax`'s own `init` returns it, or `whole_state`.
-      tx, params: as for `whole_state`.
-      devices: those that pmap was given, if any; or the mesh of shard_map.
+      opt_state: the result of the `init` of the optax transform, or of `whole_state`.
+      tx, params: as in `whole_state`.
+      devices: the `devices` of the pmap, if given; or the mesh of shard_map.
 
     Raises:
       TypeError: `tx` is not sharded.
-      ValueError: a leaf has another shape or dtype than `tx` and `params` say.
+      ValueError: shape or dtype of a leaf do not match `tx` and `params`.
 
     >>> import zero
     >>> params = {"w": jnp.arange(5.0)}
@@ -227,16 +226,16 @@ def shard_state(
 def specs(tx: ShardedOptimizer, params: PyTree, mesh: Mesh) -> ShardedState:
     """The `PartitionSpec` of every leaf of the sharded state, for `in_specs` and `out_specs` of `jax.shard_map`.
 
-    The global arrays that come out so are the whole state, with padding; `whole_state` and `shard_state` take them.
+    The resulting global arrays are the whole state, with padding; convert them by `whole_state` and `shard_state`.
 
     Args:
-      tx: what `shard_optimizer` returned, with the name of an axis of the mesh.
-      params: one whole copy, or its shapes; where other axes of the mesh cut them, with their shardings.
-      mesh: of any axes and types of axes.
+      tx: the result of `shard_optimizer` with the name of an axis of the mesh.
+      params: one whole copy, or its shapes; with their shardings if other axes of the mesh cut them.
+      mesh: a mesh with any axes.
 
     Raises:
       TypeError: `tx` is not sharded.
-      ValueError: `tx` was given an `Axis` of groups: a further axis of the mesh says that better.
+      ValueError: `tx` was given an `Axis` of groups: use a further axis of the mesh instead.
 
     >>> import zero
     >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
@@ -288,23 +287,22 @@ def to_host(
     *,
     timeout: float = 300,
 ) -> PyTree:
-    """Whole numpy arrays, unpadded, from the shards that a pmap returned: sharded averages of parameters, for instance.
+    """Whole numpy arrays, unpadded, from the shards that a pmap returned, such as sharded averages of parameters.
 
-    Leaves keep the dtype in which they are held, whatever the layout says. What several devices hold is compared first.
+    Leaves keep their own dtype, not that of the layout. Copies on several devices are compared first.
 
-    All processes call it and all get the result. In one process nothing moves between devices; among several a leaf
-    at a time is gathered, a device receiving its share among the devices of its process.
+    All processes call it and all get the result. In one process nothing moves between devices; several processes gather
+    one leaf at a time, and a device receives its share among the devices of its process.
 
     Args:
-      tree: per leaf `(local devices, *leaf.shard_shape)`, as it came out of pmap.
-      layout: of the tree.
+      tree: per leaf `(local devices, *leaf.shard_shape)`, as returned by pmap.
+      layout: layout of the tree.
       axis: the pmap axis; a name means one group of `layout.shards` devices.
-      devices: those that pmap was given, if any; or the mesh of shard_map, whose global arrays `tree` has.
-      timeout: seconds until the other processes must have called it too.
+      devices: the `devices` of the pmap, if given; or the mesh of shard_map, if `tree` has global arrays.
+      timeout: seconds to wait for the other processes to call it.
 
     Raises:
-      ValueError: a leaf has another shape, or lies on other devices or in another order of them than the layout and the
-        axis say, or copies of it differ between devices.
+      ValueError: shape, devices or device order of a leaf do not match layout and axis, or copies differ.
       RuntimeError: some process did not call it in time.
 
     >>> import zero
@@ -340,16 +338,16 @@ def to_host(
 def from_host(
     tree: PyTree, layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | Mesh | None = None
 ) -> PyTree:
-    """What `to_host` returned as shards for a pmap, from any N; nothing is communicated.
+    """The inverse of `to_host`: shards for a pmap, for any N; no communication.
 
-    A float may be wider than the layout says, as optax promotes state, and stays so.
+    A float may be wider than in the layout, because optax promotes state; it keeps its dtype.
 
     Args:
       tree: per leaf an array of `leaf.shape`, the same on every process.
-      layout, axis, devices: as for `to_host`.
+      layout, axis, devices: as in `to_host`.
 
     Raises:
-      ValueError: a leaf has another shape or dtype than the layout says.
+      ValueError: shape or dtype of a leaf do not match the layout.
 
     >>> n = jax.local_device_count()
     >>> layout = make_layout({"w": jax.ShapeDtypeStruct((2 * n - 1,), jnp.float32)}, n)
@@ -410,14 +408,14 @@ def _local_positions(devices: Sequence[jax.Device]) -> list[tuple[int, jax.Devic
 
 
 def _may_hold(layout_dtype: Any, dtype: Any) -> bool:
-    """Whether state of this dtype fits the layout: its own, or a wider float, to which updates may have promoted it."""
+    """Whether state of this dtype fits the layout: the same dtype, or a wider float, by promotion in updates."""
     if dtype == layout_dtype or not all(jnp.issubdtype(x, jnp.floating) for x in (dtype, layout_dtype)):
         return dtype == layout_dtype
     return jnp.promote_types(layout_dtype, dtype) == dtype == jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _slices(leaf: LeafLayout, index: int) -> tuple[slice, ...]:
-    """Where shard `index` lies in the padded array."""
+    """The slices of shard `index` in the padded array."""
     slices = [slice(None)] * len(leaf.shape)
     for split in leaf.splits:
         slices[split.dim] = slice(index * split.shard_size, (index + 1) * split.shard_size)
@@ -433,7 +431,7 @@ def _padded_slice(whole: Any, leaf: LeafLayout, index: int) -> Any:
 
 
 def _exchange(axis: Axis, devices: tuple[jax.Device, ...]) -> Any:
-    """A function that gives this process every shard of an array, as pairs of shard and numpy array."""
+    """A function that returns every shard of an array to this process, as pairs of shard number and numpy array."""
     shard_of = axis.shard_of_device()
     processes = sorted({device.process_index for device in devices})
     positions = [[i for i, device in enumerate(devices) if device.process_index == p] for p in processes]
@@ -463,7 +461,7 @@ def _gather_program(name: str, groups: tuple[tuple[int, ...], ...], devices: tup
 
 
 def coordination_client() -> Any:
-    """The strings and barriers that all processes of `jax.distributed` share; jax has no public name for them."""
+    """The key-value store and barriers of `jax.distributed`; jax has no public name for them."""
     from jax._src import distributed
 
     return distributed.global_state.client
@@ -481,13 +479,13 @@ _meetings = itertools.count()
 
 
 def _meet(timeout: float) -> None:
-    """Waits until every process is here: a collective that only some of them enter would hang without a word."""
+    """Waits for every process: a collective that only some of them call would hang silently."""
     if jax.process_count() == 1:
         return
     try:
         coordination_client().wait_at_barrier(f"zero_to_host_{next(_meetings)}", int(1000 * timeout))
     except jax.errors.JaxRuntimeError as error:
         raise RuntimeError(
-            "not every process gathered the sharded state: all call zero.whole_state or zero.to_host, and only what is "
-            "written comes under `if jax.process_index() == 0`"
+            "not every process gathered the sharded state: all must call zero.whole_state or zero.to_host; put only "
+            "the writing under `if jax.process_index() == 0`"
         ) from error

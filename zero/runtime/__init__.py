@@ -1,1 +1,1 @@
-"""All that touches the world: files, networks, processes, the terminal; about one outside library per file."""
+"""Files, networks, processes and the terminal; about one outside library per file."""

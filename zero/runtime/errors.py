@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Numbers of an OSError whose path is wrong as it is; a disk, a network or a full disk may recover.
+# Numbers of an OSError whose path itself is wrong; failures of disks and networks may be temporary.
 WRONG_PATH = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EPERM}
 WRONG_PATH |= {errno.ELOOP, errno.EROFS}
 LONGEST_LINE = 300  # characters of the message of a library, which may quote a whole file
 
 
 class UserError(Exception):
-    """A mistake of the person at the keyboard: shown without a traceback, a line for each mistake.
+    """A mistake of the user: shown without a traceback, one line per mistake.
 
     The same command would fail again, so a launcher does not repeat it.
     """
@@ -24,7 +24,7 @@ class UserError(Exception):
 
 
 class Unavailable(UserError):
-    """Storage, the network or another host failed: shown as one line as well, but a repeat may succeed."""
+    """Storage, the network, a device or another host failed: shown as one line as well, but a repeat may succeed."""
 
     status = 1
 
@@ -45,7 +45,7 @@ def first_line(error: BaseException) -> str:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, the one that it was raised for, and so on."""
+    """An error, its cause, the cause of that, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""From a checked configuration to the model, the optimizer and the programs that training runs and a plan compiles."""
+"""Makes the model, the optimizer and the programs of a checked configuration, for training and `mode=plan`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Job(NamedTuple):
 
 
 def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> ShardedGPT:
-    """The model of a checked configuration on devices, by default all there are."""
+    """The model of a checked configuration on these devices, by default all."""
     zero = config.zero
     platform, device_kind = (devices or jax.devices())[0].platform, (devices or jax.devices())[0].device_kind
     remat = "none" if platform == "cpu" and not zero.fused_update else "full"
@@ -112,12 +112,12 @@ def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
         return dataclasses.replace(Axis.from_devices("zero", devices), context=zero.context_shards)
     if zero.tensor_shards == 1:
         return Axis("zero", (zero.replicas, len(devices) // zero.replicas), context=zero.context_shards)
-    replicas = zero.replicas if zero.stage else len(devices) // zero.tensor_shards  # each part wherever it is computed
+    replicas = zero.replicas if zero.stage else len(devices) // zero.tensor_shards  # stage 0: a copy per tensor group
     return Axis.with_tensor_groups("zero", len(devices), zero.tensor_shards, replicas)
 
 
 def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> Job:
-    """Binds a checked configuration to devices, by default all there are. Nothing is compiled yet."""
+    """Binds a checked configuration to these devices, by default all. Nothing is compiled yet."""
     training, model = config.training, make_model(config, size, devices)
     optimizer = config.optimizer
     tx = make_optimizer(

@@ -35,7 +35,7 @@ FULL_DISK = {errno.EDQUOT, errno.ENOSPC}
 
 
 def main() -> None:
-    """Runs what `sys.argv` says. Exit status: see the README, "Train"."""
+    """Runs the command line in `sys.argv`. Exit status: see the README, "Train"."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra itself prints what it catches, over many lines
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax's threads would log after the last line
     sys.stdout = IgnoreBrokenPipe(sys.stdout)
@@ -62,7 +62,7 @@ def run(config: DictConfig) -> None:
         checked, size = resolve(config, overrides)
         status = program(checked.mode)(checked, size, run_directory)
     if status:
-        exit_immediately(status)  # a status of 0 returns, so that --multirun goes on
+        exit_immediately(status)  # a status of 0 returns, so that --multirun continues
 
 
 def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig]:
@@ -86,7 +86,7 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig
 
 
 def program(mode: str) -> Callable[[Config, GPTConfig, Path], int]:
-    """What a mode runs. Imported here: that takes seconds, and mistakes in the configuration are reported before."""
+    """The function of a mode, imported after the check of the configuration, because the import takes seconds."""
     if mode == "plan":
         from zero.runtime.planning.plan import plan
 
@@ -105,7 +105,7 @@ def program(mode: str) -> Callable[[Config, GPTConfig, Path], int]:
 
 
 def all_mistakes(arguments: Sequence[str], first: HydraException | OmegaConfBaseException) -> list[str]:
-    """A line for each mistake in the overrides, of which Hydra has reported the first: each is composed alone."""
+    """A line for each mistake in the overrides, composed one by one, because Hydra reports only the first mistake."""
     if any(argument.startswith("-") for argument in arguments):  # Hydra's own options: not all arguments are overrides
         return [describe(first)]
     found, right = [], []
@@ -126,7 +126,7 @@ def all_mistakes(arguments: Sequence[str], first: HydraException | OmegaConfBase
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Ends what is under way; also where the exception gets lost, as in a callback of the garbage collector."""
+    """Interrupts the program, even if the exception is lost, as in a callback of the garbage collector."""
     timer = threading.Timer(5, report_interrupt, [number])
     timer.daemon = True
     unanswered.append((number, timer))
@@ -158,4 +158,4 @@ def errors_in_lines() -> Iterator[None]:
 def end(message: str, status: int) -> None:
     for line in message.splitlines():
         print(f"error: {line}", file=sys.stderr)
-    exit_immediately(status)  # libraries' threads would go on and log after the last line
+    exit_immediately(status)  # threads of libraries would continue and log after the last line

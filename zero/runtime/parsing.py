@@ -1,4 +1,4 @@
-"""The boundary around parsers of files that others write: whatever a parser raises becomes one line."""
+"""Turns any error of a parser of an external file into one line."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from zero.runtime.errors import UserError, first_line
 
-# What parsers raise for input that is malformed, truncated, nested too deeply or too large, and what is raised by the
-# first access to a value of another kind, such as a list where an object belongs.
+# Errors of parsers for input that is malformed, truncated, nested too deeply or too large, and of the first access to
+# a value of another kind, such as a list instead of an object.
 MALFORMED = (
     ArithmeticError,
     AssertionError,
@@ -29,12 +29,8 @@ MALFORMED = (
 def reading(message: str, *also: type[Exception], kind: type[UserError] = UserError) -> Iterator[None]:
     """Turns the errors of a parser into one line. The block holds the parser and the first accesses to its result.
 
-    An OSError passes: it concerns the disk, not the contents of a file.
-
-    Args:
-      message: begins the line: the file, the place in it, and what was expected.
-      also: what this parser raises besides `MALFORMED`.
-      kind: of the error that is raised.
+    An OSError passes: it concerns the disk, not the contents of a file. `message` begins the line, `also` are errors of
+    this parser besides `MALFORMED`.
     """
     parser_errors: tuple[type[Exception], ...] = (*MALFORMED, *also)
     try:

@@ -1,6 +1,6 @@
-"""A run directory: the files in it, its lock, and its mirror next to checkpoints that lie elsewhere (omegaconf).
+"""A run directory: the files in it, its lock, and its mirror next to checkpoints that are elsewhere (omegaconf).
 
-Where checkpoints lie outside the run directory, in a bucket or on a shared disk, the other files that a resume needs
+If checkpoints are outside the run directory, in a bucket or on a shared disk, the other files that a resume needs
 are copied next to them, to CHECKPOINTS-run/, and a machine that has lost the run directory rebuilds it from there.
 """
 
@@ -27,7 +27,7 @@ METRICS_FILE = "metrics.jsonl"
 LAYOUT_FILE = "layout.txt"
 SAMPLES_FILE = "samples.txt"
 WANDB_ID_FILE = "wandb_run_id"
-LINEAGE_FILE = "emergency_lineage"  # of the emergency checkpoints that a resume may use
+LINEAGE_FILE = "emergency_lineage"  # names the emergency checkpoints that a resume may use
 MIRRORED = (CONFIG_FILE, LAYOUT_FILE, METRICS_FILE, SAMPLES_FILE, WANDB_ID_FILE, LINEAGE_FILE)
 GROWING = (METRICS_FILE, SAMPLES_FILE)
 
@@ -67,9 +67,9 @@ def checkpoint_directory(run_directory: Path, bucket_path: str | None, directory
 
 @contextmanager
 def locked(run_directory: Path) -> Iterator[None]:
-    """Keeps other processes out of a run: two that were started in one second, or two that resume the same one.
+    """Locks a run: two processes may be started in one second, or resume the same run.
 
-    The lock ends with its process, however that ends.
+    The lock ends with its process, even if it is killed.
 
     Raises:
       UserError: another process has the lock.
@@ -99,12 +99,12 @@ def saved_steps(run_directory: Path) -> list[int]:
 
 
 def is_outside(run_directory: Path, place: Path | str) -> bool:
-    """Whether checkpoints lie outside the run directory."""
+    """Whether checkpoints are outside the run directory."""
     return not isinstance(place, Path) or not place.absolute().is_relative_to(run_directory.absolute())
 
 
 def mirror(run_directory: Path, place: Path | str) -> None:
-    """Copies the files that a resume needs to the checkpoints, where these lie outside the directory."""
+    """Copies the files that a resume needs next to the checkpoints, if these are outside the directory."""
     if is_outside(run_directory, place):
         for name in MIRRORED:
             if (run_directory / name).exists():
@@ -125,10 +125,10 @@ def rebuild(run_directory: Path, place: Path | str) -> bool:
 
 
 def _mirror_path(place: Path | str, name: str) -> str:
-    return f"{place}-run/{name}"  # inside the directory orbax would take it for a step that is half written
+    return f"{place}-run/{name}"  # inside the directory orbax would take it for an unfinished step
 
 
 def saved_checkpoint_directory(run_directory: Path) -> Path | str:
-    """Where a run keeps its checkpoints, by its saved configuration."""
+    """The directory of a run's checkpoints, by its saved configuration."""
     data = saved_config(run_directory).data
     return checkpoint_directory(run_directory, data.bucket_path, data.checkpoint_directory)

@@ -1,4 +1,4 @@
-"""`mode=train`: the training loop, one decision per step (log, evaluate, save, stop)."""
+"""`mode=train`: the training loop; after each step: log, evaluate, save, stop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zero.training.programs import split_rows
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-SUMMARY = {  # of a line of metrics: the unit of a value, and how it is shown
+SUMMARY = {  # values of a line of metrics that are shown: unit and format
     "train/loss": (1, "loss {:.3f}"),
     "validation/loss": (1, "validation {:.3f}"),
     "tokens_per_second": (1, "{:,.0f} tokens/s"),
@@ -47,7 +47,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
       The exit status: 0 when finished, 75 when stopped after a saved checkpoint.
 
     Raises:
-      UserError: what is wrong with the configuration, the data or a checkpoint.
+      UserError: the configuration, the data or a checkpoint is wrong.
       KeyboardInterrupt: a signal arrived before there was anything to save.
     """
     with open_run(config, size, run_directory) as run:
@@ -65,7 +65,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
 
 
 def _loop(run: ActiveRun) -> bool:
-    """Trains to the last step; False where the run was stopped before."""
+    """Trains to the last step; False if the run was stopped earlier."""
     pending = run.position.unevaluated  # a signal came before the evaluation of the checkpoint
     if pending is not None:
         if not _evaluate_and_log(run, pending):
@@ -98,7 +98,7 @@ def _loop(run: ActiveRun) -> bool:
 
 
 def _evaluate_and_log(run: ActiveRun, line: dict[str, Any]) -> bool:
-    """Logs the metrics with the mean loss of held-out tokens; False where the run was stopped before that is known."""
+    """Logs the metrics with the validation loss; False if the run was stopped during the evaluation."""
     is_evaluated = _evaluate(run, line)
     run.position.unevaluated = None if is_evaluated else line
     run.log(line)
@@ -107,7 +107,7 @@ def _evaluate_and_log(run: ActiveRun, line: dict[str, Any]) -> bool:
 
 @counts_as("evaluation")
 def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
-    """Adds losses in nats per token to the metrics, and the results of tasks where they are due."""
+    """Adds losses in nats per token to the metrics, and the results of tasks if they are due."""
     weights = {"validation/loss": run.weights}
     averages = run.state.averages
     if EMA in averages:
@@ -136,9 +136,9 @@ def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
 
 @counts_as("evaluation")
 def _report(run: ActiveRun, line: dict[str, Any]) -> None:
-    """A sample, the picture and the HTML report, after an evaluation; all hosts sample, and the first one writes.
+    """Writes a sample, the plot and the HTML report after an evaluation; all hosts sample, host 0 writes.
 
-    Training goes on without what cannot be written: a checkpoint that can be continued matters more than a picture.
+    Training continues if they cannot be written.
     """
     text = ""
     if count := run.config.training.sample_tokens:

@@ -1,1 +1,1 @@
-"""What runs on the devices: loss, schedules, the pmapped step, evaluation, inference. No input or output."""
+"""The computation on devices: loss, schedules, the pmapped step, evaluation, inference. No I/O."""

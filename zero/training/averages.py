@@ -1,4 +1,4 @@
-"""What follows the training beside the parameters, by name. A new average is a file and an entry of this dictionary."""
+"""Averages that follow the parameters, by name. A new average is a file and an entry of this dictionary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero.training.sharded_gpt import ShardedGPT
 
 
 def averages_of(model: ShardedGPT, options: StepOptions | None = None) -> dict[str, Average]:
-    """Those of the model's own collections, and those that the options ask for."""
+    """The averages of the model's collections, and those of the options."""
     averages = {name: _follow(name, collection) for name, collection in model.collections.items()}
     if options is not None and options.ema_decay is not None:
         averages[EMA] = make_ema(options.ema_decay)
@@ -20,7 +20,7 @@ def averages_of(model: ShardedGPT, options: StepOptions | None = None) -> dict[s
 
 
 def _follow(name: str, collection: Collection) -> Average:
-    """A collection of the model's variables, moved by what the attempt has found for it."""
+    """An average that applies the update rule of one of the model's collections."""
 
     def init(params: PyTree, collections: dict[str, PyTree]) -> PyTree:
         return collections[name]

@@ -1,4 +1,4 @@
-"""What a device computes on: tokens, what of them is predicted, where documents start, and keys of random draws."""
+"""A device's rows: tokens, targets, document starts, dropout keys."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jax import lax
 
 
 class Batch(NamedTuple):
-    """What one device computes on.
+    """The rows of one device.
 
     Attributes:
       tokens: int32 `(rows, context)`: rows of the data, or pieces of them in the staged warmup. A token t that is read
         but not predicted is `~t`, that is -1 - t; padding is -1, read as token 0.
-      first_row: int32, where these rows lie in the global batch.
+      first_row: int32, the index of the first of them in the global batch.
     """
 
     tokens: jax.Array | np.ndarray
@@ -33,15 +33,15 @@ def token_ids(tokens: jax.Array | np.ndarray) -> jax.Array:
 
 
 def next_tokens(tokens: jax.Array | np.ndarray) -> jax.Array:
-    """What each position has to predict; negative where nothing is scored."""
+    """The target of each position; negative where nothing is scored."""
     return jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
 
 
 def document_starts(tokens: jax.Array, end_of_text: int | None) -> jax.Array | None:
     """The column where the document of each token starts, int32 of the shape of `tokens`, `(rows, context)`.
 
-    An end of text starts the document after it: the first token of a document is predicted from the end of text alone,
-    as in a text that is sampled from an empty prompt. Without an end of text rows are not divided, and it is None.
+    An end of text starts the document after it: the first token of a document is predicted only from the end of
+    text, as in sampling from an empty prompt. None without an end of text: rows are not divided.
 
     >>> document_starts(jnp.asarray([[5, 6, 0, 7, 0, 0, 8]]), 0).tolist()
     [[0, 0, 2, 2, 4, 5, 5]]
@@ -53,6 +53,6 @@ def document_starts(tokens: jax.Array, end_of_text: int | None) -> jax.Array | N
 
 
 def row_keys(step_key: jax.Array, batch: Batch) -> jax.Array:
-    """One dropout key per row, from its place in the global batch: never from a device, a host or a micro-batch."""
+    """One dropout key per row, from its index in the global batch, whatever the devices, hosts and micro-batches."""
     rows = batch.first_row + jnp.arange(batch.tokens.shape[0])
     return jax.vmap(jax.random.fold_in, (None, 0))(step_key, rows)

@@ -15,7 +15,7 @@ EMA = "ema"  # its name among the averages of a state
 
 
 def make_ema(decay: float) -> Average:
-    """The average of the parameters, float32, as `update_ema` moves it."""
+    """A float32 average of the parameters, updated by `update_ema`."""
 
     def init(params: PyTree, collections: dict[str, PyTree]) -> PyTree:
         return jax.tree.map(lambda p: p.astype(jnp.float32), params)
@@ -27,10 +27,10 @@ def make_ema(decay: float) -> Average:
 
 
 def update_ema(ema: PyTree, params: PyTree, decay: float, updates: jax.Array | int) -> PyTree:
-    """The average with the newest parameters added: after `updates` of them that of `optax.ema(decay, debias=True)`.
+    """The average with the newest parameters added, as `optax.ema(decay, debias=True)` after `updates` updates.
 
     The weight of the newest is (1 - decay) / (1 - decay^updates): 1 at the first update, 1 - decay after many. So the
-    average never contains the parameters of before the first update, and is usable at once.
+    initial parameters never enter, and the average is usable after one update.
 
     Element-wise: shards or whole arrays in and out, no communication.
 
@@ -40,6 +40,6 @@ def update_ema(ema: PyTree, params: PyTree, decay: float, updates: jax.Array | i
     >>> float(update_ema(ema, {"w": 4.0}, 0.5, updates=2)["w"])  # (0.25 * 1 + 0.5 * 4) / 0.75
     3.0
     """
-    # expm1, because 1 - decay^updates loses its digits where the decay is near 1.
+    # expm1, because 1 - decay^updates loses precision where the decay is near 1.
     newest = (1 - decay) / -jnp.expm1(jnp.maximum(updates, 1) * math.log(decay))
     return optax.incremental_update(params, ema, jnp.minimum(newest, 1.0))

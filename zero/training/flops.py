@@ -1,4 +1,4 @@
-"""Operations of matrix products, counted in what jax traces."""
+"""FLOPs of matrix products, counted in a jaxpr."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from zero.models.gpt import GPT, variable_shapes
 
 
 def model_flops(config: GPTConfig, rows: int, context: int) -> int:
-    """Operations of forward and backward pass on `rows` sequences of `context` tokens, without rematerialisation.
+    """FLOPs of the forward and backward pass on `rows` sequences of `context` tokens, without rematerialisation.
 
     The backward pass of a matrix product is two products of the same size, so this is three times the forward pass.
-    A query counts with all positions of the row, as in the source, or with those of its window.
+    Attention counts all positions of the row, as in the source, or those of the window.
 
     Source: "model FLOPs" of Chowdhery et al., PaLM, arXiv 2204.02311, appendix B.
     """
-    # T5's bias is looked up by a product, which is no operation of the model.
+    # T5's bias is looked up by a matrix product, which is not a model FLOP.
     positions = "none" if config.positions == "t5" else config.positions
     whole = dataclasses.replace(config, windows=(0,), positions=positions)
     model, variables = GPT(whole), variable_shapes(whole)
@@ -32,9 +32,9 @@ def model_flops(config: GPTConfig, rows: int, context: int) -> int:
 
 
 def matmul_flops(jaxpr: Any) -> int:
-    """Operations of all matrix products of a trace, two per multiplication; those in a scan count each time they run.
+    """FLOPs of all matrix products of a jaxpr, two per multiply-add. The body of a scan counts once per iteration.
 
-    Of the branches of a condition the most expensive one counts.
+    Of the branches of a `cond` the most expensive one counts.
 
     Raises:
       ValueError: a matrix product in a loop of unknown length.
@@ -64,7 +64,7 @@ def _product_flops(eqn: Any) -> int:
     else:
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         (contracted, _), _ = numbers.dot_dimension_numbers
-        if set(numbers.lhs_ragged_dimensions) & set(contracted):  # the groups share what is summed over
+        if set(numbers.lhs_ragged_dimensions) & set(contracted):  # groups split the contracted dimension
             out = out[1:]
     return 2 * math.prod(out) * math.prod(shape[dim] for dim in contracted)
 

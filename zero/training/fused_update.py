@@ -1,8 +1,8 @@
-"""The optimizer's update inside the backward pass: a layer moves as soon as its gradient is known.
+"""The optimizer's update inside the backward pass: each layer is updated as soon as its gradient is known.
 
-No more than one layer's gradient exists, so stage 3 needs no memory for gradients. What needs the whole gradient
-before the first update is not available: adding up micro-batches, clipping by the global norm. Instead the gradient is
-clipped, and skipped where it is not finite, part by part: each layer is a part, and all that is in no layer is one.
+Only one layer's gradient exists at a time, so stage 3 needs no memory for gradients. Micro-batches and clipping by the
+global norm need the whole gradient and are not available. Clipping and skipping work per part instead: each layer is a
+part, and the parameters outside the layers are one more.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from zero.training.sharded_gpt import ShardedGPT
 
 
 def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> Attempt:
-    """The attempt whose update of each layer is made inside the backward pass.
+    """An attempt that updates each layer inside the backward pass.
 
-    A part whose gradient is not finite stays as it was while the others move, so that nothing is left to settle.
+    It leaves a part whose gradient is not finite unchanged by itself, so `settle` has nothing to undo.
 
     Raises:
-      ValueError: what needs the whole gradient.
+      ValueError: an option needs the whole gradient.
 
     `run` raises:
       NotElementwiseError: `tx` needs other devices, or other layers.
@@ -102,25 +102,25 @@ def backward_and_update(
     """One step of `score(rest, block(... block(embed(rest)) ...))`, whose layers are stacked in `params[STACK]`.
 
     The layers' parameters and state are carried through the reverse loop and overwritten in place, so that XLA keeps
-    one copy of them. What `tx` does depends on the shapes of all layers together, as without this function.
+    one copy of them. `tx` sees the shapes of the whole stack, as in an update after the backward pass.
 
     Args:
-      embed: what enters the first layer, from the parameters that are not in blocks.
+      embed: from the parameters outside the stack to the first layer's input.
       block: `(a layer's parameters, its input, its number)` to its output.
-      score: this device's part of the loss, and what else is known of it, from the same parameters as `embed` and what
-        leaves the last layer.
+      score: from the parameters of `embed` and the last layer's output to this device's part of the loss, and auxiliary
+        outputs.
       tx: the optimizer.
       params, opt_state: shards.
-      layout: of the parameters.
+      layout: layout of the parameters.
       axis: the pmap axis.
-      span: layers of which only the first one's input is kept for the backward pass; divides their number.
+      span: layers for each input that is kept for the backward pass; divides the number of layers.
       max_norm: each of n parts is clipped to the norm `max_norm / sqrt(n)`, so the whole to `max_norm`; None: no
         clipping.
-      skips_bad: leave a part as it was if its gradient is not finite, and all parts if the loss is not.
+      skips_bad: leave a part unchanged if its gradient is not finite, and all parts if the loss is not.
 
     Returns:
-      The loss, the new parameters and state, the norm of the gradient before it was clipped, whether a part was
-      skipped, and what else `score` knows. All but that and the shards are the same on every device.
+      The loss, the new parameters and state, the gradient norm before clipping, whether a part was skipped,
+      and the auxiliary outputs of `score`. All but these and the shards are the same on every device.
 
     Raises:
       NotElementwiseError: `tx` needs other devices, or other layers.
@@ -167,7 +167,7 @@ def backward_and_update(
 def _guarded(
     grads: PyTree, sums: Squares, *, max_norm: float | None, skips_bad: bool, axis: Axis
 ) -> tuple[PyTree, jax.Array]:
-    """A part's gradient, clipped, and whether the part is to be skipped; from its own square sum."""
+    """A part's clipped gradient, and whether to skip the part, from its sum of squares."""
     if max_norm is None and not skips_bad:
         return grads, jnp.bool_(False)
     norm = norm_of(sums, axis)
@@ -178,7 +178,7 @@ def _guarded(
 
 @dataclasses.dataclass(frozen=True)
 class _Layers(Axis):
-    """The layers of a stack, as if one device each held one: where an update is element-wise, that is the same."""
+    """An axis whose shards are the layers of a stack: equivalent where an update is element-wise."""
 
     layer: Any = None
 
@@ -209,7 +209,7 @@ def _rest(tree: dict[str, PyTree]) -> dict[str, PyTree]:
 
 
 def _subtrees(f: Callable[..., Any], *trees: PyTree) -> PyTree:
-    """Maps `f` over what looks like parameters, the dicts; of anything else, such as counts, the first tree's stays."""
+    """Maps `f` over the dicts in the trees, the parameters; other leaves, such as counts, are the first tree's."""
 
     def is_dict(x: Any) -> bool:
         return isinstance(x, dict)

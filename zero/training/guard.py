@@ -7,18 +7,18 @@ import jax.numpy as jnp
 
 from zero.training.parts import Guard, GuardState, StepOptions, Tried
 
-# As OLMo-core's SkipStepOptimizer: of the last 128 updates, and no update is judged by fewer than 64.
+# As in OLMo-core's SkipStepOptimizer: statistics of about 128 updates, used from the 64th on.
 _DECAY, _JUDGED_BY = 1 - 1 / 128, 64
 
 
 def init_guard() -> GuardState:
-    """Before the first update; the same whatever is skipped."""
+    """The state before the first update."""
     zero = jnp.int32(0)
     return GuardState(zero, zero, zero, jnp.zeros((2, 3), jnp.float32))
 
 
 def make_guard(options: StepOptions) -> Guard:
-    """Decides from sums over all devices, so that the decision is the same everywhere."""
+    """A guard that decides from sums over all devices, so that all decide alike."""
 
     def judge(state: GuardState, tried: Tried) -> tuple[jax.Array | bool, GuardState]:
         seen = jnp.stack([tried.loss, tried.norm])
@@ -42,7 +42,7 @@ def add_to_running(running: jax.Array, values: jax.Array) -> jax.Array:
     """Exponentially decaying statistics with one more value of each kind.
 
     `(kinds, 3)` and `(kinds,)` in: mean and variance without the bias of a start at zero, and the sum of all weights,
-    1 - decay^n after n values. The first value finds zeros.
+    1 - decay^n after n values. Start from zeros.
 
     Source: Finch, Incremental calculation of weighted mean and variance (2009), section 9; weights as in Adam.
     """
@@ -54,11 +54,11 @@ def add_to_running(running: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def is_spike(running: jax.Array, values: jax.Array, deviations: float) -> jax.Array:
-    """Whether any value exceeds its running mean by so many running standard deviations.
+    """Whether any value exceeds its running mean by this many running standard deviations.
 
-    Too few values judge nothing, and a NaN is no spike. PaLM (Chowdhery et al., arXiv 2204.02311, section 5.1) skipped
-    the batches around a spike by hand; the rule is that of OLMo-core's SkipStepOptimizer, for what is too large alone.
+    False for a NaN, and while there are too few values. PaLM (Chowdhery et al., arXiv 2204.02311, section 5.1) skipped
+    the batches around a spike by hand; the rule is OLMo-core's SkipStepOptimizer's, for large values only.
     """
     mean, variance, weight = running.T
-    is_judged = weight > 1 - _DECAY ** (_JUDGED_BY - 0.5)  # between two counts: sums of weights are rounded
+    is_judged = weight > 1 - _DECAY ** (_JUDGED_BY - 0.5)  # halfway between counts: sums of weights are rounded
     return jnp.any(is_judged & (values > mean + deviations * jnp.sqrt(variance)))

@@ -26,9 +26,6 @@ def evaluate_step(
     Per device: shards of parameters and int32 tokens `(R, T)` as in `Batch`. Call inside pmap.
 
     Args:
-      params: shards.
-      tokens: the rows of this device.
-      model: the model.
       micro_batches: parts that the rows are split into, one forward pass each, so that evaluation needs no more
         activations than training; divides R.
     """
@@ -44,7 +41,7 @@ def evaluate_step(
 
 
 def score(params: PyTree, tokens: jax.Array, *, model: ShardedGPT) -> tuple[jax.Array, jax.Array]:
-    """For every token after the first of a row: its loss in nats, and whether it was the most likely token.
+    """The loss in nats of every token after the first of a row, and whether it was the most likely token.
 
     Per device: shards of parameters and int32 tokens `(R, T)` as in `Batch`. Out: float32 and bool
     `(N R, T - 1)`, the rows of all devices in order, the same on every device. Call inside pmap.
@@ -59,9 +56,9 @@ def score(params: PyTree, tokens: jax.Array, *, model: ShardedGPT) -> tuple[jax.
 def score_on(
     params: PyTree, tokens: jax.Array, cache: AnyCache, position: jax.Array, *, model: ShardedGPT
 ) -> tuple[jax.Array, jax.Array, AnyCache]:
-    """`score` of rows that go on at `position`, after those in the cache, and the cache with all but the last token.
+    """`score` of rows that continue a cache at `position`, and the cache with all tokens but the last added.
 
-    For models of gated units, whose cache has a constant size: rows of any length are scored in parts as if at once.
+    For gated units, whose cache has a constant size: long rows are scored in parts, with the same result.
     """
     tokens = token_ids(tokens)
     variables, following = model.gather_params(params), {"cache": cache, "position": position}
@@ -70,7 +67,7 @@ def score_on(
 
 
 def _of_all_rows(x: jax.Array, model: ShardedGPT) -> jax.Array:
-    """Of the rows of all tensor groups, in order; a device alone is a group. `(R, ...)` in, `(N R, ...)` out."""
+    """Gathers the rows of all N tensor groups, or devices: `(R, ...)` in, `(N R, ...)` out."""
     of_devices = lax.all_gather(x, model.axis.name)
     return lax.collapse(of_devices[:: model.axis.tensor], 0, 2)
 
@@ -83,9 +80,9 @@ class Sampling:
       repetition_penalty: logits of tokens in the text so far are divided by it, negative ones multiplied; 1 is none
         (CTRL, arXiv 1909.05858, section 4.1).
       temperature: logits are divided by it; 0 takes the most likely token.
-      top_k: only so many of the most likely tokens.
+      top_k: only this many of the most likely tokens.
       top_p: only the most likely tokens that together reach this probability (arXiv 1904.09751, section 3.1).
-      typical_p: only those nearest to the expected information that together reach it (arXiv 2202.00666, section 4).
+      typical_p: only the tokens nearest to the expected information with this mass (arXiv 2202.00666, section 4).
     """
 
     repetition_penalty: float = 1.0
@@ -99,8 +96,8 @@ class DecodeState(NamedTuple):
     """Unfinished texts of one device, and the state of their decoding.
 
     Attributes:
-      tokens: int32 `(R, S)`: prompts and what was drawn; -1 where there is nothing yet.
-      position: int32, how many positions the cache holds.
+      tokens: int32 `(R, S)`: prompts and drawn tokens; -1 where nothing is drawn yet.
+      position: int32, the number of positions in the cache.
       cache: keys and values of these positions.
       logits: float32 `(R, V)`, after the last of them.
     """
@@ -112,18 +109,15 @@ class DecodeState(NamedTuple):
 
 
 def prefill(params: PyTree, tokens: jax.Array, length: jax.Array, *, model: ShardedGPT, width: int) -> DecodeState:
-    """Reads the first `length` tokens of each row at once: the part of the prompts that all rows have.
+    """Reads the first `length` tokens of each row in one pass: at most the shortest prompt.
 
     Per device: shards of parameters, int32 tokens `(R, S)`, prompts and -1 behind them, and the length, int32. Call
     inside pmap.
 
     Args:
-      params: shards.
-      tokens: the rows of this device.
       length: at most `width`; it does not change the compiled program.
-      model: the model.
-      width: positions to compute, the same for a range of lengths. Those from `length` on are computed in vain:
-        no later position attends to them before they are overwritten.
+      width: positions to compute, the same for a range of lengths. Results from `length` on are unused: no
+        later position attends to them before they are overwritten.
     """
     if model.config.has_learned_positions:
         width = min(width, model.config.block_size)
@@ -136,7 +130,7 @@ def prefill(params: PyTree, tokens: jax.Array, length: jax.Array, *, model: Shar
 def extend(
     params: PyTree, state: DecodeState, keys: jax.Array, *, model: ShardedGPT, sampling: Sampling, count: int
 ) -> tuple[DecodeState, jax.Array]:
-    """Appends `count` tokens, with a key-value cache; where a prompt is longer, its own tokens are taken.
+    """Appends `count` tokens with a key-value cache; the tokens of longer prompts are kept.
 
     Per device: shards of parameters, a decode state, the data of one random key per row. Out: the decode state, and the
     tokens `(N R, S)` of all devices, the same on every device. Call inside pmap.
@@ -158,7 +152,7 @@ def extend(
 
 
 def penalised(logits: jax.Array, tokens: jax.Array, penalty: float) -> jax.Array:
-    """Logits `(R, V)` with those of tokens that are in `tokens` `(R, S)` made less likely; -1 is no token."""
+    """Logits `(R, V)`, penalised for the tokens that are in `tokens` `(R, S)`; -1 is no token."""
     if penalty == 1:
         return logits
     rows = jnp.arange(len(tokens))[:, None]
@@ -176,7 +170,7 @@ def draw(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Logits `(R, V)` divided by the temperature, minus infinity where a token may not be drawn."""
+    """Logits `(R, V)` divided by the temperature, minus infinity for tokens that are filtered out."""
     logits = logits / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         least = lax.top_k(logits, sampling.top_k)[0][:, -1:]

@@ -1,7 +1,7 @@
 """Optimizers by name: optax's, exact on shards, without a learning rate; and the dtypes of their state.
 
-What is not element-wise sees each layer's own arrays, not stacks of all layers: the norms of LAMB, the factors and
-root mean squares of Adafactor and the matrices of Muon are those of one layer.
+Optimizers that are not element-wise see the arrays of one layer, not stacks of all layers: LAMB's norms, Adafactor's
+factors and root mean squares and Muon's matrices are per layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zero.partition.quantised_optimizers import convert_adam, rounded_updates, s
 from zero.partition.rewrite.entry_points import across_shards
 
 Multipliers = Callable[[PyTree], PyTree]  # from parameters, or a part of them, to a float for each leaf
-B1, B2, EPS = 0.9, 0.95, 1e-8  # of AdamW; b2 as in GPT-3, arXiv 2005.14165, appendix B
+B1, B2, EPS = 0.9, 0.95, 1e-8  # AdamW; b2 as in GPT-3, arXiv 2005.14165, appendix B
 
 
 def decayed(params: PyTree) -> PyTree:
@@ -67,8 +67,8 @@ def _decoupled(
 ) -> optax.GradientTransformation:
     """`tx`, with updates multiplied leaf by leaf, and weight decay, which is not multiplied.
 
-    So a weight forgets as fast at every width: multiplied, decay would vanish as the width grows, and learning rates
-    would no longer transfer (Kosson et al., arXiv 2510.19093, who call it independent weight decay).
+    Multiplied, decay would vanish as the width grows, and learning rates would no longer transfer (independent weight
+    decay: Kosson et al., arXiv 2510.19093).
     """
     decay = optax.add_decayed_weights(weight_decay, decayed)
     if multipliers is None:
@@ -125,7 +125,7 @@ def _muon(
 
 
 def _matrices(params: PyTree) -> PyTree:
-    """The matrices of layers, which Muon is for, each expert's by itself; the vocabulary and vectors are Adam's."""
+    """Muon's dimension numbers for matrices of layers and experts; None leaves the vocabulary and vectors to Adam."""
     numbers = {2: optax.contrib.MuonDimensionNumbers(), 3: optax.contrib.MuonDimensionNumbers(1, 2)}
     return jax.tree_util.tree_map_with_path(
         lambda path, x: numbers.get(x.ndim) if path[0].key == STACK and path[-1].key == "kernel" else None, params
@@ -133,7 +133,7 @@ def _matrices(params: PyTree) -> PyTree:
 
 
 def _ascending(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`tx` with the sign of its updates turned: the step multiplies by minus the learning rate."""
+    """`tx` with negated updates, because the step multiplies by minus the learning rate."""
     return optax.chain(tx, optax.scale(-1))
 
 
@@ -144,8 +144,8 @@ PER_LAYER: Mapping[str, Callable[..., optax.GradientTransformation]] = MappingPr
     {"adafactor": _adafactor, "lamb": _lamb, "muon": _muon}
 )
 NAMES = (*ELEMENTWISE, *PER_LAYER)
-QUANTISABLE = ("adamw", "lion")  # which hold moments in `state_dtype`
-MULTIPLIABLE = ("adamw", "lion")  # whose learning rates `rate_multipliers` are for
+QUANTISABLE = ("adamw", "lion")  # take `state_dtype`
+MULTIPLIABLE = ("adamw", "lion")  # take `multipliers`
 
 
 def make_optimizer(
@@ -161,9 +161,9 @@ def make_optimizer(
     Args:
       name: one of NAMES. Sources: adamw arXiv 1711.05101, lion 2302.06675, adafactor 1804.04235, lamb 1904.00962,
         muon https://kellerjordan.github.io/posts/muon/ with the scale of arXiv 2502.16982, section 2.2.
-      weight_decay: of matrices and the vocabulary, multiplied by the learning rate; sgd adds it to the gradient.
-      state_dtype: of the moments of adamw and lion.
-      multipliers: of the learning rate of each leaf, weight decay excepted; for adamw and lion.
+      weight_decay: for matrices and the vocabulary, multiplied by the learning rate; sgd adds it to the gradient.
+      state_dtype: dtype of the moments of adamw and lion.
+      multipliers: factors of each leaf's learning rate, without weight decay; for adamw and lion.
       hyperparameters: as `hyperparameters(name)` lists them.
 
     Raises:
@@ -188,7 +188,7 @@ def hyperparameters(name: str) -> dict[str, Any]:
 
 
 def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx` applied to each layer of the stacks in `params[STACK]` as if it were alone, and to the other leaves.
+    """`tx` applied to each layer of the stacks in `params[STACK]` separately, and to the other leaves.
 
     >>> lamb = per_layer(optax.scale_by_trust_ratio())
     >>> params = {STACK: {"w": jnp.array([[3.0, 4.0], [30.0, 40.0]])}}  # two layers, with norms 5 and 50
@@ -219,7 +219,7 @@ def _cut(tree: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def scaled(tx: optax.GradientTransformation, rate: jax.Array, step: jax.Array) -> optax.GradientTransformationExtraArgs:
-    """`tx` followed by the learning rate, and by the stochastic rounding of what is held in bfloat16."""
+    """`tx` followed by the learning rate and by stochastic rounding of bfloat16 parameters."""
     inner = optax.with_extra_args_support(tx)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
@@ -230,7 +230,7 @@ def scaled(tx: optax.GradientTransformation, rate: jax.Array, step: jax.Array) -
 
 
 def convert_state(state: PyTree, layout: Layout, b1: float = B1, b2: float = B2, eps: float = EPS) -> PyTree:
-    """A state whose weights and AdamW moments were held in other dtypes, in those of this layout; element-wise."""
+    """Casts weights and AdamW moments to the dtypes of this layout; element-wise."""
     dtypes = layout.map(lambda leaf: leaf.dtype)
 
     def convert(x: Any, dtype: Any) -> Any:

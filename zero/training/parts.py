@@ -1,4 +1,4 @@
-"""What a training step is composed of: its state, its options, and the contracts of attempt, guard and average.
+"""The parts of a training step: its state, its options, and the contracts of attempt, guard and average.
 
 Each part is a few pure functions that run inside pmap. A new feature is a file with such functions, and one entry where
 they are chosen: `make_step` for attempts, `averages_of` for averages.
@@ -18,7 +18,7 @@ from zero.training.batch import Batch
 
 
 class GuardState(NamedTuple):
-    """What is known of the updates so far, the same on every device.
+    """Counters and statistics of the updates so far, the same on every device.
 
     Attributes:
       skipped_steps: updates skipped so far, int32.
@@ -35,12 +35,12 @@ class GuardState(NamedTuple):
 
     @property
     def counters(self) -> dict[str, jax.Array]:
-        """By the names of metrics."""
+        """The counters, by metric name."""
         return {name: x for name, x in self._asdict().items() if name != "running"}
 
 
 class TrainState(NamedTuple):
-    """What one device holds between steps.
+    """The state of one device between steps.
 
     Attributes:
       clock: updates attempted so far, int32.
@@ -59,18 +59,18 @@ class TrainState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """What a step does besides computing a gradient and updating. Checked by the parts that they are for.
+    """Options of a training step, each checked by the part that uses it.
 
     Attributes:
-      learning_rate: from the number of updates attempted so far to the rate.
-      seed: of dropout, and of whatever else is drawn during a step.
+      learning_rate: maps the number of updates attempted so far to the rate.
+      seed: seed of dropout and of all other random draws of a step.
       micro_batches: parts of a device's rows whose gradients are added up before the update.
       max_gradient_norm: gradients are clipped to this global norm; None: no clipping.
-      skip_bad_steps: an update whose gradient is not finite leaves everything as it was, on all devices alike.
-      skip_spikes: so does one whose loss or gradient norm exceeds its running mean by so many running standard
-        deviations; None: no such update is skipped.
+      skip_bad_steps: skip updates whose gradient is not finite, on all devices alike.
+      skip_spikes: skip updates whose loss or gradient norm exceeds its running mean by this many running standard
+        deviations; None: never.
       fused_update: update each layer inside the backward pass.
-      ema_decay: per update, of a moving average of the parameters; None: there is none.
+      ema_decay: decay per update of a moving average of the parameters; None: no average.
     """
 
     learning_rate: Callable[[jax.Array], jax.Array]
@@ -84,15 +84,15 @@ class StepOptions:
 
 
 class Tried(NamedTuple):
-    """What one attempted update has made. All but the shards are the same on every device.
+    """The result of one attempted update. All but the shards are the same on every device.
 
     Attributes:
       params, opt_state: shards.
       loss: the mean over all tokens scored in the global batch.
-      norm: of the gradient before it was clipped.
+      norm: the gradient norm before clipping.
       is_bad: whether the gradient is not finite.
-      found: of each of the model's collections its gradient, summed over devices.
-      metrics: what else is logged of this update, one scalar each.
+      found: the gradient of each of the model's collections, summed over devices.
+      metrics: further scalars to log.
     """
 
     params: PyTree
@@ -108,9 +108,9 @@ class Attempt(NamedTuple):
     """How an update is computed.
 
     Attributes:
-      run: `(state, this device's rows, learning rate, the step's random key)` to the update.
-      settle: `(is_skipped, update, state)` to the parameters and optimizer state after it: those of before where it is
-        skipped. `is_skipped` is a bool on every device, or False where nothing is ever skipped.
+      run: `(state, this device's rows, learning rate, the step's random key)` to a `Tried`.
+      settle: `(is_skipped, tried, state)` to the parameters and optimizer state to keep: the old ones if skipped.
+        `is_skipped` is a traced bool, or the constant False where nothing is ever skipped.
     """
 
     run: Callable[[TrainState, Batch, jax.Array, jax.Array], Tried]
@@ -121,9 +121,8 @@ class Guard(NamedTuple):
     """Which updates are skipped.
 
     Attributes:
-      init: to the state before the first update.
-      judge: `(its state, the update)` to whether the update is skipped, and its next state. The former is a bool, the
-        same on every device; False, not an array, where nothing is ever skipped.
+      init: `()` to the state before the first update.
+      judge: `(its state, tried)` to `is_skipped`, the same on every device, and its next state.
     """
 
     init: Callable[[], GuardState]
@@ -131,11 +130,11 @@ class Guard(NamedTuple):
 
 
 class Average(NamedTuple):
-    """Something that follows the training, and that a skipped update leaves as it was.
+    """State that follows the parameters; a skipped update leaves it unchanged.
 
     Attributes:
       init: from parameters, whole or shards, and the model's collections to its state.
-      update: `(its state, the update, updates made so far with this one, the step's random key)` to its next state.
+      update: `(its state, tried, updates made so far with this one, the step's random key)` to its next state.
     """
 
     init: Callable[[PyTree, dict[str, PyTree]], PyTree]
@@ -143,7 +142,7 @@ class Average(NamedTuple):
 
 
 def unless(condition: jax.Array | bool, new: PyTree, old: PyTree) -> PyTree:
-    """The new tree, or the old one where a condition holds; False, not an array, costs nothing."""
+    """The old tree where the condition holds, else the new one; the constant False costs nothing."""
     if condition is False:
         return new
     return jax.tree.map(lambda new, old: jnp.where(condition, old, new), new, old)

@@ -2,7 +2,7 @@
 
 from zero.models.config import HEAD, VOCABULARY
 
-# By module: with an output that is cut (its bias too), or with an input that is cut.
+# By module: -1 cuts the output (its bias too), -2 the input.
 _CUT_ALONG = {
     **dict.fromkeys(("query", "key", "value", "mlp_in", "mlp_gate"), -1),
     **dict.fromkeys(("attention_out", "mlp_out", VOCABULARY, HEAD), -2),

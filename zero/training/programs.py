@@ -1,4 +1,4 @@
-"""The pmapped programs that train and use a model; a plan compiles these very ones."""
+"""The pmapped programs that train and use a model; `mode=plan` compiles the same programs."""
 
 from __future__ import annotations
 
@@ -22,24 +22,27 @@ from zero.training.inference import Sampling, evaluate_step, extend, prefill, sc
 from zero.training.parts import StepOptions
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import make_step, new_state
+from zero.training.verification import verify
 
 
 class Programs(NamedTuple):
-    """What `jax.pmap` returns, to call or to `.lower` and compile.
+    """Pmapped functions, to call or to `.lower` and compile.
 
-    Every argument and result has a leading dimension of local devices, unless it is said to be shared.
+    Every argument and result has a leading dimension of local devices, unless it is called shared.
 
     Attributes:
       init: `(key data)`, one row per device, all alike, to weights: parameter shards, and the model's collections.
       start: weights, donated, to a new `TrainState`.
       step: `(TrainState, Batch)`, the state donated, to the next state and shared metrics.
       evaluate: `(weights, tokens)` to the shared sum of losses and number of tokens scored.
+      verify: `(weights, tokens, first)`, one number per device, all alike, to the shared checksums of results.
     """
 
     init: Any
     start: Any
     step: Any
     evaluate: Any
+    verify: Any
 
 
 def make_programs(
@@ -48,7 +51,7 @@ def make_programs(
     options: StepOptions,
     devices: Sequence[Any] | None = None,
 ) -> Programs:
-    """Binds the model, the optimizer and what else does not change during a run. Nothing is compiled yet.
+    """Binds the model, the optimizer and the options. Nothing is compiled yet.
 
     `tx` is any optax transform; `start` and `step` raise `NotElementwiseError` where it would be wrong on shards.
 
@@ -65,11 +68,12 @@ def make_programs(
         ),
         step=pmap(make_step(model, tx, options), donate_argnums=0, out_axes=(0, None)),
         evaluate=pmap(partial(evaluate_step, model=model, micro_batches=options.micro_batches), out_axes=None),
+        verify=pmap(partial(verify, model=model, micro_batches=options.micro_batches), out_axes=None),
     )
 
 
 class Inference(NamedTuple):
-    """What `jax.pmap` returns, for a model in use; arguments and results as in `Programs`.
+    """Pmapped functions for inference; arguments and results as in `Programs`.
 
     Attributes:
       score: `(params, tokens)` to the shared losses and hits of all rows.
@@ -92,7 +96,7 @@ class Inference(NamedTuple):
 def make_inference(
     model: ShardedGPT, sampling: Sampling | None = None, *, devices: Sequence[Any] | None = None
 ) -> Inference:
-    """Binds the model and how text is drawn from it, of whole rows. Nothing is compiled yet."""
+    """Binds the model, without context groups, and the sampling. Nothing is compiled yet."""
     if model.axis.context > 1:
         model = dataclasses.replace(model, axis=dataclasses.replace(model.axis, context=1))
     pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
@@ -118,7 +122,7 @@ def make_inference(
 
 
 def split_rows(x: np.ndarray, devices: int, group: int) -> np.ndarray:
-    """Rows `(rows, ...)` as a pmap takes them, `(devices, rows per group, ...)`: devices of a group have the same.
+    """Rows `(rows, ...)` as `(devices, rows per group, ...)` for a pmap: devices of a group get the same rows.
 
     >>> split_rows(np.arange(4), devices=4, group=2).tolist()
     [[0, 1], [0, 1], [2, 3], [2, 3]]
@@ -127,7 +131,7 @@ def split_rows(x: np.ndarray, devices: int, group: int) -> np.ndarray:
 
 
 def repeat_layers(weights: PyTree, order: Sequence[int], axis: Axis) -> PyTree:
-    """Weights in shards of another depth: block i of the result is block `order[i]` of these.
+    """Sharded weights of another depth: layer i of the result is layer `order[i]` of these.
 
     Per device: leaves under "blocks" of `(layers, ...)`, which become `(len(order), ...)`; no communication.
     """

@@ -1,4 +1,4 @@
-"""What changes with the step: the learning rate and the context."""
+"""Schedules of the learning rate and of the sequence length."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ SCHEDULES = ("cosine", "linear", "inverse_sqrt", "constant", "wsd")
 
 @dataclasses.dataclass(frozen=True)
 class LearningRate:
-    """Linear warmup to `peak` over `warmup_steps`, then what `schedule` says.
+    """Linear warmup to `peak` over `warmup_steps`, then `schedule`.
 
-    Called with the number of updates attempted before this one: the first update already moves, the last one is made
-    at `end`, if the schedule has one.
+    Called with the number of updates attempted before this one. The first rate is above 0; the last one is `end`, if
+    the schedule has one.
 
     Attributes:
-      peak, end: the largest rate, and that at `total_steps`, which inverse_sqrt and constant do not have.
+      peak, end: the largest rate, and the rate at `total_steps`, unused by inverse_sqrt and constant.
       warmup_steps, total_steps: updates.
       schedule: cosine or linear from `peak` to `end`; inverse_sqrt, `peak` times the root of `warmup_steps / step`
         (arXiv 1706.03762, section 5.3); constant; or wsd, warmup-stable-decay: constant, then linear to `end` (arXiv
         2404.06395, section 4).
-      decay_steps: of wsd.
+      decay_steps: updates of the decay of wsd.
 
     >>> float(LearningRate(1.0, 0.1, warmup_steps=4, total_steps=10)(0))
     0.25

@@ -1,7 +1,4 @@
-"""A GPT whose parameters are held as shards, and gathered and differentiated as one stage of ZeRO says.
-
-All of this is called inside pmap.
-"""
+"""A GPT with sharded parameters, at any stage of ZeRO. Call inside pmap."""
 
 from __future__ import annotations
 
@@ -36,25 +33,24 @@ from zero.training.placements import is_expert_leaf, tensor_dim
 
 @dataclasses.dataclass(frozen=True)
 class ShardedGPT:
-    """A GPT whose parameters are held, gathered and differentiated as one stage says.
+    """A GPT with sharded parameters. The stage determines when they are gathered and gradients are scattered.
 
     Attributes:
       config: the model.
       axis: the pmap axis.
       stage: 0 to 3.
-      compute_dtype: of whole parameters and of matrix products.
-      wire_dtype: of gradients on the wire; int8 in blocks with a scale, as `zero.scatter_sum` sends them.
-      reduce_dtype: in which gradients are summed over devices.
-      gradient_dtype: in which the sums are held until the update; micro-batches add up in float32 all the same.
-      remat: what the backward pass computes again, as for `GPT`; "nested" keeps the inputs of groups of layers alone.
+      compute_dtype: dtype of gathered parameters and of matrix products.
+      wire_dtype: dtype of gradients on the wire; int8 as in `zero.scatter_sum`.
+      reduce_dtype: dtype of sums of gradients over devices.
+      gradient_dtype: dtype of the sums until the update; micro-batches always add up in float32.
+      remat: what the backward pass recomputes, as for `GPT`.
       blockwise_from: the number of query positions from which attention is blockwise, as for `GPT`.
-      master_dtype: of the parameters that are held, where weight decay applies to them; the others are float32.
+      master_dtype: dtype of the shards of parameters with weight decay; the others are float32.
       end_of_text: the token that separates documents, to keep attention and positions within a document; None for rows
         that are one segment each.
-      gather_dtype: int8 for parameters that travel in blocks with a scale, as `zero.gather` sends them; None for
-        parameters that travel in `compute_dtype`, or as they are held if that is narrower.
-      sums_copies: whether stages 2 and 3 sum gradients over copies of the state layer by layer, which a fused update
-        needs, and not once per step.
+      gather_dtype: int8 for gathers as in `zero.gather`; None for `compute_dtype`, or the shards' dtype if narrower.
+      sums_copies: whether stages 2 and 3 sum gradients over copies of the state layer by layer, as a fused update
+        needs, instead of once per step.
       kernel: for attention, as for `GPT`.
     """
 
@@ -76,7 +72,7 @@ class ShardedGPT:
 
     @property
     def cut(self) -> ModelParallel:
-        """What of a model this device computes."""
+        """The group that divides the computation of this device's rows."""
         if self.axis.context > 1:
             return ContextGroup(self.axis)
         return TensorGroup(self.axis) if self.axis.tensor > 1 else WHOLE
@@ -98,13 +94,13 @@ class ShardedGPT:
 
     @property
     def layout_options(self) -> dict[str, Any]:
-        """What `zero.make_layout` and `zero.memory` have to know of this model."""
+        """Arguments of `zero.make_layout` and `zero.memory` for this model."""
         tensor = {"tensor": self.axis.tensor, "tensor_dim": tensor_dim}
         return {"stacked": self.config.stacked, **tensor, "expert": self.axis.expert, "is_expert": is_expert_leaf}
 
     @cached_property
     def layout_by_parts(self) -> Layout:
-        """`layout`, in which what tensor groups and expert groups compute in parts is gathered in parts."""
+        """`layout`, in which tensor groups and expert groups gather only the parts that they compute with."""
         return self._sharded_by_parts if self.stage else self._sharded_by_parts.whole()
 
     @property
@@ -124,7 +120,7 @@ class ShardedGPT:
 
     @cached_property
     def gpt(self) -> GPT:
-        """The model: on shards from stage 2 on, before that on whole parameters."""
+        """The model, on shards at stages 2 and 3, on whole parameters at stages 0 and 1."""
         lift: Any = {"lift": self._lift} if self.stage >= 2 else {}
         return self._gpt(**lift)
 
@@ -143,22 +139,22 @@ class ShardedGPT:
         return collections_of(self.config)
 
     def new_collections(self, key: jax.Array) -> dict[str, PyTree]:
-        """Those of a new model, whole on every device."""
+        """The collections of a new model, whole on every device."""
         return {name: one.init(jax.random.fold_in(key, 1)) for name, one in self.collections.items()}
 
     @cached_property
     def collection_layouts(self) -> dict[str, Layout]:
-        """Of each collection: whole on every device."""
+        """The layout of each collection: whole on every device."""
         shapes = jax.eval_shape(self.new_collections, jax.random.key(0))
         return {name: make_layout(tree, self.axis.shards).whole() for name, tree in shapes.items()}
 
     def weight_shapes(self) -> PyTree:
-        """What one device holds of the weights, as `jax.ShapeDtypeStruct`s."""
+        """Shapes of the weights on one device, as `jax.ShapeDtypeStruct`s."""
         collections = {name: layout.shard_shapes() for name, layout in self.collection_layouts.items()}
         return {**self.layout.shard_shapes(), **collections}
 
     def weights(self, params: PyTree, averages: Mapping[str, PyTree]) -> PyTree:
-        """All that inference needs: shards of parameters, and the model's collections beside them."""
+        """The input of inference: shards of parameters, and the model's collections."""
         return {**params, **{name: averages[name] for name in self.collections}}
 
     def split(self, weights: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
@@ -168,16 +164,16 @@ class ShardedGPT:
 
     @property
     def differentiated(self) -> str:
-        """The collection of variables that gradients are taken of.
+        """The collection of variables to differentiate.
 
-        A gradient has the dtype of what it is the gradient of: to be held in another than the shards' own, it flows to
-        "gradients", which has that dtype and no other use.
+        A gradient has the dtype of its variable. If `gradient_dtype` is not the shards' dtype, gradients are taken with
+        respect to "gradients" instead: zeros of that dtype.
         """
         is_own = all(leaf.dtype == self.gradient_dtype for leaf in self.layout.leaves)
         return "params" if self.stage < 2 or is_own else "gradients"
 
     def gather_params(self, weights: PyTree) -> dict[str, PyTree]:
-        """Flax variables for a step, from shards of the parameters with the model's collections."""
+        """Flax variables for a step, from shards of the parameters and the model's collections."""
         params, collections = self.split(weights)
         variables = {"params": params, **collections}
         if self.stage < 3:
@@ -188,7 +184,7 @@ class ShardedGPT:
         return variables
 
     def reduce_grads(self, grads: PyTree) -> PyTree:
-        """Shards of the gradient summed over devices, from the gradients of what is differentiated."""
+        """Shards of the gradient summed over devices, from the gradients of `differentiated`."""
         if self.stage >= 2:
             return grads if self.sums_copies else sum_copies(grads, self.layout, self.axis)
         dtypes: Any = {"wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
@@ -196,9 +192,9 @@ class ShardedGPT:
         return jax.tree.map(lambda g: g.astype(self.gradient_dtype), grads)
 
     def gradient_norm(self, grads: PyTree) -> jax.Array:
-        """Of shards of the gradient (whole at stage 0), float32, the same on every device."""
+        """The norm of the gradient from its shards (whole at stage 0), float32, the same on every device."""
         if self.stage == 0 and self.axis.tensor == 1:
-            # From slices here too: the same sums in the same order as at the other stages, so equal bit for bit.
+            # From slices too: sums in the same order as at the other stages, so equal bit for bit.
             return global_norm(shard(grads, self.sharded_layout, self.axis), self.sharded_layout, self.axis)
         return global_norm(grads, self.layout, self.axis)
 
@@ -208,36 +204,36 @@ class ShardedGPT:
     def losses(
         self, variables: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None
     ) -> tuple[jax.Array, Routing | None]:
-        """Summed negative log-likelihoods in nats of `(rows, context)`, and what routers of experts have decided.
+        """Summed negative log-likelihoods in nats of `(rows, context)`, and the routing of experts.
 
-        In a tensor group or a context group each device has its share of the first; of the second it has all.
+        In a tensor or context group each device has its share of the losses, and the whole routing.
         """
         tokens_in, targets, starts = self.inputs(tokens)
         scores, _ = self.apply(variables, tokens_in, targets, keys, starts, method="scores")
         return self.sum_scored(scores.losses_BT, tokens), scores.routing
 
     def inputs(self, tokens: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """What the model takes of whole rows: tokens, targets, and where documents start; in a context group its part.
+        """The model's inputs from whole rows: tokens, targets, document starts, cut by a context group.
 
-        Targets and starts are found in whole rows, across the borders of the parts.
+        Targets and starts are computed from whole rows, before they are cut.
         """
         tokens_in, own = token_ids(tokens), self.cut.input_positions
         starts = document_starts(tokens_in, self.end_of_text)
         return own(tokens_in), own(next_tokens(tokens)), None if starts is None else own(starts)
 
     def sum_scored(self, losses: jax.Array, tokens: jax.Array | np.ndarray) -> jax.Array:
-        """NaN, and so are its gradients, where a token is past the vocabulary."""
+        """The sum of losses of scored positions; NaN, as are its gradients, if a token is past the vocabulary."""
         is_known = jnp.all(token_ids(tokens) < self.config.vocab_size)
         is_scored = self.cut.input_positions(next_tokens(tokens)) >= 0
         scored = self.cut.counted_once(jnp.where(is_scored, losses, 0))
         return jnp.sum(scored) * jnp.where(is_known, 1.0, jnp.nan)
 
     def count_scored(self, tokens: jax.Array | np.ndarray) -> jax.Array:
-        """Tokens that have something to predict them, int32."""
+        """The number of positions with a target, int32."""
         return jnp.sum(self.cut.counted_once(self.cut.input_positions(next_tokens(tokens)) >= 0))
 
     def count_all_scored(self, tokens: jax.Array | np.ndarray) -> jax.Array:
-        """Those of all devices, to divide by: float32 and at least 1."""
+        """`count_scored` over all devices, as a divisor: float32, at least 1."""
         return jnp.maximum(lax.psum(self.count_scored(tokens), self.axis.name).astype(jnp.float32), 1)
 
     def dropout_keys(self, key: jax.Array, batch: Batch) -> jax.Array | None:
@@ -245,11 +241,11 @@ class ShardedGPT:
         return row_keys(key, batch) if self.config.has_dropout else None
 
     def nothing_observed(self, rows: int) -> Routing | None:
-        """What `losses` would add to, of so many rows."""
+        """The zero of routing statistics for this many rows."""
         return no_routing(self.config, rows)
 
     def metrics(self, observed: Routing | None, batch: Batch) -> dict[str, jax.Array]:
-        """Of what the layers have observed in the rows of all devices; nothing where there are no experts.
+        """Routing metrics over the rows of all devices; empty without experts.
 
         Each device of a tensor group counts all its tokens.
         """

@@ -1,7 +1,7 @@
 """One training step at any stage of ZeRO, for one pmap: the table of `zero.partition.stages` around a GPT.
 
-From stage 1 on the training state is always sharded; stage 0 is the same code with a layout that splits nothing. All
-of this is called inside pmap.
+From stage 1 on the training state is always sharded; stage 0 is the same code with a layout that splits nothing. Call
+inside pmap.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
 
 
 def make_step(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> Step:
-    """Composes the step: one attempted update from a device's rows, and its metrics, the same on every device.
+    """Composes the step: one attempted update from a device's rows, and metrics that are the same on every device.
 
     Raises:
-      ValueError: options that cannot be combined.
+      ValueError: options cannot be combined.
 
     The step raises:
       NotElementwiseError: `tx` would be wrong on shards, or layer by layer where the update is fused.
@@ -55,7 +55,7 @@ def make_step(model: ShardedGPT, tx: optax.GradientTransformation, options: Step
 def new_state(
     weights: PyTree, tx: optax.GradientTransformation, model: ShardedGPT, averages: Mapping[str, Average]
 ) -> TrainState:
-    """The state of a run that starts with these weights: whole, or shards where `tx` is for shards."""
+    """The initial state for these weights: whole, or shards if `tx` is for shards."""
     params, collections = model.split(weights)
     started = {name: average.init(params, collections) for name, average in averages.items()}
     return TrainState(jnp.int32(0), params, tx.init(params), started, init_guard())
@@ -64,7 +64,7 @@ def new_state(
 def state_layout(
     model: ShardedGPT, tx: optax.GradientTransformation, averages: Mapping[str, Average] | None = None
 ) -> Layout:
-    """How the whole state is split; the same logical arrays at every stage. `averages`: by default the model's."""
+    """The layout of the state; its arrays are the same at every stage. `averages`: by default the model's."""
     followed = averages_of(model) if averages is None else averages
 
     def start(params: PyTree) -> TrainState:

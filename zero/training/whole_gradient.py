@@ -1,4 +1,4 @@
-"""An attempt that computes the whole gradient first, from one or more micro-batches, and then updates."""
+"""An attempt that computes the whole gradient, from one or more micro-batches, before the update."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zero.training.sharded_gpt import ShardedGPT
 
 
 def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> Attempt:
-    """Clips by the norm of the whole gradient; needs memory for all of its shards.
+    """An attempt that clips by the norm of the whole gradient; it needs memory for all gradient shards.
 
     `run` raises:
       NotElementwiseError: `tx` would be wrong on shards.
@@ -49,9 +49,9 @@ def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options:
 def _loss_and_gradients(
     model: ShardedGPT, state: TrainState, batch: Batch, key: jax.Array, micro_batches: int
 ) -> tuple[jax.Array, PyTree, dict[str, PyTree], Any]:
-    """The mean loss of the global batch, its gradient as shards (whole at stage 0) in `gradient_dtype`, and the rest.
+    """The mean loss of the global batch, its gradient as shards (whole at stage 0) in `gradient_dtype`, and more.
 
-    That is the gradient of each of the model's collections, summed over devices, and what the layers have observed.
+    Further results: the gradients of the model's collections, summed over devices, and routing statistics.
     """
     tokens, keys, scored = batch.tokens, model.dropout_keys(key, batch), model.count_all_scored(batch.tokens)
     positions = model.axis.size * tokens.size
@@ -79,12 +79,12 @@ def _accumulate(
     keys: jax.Array | None,
     micro_batches: int,
 ) -> tuple[PyTree, PyTree]:
-    """Sums of values and gradients over micro-batches, one after the other; gradients add up in float32.
+    """Sums of values and gradients over micro-batches, in sequence; gradients are summed in float32.
 
     Args:
-      value_and_grad: from parameters, and the tokens and keys of a micro-batch.
-      zeros: to which values are added.
-      params, tokens, keys: its arguments, of all micro-batches.
+      value_and_grad: function of parameters, tokens and keys of a micro-batch.
+      zeros: initial sums of the values.
+      params, tokens, keys: its arguments for all micro-batches.
       micro_batches: their number.
     """
     if micro_batches == 1:

@@ -49,7 +49,7 @@ def assert_equal(one: Any, other: Any) -> None:
 
 
 def opened(directory: Path, place: str = "gs://bucket/run", model: Any = None) -> EmergencyCheckpoints:
-    return EmergencyCheckpoints(directory, place, model or {"N": 2}, LAYOUT, AXIS)
+    return EmergencyCheckpoints(directory, place, model or {"N": 2, "pattern": ("local", "global")}, LAYOUT, AXIS)
 
 
 def saved(directory: Path) -> str:
@@ -102,7 +102,7 @@ def test_nothing_else_is_restored(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     for damaged in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1]), whole + b"\0"):
         path.write_bytes(damaged)
         assert opened(tmp_path).restore(lineage, after=10) is None
-        assert "15-0.shards: the checksum is not what was written" in caplog.text
+        assert "15-0.shards: the checksum does not match" in caplog.text
         caplog.clear()
     path.write_bytes(b"{")
     found = opened(tmp_path).restore(lineage, after=0)

@@ -25,6 +25,14 @@ CHANGES = {
     "optimizer.b1": "0.8",
     "optimizer.b2": "0.8",
     "optimizer.eps": "1e-7",
+    "optimizer.nesterov": "true",
+    "optimizer.decay_rate": "0.7",
+    "optimizer.factored_from": "64",
+    "optimizer.max_update_rms": "2.0",
+    "optimizer.newton_schulz_steps": "4",
+    "optimizer.update_rms": "0.1",
+    "optimizer.adam_b1": "0.5",
+    "optimizer.adam_b2": "0.5",
 }
 
 

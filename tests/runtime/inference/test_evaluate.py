@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -179,3 +180,16 @@ def test_closed_pipe(forks: cli.Forks, mode: str) -> None:
     assert process.returncode == 0, errors
     assert "Traceback" not in errors and "BrokenPipe" not in errors
     assert (forks.workplace / f"gone-{mode}" / ("samples.jsonl" if mode == "sample" else "evaluation.json")).exists()
+
+
+def test_corpus_of_another_tokenizer_is_refused_where_documents_are_isolated(forks: cli.Forks) -> None:
+    """Its end of text is another token: documents would be cut elsewhere, and the loss would not be the run's."""
+    place = forks.workplace / "other"
+    shutil.copytree(forks.workplace / "corpus", place)
+    manifest = json.loads((place / "tiny" / "manifest.json").read_text())
+    (place / "tiny" / "manifest.json").write_text(json.dumps(manifest | {"tokenizer": "file:other"}))
+    other = ("data.isolate_documents=true", f"data.index_path_validation={place}/index/tiny_validation.index")
+    done = forks.run("mode=evaluate", f"model.model_path={RUN}", *other)
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "data.isolate_documents=true needs data.tokenizer of the corpus" in last and str(place) in last

@@ -18,7 +18,7 @@ def test_verify_names_what_differs(folder: Path, tmp_path: Path, bpe: Path):
     for good in (corpus.directory, corpus.train_index, corpus.validation_index):
         assert verify(good, load_tokenizer(str(bpe))) == []
     done = call(corpus.train_index, "--verify")
-    assert done.returncode == 0 and "is as its manifest says" in done.stdout
+    assert done.returncode == 0 and "matches its manifest" in done.stdout
 
     assert [line.rpartition(" was prepared ")[2] for line in verify(corpus.directory, ByteTokenizer())] == [
         f"with tokenizer {load_tokenizer(str(bpe)).name}, not bytes"

@@ -12,7 +12,7 @@ def test_the_command(folder: Path, tmp_path: Path):
     done = run(folder, *options, check=True)
     assert "mine_train.index: " in done.stdout and (tmp_path / "corpus/mine/train-00000.tar").is_file()
     assert call(folder, *options).stdout == done.stdout  # the second call finds it finished
-    assert call(tmp_path / "corpus/mine", "--verify").stdout == f"{tmp_path}/corpus/mine is as its manifest says\n"
+    assert call(tmp_path / "corpus/mine", "--verify").stdout == f"{tmp_path}/corpus/mine matches its manifest\n"
     mistakes: list[tuple[int, list[str | Path]]] = [
         (2, [folder, *options, "--row-tokens", "8"]),
         (2, [folder, *options, "--workers", "0"]),

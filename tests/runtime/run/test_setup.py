@@ -31,7 +31,7 @@ def test_global_batch_of_first_checkpoint(
     config = check(compose("training.batch_size=8"), load_sizes())  # of a run on two hosts
     kept = with_global_batch(config, 16)  # on one host now
     assert (kept.training.batch_size, config.training.batch_size) == (16, 8)
-    assert "training.batch_size=16 instead of 8 on 1 hosts: the global batch stays at the 16 sequences" in caplog.text
+    assert "training.batch_size=16 instead of 8 on 1 hosts: the global batch keeps the 16 sequences" in caplog.text
     assert with_global_batch(config, 8) is config
     with pytest.raises(UserError, match=r"global batch of 12 sequences does not divide into 1 hosts x 8 devices"):
         with_global_batch(config, 12)

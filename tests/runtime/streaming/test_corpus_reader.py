@@ -66,12 +66,14 @@ def test_skipped_rows_are_counted(tmp_path: Path):
     """Skipped rows must be counted, and an index must not be wrong."""
     index = bad_corpus(tmp_path)
     index.write_text(index.read_text().replace("shard-1.tar # 9 rows", "shard-1.tar"))
-    with pytest.raises(UserError, match=r"shard-1\.tar is missing, and the index file does not say how many rows"):
+    with pytest.raises(
+        UserError, match=r"shard-1\.tar is missing, and the index file does not record its number of rows"
+    ):
         loader(index, skip_bad=True)
     index.write_text("shard-0.tar # 8 rows\nshard-4.tar # 5 rows\n")
     for shard, rows in (("shard-0.tar", 9), ("shard-4.tar", 6)):
         index.write_text(f"{shard} # {rows - 1} rows\n")
-        with pytest.raises(UserError, match=rf"{shard} holds {rows} rows, but the index file says {rows - 1}"):
+        with pytest.raises(UserError, match=rf"{shard} holds {rows} rows, but the index file records {rows - 1}"):
             list(loader(index, skip_bad=True, max_epochs=1).batches())
 
 
@@ -80,5 +82,5 @@ def test_shard_contradicts_the_index(tmp_path: Path):
     index = write_corpus(tmp_path, [9])
     for said in (8, 10):
         index.write_text(f"shard-0.tar # {said} rows\n")
-        with pytest.raises(UserError, match=rf"shard-0\.tar holds 9 rows, but the index file says {said}"):
+        with pytest.raises(UserError, match=rf"shard-0\.tar holds 9 rows, but the index file records {said}"):
             list(loader(index, max_epochs=1).batches())

@@ -1,1 +1,1 @@
-"""Causal attention: what scores are made of, and the forms that compute the same result."""
+"""Causal attention: the form of scores, and implementations with the same result."""

@@ -1,8 +1,8 @@
-"""Rows in blocks of positions: which pairs of blocks an attention has, on one device or around a ring of several.
+"""Rows in blocks of positions, and the pairs of blocks in attention, on one device or around a ring.
 
 Shapes are named by suffix:
   B rows, T query positions, H heads of queries, G heads of keys, each for H / G of queries,
-  K head dimension, C buckets of distance, X queries of all heads of a group,
+  K head dimension, C buckets of distance, X queries of all heads that share keys,
   N blocks of positions, Q query positions of a block, R key positions of a block
 """
 
@@ -17,15 +17,15 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
-from zero.models.attention.dense import by_group
+from zero.models.attention.dense import by_key_head
 from zero.models.attention.scores import Form, biased_and_masked, divided_and_capped
 
-BEHIND_ALL = 2**30  # the number of a position of padding
+BEHIND_ALL = 2**30  # the position number of padding
 Carry = tuple[Any, ...]
 
 
 class Blocks(NamedTuple):
-    """What is known of one attention when it is traced."""
+    """The static description of an attention."""
 
     form: Form
     queries: int
@@ -48,17 +48,17 @@ class Blocks(NamedTuple):
         return x_BPTHK[:, :, : positions // pieces].reshape(rows, positions, heads, width)
 
     def numbers(self, count: int, turn: jax.Array | int = 0) -> jax.Array:
-        """Of the positions in each block, `(N, Q)`; padding is behind all of them, so that no query sees it."""
+        """Position numbers of each block, `(N, Q)`; padding comes after all of them, so that no query sees it."""
         number_PT = self.form.cut.numbers(count, turn)
         padding = ((0, 0), (0, -number_PT.shape[1] % self.block))
         return jnp.pad(number_PT, padding, constant_values=BEHIND_ALL).reshape(-1, self.block)
 
     def pairs(self) -> np.ndarray:
-        """Numbers of a query block and a block of this device's keys that it attends to, row by row, `(pairs, 2)`."""
+        """Pairs of a query block and a block of this device's keys that it attends to, row by row, `(pairs, 2)`."""
         pieces = self.form.cut.pieces
         rows, columns = (pieces * -(-count // pieces // self.block) for count in (self.queries, self.keys))
         if self.queries != self.keys:
-            # The position may be traced, and the mask alone decides.
+            # The position may be traced, so all pairs are taken and only the mask decides.
             return np.asarray([(i, j) for i in range(rows) for j in range(columns)], np.int32)
         # A block's first query sees no key before this one. Between pieces there may be any distance.
         window = self.form.window if pieces == 1 else 0
@@ -66,9 +66,9 @@ class Blocks(NamedTuple):
         return np.asarray([(i, j) for i in range(rows) for j in range(firsts[i] // self.block, i + 1)], np.int32)
 
     def later_pairs(self) -> tuple[np.ndarray, ...]:
-        """The pairs of a later step of the ring: with keys of a device whose first piece is earlier, and of any other.
+        """The pairs of later turns: for keys of a device whose first piece is earlier, and for those of any other.
 
-        In the first case all queries attend to the early piece of those keys only, in the second only the late queries
+        In the first case all queries attend only to the early piece of those keys, in the second only the late queries
         attend, to all keys. Both are half of the pairs.
         """
         if self.form.cut.ring == 1:
@@ -79,9 +79,9 @@ class Blocks(NamedTuple):
         return np.asarray(early, np.int32), np.asarray(late, np.int32)
 
     def where_near(self, t_Q: jax.Array, s_R: jax.Array, add: Callable[[Carry], Carry], carry: Carry) -> Carry:
-        """`add(carry)`, or the carry itself where a block of keys lies outside the windows of a block of queries.
+        """`add(carry)`, or the carry if a block of keys lies outside the windows of a block of queries.
 
-        Of rows that are not cut `pairs` has left these out.
+        For rows that are not cut, `pairs` excludes such blocks.
         """
         if not self.form.window or self.form.cut.ring == 1:
             return add(carry)
@@ -99,11 +99,8 @@ def block_scores(
     s_R: jax.Array,
     starts_BQ: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Scores of a pair of blocks, float32 `(B, H, Q, R)`, the lowest number where a query does not see a key.
-
-    And the derivative of the cap, where there is one.
-    """
-    q_BGXK = by_group(q_BHQK, k_BGRK.shape[1])
+    """Masked scores of a pair of blocks, float32 `(B, H, Q, R)`, and the derivative of the cap, if there is one."""
+    q_BGXK = by_key_head(q_BHQK, k_BGRK.shape[1])
     scores_BGXR = jnp.einsum("BGXK,BGRK->BGXR", q_BGXK, k_BGRK, preferred_element_type=jnp.float32)
     scores_BHQR = scores_BGXR.reshape(*q_BHQK.shape[:3], -1)
     scores_BHQR, slope_BHQR = divided_and_capped(scores_BHQR, blocks.form, q_BHQK.shape[-1])
@@ -114,9 +111,9 @@ def block_scores(
 def dropped_block(
     blocks: Blocks, x_BHQR: jax.Array, key_data_B2: jax.Array | None, t_Q: jax.Array, s_R: jax.Array
 ) -> jax.Array:
-    """`dropout` of what would be a block of `(B, H, T, S)`; `t_Q` counts from the first query.
+    """The block that `dropout` of the whole `(B, H, T, S)` would give; `t_Q` counts from the first query.
 
-    The random bits of entry n of an array are threefry of n, 64 bits in two words, so a block has those of its entries.
+    The random bits of entry n of an array are threefry of n, 64 bits in two words, so they can be drawn by block.
     """
     if key_data_B2 is None:
         return x_BHQR
@@ -129,7 +126,7 @@ def dropped_block(
 
     def is_kept(key_data_2: jax.Array) -> jax.Array:
         first, second = threefry2x32_p.bind(key_data_2[0], key_data_2[1], high_HQR, low_HQR)
-        # A float32 in [0, 1) from the 23 upper bits, as jax.random.uniform.
+        # A float32 in [0, 1) from the 23 upper bits, as in jax.random.uniform.
         return ((first ^ second) >> 9).astype(jnp.float32) * jnp.float32(2**-23) < 1 - blocks.form.dropout_rate
 
     return jnp.where(jax.vmap(is_kept)(key_data_B2), x_BHQR / (1 - blocks.form.dropout_rate), 0)
@@ -155,14 +152,14 @@ def around_the_ring(
     staying: Carry,
     travelling: Carry,
 ) -> tuple[Carry, Carry]:
-    """`add_pairs(staying, travelling, pairs, numbers of the keys)` for each turn of the ring, the own keys first.
+    """Calls `add_pairs(staying, travelling, pairs, key numbers)` in each turn of the ring, own keys first.
 
     Args:
-      blocks: of the attention.
-      pairs: the own ones, and those of later turns.
-      add_pairs: what is done with keys and values that are here.
-      staying: what it reads and writes of the queries.
-      travelling: what it reads and writes of the keys.
+      blocks: the attention.
+      pairs: those of the first turn, and of later turns.
+      add_pairs: processes the keys and values on this device.
+      staying: arrays of the queries, which stay on the device.
+      travelling: arrays of the keys, which move around the ring.
     """
     own, *later = pairs
     first_query = blocks.numbers(blocks.queries)[0, 0]

@@ -1,12 +1,11 @@
 """Causal attention block by block, without the whole matrix of scores, of rows on one device or cut over several.
 
-Where rows are cut, queries stay where they are, and keys and values travel around a ring of `ModelParallel.ring`
-devices: at each turn a device adds what it finds in those that it has. In the backward pass their gradients travel with
-them.
+If rows are cut, queries stay on their device, and keys and values move around a ring of `ModelParallel.ring` devices,
+in the backward pass with their gradients.
 
 Shapes are named by suffix:
   B rows, T query positions, S key positions, H heads of queries, G heads of keys, each for H / G of queries,
-  K head dimension, C buckets of distance, X queries of all heads of a group,
+  K head dimension, C buckets of distance, X queries of all heads that share keys,
   N blocks of positions, Q query positions of a block, R key positions of a block
 """
 
@@ -21,15 +20,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from zero.models.attention.block_pairs import Blocks, Carry, around_the_ring, block_scores, dropped_block
-from zero.models.attention.dense import by_group
+from zero.models.attention.dense import by_key_head
 from zero.models.attention.scores import PLAIN, Form, relative_bias
 
 # Positions of a block. Smaller blocks skip more above the diagonal, larger ones multiply faster; measured in
 # docs/decisions/attention.md.
 BLOCK = 256
 CHOICES = ("auto", "dense", "blockwise", "kernel")  # values of model.attention
-# The number of positions from which `auto` is blockwise. On CPU it is faster from there on; elsewhere time has not been
-# measured, and from 4,096 positions on the scores of 12 heads need 0.75 GiB per row.
+# The number of positions from which `auto` is blockwise. On CPU it is faster from there on. Elsewhere time is not
+# measured; at 4,096 positions the scores of 12 heads need 0.75 GiB per row.
 BLOCKWISE_FROM = {"cpu": 512}
 _BLOCKWISE_FROM_ELSEWHERE = 4096
 
@@ -40,7 +39,7 @@ def blockwise_from(choice: str, platform: str) -> int | None:
     A single query, as in decoding, has no matrix of scores and is always dense.
 
     Args:
-      choice: one of `CHOICES`; with "kernel" for where the kernel is unsupported.
+      choice: one of `CHOICES`; "kernel" falls back to "auto" where the kernel is unsupported.
       platform: "cpu", "tpu", "gpu", ...
 
     >>> blockwise_from("dense", "cpu"), blockwise_from("blockwise", "cpu")
@@ -65,24 +64,18 @@ def blockwise_attention(
 ) -> jax.Array:
     """`dense_attention` in memory linear in T and S: it holds the scores of one pair of blocks at a time.
 
-    The forward pass keeps the running maximum and sum of each query's softmax, and saves its log-sum-exp; the backward
-    pass computes the scores again from it. With as many queries as keys, blocks above the diagonal and blocks outside
-    the window are skipped. Dropout masks are those of `dense_attention` for the same keys. Where `form.cut` cuts rows,
-    queries, keys and values are those of this device's positions, and the result is that of whole rows.
+    The forward pass keeps the running maximum and sum of each query's softmax, and saves its log-sum-exp, from which
+    the backward pass recomputes probabilities. With as many queries as keys, blocks above the diagonal and outside
+    the window are skipped. Dropout masks equal those of `dense_attention` for the same keys. If `form.cut` cuts rows,
+    arguments and result are those of this device's positions in attention over whole rows.
 
     Source: Rabe and Staats, arXiv 2112.05682; Dao et al., FlashAttention, arXiv 2205.14135, algorithms 1 and 4; Liu et
     al., ring attention, arXiv 2310.01889.
 
     Args:
-      q_BTHK: queries; query t is at position `position + t`.
-      k_BSGK: keys, at positions 0, 1, 2, ...; at least `position + T` of them.
-      v_BSGK: values.
-      position: of the first query.
-      form: what scores are made of.
-      bias_CH: added to the scores by bucket of distance, as T5 has it.
-      keys_B: one random key per row, or None for no dropout.
-      starts_BT: the first key that each query may see, int32: where its segment starts; None for the first of all.
+      k_BSGK: keys, at least `position + T` of them.
       block: positions of a block; T and S need not divide by it.
+      others: as for `dense_attention`.
 
     >>> from zero.models.attention.dense import dense_attention
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 10, 2, 4))
@@ -92,7 +85,7 @@ def blockwise_attention(
     True
 
     Raises:
-      ValueError: dropout whose masks cannot be drawn block by block: random bits are not counter-based threefry.
+      ValueError: dropout with random keys that are not counter-based threefry.
     """
     queries, keys = q_BTHK.shape[1], k_BSGK.shape[1]
     key_data_B2 = None
@@ -108,7 +101,7 @@ def blockwise_attention(
 
 
 class _Pair(NamedTuple):
-    """A block of queries and a block of keys, and what they add to each other."""
+    """A block of queries and a block of keys."""
 
     blocks: Blocks
     q_BHQK: jax.Array
@@ -129,33 +122,33 @@ class _Pair(NamedTuple):
         return dropped_block(self.blocks, x_BHQR, self.key_data_B2, self.t_Q, self.s_R)
 
     def add_to_sums(self, sums: Carry) -> Carry:
-        """To the weighted sum of values, to the largest score and to the sum of weights of each query."""
+        """Adds to the weighted sum of values, the largest score and the sum of weights of each query."""
         out_BHQK, most_BHQ, sum_BHQ = sums
         scores_BHQR, _ = self._scores()
         new_most_BHQ = jnp.maximum(most_BHQ, scores_BHQR.max(-1))
         weights_BHQR = jnp.exp(scores_BHQR - new_most_BHQ[..., None])
         shrink_BHQ = jnp.exp(most_BHQ - new_most_BHQ)
         sum_BHQ = shrink_BHQ * sum_BHQ + weights_BHQR.sum(-1)
-        weights_BGXR = by_group(self._dropped(weights_BHQR).astype(self.v_BGRK.dtype), self.v_BGRK.shape[1])
+        weights_BGXR = by_key_head(self._dropped(weights_BHQR).astype(self.v_BGRK.dtype), self.v_BGRK.shape[1])
         added_BGXK = jnp.einsum("BGXR,BGRK->BGXK", weights_BGXR, self.v_BGRK, preferred_element_type=jnp.float32)
         return shrink_BHQ[..., None] * out_BHQK + added_BGXK.reshape(out_BHQK.shape), new_most_BHQ, sum_BHQ
 
     def add_to_gradients(
         self, out_grads_BHQK: jax.Array, lse_BHQ: jax.Array, mean_BHQ: jax.Array, grads: Carry
     ) -> Carry:
-        """To those of queries, keys, values and the bias.
+        """Adds to the gradients of queries, keys, values and the bias.
 
         Args:
           out_grads_BHQK: gradients of the output.
           lse_BHQ: log-sum-exp of each query's scores.
-          mean_BHQ: of each query's probability gradients, by its probabilities.
+          mean_BHQ: mean of each query's probability gradients, weighted by its probabilities.
           grads: the sums so far; those of keys and values are transposed.
         """
         q_grads_BHQK, k_grads_BGKR, v_grads_BGKR, bias_grads_CH = grads
         q_BHQK, k_BGRK, v_BGRK = self.q_BHQK, self.k_BGRK, self.v_BGRK
-        dtype, groups = q_BHQK.dtype, k_BGRK.shape[1]
+        dtype, key_heads = q_BHQK.dtype, k_BGRK.shape[1]
         scale = 1 / (math.sqrt(q_BHQK.shape[-1]) if self.blocks.form.divisor is None else self.blocks.form.divisor)
-        out_grads_BGXK = by_group(out_grads_BHQK, groups)
+        out_grads_BGXK = by_key_head(out_grads_BHQK, key_heads)
         scores_BHQR, slope_BHQR = self._scores()
         probabilities_BHQR = jnp.exp(scores_BHQR - lse_BHQ[..., None])
         grads_BGXR = jnp.einsum("BGXK,BGRK->BGXR", out_grads_BGXK, v_BGRK, preferred_element_type=jnp.float32)
@@ -167,13 +160,13 @@ class _Pair(NamedTuple):
             bias_grads_CH = bias_grads_CH + bias_backward(grads_BHQR.sum(0))[0].astype(jnp.float32)
         if slope_BHQR is not None:
             grads_BHQR = grads_BHQR * slope_BHQR
-        grads_BGXR = by_group(grads_BHQR.astype(dtype), groups)
-        dropped_BGXR = by_group(self._dropped(probabilities_BHQR).astype(dtype), groups)
-        # From transposed queries and gradients, which are smaller than scores: XLA's CPU backend multiplies a matrix
-        # that is stored transposed at a fifth of its speed.
+        grads_BGXR = by_key_head(grads_BHQR.astype(dtype), key_heads)
+        dropped_BGXR = by_key_head(self._dropped(probabilities_BHQR).astype(dtype), key_heads)
+        # From transposed queries and gradients, which are smaller than scores: XLA's CPU backend multiplies by a
+        # transposed matrix at a fifth of its speed.
         multiply = partial(jnp.einsum, preferred_element_type=jnp.float32)
         added_q_BGXK = multiply("BGXR,BGRK->BGXK", grads_BGXR, k_BGRK) * scale
-        added_k_BGKR = multiply("BGKX,BGXR->BGKR", by_group(q_BHQK, groups).swapaxes(2, 3), grads_BGXR) * scale
+        added_k_BGKR = multiply("BGKX,BGXR->BGKR", by_key_head(q_BHQK, key_heads).swapaxes(2, 3), grads_BGXR) * scale
         added_v_BGKR = multiply("BGKX,BGXR->BGKR", out_grads_BGXK.swapaxes(2, 3), dropped_BGXR)
         q_grads_BHQK = q_grads_BHQK + added_q_BGXK.reshape(q_BHQK.shape)
         return q_grads_BHQK, k_grads_BGKR + added_k_BGKR, v_grads_BGKR + added_v_BGKR, bias_grads_CH
@@ -203,9 +196,8 @@ def _forward(
     key_data_B2: jax.Array | None,
     starts_NBQ: jax.Array | None,
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
-    # Bias and masks follow from the pairs alone. Where layers are scanned, jax would compute what does not depend on
-    # the input of a layer before all layers, for all pairs at once: T x S again. So the pairs are made to depend on
-    # the queries.
+    # Bias and masks depend only on the pairs, so in a scan over layers jax would compute them before the loop, for all
+    # pairs at once: T x S again. The barrier makes the pairs depend on the queries.
     q_NBHQK, pairs = lax.optimization_barrier((q_NBHQK, (jnp.asarray(blocks.pairs()), *blocks.later_pairs())))
     t_NQ = blocks.numbers(blocks.queries)
 
@@ -223,7 +215,7 @@ def _forward(
 
     zeros_NBHQK = jnp.zeros(q_NBHQK.shape, jnp.float32)
     zeros_NBHQ = zeros_NBHQK[..., 0]
-    # A further logit of 0 is the first that each softmax has met.
+    # A further logit of 0 is the initial maximum and sum.
     most, total = (0.0, 1.0) if blocks.form.has_extra_logit else (-jnp.inf, 0.0)
     start = (zeros_NBHQK, jnp.full_like(zeros_NBHQ, most), jnp.full_like(zeros_NBHQ, total))
     (out_NBHQK, most_NBHQ, sum_NBHQ), _ = around_the_ring(blocks, pairs, add_pairs, start, (k_NBGRK, v_NBGRK))
@@ -238,7 +230,7 @@ def _backward(
     q_NBHQK, k_NBGRK, v_NBGRK, bias_CH, position, key_data_B2, starts_NBQ, out_NBHQK, lse_NBHQ = saved
     dtype = q_NBHQK.dtype
     products_NBHQK = out_grads_NBHQK.astype(jnp.float32) * out_NBHQK.astype(jnp.float32)
-    mean_NBHQ = products_NBHQK.sum(-1)  # of each query's probability gradients, by its probabilities
+    mean_NBHQ = products_NBHQK.sum(-1)
     t_NQ = blocks.numbers(blocks.queries)
 
     def add_pairs(staying: Carry, travelling: Carry, pairs: Any, s_NR: jax.Array) -> tuple[Carry, Carry]:
@@ -271,7 +263,7 @@ def _backward(
     pairs = (jnp.asarray(blocks.pairs()), *blocks.later_pairs())
     (q_grads_NBHQK, bias_grads_CH), travelled = around_the_ring(blocks, pairs, add_pairs, staying, travelling)
     kv_grads_NBGKR = travelled[2:]
-    if blocks.form.cut.ring > 1:  # once more, to where the keys are from
+    if blocks.form.cut.ring > 1:  # once more, back to the device of the keys
         kv_grads_NBGKR = blocks.form.cut.ring_shift(kv_grads_NBGKR)
     k_grads_NBGRK, v_grads_NBGRK = (x.swapaxes(3, 4).astype(dtype) for x in kv_grads_NBGKR)
     if bias_CH is not None:

@@ -2,7 +2,7 @@
 
 Shapes are named by suffix:
   B rows, T query positions, S key positions, H heads of queries, G heads of keys, each for H / G of queries,
-  K head dimension, C buckets of distance, X queries of all heads of a group
+  K head dimension, C buckets of distance, X queries of all heads that share keys
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def dense_attention(
       q_BTHK: queries; query t is at position `position + t`.
       k_BSGK: keys, at positions 0, 1, 2, ...
       v_BSGK: values.
-      position: of the first query.
-      form: what scores are made of.
-      bias_CH: added to the scores by bucket of distance, as T5 has it.
+      position: position of the first query.
+      form: the form of the scores.
+      bias_CH: added to the scores by bucket of distance, as in T5.
       keys_B: one random key per row, or None for no dropout.
-      starts_BT: the first key that each query may see, int32: where its segment starts; None for the first of all.
+      starts_BT: the first key that each query sees, int32: the start of its segment; None for key 0.
     """
     shape_BHTS = (*q_BTHK.swapaxes(1, 2).shape[:3], k_BSGK.shape[1])
-    q_BGXK = by_group(q_BTHK.swapaxes(1, 2), k_BSGK.shape[2])
+    q_BGXK = by_key_head(q_BTHK.swapaxes(1, 2), k_BSGK.shape[2])
     scores_BGXS = jnp.einsum("BGXK,BSGK->BGXS", q_BGXK, k_BSGK, preferred_element_type=jnp.float32)
     t_T1 = position + jnp.arange(q_BTHK.shape[1])[:, None]
     s_1S = jnp.arange(k_BSGK.shape[1])[None, :]
@@ -56,6 +56,6 @@ def dense_attention(
     return attended_BGXK.reshape(q_BTHK.swapaxes(1, 2).shape).swapaxes(1, 2)
 
 
-def by_group(x_BHTK: jax.Array, groups: int) -> jax.Array:
-    """`(B, G, X, K)`: the rows of all heads that share keys and values, one head after the other."""
-    return x_BHTK.reshape(x_BHTK.shape[0], groups, -1, x_BHTK.shape[-1])
+def by_key_head(x_BHTK: jax.Array, key_heads: int) -> jax.Array:
+    """`(B, G, X, K)`: the queries of all heads that share keys and values, head by head."""
+    return x_BHTK.reshape(x_BHTK.shape[0], key_heads, -1, x_BHTK.shape[-1])

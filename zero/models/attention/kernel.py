@@ -1,4 +1,4 @@
-"""Fused attention kernels of jax (splash, for TPU) and NVIDIA (cuDNN), and what they lack.
+"""Fused attention kernels of jax (splash, for TPU) and NVIDIA (cuDNN), and their limits.
 
 Shapes are named by suffix: B rows, T positions, H heads of queries, G heads of keys, K head dimension.
 """
@@ -12,8 +12,8 @@ import jax
 
 from zero.models.attention.scores import Form
 
-_TPUS_WITHOUT_KERNEL = ("TPU v2", "TPU v3")  # of which Mosaic compiles no product of bfloat16 matrices
-_SPLASH_BLOCKS = (512, 256, 128)  # positions of a block, of which one divides a row
+_TPUS_WITHOUT_KERNEL = ("TPU v2", "TPU v3")  # Mosaic compiles no bfloat16 matrix product for them
+_SPLASH_BLOCKS = (512, 256, 128)  # positions per block; the largest that divides a row
 
 
 def kernel_of(platform: str, device_kind: str) -> str | None:
@@ -30,12 +30,12 @@ def kernel_of(platform: str, device_kind: str) -> str | None:
 def missing_in(
     kernel: str | None, form: Form, *, positions: int, drops: bool, has_bias: bool, has_segments: bool
 ) -> str | None:
-    """What this attention, of as many queries as keys, needs and the kernel lacks; None if it has everything.
+    """The first feature that this attention, with T queries and keys, needs and the kernel lacks; None if none.
 
     Args:
-      kernel: of `kernel_of`.
-      form: what scores are made of.
-      positions: of a row.
+      kernel: as returned by `kernel_of`.
+      form: the form of the scores.
+      positions: positions of a row.
       drops: whether probabilities are dropped.
       has_bias: whether T5's bias is added.
       has_segments: whether a row has several segments.
@@ -63,13 +63,11 @@ def kernel_attention(
     form: Form,
     starts_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention `(B, T, H, K)` of what `missing_in` finds nothing missing for.
+    """Causal attention `(B, T, H, K)` for which `missing_in` returns None.
 
     Args:
-      kernel: of `kernel_of`.
-      q_BTHK, k_BTGK, v_BTGK: queries, keys and values at the positions 0, 1, 2, ...
-      form: what scores are made of.
-      starts_BT: where the segment of each position starts; None for one segment per row.
+      kernel: as returned by `kernel_of`.
+      others: as for `dense_attention`.
     """
     if kernel == "splash":
         return splash_attention(q_BTHK, k_BTGK, v_BTGK, form=form, starts_BT=starts_BT)
@@ -85,8 +83,8 @@ def splash_attention(
     starts_BT: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """jax's Pallas kernel for TPU; `interpret` computes on CPU what it would."""
-    # Imported where it is used: Pallas takes longer to import than the rest of this package.
+    """jax's Pallas kernel for TPU; `interpret` emulates it on CPU."""
+    # Imported here because Pallas takes longer to import than the rest of this package.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     positions, heads = q_BTHK.shape[1:3]
@@ -97,7 +95,7 @@ def splash_attention(
     sizes: dict[str, Any] = {
         f"block_{name}": block for name in ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute")
     }
-    # The gradient of queries in a kernel of its own: fused with that of keys it is held once per block of keys.
+    # A separate kernel for the gradient of queries: fused with that of keys it would be stored once per block of keys.
     sizes |= {"block_q_dq": block, "block_kv_dq": block}
     attend = splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([one] * heads),
@@ -119,7 +117,7 @@ def splash_attention(
 def cudnn_attention(
     q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, *, form: Form, implementation: Any = "cudnn"
 ) -> jax.Array:
-    """cuDNN's kernel for GPU; with the implementation "xla" what jax computes in its place."""
+    """cuDNN's kernel for GPU; `implementation="xla"` is jax's own in its place."""
     options: dict[str, Any] = {"scale": _scale(q_BTHK, form), "is_causal": True}
     if form.window:
         options["local_window_size"] = (form.window - 1, 0)

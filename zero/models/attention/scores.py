@@ -20,16 +20,16 @@ T5_BUCKETS, T5_DISTANCE = 32, 128
 
 
 class Form(NamedTuple):
-    """What the scores of an attention are made of.
+    """The form of attention scores.
 
     Attributes:
       has_alibi: whether scores fall linearly with distance (ALiBi, arXiv 2108.12409).
-      window: how many positions a query sees, itself included; 0 for all before it.
-      divisor: of the products of queries and keys; None for the root of the head dimension.
+      window: number of positions that a query sees, itself included; 0 for all before it.
+      divisor: divisor of the products of queries and keys; None for the root of the head dimension.
       cap: products p become `cap tanh(p / cap)`, before biases; None for none.
       has_extra_logit: whether each softmax has a further logit of 0, whose value is 0.
-      dropout_rate: of probabilities.
-      cut: which of the heads these are.
+      dropout_rate: dropout rate of probabilities.
+      cut: the group, and so which heads these are.
     """
 
     has_alibi: bool = False
@@ -59,23 +59,23 @@ def alibi_slopes(num_head: int) -> np.ndarray:
 
 
 def t5_buckets(distance: jax.Array) -> jax.Array:
-    """The bucket of each distance, int32; what is after its query counts as distance 0.
+    """The bucket of each distance, int32; keys after the query count as distance 0.
 
-    Source: Raffel et al., arXiv 1910.10683, section 2.1, for attention to what is before.
+    Source: Raffel et al., arXiv 1910.10683, section 2.1, for causal attention.
 
     >>> t5_buckets(jnp.asarray([-1, 0, 15, 16, 127, 1000])).tolist()
     [0, 0, 15, 16, 31, 31]
     """
     exact = T5_BUCKETS // 2
     log_steps = (T5_BUCKETS - exact) / math.log(T5_DISTANCE / exact)
-    # The first distance of each logarithmic bucket: comparing is exact where a logarithm on the device is not.
+    # The first distance of each logarithmic bucket: comparisons are exact, a logarithm on the device is not.
     starts = [math.ceil(exact * math.exp(step / log_steps)) for step in range(1, T5_BUCKETS - exact)]
     later = sum((distance >= start).astype(jnp.int32) for start in starts)
     return jnp.where(distance < exact, jnp.maximum(distance, 0), exact + later).astype(jnp.int32)
 
 
 def divided_and_capped(scores_BHTS: jax.Array, form: Form, width: int) -> tuple[jax.Array, jax.Array | None]:
-    """Scores from products, and the derivative of the cap where there is one."""
+    """Scores from products, and the derivative of the cap, if there is one."""
     scores_BHTS = scores_BHTS / (math.sqrt(width) if form.divisor is None else form.divisor)
     if form.cap is None:
         return scores_BHTS, None
@@ -94,11 +94,11 @@ def biased_and_masked(
     """Scores with their biases, the lowest number where a query does not see a key.
 
     Args:
-      scores_BHTS: of queries and keys at the positions `t_T1` and `s_1S`.
+      scores_BHTS: scores of queries and keys at the positions `t_T1` and `s_1S`.
       t_T1, s_1S: positions.
-      form: what scores are made of.
+      form: the form of the scores.
       bias_CH: by bucket of distance, or None.
-      starts_BT: the first key that each query may see, or None for the first of all.
+      starts_BT: the first key that each query sees, or None for key 0.
     """
     if form.has_alibi:
         slopes_H = form.cut.part(jnp.asarray(alibi_slopes(scores_BHTS.shape[1] * form.cut.size)), 0)
@@ -116,6 +116,6 @@ def biased_and_masked(
 
 
 def relative_bias(bias_CH: jax.Array, t_T1: jax.Array, s_1S: jax.Array) -> jax.Array:
-    """`(H, T, S)`, float32. A product: the gradient of a look-up would be a scatter of T x S rows."""
+    """`(H, T, S)`, float32, by a product: the gradient of a look-up would be a scatter of T x S rows."""
     is_bucket_CTS = t5_buckets(t_T1 - s_1S)[None] == jnp.arange(T5_BUCKETS)[:, None, None]
     return jnp.einsum("CH,CTS->HTS", bias_CH.astype(jnp.float32), is_bucket_CTS.astype(jnp.float32))

@@ -1,1 +1,1 @@
-"""Collectives of zero, inside pmap: the axis and its groups, one array, many small ones, tensor groups, their order."""
+"""Collectives inside pmap: axis and groups, one array, many small arrays, and their order on CPU."""

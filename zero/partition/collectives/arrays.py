@@ -1,7 +1,6 @@
-"""One array inside pmap: its slice, its gather and its reduce-scatter over an axis that may be cut into groups.
+"""Slice, gather and reduce-scatter of one array, inside pmap, over an axis that may be cut into groups.
 
-A value is called `shard_x` before a gather and `full_x` after it. Scaling is never hidden: a scatter sums, and a caller
-that wants a mean divides where it is named.
+A value is called `shard_x` before a gather and `full_x` after it. A scatter sums; the caller divides for a mean.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def gather_array(
 ) -> jax.Array:
     """The array that a device computes with, from its shard, in `dtype` (default: its own): a fold over `leaf.moves`.
 
-    With `wire_dtype=jnp.int8` floats travel as `to_int8` makes them, which costs a quarter of float32. Integers,
+    With `wire_dtype=jnp.int8` floats are sent as int8 by `to_int8`, a quarter of the bytes of float32. Integers,
     booleans and complex numbers keep their dtype.
 
     Per device: `leaf.shard_shape` in, `leaf.gathered_shape` out. Call inside pmap.
@@ -47,7 +46,7 @@ def gather_array(
     x = as_dtype(shard_x, dtype)
     is_quantised = _is_quantised(x, leaf, wire_dtype)
     if is_quantised:
-        x = fill_padding(x, leaf, axis, 0)  # else it would share a scale
+        x = fill_padding(x, leaf, axis, 0)  # its values would affect the scale
     for move in leaf.moves:
         match move:
             case AllGather() if is_quantised:
@@ -75,10 +74,10 @@ def scatter_sum_array(
 
     A part is summed over the devices that compute with it. A leaf that is whole on every device is all-reduced.
 
-    With `wire_dtype=jnp.int8` floats of split leaves travel as `to_int8` makes them, once, whatever the phases.
+    With `wire_dtype=jnp.int8` floats of split leaves are sent as int8 by `to_int8`, in one phase.
 
-    Where the dtype on the wire is narrower than the dtype of the sum, an `all_to_all` moves the parts and each device
-    sums what it received: the same bytes as a reduce-scatter, rounded once and not at every hop.
+    If the dtype on the wire is narrower than the dtype of the sum, an `all_to_all` moves the parts and each device sums
+    them: the same bytes as a reduce-scatter, rounded once instead of at every hop.
 
     Per device: `leaf.gathered_shape` in, `leaf.shard_shape` out, in `reduce_dtype`. Call inside pmap.
 
@@ -86,8 +85,8 @@ def scatter_sum_array(
       full_x: this device's summand.
       leaf: its layout.
       axis: the pmap axis.
-      wire_dtype: of floats; None keeps the dtype of `full_x`.
-      reduce_dtype: of floats; None keeps the dtype of `full_x`, but sums 16-bit floats in float32.
+      wire_dtype: for floats; None keeps the dtype of `full_x`.
+      reduce_dtype: for floats; None keeps the dtype of `full_x`, but sums 16-bit floats in float32.
     """
     if not jnp.issubdtype(full_x.dtype, jnp.floating):
         wire_dtype = reduce_dtype = None
@@ -124,15 +123,15 @@ def sum_copies_of_array(shard_x: jax.Array, axis: Axis) -> jax.Array:
 
 
 def as_dtype(x: jax.Array, dtype: DTypeLike | None) -> jax.Array:
-    """A float in another dtype; of integers and complex numbers a cast would lose more than digits."""
+    """Casts floats; integers and complex numbers are unchanged."""
     return x if dtype is None or not jnp.issubdtype(x.dtype, jnp.floating) else x.astype(dtype)
 
 
-ELEMENTS_PER_SCALE = 256  # elements that share a scale: 4 bytes of float32 to 256 of int8
+ELEMENTS_PER_SCALE = 256  # 4 bytes of float32 for 256 of int8
 
 
 def to_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rows of blocks of int8 with a float32 scale each; an element is off by at most its block's largest / 254.
+    """Int8 with a float32 scale per 256 elements of a row; an element is off by at most the largest of the 256 / 254.
 
     `(rows, ...)` in; int8 `(rows, blocks, 256)` and float32 `(rows, blocks, 1)` out.
 
@@ -145,7 +144,7 @@ def to_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def from_int8(values: jax.Array, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Float32 `(rows, *shape)` from what `to_int8` made."""
+    """Float32 `(rows, *shape)`, the inverse of `to_int8`."""
     rows = (values.astype(jnp.float32) * scale).reshape(values.shape[0], -1)
     return rows[:, : math.prod(shape)].reshape(-1, *shape)
 
@@ -153,7 +152,7 @@ def from_int8(values: jax.Array, scale: jax.Array, shape: tuple[int, ...]) -> ja
 def _is_quantised(x: jax.Array, leaf: LeafLayout, wire_dtype: DTypeLike | None) -> bool:
     is_int8 = wire_dtype is not None and np.dtype(wire_dtype) == np.int8
     if is_int8 and not all(isinstance(move, AllGather) for move in leaf.moves):
-        raise ValueError(f"leaf {leaf.name}: what expert groups exchange does not travel as int8")
+        raise ValueError(f"leaf {leaf.name}: a leaf of experts, exchanged in groups, does not travel as int8")
     return is_int8 and jnp.issubdtype(x.dtype, jnp.floating)
 
 
@@ -174,7 +173,7 @@ def _scatter_sum_quantised(x: jax.Array, move: AllGather, axis: Axis, reduce: np
 
 
 def sum_dtype(dtype: DTypeLike) -> np.dtype:
-    """The dtype of sums over devices: the dtype itself, but never a float of less than 32 bits."""
+    """The dtype of sums over devices: the dtype itself, but float32 for narrower floats."""
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
     return np.dtype(jnp.float32 if is_narrow else dtype)
 
@@ -201,14 +200,14 @@ def cropped_for(leaf: LeafLayout, moved_x: jax.Array) -> jax.Array:
 
 
 def padded_for(leaf: LeafLayout, full_x: jax.Array) -> jax.Array:
-    """A gathered array with zeros appended so that it divides into shards. A part contains its padding already."""
+    """A gathered array, padded with zeros to divide into shards. A part contains its padding already."""
     for dim, size in enumerate(leaf.moved_shape):
         full_x = pad_array(full_x, dim, size - full_x.shape[dim])
     return full_x
 
 
 def fill_padding(shard_x: jax.Array, leaf: LeafLayout, axis: Axis, fill: ArrayLike) -> jax.Array:
-    """A shard with `fill` in its padding, where an update may have left anything.
+    """A shard with `fill` in its padding, which updates may have changed.
 
     Per device: `leaf.shard_shape` in and out. Call inside pmap.
     """

@@ -1,4 +1,4 @@
-"""The pmap axis, and the groups into which it is cut for collectives."""
+"""The pmap axis and its groups."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Axis:
     The devices of the axis form a grid of shape `(replicas, phase, phase, ...)`. State is split over the phases and
     replicated across the first dimension (hybrid sharding). A reduce-scatter takes the phases in order, one collective
     each, and a gather takes them in reverse. So the row-major position inside the phases is the number of a device's
-    shard; slices, collectives and the mesh that labels whole arrays all take it from here.
+    shard, for slices, collectives and the mesh of global arrays.
 
     Attributes:
       name: the `axis_name` of the pmap.
       shape: `(replicas, *phases)`; its product is the size of the axis.
       devices: positions on the pmap axis in row-major order of the grid; by default 0, 1, 2, ...
-      tensor: devices of a tensor group, which compute on the same rows with different parts of the parameters. With
-        more than 1 the first phase is along these groups: a part is gathered over the other phases.
-      expert: devices of an expert group, each of which computes with other experts. With more than 1 the last phase is
+      tensor: size of a tensor group, whose devices compute on the same rows with different parts of the parameters. If
+        more than 1, the first phase is along these groups: a part is gathered over the other phases.
+      expert: size of an expert group, whose devices compute with different experts. If more than 1, the last phase is
         along these groups: the shards of experts are exchanged in it.
-      sums_copies: whether a reduce-scatter also sums over the copies. Otherwise `stages.sum_copies` has to complete it:
-        once per step costs less than once per layer and micro-batch.
-      context: devices of a context group, neighbours on the pmap axis, which compute different positions of the same
-        rows. How state is split does not depend on it.
+      sums_copies: whether a reduce-scatter also sums over the copies. Otherwise call `stages.sum_copies`: once per step
+        costs less than once per layer and micro-batch.
+      context: size of a context group: neighbours on the pmap axis that compute different positions of the same rows.
+        It does not change how state is split.
 
     Raises:
       ValueError: `devices` is not a permutation of the positions on the axis, the first phase is not of size `tensor`
@@ -67,12 +67,13 @@ class Axis:
             )
         if self.expert > 1 and (self.expert != self.shape[-1] or self.tensor > 1 or self.context > 1):
             raise ValueError(
-                f"axis {self.name!r}: the last phase of {self.shape} must be of expert={self.expert}, alone"
+                f"axis {self.name!r}: the last phase of {self.shape} must be of expert={self.expert}, without "
+                f"tensor or context groups"
             )
 
     @classmethod
     def with_tensor_groups(cls, name: str, size: int, tensor: int, replicas: int = 1) -> Axis:
-        """Tensor groups of neighbours on the pmap axis; copies, where there are several, are of neighbours as well.
+        """Tensor groups of neighbours on the pmap axis; copies of the state are on neighbours too.
 
         >>> Axis.with_tensor_groups("batch", 8, 2).groups(2, apart=4)
         [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -87,7 +88,7 @@ class Axis:
 
     @classmethod
     def with_expert_groups(cls, name: str, size: int, expert: int, replicas: int = 1) -> Axis:
-        """Expert groups of neighbours on the pmap axis; copies, where there are several, are of neighbours as well.
+        """Expert groups of neighbours on the pmap axis; copies of the state are on neighbours too.
 
         >>> Axis.with_expert_groups("batch", 8, 2).groups(2)
         [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -103,11 +104,11 @@ class Axis:
     def from_devices(cls, name: str, devices: Sequence[jax.Device]) -> Axis:
         """One phase along each dimension of a TPU slice's torus, or inside hosts and then across them.
 
-        Over groups along one dimension a TPU runs true reduce-scatters; over a whole slice it runs an all-reduce.
+        Over groups along one dimension a TPU runs reduce-scatters; over a whole slice it runs an all-reduce.
 
         Args:
           name: the `axis_name` of the pmap.
-          devices: those of the pmap, in its order.
+          devices: devices of the pmap, in its order.
 
         Raises:
           ValueError: the devices do not fill a grid.
@@ -125,28 +126,28 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """Devices on the pmap axis."""
+        """The number of devices on the pmap axis."""
         return math.prod(self.shape)
 
     @property
     def row_group(self) -> int:
-        """Devices, neighbours on the pmap axis, that take the same rows."""
+        """The number of neighbours on the pmap axis that take the same rows."""
         return self.tensor * self.context
 
     @property
     def replicas(self) -> int:
-        """Copies of the whole state."""
+        """The number of copies of the state."""
         return self.shape[0]
 
     @property
     def shards(self) -> int:
-        """Devices that one copy is spread over."""
+        """The number of devices per copy."""
         return math.prod(self.shape[1:])
 
     def groups(self, over: int, apart: int = 1) -> list[list[int]] | None:
-        """`axis_index_groups` of `over` devices each, in the order of their shards, which are `apart` from one another.
+        """`axis_index_groups` of `over` devices each, in the order of their shards, which are `apart`.
 
-        None where one group holds all devices in order. `groups(replicas, shards)` are the copies of each shard.
+        None if one group has all devices in order. `groups(replicas, shards)` are the copies of each shard.
 
         >>> Axis("batch", (1, 8)).groups(4, apart=2)
         [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -174,7 +175,7 @@ class Axis:
         return np.arange(self.size).reshape(-1, self.context).tolist()
 
     def shard_of_device(self) -> tuple[int, ...]:
-        """For each position on the pmap axis the shard that this device holds."""
+        """The shard of each position on the pmap axis."""
         shards = np.empty(self.size, int)
         shards[list(self.devices)] = np.arange(self.size) % self.shards
         return tuple(shards.tolist())
@@ -188,17 +189,17 @@ AxisLike = str | Axis
 
 
 def as_axis(axis: AxisLike) -> Axis:
-    """A pmap axis name means one group of all its devices. Call inside pmap."""
+    """The axis; a name means one group of all its devices. Call inside pmap."""
     return axis if isinstance(axis, Axis) else Axis(axis, (1, lax.axis_size(axis)))
 
 
 def check_untracked(x: Any) -> None:
-    """Raises where jax tracks over which axes `x` varies: in `jax.shard_map` with `check_vma=True`.
+    """Raises in `jax.shard_map` with `check_vma=True`, where jax tracks the axes over which `x` varies.
 
-    There autodiff sums the gradients of what is alike on all devices, and a sum after that is N times too large.
+    There autodiff sums the gradients of replicated values, and a further sum is N times too large.
     """
     kind = getattr(jax.typeof(x), "manual_axis_type", jax.typeof(x))
-    if getattr(kind, "varying", None) or getattr(kind, "vma", None):  # the name depends on the version of jax
+    if getattr(kind, "varying", None) or getattr(kind, "vma", None):  # depends on the version of jax
         raise ValueError(
             "pass jax.shard_map(..., check_vma=False): under check_vma=True autodiff has summed gradients over devices "
             "before zero does"

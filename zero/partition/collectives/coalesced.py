@@ -1,8 +1,8 @@
-"""Coalesced collectives, inside pmap: small leaves share one, because for them latency outweighs bytes.
+"""Coalesced collectives, inside pmap: small leaves share one collective, to save latency.
 
-Leaves that share are joined into one array with a row for each shard; a leaf's part of a row is its shard, split
-dimension first. The sums are those of one collective per leaf, in the same order, and barriers keep XLA from computing
-the leaves themselves in another order.
+These leaves are joined into one array with a row per shard; a leaf's part of a row is its shard, split dimension first.
+Sums have the same order as with one collective per leaf, and barriers keep XLA from reordering the computation of the
+leaves.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.layout import LeafLayout, Split
 from zero.partition.moves import AllGather
 
-SMALL = 1 << 18  # elements of a leaf that shares; larger ones are not worth the copies
-FULL = 1 << 20  # elements of a joined array, which is copied twice
+SMALL = 1 << 18  # elements of the largest leaf that is joined; for larger ones the copies cost more than latency
+FULL = 1 << 20  # elements from which a joined array is complete
 
 
 def gather_arrays(
@@ -34,7 +34,7 @@ def gather_arrays(
 ) -> list[jax.Array]:
     """`gather_array` of each leaf, small ones together. Call inside pmap.
 
-    A leaf travels in `dtype` or in its own, whichever is narrower.
+    The dtype on the wire is `dtype` or the leaf's own, whichever is narrower.
     """
     cast = [x if dtype and x.dtype.itemsize < np.dtype(dtype).itemsize else as_dtype(x, dtype) for x in shards]
     full: dict[int, jax.Array] = {}
@@ -75,7 +75,7 @@ def scatter_sum_arrays(
 def _coalesce(
     arrays: Sequence[jax.Array], leaves: Sequence[LeafLayout], wire_dtype: DTypeLike | None
 ) -> Iterator[list[int]]:
-    """Groups of leaves, by number, that share a collective: small leaves of one dtype with the same all-gather.
+    """Indices of leaves that share a collective: small leaves of one dtype with the same all-gather.
 
     Every other leaf has its own collective, as has every quantised one, because no two may share a scale.
     """
@@ -94,7 +94,7 @@ def _coalesce(
 
 
 def _rows(x: jax.Array, leaf: LeafLayout) -> jax.Array:
-    """A row for each shard."""
+    """A row per shard."""
     split = leaf.splits[0]
     return jnp.moveaxis(x, split.dim, 0).reshape(x.shape[split.dim] // split.shard_size, -1)
 

@@ -1,8 +1,8 @@
 """Context groups: devices that compute different positions of the same rows. Called inside pmap.
 
-A row of T positions is cut into 2c pieces, and device i of a group of c has the pieces i and 2c - 1 - i. In causal
-attention late positions cost more than early ones, and so each device has the same share of the work. Everything else
-is computed per position. Parameters are not cut: gradients are summed over all devices, as without groups.
+A row of T positions is cut into 2c pieces, and device i of a group of c has the pieces i and 2c - 1 - i: in causal
+attention late positions cost more than early ones, so each device has the same share of the work. Parameters are not
+cut: gradients are summed over all devices, as without groups.
 
 Sources: ring attention, arXiv 2310.01889; striped pieces for balance, arXiv 2311.09431.
 """
@@ -34,7 +34,7 @@ class ContextGroup(ModelParallel):
     Array(True, dtype=bool)
 
     Attributes:
-      axis: the pmap axis; groups are of neighbours on it.
+      axis: the pmap axis; a group consists of neighbours on it.
     """
 
     axis: Axis
@@ -42,19 +42,18 @@ class ContextGroup(ModelParallel):
 
     @property
     def ring(self) -> int:
-        """Devices of a group: keys and values visit all of them in as many turns."""
+        """The number of devices that keys and values visit, one per turn."""
         return self.axis.context
 
     def with_all_positions(self) -> ModelParallel:
-        """Each device computes whole rows, the same as the others of its group."""
         return WHOLE
 
     def rank(self) -> jax.Array:
-        """The place of this device in its group."""
+        """The index of this device in its group."""
         return lax.axis_index(self.axis.name) % self.ring
 
     def numbers(self, count: int, turn: jax.Array | int = 0) -> jax.Array:
-        """The numbers of the positions whose keys this device has after so many turns, int32 `(2, count / 2)`.
+        """The positions of the keys on this device after this many turns, int32 `(2, count / 2)`.
 
         Raises:
           ValueError: `count` is odd.
@@ -66,11 +65,11 @@ class ContextGroup(ModelParallel):
         return (firsts[:, None] + jnp.arange(length)[None]).astype(jnp.int32)
 
     def head_swap(self, *heads: int) -> Ulysses | None:
-        """The swap for such numbers of heads of queries and of keys; None where they do not divide over the group."""
+        """The swap for these numbers of query and key heads; None if they do not divide over the group."""
         return None if any(count % self.ring for count in heads) else Ulysses(self)
 
     def ring_shift(self, tree: Any) -> Any:
-        """The arrays of the device before this one in its group; the first device gets those of the last."""
+        """The arrays of the previous device of the group; the first device gets those of the last."""
         groups = self.axis.context_groups()
         pairs = [pair for group in groups for pair in zip(group, [*group[1:], group[0]], strict=True)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis.name, pairs), tree)
@@ -91,15 +90,13 @@ class ContextGroup(ModelParallel):
         return jnp.concatenate([lax.dynamic_slice_in_dim(x, first, length, dim) for first in firsts], dim)
 
     def stream_numbers(self, first: jax.Array | int, count: int) -> jax.Array:
-        """The numbers of this device's positions between layers, `(T,)`."""
         return first + self.numbers(count).ravel()
 
     def attended_numbers(self, first: jax.Array | int, count: int) -> jax.Array:
-        """The same numbers: a device has the same positions inside attention."""
+        """The same: a device has the same positions inside attention."""
         return self.stream_numbers(first, count)
 
     def of_positions(self, draw: Draw, shape: tuple[int, ...]) -> jax.Array:
-        """This device's positions `(T, ...)` of an array that `draw` makes for all positions."""
         return self._own(draw((shape[0] * self.ring, *shape[1:])), 0)
 
 
@@ -123,7 +120,6 @@ class Ulysses(HeadParallel):
         return self._in_order(self._all_to_all(x_BTHK, 2, 1))
 
     def to_positions(self, x_BTHK: jax.Array) -> jax.Array:
-        """The way back."""
         rows, positions, heads, width = x_BTHK.shape
         early, late = jnp.split(x_BTHK.reshape(rows, 2 * self.group.ring, -1, heads, width), 2, axis=1)
         by_device = jnp.stack([early, late[:, ::-1]], axis=2).reshape(rows, positions, heads, width)
@@ -139,6 +135,6 @@ class Ulysses(HeadParallel):
         return self._in_order(lax.all_gather(x_BT, self.group.axis.name, axis=1, tiled=True, axis_index_groups=groups))
 
     def _in_order(self, x_BT: jax.Array) -> jax.Array:
-        """Positions in order, from the two pieces of one device after the other."""
+        """Positions in order, from the two pieces of each device in turn."""
         by_piece = x_BT.reshape(x_BT.shape[0], self.group.ring, 2, -1, *x_BT.shape[2:])
         return jnp.concatenate([by_piece[:, :, 0], by_piece[:, ::-1, 1]], axis=1).reshape(x_BT.shape)

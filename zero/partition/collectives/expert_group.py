@@ -1,7 +1,7 @@
-"""Expert groups: devices with rows of their own, each of which computes other experts on the rows of all.
+"""Expert groups: devices with different rows, each of which computes some experts for all of these rows. Inside pmap.
 
-Inside pmap. Each device puts the tokens of its rows into places, the same number for every expert; one `all_to_all`
-brings the places to the devices of their experts, another one brings the outputs back. Each is the other's derivative.
+Each device puts the tokens of its rows into places, the same number for every expert. One `all_to_all` sends the places
+to the devices of their experts, another one returns the outputs. Each is the other's derivative.
 
 Source: GShard, arXiv 2006.16668, section 3.3.
 """
@@ -22,7 +22,7 @@ class ExpertGroup(ExpertParallel):
     """This device's expert group, on an axis made by `Axis.with_expert_groups`.
 
     `make_layout` with `expert` and `is_expert` places the experts; `gather` and `fully_shard` then give each device its
-    own.
+    experts.
 
     >>> import jax.numpy as jnp; import numpy as np; import zero
     >>> n = jax.local_device_count()
@@ -41,16 +41,14 @@ class ExpertGroup(ExpertParallel):
 
     @property
     def size(self) -> int:
-        """Devices of a group, and parts into which the experts are divided."""
         return self.axis.expert
 
     def to_experts(self, x_BECD: jax.Array) -> jax.Array:
-        """Places of this device's experts in the rows of the whole group, from those of all experts in its own rows.
+        """From places of all experts in this device's rows to places of its experts in the rows of the group.
 
         Per device: `(rows, experts, ...)` in, `(size * rows, experts / size, ...)` out.
         """
         return lax.all_to_all(x_BECD, self.axis.name, 1, 0, tiled=True, axis_index_groups=self.axis.groups(self.size))
 
     def from_experts(self, x_BECD: jax.Array) -> jax.Array:
-        """The inverse of `to_experts`."""
         return lax.all_to_all(x_BECD, self.axis.name, 0, 1, tiled=True, axis_index_groups=self.axis.groups(self.size))

@@ -1,10 +1,10 @@
-"""Keeps the collectives of a per-device program in one order on all devices: XLA's CPU backend does not.
+"""Keeps the collectives of a per-device program in the same order on all devices, for XLA's CPU backend.
 
-XLA runs the operations of a CPU program as their inputs become ready. Collectives of one list of operations wait for
-each other, but a loop counts as done when it has been *started*, so a later collective that does not use its result
-meets the collectives inside the loop. jax gives all of them one channel, so they share a rendezvous: devices hang,
-abort, or exchange the wrong arrays (docs/decisions/virtual-devices.md). An `optimization_barrier` does not help, since
-the backend drops it before it orders operations; a dependency that is computed does.
+XLA runs the operations of a CPU program as their inputs become ready. Collectives of one computation wait for each
+other, but a loop counts as done when it has *started*, so a later collective that does not use its result runs with the
+collectives inside the loop. jax gives all of them one channel, so they share a rendezvous: devices hang, abort, or
+exchange the wrong arrays (docs/decisions/virtual-devices.md). The backend drops an `optimization_barrier` before it
+orders operations, so dependencies are made by arithmetic.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ INLINED = {
 
 
 def in_order(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """The same per-device function, with every collective after a loop that holds collectives made to wait for it.
+    """The same per-device function, in which collectives after a loop with collectives wait for the loop.
 
-    Call it on what is given to `jax.pmap`, outside any `jax.grad`. Values are the same, bit for bit. Programs without
-    such loops are left as they are.
+    Apply it to the function given to `jax.pmap`, outside any `jax.grad`. Values are the same, bit for bit. Programs
+    without such loops are unchanged.
 
     >>> n = jax.device_count()
     >>> def step(x):
@@ -63,11 +63,11 @@ def in_order(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 class _Runner:
-    """Carries out the operations of one level: of the program, or of the body of a loop or branch in it."""
+    """Runs the operations of one level: of the program, or of the body of a loop or branch in it."""
 
     def __init__(self, jaxpr: Jaxpr) -> None:
         self.is_tied = any(_is_nested(eqn) for eqn in _level(jaxpr))
-        self.zero: jax.Array | None = None  # uint32, computed from what the last collective gave
+        self.zero: jax.Array | None = None  # uint32, computed from the results of the last collective
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
@@ -124,10 +124,10 @@ def _has_collective(eqn: JaxprEqn) -> bool:
 def _map_jaxprs(value: Any, constants: list[Any], is_remat: bool) -> Any:
     """The value with every jaxpr in it ordered.
 
-    A jaxpr without room for constants (that of `jax.checkpoint`) gets those of inlined functions as further inputs, and
-    `constants` what to pass for them.
+    A jaxpr that cannot hold constants (that of `jax.checkpoint`) gets those of inlined functions as further inputs;
+    their values are appended to `constants`.
     """
-    if isinstance(value, ClosedJaxpr) and not is_remat:  # in jax 0.12 every Jaxpr is one
+    if isinstance(value, ClosedJaxpr) and not is_remat:  # in jax 0.12 every Jaxpr is a ClosedJaxpr
         return _ordered_jaxpr(value.jaxpr, value.consts)
     if isinstance(value, Jaxpr):
         closed = _ordered_jaxpr(value, ())
@@ -159,7 +159,7 @@ def _waiting(eqn: JaxprEqn) -> range:
 
 
 def scan_carry(params: dict[str, Any]) -> range:
-    """Which operands of a `scan` are its carry: after the constants, before what it goes through."""
+    """Which operands of a `scan` are its carry: those after the constants and before the scanned arrays."""
     if "num_carry" in params:
         return range(params["num_consts"], params["num_consts"] + params["num_carry"])
     consts, carry, _ = (len(tree) for tree in params["ft_in"].unpack())  # jax 0.12
@@ -175,7 +175,7 @@ def _is_tied(x: Any) -> bool:
 
 
 def _zero_of(x: jax.Array) -> jax.Array:
-    """A zero that XLA cannot know before x is there."""
+    """A zero that XLA cannot compute before x is available."""
     if not _is_tied(x):
         return jnp.uint32(0)
     first = _bits(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()))

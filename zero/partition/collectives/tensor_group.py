@@ -1,9 +1,9 @@
 """Tensor groups: devices that compute on the same rows with different parts of the parameters. Called inside pmap.
 
 Inside attention and MLP a device has all positions of its rows and a part of the heads or of the MLP's width. Around
-them, at norms and dropout, it has all of the width and a part of the positions. A gather of positions leads into
-attention and MLP, a reduce-scatter back, and each is the other's derivative. Gradients are those of the sum of the
-losses that all devices return, so only one device of a group may count a loss.
+them, at norms and dropout, it has the whole width and a part of the positions. Positions are gathered before attention
+and MLP and reduce-scattered after; each is the other's derivative. Gradients are those of the sum of the losses of all
+devices, so only one device of a group may count a loss.
 
 Sources: Megatron-LM, arXiv 1909.08053, section 3; sequence parallelism, arXiv 2205.05198, section 4.
 """
@@ -40,9 +40,9 @@ class TensorGroup(ModelParallel):
     True
 
     Attributes:
-      axis: the pmap axis; its groups along the first phase are these.
+      axis: the pmap axis; tensor groups are its groups along the first phase.
       cuts_positions: whether each device has only a part of the positions outside of attention and MLP. Otherwise all
-        devices of a group compute all of them, which is for inference: gradients would be wrong.
+        devices of a group compute all of them: only for inference, since gradients would be wrong.
     """
 
     axis: Axis
@@ -50,7 +50,6 @@ class TensorGroup(ModelParallel):
 
     @property
     def size(self) -> int:
-        """Devices of a group, and parts into which heads, the MLP's width and the vocabulary are cut."""
         return self.axis.tensor
 
     @property
@@ -58,61 +57,51 @@ class TensorGroup(ModelParallel):
         return self.axis.groups(self.size, apart=self.axis.shards // self.size)
 
     def for_positions(self, positions: int) -> TensorGroup:
-        """The same group for rows of so many positions, which are cut if they divide."""
+        """The same group for rows of this many positions, which are cut if they divide."""
         return dataclasses.replace(self, cuts_positions=positions % self.size == 0)
 
     def with_all_positions(self) -> TensorGroup:
-        """The same group, each device of which computes all positions."""
         return dataclasses.replace(self, cuts_positions=False)
 
     def rank(self) -> jax.Array:
-        """The place of this device in its group."""
+        """The index of this device in its group."""
         return self.axis.shard_index() // (self.axis.shards // self.size)
 
     def part_size(self, size: int) -> int:
-        """The size of a part, which is a number of shards: the last parts contain the padding."""
+        """The size of a part: a whole number of shards, so the last parts contain the padding."""
         return -(-size // self.axis.shards) * (self.axis.shards // self.size)
 
     def first(self, part_size: int) -> jax.Array:
-        """Where this device's part begins."""
         return self.rank() * part_size
 
     def part(self, x: jax.Array, dim: int) -> jax.Array:
-        """This device's part along a dimension, which divides."""
         part = x.shape[dim] // self.size
         return lax.dynamic_slice_in_dim(x, self.first(part), part, dim)
 
     def stream_numbers(self, first: jax.Array | int, count: int) -> jax.Array | int:
-        """The number of this device's first position of the stream between layers, of which it has `count`."""
         return first + self.first(count) if self.cuts_positions else first
 
     def stream_positions(self, x_BT: jax.Array) -> jax.Array:
-        """This device's positions of the stream between layers."""
         return self.part(x_BT, 1) if self.cuts_positions else x_BT
 
     def of_positions(self, draw: Draw, shape: tuple[int, ...]) -> jax.Array:
-        """This device's positions `(T, ...)` of an array that `draw` makes for all positions."""
         return self.of_heads(draw, shape) if self.cuts_positions else draw(shape)
 
     def gather_positions(self, x_BTD: jax.Array) -> jax.Array:
-        """All positions, from each device's."""
         if not self.cuts_positions:
             return x_BTD
         return lax.all_gather(x_BTD, self.axis.name, axis=1, tiled=True, axis_index_groups=self._groups)
 
     def sum_positions(self, x_BTD: jax.Array) -> jax.Array:
-        """This device's positions of the sum over the group."""
         name, groups = self.axis.name, self._groups
         if not self.cuts_positions:
             return lax.psum(x_BTD, name, axis_index_groups=groups)
         return lax.psum_scatter(x_BTD, name, scatter_dimension=1, tiled=True, axis_index_groups=groups)
 
     def stack(self, x: jax.Array) -> jax.Array:
-        """The arrays of all devices of the group, in a new leading dimension."""
         return lax.all_gather(x, self.axis.name, axis_index_groups=self._groups)
 
     def counted_once(self, x_BT: jax.Array) -> jax.Array:
-        """The positions that this device counts for its group; 0 elsewhere."""
         share = -(-x_BT.shape[1] // self.size)
         is_own_T = jnp.arange(x_BT.shape[1]) // share == self.rank()
         return jnp.where(is_own_T[None], x_BT, jnp.zeros((), x_BT.dtype))

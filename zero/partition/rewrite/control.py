@@ -1,4 +1,4 @@
-"""Branches, loops, factorisations and functions with a derivative of their own."""
+"""Branches, loops, factorizations and functions with a custom derivative."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _values(xs: Sequence[Any], splits: Sequence[Split | None]) -> list[Value]:
 
 
 def _cond(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
-    """Both branches run on shards; a result is split if it is in any branch."""
+    """All branches run on shards; a result is split if it is split in any branch."""
     inside = interpreter.inside(eqn, interpreter.may_communicate)
     index, operands = args[0].x, args[1:]
     columns = zip(*(inside.splits(branch, operands) for branch in eqn.params["branches"]), strict=True)
@@ -55,7 +55,7 @@ def _cond(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> lis
 
 
 def _scan(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
-    """An element-wise body runs on slices; the carry is split where any iteration makes it so."""
+    """An element-wise body runs on slices; a carry is split if any iteration splits it."""
     params, body = eqn.params, eqn.params["jaxpr"]
     inside = scan_carry(params)
     consts, carry, xs = args[: inside.start], args[inside.start : inside.stop], args[inside.stop :]
@@ -78,7 +78,7 @@ def _scan(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> lis
 
 
 def _while(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
-    """An element-wise body runs on slices, where the condition does not depend on them."""
+    """An element-wise body runs on slices if the condition does not depend on them."""
     params = eqn.params
     first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     cond_consts, body_consts, carry = args[:first], args[first:last], args[last:]
@@ -104,7 +104,7 @@ def _settled(
     carry: Sequence[Value],
     splits_after: Callable[[Sequence[Value]], list[Split | None]],
 ) -> list[Value]:
-    """The carry of a loop, sliced where an iteration makes a slice of what was whole."""
+    """The carry of a loop, sliced wherever an iteration returns a slice."""
     while True:
         after = splits_after(carry)[: len(carry)]
         if all(value.split or not split for value, split in zip(carry, after, strict=True)):
@@ -117,7 +117,7 @@ def _shifted(split: Split | None, by: int) -> Split | None:
 
 
 def _loop(rule: Rule) -> Rule:
-    """A loop runs on slices where all of it is element-wise; else, inside `across_shards`, its owner runs it."""
+    """A loop runs on slices if all of it is element-wise; else, inside `across_shards`, on its owner."""
 
     def run(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> Sequence[Value] | None:
         args = [Value(arg.x, arg.split) for arg in args]  # a shard computed inside the loop must not be used outside
@@ -133,9 +133,9 @@ def _loop(rule: Rule) -> Rule:
 
 
 def _own(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
-    """One device computes, the others wait: results like an operand are split like it, the rest are sent to all.
+    """One device computes, the others wait. Results are split like an operand of the same shape, or whole.
 
-    An operation that contains collectives, or has a result that cannot be sent, runs on all devices.
+    An operation with collectives, or with a result that cannot be sent, runs on all devices.
     """
     avals: list[Any] = [var.aval for var in eqn.outvars]
     if primitives(eqn) & COLLECTIVES or any(jnp.issubdtype(aval.dtype, jax.dtypes.extended) for aval in avals):
@@ -174,7 +174,7 @@ def _caller(
 
 
 def _custom_jvp(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
-    """A function with a derivative of its own keeps it: the derivative is traced on whole arrays as well."""
+    """Keeps a custom derivative, which is traced on whole arrays too."""
     splits = [arg.split for arg in args]
     out_splits: list[Split | None] = []
 
@@ -200,7 +200,7 @@ def _custom_jvp(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) 
 
 
 def _custom_vjp(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
-    """The same for reverse mode only."""
+    """As `_custom_jvp`, for reverse mode."""
     splits = [arg.split for arg in args]
     out_splits: list[Split | None] = []
 
@@ -228,7 +228,7 @@ def _put(xs: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> lis
 
 
 def _traced(interpreter: Interpreter, eqn: JaxprEqn, fn: Callable[..., Any], *args: Sequence[Value]) -> list[Value]:
-    """`fn(*lists of whole arrays)`, computed from slices."""
+    """`fn(*lists of whole arrays)`, evaluated on slices."""
     shapes = [[whole_shape(value) for value in values] for values in args]
     closed = jax.make_jaxpr(fn)(*shapes)
     return interpreter.inside(eqn, interpreter.may_communicate).run(

@@ -20,10 +20,9 @@ RULES: dict[str, Rule] = {**shape_rules.RULES, **reductions.RULES, **control.RUL
 def across_shards(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Lets an optax transform that is not element-wise communicate between shards, so that it is right on them.
 
-    Where arrays are split, its reductions over the split dimension end in an all-reduce; loops and factorizations run
-    on gathered arrays, each on one device that owns it; any other operation that has no form for shards runs on
-    gathered arrays on every device. Where nothing is split, and outside of `shard_optimizer` and `on_shards`, it is the
-    transform itself. Use it on the part of a chain that needs it.
+    Reductions over a split dimension end in an all-reduce; loops and factorizations run on gathered arrays, each on one
+    device; any other operation without a rule for shards runs on gathered arrays on every device. Without splits, and
+    outside `shard_optimizer` and `on_shards`, it is the transform itself. Wrap only the part of a chain that needs it.
 
     >>> clip = across_shards(optax.adaptive_grad_clip(0.1))
     >>> tx = optax.chain(clip, optax.adam(1e-3))
@@ -68,11 +67,11 @@ def run_on_shards(
       fn: the function.
       axis: the pmap axis.
       inputs: the arguments.
-      outputs: from the shapes of the whole result to the layouts of its leaves.
+      outputs: maps the shapes of the whole result to the layouts of its leaves.
 
     Raises:
       NotElementwiseError: an operation outside `across_shards` needs other devices, or draws random numbers.
-      ValueError: an input is no shard of its layout.
+      ValueError: an input is not a shard of its layout.
     """
     trees, values = [], list[Value]()
     for tree, layout in inputs:

@@ -1,4 +1,4 @@
-"""An interpreter of jaxprs, whose values are whole or split: it evaluates a traced function one operation at a time."""
+"""An interpreter of jaxprs on values that are whole or split, one operation at a time."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ REMEDIES = {
 
 
 class NotElementwiseError(ValueError):
-    """A transform would be wrong on shards; the message names it, the operation and what is right."""
+    """A transform would be wrong on shards; the message names it, the operation and the remedy."""
 
 
 class Value(NamedTuple):
-    """The part of an array that a device holds: its shard along one dimension, or (no split) the whole array.
+    """A device's part of an array: its shard along one dimension, or (no split) the whole array.
 
-    The padding of a shard may hold anything.
+    The padding of a shard is undefined.
 
     Attributes:
       x: the array.
       split: how it is split.
-      shard: of a whole array that was made of positions or of one number: computes a shard of it without the whole.
+      shard: for a whole array made from indices or constants: computes a shard of it without the whole.
     """
 
     x: Any
@@ -89,28 +89,27 @@ def _shard_shape(shape: Sequence[int], split: Split) -> tuple[int, ...]:
 def whole_shape(value: Value) -> jax.ShapeDtypeStruct:
     """The shape on which a function of whole arrays is traced.
 
-    Its sharding is that of this device, as of every array inside pmap: jax inserts a `reshard` where arrays with that
-    sharding meet arrays without one.
+    It has the sharding of arrays inside pmap: jax would insert a `reshard` between arrays with and without it.
     """
     mesh, aval = jax.sharding.get_abstract_mesh(), jax.typeof(value.x)
     here = None if mesh.empty else NamedSharding(mesh, PartitionSpec(*[None] * len(value.shape)))
     return jax.ShapeDtypeStruct(value.shape, aval.dtype, weak_type=aval.weak_type, sharding=here)
 
 
-# A rule carries out one kind of operation on values of which at least one is split. None: not for these arguments.
+# A rule evaluates an operation on values of which at least one is split. None: not for these arguments.
 Rule = Callable[["Interpreter", JaxprEqn, Sequence[Value]], Sequence[Value] | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter:
-    """Carries operations out on values.
+    """Evaluates operations on values.
 
     Attributes:
       axis: the pmap axis.
-      rules: by the name of a primitive; for all but element-wise ones.
-      may_communicate: whether this is inside `across_shards`.
-      callers: the calls that lead to the current operation, innermost first.
-      owned: elements of the work that each device owns, filled as work is assigned.
+      rules: rules by name of the primitive, for all that are not element-wise.
+      may_communicate: whether the operation is inside `across_shards`.
+      callers: the calls around the current operation, innermost first.
+      owned: elements of work assigned to each device so far.
     """
 
     axis: Axis
@@ -153,7 +152,7 @@ class Interpreter:
         return [Value(x, None) for x in bind(eqn, [self.place(arg, None, eqn).x for arg in args])]
 
     def elementwise(self, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
-        """Slices meet slices: of the largest operand's split. What is broadcast along it is whole."""
+        """Slices all operands like the largest one, except those that are broadcast along the split."""
         split = max((arg for arg in args if arg.split), key=lambda arg: math.prod(arg.shape)).split
         assert split
 
@@ -164,9 +163,9 @@ class Interpreter:
         return [Value(x, split) for x in bind(eqn, [placed(arg) for arg in args])]
 
     def shard_of_made(self, eqn: JaxprEqn, args: Sequence[Value]) -> Callable[[Split], Any] | None:
-        """The `Value.shard` of a result: positions, one number repeated, and what is made of these by element.
+        """The `Value.shard` of a result: of an iota, a broadcast scalar, or element-wise operations on these.
 
-        Where only shards are used, XLA removes the computation of the whole array.
+        If only shards are used, XLA removes the computation of the whole array.
         """
         name, params = eqn.primitive.name, eqn.params
 
@@ -205,7 +204,7 @@ class Interpreter:
         return Value(x, split)
 
     def inside(self, eqn: JaxprEqn, may_communicate: bool) -> Interpreter:
-        """The interpreter of what an operation calls."""
+        """The interpreter for the functions that an operation calls."""
         return dataclasses.replace(self, may_communicate=may_communicate, callers=(eqn, *self.callers))
 
     def splits(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Split | None]:
@@ -225,13 +224,13 @@ class Interpreter:
         transform = _transform((eqn, *self.callers))
         right = f"use zero.{REMEDIES[transform]}, or " if transform in REMEDIES else "use "
         raise NotElementwiseError(
-            f"{transform} is not element-wise: {eqn.primitive.name} {why}. Run on shards as it is, it would be wrong; "
+            f"{transform} is not element-wise: {eqn.primitive.name} {why}. Unchanged, it would be wrong on shards; "
             f"{right}zero.across_shards(...) around it, which communicates"
         )
 
 
 def bind(eqn: JaxprEqn, xs: Sequence[Any]) -> list[Any]:
-    """The operation itself."""
+    """Evaluates the operation unchanged."""
     params = eqn.primitive.get_bind_params(eqn.params)
     functions, params = params if isinstance(params, tuple) else ((), params)
     result = eqn.primitive.bind(*functions, *xs, **params)
@@ -247,7 +246,7 @@ def primitives(eqn: JaxprEqn) -> set[str]:
 
 
 def _transform(eqns: Sequence[JaxprEqn]) -> str:
-    """The function that made the transform which an operation (and its callers) belongs to: `clip_by_global_norm`."""
+    """The function that made the transform of an operation (and its callers), such as `clip_by_global_norm`."""
     tracebacks: list[Any] = [eqn.source_info.traceback for eqn in eqns]
     for frame in [frame for traceback in tracebacks if traceback for frame in traceback.frames]:
         maker, _, inner = frame.function_name.partition(".<locals>.")

@@ -1,4 +1,4 @@
-"""Reductions and products: along other dimensions on slices, over the split one completed by a collective."""
+"""Reductions and products: on slices along other dimensions, completed by a collective over the split one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zero.partition.rewrite.shapes import without
 
 
 def _reduction(identity: Callable[[Any], Any], collective: Callable[[jax.Array, Axis], jax.Array] | None) -> Rule:
-    """The rule of a reduction: without a collective the parts are gathered and reduced once more."""
+    """The rule of a reduction; without a `collective` the parts are gathered and reduced again."""
 
     def reduce(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
         (value,) = args
@@ -40,7 +40,7 @@ def _sum(x: jax.Array, axis: Axis) -> jax.Array:
     """The sum over the shards of one copy, the same on all devices."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return lax.psum(x, axis.name, axis_index_groups=axis.groups(axis.shards))
-    # Over all replicas, so that no two devices can round differently; divided first, so that it does not overflow.
+    # Over all replicas, so that all devices round alike; divided first, to avoid overflow.
     total = x.astype(sum_dtype(x.dtype))
     return lax.psum(total if axis.replicas == 1 else total / axis.replicas, axis.name).astype(x.dtype)
 
@@ -54,7 +54,7 @@ def _smallest(x: jax.Array, axis: Axis) -> jax.Array:
 
 
 def _with_nan(extreme: jax.Array, x: jax.Array, axis: Axis) -> jax.Array:
-    """NaN where any device has one: XLA's all-reduce by maximum swallows it on CPU."""
+    """`extreme`, or NaN if any device has one: XLA's all-reduce by maximum drops NaN on CPU."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return extreme
     return jnp.where(lax.psum(jnp.isnan(x).astype(jnp.int32), axis.name) > 0, jnp.asarray(jnp.nan, x.dtype), extreme)
@@ -79,7 +79,7 @@ def _all_bits(dtype: Any) -> Any:
 def _dot_general(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     """A contraction over the split dimension is completed by a sum; a batch or free dimension stays split."""
     contracted, batch = eqn.params["dimension_numbers"]
-    # The larger operand of those that are split stays where it is.
+    # The larger of the split operands keeps its split.
     kept = max((i for i in (0, 1) if args[i].split), key=lambda i: math.prod(args[i].shape))
     value, other = args[kept], args[1 - kept]
     dim = value.dim

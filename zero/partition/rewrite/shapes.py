@@ -1,4 +1,4 @@
-"""Operations that move dimensions, or that work along other dimensions than the split one."""
+"""Operations that move dimensions, or work along dimensions that are not split."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _largest_split(args: Sequence[Value]) -> Split:
 
 
 def _along_others(name: str) -> Rule:
-    """An operation along the dimensions in parameter `name`, which changes no size along the others."""
+    """An operation along the dimensions in parameter `name`, which keeps the sizes of the others."""
 
     def rule(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
         dims, split = eqn.params[name], _largest_split(args)
@@ -42,7 +42,7 @@ def _along_others(name: str) -> Rule:
 
 
 def _on_slice(split_of: Callable[[Value, JaxprEqn], Split | None]) -> Rule:
-    """The operation on the slice of its first operand; `split_of` is the split of the result, None for no such form."""
+    """The operation on the slice of its first operand; `split_of` is the split of the result, None for no rule."""
 
     def rule(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
         split = split_of(args[0], eqn)
@@ -58,7 +58,7 @@ def _stack(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> li
 
 
 def _each(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
-    """Each result is an operand."""
+    """For operations that return their operands."""
     return [Value(x, arg.split) for x, arg in zip(bind(eqn, [arg.x for arg in args]), args, strict=True)]
 
 
@@ -72,7 +72,7 @@ def _broadcast_in_dim(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Va
 
 
 def _reshape(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
-    """On slices, where the split dimension is one of the new shape as well."""
+    """On slices, if the split dimension is also one of the new shape."""
     (value,) = args
     assert value.split
     before = math.prod(value.shape[: value.split.dim])
@@ -90,7 +90,7 @@ def without(value: Value, dims: Sequence[int]) -> Split:
 
 
 def _bitcast(value: Value, eqn: JaxprEqn) -> Split | None:
-    """A change of the size of an element appends a dimension, or removes the last one."""
+    """A change of the element size appends a dimension or removes the last one."""
     out: Any = eqn.outvars[0].aval
     return value.split if value.dim < len(out.shape) else None
 
@@ -131,7 +131,7 @@ def _dynamic_update_slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequenc
 
 
 def _all(starts: Sequence[Value], dim: int) -> list[Any]:
-    """The starts of a slice that takes all of one dimension: 0 there, to which jax would lower any other start."""
+    """The starts of a slice that takes the whole of one dimension: 0 there, because jax would clamp any other start."""
     return [jnp.zeros_like(start.x) if i == dim else start.x for i, start in enumerate(starts)]
 
 

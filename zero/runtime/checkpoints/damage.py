@@ -1,4 +1,4 @@
-"""Tells a damaged checkpoint from storage that fails for the moment, and sets damaged ones aside."""
+"""Distinguishes damaged checkpoints from temporary failures of storage, and sets damaged ones aside."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 from zero.runtime import storage
 from zero.runtime.errors import Unavailable, UserError, causes, first_line
 
-# Codes of tensorstore's errors that say nothing about the stored bytes.
+# Codes of tensorstore's errors that do not concern the stored bytes.
 OUTAGE_CODES = {"ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"}
 OUTAGE_CODES |= {"UNAUTHENTICATED", "UNAVAILABLE", "UNKNOWN"}
 TENSORSTORE_ERROR = re.compile(r"(?:(?P<code>[A-Z_]+): )?Error (?:opening|reading|decoding) ")
@@ -26,11 +26,9 @@ class DamagedCheckpoint(UserError):
 
 @contextmanager
 def read_errors(checkpoint: str, json_files: Sequence[str]) -> Iterator[None]:
-    """Turns errors of reading into one line each; what is neither damage nor an outage is raised as it is.
+    """Turns errors of reading into one line each; errors that are neither damage nor an outage are raised unchanged.
 
-    Args:
-      checkpoint: begins the line.
-      json_files: JSON files that are read within; the first one that does not parse is named.
+    `checkpoint` begins the line. Of `json_files`, which are read within, the first one that does not parse is named.
 
     Raises:
       DamagedCheckpoint: the stored data is truncated, missing, or cannot be decoded.
@@ -87,7 +85,7 @@ def move_aside(directory: Path | str, step: int) -> str:
 
 
 def without_brackets(error: BaseException) -> str:
-    """The first line, without what tensorstore adds in brackets: the whole specification, and lines of its source."""
+    """The first line, without tensorstore's brackets: the whole specification, and lines of its source."""
     return first_line(error).partition(" [")[0]
 
 

@@ -1,8 +1,8 @@
-"""Emergency checkpoints: every few steps each host keeps its shards in its memory, and the next host has a copy.
+"""Emergency checkpoints: every few steps each host keeps its shards in memory, and the next host keeps a copy.
 
-A run that lost a host resumes from them without the bucket. They lie in files, by default of /dev/shm, because all
+A run that lost a host resumes from them without the bucket. They are files, by default in /dev/shm, because all
 processes of a run end with the one that was lost. A file is a line of JSON, then the shards of this host's devices,
-leaf by leaf. Why not orbax's: docs/decisions/surviving.md.
+leaf by leaf. Reasons against orbax's: docs/decisions/surviving.md.
 """
 
 from __future__ import annotations
@@ -35,20 +35,18 @@ NAME = re.compile(r"(\d+)-(\d+)\.shards")  # step, host; nothing else in the dir
 
 
 class DamagedShards(Exception):
-    """A file of shards that is not what was written."""
+    """A damaged file of shards."""
 
 
 class EmergencyCheckpoints:
-    """The emergency checkpoints of one run; a context manager, which deletes them when it is left without an error.
+    """The emergency checkpoints of one run; a context manager, which deletes them unless it is left by an error.
 
-    All hosts call every method together. Each host holds at most the newest three of its own and of the host before.
+    All hosts call every method together. Each host holds at most its own newest three and those of the host before.
 
     Args:
       directory: of this host, for all runs.
-      place: the durable checkpoints of the run, by which its files are found.
-      model: its configuration, which has to be the same.
-      layout: of the whole state.
-      axis: of its pmap.
+      place: the durable checkpoints of the run, which identify its files.
+      model: its configuration, which must be the same.
 
     Raises:
       UserError: the directory cannot be made.
@@ -62,7 +60,8 @@ class EmergencyCheckpoints:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"zero.emergency_directory={directory}: {error}") from error
-        self._model, self._layout, self._axis = dict(model), layout, axis
+        self._layout, self._axis = layout, axis
+        self._model = json.loads(json.dumps(dict(model)))  # as a file gives it back: lists in place of tuples
         self._host, self._hosts = jax.process_index(), jax.process_count()
         self._peers = Peers(self._directory)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="emergency checkpoint")
@@ -72,7 +71,7 @@ class EmergencyCheckpoints:
     def save(self, step: int, state: PyTree, position: dict[str, Any]) -> None:
         """Copies this host's shards, and returns; a thread writes them and sends them to the next host.
 
-        A failure is logged: training goes on, and the durable checkpoints are not concerned.
+        A failure is logged: training continues, and the durable checkpoints are not affected.
         """
         if self._pending is not None:
             self._pending.result()
@@ -80,7 +79,7 @@ class EmergencyCheckpoints:
         self._pending = self._pool.submit(self._write, step, list(self._copies(state)), position)
 
     def _copies(self, state: PyTree) -> Iterator[np.ndarray]:
-        """Of each leaf `(local devices, *shard_shape)`; the next step donates the originals."""
+        """A copy of each leaf `(local devices, *shard_shape)`; the next step donates the originals."""
         leaves = self._layout.treedef.flatten_up_to(state)
         for x in leaves:
             x.copy_to_host_async()
@@ -112,7 +111,7 @@ class EmergencyCheckpoints:
             self._delete(older)
 
     def _description(self) -> dict[str, Any]:
-        """What has to be equal for shards to fit."""
+        """The properties that must be equal for shards to fit."""
         return {
             "lineage": self.lineage,
             "hosts": self._hosts,
@@ -126,13 +125,10 @@ class EmergencyCheckpoints:
         }
 
     def restore(self, lineage: str, after: int) -> tuple[dict[str, Any], PyTree] | None:
-        """The position and state of the newest checkpoint that all hosts together hold whole; its lineage continues.
+        """The position and state of the newest checkpoint that all hosts together hold; its lineage continues.
 
-        Of the shards only those of a host that was replaced travel, from its neighbour.
-
-        Args:
-          lineage: of the start before.
-          after: the step of the newest durable checkpoint; None is returned where no checkpoint is newer.
+        Returns None if no checkpoint of the previous start's `lineage` is newer than the durable one at step `after`.
+        Only the shards of a replaced host are sent, by its neighbour.
         """
         self.lineage, new = lineage, self.lineage
         found = self._restore(after)
@@ -167,7 +163,7 @@ class EmergencyCheckpoints:
         return found
 
     def _held(self) -> list[list[int]]:
-        """Step and host of each file here that fits."""
+        """Step and host of each file here that fits this run."""
         found = []
         for path in self._directory.iterdir():
             if (name := NAME.fullmatch(path.name)) is None:
@@ -188,9 +184,9 @@ class EmergencyCheckpoints:
             data = np.frombuffer(file.read(), np.uint8)
         own = self._description()
         if changed := [key for key in own if header[key] != own[key]]:
-            raise DamagedShards(f"{path}: {', '.join(changed)} is not what this host expects")
+            raise DamagedShards(f"{path}: {', '.join(changed)} differs from this host's")
         if zlib.crc32(data.data) != header["checksum"]:
-            raise DamagedShards(f"{path}: the checksum is not what was written")
+            raise DamagedShards(f"{path}: the checksum does not match")
         arrays, local = [], jax.local_devices()
         for leaf in self._layout.leaves:
             shape = (len(local), 1, *leaf.shard_shape)
@@ -213,6 +209,6 @@ class EmergencyCheckpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._pool.shutdown()
-        if error is None:  # a durable checkpoint has everything
+        if error is None:  # the last durable checkpoint is as new
             for step in self._steps():
                 self._delete(step)

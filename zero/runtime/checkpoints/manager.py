@@ -1,7 +1,7 @@
 """Checkpoints that any number of devices can read (orbax).
 
 A checkpoint is one directory per step: `state`, whole logical arrays stored with their padding under the leaf's name,
-and `meta`, JSON with the logical shapes and whatever the caller keeps with them. It is written under a temporary
+and `meta`, JSON with the logical shapes and the caller's own metadata. It is written under a temporary
 name, synced, and then renamed; in a bucket, where nothing can be renamed, a last file marks it as complete.
 """
 
@@ -56,8 +56,8 @@ class Checkpoints:
 
     Args:
       directory: a local path or `gs://bucket/path`; made at the first save.
-      keep: how many of the newest to keep, besides the one with the lowest validation loss; None only reads, and leaves
-        alone what another process may be writing there.
+      keep: how many of the newest to keep, besides the one with the lowest validation loss; None only reads, also while
+        another process writes there.
     """
 
     def __init__(self, directory: Path | str, keep: int | None) -> None:
@@ -118,7 +118,7 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def choose(self, step: int | None) -> int:
-        """This step, or the newest where it is None.
+        """This step, or the newest if it is None.
 
         Raises:
           UserError: there is no such checkpoint.
@@ -168,7 +168,7 @@ class Checkpoints:
         self._pending = _PendingSave(step, sum(x.nbytes for x in arrays.values()), started)
 
     def meta(self, step: int) -> dict[str, Any]:
-        """What the caller kept with the arrays, and `shapes`, the logical shape of each leaf by its path of today.
+        """The caller's metadata, and `shapes`, the logical shape of each leaf by its current path.
 
         Raises:
           DamagedCheckpoint: it is missing or cannot be decoded.
@@ -193,13 +193,8 @@ class Checkpoints:
     def restore(self, step: int, layout: Layout, axis: Axis, *, within: str | None = None) -> PyTree:
         """Whole arrays for `zero.from_global`, cropped or padded to this layout, from any number of devices.
 
-        Floats are cast to the layout's dtypes. Moments in 8 bits are restored `as_saved`, and converted after.
-
-        Args:
-          step: of the checkpoint.
-          layout: of the state, or of the subtree `within`.
-          axis: of the pmap that will use it.
-          within: a subtree of the state, such as "params"; None restores all of it.
+        Floats are cast to the layout's dtypes. Moments in 8 bits are restored `as_saved`, and converted later.
+        With `within` the layout is of this subtree of the state, such as "params".
 
         Raises:
           DamagedCheckpoint: the stored data is truncated, missing, or cannot be decoded.

@@ -1,6 +1,6 @@
-"""Checkpoints of earlier formats: where today's state and data cursor find what they hold.
+"""Checkpoints of earlier formats: maps their paths and keys to those of the current format.
 
-A change of the state's structure is one more entry of `_LEAVES`; every reader sees the paths of today only.
+A change of the state's structure is one more entry of `_LEAVES`; readers see only the current paths.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from zero.runtime.errors import UserError
 
 Moves = tuple[dict[str, str], ...]
 
-# From each format to the next: the path of a leaf or of a subtree that moved, and where it is now.
+# For each format, the paths of leaves and subtrees that moved, and their paths in the next format.
 _LEAVES: Moves = (
     {
         "step": "clock",
@@ -31,7 +31,7 @@ _MOVES: dict[str, Moves] = {"shapes": _LEAVES, "dtypes": _LEAVES, "checksums": _
 
 
 def migrate(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of a checkpoint with the paths of today.
+    """The metadata of a checkpoint with the current paths.
 
     Raises:
       UserError: a later version wrote it.
@@ -53,7 +53,7 @@ def migrate(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_path(meta: Mapping[str, Any], path: str) -> str:
-    """Where the files of a checkpoint with this metadata have the leaf of a path of today.
+    """The path of a leaf in the files of a checkpoint with this metadata, from its current path.
 
     >>> stored_path({}, "averages/ema/norm/scale"), stored_path({"format": FORMAT}, "clock")
     ('ema/norm/scale', 'clock')

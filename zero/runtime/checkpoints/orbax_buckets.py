@@ -1,4 +1,4 @@
-"""Buckets as orbax sees them, through fsspec: as patient as `zero.runtime.storage`, and never cached (gcsfs)."""
+"""Buckets for orbax, through fsspec: retries as long as `zero.runtime.storage`, and lists without a cache (gcsfs)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class PatientBucket(fsspec.get_filesystem_class("gs")):  # type: ignore[misc]
-    """gcsfs gives up after half a minute, and once it has listed a directory does not see what others change."""
+    """gcsfs gives up after half a minute, and does not see later changes of a directory that it has listed."""
 
     def __init__(self, *args: Any, use_listings_cache: bool = False, **options: Any) -> None:
         super().__init__(*args, use_listings_cache=use_listings_cache, **options)
@@ -35,9 +35,9 @@ class PatientBucket(fsspec.get_filesystem_class("gs")):  # type: ignore[misc]
 
 @contextmanager
 def patient_buckets() -> Iterator[None]:
-    """Who first opens gs:// through fsspec within gets a `PatientBucket`.
+    """In this context, fsspec opens gs:// as a `PatientBucket`.
 
-    Orbax's paths keep what they first opened, so it is enough to create a checkpoint manager within.
+    Orbax's paths keep the file system that they first opened, so creating a checkpoint manager within is enough.
     """
     before = {name: fsspec.get_filesystem_class(name) for name in ("gs", "gcs")}
     try:

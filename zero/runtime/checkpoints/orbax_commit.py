@@ -1,4 +1,4 @@
-"""When orbax may count a checkpoint as written: read back, synced, then renamed; and which ones it then deletes."""
+"""Conditions for orbax to commit a checkpoint: read back, synced, then renamed; and which ones it then deletes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ import tensorstore as ts
 def temporary_path_class(is_remote: bool, commit_times: dict[int, float], leaves: list[str]) -> type:
     """The class of orbax's temporary directories.
 
-    Args:
-      is_remote: whether they are in a bucket.
-      commit_times: `time.monotonic()` of each commit goes here, by step.
-      leaves: names of the leaves of the save that is under way; it fails if one of them cannot be found again.
+    It adds `time.monotonic()` of each commit to `commit_times`, by step. The save fails if one of `leaves`, names of
+    its leaves, cannot be read back.
     """
     base: type = _BucketPath if is_remote else _LocalPath
     # Orbax takes a class, not an instance.
@@ -45,7 +43,7 @@ class _LocalPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
 
 class _BucketPath(ocp.path.atomicity.CommitFileTemporaryPath):
-    """An object that was uploaded is durable, and the one that marks the commit comes last."""
+    """Uploaded objects are durable, and the one that marks the commit is uploaded last."""
 
     commit_times: ClassVar[dict[int, float]]
     leaves: ClassVar[list[str]]
@@ -57,7 +55,7 @@ class _BucketPath(ocp.path.atomicity.CommitFileTemporaryPath):
 
 
 async def _check_merged(path: Any) -> None:
-    """Reads which leaves the merged files of all hosts hold: orbax does not notice if it has merged none.
+    """Checks the leaves in the merged files of all hosts: orbax does not notice if it has merged none.
 
     Raises:
       ValueError: some are missing.
@@ -98,16 +96,16 @@ def _fsync(path: Path) -> None:
 
 
 def barrier_unless_failing(*, key: str, timeout_ms: int) -> None:
-    """Orbax's barrier between hosts, skipped by a host whose save has failed: the others would hold it for minutes."""
+    """Orbax's barrier between hosts, skipped by a host whose save has failed: it would wait minutes for the others."""
     if sys.exception() is None:
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
 @dataclass(frozen=True)
 class KeepNewestAndBest:
-    """Orbax's preservation policy: the newest so many checkpoints, and the one with the lowest validation loss.
+    """Orbax's preservation policy: the `newest` last checkpoints, and the one with the lowest validation loss.
 
-    Orbax's own `BestN` knows only losses of its own files (docs/decisions/checkpoints.md).
+    Orbax's own `BestN` reads only losses in its own files (docs/decisions/checkpoints.md).
     """
 
     newest: int

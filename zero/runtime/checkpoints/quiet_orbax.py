@@ -1,4 +1,4 @@
-"""Keeps off the terminal what orbax and gcsfs print: every step of a save, and errors that they raise as well."""
+"""Silences orbax and gcsfs, which print every step of a save, and errors that they raise as well."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-# Loggers, and the level from which their records are let through.
+# Loggers, and the lowest level of their records that pass.
 LEVELS = {"absl": logging.CRITICAL, "gcsfs": logging.CRITICAL, "fsspec": logging.WARNING}
 
 

@@ -16,7 +16,7 @@ from zero.runtime.config.constraints import shown
 from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
 
-# Keys of earlier versions, and what replaces them. Saved configurations with them go on working (saved_config.py).
+# Keys of earlier versions, and their replacements. Saved configurations with them stay readable (saved_config.py).
 RENAMED = {
     "data.window": "data.shuffle_shards",
     "plan.largest": "plan.search=largest",
@@ -28,8 +28,8 @@ def check(config: DictConfig, sizes: Mapping[str, GPTConfig]) -> Config:
     """The configuration as plain typed values, if it can be run at all.
 
     Raises:
-      UserError: a line for each key that is unknown or missing, or whose value cannot be right, alone or with others:
-        the key, its value and what was expected.
+      UserError: a line for each key that is unknown or missing, or whose value is wrong by itself or beside others:
+        the key, its value and the expected one.
     """
     typed = OmegaConf.structured(Config)
     mistakes = list(_assign(typed, config))
@@ -73,7 +73,7 @@ def _assign(section: DictConfig, values: DictConfig, prefix: str = "") -> Iterat
 
 
 def _wrong_values(section: DictConfig, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Keys whose value does not pass the check of their field, and what was expected."""
+    """Keys whose value does not pass the check of their field, and the expected value."""
     kind: Any = OmegaConf.get_type(section)
     types = get_type_hints(kind)
     for field in dataclasses.fields(kind):
@@ -88,7 +88,7 @@ def _wrong_values(section: DictConfig, prefix: str = "") -> Iterator[tuple[str, 
 
 
 def describe(error: Exception) -> str:
-    """One line for what Hydra or OmegaConf found wrong: the key, why, and which keys there are."""
+    """One line for a mistake that Hydra or OmegaConf found: the key, why, and the possible keys."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     lines = str(error).splitlines()
     parts = [line for line in lines[:2] if line.strip(" ^")]  # not the mark below the place of an error

@@ -1,6 +1,6 @@
 """Constraints on the values of configuration keys, as fields of the dataclasses in schema.py (omegaconf).
 
-The type of a key says whether it may be null; null is not checked.
+The type of a key determines whether it may be null; null is not checked.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from omegaconf import MISSING
 
-# Programs compute in float32: what rounds to 0, 1 or infinity there divides by zero.
+# Programs compute in float32: values that round to 0, 1 or infinity there would divide by zero.
 SMALLEST, LARGEST, ONE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max), 1 - 2.0**-25
 
 
 class Check(NamedTuple):
-    """What a value has to satisfy, and how a message says it."""
+    """A condition on a value, and its text in messages."""
 
     holds: Callable[[Any], bool]
     expected: str
 
 
 def checked(holds: Callable[[Any], bool], expected: str) -> Any:
-    """A key whose value must satisfy `holds`. Its default is in conf/config.yaml, and nowhere else."""
+    """A key whose value must satisfy `holds`. Its default is only in conf/config.yaml."""
     return dataclasses.field(default=MISSING, metadata={"check": Check(holds, expected)})
 
 
@@ -52,6 +52,18 @@ def fraction() -> Any:
 
 def fraction_below_one() -> Any:
     return checked(lambda value: 0 <= value < ONE, "at least 0, less than 1 in float32")
+
+
+def boolean(optional: bool = False) -> Any:
+    """A key of type Any: Hydra would take any number and several words for a boolean."""
+    return checked(
+        lambda value: isinstance(value, bool) or (optional and value is None),
+        "true or false" + (", or null" if optional else ""),
+    )
+
+
+def not_empty() -> Any:
+    return checked(lambda value: bool(value.strip()), "a text that is not empty")
 
 
 def random_seed() -> Any:
@@ -91,7 +103,7 @@ def is_paths(value: Any) -> bool:
 
 def is_stages(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(stage, list) and len(stage) == 2 and all(isinstance(x, int) and 1 <= x <= INT32 for x in stage)
+        isinstance(stage, list) and len(stage) == 2 and all(type(x) is int and 1 <= x <= INT32 for x in stage)
         for stage in value
     )
 
@@ -102,7 +114,7 @@ def is_mixture(value: Any) -> bool:
     is_whole = all(
         entry.keys() == {"index", "weight"}
         and isinstance(entry["index"], str)
-        and isinstance(entry["weight"], int | float)
+        and type(entry["weight"]) in (int, float)
         and 0 < entry["weight"] < math.inf
         for entry in value
     )

@@ -1,4 +1,4 @@
-"""Rules between the keys of a configuration. What is right for one key by itself is checked in schema.py."""
+"""Rules between the keys of a configuration. Checks of single keys are in schema.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Mistakes = Iterator[tuple[str, str]]  # key, and what was expected
 
 
 def mistakes(config: Config, size: GPTConfig) -> Mistakes:
-    """What does not fit together, section by section."""
+    """The contradictions between keys, section by section."""
     for rules in (
         training_rules,
         model_rules,
@@ -126,7 +126,7 @@ def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
 
 
 def _undivided(config: Config, size: GPTConfig) -> Mistakes:
-    """What expert groups cannot divide or send."""
+    """The keys that do not fit expert groups."""
     zero = config.zero
     if zero.expert_shards == 1:
         return
@@ -149,7 +149,7 @@ def _undivided(config: Config, size: GPTConfig) -> Mistakes:
 
 
 def _uncut(config: Config, size: GPTConfig) -> Mistakes:
-    """What tensor groups and context groups cannot cut into equal parts."""
+    """The keys and sizes that tensor groups and context groups cannot cut into equal parts."""
     zero = config.zero
     of_model = f"of model.size={config.model.size}"
     cut = {

@@ -15,11 +15,12 @@ from omegaconf.errors import OmegaConfBaseException
 from zero.runtime.config.check import check, describe
 from zero.runtime.config.constraints import shown
 from zero.runtime.config.files import conf_directory, load_sizes
+from zero.runtime.config.schema import Optimizer
 from zero.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# What a resume may not change: the model, the seed, the order of the data, the optimizer and the decay of its state.
+# Keys that a resume may not change: the model, the seed, the order of the data, and the optimizer.
 FIXED_KEYS = (
     "seed",
     "model.size",
@@ -29,10 +30,7 @@ FIXED_KEYS = (
     "data.train_samples",
     "data.index_path_train",
     "data.shuffle_shards",
-    "optimizer.name",
-    "optimizer.b1",
-    "optimizer.b2",
-    "optimizer.eps",
+    *(f"optimizer.{field.name}" for field in dataclasses.fields(Optimizer) if field.name != "state_dtype"),
 )
 
 
@@ -50,7 +48,7 @@ def default_config() -> DictConfig:
 
 
 def upgrade(saved: dict[str, Any]) -> DictConfig:
-    """A saved configuration, maybe of an earlier version, with the keys of this version."""
+    """A saved configuration of this or an earlier version, with the keys of this version."""
     upgraded = copy.deepcopy(saved)
     data, plan = upgraded.get("data", {}), upgraded.get("plan", {})
     if "window" in data:  # until 0.1
@@ -66,9 +64,9 @@ def upgrade(saved: dict[str, Any]) -> DictConfig:
 
 
 def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictConfig:
-    """The saved configuration of a run to resume or to use, with the overrides that were given now.
+    """The saved configuration of a run to resume or to use, with the current overrides.
 
-    A preset given now changes nothing: its values are those of a fresh start, and a warning names what differs.
+    A preset among them changes nothing, because it is for a fresh start; a warning names the values that differ.
 
     Raises:
       UserError: overrides that would change one of `FIXED_KEYS`, a line for each.

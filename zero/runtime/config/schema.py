@@ -1,7 +1,7 @@
 """The sections of conf/config.yaml: each key with its type and its check (hydra, omegaconf).
 
-Values and explanations are in conf/config.yaml alone, rules between keys in rules_between_keys.py. What builds a model,
-a run or a plan takes these classes; all else takes plain values.
+Values and explanations are only in conf/config.yaml, rules between keys in rules_between_keys.py. Functions that build
+a model, a run or a plan take these classes; all others take plain values.
 """
 # ruff: noqa: RUF009  the functions of constraints.py return dataclass fields
 
@@ -22,6 +22,7 @@ from zero.runtime.config.constraints import (
     ONE,
     SMALLEST,
     at_least,
+    boolean,
     checked,
     fraction,
     fraction_below_one,
@@ -30,6 +31,7 @@ from zero.runtime.config.constraints import (
     is_prompts,
     is_stages,
     list_of,
+    not_empty,
     one_of,
     positive,
     random_seed,
@@ -64,9 +66,10 @@ class Training:
         lambda value: value in (None, "linear") or is_stages(value), f"linear, {_STAGES}, or null"
     )
     max_gradient_norm: float | None = checked(lambda value: value >= SMALLEST, "more than 0 in float32")
-    skip_bad_steps: bool = MISSING
+    skip_bad_steps: Any = boolean()
     skip_spikes: float | None = positive()
     max_skipped_in_a_row: int = at_least(1)
+    verify_every: int | None = at_least(1)
     log_frequency: int = at_least(1)
     sample_tokens: int = at_least(0)
     ema: float | None = checked(lambda value: 0 < value < ONE, "more than 0, less than 1 in float32")
@@ -83,31 +86,31 @@ class Training:
 @dataclass
 class Model:
     size: str = MISSING
-    warm_start: bool = MISSING
-    model_path: str | None = MISSING
-    ema: bool = MISSING
+    warm_start: Any = boolean()
+    model_path: str | None = not_empty()
+    ema: Any = boolean()
     attention: str = one_of(*ATTENTION)
 
 
 @dataclass
 class Data:
-    corpus: str | None = MISSING
-    tokenizer: str = MISSING
+    corpus: str | None = not_empty()
+    tokenizer: str = not_empty()
     max_context: Any = checked(  # an integer, once it is checked
         lambda value: value is None or (isinstance(value, int) and 2 <= value <= INT32), "at least 2, or null"
     )
-    isolate_documents: bool = MISSING
+    isolate_documents: Any = boolean()
     train_samples: int | None = at_least(1, INT64)
-    checkpoint_directory: str = MISSING
-    bucket_path: str | None = MISSING
+    checkpoint_directory: str = not_empty()
+    bucket_path: str | None = not_empty()
     index_path_train: Any = checked(lambda value: is_paths(value) or is_mixture(value), f"{_PATHS}, or {_MIXTURE}")
     index_path_validation: Any = checked(lambda value: is_paths(value), _PATHS)
     shuffle_shards: int = at_least(1)
     max_skipped_rows: int = zero_or_more()
-    cache_directory: str | None = MISSING
+    cache_directory: str | None = not_empty()
     cache_bytes: int = at_least(1, INT64)
-    wandb_project: str | None = MISSING
-    tensorboard: bool = MISSING
+    wandb_project: str | None = not_empty()
+    tensorboard: Any = boolean()
     resume_step: int | None = MISSING
     keep_checkpoints: int = at_least(1)
     checkpoint_minutes: float | None = positive()
@@ -120,7 +123,7 @@ class Optimizer:
     b1: float | None = fraction_below_one()
     b2: float | None = fraction_below_one()
     eps: float | None = positive()
-    nesterov: bool | None = MISSING
+    nesterov: Any = boolean(optional=True)
     decay_rate: float | None = positive()
     factored_from: int | None = at_least(2)
     max_update_rms: float | None = positive()
@@ -130,7 +133,7 @@ class Optimizer:
     adam_b2: float | None = fraction_below_one()
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Those that are not null."""
+        """The hyperparameters that are not null."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {key: value for key, value in values.items() if key not in ("name", "state_dtype") and value is not None}
 
@@ -151,32 +154,32 @@ class Zero:
     gradient_dtype: str = one_of(*DTYPES)
     master_dtype: str = one_of(*DTYPES)
     remat: str = one_of("auto", *REMAT)
-    fused_update: bool = MISSING
+    fused_update: Any = boolean()
     replicas: int = at_least(1)
     tensor_shards: int = at_least(1)
     context_shards: int = at_least(1)
     expert_shards: int = at_least(1)
     phases: str = one_of("auto", "flat", "torus")
-    overlap_gathers: bool = MISSING
-    replicate: bool | None = MISSING
+    overlap_gathers: Any = boolean()
+    replicate: Any = boolean(optional=True)
     emergency_steps: int | None = at_least(1)
-    emergency_directory: str = MISSING
+    emergency_directory: str = not_empty()
 
 
 @dataclass
 class Evaluate:
-    validation: bool = MISSING
+    validation: Any = boolean()
     harness: list[str] = MISSING
     context: int | None = at_least(2)
     stride: int | None = at_least(1)
-    carry: bool = MISSING
+    carry: Any = boolean()
 
 
 @dataclass
 class Sample:
     prompt: Any = checked(lambda value: value is None or is_prompts(value), f"{_PROMPTS}, or null")
     prompt_file: str | None = MISSING
-    chat: bool = MISSING
+    chat: Any = boolean()
     copies: int = at_least(1)
     tokens: int = at_least(1)
     seed: int = random_seed()
@@ -210,7 +213,7 @@ class Grid:
     expert: list[int] | None = list_of(at_least(1))
     replicas: list[int] | None = list_of(at_least(1))
     phases: list[str] | None = list_of(one_of("auto", "flat", "torus"))
-    overlap_gathers: list[bool] | None = MISSING
+    overlap_gathers: list[Any] | None = list_of(boolean())
 
 
 @dataclass
@@ -220,7 +223,7 @@ class Plan:
     search: str = one_of("none", "fastest", "largest")
     grid: Grid = field(default_factory=Grid)
     dollars_per_hour: float | None = positive()
-    breakdown: bool = MISSING
+    breakdown: Any = boolean()
     processes: int | None = at_least(1)
 
 
@@ -238,7 +241,7 @@ class Distributed:
 
 @dataclass
 class Config:
-    """All of `conf/config.yaml`; its comments say what each key means."""
+    """All of `conf/config.yaml`, whose comments explain each key."""
 
     mode: str = one_of("train", "evaluate", "sample", "plan")
     resume: str | None = MISSING

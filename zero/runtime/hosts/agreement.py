@@ -1,4 +1,4 @@
-"""What several hosts decide together: sums, messages from host 0, barriers, and decisions taken at one step."""
+"""Agreement between hosts: sums, messages from host 0, barriers, and decisions at the same step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def broadcast(name: str, text: str) -> str:
 
 
 def gather(name: str, text: str) -> list[str]:
-    """The texts of all hosts, in their order, on all hosts; each calls it once per name."""
+    """The texts of all hosts, ordered by host, on all hosts; each calls it once per name."""
     if jax.process_count() == 1:
         return [text]
     client = coordination_client()
@@ -80,7 +80,7 @@ class AnyHost:
     """Decisions that all hosts take at the same step: whether any of them has raised a flag.
 
     Args:
-      lag: 0 answers with the flags of this call; 1 with those of the call before, and so waits for no device.
+      lag: 0 answers with the flags of this call; 1 with those of the previous call, without waiting for devices.
     """
 
     def __init__(self, lag: int) -> None:

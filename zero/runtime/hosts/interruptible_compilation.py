@@ -12,14 +12,9 @@ import jax
 
 
 def compile_unless_stopped(stop: list[int], program: Any, *arguments: Any) -> Callable[..., Any] | None:
-    """A pmapped program compiled for these arguments, or None where a stop request comes first.
+    """A pmapped program compiled for these arguments, or None if a stop request comes first.
 
-    For one process; jax cannot lower a pmapped program where there are several.
-
-    Args:
-      stop: the signals received so far, as `signals.stop_requests` records them.
-      program: what `jax.pmap` returned.
-      arguments: its arguments.
+    `stop` is the list of `signals.stop_requests`. For one process; jax cannot lower a pmapped program with several.
     """
     done: Future[Callable[..., Any]] = Future()
 

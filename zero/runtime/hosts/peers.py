@@ -25,7 +25,7 @@ FAILURES = (OSError, EOFError, AuthenticationError)  # of a connection
 class Peers:
     """Serves the files of one directory to the other hosts, and takes files from them. All hosts make one together.
 
-    Only bytes travel, no pickles, and only between processes that know a key which host 0 has drawn.
+    It sends bytes, no pickles, and only between processes that hold a key drawn by host 0.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -75,7 +75,7 @@ class Peers:
 
 
 def _own_address() -> str:
-    """Where the other hosts reach this one: as they reach host 0, or the address from which host 0 is reached."""
+    """The address of this host for the others: host 0's own, else the one from which host 0 is reached."""
     host, port = coordinator_address()
     if jax.process_index() == 0:
         return host

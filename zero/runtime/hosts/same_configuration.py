@@ -1,4 +1,4 @@
-"""All hosts run the same configuration: a host with another one would train something else, or wait for ever."""
+"""Checks that all hosts have the same configuration; with different ones they would wait for ever or diverge."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_same_configuration(config: Config, size: GPTConfig) -> None:
 
 
 def _differences(texts: dict[str, str]) -> list[str]:
-    """Each key of which not all hosts have the text of host 0."""
+    """Each key whose text is not the same on all hosts."""
     first = json.loads(agreement.broadcast("configuration", json.dumps(texts)))
     mine: dict[str, Any] = {
         key: texts.get(key, "nothing") for key in sorted(first | texts) if texts.get(key) != first.get(key)

@@ -1,4 +1,4 @@
-"""Signals: what a run does when it has to stop.
+"""Signals that stop a run.
 
 Before there is anything to save, a signal interrupts (KeyboardInterrupt). Afterwards it is recorded, and the loop stops
 at the next step where all hosts can. A second signal ends the process at once.
@@ -28,7 +28,7 @@ unanswered: list[tuple[int, threading.Timer]] = []
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Records signals in a list, for a loop to look at between steps; a second SIGTERM or SIGINT ends the process.
+    """Records signals in a list, read by a loop between steps; a second SIGTERM or SIGINT ends the process.
 
     A terminal that is closed sends SIGHUP; a machine that shuts down sends SIGHUP and SIGTERM, which count as one.
     """
@@ -54,7 +54,7 @@ def stop_requests() -> Iterator[list[int]]:
 
 
 class IgnoreBrokenPipe:
-    """A stream that drops what is written once its reader is gone: `| tee log` ends at a Ctrl-C too, and first."""
+    """A stream that drops its output once its reader is gone: at Ctrl-C, `| tee log` ends before this process."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -82,7 +82,7 @@ def exit_immediately(status: int) -> None:
 
 
 def end_with_parent() -> None:
-    """In a worker process: it ends when its parent does, which sends nothing where it is killed."""
+    """In a worker process: ends it when its parent ends, also when the parent is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -1,4 +1,4 @@
-"""Published peaks of each kind of accelerator, and what the compiler's clock needs to be read."""
+"""Published peaks of each kind of accelerator, and the constants that convert the compiler's cycles to seconds."""
 
 from __future__ import annotations
 
@@ -6,27 +6,16 @@ from typing import Any, NamedTuple
 
 
 class Speed(NamedTuple):
-    """Published peaks of one device as jax counts them: half a chip on v2 and v3.
+    """Published peaks of one device as jax counts them: half a chip on v2 and v3."""
 
-    Attributes:
-      flops: bfloat16 operations per second.
-      memory: bytes per second between HBM and the device.
-      network: bytes per second that leave the device for others of the slice.
-      per_cycle: operations of its matrix units per cycle; 0 where the compiler writes no cycles.
-      dims: dimensions of the torus; 0 for no torus.
-      ring: positions of a dimension whose ends are linked.
-      devices: per chip.
-      kernels: share of `flops` that an attention kernel reaches on the blocks that it computes.
-    """
-
-    flops: float
-    memory: float
-    network: float
-    per_cycle: int = 0
-    dims: int = 0
-    ring: int = 0
-    devices: int = 1
-    kernels: float = 0.0
+    flops: float  # bfloat16 operations per second
+    memory: float  # bytes per second between HBM and the device
+    network: float  # bytes per second that leave the device for others of the slice
+    per_cycle: int = 0  # operations of its matrix units per cycle; 0: the compiler writes no cycles
+    dims: int = 0  # of the torus; 0: no torus
+    ring: int = 0  # positions of a dimension whose ends are linked
+    devices: int = 1  # per chip
+    kernels: float = 0.0  # share of `flops` that an attention kernel reaches on the blocks that it computes
 
     @property
     def clock(self) -> float:
@@ -61,6 +50,6 @@ HOP = 1e-6  # seconds from a chip to the next one, about (jax-ml.github.io/scali
 
 
 def peak_flops(device: Any) -> float | None:
-    """Published peak of a device in bfloat16 operations per second, None where it is not in `SPEEDS`."""
+    """Published peak of a device in bfloat16 operations per second, None if it is not in `SPEEDS`."""
     speed = SPEEDS.get(device.device_kind)
     return speed and speed.flops

@@ -1,6 +1,6 @@
-"""Joining the other hosts and bringing up the devices (jax.distributed).
+"""Joins the other hosts and initializes the devices (jax.distributed).
 
-A host is a process of jax's; each runs the same program and owns some of the devices.
+A host is a jax process; each runs the same program and owns some of the devices.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ACCELERATORS = ("accel*", "vfio/*", "nvidia0", "kfd")  # device files of TPUs, N
 def keep_freed_memory() -> None:
     """Has glibc reuse freed memory instead of returning it to the system. Call it before jax starts its threads.
 
-    XLA's CPU backend allocates a program's temporary memory at each call. What glibc maps afresh, the system fills with
-    zeros page by page: a step with 80 MB of it spends a third of its time there (docs/decisions/cpu-speed.md).
+    XLA's CPU backend allocates a program's temporary memory at each call, and the system fills new pages with zeros:
+    with 80 MB a step spends a third of its time there (docs/decisions/cpu-speed.md).
     """
     if sys.platform != "linux":
         return
@@ -54,12 +54,12 @@ def start(
     stall_minutes: float | None,
     overlap_gathers: bool,
 ) -> tuple[int, int]:
-    """Joins the other hosts, if there are any, and brings up the devices.
+    """Joins the other hosts, if there are any, and initializes the devices.
 
     On TPU pods, under Slurm and under Open MPI jax finds the other hosts itself; elsewhere the arguments name them.
 
     Without an accelerator there are `cpu_devices` virtual CPU devices per host (`zero.use_cpu_devices`). On TPU
-    `overlap_gathers` runs gathers beside matrix products, unless LIBTPU_INIT_ARGS says whether it shall.
+    `overlap_gathers` runs gathers beside matrix products, unless LIBTPU_INIT_ARGS already sets that option.
 
     Returns:
       The index of this process and the number of processes.
@@ -106,7 +106,7 @@ def start(
 
 
 def set_overlap(overlap_gathers: bool) -> None:
-    """Sets the option of XLA for TPU, which libtpu reads when it starts; a value that is already set stays."""
+    """Sets the option of XLA for TPU before libtpu starts and reads it; a value that is already set stays."""
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
     if OVERLAP_GATHERS not in flags:
         os.environ["LIBTPU_INIT_ARGS"] = f"{flags} --{OVERLAP_GATHERS}={str(overlap_gathers).lower()}".strip()
@@ -114,7 +114,7 @@ def set_overlap(overlap_gathers: bool) -> None:
 
 @contextmanager
 def _default_signal_handlers() -> Iterator[None]:
-    """While jax waits for hosts no Python handler runs; afterwards jax has a late SIGTERM handler of its own."""
+    """Restores default signal handlers while jax waits for hosts: Python's would not run, and jax sets its own."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
@@ -124,7 +124,7 @@ def _default_signal_handlers() -> Iterator[None]:
 
 
 def _jax_finds_hosts() -> bool:
-    """Whether jax knows by itself which processes belong together: TPU VMs, and tasks of Slurm and Open MPI."""
+    """Whether jax detects the processes of the run itself: TPU VMs, and tasks of Slurm and Open MPI."""
     has_tpu = find_spec("libtpu") is not None and any(
         next(Path("/dev").glob(pattern), None) for pattern in ("accel*", "vfio/*")
     )

@@ -1,4 +1,4 @@
-"""Hosts end together: each one reports that it is alive, and ends with a reason when another one does not.
+"""Hosts end together: each sends a heartbeat, and ends with a reason when another host's is missing.
 
 The reports are in jax's key-value store, on host 0. A host that ends leaves a last report: the status, the host that
 is the cause and the reason. All others repeat it, and host 0 leaves last.
@@ -38,15 +38,15 @@ _has_progress = threading.Event()  # since the watchdog last looked
 
 
 def progress() -> None:
-    """Tells the watchdog that training goes forward; `distributed.stall_minutes` counts from the first call on."""
+    """Tells the watchdog that training advances; `distributed.stall_minutes` counts from the first call on."""
     _has_progress.set()
 
 
 class _Watchdog:
-    """Sends this host's heartbeat, and ends this process when another host has ended or stopped, or training stalls.
+    """Sends this host's heartbeat, and ends this process if another host has ended or stopped, or training stalls.
 
-    Two threads, because requests to the store of a stopped host 0 never return. A turn of the watching thread counts
-    for three heartbeats at most, so that a process which itself was stopped for a while blames nobody.
+    Two threads, because requests to the store of a stopped host 0 never return. One iteration of the watching thread
+    counts for at most three heartbeats, so that a process that was itself stopped does not report the others.
 
     Args:
       client: of jax's key-value store; None for a single process.
@@ -125,9 +125,9 @@ class _Watchdog:
                 self._end(self._host, f"{_STALLED} distributed.stall_minutes={self._stall_minutes}")
 
     def on_abort(self) -> None:
-        """Where jax aborts this process because host 0, and with it the store, has gone: says so, and ends it."""
+        """Ends this process with the reason when jax aborts it because host 0, and with it the store, is gone."""
         if self._leaving.locked():
-            time.sleep(LEAVE_SECONDS)  # which the thread that is leaving needs to say why
+            time.sleep(LEAVE_SECONDS)  # for the thread that is leaving, to report the reason
         try:
             socket.create_connection(coordinator_address(), timeout=HEARTBEAT_SECONDS).close()
         except OSError as error:
@@ -140,7 +140,7 @@ class _Watchdog:
         return {int(key.rsplit("/", 1)[1]): text for key, text in self._client.key_value_dir_get("zero/heartbeat/")}
 
     def _end(self, cause: int, reason: str, status: int = 1) -> None:
-        """Logs why this process ends, tells the others, and ends it; but not where another thread does so already."""
+        """Logs why this process ends, tells the others, and ends it, unless another thread already does."""
         if not self._leaving.acquire(blocking=False):
             return
         who = f"host {cause} of {self._hosts} ({self._names[cause]})"
@@ -175,7 +175,7 @@ class _Watchdog:
             time.sleep(HEARTBEAT_SECONDS / 10)
 
     def _report_last(self, report: str) -> bool:
-        """False where there is nobody to tell: a single process, or host 0 has gone."""
+        """Writes the last report; False for a single process, or if host 0 is gone."""
         self._stopped.set()
         if self._client is None:
             return False
@@ -188,7 +188,7 @@ class _Watchdog:
 
 
 def start(stall_minutes: float | None) -> None:
-    """Begins to watch this host and the others. Called once, when all of them have joined."""
+    """Starts watching this host and the others. Called once, when all have joined."""
     global _watchdog
     _watchdog = _Watchdog(coordination_client() if jax.process_count() > 1 else None, stall_minutes)
     _watchdog.start()
@@ -200,13 +200,13 @@ def start(stall_minutes: float | None) -> None:
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _on_abort(number: int) -> None:
-    """SIGABRT, in the thread that aborts (Python's own handlers wait for the main thread); then abort() continues."""
+    """Handles SIGABRT in the aborting thread (Python's handlers wait for the main thread); then abort() continues."""
     if _watchdog is not None:
         _watchdog.on_abort()
 
 
 def _stacks() -> str:
-    """Where each thread of this process is."""
+    """The stack of each thread of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "".join(
         f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame))}"
@@ -216,7 +216,7 @@ def _stacks() -> str:
 
 @contextmanager
 def ending_together() -> Iterator[None]:
-    """When this host fails, it says why and ends without waiting for the others, which then end as well.
+    """A failing host reports the reason and ends without waiting for the others, which then end as well.
 
     jax would wait at its exit for hosts that wait for this one in a collective.
     """

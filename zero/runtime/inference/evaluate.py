@@ -14,7 +14,8 @@ from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.harness_tasks import run_tasks
 from zero.runtime.inference.scoring import Scorer, score_validation_set
 from zero.runtime.inference.trained_model import open_model
-from zero.runtime.streaming.index_files import index_paths
+from zero.runtime.preparing.manifest import check_end_of_text
+from zero.runtime.streaming.index_files import index_paths, read_index
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,9 @@ def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
     if config.evaluate.validation:
         index = index_paths(config.data.index_path_validation, config.data.bucket_path)
         assert not isinstance(index, dict)  # which the check of the configuration refuses
+        if config.data.isolate_documents:
+            paths = [index] if isinstance(index, str) else index
+            check_end_of_text([shard.path for path in paths for shard in read_index(path)], trained.tokenizer)
         stride = None if config.evaluate.carry else config.evaluate.stride or -(-context // 2)
         result |= score_validation_set(scorer, index, context, stride, config.training.loss_on == "completion")
     if config.evaluate.harness:

@@ -1,4 +1,4 @@
-"""Text from a model's programs, in chunks of tokens; programs are compiled once per bucket of lengths."""
+"""Generates text in chunks of tokens; programs are compiled once per bucket of lengths."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def generate(
 ) -> Iterator[np.ndarray]:
     """All rows so far, int32 `(prompts, positions)`, every `chunk` tokens until each has `count` after its prompt.
 
-    `prompts` are token ids, at least one each. What is drawn depends on the seed, the row and the position, not on
-    devices.
+    `prompts` are token ids, at least one each. The sampled tokens depend on the seed, the row and the position, not
+    on devices.
     """
     local = len(jax.tree.leaves(params)[0])
     groups = local // programs.tensor * jax.process_count()

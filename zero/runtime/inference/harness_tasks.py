@@ -25,7 +25,7 @@ def run_tasks(scorer: Scorer, context: int, tasks: list[Any]) -> dict[str, dict[
 
 
 def adapter(scorer: Scorer, context: int) -> Any:
-    """The model behind the interface that the harness asks for."""
+    """Wraps the model in the interface of the harness."""
     trained = scorer.trained
     greedy = make_inference(trained.model, Sampling(temperature=0.0))
 

@@ -18,14 +18,13 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from zero.runtime.errors import WRONG_PATH, Unavailable, UserError, causes, first_line
 from zero.runtime.text.tokenizers import Tokenizer
 
-LONGEST_ANSWER = 256  # tokens, where a task does not say
+LONGEST_ANSWER = 256  # tokens, if a task sets no limit
 
 
 class HarnessModel(TemplateLM):
-    """Scores and writes what the harness asks for; a context that is too long loses its beginning.
+    """Answers the harness's requests to score and generate; a context that is too long loses its beginning.
 
     Args:
-      tokenizer: of the model.
       context: tokens that the model sees at once, of which it scores all but the first.
       score: `(tokens, first)` to the losses in nats of the tokens from `first` on, and whether each was the most
         likely.
@@ -124,11 +123,7 @@ def _task_manager() -> TaskManager:
 
 
 def run(model: HarnessModel, tasks: list[Any]) -> dict[str, dict[str, Any]]:
-    """The harness's own results, by task.
-
-    Args:
-      model: behind the harness's interface.
-      tasks: names of the harness, paths of its .yaml files, or dictionaries like these files.
+    """The harness's own results of tasks: names, paths of its .yaml files, or dictionaries like these files.
 
     Raises:
       UserError: there is no such task, its file or its data is missing or wrong, or it does not fit its data.

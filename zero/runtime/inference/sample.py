@@ -1,4 +1,4 @@
-"""`mode=sample`: text that a trained model writes after each prompt."""
+"""`mode=sample`: a trained model continues prompts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def sample(config: Config, size: GPTConfig, run_directory: Path) -> int:
 
 
 def _chat_encoder(config: Config, tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
-    """From what a user says to the tokens up to where the answer begins."""
+    """Encodes a user's message, up to the beginning of the answer."""
     template = load_chat_template(config.data.tokenizer) if isinstance(tokenizer, FileTokenizer) else None
     if template is None:
         raise UserError(f"sample.chat=true: data.tokenizer={config.data.tokenizer} has no chat template beside it")
@@ -113,7 +113,7 @@ def _until_end(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
 
 
 def _stream(screen: TextIO, shown: str, text: str) -> str:
-    """Writes what is new, but for a last character whose bytes are not all there yet; returns what is shown."""
+    """Writes the new text, except an incomplete last character; returns all text written so far."""
     whole = text.rstrip("\ufffd")
     screen.write(whole[len(shown) :])
     screen.flush()

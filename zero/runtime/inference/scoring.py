@@ -25,14 +25,14 @@ _Item = TypeVar("_Item")
 
 
 class Passage(NamedTuple):
-    """Tokens of which those from `first` on are scored, each given all tokens before it; as in `Batch`."""
+    """Tokens, scored from `first` on, each given all tokens before it; as in `Batch`."""
 
     tokens: np.ndarray
     first: int
 
 
 class Score(NamedTuple):
-    """Of the scored tokens of a passage: losses in nats, and whether each was the most likely token."""
+    """The losses in nats of a passage's scored tokens, and whether each was the most likely token."""
 
     losses: np.ndarray
     is_greedy: np.ndarray
@@ -41,10 +41,7 @@ class Score(NamedTuple):
 class Scorer:
     """Scores passages of at most `context` tokens, batch by batch on all devices, in their order.
 
-    Args:
-      trained: the model.
-      context: tokens of a row.
-      rows: per host and batch; the sum over hosts is rounded up to a multiple of the number of tensor groups.
+    `rows` is per host and batch; the sum over hosts is rounded up to a multiple of the number of tensor groups.
     """
 
     def __init__(self, trained: TrainedModel, context: int, rows: int):
@@ -68,9 +65,9 @@ class Scorer:
                 yield Score(losses[row, part].astype(np.float64), is_greedy[row, part])
 
     def scores_of_whole(self, rows: Iterable[np.ndarray]) -> Iterator[Score]:
-        """Of every token after the first of each row of any length, given all tokens before it.
+        """Scores every token but the first of rows of any length, given all tokens before it.
 
-        For models of gated units: their memory is carried from one `context` tokens to the next. A batch of rows takes
+        For models of gated units: carries their memory from one `context` tokens to the next. A batch of rows takes
         as long as its longest.
         """
         for batch in _batched(rows, self.batch_rows):
@@ -122,12 +119,8 @@ def score_validation_set(
 ) -> dict[str, Any]:
     """Loss, perplexity and bits per byte over every token but the first of each row, each token scored once.
 
-    Args:
-      scorer: of the model.
-      index: of the validation set.
-      context: tokens that the model sees at once.
-      stride: tokens that a longer row is moved by between two passages; None for rows that are scored as if at once.
-      only_completions: as for a `Loader`; only these tokens count.
+    Longer rows than `context` are scored in passages `stride` tokens apart; with None, as if seen at once. With
+    `only_completions`, as for a `Loader`, only these tokens count.
     """
     tokenizer = scorer.trained.tokenizer
     loader = Loader(

@@ -19,7 +19,13 @@ from zero.runtime.hosts.same_configuration import check_same_configuration
 from zero.runtime.job import make_model
 from zero.runtime.run_directory import saved_checkpoint_directory
 from zero.runtime.text.tokenizers import Tokenizer, load_tokenizer
-from zero.runtime.weights.checkpoint_weights import check_unseen, restore_weights, trained_size, weights_subtree
+from zero.runtime.weights.checkpoint_weights import (
+    UNSEEN_IN_CHECKPOINTS,
+    check_unseen,
+    restore_weights,
+    trained_size,
+    weights_subtree,
+)
 from zero.training.sharded_gpt import ShardedGPT
 
 log = logging.getLogger(__name__)
@@ -38,8 +44,8 @@ class TrainedModel(NamedTuple):
 def open_model(config: Config, size: GPTConfig, rows: int) -> TrainedModel:
     """The weights of a checkpoint of the run `model.model_path`, for `rows` rows at a time.
 
-    Sharded as `zero.stage` says; or whole on every device that has a row, where `zero.replicate` is true, or null and
-    two copies fit.
+    Sharded by `zero.stage`; or whole on every device that has a row, if `zero.replicate` is true, or null and two
+    copies fit.
     """
     host, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
     check_same_configuration(config, size)
@@ -72,6 +78,6 @@ def load_weights(run: Path, model: ShardedGPT, step: int | None, ema: bool = Fal
         step = checkpoints.choose(step)
         origin, meta = f"{directory}, step {step}", checkpoints.meta(step)
         weights = restore_weights(checkpoints, step, model, weights_subtree(origin, meta, ema))
-        check_unseen(origin, asdict(trained_size(origin, meta)), model.config)
+        check_unseen(origin, asdict(trained_size(origin, meta)), model.config, UNSEEN_IN_CHECKPOINTS)
     log.info("weights from step %d of %s", step, directory)
     return weights, step

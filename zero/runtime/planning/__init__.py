@@ -1,1 +1,1 @@
-"""`mode=plan`: memory, traffic and time of a step, as the compiler sees them."""
+"""`mode=plan`: memory, traffic and time of a step, estimated by the compiler."""

@@ -1,4 +1,4 @@
-"""Compiles the programs of a training run for a slice that need not exist, and reads from them what they need."""
+"""Compiles the programs of a training run for a slice that need not exist, and reads their costs."""
 
 from __future__ import annotations
 
@@ -34,17 +34,11 @@ PLACEMENT_KEYS = ("tensor_shards", "context_shards", "expert_shards", "replicas"
 
 @dataclass(frozen=True)
 class Request:
-    """A step to compile: a checked configuration on a slice.
-
-    Attributes:
-      config: its `training` and `zero` sections are those of the step; `data.max_context` is the context.
-      size: the model.
-      micro_batch: sequences per micro-batch and device, or group of devices that take the same sequences.
-    """
+    """A step to compile: a checked configuration on a slice."""
 
     config: Config
     size: GPTConfig
-    micro_batch: int
+    micro_batch: int  # sequences per micro-batch and device, or group of devices that take the same sequences
 
     @property
     def rows(self) -> int:
@@ -68,7 +62,7 @@ class Request:
 
 
 def outline(request: Request) -> Row:
-    """What is known of a row before anything is compiled: tokens per step, and a lower bound on the seconds."""
+    """The columns of a row before compilation: tokens per step, and a lower bound on the seconds."""
     devices = find_devices(request.config.plan.topology)
     job = make_job(request.config, request.size, devices)
     arguments = step_arguments(job, request.rows, request.config.data.max_context)
@@ -77,9 +71,9 @@ def outline(request: Request) -> Row:
 
 
 def compile_step(request: Request) -> Row:
-    """What a training run needs; bytes and operations per device, operations, traffic and seconds per step.
+    """The costs of a training run: bytes and operations per device, operations, traffic and seconds per step.
 
-    It compiles the step, and, where that fits, the evaluation and the sampling that the run would stop for.
+    Compiles the step and, if that fits, the evaluation and the sampling between steps.
     """
     config, training, zero = request.config, request.config.training, request.config.zero
     devices = find_devices(config.plan.topology)
@@ -154,37 +148,37 @@ def compile_step(request: Request) -> Row:
 
 
 def _tokens(request: Request, job: Job) -> int:
-    """Of all devices in one step."""
+    """Tokens of all devices in one step."""
     axis = job.model.axis
     return axis.size // axis.row_group * request.rows * request.config.data.max_context
 
 
 def _bytes_per_parameter(state: Layout, params: Layout) -> float:
-    """Of the logical arrays: without padding and copies."""
+    """Bytes of the logical arrays, without padding and copies, per parameter."""
     held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in state.leaves)
     return held / sum(math.prod(leaf.shape) for leaf in params.leaves)
 
 
 def highest_peak(row: Row) -> int:
-    """Bytes per device that the run needs at its most, in a step, an evaluation or while it samples."""
+    """The highest peak per device in bytes, in a step, an evaluation or sampling."""
     return max(row[key] or 0 for key in ("peak_bytes", "evaluation_peak_bytes", "sampling_peak_bytes"))
 
 
 def step_arguments(job: Job, rows: int, context: int) -> Any:
-    """Shapes of what the step takes on all devices, for `rows` sequences per device."""
+    """Shapes of the step's arguments on all devices, for `rows` sequences per device."""
     state = job.layout.shard_shapes()
     batch = jax.eval_shape(lambda: Batch(jnp.zeros((rows, context), jnp.int32), jnp.int32(0)))
     return _on_devices((state, batch), job)
 
 
 def evaluation_arguments(job: Job, request: Request) -> Any:
-    """Shapes of what an evaluation during training takes on all devices, in one call."""
+    """Shapes of the arguments of an evaluation during training on all devices, in one call."""
     tokens = jax.ShapeDtypeStruct((request.rows, request.config.data.max_context), jnp.int32)
     return _on_devices((job.model.weight_shapes(), tokens), job)
 
 
 def sampling_arguments(job: Job, inference: Inference, count: int) -> tuple[Any, ...]:
-    """Shapes of what extends a text by `count` tokens: a text per device, which begins with one token."""
+    """Shapes of the arguments that extend one text per device, which begins with one token, by `count` tokens."""
     text, length = jax.ShapeDtypeStruct((1, bucket(1 + count)), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))[None])
     params, text, length, key = _on_devices((job.model.weight_shapes(), text, length, key), job)
@@ -207,7 +201,7 @@ def _peak(analysis: Any, platform: str) -> int:
 def _pause_peaks(request: Request, job: Job, state: Layout, devices: list[Any]) -> dict[str, int | None]:
     """Peaks while a run evaluates and samples between two steps.
 
-    These programs take the weights alone, but the rest of the state stays where it is.
+    These programs take only the weights, but the rest of the state stays in memory.
     """
     weights = jax.tree.leaves(job.model.weight_shapes())
     rest = state.bytes_per_device() - sum(x.size * x.dtype.itemsize for x in weights)
@@ -257,7 +251,7 @@ def _operations(request: Request, job: Job, arguments: Any, sent: list[Collectiv
 
 
 def _time_and_cost(config: Config, row: Row, predicted: Prediction | None, speed: Speed | None) -> Row:
-    """What follows from the predicted time of a step, or, where there is none, from the lower bound on it."""
+    """Speed, days and price from the predicted time of a step or, without one, from the lower bound on it."""
     seconds = predicted and predicted.seconds
     found: Row = {
         "seconds": seconds,

@@ -2,8 +2,8 @@
 
 XLA's own totals count the body of a loop once.
 
-XLA for TPU runs a collective beside other instructions in one of two ways. Either it has a start and a done, and what
-is scheduled between them runs meanwhile. Or it is a chain of fusions that have the same `chain_id`: a start, fusions in
+XLA for TPU runs a collective beside other instructions in one of two ways. Either it has a start and a done, and runs
+beside the instructions between them. Or it is a chain of fusions that have the same `chain_id`: a start, fusions in
 each of which a matrix product and a part of the collective run, and a done; each of them contains the collective.
 """
 
@@ -55,12 +55,12 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """Names of what it takes."""
+        """Names of its operands."""
         return _OPERAND.findall(self.rest.partition(")")[0])
 
     @property
     def called(self) -> list[str]:
-        """Names of computations that it calls; those of a loop apart."""
+        """Names of computations that it calls, except those of a loop."""
         branches = [name for names in _BRANCHES.findall(self.rest) for name in re.findall(r"[\w.\-]+", names)]
         return _CALLED.findall(self.rest) + branches
 
@@ -71,18 +71,13 @@ Bodies = dict[str, list[Instruction]]  # the instructions of each computation
 class Collective(NamedTuple):
     """One collective of a program.
 
-    Attributes:
-      kind: one of `COLLECTIVES`.
-      sent: bytes that one device sends for it in one run of the program; a loop counts once per iteration. Of n bytes
-        on k devices, in a ring: a gather or a scatter sends n (k - 1) / k, an all-reduce twice as much.
-      arguments: the rest of its line.
-      is_hidden: whether a matrix product runs at the same time.
+    In a ring of k devices, a gather or a scatter of n bytes sends n (k - 1) / k, an all-reduce twice as much.
     """
 
-    kind: str
-    sent: int
-    arguments: str
-    is_hidden: bool
+    kind: str  # one of `COLLECTIVES`
+    sent: int  # bytes per device in one run of the program; a loop counts once per iteration
+    arguments: str  # the rest of its line
+    is_hidden: bool  # whether a matrix product runs at the same time
 
 
 def collectives(text: str) -> list[Collective]:
@@ -136,19 +131,23 @@ def bytes_by_kind(found: Iterable[Collective]) -> dict[str, int]:
 
 
 def across_hosts(found: Iterable[Collective], hosts: Sequence[int]) -> list[Collective]:
-    """Those with a group of devices of several hosts; `hosts` has the host of each device."""
-    return [collective for collective in found if _spans_hosts(collective.arguments, hosts)]
+    """The collectives with a group of devices of several hosts; `hosts` has the host of each device."""
+    return [
+        collective
+        for collective in found
+        if any(len({hosts[device] for device in group}) > 1 for group in groups_of(collective.arguments))
+    ]
 
 
 def hidden_share(found: Iterable[Collective]) -> float | None:
-    """The share of the bytes of gathers that are sent while matrix products run; None where nothing is gathered."""
+    """The share of the bytes of gathers that are sent while matrix products run; None without gathers."""
     gathers = [collective for collective in found if collective.kind == "all-gather"]
     total = sum(gather.sent for gather in gathers)
     return sum(gather.sent for gather in gathers if gather.is_hidden) / total if total else None
 
 
 def _until_done(body: list[Instruction], start: int) -> list[Instruction]:
-    """What lies between the start of a collective and its done."""
+    """The instructions between the start of a collective and its done."""
     name = body[start].name
     ends = (n for n in range(start + 1, len(body)) if body[n].op.endswith("-done") and body[n].operands == [name])
     return body[start + 1 : next(ends)]
@@ -201,11 +200,6 @@ def groups_of(rest: str) -> list[list[int]]:
         numbers = numbers.transpose([list(sizes).index(name) for name in order])
         return numbers.reshape(-1, math.prod(sizes[name] for name in grouped)).tolist()
     raise ValueError(f"replica groups not understood: {rest[:200]}")
-
-
-def _spans_hosts(rest: str, hosts: Sequence[int]) -> bool:
-    """Whether a group is of devices of several hosts."""
-    return any(len({hosts[device] for device in group}) > 1 for group in groups_of(rest))
 
 
 def _array_bytes(dtype: str, dims: str) -> int:

@@ -22,12 +22,7 @@ td, pre { font-family: ui-monospace, monospace; font-size: 12px }
 
 
 def page(result: dict[str, Any], summary: str) -> str:
-    """The page.
-
-    Args:
-      result: as in plan.json.
-      summary: the table that is printed.
-    """
+    """The page for a plan.json and the table that is printed."""
     columns = SETTINGS | RESULTS | DETAILS
     lines = ["".join(f"<th>{html.escape(name)}</th>" for name in columns)]
     lines += ["".join(f"<td>{html.escape(show(row))}</td>" for show in columns.values()) for row in result["rows"]]

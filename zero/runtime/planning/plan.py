@@ -26,7 +26,7 @@ COMPILER_LOG = "compiler.log"
 
 
 def plan(config: Config, size: GPTConfig, run_directory: Path) -> int:
-    """Prints what a training run needs on `plan.topology`, and writes it to plan.json and plan.html.
+    """Prints the costs of a training run on `plan.topology`, and writes them to plan.json and plan.html.
 
     Returns:
       The exit status, 0.
@@ -96,7 +96,7 @@ def _compilers(config: Config, processes: int, log: Path) -> Iterator[ProcessPoo
 
 
 def _start_compiler(log: str, topology: str, cpu_devices: int) -> None:
-    """In a process that compiles: what libtpu writes to stderr goes to a file."""
+    """Starts a process that compiles; libtpu's stderr goes to a file."""
     end_with_parent()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 2)

@@ -1,8 +1,8 @@
-"""Seconds of a compiled program for TPU: the compiler's cycles, and what no computation hides.
+"""Seconds of a compiled program for TPU: the compiler's cycles, and transfers that no computation hides.
 
 The compiler writes into the program how many cycles it expects each fusion and copy to take. Instructions run one after
 another in the order of the text. Collectives and prefetches that have a start and a done occupy the network or the
-memory meanwhile, and what is left of them at their done is waited for. Sources: docs/decisions/predicted-time.md.
+memory meanwhile; the program waits for their rest at their done. Sources: docs/decisions/predicted-time.md.
 """
 
 from __future__ import annotations
@@ -47,35 +47,23 @@ _HEADS = re.compile(r"(?:bf16|f32)\[([\d,]+)\]")
 
 
 class Part(NamedTuple):
-    """Where the time goes: a part of the model, and forward, recomputed, backward or update."""
+    """A share of the time: a part of the model, and forward, recomputed, backward or update."""
 
     name: str
     phase: str
 
 
 class Prediction(NamedTuple):
-    """What one run of a program takes.
-
-    Attributes:
-      seconds: in all.
-      by_part: the seconds of each part; they sum to `seconds`.
-      exposed_seconds: those in which collectives run and nothing else.
-      exposed_bytes: the part of the bytes that a device sends in these seconds.
-    """
+    """The time of one run of a program."""
 
     seconds: float
-    by_part: dict[Part, float]
-    exposed_seconds: float
-    exposed_bytes: float
+    by_part: dict[Part, float]  # seconds, which sum to `seconds`
+    exposed_seconds: float  # in which only collectives run
+    exposed_bytes: float  # that a device sends in these seconds
 
 
 def predict(text: str, devices: Sequence[Any]) -> Prediction | None:
-    """The time of a compiled program on devices; None where the compiler has written no cycles.
-
-    Args:
-      text: `as_text()` of the program.
-      devices: those that it was compiled for, in the order of the program.
-    """
+    """The time of a program's `as_text()` on its devices; None if the compiler has written no cycles."""
     speed = SPEEDS.get(devices[0].device_kind)
     if speed is None or not speed.per_cycle or '"estimated_cycles"' not in text:
         return None
@@ -87,7 +75,7 @@ def predict(text: str, devices: Sequence[Any]) -> Prediction | None:
 
 
 def part_of(instruction: Instruction) -> Part:
-    """Where an instruction belongs, by the path of the operation that XLA names it after.
+    """The part that an instruction belongs to, by the path of the operation that XLA names it after.
 
     >>> part_of(Instruction("f", "", "fusion", 'metadata={op_name="jvp(GPT)/TransformerLayer._mlp/mul"}'))
     Part(name='MLP', phase='forward')
@@ -105,16 +93,11 @@ def part_of(instruction: Instruction) -> Part:
 
 
 def transfer_seconds(instruction: Instruction, places: Sequence[tuple[int, ...]], speed: Speed) -> float:
-    """How long a collective takes on an idle network.
+    """Seconds of a collective on an idle network.
 
     Each dimension of the torus that a group spans carries its share of the bytes, over a line once, over a ring in both
     directions. Groups that lie between each other on a line share its links, as do the cores of a chip that are in
-    different groups.
-
-    Args:
-      instruction: the collective, or its start.
-      places: of each device of the program, coordinates of its chip and the core on it.
-      speed: of the devices.
+    different groups. `places` holds for each device of the program the coordinates of its chip and the core on it.
     """
     group = [places[device] for device in hlo.groups_of(instruction.rest)[0]]
     chips = {place[:-1] for place in group}
@@ -139,7 +122,7 @@ def transfer_seconds(instruction: Instruction, places: Sequence[tuple[int, ...]]
 
 
 def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
-    """How long a kernel of Pallas takes: splash attention by its products, any other one by the memory it touches."""
+    """Seconds of a Pallas kernel: splash attention by its products, any other one by the memory it touches."""
     shapes = instruction.rest.partition("operand_layout_constraints={")[2].partition("}}")[0]
     moved = sum(hlo.sizes_of(instruction.result)) + sum(hlo.sizes_of(shapes))
     found, mask = _SPLASH.match(instruction.name), _MASK.search(shapes)
@@ -229,7 +212,7 @@ class _Schedule:
         return spent
 
     def _named(self, collective: Instruction) -> Instruction:
-        """With the path of its reduction, where XLA has merged collectives and left out their own."""
+        """The instruction with the path of its reduction, if XLA has merged collectives and left out their own."""
         path = collective.op_name or next((self.bodies[name][-1].op_name for name in collective.called), "")
         return collective._replace(rest=f'metadata={{op_name="{path}"}}')
 
@@ -238,7 +221,7 @@ class _Schedule:
         return [other for other in inside if hlo.kind_of(other)]
 
     def _compute_seconds(self, one: Instruction, results: dict[str, str]) -> float:
-        """Of an instruction that nothing else can run beside."""
+        """Seconds of an instruction that does not overlap with others."""
         if one.cycles is not None:
             return one.cycles / self.speed.clock
         if 'custom_call_target="tpu_custom_call"' in one.rest:

@@ -20,7 +20,7 @@ from zero.runtime.planning.compile import Request, Row, compile_step, highest_pe
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-HEADROOM = 0.05  # of the memory, which a search for the fastest leaves for what the compiler does not know of
+HEADROOM = 0.05  # share of the memory that a search for the fastest leaves free: the compiler does not count all
 WIDTHS = (2048, 3072, 4096, 6144, 8192)  # of the models that a search for the largest tries, with heads of 256
 
 
@@ -31,11 +31,11 @@ def every_stage(pool: Executor, request: Request) -> list[Row]:
 
 
 def fastest(pool: Executor, request: Request, processes: int) -> list[Row]:
-    """A row for each setting of the grid that could be the fastest one that fits, compiled by so many processes.
+    """A row for each setting of the grid that could be the fastest one that fits, compiled by `processes` processes.
 
-    State and operations give an upper bound on the speed of each setting without compiling it, and the highest bounds
-    come first. A setting is left out when its bound is below the speed of a row that fits with headroom, or when one
-    with fewer sequences and otherwise the same does not fit.
+    State and operations give an upper bound on the speed of each setting without compiling it; the highest bounds come
+    first. A setting is skipped if its bound is below the speed of a row that fits with headroom, or if the same one
+    with fewer sequences does not fit.
 
     Raises:
       UserError: none is possible.
@@ -48,7 +48,8 @@ def fastest(pool: Executor, request: Request, processes: int) -> list[Row]:
     rows: dict[int, Row] = {}
 
     def fewer(number: int, among: Iterable[int]) -> list[int]:
-        return [other for other in among if _is_smaller(settings[other], settings[number])]
+        own = settings[number]  # others that have fewer sequences and are the same otherwise
+        return [n for n in among if settings[n].micro_batch < own.micro_batch and settings[n].config == own.config]
 
     def is_pointless(number: int) -> bool:
         leader = best(list(rows.values()), HEADROOM)
@@ -105,13 +106,8 @@ def _combinations(request: Request) -> list[Request]:
     return found
 
 
-def _is_smaller(one: Request, other: Request) -> bool:
-    """Whether a step has fewer sequences than another one, and is the same otherwise."""
-    return one.micro_batch < other.micro_batch and one.config == other.config
-
-
 def _speed(row: Row) -> float:
-    """Tokens per second by the predicted time, or else by the lower bound on it; tokens where there is neither."""
+    """Tokens per second by the predicted time, else by the lower bound on it; tokens without either."""
     return float(row["tokens"] / (row["seconds"] or row["seconds_lower_bound"] or 1.0))
 
 
@@ -137,9 +133,9 @@ def _state_dtypes(request: Request) -> list[Request]:
 def deepest(request: Request) -> Row | None:
     """The row of the deepest model of this width that fits, if any does.
 
-    Memory is almost linear in the number of layers. Two programs give the line, the third is where the line reaches the
-    available memory, and from there it is a few steps at most. Layers in groups are added by eight, because of other
-    numbers some have no groups of similar size and number.
+    Memory is almost linear in the number of layers: two programs give the line, the third is the depth at which the
+    line reaches the available memory, and a few more correct it. Layers in groups are added by eight, because some
+    other numbers have no groups of similar size and number.
     """
     unit = 8 if request.config.zero.remat == "nested" else 1
     tried: dict[int, Row] = {}
@@ -163,7 +159,7 @@ def deepest(request: Request) -> Row | None:
 
 
 def best(rows: list[Row], headroom: float) -> Row | None:
-    """Of the rows that fit with headroom, the one with the most parameters, then the highest predicted speed."""
+    """The row that fits with headroom and has the most parameters, then the highest predicted speed."""
     fitting = [row for row in rows if row["fits"] and highest_peak(row) <= (1 - headroom) * row["available_bytes"]]
 
     def value(row: Row) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""The table that `mode=plan` prints, and the command that trains what one of its rows has planned (hydra)."""
+"""The table that `mode=plan` prints, and the command that trains with the settings of a row (hydra)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ WIDTH = 120  # characters of a line
 
 
 def table(result: dict[str, Any], config: Config) -> str:
-    """A line per row: what differs between the rows, and what decides: memory and predicted time."""
+    """One line per row: the settings that differ between rows, memory and predicted time."""
     rows = result["rows"]
     shown = {name: [show(row) for row in rows] for name, show in SETTINGS.items()}
     same = [f"{name} {values[0]}" for name, values in shown.items() if len(set(values)) == 1]
     columns = {name: values for name, values in shown.items() if len(set(values)) > 1}
-    columns |= {name: [show(row) for row in rows] for name, show in (RESULTS | _COSTS).items() if _is_known(name, rows)}
+    results = {name: [show(row) for row in rows] for name, show in (RESULTS | _COSTS).items()}
+    columns |= {name: values for name, values in results.items() if set(values) != {"-"}}
     lines = [
         f"{result['topology']}: {result['devices']} devices of {rows[0]['available_bytes'] / GIB:.2f} GiB; "
         f"{result['parameters']:,} parameters",
@@ -55,7 +56,7 @@ def table(result: dict[str, Any], config: Config) -> str:
 
 
 def breakdown_table(row: Row) -> str:
-    """Where the predicted time of a step goes: milliseconds by part of the model and phase."""
+    """The predicted time of a step in milliseconds, by part of the model and phase."""
     parts: dict[str, dict[str, float]] = {}
     for part, phase, seconds in row["breakdown"]:
         parts.setdefault(part, dict.fromkeys(PHASES, 0.0))[phase] += 1000 * seconds
@@ -76,11 +77,7 @@ def _verdict(row: Row) -> str:
     return f"fits, {spare:.2f} to spare" if row["fits"] else f"does not fit by {-spare:.2f}"
 
 
-def _is_known(name: str, rows: list[Row]) -> bool:
-    return any((RESULTS | _COSTS)[name](row) != "-" for row in rows)
-
-
-# Keys that the command always names: the model and what a search chooses.
+# Keys that the command always names: the model and the choices of a search.
 _CHOSEN = (
     "model.size",
     "data.max_context",
@@ -92,7 +89,7 @@ _CHOSEN = (
 
 
 def training_command(row: Row, config: Config) -> str:
-    """The command line that trains what a row has planned: it names every key whose value is not the default."""
+    """The command line that trains with the settings of a row: it names every key whose value is not the default."""
     config = copy.deepcopy(config)
     config.data.max_context = row["context"]
     groups = row["devices"] // (row["tensor_shards"] * row["context_shards"])
@@ -140,7 +137,7 @@ def _number(key: str, form: str, unit: float = 1) -> Callable[[Row], str]:
 
 
 def _activations(row: Row) -> str:
-    """What the peak of a step holds in addition to state, gradients and gathered parameters."""
+    """The rest of the peak of a step, beside state, gradients and gathered parameters."""
     if not row["fits"]:
         return "-"
     named = sum(row[f"{name}_bytes"] for name in ("state", "gradient", "gathered"))

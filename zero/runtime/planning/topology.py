@@ -97,7 +97,7 @@ def find_devices(topology: str) -> list[Any]:
 
 
 def available_bytes(devices: list[Any]) -> int:
-    """Memory of one device for programs and their data, as its compiler or allocator says; on CPU an equal share."""
+    """Memory of one device for programs and their data, by its compiler or allocator; on CPU an equal share."""
     device = devices[0]
     if device.platform != "tpu" or device.client is jax.local_devices()[0].client:
         return device_memory()

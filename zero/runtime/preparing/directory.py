@@ -39,7 +39,7 @@ def file_names(directory: str) -> set[str]:
 
 
 def remove_temporary_files(directory: str, name: str) -> None:
-    """Removes what a process has left that was killed while it wrote files of this name; buckets keep no such files."""
+    """Removes temporary files of this name that a killed process has left; buckets keep none."""
     if not storage.is_remote(directory):
         for path in Path(directory).glob(f".{name}.????????"):
             path.unlink(missing_ok=True)

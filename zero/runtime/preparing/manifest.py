@@ -1,4 +1,4 @@
-"""The manifest of a corpus: what it was made from, its shards, where an interrupted call continues; its index files."""
+"""The manifest of a corpus: its arguments, its shards, and the position to continue from; its index files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORMER_KEYS = {"one_document_a_row": "one_document_per_row"}  # of manifests th
 
 
 class Counts(NamedTuple):
-    """What some units contained for one split."""
+    """The contents of some units for one split."""
 
     documents: int = 0
     tokens: int = 0
@@ -42,7 +42,7 @@ class Counts(NamedTuple):
 
 
 class UnitPosition(NamedTuple):
-    """Where in the source the next shard of a split begins."""
+    """The position in the source at which the next shard of a split begins."""
 
     unit: int = 0
     skip: int = 0  # tokens of that unit, or rows if each document has its own, that belong to the shard before
@@ -50,7 +50,7 @@ class UnitPosition(NamedTuple):
 
 
 def find_usable(place: str, arguments: dict[str, Any], source_state: str, overwrite: bool) -> dict[str, Any] | None:
-    """The manifest that an earlier call with the same arguments left behind, if all of its shards exist.
+    """The manifest of an earlier call with the same arguments, if all of its shards exist.
 
     Raises UserError for a corpus that was made with other arguments, unless `overwrite`.
     """
@@ -84,7 +84,7 @@ def load(place: str) -> dict[str, Any]:
 
 
 def _check_form(manifest: dict[str, Any]) -> None:
-    """Raises one of `zero.runtime.parsing.MALFORMED` where a value is missing or of another type."""
+    """Raises one of `zero.runtime.parsing.MALFORMED` if a value is missing or of another type."""
     is_done = "unfinished" not in manifest
     expected: list[tuple[Any, type]] = [(manifest["tokenizer"], str)]
     for split in SPLITS:

@@ -1,6 +1,6 @@
 """Text to token shards, their index files and a manifest. The same input and arguments give the same bytes.
 
-Worker processes read and tokenize the documents in units that depend on the source alone; one process joins their
+Worker processes read and tokenize the documents in units that depend only on the source; one process joins their
 tokens in order. A shard is written whole, then recorded in the manifest together with the position in the source where
 the next one begins: a second call continues from there. docs/decisions/preparing.md has the reasons and the costs.
 """
@@ -74,7 +74,7 @@ def prepare(
 
     A hash of its text decides whether a document is for validation; if it decides so for none, the document with the
     lowest hash is. Of a single text it is the last part. Documents are joined with the tokenizer's end of text and cut
-    into rows without loss: the last row of a split is padded, and a length.npy says so.
+    into rows without loss: the last row of a split is padded, as its length.npy records.
 
     After an interruption the next call with these arguments continues after the finished shards; a finished corpus is
     kept. At no time does an index list a shard that does not exist.
@@ -148,7 +148,7 @@ def _prepare_locked(
     overwrite: bool,
     bar: tqdm,
 ) -> dict[str, Any]:
-    """Continues or begins a corpus and writes what is missing; its manifest."""
+    """Continues or begins a corpus, writes the missing shards, and returns its manifest."""
     manifest = manifests.find_usable(place, arguments, source.state, overwrite)
     if isinstance(tokenizer, int):
         tokenizer = _load_or_train_tokenizer(place, manifest is not None, source, tokenizer, bar)

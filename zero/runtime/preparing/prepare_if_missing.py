@@ -21,7 +21,7 @@ def prepare_if_missing(
 ) -> dict[str, str]:
     """Prepares `corpus`, a source and the name of the corpus, unless all local `index_files` exist.
 
-    Where they are of this corpus, prepared with shorter rows, it is prepared again beside that, as CORPUS-ROW_TOKENS.
+    If they are of this corpus with shorter rows, it is prepared again beside that, as CORPUS-ROW_TOKENS.
 
     Returns:
       The index files to use in place of given ones.

@@ -21,7 +21,7 @@ _PIECE = 1 << 20  # characters of a document that are tokenized at once
 
 
 class SplitTokens(NamedTuple):
-    """What a unit gives to one split."""
+    """The tokens of a unit for one split."""
 
     rows: np.ndarray  # tokens (n,), or rows (n, T) if each document has its own
     lengths: np.ndarray | None  # of those rows, int32 (n,)
@@ -30,7 +30,7 @@ class SplitTokens(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Of one document."""
+    """The tokens of one document."""
 
     ids: np.ndarray
     is_learned: np.ndarray | None  # uint8, where prompts are recorded
@@ -38,7 +38,7 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitTokenizer:
-    """From a unit to its tokens for each split; None for a split that is not wanted."""
+    """Turns a unit into its tokens for each split; None for a split that is not wanted."""
 
     tokenizer: Tokenizer
     row_tokens: int
@@ -60,7 +60,7 @@ class UnitTokenizer:
             data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text.tobytes()
             value = NO_HASH
             if split is None:
-                # Of the text, not the name, so that copies of a document are in one split.
+                # A hash of the text, not of the name, so that copies of a document are in one split.
                 value = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
                 split = value < self.threshold
             if wanted[split]:
@@ -112,7 +112,7 @@ class UnitTokenizer:
         return SplitTokens(rows.astype(dtype, copy=False), lengths, completions, counts)
 
     def _joined(self, arrays: list[np.ndarray], filler: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """One array of all documents; or rows of each document's own, and their lengths."""
+        """All documents as one array; or as separate rows for each document, and their lengths."""
         if not self.one_document_per_row:
             return np.concatenate(arrays or [np.zeros(0, np.uint8)]), None
         padded = [padded_rows(array, self.row_tokens, filler) for array in arrays]

@@ -18,9 +18,7 @@ from zero.runtime.text.tokenizers import Tokenizer
 def verify(place: str, tokenizer: Tokenizer | None = None) -> list[str]:
     """All differences from the manifest, one line each: missing, damaged or unknown shards, another tokenizer.
 
-    Args:
-        place: the directory of a corpus, or one of its index files, which is then compared as well.
-        tokenizer: the one that the corpus should have been made with; None accepts any.
+    `place` is the directory of a corpus, or one of its index files, which is then compared as well.
 
     Raises:
         UserError: there is no prepared corpus.

@@ -62,7 +62,7 @@ def _work(unit: Unit, wanted: tuple[bool, ...]) -> list[SplitTokens | None]:
 def _delayed_interrupts() -> Iterator[None]:
     """Delays Ctrl-C: a pool that is interrupted while it starts a process miscounts them and never ends.
 
-    Processes that are started inside inherit the blocked signal for good, and leave it to their parent.
+    Processes that are started inside inherit the blocked signal; their parent handles it.
     """
     received: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()  # where Python handles signals

@@ -1,4 +1,4 @@
-"""Tokens to shards: cuts what the workers return into rows, rows into members, members into tar files.
+"""Tokens to shards: cuts the tokens of the workers into rows, rows into members, members into tar files.
 
 Shapes: n rows or tokens, T tokens of a row.
 """
@@ -33,7 +33,7 @@ _BYTES_PER_WORKER = 4 << 20  # of text, at least: starting a process takes a sec
 def write_shards(
     source: Source, place: str, manifest: dict[str, Any], tokenizer: Tokenizer, workers: int | None, bar: tqdm
 ) -> list[Counts]:
-    """Writes the shards that are missing; returns what the splits hold in total."""
+    """Writes the missing shards; returns the totals of the splits."""
     tokenize = UnitTokenizer(
         tokenizer,
         manifest["row_tokens"],
@@ -100,7 +100,7 @@ class _ShardPublisher:
         directory.write(storage.join(self._place, name), data)
         shards.append({"name": name, "rows": rows, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()})
         self._manifest["unfinished"][split] = position
-        # After each hundredth of the shards: saving after each of very many takes a time that grows with their square.
+        # After each hundredth of the shards: the time to save after each shard would grow with their square.
         count = sum(len(self._manifest[split]["shards"]) for split in SPLITS)
         if count >= 1.01 * self._recorded:
             manifests.save(self._place, self._manifest)
@@ -122,7 +122,7 @@ class _SplitWriter:
         self._row = sum(shard["rows"] for shard in manifest[split]["shards"])
 
     def add(self, number: int, part: SplitTokens) -> None:
-        """Appends what unit `number` gives to this split; units come in order."""
+        """Appends the tokens of unit `number`; units come in order."""
         at = self.start.skip if number == self.start.unit else 0
         while at < len(part.rows):
             stop = at + self._size - self._held

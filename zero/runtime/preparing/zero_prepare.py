@@ -96,7 +96,7 @@ def _prepare(
     row_tokens: int,
     **options: object,
 ) -> None:
-    """Prepares a corpus and prints what it holds."""
+    """Prepares a corpus and prints its size."""
     if name is None:
         path = Path(source.removeprefix("hf:").partition(":")[0]).resolve()
         name = path.name if path.is_dir() else path.name.partition(".")[0]
@@ -117,13 +117,13 @@ def _prepare(
 
 
 def _verify(source: str, tokenizer: str | None, **_: object) -> None:
-    """Prints what differs from the manifest; then the exit status is 1."""
+    """Prints the differences from the manifest; if there are any, the exit status is 1."""
     differences = verify(source, load_tokenizer(tokenizer) if tokenizer else None)
     for difference in differences:
         print(difference)
     if differences:
         sys.exit(1)
-    print(f"{source} is as its manifest says")
+    print(f"{source} matches its manifest")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Runs in the file system: where they are, what one carries from step to step, and how one is resumed."""
+"""A training run: finding it, setting it up, its state between steps, and resuming it."""

@@ -1,4 +1,4 @@
-"""A run in progress, as one host sees it: what the training loop works with, and how it is saved."""
+"""A run in progress on one host: its parts, and how it is saved."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from zero.runtime.planning.predict import predict
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.restore import TrainingPosition
 from zero.runtime.run.step_metrics import StepMetrics, peak_memory
+from zero.runtime.run.verification import Verifier
 from zero.runtime.run_directory import mirror
 from zero.runtime.streaming.loader import HostBatch, Loader
 from zero.runtime.streaming.prefetch import prefetch
@@ -52,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class Due(NamedTuple):
-    """What the loop does after a step; the same on all hosts."""
+    """The actions after a step; the same on all hosts."""
 
     log: bool
     evaluate: bool
@@ -63,18 +64,7 @@ class Due(NamedTuple):
 
 @dataclass
 class ActiveRun:
-    """A run in progress on this host; `zero.runtime.run.setup.open_run` makes it.
-
-    Attributes:
-      directory: the run directory.
-      state: what the devices hold.
-      position: where the data and the counters are.
-      last_step: where the schedule or the data ends.
-      stop_requests: signals received so far.
-      any_host: raises a flag of one host on all hosts.
-      in_flight: steps that may be dispatched before the host waits for their metrics.
-      saved_at: when the newest checkpoint was begun, by the monotonic clock.
-    """
+    """A run in progress on this host; `zero.runtime.run.setup.open_run` makes it."""
 
     config: Config
     size: GPTConfig
@@ -90,17 +80,18 @@ class ActiveRun:
     checkpoints: Checkpoints
     emergency: EmergencyCheckpoints | None
     tracker: Tracker | None  # of host 0
-    stop_requests: list[int]
+    stop_requests: list[int]  # signals received so far
     any_host: agreement.AnyHost
     bar: tqdm
     goodput: Goodput
     metrics: StepMetrics
     profiler: Profiler
+    verifier: Verifier
     state: TrainState
     position: TrainingPosition
-    last_step: int
-    in_flight: int
-    saved_at: float = field(default_factory=time.monotonic)
+    last_step: int  # of the schedule, or of the data if that ends earlier
+    in_flight: int  # steps that may be dispatched before the host waits for their metrics
+    saved_at: float = field(default_factory=time.monotonic)  # start of the newest checkpoint
     _uncounted: tuple[int, int] = (0, 0)  # rows skipped and checksum of this host since the last line of metrics
     _steps: dict[int, Callable[..., Any]] = field(default_factory=dict)  # compiled, by the length of a sequence
     _flops: dict[int, int] = field(default_factory=dict)  # of the model per device and step, by the same length
@@ -113,11 +104,11 @@ class ActiveRun:
 
     @property
     def weights(self) -> PyTree:
-        """All that inference needs of the state."""
+        """The part of the state that inference needs."""
         return self.model.weights(self.state.params, self.state.averages)
 
     def batches(self) -> Generator[tuple[int, HostBatch]]:
-        """Each step with this host's rows, to the last step or until a stop request comes while data is waited for."""
+        """Each step with this host's rows, to the last step or until a stop request comes during a wait for data."""
         watchdog.progress()
         stop = self.stop_requests if jax.process_count() == 1 else ()  # several hosts have to agree first
         with closing(prefetch(self.loader.batches(self.position.cursor), stop=stop)) as batches:
@@ -128,7 +119,7 @@ class ActiveRun:
         """Starts one update on the devices and reads the metrics of the one before.
 
         Returns:
-          False where a stop request came while the program was being compiled; nothing was started then.
+          False if a stop request came during compilation; then nothing was started.
         """
         sequences = self.context.cut(batch.tokens, step - 1)  # rows, or pieces of them
         per_device, length = split_batch(sequences, jax.process_index(), self.axis.row_group), sequences.shape[1]
@@ -143,13 +134,16 @@ class ActiveRun:
         if self.profiler.is_last(step):
             with self.goodput.phase("evaluation"):
                 self.profiler.stop()
+        if self.verifier.is_due(step):
+            with self.goodput.phase("evaluation"):
+                self.verifier.check(step, self.weights, per_device.tokens)
         self._count(step, batch)
         self.bar.update()
         return True
 
     @counts_as("compilation")
     def _first_step(self, length: int, per_device: Batch) -> bool:
-        """The first step of this sequence length, compiled; it is waited for and timed apart from the others."""
+        """Compiles and runs the first step of this sequence length; waits for it, and times it separately."""
         began = time.monotonic()
         with CacheHits().counting() as cache_hits:
             program = self.programs.step
@@ -160,9 +154,7 @@ class ActiveRun:
             self.state, metrics = program(self.state, per_device)
             self.metrics.add(metrics, leave=0)
         seconds, age = time.monotonic() - began, process_age()
-        self.metrics.leave_untimed()
-        if not self._steps:
-            self.metrics.add_to_next_line("seconds_to_first_step", age)
+        self.metrics.leave_untimed(**({} if self._steps else {"seconds_to_first_step": age}))
         self._steps[length] = program
         self._flops[length] = model_flops(self.size, per_device.tokens.shape[1], length) // self.axis.row_group
         self._predicted[length] = self._predict(program, length)
@@ -176,7 +168,7 @@ class ActiveRun:
         return True
 
     def _predict(self, program: Any, length: int) -> float | None:
-        """Seconds per step by the compiler's clock; None where it has none, or this length was not planned."""
+        """Seconds per step by the compiler's cycles; None if there are none or this length was not planned."""
         if length == self.context.full and self.config.profile.step_time is not None:
             return self.config.profile.step_time
         is_compiled = jax.process_count() == 1 and jax.default_backend() == "tpu"
@@ -193,12 +185,12 @@ class ActiveRun:
         self._uncounted = skipped + batch.skipped, checksum
 
     def due(self, step: int) -> Due:
-        """What to do after this step. All hosts call it once per step."""
+        """The actions after this step. All hosts call it once per step."""
         training = self.config.training
         is_evaluation = step % training.evaluation_frequency == 0 or step == self.last_step
         is_stop, is_save = self.poll()
         is_protect = self.emergency is not None and step % (self.config.zero.emergency_steps or step) == 0
-        is_save |= is_protect and not self.checkpoints.steps()  # else --resume would find no run
+        is_save |= is_protect and not self.checkpoints.steps()  # --resume needs a durable checkpoint
         is_log = is_evaluation or is_save or is_protect or is_stop or step % training.log_frequency == 0
         return Due(is_log, is_evaluation, is_save or is_evaluation, is_protect, is_stop)
 
@@ -298,7 +290,7 @@ class ActiveRun:
             self.emergency.save(self.position.step, self.state, asdict(self.position))
 
     def stop(self) -> int:
-        """Logs and saves what is not yet logged and saved.
+        """Logs and saves the steps that are not yet logged and saved.
 
         Returns:
           The exit status of a run that was stopped by a signal.
@@ -319,7 +311,7 @@ class ActiveRun:
 
 
 def split_batch(sequences: np.ndarray, host: int, group: int) -> Batch:
-    """This host's sequences `(B, T)` as `(devices, B / groups, T)`, the same ones for all devices of a group."""
+    """This host's sequences `(B, T)` as `(devices, B / groups, T)`, the same for all devices of a group."""
     tokens = split_rows(sequences, jax.local_device_count(), group)
     first_rows = host * len(sequences) + tokens.shape[1] * (np.arange(len(tokens)) // group)
     return Batch(tokens, first_rows.astype(np.int32))

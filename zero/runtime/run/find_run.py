@@ -1,15 +1,15 @@
-"""Which run to resume or to use: the newest, or the one that the arguments name (hydra)."""
+"""Finds the run to resume or to use: the newest, or the one that the arguments name (hydra)."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 
 from zero.runtime import storage
 from zero.runtime.config.saved_config import default_config
@@ -86,7 +86,7 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
         return rest
     if flags[-1] not in ("--resume", "--resume=auto"):
         raise UserError(f"{flags[-1]}: expected --resume or --resume=auto")
-    given = _override_values(rest)
+    given = {override.key_or_group: override.value() for override in parsed_overrides(rest)}
     if flags[-1] == "--resume=auto" and "data.resume_step" in given:
         raise UserError(
             "data.resume_step: expected --resume, once; a launcher that repeats --resume=auto would go back "
@@ -139,7 +139,7 @@ def _run_to_resume(given: dict[str, Any]) -> tuple[Path | None, Path | str]:
 
 
 def _shared_place(given: dict[str, Any]) -> Path | str | None:
-    """Where checkpoints lie by the arguments, if that is outside any run directory."""
+    """The directory of checkpoints by the arguments, if it is outside any run directory."""
     data = default_config().data
     bucket_path = given.get("data.bucket_path", data.bucket_path)
     directory = str(given.get("data.checkpoint_directory", data.checkpoint_directory))
@@ -147,7 +147,7 @@ def _shared_place(given: dict[str, Any]) -> Path | str | None:
     return place if not isinstance(place, Path) or place.is_absolute() else None
 
 
-def _override_values(arguments: Sequence[str]) -> dict[str, Any]:
-    """The values of overrides as Hydra will read them, quotes included."""
+def parsed_overrides(arguments: Iterable[str]) -> list[Override]:
+    """The overrides among the arguments, parsed by Hydra."""
     plain = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
-    return {override.key_or_group: override.value() for override in OverridesParser.create().parse_overrides(plain)}
+    return OverridesParser.create().parse_overrides(plain)

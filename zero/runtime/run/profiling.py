@@ -21,19 +21,19 @@ class Profiler:
         self._is_tracing = False
 
     def is_last(self, step: int) -> bool:
-        """Whether the trace ends after this step, which then has to be waited for."""
+        """Whether the trace ends after this step, which the host then waits for."""
         return self._is_tracing and step >= self._last
 
     def before(self, step: int) -> None:
-        """Starts the trace where it begins with this step."""
+        """Starts the trace if it begins with this step."""
         if self._first <= step <= self._last and not self._is_tracing:
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # every call of a Python function would bury what the devices do
+            options.python_tracer_level = 0  # calls of Python functions would hide the events of the devices
             jax.profiler.start_trace(str(self._directory), create_perfetto_trace=True, profiler_options=options)
             self._is_tracing = True
 
     def stop(self) -> None:
-        """Writes the trace, if there is one under way."""
+        """Writes the trace, if one is being recorded."""
         if self._is_tracing:
             self._is_tracing, self._first, self._last = False, 1, 0
             jax.profiler.stop_trace()

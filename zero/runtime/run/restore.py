@@ -16,7 +16,7 @@ from zero.partition.pmapped import pmap
 from zero.runtime.checkpoints.damage import DamagedCheckpoint
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
-from zero.runtime.weights.checkpoint_weights import check_unseen, trained_size
+from zero.runtime.weights.checkpoint_weights import UNSEEN_IN_CHECKPOINTS, check_unseen, trained_size
 from zero.training.optimizer import convert_state
 from zero.training.parts import TrainState
 
@@ -25,29 +25,26 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class TrainingPosition:
-    """Where the data and the counters are between two steps; a checkpoint holds it together with the state."""
+    """The position in the data and the counters, between two steps; part of a checkpoint."""
 
     global_rows: int  # of a batch over all hosts; fixed by the first checkpoint
     step: int = 0
     cursor: dict[str, int] | None = None
     skipped_rows: int = 0
     samples_checksum: int = 0
-    unevaluated: dict[str, Any] | None = None  # metrics of this step where a signal came before its evaluation
+    unevaluated: dict[str, Any] | None = None  # metrics of this step, if a signal came before its evaluation
 
 
 def restore(
     source: Checkpoints, step: int | None, size: GPTConfig, layout: Layout, axis: Axis, is_own: bool, **adam: float
 ) -> tuple[TrainingPosition, TrainState]:
-    """The checkpoint of `step`, or for None the newest that can be read; damaged ones of this run are set aside.
+    """Restores the checkpoint of `step`, or the newest readable one; damaged ones of this run are set aside.
 
     Args:
       source: the checkpoints of this run, or of the one that it forks from.
-      step: a step, or None for the newest.
       size: of the model, whose entry in conf/model_config.yaml may have changed.
-      layout: of the whole state.
-      axis: the pmap axis.
       adam: decay rates and epsilon that differ from AdamW's defaults; moments in 8 bits depend on them.
-      is_own: whether the checkpoints are this run's; those of another run are left as they are.
+      is_own: whether the checkpoints are this run's; those of another run stay unchanged.
 
     Raises:
       UserError: there is no such checkpoint, none that can be read, or it is of another model.
@@ -60,7 +57,7 @@ def restore(
             position, trained = _position(origin, meta), asdict(trained_size(origin, meta))
             saved = source.as_saved(candidate, layout)
             state = from_global(source.restore(candidate, saved, axis), saved, axis, donate=True)
-            check_unseen(origin, trained, size, also=("parametrization", "mup_base_width"))
+            check_unseen(origin, trained, size, also=("parametrization", "mup_base_width", *UNSEEN_IN_CHECKPOINTS))
             sums = checksums(state, saved, axis)
             bad = [name for name, saved in meta["checksums"].items() if sums[name] != saved]
             if bad:
@@ -87,7 +84,7 @@ def restore(
             log.info("the state is held in other dtypes from here on: %s", ", ".join(sorted(changes)))
             state = pmap(partial(convert_state, layout=layout, **adam), axis.name, donate_argnums=0)(state)
         return position, state
-    raise UserError(f"{source.directory}: none of its checkpoints can be read; the lines above say why")
+    raise UserError(f"{source.directory}: none of its checkpoints can be read; see the lines above")
 
 
 def _position(origin: str, meta: dict[str, Any]) -> TrainingPosition:

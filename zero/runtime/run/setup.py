@@ -36,6 +36,7 @@ from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.restore import TrainingPosition, restore
 from zero.runtime.run.step_metrics import StepMetrics
+from zero.runtime.run.verification import Verifier
 from zero.runtime.streaming.cache import ShardCache
 from zero.runtime.streaming.index_files import index_paths
 from zero.runtime.streaming.loader import Loader
@@ -144,6 +145,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             goodput=goodput,
             metrics=StepMetrics(position.global_rows * config.data.max_context, count, peak, goodput),
             profiler=profiler,
+            verifier=Verifier(job.programs.verify, job.model.axis, config.training.verify_every),
             state=state,
             position=position,
             last_step=last_step,
@@ -262,7 +264,7 @@ def _prepare_corpus(config: Config, tokenizer: Tokenizer) -> Config:
     keys = ("index_path_train", "index_path_validation")
     indices = [index_paths(getattr(data, key), data.bucket_path) for key in keys]
     paths = [path for index in indices for path in ([index] if isinstance(index, str) else index)]
-    for is_turn in (is_first, not is_first):  # hosts that share a disk find what the first one has made
+    for is_turn in (is_first, not is_first):  # hosts that share a disk find the corpus of the first one
         if is_turn and data.corpus:
             used = prepare_if_missing(data.corpus, paths, tokenizer, data.max_context)
             if used:

@@ -15,17 +15,16 @@ from zero.runtime.tracking.goodput import Goodput
 
 log = logging.getLogger(__name__)
 
-SLOW = 0.7  # of the predicted speed, below which the log says where the time goes
+SLOW = 0.7  # share of the predicted speed below which a warning shows where the time goes
 
 
 class StepMetrics:
-    """Collects what each step reports, and how long the steps and their data took, for one line of metrics.
+    """Collects the metrics of each step, and the time of the steps and their data, for one line of metrics.
 
     Args:
-      tokens_per_step: of the global batch.
       devices: of all hosts.
-      peak_flops: operations per second of one device at its published peak, or None where that is unknown.
-      goodput: the clock of the run, whose phases "steps" and "data_wait" are the time of the steps.
+      peak_flops: published peak of one device in operations per second, or None if unknown.
+      goodput: its phases "steps" and "data_wait" are the time of the steps.
     """
 
     def __init__(self, tokens_per_step: int, devices: int, peak_flops: float | None, goodput: Goodput) -> None:
@@ -48,21 +47,18 @@ class StepMetrics:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no step was taken since the last line."""
+        """Whether there was no step since the last line."""
         return not (self._unread or self._losses)
 
     @property
     def skipped_in_a_row(self) -> int:
-        """Updates skipped since the last one that was made, as of the newest step that was read."""
+        """Updates skipped since the last one that was applied, as of the newest step that was read."""
         return int(self._newest["skipped_in_a_row"])
 
-    def leave_untimed(self) -> None:
-        """The newest step does not count for the throughput: it was compiled, and its time counts as compilation."""
+    def leave_untimed(self, **once: float) -> None:
+        """The newest step was compiled and does not count for the throughput; `once` are logged in the next line."""
         self._untimed += 1
-
-    def add_to_next_line(self, name: str, value: float) -> None:
-        """A value that is logged once."""
-        self._next_line[name] = value
+        self._next_line |= once
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches; the time spent waiting for them is recorded."""
@@ -74,13 +70,11 @@ class StepMetrics:
             yield batch
 
     def add(self, metrics: dict[str, jax.Array], leave: int, flops: int = 0, predicted: float | None = None) -> None:
-        """Takes the metrics of a step that was dispatched; all but the newest `leave` are waited for.
+        """Adds the metrics of a dispatched step; waits for all but the newest `leave`.
 
         Args:
-          metrics: as the step returns them, one scalar each.
-          leave: how many steps may stay in flight.
-          flops: operations of the model in this step per device, for the utilisation; 0 for a step that is not timed.
-          predicted: seconds of this step, None where they are unknown or it is not timed.
+          flops: operations of the model in this step per device, for the utilisation; 0 if the step is not timed.
+          predicted: seconds of this step, None if unknown or not timed.
         """
         self._unread.append(metrics)
         self._flops += flops
@@ -120,12 +114,12 @@ class StepMetrics:
         return line
 
     def _warn_if_slow(self, line: dict[str, float | int]) -> None:
-        """Once, where the time goes."""
+        """Warns once, with the shares of the time."""
         if line["predicted_speed"] < SLOW and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "steps take %.3f s, at %.0f%% of the predicted speed: the host waits %.0f%% of the time for data and "
-                "%.0f%% for the devices; what is left is its own work",
+                "%.0f%% for the devices; the rest is its own work",
                 line["step_time"],
                 *(100 * line[name] for name in ("predicted_speed", "data_wait", "device_wait")),
             )

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from zero.runtime.config.check import check
@@ -15,30 +14,22 @@ from zero.runtime.config.constraints import shown
 from zero.runtime.config.files import load_sizes
 from zero.runtime.config.saved_config import preset_keys
 from zero.runtime.errors import UserError
+from zero.runtime.run.find_run import parsed_overrides
 from zero.runtime.run_directory import CONFIG_FILE, checkpoint_directory, rebuild, saved_config, saved_steps
 
 
 def swept_keys(arguments: Iterable[str], task_overrides: Sequence[str]) -> set[str]:
-    """The keys whose values differ between the jobs of a sweep, those of swept presets included.
-
-    Args:
-      arguments: of the whole sweep, with lists of values.
-      task_overrides: those of one job.
-    """
-    plain = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
-    parsed = OverridesParser.create().parse_overrides(plain)
-    swept = {override.key_or_group for override in parsed if override.is_sweep_override()}
+    """The keys that differ between the jobs of a sweep with these arguments, those of swept presets included."""
+    swept = {override.key_or_group for override in parsed_overrides(arguments) if override.is_sweep_override()}
     own = [override for override in task_overrides if override.lstrip("+").split("=", 1)[0] in swept]
     return swept | set(preset_keys(own))
 
 
 def continue_job(config: DictConfig, run_directory: Path, keys: set[str]) -> None:
-    """Sets `resume` of a job whose own directory has checkpoints, in place of a run that the sweep forks from.
+    """Sets `resume` of a job whose own directory has checkpoints, replacing the run that the sweep forks from.
 
-    Args:
-      config: of the job; changed in place.
-      run_directory: of the job. Where it is lost, it is rebuilt from the mirror beside checkpoints that are elsewhere.
-      keys: the job's values of these must be those of the run in the directory.
+    A lost directory is rebuilt from the mirror beside checkpoints that are elsewhere. The job's values of `keys` must
+    be those of the run in the directory.
 
     Raises:
       UserError: the directory holds the run of another job or of another sweep.

@@ -78,7 +78,7 @@ def move(directory: str | Path, target: str | Path) -> None:
 
 
 def read(url: str | Path, known: ObjectStat | None = None) -> bytes:
-    """One generation of an object, compared with its checksum; `known` saves asking for its stat."""
+    """One generation of an object, compared with its checksum; `known` saves a request for its stat."""
     known = known or stat(url)
     blob = _blob(url, known.generation)
     for attempt in range(CHECKSUM_ATTEMPTS):
@@ -153,7 +153,7 @@ def is_outage(error: BaseException) -> bool:
 
 @contextmanager
 def _translated_errors(url: str | Path) -> Iterator[None]:
-    """Raises what `zero.runtime.storage` documents instead of the exceptions of Google's library."""
+    """Turns the exceptions of Google's library into those that `zero.runtime.storage` documents."""
     from google.api_core import exceptions
     from google.auth.exceptions import GoogleAuthError
     from google.cloud.storage.exceptions import DataCorruption, InvalidResponse

@@ -1,4 +1,4 @@
-"""Local paths and gs://bucket/name URLs as strings: which of both they are, joining, the parent directory."""
+"""Local paths and gs://bucket/name URLs as strings: telling them apart, joining, the parent directory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Shards of a bucket kept on a local disk, up to a number of bytes. Any number of processes may share one directory.
 
 A file is named after the URL and generation of its object; other files of the directory are never touched. Every read
-compares its checksum, so a file that is damaged or incomplete is never used. What goes wrong with the disk is logged,
-and the shard is read from the bucket.
+compares its checksum, so a damaged or incomplete file is never used. Errors of the disk are logged, and the shard is
+read from the bucket.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class ShardCache:
-    """A directory in which files of the cache take at most `limit` bytes; the least recently used ones go first.
+    """A directory with at most `limit` bytes of cached files; the least recently used are deleted first.
 
     Raises:
         UserError: the directory cannot be created.
@@ -40,7 +40,7 @@ class ShardCache:
             raise UserError(f"data.cache_directory={directory}: {error}") from error
 
     def open_reader(self, url: str) -> BinaryIO:
-        """Like `storage.open_reader`: from this disk, or from the bucket and then kept, if there is room for it."""
+        """Like `storage.open_reader`: from this disk, or from the bucket, and then kept if there is room."""
         if not storage.is_remote(url):
             return storage.open_reader(url)
         stat = gcs.stat(url)
@@ -53,7 +53,7 @@ class ShardCache:
         return io.BytesIO(data)
 
     def _read(self, path: Path, crc32c: str) -> bytes | None:
-        """The contents of a cached file; None where there is none, or a damaged one."""
+        """The contents of a cached file; None if it is missing or damaged."""
         try:
             data = path.read_bytes()
             if gcs.crc32c(data) == crc32c:

@@ -1,4 +1,4 @@
-"""Reads the shuffle buffers of one corpus: opens shards, decodes their rows, and skips or reports what is bad.
+"""Reads the shuffle buffers of one corpus: opens shards, decodes their rows, and skips or reports bad data.
 
 A row that cannot be read (its shard is missing, its sample is damaged) keeps its place in the order and has no tokens.
 
@@ -59,7 +59,7 @@ class CorpusReader:
         return tokens[buffer.skip :], lengths[buffer.skip :]
 
     def _fill(self, part: RowRange, slots: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> list[str]:
-        """Puts the rows of a range into these slots of `tokens` and `lengths`; returns what had to be skipped."""
+        """Puts the rows of a range into these slots of `tokens` and `lengths`; returns the skipped problems."""
         shard, _ = self.shards[part.shard]
         problems: list[str] = []
         filled = 0
@@ -81,7 +81,7 @@ class CorpusReader:
     def _read(self, part: RowRange, stream: BinaryIO, problems: list[str]) -> Iterator[Rows]:
         """The rows of a range and their lengths, sample by sample; a bad sample joins `problems`, or is raised.
 
-        The rows after a bad sample move up: the place of a row depends on nothing but the contents of its shard.
+        The rows after a bad sample move up: the place of a row depends only on the contents of its shard.
         """
         shard, _ = self.shards[part.shard]
         seen = 0  # rows of the shard so far
@@ -105,4 +105,4 @@ class CorpusReader:
             if part.stop <= seen and part.stop < shard.rows:
                 return  # the rest belongs to another stream
         if seen > shard.rows or (seen < shard.rows and not problems):
-            raise UserError(f"shard {shard.path} holds {seen} rows, but the index file says {shard.rows}")
+            raise UserError(f"shard {shard.path} holds {seen} rows, but the index file records {shard.rows}")

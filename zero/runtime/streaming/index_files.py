@@ -30,7 +30,7 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """Directory and file name: what stays the same when a corpus moves to another disk or a bucket."""
+        """Directory and file name, which stay the same when a corpus moves to another disk or a bucket."""
         path = self.path if storage.is_remote(self.path) else os.path.abspath(self.path)
         return "/".join(path.split("/")[-2:])
 
@@ -72,7 +72,7 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
 
 
 def index_paths(value: Any, bucket_path: str | None) -> str | list[str] | dict[str, float]:
-    """What `data.index_path_train` or `..._validation` says, for a Loader: index files, or their weights.
+    """A Loader's `index` from `data.index_path_train` or `..._validation`: index files, or their weights.
 
     Relative paths are in the bucket, if there is one.
     """
@@ -84,13 +84,13 @@ def index_paths(value: Any, bucket_path: str | None) -> str | list[str] | dict[s
 
 
 def _can_hold(path: str, rows: str) -> bool:
-    """Whether a shard may have so many rows. Each is a byte at least, and the order of the rows takes 8 for each."""
-    is_here = not storage.is_remote(path) and os.path.isfile(path)
-    return len(rows) <= 10 and int(rows) <= (max(os.path.getsize(path), FEW_ROWS) if is_here else MOST_ROWS)
+    """Whether a shard may have this many rows: each has at least one byte, and takes 8 in the order of the rows."""
+    most = max(os.path.getsize(path), FEW_ROWS) if os.path.isfile(path) else MOST_ROWS  # a bucket's size is not known
+    return len(rows) <= 10 and int(rows) <= most
 
 
 def _missing(paths: list[str]) -> list[str]:
-    """The paths that do not exist. Where a bucket may be read but not listed, that is found out when they are read."""
+    """The paths that do not exist; not checked in a bucket that may be read but not listed."""
     missing = [path for path in paths if not storage.is_remote(path) and not os.path.isfile(path)]
     remote = [path for path in paths if storage.is_remote(path)]
     for directory in dict.fromkeys(map(storage.parent, remote)):

@@ -42,7 +42,7 @@ class Loader:
     """Batches of token rows from the shards of one or several index files.
 
     The sequence of global batches depends only on the index files, `global_rows`, `seed`, `shuffle_shards`, `shuffle`
-    and `train_samples`. Each of `hosts` loaders gives its own contiguous part of every batch.
+    and `train_samples`. Each of `hosts` loaders, of which this is number `host`, gives its own part of every batch.
 
     Args:
         index: the .index file, local or in a bucket; several that count as one; or a mixture, index files with weights.
@@ -55,17 +55,15 @@ class Loader:
             order is shuffled; otherwise rows of -1 fill the last batch up. A mixture stops before any of its corpora
             would be read more often.
         train_samples: rows of an epoch, the first ones of the index; None is all.
-        host: this loader's place among `hosts`.
-        hosts: how many loaders share each batch.
         shuffle_shards: shards of a corpus whose rows are mixed at any time, in the shuffle buffers of all streams
             together. Twice as many are in memory while the next ones are read.
         skip_bad: continue without data that is missing or damaged: its rows are -1, logged, and counted in each
-            batch. The index files must say how many rows each shard has.
+            batch. The index files must record the number of rows of each shard.
         cache: keeps shards of a bucket on this machine.
         only_completions: tokens that completion.npy does not count among the completions are not predicted.
 
     Raises:
-        UserError: what is wrong with the data, by file and sample; a batch that does not divide over the hosts.
+        UserError: the data is wrong (file and sample are named), or a batch does not divide over the hosts.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class Loader:
         if is_mixture and not (shuffle and train_samples is None):
             raise UserError("a mixture of index files is shuffled, and takes no train_samples")
         used = [_used_shards(group, train_samples, skip_bad) for group in _corpora(index)]
-        # As many streams as there are shards to mix, so that hosts share as few shards as possible.
+        # One stream per shard to mix, so that hosts share as few shards as possible.
         most = min(shuffle_shards, max(map(len, used))) if shuffle else 1
         streams = max(s for s in range(1, most + 1) if global_rows % s == 0)
         buffer_shards = max(1, shuffle_shards // streams) if shuffle else 1
@@ -155,7 +153,10 @@ class Loader:
         last = (self._host + 1) * self._global_rows // self._hosts
         own_streams = range(first // part, -(-last // part))
         first, last = first - own_streams.start * part, last - own_streams.start * part
-        pool = self._open_pool(len(own_streams))
+        # More threads than cores only compete for Python's lock, unless they wait for a network.
+        is_remote = any(corpus.is_remote for corpus in self.corpora)
+        threads = min(len(own_streams) * len(self.corpora), _REMOTE_THREADS if is_remote else os.cpu_count() or 1)
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="shards")
         try:
             streams = [self._open_stream(number, done * part, pool) for number in own_streams]
             while self.total_batches is None or done < self.total_batches:
@@ -173,12 +174,6 @@ class Loader:
             pool.shutdown(cancel_futures=True)
         if self._dropped:
             _log.info("end of the data: the last %d rows do not fill a batch and were not used", self._dropped)
-
-    def _open_pool(self, own_streams: int) -> ThreadPoolExecutor:
-        # More threads than cores only compete for Python's lock, unless they wait for a network.
-        is_remote = any(corpus.is_remote for corpus in self.corpora)
-        useful = _REMOTE_THREADS if is_remote else os.cpu_count() or 1
-        return ThreadPoolExecutor(min(own_streams * len(self.corpora), useful), thread_name_prefix="shards")
 
     def _open_stream(self, number: int, row: int, pool: ThreadPoolExecutor) -> list[RowStream]:
         """One stream from its `row` on: a `RowStream` for each corpus."""

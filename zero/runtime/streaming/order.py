@@ -1,6 +1,6 @@
 """The order of the data: arithmetic on the number of rows in each shard, without reading any file.
 
-A position is one number, and any position is found in the same time (docs/decisions/data-order.md says why):
+A position is one number, and any position is found in the same time (reasons: docs/decisions/data-order.md):
 
 - An epoch is a line of all rows, shard after shard, the shards in an order drawn from (seed, epoch).
 - The line is cut into S *streams* of equal length, where S divides the global batch. Row r of every batch comes from

@@ -27,11 +27,11 @@ Rows = tuple[np.ndarray, np.ndarray]  # tokens (n, T), and the number of tokens 
 
 
 class BadData(UserError):
-    """A shard that is missing or damaged, or a sample that cannot be used: what a loader can be configured to skip."""
+    """A missing or damaged shard, or a sample that cannot be used; a loader can be configured to skip them."""
 
 
 def count_rows(path: str | Path) -> int:
-    """Rows of a shard, from the headers of its members alone; raises BadData for a truncated or damaged shard."""
+    """Rows of a shard, from only the headers of its members; raises BadData for a truncated or damaged shard."""
     rows = 0
     try:
         with reading(f"shard {path} is truncated or damaged", kind=BadData), storage.open_reader(path) as stream:
@@ -42,7 +42,7 @@ def count_rows(path: str | Path) -> int:
                         raise ValueError(f"{name} has the shape {shape} and {size} bytes")
                     rows += shape[0] if len(shape) == 2 else 1
     except FileNotFoundError:
-        raise BadData(f"shard {path} is missing, and the index file does not say how many rows it has") from None
+        raise BadData(f"shard {path} is missing, and the index file does not record its number of rows") from None
     except OSError as error:
         raise file_error(f"shard {path} cannot be read: {error}", error) from error
     return rows
@@ -104,11 +104,11 @@ def decode(sample: dict[str, Any], name: str, context: int, vocab_size: int, onl
 def _completions(sample: dict[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Whether each token of a sample is to be learned, bool of this shape.
 
-    Raises UserError, and not BadData, where it is not recorded: a corpus of another kind is no damage.
+    Raises UserError, not BadData, if it is not recorded: a corpus of another kind is not damaged.
     """
     if "completion.npy" not in sample:
         raise UserError(
-            f"{name} has no member completion.npy, which says what is a completion: training.loss_on=completion needs "
+            f"{name} has no member completion.npy, which marks the completions: training.loss_on=completion needs "
             "a corpus of zero-prepare --completions"
         )
     given = np.atleast_2d(_array(sample, "completion.npy", name))
@@ -168,7 +168,7 @@ def _read_exactly(stream: BinaryIO, size: int) -> bytes:
 
 
 class _NpyHeader(NamedTuple):
-    """What the beginning of a .npy file says."""
+    """The header of a .npy file."""
 
     shape: tuple[int, ...]
     is_fortran: bool

@@ -1,7 +1,7 @@
 """The process in which chat templates are rendered: a line of JSON in, a line of JSON out (jinja2).
 
-A template is a program that comes with the files of a model, and may ask for any time and any memory: the process has a
-limit on both. Nothing of zero is imported, which would take seconds.
+A template is a program that comes with the files of a model, and may use any amount of time and memory: the process
+limits both. It does not import zero, which would take seconds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 class Generation(Extension):
-    """`{% generation %}`, with which some templates mark what an assistant says; it is rendered like any text."""
+    """`{% generation %}`, with which some templates mark the assistant's turns; it is rendered like any text."""
 
     tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
 

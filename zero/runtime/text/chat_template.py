@@ -26,7 +26,7 @@ RENDERER = Path(__file__).with_name("chat_renderer.py")
 class ChatTemplate:
     """How a tokenizer spells a conversation: its Jinja template, rendered as transformers renders it.
 
-    A template sees no clock, so that the same conversation is always the same text.
+    A template has no clock, so that the same conversation is always the same text.
     """
 
     path: str
@@ -35,7 +35,7 @@ class ChatTemplate:
 
     @property
     def digest(self) -> str:
-        """Of all that decides what is rendered."""
+        """A hash of everything that determines the rendered text."""
         return hashlib.sha256(json.dumps([self.text, self.special_tokens]).encode()).hexdigest()[:16]
 
     def render(self, messages: Sequence[Any], add_generation_prompt: bool) -> str:
@@ -60,7 +60,7 @@ class _Renderer:
 
     def ask(self, request: dict[str, Any]) -> dict[str, str]:
         if self._process is None:
-            # -P: the modules beside the program are not to be imported. A Ctrl-C is for this process alone.
+            # -P: the modules beside the program must not be imported. A Ctrl-C is only for this process.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(RENDERER)],
                 stdin=subprocess.PIPE,

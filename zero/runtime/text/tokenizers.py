@@ -34,9 +34,9 @@ class Tokenizer(Protocol):
         ...
 
     def encode_with_ends(self, text: str, has_special: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, and how many characters of the text each of them and those before it are made of.
+        """Ids, and for each the number of characters of the text up to its end.
 
-        With `has_special`, what spells a special token is that token, `end_of_text` included.
+        With `has_special`, the spelling of a special token becomes that token, `end_of_text` included.
         """
         ...
 
@@ -126,7 +126,7 @@ class FileTokenizer:
         return self._tokenizer.decode(known, skip_special_tokens=False)
 
     def byte_lengths(self) -> np.ndarray:
-        """From the spelling of the tokens: a character per byte (byte-level), `▁` for a blank, `<0x0A>` for a byte."""
+        """The length of each token's spelling: a character per byte (byte-level), `▁` a blank, `<0x0A>` a byte."""
         is_byte_level = "ByteLevel" in str(self._tokenizer.decoder)
         special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         lengths = np.zeros(self.vocab_size, np.int64)

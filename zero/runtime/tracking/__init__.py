@@ -1,1 +1,1 @@
-"""What a run reports: metrics, W&B, plots, the HTML report."""
+"""The reports of a run: metrics, W&B, plots, the HTML report."""

@@ -1,4 +1,4 @@
-"""Goodput: the share of a run's wall clock that goes into its steps, and what the rest goes into.
+"""Goodput: the share of a run's wall-clock time that goes into its steps, and the shares of the other phases.
 
 Each line of metrics holds `wall_time`, the seconds since the first start over all resumes; `goodput/PHASE`, the shares
 of the phases, which sum to 1; and `time`, when it was logged, in seconds since 1970. A resume continues from the line
@@ -52,7 +52,7 @@ class Goodput:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of each phase, since the first start."""
+        """Seconds of each phase, since the first start."""
         now = time.monotonic()
         self._seconds[self._phase] += now - self._since
         self._since = now
@@ -60,7 +60,7 @@ class Goodput:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts for this phase within, and for the one before afterwards."""
+        """Counts for this phase within, and for the previous one afterwards."""
         self._seconds, before, self._phase = self.seconds, self._phase, name
         try:
             yield

@@ -110,7 +110,7 @@ def write_report(directories: Sequence[Path], page: Path) -> Path:
 
 
 def summary(directories: Sequence[Path]) -> list[str]:
-    """A line for each run: its last step, and what its wall clock went into."""
+    """A line for each run: its last step, and the shares of its wall-clock time."""
     newest = [(read_metrics(directory / METRICS_FILE) or [{}])[-1] for directory in directories]
     return [
         f"{directory}: step {line.get('step', 0)}; {describe(line)}"

@@ -15,7 +15,7 @@ TENSORBOARD_DIRECTORY = "tensorboard"
 def tensorboard_events(run_directory: Path, resumed_from: int | None) -> Iterator[Log]:
     """Writes to `run_directory/tensorboard`; `tensorboard --logdir runs` compares runs.
 
-    TensorBoard drops what an earlier process logged after step `resumed_from`. Raises UserError without tensorboardX.
+    TensorBoard drops metrics logged earlier after step `resumed_from`. Raises UserError without tensorboardX.
     """
     try:
         from tensorboardX import SummaryWriter

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: metrics.jsonl always, W&B and TensorBoard where they are configured."""
+"""Sends the metrics of a run to metrics.jsonl, and to W&B and TensorBoard if they are configured."""
 
 import math
 from contextlib import AbstractContextManager, ExitStack
@@ -51,7 +51,7 @@ class Tracker:
         return self
 
     def log(self, metrics: dict[str, float | int]) -> None:
-        """Sends `step` and what else is known of it everywhere.
+        """Sends `step` and its metrics to all destinations.
 
         Raises:
             ValueError: the step is not above the one before (of two lines for one step only the later would count).

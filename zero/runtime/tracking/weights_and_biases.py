@@ -1,4 +1,4 @@
-"""Metrics to W&B, offline unless there is a key and a connection: no run waits for a login (wandb)."""
+"""Sends metrics to W&B, offline without a key or a connection, so that no run waits for a login (wandb)."""
 
 import logging
 import netrc

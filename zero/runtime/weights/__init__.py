@@ -1,1 +1,1 @@
-"""Weights in and out of zero: Hugging Face folders, warm starts, averages."""
+"""Reading and writing weights: Hugging Face folders, warm starts, averages."""

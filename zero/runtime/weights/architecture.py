@@ -1,6 +1,6 @@
-"""One architecture of `transformers`: how it names and stores the tensors of a model, and what it can express.
+"""One architecture of `transformers`: the names and layout of its tensors, and the models that it can express.
 
-In zero the layers are stacked and query, key and value are leaves of their own; `transformers` stores one tensor per
+In zero the layers are stacked, and query, key and value are separate leaves; `transformers` stores one tensor per
 layer, and in some architectures query, key and value in one.
 """
 
@@ -17,7 +17,7 @@ from zero.models.families import FAMILIES
 from zero.partition.layout import LeafLayout
 
 FUSED_QKV = ("query", "key", "value")
-# Attributes that are not choices of an architecture: sizes, and what only training sees.
+# Attributes that are not choices of an architecture: sizes, and options of training.
 _SIZES = {"embedding_dim", "vocab_size", "num_head", "block_size", "N", "kv_heads", "head_dim", "mlp_dim"}
 _SIZES |= {"norm_epsilon", "dropout", "vocab_chunks", "z_loss", "parametrization", "mup_base_width", "zero_init"}
 _SIZES |= {"embedding_dropout", "attention_dropout", "residual_dropout"}
@@ -27,48 +27,30 @@ _DEFAULTS = {one.name: one.default for one in fields(GPTConfig)} | {"attention_s
 
 @dataclass(frozen=True, eq=False)
 class Architecture:
-    """How `transformers` names and stores the parts of a model.
+    """How `transformers` names and stores the parts of a model."""
 
-    Attributes:
-      model_type, class_name: as in config.json.
-      family: of `zero.models.families.FAMILIES`, what the architecture fixes.
-      keys: keys of config.json, and the attribute of `GPTConfig` that each holds.
-      absent: the values of missing keys, as transformers has them.
-      aliases: other names of keys.
-      fixed: keys that must have these values, which are also the defaults where config.json lacks them.
-      written: keys of an export that say nothing about the weights.
-      prefix: of all names of tensors but the head's; published files may lack it.
-      modules: the names of zero's modules to those of `transformers`, with `{}` for the number of the layer, and a
-        second one for that of the expert.
-      rotary: the keys of the base of rotary positions and of the fraction that is rotated; None for other positions.
-      windows: where config.json has them: "sliding_window", "layer_types", "attention_types", or "" for no windows.
-      is_transposed: kernels are stored `(out, in)`.
-      fused: query, key and value are one tensor, side by side head by head ("head"), or one after the other ("matrix").
-      width_divides: transformers refuses an embedding_dim that does not divide by num_head, whatever head_dim is.
-    """
-
-    model_type: str
+    model_type: str  # this and the next as in config.json
     class_name: str
-    family: str
-    keys: Mapping[str, str]
-    fixed: Mapping[str, Any]
-    prefix: str
-    modules: Mapping[str, str]
-    absent: Mapping[str, Any] = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    written: Mapping[str, Any] = field(default_factory=dict)
-    rotary: tuple[str, str | None] | None = None
-    windows: str = ""
-    is_transposed: bool = True
-    fused: str | None = None
-    width_divides: bool = False
+    family: str  # of `zero.models.families.FAMILIES`, what the architecture fixes
+    keys: Mapping[str, str]  # of config.json to attributes of `GPTConfig`
+    fixed: Mapping[str, Any]  # keys that must have these values, which are also their defaults
+    prefix: str  # of all names of tensors but the head's; published files may lack it
+    modules: Mapping[str, str]  # zero's names to theirs, with `{}` for the number of the layer, then of the expert
+    absent: Mapping[str, Any] = field(default_factory=dict)  # the values of missing keys, as transformers has them
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys
+    written: Mapping[str, Any] = field(default_factory=dict)  # keys of an export that do not concern the weights
+    rotary: tuple[str, str | None] | None = None  # keys of the base of rotary positions and of the rotated fraction
+    windows: str = ""  # their key: "sliding_window", "layer_types", "attention_types", or "" for no windows
+    is_transposed: bool = True  # kernels are stored `(out, in)`
+    fused: str | None = None  # query, key, value in one tensor: head by head ("head"), or one after another ("matrix")
+    width_divides: bool = False  # transformers refuses an embedding_dim that does not divide by num_head
 
     def choices(self) -> dict[str, Any]:
         """Every attribute of `GPTConfig` with a default, as this architecture's family has it."""
         return {**_DEFAULTS, **FAMILIES[self.family]}
 
     def differences(self, size: GPTConfig) -> list[str]:
-        """What of a model this architecture cannot express, in words."""
+        """Descriptions of the properties of a model that this architecture cannot express."""
         free = {*self.keys.values(), *(("windows",) if self.windows else ())}
         if self.rotary is not None:
             free |= {"rotary_base", "rotary_scaling", *(("rotary_fraction",) if self.rotary[1] else ())}
@@ -97,7 +79,7 @@ class Architecture:
 
     @property
     def layers(self) -> str:
-        """What names of tensors of layers begin with, up to the number of the layer."""
+        """The prefix of the names of tensors of layers, up to the number of the layer."""
         return next(name for name in self.modules.values() if "{}" in name).partition("{}")[0]
 
     def tensor_name(self, leaf: str) -> str:

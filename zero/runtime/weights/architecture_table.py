@@ -1,6 +1,6 @@
 """The architectures of `transformers` that models of zero equal: names of their tensors and keys of config.json.
 
-docs/decisions/interchange.md says which and why.
+The reasons for this choice are in docs/decisions/interchange.md.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ _ATTENTION_MODULES = {name: hf_name for name, hf_name in _LLAMA_MODULES.items() 
 
 
 def _expert_modules(block: str, router: str, gate: str, into: str, out: str) -> dict[str, str]:
-    """Those of Llama, with experts in place of the MLP."""
+    """The modules of Llama, with experts instead of the MLP."""
     names = {"mlp_gate": gate, "mlp_in": into, "mlp_out": out}
     experts = {f"experts/{name}": f"{block}.experts.{{}}.{hf_name}" for name, hf_name in names.items()}
     return _ATTENTION_MODULES | _layers({"experts/router": f"{block}.{router}", **experts}, "layers")
@@ -323,7 +323,7 @@ GEMMA2 = Architecture(
         ),
     },
 )
-# Where several equal a model, the first is exported.
+# If several equal a model, the first is exported.
 ARCHITECTURES = {
     one.model_type: one for one in (GPT2, BLOOM, GPT_NEO, GPT_NEOX, LLAMA, MISTRAL, QWEN3, GEMMA2, MIXTRAL, QWEN3_MOE)
 }
@@ -333,7 +333,7 @@ def architecture_of(size: GPTConfig) -> Architecture:
     """The architecture that computes the same as a model of this size.
 
     Raises:
-      UserError: there is none; the message names what the nearest ones have instead.
+      UserError: there is none; the message names the differences from the nearest ones.
     """
     differences = {one: one.differences(size) for one in ARCHITECTURES.values()}
     fewest = min(map(len, differences.values()))

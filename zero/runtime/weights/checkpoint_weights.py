@@ -1,4 +1,4 @@
-"""Where weights are read from and written to: checkpoints of a run, and directories that appear whole or not at all."""
+"""Reads weights from checkpoints of a run, and writes directories that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from zero.runtime.run_directory import CONFIG_FILE, saved_checkpoint_directory
 from zero.runtime.weights.hf_config import UNSEEN
 from zero.training.ema import EMA
 from zero.training.sharded_gpt import ShardedGPT
+
+# As `UNSEEN`, of checkpoints: what a Hugging Face folder is compared by in other ways.
+UNSEEN_IN_CHECKPOINTS = ("alibi_attn", "norm_place", "expert_capacity")
 
 
 def open_checkpoints(place: str) -> Checkpoints:
@@ -47,7 +50,7 @@ def choose_steps(checkpoints: Checkpoints, steps: Sequence[int] | None) -> list[
 
 
 def check_unseen(origin: str, saved: Mapping[str, Any], expected: GPTConfig, also: Sequence[str] = ()) -> None:
-    """Compares what shows in no leaf: the attributes `UNSEEN`, and `also`, of the saved size with the expected ones.
+    """Compares attributes that no leaf shows, `UNSEEN` and `also`, of the saved size with the expected ones.
 
     Raises:
       UserError: one differs; `origin` begins the message.
@@ -70,7 +73,7 @@ def trained_size(origin: str, meta: Mapping[str, Any]) -> GPTConfig:
 
 
 def weights_subtree(origin: str, meta: Mapping[str, Any], ema: bool) -> str:
-    """Which subtree of a checkpointed state is wanted: the parameters or, with `ema`, their moving average.
+    """The subtree of a checkpointed state to read: the parameters or, with `ema`, their moving average.
 
     Raises:
       UserError: the run kept no average; `origin` begins the message.

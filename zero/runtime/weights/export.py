@@ -54,7 +54,8 @@ def export(place: str, folder: Path, step: int | None = None, *, ema: bool = Fal
             tensors = _tensors(checkpoints, step, leaves, prefix, architecture, size, query_factor)
             _save_tensors(tensors, unfinished)
             _save_tokenizer(tokenizer, unfinished)
-            _save_config(architecture, size, tokenizer, unfinished)
+            ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
+            _write_json(unfinished / CONFIG_FILE, write_config(architecture, size) | ends)
     return step
 
 
@@ -62,7 +63,7 @@ def _with_standard_scores(size: GPTConfig) -> tuple[GPTConfig, float]:
     """The model that computes the same with standard scores, and the factor of its queries.
 
     Scores divided by the head dimension, as in mup, are those of smaller queries divided by its root. Only where the
-    factor is a power of two, which changes no digit of a weight, a product or a sum.
+    factor is a power of two, so that no digit of a weight, a product or a sum changes.
     """
     factor = size.head_width**-0.5
     if size.attention_scale != "linear" or not math.log2(factor).is_integer():
@@ -135,11 +136,6 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         if template := load_chat_template(tokenizer.path):
             config |= {**dict(template.special_tokens), "chat_template": template.text}
         _write_json(folder / "tokenizer_config.json", config)
-
-
-def _save_config(architecture: Architecture, size: GPTConfig, tokenizer: Tokenizer, folder: Path) -> None:
-    ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
-    _write_json(folder / CONFIG_FILE, write_config(architecture, size) | ends)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

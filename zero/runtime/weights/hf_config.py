@@ -13,7 +13,7 @@ from zero.runtime.weights.architecture_table import ARCHITECTURES
 
 _MISSING = object()
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-# Attributes of a model that show in no shape and in no name of a tensor, and that its weights were trained with.
+# Attributes of a model that no shape or name of a tensor shows, and that its weights were trained with.
 UNSEEN = (
     "num_head",
     "norm_epsilon",
@@ -60,15 +60,12 @@ def read_architecture(origin: str, config: Mapping[str, Any]) -> Architecture:
 
 
 def read_choices(origin: str, config: Mapping[str, Any], architecture: Architecture, layers: int) -> dict[str, Any]:
-    """The attributes in `UNSEEN` of the model that a config.json describes, of so many layers.
+    """The attributes in `UNSEEN` of the model that a config.json describes, with this many layers.
 
     Raises:
       UserError: one of them cannot be read, or no model of zero has it; `origin` begins the message.
     """
     found = architecture.choices()
-    if config.get(architecture.layers_key) != layers:
-        stated = config.get(architecture.layers_key, "missing")
-        raise UserError(f"{origin}: {architecture.layers_key} is {stated}, the files hold {layers} layers")
     for key, name in architecture.keys.items():
         value = config.get(key, config.get(architecture.aliases.get(key, ""), architecture.absent.get(key, _MISSING)))
         if value is not _MISSING:
@@ -81,6 +78,9 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
     if architecture.windows:
         with reading(f"{origin}: the keys of windows hold something else"):
             found["windows"] = _read_windows(origin, {**architecture.absent, **config}, architecture.windows, layers)
+    if config.get(architecture.layers_key) != layers:
+        stated = config.get(architecture.layers_key, "missing")
+        raise UserError(f"{origin}: {architecture.layers_key} is {stated}, the files hold {layers} layers")
     return {name: found[name] for name in UNSEEN}
 
 
@@ -100,7 +100,7 @@ def write_config(architecture: Architecture, size: GPTConfig) -> dict[str, Any]:
 
 
 def _read_rotary(origin: str, config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """As `transformers` reads it: `rope_scaling` replaces `rope_parameters`; other keys hold what neither has."""
+    """The base and scaling of rotary positions, read like `transformers`: `rope_scaling` replaces `rope_parameters`."""
     assert architecture.rotary is not None
     base, fraction = architecture.rotary
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"

@@ -1,4 +1,4 @@
-"""Reads weights from a Hugging Face folder: `config.json` and safetensors, what `transformers` loads (safetensors)."""
+"""Reads weights from a Hugging Face folder: `config.json` and safetensors files (safetensors)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class HuggingFaceFolder:
         return sorted(set(weight_map.values()))
 
     def params(self, model: ShardedGPT) -> PyTree:
-        """Whole arrays for `zero.from_global`, padded as the model's layout says; the host holds one leaf at a time.
+        """Whole arrays for `zero.from_global`, padded for the model's layout; the host holds one leaf at a time.
 
         Raises:
           UserError: a tensor is missing, left over, of integers, or of another shape than the model's.

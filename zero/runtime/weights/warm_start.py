@@ -32,7 +32,7 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
     A source with fewer layers is grown (`repeated_blocks`). With `ema` a run's moving average of the weights is taken.
 
     Raises:
-      UserError: it holds no weights, or they do not fit the model; the message says which and why.
+      UserError: it holds no weights, or they do not fit the model; the message names them.
     """
     read: Callable[[ShardedGPT], PyTree]
     with ExitStack() as stack:
@@ -68,7 +68,7 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
 
 
 def repeated_blocks(blocks: int, deeper: int, origin: str) -> list[int]:
-    """Which block of a model each block of a deeper one repeats.
+    """The block of a model that each block of a deeper one repeats.
 
     Source: Gopher (Rae et al., arXiv 2112.11446), appendix G.3.3: at twice the depth each block is repeated twice, at
     4/3 of the depth every third one is.

@@ -1,1 +1,1 @@
-"""Where documents come from: text files, JSON lines, TFRecords, Hugging Face datasets."""
+"""Sources of documents: text files, JSON lines, TFRecords, Hugging Face datasets."""

@@ -12,7 +12,7 @@ from zero.runtime.text.chat_template import CONFIG, TEMPLATE, ChatTemplate
 
 @dataclass(frozen=True)
 class CompletionReader:
-    """Reads `prompt` and `completion`, or `messages`, of which what the assistant says is completions."""
+    """Reads `prompt` and `completion`, or `messages`, in which the assistant's turns are the completions."""
 
     template: ChatTemplate | None
 

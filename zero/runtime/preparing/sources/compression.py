@@ -16,7 +16,7 @@ _COMPRESSED_BYTES = 1 << 16  # decompressed at once
 
 
 def decompressed_blocks(file: BinaryIO, path: Path, size: int) -> Iterator[bytes]:
-    """The contents of a file in blocks of about `size` bytes; its suffix says how it is compressed."""
+    """The contents of a file in blocks of about `size` bytes, decompressed by its suffix."""
     try:
         match path.suffix.lower():
             case ".gz":

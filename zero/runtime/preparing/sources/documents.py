@@ -46,13 +46,13 @@ class TextReader:
 
 
 def found(entry: Any) -> str:
-    """What an entry holds, for an error."""
+    """A description of an entry, for an error."""
     return f"found {', '.join(sorted(entry))}" if isinstance(entry, dict) else "found no object"
 
 
 @dataclass(frozen=True)
 class Unit:
-    """About `UNIT_BYTES` of a source. What is in it depends on the source alone, not on the number of workers."""
+    """About `UNIT_BYTES` of a source. Its contents depend only on the source, not on the number of workers."""
 
     size: int  # in bytes of the source
     # Can be pickled. Gives None for a file that is not UTF-8, and raises UserError for what cannot be read.

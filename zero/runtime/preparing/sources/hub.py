@@ -50,7 +50,7 @@ class HubDataset:
             yield Unit(size, partial(iter, tuple(group)))
 
     def documents(self) -> Iterator[Document]:
-        """Those of all rows, in the dataset's order."""
+        """The units of all rows, in the dataset's order."""
         try:
             for number, row in enumerate(self._rows):
                 yield self._reader(row, f"hf:{self._name}, row {number}")

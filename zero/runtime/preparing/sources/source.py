@@ -49,7 +49,7 @@ class Source:
         self.is_one_text = len(self._files) == 1 and not records and not is_json_lines(self._files[0])
         stats = [(os.path.relpath(file, root), stat(file)) for file in self._files]
         self.size = None if self._hub else sum(status.st_size for _, status in stats)  # bytes; None is unknown
-        # Of names and sizes, which a copy shares; the state of an unfinished corpus also depends on the times.
+        # A hash of names and sizes, which a copy shares; the state of an unfinished corpus also depends on the times.
         sizes = [(path, status.st_size) for path, status in stats]
         self.fingerprint = self._hub.fingerprint if self._hub else _digest(sizes)
         times = [(path, status.st_mtime_ns) for path, status in stats]

@@ -21,7 +21,7 @@ from zero.runtime.errors import UserError
 from zero.runtime.preparing.sources.documents import Document, Unit
 from zero.runtime.preparing.sources.files import named_errors
 
-# What is read of tensorflow/core/example/example.proto. Its map of features is the same bytes as a list of entries.
+# Part of tensorflow/core/example/example.proto. Its map of features has the same bytes as a list of entries.
 _EXAMPLE = """
 name: "example.proto" package: "zero" syntax: "proto3"
 message_type { name: "Integers" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
@@ -73,7 +73,7 @@ def _length(file: BinaryIO, name: str) -> int:
 
 def _check(data: bytes, checksum: bytes, name: str) -> None:
     crc = google_crc32c.value(data)
-    # As TFRecord stores it, so that no crc is taken of a crc.
+    # TFRecord masks its checksums, so that no crc is taken of a crc.
     masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
     if checksum != struct.pack("<I", masked):
         raise UserError(f"{name} does not match its checksum: not a TFRecord file, or a damaged one")

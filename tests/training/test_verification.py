@@ -1,0 +1,184 @@
+"""Devices that compute the same rows have the same checksums, and one that does not is named."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zero
+from tests.helpers.faulty_device import install
+from tests.training.small_gpt import CONFIG, Setup, batch, setup, tokens
+from zero.models.config import GPTConfig
+from zero.models.families import FAMILIES
+from zero.models.gpt import GPT
+from zero.partition import pmapped
+from zero.runtime.errors import Unavailable, UserError
+from zero.runtime.run.verification import Verifier
+from zero.training.verification import suspects, verify
+
+GROUPS = dataclasses.replace(CONFIG, embedding_dim=48, num_head=8, block_size=16)
+EXPERTS = dataclasses.replace(
+    CONFIG, mlp_bias=False, experts=8, experts_per_token=2, normalise_router=True, expert_capacity=1.0
+)
+VQ = GPTConfig(
+    embedding_dim=42,
+    vocab_size=101,
+    block_size=12,
+    dropout=0.1,
+    N=2,
+    vocab_chunks=3,
+    codes=6,
+    vq_block=3,
+    key_width=10,
+    **FAMILIES["vq"],
+)
+
+
+def program_of(on: Setup) -> Any:
+    """`Programs.verify` of a setup, traced anew."""
+    bound = partial(verify, model=on.model, micro_batches=1)
+    return pmapped.pmap(bound, "zero", devices=on.devices, out_axes=None)
+
+
+def rows_of(on: Setup) -> np.ndarray:
+    context = on.model.config.block_size
+    return np.asarray(batch(on, 0, partial(tokens, context=context)).tokens)
+
+
+def check(on: Setup, program: Any, weights: Any) -> None:
+    count = len(on.devices)
+
+    def on_devices(weights: Any, rows: np.ndarray, firsts: np.ndarray) -> jax.Array:
+        return program(weights, rows, firsts[:count])  # a run uses all local devices
+
+    Verifier(on_devices, on.model.axis, every=5).check(5, weights, rows_of(on))
+
+
+def results(on: Setup) -> np.ndarray:
+    weights = on.weights(on.start())
+    firsts = np.zeros(len(on.devices), np.int32)
+    return np.asarray(on.programs.verify(weights, rows_of(on), firsts))
+
+
+@pytest.mark.parametrize("devices", [1, 3, 8])
+def test_stages_have_the_same_results_and_raise_no_alarm(devices: int) -> None:
+    found = [results(setup(devices, stage)) for stage in ((0, 1, 2, 3) if devices == 3 else (0, 3))]
+    for one in found:
+        np.testing.assert_array_equal(one, found[0])
+        np.testing.assert_array_equal(one[1], np.roll(one[0], -1))
+    assert len(np.unique(found[0])) == devices
+
+
+@pytest.mark.parametrize(
+    "on",
+    [
+        partial(setup, 8, 3, config=GROUPS, axis=zero.Axis.with_tensor_groups("zero", 8, 2)),
+        partial(setup, 8, 1, config=GROUPS, axis=zero.Axis("zero", (2, 4), context=2), blockwise_from=4),
+        partial(setup, 8, 3, config=EXPERTS, axis=zero.Axis.with_expert_groups("zero", 8, 4)),
+        partial(setup, 8, 3, dtype=jnp.bfloat16, gradient_dtype=jnp.bfloat16, gather_dtype=jnp.int8, remat="none"),
+        partial(setup, 3, 2, config=VQ),
+    ],
+    ids=["tensor", "context", "expert", "narrow", "vq"],
+)
+def test_groups_and_dtypes_raise_no_alarm(on: Callable[[], Setup]) -> None:
+    made = on()
+    found, axis = results(made), made.model.axis
+    assert suspects({0: found}, axis) == ([], False)
+    size = axis.row_group * axis.expert
+    np.testing.assert_array_equal(found[1], np.roll(found[0], -size))
+    assert len(np.unique(found[0])) == axis.size
+
+
+@pytest.fixture
+def faulty_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes one device err in the backward pass."""
+    monkeypatch.setattr(GPT, "score", GPT.score)  # restored at the end
+    return install
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_device_that_errs_in_the_backward_pass_is_named(stage: int, faulty_device: Callable[[int], None]) -> None:
+    on = setup(3, stage)
+    weights = on.weights(on.start())
+    faulty_device(2)
+    with pytest.raises(Unavailable, match=r"^step 5: cpu:2 of host 0 computed what other devices did not\. "):
+        check(on, program_of(on), weights)
+
+
+def test_the_group_of_a_device_that_errs_is_named(faulty_device: Callable[[int], None]) -> None:
+    on = setup(8, 3, config=GROUPS, axis=zero.Axis.with_tensor_groups("zero", 8, 2))
+    weights = on.weights(on.start())
+    faulty_device(3)
+    names = "cpu:2 of host 0 and cpu:3 of host 0"
+    with pytest.raises(Unavailable, match=f"^step 5: {names} computed what other devices did not"):
+        check(on, program_of(on), weights)
+
+
+def test_a_copy_of_the_weights_that_differs_is_named() -> None:
+    on = setup(3, 0)
+    weights = on.weights(on.start())
+    for name in weights:
+        changed = jax.tree.map(np.array, weights[name])
+        jax.tree.leaves(changed)[0][1].flat[0] += 0.5
+        damaged = weights | {name: changed}
+        with pytest.raises(Unavailable, match=r"^step 5: cpu:1 of host 0 computed"):
+            check(on, on.programs.verify, damaged)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        # one result of device 1 is wrong, and then right: others agree on the rows
+        ([[5, 6, 7], [6, 0, 5]], [[6, 7, 5], [7, 5, 6]], ([[1]], True)),
+        # always on its own rows, 1
+        ([[5, 0, 7], [6, 7, 5]], [[6, 7, 5], [7, 5, 6]], ([[1]], True)),
+        # always on the rows of the next device
+        ([[5, 6, 7], [6, 0, 5]], [[6, 0, 5], [7, 5, 6]], ([[1]], True)),
+        # two devices, each of which repeats its own
+        ([[5, 6], [0, 5]], [[0, 5], [5, 6]], ([[0], [1]], False)),
+        # two devices: the second one does not
+        ([[5, 0], [6, 5]], [[6, 5], [5, 6]], ([[1]], True)),
+        # one device
+        ([[5], [0]], [[5], [5]], ([[0]], True)),
+    ],
+)
+def test_who_is_wrong(first: list[list[int]], second: list[list[int]], expected: tuple[list[list[int]], bool]) -> None:
+    axis = zero.Axis("zero", (1, len(first[0])))
+    assert suspects({0: np.asarray(first), 1: np.asarray(second)}, axis) == expected
+
+
+def test_messages_say_what_could_be_told() -> None:
+    def raised(first: list[list[int]], second: list[list[int]]) -> str:
+        answers = iter([first, second])
+        axis = zero.Axis("zero", (1, len(first[0])))
+        verifier = Verifier(lambda *_: np.asarray(next(answers)), axis, 5)
+        assert verifier.is_due(10) and not verifier.is_due(11)
+        with pytest.raises(Unavailable) as caught:
+            verifier.check(5, None, np.zeros(()))
+        assert caught.value.status == 1
+        return str(caught.value)
+
+    assert "cpu:0 of host 0 did not repeat its own result." in raised([[5], [0]], [[5], [5]])
+    either = "cpu:0 of host 0 or cpu:1 of host 0 is wrong, and which one could not be told"
+    assert either in raised([[5, 6], [0, 5]], [[0, 5], [5, 6]])
+
+
+def test_never_is_never_due() -> None:
+    assert not Verifier(None, zero.Axis("zero", (1, 8)), None).is_due(5)
+
+
+def test_gpus_have_to_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    axis = zero.Axis("zero", (1, 8))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(
+        UserError, match=r"^training\.verify_every=5 on GPU needs XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+    ):
+        Verifier(None, axis, 5)
+    Verifier(None, axis, None)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+    Verifier(None, axis, 5)
