@@ -38,7 +38,8 @@ def calm(workplace: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_run_from_a_bucket_is_the_run_from_disk(run: Run, calm: list[float], tmp_path: Path) -> None:
+def test_bucket_run_equals_disk_run(run: Run, calm: list[float], tmp_path: Path) -> None:
+    """A run from a bucket is the run from disk."""
     there = run()
     assert there.returncode == 0, there.stderr
     assert cli.losses(tmp_path / "run") == calm
@@ -46,7 +47,8 @@ def test_a_run_from_a_bucket_is_the_run_from_disk(run: Run, calm: list[float], t
 
 
 @pytest.mark.slow
-def test_a_mixture_counts_its_tokens_and_what_it_skips_and_goes_on_after_a_resume(run: Run, tmp_path: Path) -> None:
+def test_counts_of_a_mixture(run: Run, tmp_path: Path) -> None:
+    """A mixture counts its tokens and the rows that it skips, and continues both after a resume."""
     place = f"gs://{PLACE}/corpus"
     (shard,) = (url for url in storage.list_files(place) if "train-" in url)
     lines = storage.read_bytes(f"{place}/index/tiny_train.index").decode()
@@ -80,14 +82,16 @@ def test_a_mixture_counts_its_tokens_and_what_it_skips_and_goes_on_after_a_resum
     assert f"rows of the data had to be skipped, and data.max_skipped_rows={skipped - 1}" in over.stderr
 
 
-def test_what_is_wrong_in_a_bucket_is_one_line(run: Run) -> None:
+def test_errors_are_one_line(run: Run) -> None:
+    """An error in a bucket is reported in one line."""
     done = run("data.index_path_train=corpus/none.index")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"error: index file gs://{PLACE}/corpus/none.index: no such file")
     assert "Traceback" not in done.stderr
 
 
-def test_a_machine_that_was_replaced_goes_on_from_the_bucket(run: Run, tmp_path: Path) -> None:
+def test_replaced_machine_continues(run: Run, tmp_path: Path) -> None:
+    """A machine that was replaced continues from the bucket."""
     launcher = ("--resume=auto", "data.checkpoint_directory=kept", "data.wandb_project=zero")
     assert run(*launcher).returncode == 0
     assert not list(tmp_path.rglob("kept"))
@@ -114,9 +118,10 @@ def test_a_machine_that_was_replaced_goes_on_from_the_bucket(run: Run, tmp_path:
     assert standing == {"6", "12", "12.damaged"}
 
 
-def test_a_bucket_that_answers_503_for_a_while_costs_time_and_nothing_else(
+def test_outage_costs_only_time(
     run: Run, calm: list[float], server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A bucket that answers 503 for a while costs only time."""
     proxy = bucket.Proxy(server, budget=10**9, rate=0.0, faults=("503",))
     with bucket.disturbed(proxy) as address:
         bucket.use(monkeypatch, address)

@@ -57,15 +57,17 @@ def use(forks: cli.Forks, trained: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_runs_beside_spinning_processes_write_what_the_quiet_ones_did(
+def test_training_on_busy_cores(
     forks: cli.Forks, quiet: dict[int, Any], spinning: list[subprocess.Popen[bytes]], stage: int
 ) -> None:
+    """Runs beside spinning processes write the same as the quiet ones."""
     assert run_all(forks, f"busy{stage}", stage) == quiet[stage]
     assert [process.poll() for process in spinning] == [None] * len(spinning)  # none had ended early
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_weights_in_use_beside_spinning_processes_give_what_they_gave_alone(forks: cli.Forks, stage: int) -> None:
+def test_inference_on_busy_cores(forks: cli.Forks, stage: int) -> None:
+    """Evaluation and sampling beside spinning processes give the same as without."""
     run_all(forks, f"trained{stage}", stage)
     alone = use(forks, f"trained{stage}", f"alone{stage}")
     with cli.spinning(1 + (os.cpu_count() or 1), seconds=900):

@@ -42,7 +42,8 @@ def expected(name: str, folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_losses_are_those_of_the_unsharded_program_through_checkpoints_of_both(name: str, folder: Path) -> None:
+def test_losses_equal_unsharded(name: str, folder: Path) -> None:
+    """Losses equal those of the unsharded program, through checkpoints of both."""
     losses, path = expected(name, folder), folder / f"{name}.turns"
     plain, sharded = program(name, False, folder), program(name, True, folder)
     found, state = sharded.train(10, path)
@@ -56,7 +57,8 @@ def test_losses_are_those_of_the_unsharded_program_through_checkpoints_of_both(n
     assert held < 0.2 * whole  # of eight devices; the smallest leaves are whole on each
 
 
-def test_under_shard_map_the_language_model_is_the_same_and_reads_and_writes_the_same_checkpoints(folder: Path) -> None:
+def test_language_model_under_shard_map(folder: Path) -> None:
+    """Under shard_map the language model is the same and reads and writes the same checkpoints."""
     name = "language_model"
     losses, path = expected(name, folder), folder / f"{name}.moved"
     plain, by_pmap, by_shard_map = (program(name, diffs, folder) for diffs in range(3))
@@ -68,8 +70,11 @@ def test_under_shard_map_the_language_model_is_the_same_and_reads_and_writes_the
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_state_saved_the_wrong_way_is_refused(name: str, folder: Path) -> None:
-    """One slice where it is taken; what the unsharded program saves, and the stack of slices, where it is restored."""
+def test_wrongly_saved_state_is_refused(name: str, folder: Path) -> None:
+    """A state saved the wrong way is refused.
+
+    One slice where it is taken; what the unsharded program saves, and the stack of slices, where it is restored.
+    """
     plain, sharded = program(name, False, folder), program(name, True, folder)
     new = sharded.create_state()
     state = sharded.to_devices(new)
@@ -87,15 +92,21 @@ def test_a_state_saved_the_wrong_way_is_refused(name: str, folder: Path) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("sharded", [False, True])
-def test_collectives_wait_for_loops_that_hold_collectives(name: str, sharded: bool, folder: Path) -> None:
-    """Else the program may hang on virtual CPU devices; docs/decisions/virtual-devices.md."""
+def test_collectives_are_ordered(name: str, sharded: bool, folder: Path) -> None:
+    """Collectives wait for loops that contain collectives.
+
+    Else the program may hang on virtual CPU devices; docs/decisions/virtual-devices.md.
+    """
     example = program(name, sharded, folder)
     jaxpr = jax.make_jaxpr(example.train_step)(example.to_devices(example.create_state()), *example.batch(0))
     assert unordered(jaxpr.jaxpr) == []
 
 
-def test_steps_that_overflow_are_skipped_in_the_haiku_program(folder: Path) -> None:
-    """Else its loss scaling would show nothing."""
+def test_haiku_skips_overflows(folder: Path) -> None:
+    """Steps that overflow are skipped in the Haiku program.
+
+    Else its loss scaling would show nothing.
+    """
     expected("haiku_mixed_precision", folder)
     plain = program("haiku_mixed_precision", False, folder)
     _, state = plain.train(10, folder / "haiku_mixed_precision.old", resume=True)
@@ -107,7 +118,8 @@ SHORT = "diffusion"
 
 @pytest.mark.timeout(400)  # two interpreters start and compile, on a machine that may be busy
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == SHORT else [pytest.mark.slow]) for n in NAMES])
-def test_two_processes_resume_an_old_checkpoint_and_write_one(name: str, folder: Path) -> None:
+def test_two_processes_resume(name: str, folder: Path) -> None:
+    """Two processes resume from a checkpoint of the unsharded program and write one."""
     losses, path = expected(name, folder), folder / f"{name}.two"
     old = folder / f"{name}.old"
     (shutil.copytree if old.is_dir() else shutil.copy)(old, path)

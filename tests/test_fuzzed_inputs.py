@@ -193,5 +193,6 @@ def test_damaged_files_are_read_or_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", READERS)
-def test_many_damaged_files_are_read_or_refused(tmp_path: Path, name: str) -> None:
+def test_damaged_files(tmp_path: Path, name: str) -> None:
+    """Many damaged files are read or refused."""
     check_damaged(tmp_path, name, range(8, int(os.environ.get("ZERO_FUZZ_CASES", "64"))))

@@ -31,7 +31,8 @@ def start_hosts(workplace: Path, *arguments: str) -> list[subprocess.Popen[str]]
     return hosts.start([workplace] * 2, *cli.TINY, *job, *arguments)
 
 
-def test_both_stop_at_the_step_that_one_is_told_to_and_one_host_goes_on(workplace: Path) -> None:
+def test_both_hosts_stop_together(workplace: Path) -> None:
+    """Both hosts stop at the step at which one is told to, and one host continues."""
     job = ("training.total_steps=40", "training.evaluation_frequency=20")
     processes = start_hosts(workplace, *job, "hydra.run.dir=stopped")
     hosts.wait_for_step(workplace / "stopped", 7, processes)
@@ -57,8 +58,11 @@ def test_both_stop_at_the_step_that_one_is_told_to_and_one_host_goes_on(workplac
 
 
 @pytest.mark.slow
-def test_tensor_groups_on_two_hosts_train_as_one_process_without_them(workplace: Path) -> None:
-    """With samples, evaluations and a checkpoint; one of them goes on with other groups."""
+def test_tensor_groups_on_two_hosts(workplace: Path) -> None:
+    """Tensor groups on two hosts train as one process without groups.
+
+    With samples, evaluations and a checkpoint; one of them goes on with other groups.
+    """
     job = ("data.max_context=30", "training.warmup_train_context=6", "training.sample_tokens=8")
     groups = ("zero.tensor_shards=3", "distributed.cpu_devices=3", "zero.stage=3")
     done = hosts.finish(start_hosts(workplace, *job, *groups, "hydra.run.dir=groups"))
@@ -74,7 +78,8 @@ def test_tensor_groups_on_two_hosts_train_as_one_process_without_them(workplace:
 
 
 @pytest.mark.slow
-def test_context_groups_on_two_hosts_train_as_one_process_without_them(workplace: Path) -> None:
+def test_context_groups_on_two_hosts(workplace: Path) -> None:
+    """Context groups on two hosts train as one process without groups."""
     job = ("data.max_context=32", "training.warmup_train_context=8", "training.sample_tokens=8")
     groups = ("zero.context_shards=2", "zero.stage=3")
     done = hosts.finish(start_hosts(workplace, *job, *groups, "hydra.run.dir=context"))
@@ -95,8 +100,11 @@ def test_context_groups_on_two_hosts_train_as_one_process_without_them(workplace
 
 
 @pytest.mark.slow
-def test_experts_on_two_hosts_train_as_one_process_that_has_all_of_them(workplace: Path) -> None:
-    """With samples, evaluations and a checkpoint, with which one process goes on."""
+def test_experts_on_two_hosts(workplace: Path) -> None:
+    """Experts on two hosts train as one process that has all of them.
+
+    With samples, evaluations and a checkpoint, with which one process goes on.
+    """
     job = ("model.size=test_experts", "training.sample_tokens=8")
     groups = ("zero.expert_shards=4", "zero.stage=3")
     done = hosts.finish(start_hosts(workplace, *job, *groups, "hydra.run.dir=experts"))
@@ -114,7 +122,8 @@ def test_experts_on_two_hosts_train_as_one_process_that_has_all_of_them(workplac
     assert resumed.returncode == 0, resumed.stderr
 
 
-def test_a_save_that_fails_on_one_host_ends_both_with_the_reason(workplace: Path) -> None:
+def test_failed_save_ends_both_hosts(workplace: Path) -> None:
+    """A save that fails on one host ends both with the reason."""
     processes = start_hosts(
         workplace, "training.total_steps=4000", "training.evaluation_frequency=5", "hydra.run.dir=full"
     )
@@ -130,9 +139,8 @@ def test_a_save_that_fails_on_one_host_ends_both_with_the_reason(workplace: Path
 
 
 @pytest.mark.slow
-def test_slurm_needs_no_configuration_and_hosts_agree_on_the_run_directory(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slurm(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm needs no configuration, and hosts agree on the run directory."""
     monkeypatch.setenv("SLURM_JOB_ID", str(np.random.default_rng().integers(4096)))  # of which the port is made
     monkeypatch.setenv("SLURM_STEP_NODELIST", "localhost")
     monkeypatch.setenv("SLURM_NTASKS", "2")
@@ -151,8 +159,11 @@ def test_slurm_needs_no_configuration_and_hosts_agree_on_the_run_directory(
     assert list(run.parent.iterdir()) == [run]
 
 
-def test_hosts_with_another_configuration_are_named_with_the_keys(workplace: Path) -> None:
-    """Also keys that would let both wait for each other, or end in a C++ stack, and a model of the same name."""
+def test_configurations_must_be_equal(workplace: Path) -> None:
+    """Hosts with another configuration are named, with the keys.
+
+    Also keys that would let both wait for each other, or end in a C++ stack, and a model of the same name.
+    """
     own = {
         1: ("training.peak_learning_rate=0.5", "training.evaluation_frequency=5"),
         2: ("training.evaluation_frequency=5", "seed=7", "model.size=test_vq"),
@@ -174,7 +185,8 @@ def test_hosts_with_another_configuration_are_named_with_the_keys(workplace: Pat
 
 
 @pytest.mark.slow
-def test_hosts_that_make_no_progress_log_where_they_are_and_end(tmp_path: Path) -> None:
+def test_hosts_without_progress_end(tmp_path: Path) -> None:
+    """Hosts that make no progress log where they are and end."""
     write_corpus(tmp_path, bad=None)
     processes = start_hosts(
         tmp_path,
@@ -212,7 +224,8 @@ def write_corpus(directory: Path, bad: int | None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("bad", "first"), [(1, 0), (0, 1)])
-def test_a_host_that_fails_takes_the_run_down_with_its_reason(tmp_path: Path, bad: int, first: int) -> None:
+def test_failing_host_ends_the_run(tmp_path: Path, bad: int, first: int) -> None:
+    """A host that fails ends the run with its reason."""
     write_corpus(tmp_path, bad)  # a shard that one host reads when the run is under way
     processes = start_hosts(
         tmp_path,
@@ -233,7 +246,8 @@ def test_a_host_that_fails_takes_the_run_down_with_its_reason(tmp_path: Path, ba
 
 
 @pytest.mark.slow
-def test_hosts_with_disks_of_their_own_resume_from_checkpoints_that_they_share(tmp_path: Path) -> None:
+def test_hosts_with_own_disks_resume(tmp_path: Path) -> None:
+    """Hosts with disks of their own resume from checkpoints that they share."""
     places = [cli.make_workplace(tmp_path / name) for name in ("here", "there")]
     ends = []
     for steps in (4, 8):  # nobody names the run directory, and only the first host has one
@@ -249,7 +263,8 @@ def test_hosts_with_disks_of_their_own_resume_from_checkpoints_that_they_share(t
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == list(range(1, 9))
 
 
-def test_hosts_that_do_not_share_a_disk_are_told(tmp_path: Path) -> None:
+def test_unshared_disk_is_reported(tmp_path: Path) -> None:
+    """Checkpoints on a disk that hosts do not share are reported."""
     here, there = (cli.make_workplace(tmp_path / name) for name in ("here", "there"))
     job = (
         "hydra.run.dir=run",

@@ -90,7 +90,8 @@ def tpus(tmp_path: Path) -> Slice:
     return Slice(tmp_path)
 
 
-def test_create_waits_until_the_slice_is_active(tpus: Slice) -> None:
+def test_create_waits_for_the_slice(tpus: Slice) -> None:
+    """`create` waits until the slice is active."""
     done = tpus.run("create", "run", "us-a", "v3-32", "--spot", states="WAITING_FOR_RESOURCES,PROVISIONING,ACTIVE")
     assert done.returncode == 0, done.stderr
     (call,) = tpus.calls()
@@ -105,12 +106,14 @@ def test_create_says_that_a_request_failed(tpus: Slice) -> None:
     assert "--runtime-version=v2-alpha-tpuv6e" in tpus.calls()[0]
 
 
-def test_create_ends_when_the_request_is_refused(tpus: Slice) -> None:
+def test_create_is_refused(tpus: Slice) -> None:
+    """`create` ends when the request is refused."""
     done = tpus.run("create", "run", "us-a", "v3-8", states="", results="7")
     assert done.returncode == 7 and tpus.sequence() == ["create"]
 
 
-def test_setup_brings_this_commit_to_all_workers(tpus: Slice) -> None:
+def test_setup_copies_this_commit(tpus: Slice) -> None:
+    """`setup` brings this commit to all workers."""
     assert tpus.run("setup", "run", "us-a").returncode == 0
     copy, prepare = tpus.calls()
     assert copy[:2] == ["tpu-vm", "scp"] and "--worker=all" in copy and copy[2].endswith("zero.tar.gz")
@@ -129,7 +132,8 @@ def test_launch_keeps_every_argument_whole(tpus: Slice, tmp_path: Path) -> None:
     assert loop[:3] == ["./trainLoop.sh", "data.corpus=null", "hydra.run.dir=runs/a b"] and "tee" in loop
 
 
-def test_launch_leaves_a_worker_alone_that_trains_already(tpus: Slice, tmp_path: Path) -> None:
+def test_launch_skips_training_workers(tpus: Slice, tmp_path: Path) -> None:
+    """`launch` does not touch a worker that trains already."""
     assert tpus.run("launch", "run", "us-a").returncode == 0
     (call,) = tpus.calls()
     worker = Worker(tmp_path / "worker", is_training=True)
@@ -185,16 +189,16 @@ def test_keep_requests_a_preempted_slice_again(tpus: Slice) -> None:
         ("ACTIVE", "75,75,0", "1,0", ["pause", "ssh", "pause", "pause", "ssh"]),
     ],
 )
-def test_keep_pauses_and_tries_again_whatever_fails(
-    tpus: Slice, states: str, statuses: str, results: str, sequence: list[str]
-) -> None:
+def test_keep_tries_again(tpus: Slice, states: str, statuses: str, results: str, sequence: list[str]) -> None:
+    """`keep` pauses and tries again, whatever fails."""
     done = tpus.run("keep", "run", "us-a", "v3-8", states=states, statuses=statuses, results=results)
     assert done.returncode == 0, done.stderr
     assert tpus.sequence() == sequence
 
 
 @pytest.mark.parametrize("status", ["75", "143", "lost"])
-def test_keep_launches_again_where_training_was_stopped_and_the_slice_stays(tpus: Slice, status: str) -> None:
+def test_keep_relaunches_stopped_training(tpus: Slice, status: str) -> None:
+    """`keep` launches again where training was stopped and the slice is still there."""
     done = tpus.run("keep", "run", "us-a", "v3-8", statuses=f"none,{status},running,0")
     assert done.returncode == 0, done.stderr
     assert [call[1] for call in tpus.calls()] == [*SET_UP, "ssh"]  # set up once, launched twice
@@ -224,7 +228,8 @@ def test_status_of_training_on_a_worker(
     assert answer.stdout == f"{expected}\n", answer.stderr
 
 
-def test_keep_asks_again_where_the_status_is_empty(tpus: Slice) -> None:
+def test_keep_with_empty_status(tpus: Slice) -> None:
+    """`keep` asks again where the status is empty."""
     done = tpus.run("keep", "run", "us-a", "v3-8", statuses="none,,running,0")
     assert done.returncode == 0, done.stderr
     assert tpus.sequence() == [*SET_UP, "pause", "pause"]
@@ -257,7 +262,8 @@ def test_mistakes_call_nothing(tpus: Slice, arguments: tuple[str, ...], named: s
     ("statuses", "ended"),
     [("0", 0), ("2", 2), ("75", 75), ("143", 143), ("129", 129), ("1 134 0", 0), ("1 2", 2), ("134 137 134 0", 134)],
 )
-def test_loop_starts_again_until_finished_stopped_or_refused(tmp_path: Path, statuses: str, ended: int) -> None:
+def test_loop_starts_again(tmp_path: Path, statuses: str, ended: int) -> None:
+    """`loop` starts again until training is finished, stopped or refused."""
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True)
     (tmp_path / "statuses").write_text(statuses.replace(" ", "\n") + "\n")
@@ -281,8 +287,11 @@ def test_loop_starts_again_until_finished_stopped_or_refused(tmp_path: Path, sta
     assert (tmp_path / "train.status").read_text() == f"{ended}\n"
 
 
-def test_loop_survives_a_signal_and_records_how_training_ended(tmp_path: Path) -> None:
-    """As where a machine shuts down, which signals every process."""
+def test_loop_survives_a_signal(tmp_path: Path) -> None:
+    """`loop` survives a signal and records how training ended.
+
+    As where a machine shuts down, which signals every process.
+    """
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True)
     python.write_text(
@@ -317,8 +326,11 @@ sys.exit(PREEMPTED)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("is_whole_group", [False, True], ids=["container", "machine"])
-def test_loop_hands_a_signal_on_and_it_counts_once(tmp_path: Path, number: int, is_whole_group: bool) -> None:
-    """A container signals its first process alone; a machine or a terminal all of them, the trainer included."""
+def test_loop_forwards_a_signal(tmp_path: Path, number: int, is_whole_group: bool) -> None:
+    """`loop` forwards a signal, which counts once.
+
+    A container signals its first process alone; a machine or a terminal all of them, the trainer included.
+    """
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True)
     (tmp_path / "trainer.py").write_text(TRAINER.format(repository=str(REPOSITORY)))

@@ -58,8 +58,11 @@ def test_all_others_name_the_lost_host(workplace: Path, count: int, victim: int,
 
 
 @pytest.mark.slow
-def test_a_run_that_lost_a_host_continues_from_the_memory_of_the_others(workplace: Path) -> None:
-    """Bit for bit as a run that lost none; the replacement, whose memory is empty, gets its shards from a neighbour."""
+def test_run_continues_from_memory(workplace: Path) -> None:
+    """A run that lost a host continues from the memory of the others.
+
+    Bit for bit as a run that lost none; the replacement, whose memory is empty, gets its shards from a neighbour.
+    """
 
     def start(run: str) -> list[subprocess.Popen[str]]:
         job = (

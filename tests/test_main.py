@@ -4,7 +4,6 @@ import errno
 import gzip
 import io
 import json
-import re
 import shutil
 import struct
 import subprocess
@@ -60,22 +59,6 @@ def finished(workplace: Path) -> Path:
     return workplace / place
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    """Everything but the log, which every start writes to."""
-    files = (path for path in directory.rglob("*") if path.is_file() and path.name != "main_zero.log")
-    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
-
-
-def check_refusal(done: subprocess.CompletedProcess[str], *named: str) -> None:
-    """Status 2, one line at the end of stderr that names what is wrong, no traceback anywhere."""
-    assert done.returncode == 2, done.stderr
-    *before, last = done.stderr.strip().splitlines()
-    assert last.startswith("error: ") and [name for name in named if name not in last] == [], done.stderr
-    own = [line for line in before if not re.match(r"[EW]\d{4} ", line)]  # the others are XLA's
-    assert not any("error" in line.lower() for line in own), done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -86,7 +69,7 @@ def check_refusal(done: subprocess.CompletedProcess[str], *named: str) -> None:
     ids=["misspelt key", "nothing to resume", "no index"],
 )
 def test_mistake_in_a_real_process(arguments: list[str], named: list[str], tmp_path: Path) -> None:
-    check_refusal(cli.run(tmp_path, *arguments), *named)
+    cli.check_refusal(cli.run(tmp_path, *arguments), *named)
 
 
 def test_every_mistake_has_a_line(forks: cli.Forks) -> None:
@@ -109,14 +92,14 @@ def check_lines(done: subprocess.CompletedProcess[str], named: list[str]) -> Non
         assert line.startswith("error: ") and name in line
 
 
-def test_every_mistake_of_a_resume_has_a_line(forks: cli.Forks, finished: Path) -> None:
+def test_mistakes_of_a_resume(forks: cli.Forks, finished: Path) -> None:
+    """Every mistake of a resume is reported in one line."""
     done = forks.run("--resume", hydra_quoted(finished), "+preset=v3-8", "model.sizee=2", "seed=1")
     check_lines(done, ["model.sizee", "seed=1: expected 0"])
 
 
-def test_status_says_whether_a_repeat_may_succeed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit status tells whether a repeat may succeed."""
     monkeypatch.setattr("zero.runtime.main.exit_immediately", sys.exit)
     for error, status in (
         (OSError(errno.ENOSPC, "full"), 1),
@@ -163,22 +146,23 @@ def test_status_says_whether_a_repeat_may_succeed(
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )
 def test_mistake_is_one_line(forks: cli.Forks, overrides: list[str], named: list[str]) -> None:
-    check_refusal(forks.run(*cli.TINY, *overrides), *named)
+    cli.check_refusal(forks.run(*cli.TINY, *overrides), *named)
 
 
 def hydra_quoted(run: Path) -> str:
     return "hydra.run.dir='" + str(run).replace("'", "\\'") + "'"
 
 
-def test_fresh_start_where_checkpoints_stand_overwrites_nothing(forks: cli.Forks, finished: Path) -> None:
-    before = contents(finished)
+def test_fresh_start_overwrites_nothing(forks: cli.Forks, finished: Path) -> None:
+    """A fresh start where there are checkpoints overwrites nothing."""
+    before = cli.contents(finished)
     done = forks.run(*cli.TINY, hydra_quoted(finished), "seed=5")
-    check_refusal(done, f"{finished}/checkpoints has checkpoints", "--resume", "hydra.run.dir")
+    cli.check_refusal(done, f"{finished}/checkpoints has checkpoints", "--resume", "hydra.run.dir")
     done = forks.run(
         *cli.TINY, hydra_quoted(finished / "checkpoints").replace("hydra.run.dir", "data.checkpoint_directory")
     )
-    check_refusal(done, f"{finished}/checkpoints has checkpoints", "--resume")
-    assert contents(finished) == before
+    cli.check_refusal(done, f"{finished}/checkpoints has checkpoints", "--resume")
+    assert cli.contents(finished) == before
 
 
 @pytest.mark.parametrize(
@@ -193,28 +177,31 @@ def test_fresh_start_where_checkpoints_stand_overwrites_nothing(forks: cli.Forks
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )
-def test_resume_that_cannot_be_right_is_refused(
-    forks: cli.Forks, finished: Path, overrides: list[str], named: list[str]
-) -> None:
-    before = contents(finished)
-    check_refusal(forks.run("--resume", hydra_quoted(finished), *overrides), *named)
-    assert contents(finished) == before
+def test_wrong_resume_is_refused(forks: cli.Forks, finished: Path, overrides: list[str], named: list[str]) -> None:
+    """A resume that cannot be right is refused."""
+    before = cli.contents(finished)
+    cli.check_refusal(forks.run("--resume", hydra_quoted(finished), *overrides), *named)
+    assert cli.contents(finished) == before
 
 
-def test_checkpoint_of_another_model_is_refused_by_leaf(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+def test_checkpoint_of_another_model_is_refused(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+    """A checkpoint of another model is refused with the name of a leaf."""
     other = workplace / "other"
     shutil.copytree(finished, other)
     config = (other / "config.yaml").read_text()
     assert "  size: test\n" in config
     (other / "config.yaml").write_text(config.replace("  size: test\n", "  size: bytes\n"))
-    before = contents(other)
+    before = cli.contents(other)
     done = forks.run("--resume", "hydra.run.dir=other", "training.total_steps=20")
-    check_refusal(done, "other/checkpoints, step 12, leaf params/", "holds (2,", "expects (4,")
-    assert contents(other) == before
+    cli.check_refusal(done, "other/checkpoints, step 12, leaf params/", "holds (2,", "expects (4,")
+    assert cli.contents(other) == before
 
 
-def test_checkpoint_of_a_size_that_was_edited_is_refused(forks: cli.Forks, finished: Path, workplace: Path) -> None:
-    """What shows in no leaf; the metadata of the checkpoint is edited here, because the entry is this repository's."""
+def test_edited_size_is_refused(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+    """A checkpoint of a size that was edited is refused.
+
+    What shows in no leaf; the metadata of the checkpoint is edited here, because the entry is this repository's.
+    """
     edited = workplace / "edited"
     shutil.copytree(finished, edited)
     (meta_file,) = edited.glob("checkpoints/12/meta/metadata")
@@ -228,13 +215,13 @@ def test_checkpoint_of_a_size_that_was_edited_is_refused(forks: cli.Forks, finis
     resume = ("--resume", "hydra.run.dir=edited")
     expected = "edited/checkpoints, step 12: norm_epsilon is 1e-05, this run expects 1e-06"
     for arguments in (resume, ("mode=sample", "model.model_path=edited")):
-        check_refusal(run(*arguments, norm_epsilon=1e-5), expected)
+        cli.check_refusal(run(*arguments, norm_epsilon=1e-5), expected)
     for choice in ({"rotary_base": 500.0}, {"alibi_attn": False, "positions": "none"}, {"norm_place": "after"}):
-        check_refusal(
+        cli.check_refusal(
             run(*resume, **choice), f"{next(iter(choice))} is {next(iter(choice.values()))}, this run expects"
         )
     done = run(*resume, parametrization="mup", mup_base_width=16, tied=False, attention_scale="linear")
-    check_refusal(done, "parametrization is mup, this run expects standard")
+    cli.check_refusal(done, "parametrization is mup, this run expects standard")
     done = run(*resume, dropout=0.5)  # what only training sees may change
     assert done.returncode == 0 and "has changed since then: dropout from 0.5 to" in done.stderr
 
@@ -244,23 +231,25 @@ def test_data_that_changed_is_refused(forks: cli.Forks, finished: Path, workplac
     shutil.copytree(finished, other)
     config = (other / "config.yaml").read_text()
     (other / "config.yaml").write_text(config.replace(cli.INDICES[0], cli.INDICES[1]))
-    check_refusal(forks.run("--resume", "hydra.run.dir=moved", "training.total_steps=20"), "cursor", "shards")
+    cli.check_refusal(forks.run("--resume", "hydra.run.dir=moved", "training.total_steps=20"), "cursor", "shards")
 
 
-def test_finished_run_that_is_resumed_changes_nothing(forks: cli.Forks, finished: Path) -> None:
-    before = contents(finished)
+def test_resume_of_a_finished_run(forks: cli.Forks, finished: Path) -> None:
+    """The resume of a finished run changes nothing."""
+    before = cli.contents(finished)
     named = ["--resume", hydra_quoted(finished)]
     for arguments in (named, ["--resume=auto"], ["--resume=auto", "+preset=v3-8"]):  # the newest is the only one here
         done = forks.run(*arguments)
         assert done.returncode == 0 and "nothing left to do" in done.stderr, done.stderr
-        assert contents(finished) == before
+        assert cli.contents(finished) == before
 
 
-def test_second_process_in_one_run_is_refused(forks: cli.Forks, finished: Path) -> None:
-    before = contents(finished)
+def test_second_process_is_refused(forks: cli.Forks, finished: Path) -> None:
+    """A second process in one run is refused."""
+    before = cli.contents(finished)
     with locked(finished):
-        check_refusal(forks.run("--resume", hydra_quoted(finished)), "another process", "hydra.run.dir")
-    assert contents(finished) == before
+        cli.check_refusal(forks.run("--resume", hydra_quoted(finished)), "another process", "hydra.run.dir")
+    assert cli.contents(finished) == before
 
 
 def test_run_directory_tells_what_was_done(finished: Path, workplace: Path) -> None:
@@ -303,31 +292,35 @@ def scalars(events: Path, tag: str) -> dict[int, float]:
     return found
 
 
-def test_help_and_the_composed_configuration_need_no_device(forks: cli.Forks) -> None:
+def test_help_needs_no_device(forks: cli.Forks) -> None:
+    """Help and the composed configuration need no device."""
     for arguments, text in ((["--help"], "training:"), (["--cfg", "job", "seed=3"], "seed: 3")):
         done = forks.run(*arguments)
         assert done.returncode == 0 and text in done.stdout, done.stderr
         assert "cpu devices" not in done.stderr
 
 
-def test_warm_start_takes_the_weights_of_another_run(forks: cli.Forks, finished: Path, workplace: Path) -> None:
-    before = contents(finished)
+def test_warm_start(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+    """A warm start takes the weights of another run."""
+    before = cli.contents(finished)
     path = str(finished).replace("'", "\\'")
     warm = ("model.warm_start=true", f"model.model_path='{path}'")
     forks.check(*cli.TINY, *warm, "hydra.run.dir=warm")
     line = read_metrics(workplace / "warm" / "metrics.jsonl")[0]
     assert line["train/loss"] < read_metrics(finished / "metrics.jsonl")[-1]["train/loss"] + 0.1
     assert line["learning_rate"] == pytest.approx(1e-3)  # a third of the way up: the schedule begins anew
-    assert contents(finished) == before
+    assert cli.contents(finished) == before
 
 
-def test_average_of_checkpoints_is_a_run_to_start_from(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+def test_start_from_an_average(forks: cli.Forks, finished: Path, workplace: Path) -> None:
+    """An average of checkpoints is a run to start from."""
+
     def weights(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "zero.runtime.weights.zero_weights", *arguments]
         where = cli.environment() | {"PYTHONPATH": str(cli.MAIN.parent)}
         return subprocess.run(command, cwd=workplace, env=where, capture_output=True, text=True)
 
-    before = contents(finished)
+    before = cli.contents(finished)
     done = weights("average", str(finished), "averaged")
     assert done.returncode == 0 and "is in averaged" in done.stdout, done.stderr
     warm = ("model.warm_start=true", "model.model_path=averaged")
@@ -336,7 +329,7 @@ def test_average_of_checkpoints_is_a_run_to_start_from(forks: cli.Forks, finishe
     done = weights("export", "averaged", "exported")
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
     assert "bloom has embedding_norm=True, this model False" in done.stderr and not (workplace / "exported").exists()
-    assert contents(finished) == before
+    assert cli.contents(finished) == before
 
 
 @pytest.mark.parametrize(
@@ -347,10 +340,11 @@ def test_average_of_checkpoints_is_a_run_to_start_from(forks: cli.Forks, finishe
     ],
     ids=["weights", "loss"],
 )
-def test_run_that_has_diverged_is_neither_saved_nor_called_finished(
-    diverging: tuple[str, ...], named: list[str], forks: cli.Forks, workplace: Path
-) -> None:
-    """Before max_skipped_in_a_row steps were skipped, which would end it as well."""
+def test_diverged_run(diverging: tuple[str, ...], named: list[str], forks: cli.Forks, workplace: Path) -> None:
+    """A run that has diverged is neither saved nor reported as finished.
+
+    Before max_skipped_in_a_row steps were skipped, which would end it as well.
+    """
     run = f"diverged-{len(diverging)}"
     done = forks.run(*cli.TINY, *diverging, f"hydra.run.dir={run}")
     assert done.returncode == 2, done.stderr
@@ -360,7 +354,8 @@ def test_run_that_has_diverged_is_neither_saved_nor_called_finished(
     assert saved_steps(workplace / run) == []
 
 
-def test_run_that_runs_out_of_data_is_finished(forks: cli.Forks, workplace: Path) -> None:
+def test_end_of_data_finishes_the_run(forks: cli.Forks, workplace: Path) -> None:
+    """A run whose data ends is finished."""
     epochs = ("training.max_epochs=2", "data.train_samples=40", "training.evaluation_frequency=3")
     done = forks.check(*cli.TINY, *epochs, "hydra.run.dir=epochs")
     assert "ends the data at step 5, before training.total_steps=12" in done.stderr

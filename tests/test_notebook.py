@@ -9,7 +9,8 @@ import pytest
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "pmap-programs.ipynb"
 
 
-def test_cells_run_in_order_and_are_committed_without_outputs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_notebook_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    """Cells run in order and are committed without outputs."""
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     names: dict[str, Any] = {}
     for number, cell in enumerate(cells):

@@ -60,7 +60,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
-def test_wheel_holds_the_package_and_its_configuration(wheel: Path) -> None:
+def test_wheel_contents(wheel: Path) -> None:
+    """The wheel contains the package and its configuration."""
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = {path.relative_to(REPOSITORY) for path in REPOSITORY.glob("zero/**/*.py")}
     conf = {Path("zero") / path.relative_to(REPOSITORY) for path in REPOSITORY.glob("conf/**/*.yaml")}
@@ -68,7 +69,8 @@ def test_wheel_holds_the_package_and_its_configuration(wheel: Path) -> None:
     assert names == {path.as_posix() for path in (*sources, *conf, Path("main_zero.py"), Path("zero/py.typed"))}
 
 
-def test_primitives_depend_on_four_packages_and_the_rest_are_extras(wheel: Path) -> None:
+def test_dependencies(wheel: Path) -> None:
+    """Primitives depend on four packages, and the rest are extras."""
     (path,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA")]
     metadata = email.message_from_bytes(zipfile.ZipFile(wheel).read(path))
     required = metadata.get_all("Requires-Dist", [])

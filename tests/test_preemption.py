@@ -49,7 +49,8 @@ def signalled(process: subprocess.Popen[str] | cli.Fork, number: int, is_time: C
 @pytest.mark.parametrize(
     ("moment", "number"), [("start", signal.SIGINT), ("imports", signal.SIGTERM), ("imports", signal.SIGINT)]
 )
-def test_before_there_is_anything_to_save_it_ends_with_one_line(workplace: Path, moment: str, number: int) -> None:
+def test_stop_before_the_first_step(workplace: Path, moment: str, number: int) -> None:
+    """A run that is stopped before there is anything to save ends with one line."""
     began, run = time.monotonic(), workplace / f"early-{moment}-{number}"
     process = cli.start(workplace, *cli.TINY, "data.wandb_project=zero", f"hydra.run.dir={run.name}")
     # The run directory is made before the modules of training are imported.
@@ -65,7 +66,8 @@ def test_before_there_is_anything_to_save_it_ends_with_one_line(workplace: Path,
     assert "Traceback" not in done.stderr
 
 
-def test_interruption_that_a_library_turned_into_its_own_error_is_still_one() -> None:
+def test_interruption_inside_a_library() -> None:
+    """An interruption that a library turned into an error of its own is still an interruption."""
     program = """
 import os, signal
 from zero.runtime.main import errors_in_lines, interrupt
@@ -93,7 +95,8 @@ def test_a_compilation_is_not_waited_for(forks: cli.Forks, undisturbed: Path) ->
     assert metrics(run) == metrics(undisturbed)
 
 
-def test_steps_before_a_compilation_that_is_not_waited_for_are_logged(forks: cli.Forks) -> None:
+def test_stop_during_a_compilation(forks: cli.Forks) -> None:
+    """Steps before a compilation that is not waited for are logged."""
     job = ("training.staged_warmup_steps=3", "training.log_frequency=100", "zero.remat=dots")
     process = forks.start(*cli.TINY, *job, "hydra.run.dir=second_length")
     log = forks.workplace / "second_length" / "main_zero.log"
@@ -108,7 +111,8 @@ def test_steps_before_a_compilation_that_is_not_waited_for_are_logged(forks: cli
     assert (line["step"], line["sequence_length"]) == (3, 8)
 
 
-def test_an_evaluation_is_broken_off_and_made_up_for(forks: cli.Forks) -> None:
+def test_stop_during_an_evaluation(forks: cli.Forks) -> None:
+    """An evaluation is broken off, and run again after the resume."""
     job = (
         *cli.TINY,
         "data.index_path_validation=corpus/index/long.index",
@@ -128,8 +132,11 @@ def test_an_evaluation_is_broken_off_and_made_up_for(forks: cli.Forks) -> None:
     assert done.returncode == 0 and "nothing left to do" in done.stderr, done.stderr
 
 
-def test_a_run_beside_spinning_processes_writes_the_same(forks: cli.Forks, undisturbed: Path) -> None:
-    """Bit for bit: virtual CPU devices used to abort there. Every stage and mode: test_busy.py."""
+def test_run_on_busy_cores(forks: cli.Forks, undisturbed: Path) -> None:
+    """A run beside spinning processes writes the same.
+
+    Bit for bit: virtual CPU devices used to abort there. Every stage and mode: test_busy.py.
+    """
     run, expected = forks.workplace / "busy", metrics(undisturbed)
     with cli.spinning(1 + (os.cpu_count() or 1), seconds=300) as spinning:
         done = forks.run(*cli.TINY, "hydra.run.dir=busy")
@@ -141,8 +148,11 @@ def test_a_run_beside_spinning_processes_writes_the_same(forks: cli.Forks, undis
         assert [process.poll() for process in spinning] == [None] * len(spinning)  # none had ended early
 
 
-def test_a_machine_that_shuts_down_takes_the_reader_of_the_log_first(workplace: Path) -> None:
-    """`| tee log` ends at once, the terminal hangs up, and SIGTERM means one stop, not two."""
+def test_shutdown_closes_the_log_pipe(workplace: Path) -> None:
+    """A machine that shuts down ends the reader of the log first.
+
+    `| tee log` ends at once, the terminal hangs up, and SIGTERM means one stop, not two.
+    """
     job = (*cli.TINY, "training.total_steps=4000", "training.evaluation_frequency=4000", "hydra.run.dir=unheard")
     metrics_file = workplace / "unheard" / "metrics.jsonl"
     process = cli.start(workplace, *job)
@@ -210,7 +220,8 @@ except UserError as error:
 """
 
 
-def test_replicas_that_differ_stop_the_run_by_the_name_of_the_leaf_and_are_not_saved(workplace: Path) -> None:
+def test_differing_replicas_stop_the_run(workplace: Path) -> None:
+    """Replicas that differ stop the run with the name of the leaf, and are not saved."""
     done = subprocess.run(
         [sys.executable, "-c", DIVERGING, *cli.TINY, "zero.stage=0"],
         cwd=workplace, env=cli.environment() | {"PYTHONPATH": str(cli.MAIN.parent)},
@@ -221,7 +232,8 @@ def test_replicas_that_differ_stop_the_run_by_the_name_of_the_leaf_and_are_not_s
     assert saved_steps(workplace / "diverged") == [6]
 
 
-def test_a_damaged_checkpoint_is_named_and_passed_over(forks: cli.Forks, undisturbed: Path) -> None:
+def test_damaged_checkpoint_is_passed_over(forks: cli.Forks, undisturbed: Path) -> None:
+    """A damaged checkpoint is named and passed over."""
     run = forks.workplace / "damaged"
     shutil.copytree(undisturbed, run)
     largest = max((run / "checkpoints" / "12").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)

@@ -73,7 +73,8 @@ def prepare(checkout: Path, programs: Path, *options: str) -> subprocess.Complet
     )
 
 
-def test_sets_up_once_and_again_only_after_a_change(checkout: Path, programs: Path) -> None:
+def test_setup_runs_once(checkout: Path, programs: Path) -> None:
+    """The script sets up once, and again only after a change."""
     python = os.path.realpath(sys.executable)
     add_program(programs, "python3.11", "echo 'pyenv: python3.11: command not found' >&2; exit 127")
     add_program(programs, "python3", f'exec {python} "$@"')
@@ -120,7 +121,8 @@ def test_refuses_an_unknown_option(checkout: Path, programs: Path) -> None:
     assert done.returncode == 1 and "--tests" in done.stderr
 
 
-def test_plan_adds_the_tpu_compiler_and_later_calls_keep_it(checkout: Path, programs: Path) -> None:
+def test_plan_adds_the_tpu_compiler(checkout: Path, programs: Path) -> None:
+    """The option for plans adds the TPU compiler, and later calls keep it."""
     site_packages = checkout / ".venv/lib/python3.11/site-packages"
     for directory in (checkout / ".venv/bin", site_packages):
         directory.mkdir(parents=True)
@@ -136,7 +138,8 @@ def test_plan_adds_the_tpu_compiler_and_later_calls_keep_it(checkout: Path, prog
         assert "up to date" in prepare(checkout, programs, *options).stdout
 
 
-def test_plan_is_refused_where_there_is_no_tpu_compiler(checkout: Path, programs: Path) -> None:
+def test_plan_without_tpu_compiler(checkout: Path, programs: Path) -> None:
+    """The option for plans is refused where there is no TPU compiler."""
     (programs / "uname").unlink()
     add_program(programs, "uname", "echo Darwin arm64")
     done = prepare(checkout, programs, "--plan")
@@ -155,7 +158,8 @@ def test_shellcheck_finds_nothing(script: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_ci_calls_the_test_command_of_the_readme() -> None:
+def test_ci_runs_the_documented_command() -> None:
+    """CI calls the test command of the README."""
     main, test = re.findall(r"^```\w*\n(.*?)\n```$", (REPOSITORY / "README.md").read_text(), re.DOTALL | re.MULTILINE)[
         :2
     ]

@@ -117,8 +117,11 @@ def test_file_keeps_to_its_layer(module: str) -> None:
     assert import_violations(module, SOURCES[module].read_text()) == []
 
 
-def test_one_file_imports_what_jax_keeps_private() -> None:
-    """A new version of jax may move it."""
+def test_one_import_of_private_jax() -> None:
+    """One file imports private modules of jax.
+
+    A new version of jax may move it.
+    """
     found = [module for module, path in SOURCES.items() if "jax._src" in path.read_text()]
     assert found == ["zero.partition.whole_state"]
 
@@ -159,8 +162,11 @@ def pmap_uses(source: str) -> int:
     )
 
 
-def test_one_file_builds_programs_for_all_devices() -> None:
-    """What jax changes about pmap is changed in one place."""
+def test_one_file_uses_pmap() -> None:
+    """One file builds programs for all devices.
+
+    What jax changes about pmap is changed in one place.
+    """
     assert pmap_uses("import jax\njax.pmap(f)") == pmap_uses("from jax import pmap") == 1
     assert [module for module, path in SOURCES.items() if pmap_uses(path.read_text())] == ["zero.partition.pmapped"]
 
@@ -213,7 +219,8 @@ def test_checker_sees_a_forbidden_name(source: str) -> None:
     assert forbidden_names(source)
 
 
-def test_step_names_none_of_the_features_that_it_composes() -> None:
+def test_step_names_no_feature() -> None:
+    """The step names none of the features that it composes."""
     words = set(re.findall("[a-z]+", SOURCES["zero.training.step"].read_text().lower()))
     assert words & {"codebook", "ema", "spike", "spikes", "clip", "dropout", "expert", "experts", "routing"} == set()
 
@@ -236,7 +243,8 @@ def test_import_zero_loads_no_heavy_library() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in zero.__all__ if inspect.isfunction(getattr(zero, name))])
-def test_public_function_has_an_example_that_runs(name: str) -> None:
+def test_public_functions_have_examples(name: str) -> None:
+    """Each public function has an example that runs."""
     function = getattr(zero, name)
     found = doctest.DocTestFinder(recurse=False).find(function, module=sys.modules[function.__module__])
     assert any(test.examples for test in found)

@@ -1,4 +1,9 @@
-"""A storage server on loopback, and a proxy in front of it that injects faults."""
+"""A storage server on loopback, and a proxy in front of it that injects faults.
+
+- `serving()`: the server (the fixture `server` of tests/conftest.py); `use`: points the library of buckets to it.
+- `upload(directory, url)`: copies a directory into `BUCKET`.
+- `Proxy`, `disturbed`: fail requests (`REFUSALS`) and damage the bodies of reads (`BODY_FAULTS`).
+"""
 
 import gc
 import http.client

@@ -4,6 +4,7 @@
 - `TINY`: the overrides of a run of 12 steps; `INDICES`, `CONTEXT`, `MAIN`: its corpus, row length and program.
 - `start`, `finish`, `run`: a process of its own. `Forks`: short runs that are forked, which saves two seconds each.
 - `metrics`, `losses`: what a run wrote to metrics.jsonl; `CLOCKED` names what a clock measured.
+- `contents`: the files of a run, to compare. `check_refusal`: a run ended with one line that names what is wrong.
 - `environment`, `untouched_environment`, `customized`: of the processes that are started.
 - `spinning`: processes that keep cores busy.
 """
@@ -12,6 +13,7 @@ import atexit
 import json
 import os
 import random
+import re
 import select
 import shutil
 import subprocess
@@ -232,6 +234,22 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 def losses(run: Path, key: str = "train/loss") -> list[float]:
     """One metric of a run, from the lines of metrics.jsonl that have it."""
     return [line[key] for line in read_metrics(run / "metrics.jsonl") if key in line]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """The bytes of every file but the log, which every start writes to."""
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name != "main_zero.log")
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+def check_refusal(done: subprocess.CompletedProcess[str], *named: str, lines: int = 1) -> None:
+    """Status 2, lines at the end of stderr of which the last names what is wrong, no traceback anywhere."""
+    assert done.returncode == 2, done.stderr
+    *before, last = done.stderr.strip().splitlines()
+    assert last.startswith("error: ") and [name for name in named if name not in last] == [], done.stderr
+    own = [line for line in before if not re.match(r"[EW]\d{4} ", line)]  # the others are XLA's
+    assert [line.startswith("error: ") for line in own if "error" in line.lower()] == [True] * (lines - 1), done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 @cache

@@ -1,4 +1,9 @@
-"""Prepares small corpora, and reads them back."""
+"""Prepares small corpora, and reads them back.
+
+- `make`: calls `prepare`. `call`: the command zero-prepare in this process. `run`: data/prepare.py in one of its own.
+- `tokens_of`, `documents_of`, `both`: the rows and documents of an index, and the documents of both splits.
+- `digest`: one hash of all files of a directory.
+"""
 
 import hashlib
 import io

@@ -1,6 +1,6 @@
-"""Runs the program in a fork for each line of stdin, and answers with its process id, then with what came of it
+"""Runs the program in a fork for each line of stdin; answers with its process id, then with its status and output.
 
-A line is JSON: `{"cwd": ..., "environment": {...}, "arguments": [...]}`.
+A line is JSON: `{"cwd": ..., "environment": {...}, "arguments": [...]}`. `cli.Forks` starts this file.
 """
 
 import gc

@@ -1,4 +1,8 @@
-"""Processes on this machine that find each other over gloo, as the hosts of a slice do."""
+"""Processes on this machine that find each other over gloo, as the hosts of a slice do.
+
+- `start`, `wait_for_step`, `finish`: runs of main_zero.py, one process per host.
+- `run_together`: any command lines, all at once. `run_two`: two processes of a program, with number, port and folder.
+"""
 
 import contextlib
 import os
@@ -43,7 +47,7 @@ def wait_for_step(run: Path, step: int, processes: list[subprocess.Popen[str]]) 
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[subprocess.CompletedProcess[str]]:
-    """What came of them; none goes on for a minute when another has ended."""
+    """Their output and exit statuses; none continues for a minute after another has ended."""
     try:
         while all(process.poll() is None for process in processes):
             time.sleep(0.05)

@@ -1,4 +1,9 @@
-"""Every parser of a file that others write, called with any bytes; and a valid file of each kind, to be damaged."""
+"""Every parser of a file that others write, called with any bytes; and a valid file of each kind, to be damaged.
+
+- `READERS`: by name, a function of an empty directory and the bytes of a file. `valid_files()`: accepted bytes of each.
+- `outcome(action)`: the exit status and the line that a user would see.
+- `npy_header`: the header of a `.npy` file.
+"""
 
 import copy
 import gzip

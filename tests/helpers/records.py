@@ -1,4 +1,4 @@
-"""Writes TFRecords with Google's own protobuf."""
+"""Writes TFRecords with Google's own protobuf: `example(**features)` is a message, `record(data)` frames it."""
 
 import struct
 from typing import Any

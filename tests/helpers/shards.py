@@ -1,4 +1,9 @@
-"""Writes small token shards, and reads them through a loader."""
+"""Writes small token shards, and reads them through a loader.
+
+- `npy`, `write_tar`, `write_corpus`: arrays, shards, and shards with an index file; rows of `CONTEXT` tokens.
+- `loader`, `tokens_of`, `first_tokens`, `flat`: a loader of an index, and what it reads.
+- `PATIENT`, `COUNTS`: settings and a strategy of hypothesis.
+"""
 
 import io
 import itertools

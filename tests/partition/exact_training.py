@@ -1,4 +1,8 @@
-"""Data-parallel training whose sums over devices are exact, and the same without shards. A helper of tests."""
+"""Data-parallel training whose sums over devices are exact, and the same without shards.
+
+- `make_params`, `local_grads`, `replicate`: parameters and small integer gradients; `AXES`: the axes to train on.
+- `train`, `train_unsharded`, `assert_close`: both programs and their comparison; `lower`: traces without compiling.
+"""
 
 from collections.abc import Callable
 from functools import partial

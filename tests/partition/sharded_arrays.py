@@ -1,4 +1,4 @@
-"""Arrays of awkward shapes, as a pmap holds their shards on axes of all kinds. A helper of tests."""
+"""Arrays of awkward `SHAPES` (`make_whole`), and their shards (`make_shards`) as a pmap holds them on all `AXES`."""
 
 import jax
 import jax.numpy as jnp

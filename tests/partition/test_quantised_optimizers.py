@@ -228,8 +228,8 @@ def test_stochastic_rounding_of_weights() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.0, -0.0])
-def test_nan_weights_stay_nan(value: float) -> None:
-    """Weights that are NaN stay NaN."""
+def test_special_weights_stay(value: float) -> None:
+    """Weights that are NaN, infinite or zero stay so."""
     for random in (0, 0xFFFF):
         got = float(to_bfloat16(jnp.float32(value), jnp.uint32(random)))
         if abs(value) < 1:

@@ -50,7 +50,8 @@ def losses(run: Path) -> list[float]:
     return cli.losses(run, "validation/ema_loss")
 
 
-def test_average_is_evaluated_and_goes_on_bit_for_bit(forks: cli.Forks) -> None:
+def test_average_continues_bit_for_bit(forks: cli.Forks) -> None:
+    """The average is evaluated, and continues bit for bit."""
     whole = forks.workplace / "whole"
     lines = [line for line in read_metrics(whole / "metrics.jsonl") if "validation/loss" in line]
     assert [line["step"] for line in lines] == [4, 8]
@@ -64,12 +65,14 @@ def test_average_is_evaluated_and_goes_on_bit_for_bit(forks: cli.Forks) -> None:
 
 
 @pytest.mark.slow
-def test_average_goes_on_from_fewer_devices_and_another_stage(forks: cli.Forks) -> None:
+def test_average_on_fewer_devices(forks: cli.Forks) -> None:
+    """The average continues on fewer devices and at another stage."""
     run = fork(forks, "distributed.cpu_devices=4", "zero.stage=1")
     np.testing.assert_allclose(losses(run), losses(forks.workplace / "whole"), rtol=1e-4)
 
 
-def test_average_is_used_by_evaluate_and_refused_where_there_is_none(forks: cli.Forks) -> None:
+def test_evaluate_uses_the_average(forks: cli.Forks) -> None:
+    """`mode=evaluate` uses the average, and refuses model.ema=true where there is none."""
     whole, mean = forks.workplace / "whole", forks.workplace / "mean"
     model = ShardedGPT(SIZE, zero.Axis("zero", (1, 1)), 0)
     saved = weights_and_average(whole)
@@ -90,7 +93,8 @@ def test_average_is_used_by_evaluate_and_refused_where_there_is_none(forks: cli.
     assert done.returncode and "training.ema=null: expected 0.6, the value of the run" in done.stderr
 
 
-def test_memory_of_the_average_is_in_the_layout_file(forks: cli.Forks) -> None:
+def test_average_in_the_layout_file(forks: cli.Forks) -> None:
+    """The memory of the average is in the layout file."""
     weights = ShardedGPT(SIZE, zero.Axis("zero", (1, 8)), 3).layout
     bare = zero.memory(weights.shapes(), adamw(0.1), 8, stacked=SIZE.stacked, compute_dtypes=["float32"])
     table = (forks.workplace / "whole" / "layout.txt").read_text().replace(",", "").splitlines()[-4:]

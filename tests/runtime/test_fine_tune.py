@@ -120,8 +120,11 @@ def rows(index: str, only_completions: bool = True) -> np.ndarray:
     return np.concatenate([batch.tokens for batch in loader.batches()])
 
 
-def test_losses_before_training_are_those_of_pytorch_on_single_documents(place: Place) -> None:
-    """Each document, or what a row has of it, alone: over the tokens of its completions."""
+def test_losses_equal_pytorch(place: Place) -> None:
+    """Losses before training are those of PyTorch on single documents.
+
+    Each document, or what a row has of it, alone: over the tokens of its completions.
+    """
     import torch
     import transformers
 
@@ -155,8 +158,11 @@ def test_completions_are_learned(place: Place) -> None:
     assert len(losses) == 2 and losses[1] < losses[0] - 0.1
 
 
-def test_a_resumed_run_is_the_same_to_the_bit(place: Place, tmp_path: Path) -> None:
-    """Forked from the middle."""
+def test_resumed_bit_for_bit(place: Place, tmp_path: Path) -> None:
+    """A resumed run is the same, bit for bit.
+
+    Forked from the middle.
+    """
     overrides = ["data.resume_step=3", "resume=run"]
     config = check(merge_resumed(saved_config(place.run), compose(*JOB, *overrides), overrides), {"mine": SIZE})
     assert config.training.loss_on == "completion" and config.data.isolate_documents
@@ -172,9 +178,8 @@ def test_a_resumed_run_is_the_same_to_the_bit(place: Place, tmp_path: Path) -> N
         np.testing.assert_array_equal(x, y)
 
 
-def test_it_is_evaluated_as_it_was_trained_and_sampled(
-    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluated_and_sampled(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model is evaluated as it was trained, and sampled."""
     config = configured("mode=evaluate", "model.model_path=run")
     assert evaluate(config, SIZE, tmp_path) == 0
     result = json.loads((tmp_path / "evaluation.json").read_text())
@@ -189,7 +194,8 @@ def test_it_is_evaluated_as_it_was_trained_and_sampled(
     assert json.loads((tmp_path / "samples.jsonl").read_text())["text"]
 
 
-def test_a_chat_is_sampled_in_the_template_that_was_learned(place: Place, tmp_path: Path) -> None:
+def test_chat_template(place: Place, tmp_path: Path) -> None:
+    """A chat is sampled with the template that was learned."""
     options = ("mode=sample", "model.model_path=run", "sample.tokens=8", "sample.temperature=0")
     texts = []
     for number, overrides in enumerate((["So?", "true"], ["user: So?\nassistant: ", "false"], ["So?", "false"])):
@@ -204,7 +210,8 @@ def test_a_chat_is_sampled_in_the_template_that_was_learned(place: Place, tmp_pa
         sample(config, SIZE, tmp_path)
 
 
-def test_another_tokenizer_and_a_corpus_of_texts_are_refused(place: Place, tmp_path: Path) -> None:
+def test_other_tokenizer_and_texts_are_refused(place: Place, tmp_path: Path) -> None:
+    """Another tokenizer and a corpus of texts are refused."""
     with pytest.raises(UserError, match=r"data\.isolate_documents=true needs data\.tokenizer of the corpus.*not bytes"):
         train(configured("data.tokenizer=bytes"), SIZE, tmp_path)
     (place.root / "texts.jsonl").write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(99)))

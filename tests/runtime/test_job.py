@@ -12,7 +12,8 @@ from zero.runtime.job import learning_rate, make_job, make_model
 
 
 @pytest.mark.parametrize(("warmup", "total"), [(2, 5), (0, 1), (19, 20), (20, 100)])
-def test_constant_rate_with_a_linear_end_reaches_it_also_in_short_runs(warmup: int, total: int) -> None:
+def test_linear_end_of_short_runs(warmup: int, total: int) -> None:
+    """A constant rate with a linear end reaches the end also in short runs."""
     keys = ("schedule.name=wsd", f"training.warmup_steps={warmup}", f"training.total_steps={total}")
     rate = learning_rate(check(compose(*keys, "training.end_learning_rate=0"), load_sizes()))
     assert float(rate(total - 1)) == 0
@@ -21,7 +22,8 @@ def test_constant_rate_with_a_linear_end_reaches_it_also_in_short_runs(warmup: i
 
 
 @pytest.mark.parametrize(("size", "share"), [("bytes_mup", 64 / 192), ("bytes", 1.0)])
-def test_matrices_of_a_model_in_mup_learn_at_their_share_of_the_rate(size: str, share: float) -> None:
+def test_rates_of_mup_matrices(size: str, share: float) -> None:
+    """Matrices of a model in mup learn at their share of the rate."""
     config = check(compose(f"model.size={size}"), load_sizes())
     tx = make_job(config, load_sizes()[size]).tx
     params = {
@@ -35,9 +37,8 @@ def test_matrices_of_a_model_in_mup_learn_at_their_share_of_the_rate(size: str, 
 
 
 @pytest.mark.parametrize(("attention", "lacks"), [("kernel", ["a kernel for this device"]), ("auto", [])])
-def test_what_a_kernel_lacks_is_logged_once_and_attention_is_that_of_auto(
-    attention: str, lacks: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kernel_falls_back_to_auto(attention: str, lacks: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """Where a kernel does not support the attention, this is logged once, and attention falls back to auto."""
     config = check(compose(f"model.attention={attention}"), load_sizes())
     model = make_model(config, load_sizes()["bytes"])
     said = [record.message for record in caplog.records if "kernel" in record.message]

@@ -18,7 +18,8 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_resumed_run_ends_as_one_that_was_not_interrupted(forks: cli.Forks, case: str) -> None:
+def test_resumed_run_equals_uninterrupted(forks: cli.Forks, case: str) -> None:
+    """A resumed run ends as one that was not interrupted."""
     expected = leaves(forks.train(case, *RUN, *CASES[case]), LAST)
     got = leaves(forks.fork(case, 4), LAST)
     assert any(name.startswith("opt_state") for name in expected) and got.keys() == expected.keys()

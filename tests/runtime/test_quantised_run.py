@@ -61,13 +61,15 @@ def test_it_goes_on_bit_for_bit(forks: cli.Forks) -> None:
 
 
 @pytest.mark.slow
-def test_it_goes_on_from_other_devices_and_another_stage(forks: cli.Forks) -> None:
+def test_continues_on_other_devices(forks: cli.Forks) -> None:
+    """The run continues on other devices and at another stage."""
     run, log = fork(forks, "whole", "distributed.cpu_devices=4", "zero.stage=1")
     np.testing.assert_allclose(losses(run), losses(forks.workplace / "whole"), rtol=1e-3)
     assert "other dtypes" not in log
 
 
-def test_it_goes_on_in_float32_in_larger_checkpoints(forks: cli.Forks) -> None:
+def test_continues_in_float32(forks: cli.Forks) -> None:
+    """The run continues in float32, with larger checkpoints."""
     whole = forks.workplace / "whole"
     wide, log = fork(forks, "whole", *FLOAT32)
     (line,) = [line for line in log.splitlines() if "other dtypes" in line]
@@ -80,7 +82,8 @@ def test_it_goes_on_in_float32_in_larger_checkpoints(forks: cli.Forks) -> None:
 
 
 @pytest.mark.slow
-def test_a_float32_run_goes_on_in_bytes(forks: cli.Forks) -> None:
+def test_float32_run_continues_in_bytes(forks: cli.Forks) -> None:
+    """A float32 run continues in bytes."""
     whole, wide = forks.workplace / "whole", forks.train("float32", *RUN, *FLOAT32)
     small, log = fork(forks, "float32", *SMALL)
     (line,) = [line for line in log.splitlines() if "other dtypes" in line]
@@ -91,7 +94,8 @@ def test_a_float32_run_goes_on_in_bytes(forks: cli.Forks) -> None:
 
 
 @pytest.mark.slow
-def test_its_weights_are_used_by_evaluate_sample_average_and_warm_start(forks: cli.Forks, tmp_path: Path) -> None:
+def test_weights_in_every_mode(forks: cli.Forks, tmp_path: Path) -> None:
+    """Its weights are used by evaluate, sample, average and warm start."""
     whole = forks.workplace / "whole"
     found = {}
     for name, keys in (("held", ()), ("float32", FLOAT32), ("ema", ("model.ema=true",))):

@@ -70,7 +70,8 @@ def interrupt(
 
 
 @pytest.mark.slow
-def test_run_killed_in_the_middle_ends_as_if_nothing_had_been(workplace: Path, undisturbed: Path) -> None:
+def test_killed_run(workplace: Path, undisturbed: Path) -> None:
+    """A run that was killed in the middle ends as one that was not."""
     again = ("--resume=auto", *JOB, "hydra.run.dir=killed", "data.wandb_project=zero")  # what a launcher loops on
     run = workplace / "killed"
     killed = interrupt(cli.start(workplace, *again), run, 23, signal.SIGKILL)
@@ -88,7 +89,8 @@ def test_run_killed_in_the_middle_ends_as_if_nothing_had_been(workplace: Path, u
 
 
 @pytest.mark.slow
-def test_run_that_a_library_aborts_ends_as_if_nothing_had_been(workplace: Path, undisturbed: Path) -> None:
+def test_aborted_run(workplace: Path, undisturbed: Path) -> None:
+    """A run that a library aborted ends as one that was not."""
     again = ("--resume=auto", *JOB, "hydra.run.dir=aborted")
     run = workplace / "aborted"
     aborted = interrupt(cli.start(workplace, *again), run, 23, signal.SIGABRT)
@@ -101,7 +103,8 @@ def test_run_that_a_library_aborts_ends_as_if_nothing_had_been(workplace: Path, 
     assert_same_run(run, undisturbed)
 
 
-def test_run_that_is_told_to_stop_saves_and_ends_as_if_nothing_had_been(forks: cli.Forks, undisturbed: Path) -> None:
+def test_stopped_run(forks: cli.Forks, undisturbed: Path) -> None:
+    """A run that is told to stop saves, and ends after a resume as one that was not stopped."""
     run = forks.workplace / "stopped"
     stopped = interrupt(forks.start(*JOB, "hydra.run.dir=stopped"), run, 23, signal.SIGTERM)
     assert stopped.returncode == 75, stopped.stderr
@@ -118,7 +121,8 @@ def contents(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
-def test_fork_on_other_devices_and_another_stage_sees_the_same_samples(forks: cli.Forks, undisturbed: Path) -> None:
+def test_fork_sees_the_same_samples(forks: cli.Forks, undisturbed: Path) -> None:
+    """A fork on other devices and at another stage sees the same samples."""
     before = contents(undisturbed)
     elsewhere = ("distributed.cpu_devices=2", "zero.stage=1", "training.gradient_accumulation_steps=4")
     forks.check("--resume", "hydra.run.dir=undisturbed", "data.resume_step=20", *elsewhere)
@@ -142,7 +146,8 @@ def test_fork_on_other_devices_and_another_stage_sees_the_same_samples(forks: cl
 
 
 @pytest.mark.slow
-def test_copies_of_the_state_go_on_from_one_over_all_devices(forks: cli.Forks, undisturbed: Path) -> None:
+def test_fork_with_copies(forks: cli.Forks, undisturbed: Path) -> None:
+    """Copies of the state continue from a state over all devices."""
     run = (
         "hydra.run.dir=undisturbed",
         "data.resume_step=20",
@@ -158,7 +163,8 @@ def test_copies_of_the_state_go_on_from_one_over_all_devices(forks: cli.Forks, u
 
 
 @pytest.mark.slow
-def test_tensor_groups_train_evaluate_sample_and_go_on_as_devices_alone(forks: cli.Forks) -> None:
+def test_tensor_groups_in_every_mode(forks: cli.Forks) -> None:
+    """Tensor groups train, evaluate, sample and continue as devices without groups."""
     job = (*cli.TINY, "data.max_context=30", "training.warmup_train_context=6", "training.staged_warmup_steps=2")
     groups = ("zero.tensor_shards=3", "distributed.cpu_devices=6")
     for run, options in (("alone", ()), ("groups", groups), ("stage0", (*groups, "zero.stage=0"))):
@@ -186,8 +192,11 @@ def test_tensor_groups_train_evaluate_sample_and_go_on_as_devices_alone(forks: c
 
 
 @pytest.mark.slow
-def test_context_groups_train_evaluate_sample_and_go_on_as_devices_alone(forks: cli.Forks) -> None:
-    """Also with fewer sequences than devices, and from groups of 4 to groups of 2."""
+def test_context_groups_in_every_mode(forks: cli.Forks) -> None:
+    """Context groups train, evaluate, sample and continue as devices without groups.
+
+    Also with fewer sequences than devices, and from groups of 4 to groups of 2.
+    """
     few = ("training.batch_size=2", "training.gradient_accumulation_steps=1", "distributed.cpu_devices=8")
     job = (*cli.TINY, *few, "data.max_context=32", "training.sample_tokens=8")
     warmup = ("training.warmup_train_context=16", "training.staged_warmup_steps=2")
@@ -230,7 +239,8 @@ sys.exit(train(check(config, {{"test": size}}), size, Path.cwd()))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [400, 2000])
-def test_many_steps_on_more_devices_than_cores(workplace: Path, tmp_path: Path, steps: int) -> None:
+def test_more_devices_than_cores(workplace: Path, tmp_path: Path, steps: int) -> None:
+    """Many steps run on more devices than cores."""
     arguments = (
         f"training.total_steps={steps}",
         "training.evaluation_frequency=2000",
@@ -253,7 +263,8 @@ def test_many_steps_on_more_devices_than_cores(workplace: Path, tmp_path: Path, 
     assert len(losses) == steps // 100 and losses[-1] < losses[0] - 1
 
 
-def test_signal_whose_exception_was_lost_is_a_request_once_there_is_something_to_save() -> None:
+def test_lost_exception_of_a_signal() -> None:
+    """A signal whose exception was lost is a stop request once there is something to save."""
     timer = threading.Timer(60, lambda: None)
     unanswered.append((signal.SIGTERM, timer))
     with stop_requests() as received:
@@ -263,7 +274,8 @@ def test_signal_whose_exception_was_lost_is_a_request_once_there_is_something_to
         assert received == []
 
 
-def test_first_signal_is_noted_and_a_second_one_stops_at_once() -> None:
+def test_second_signal_stops_at_once() -> None:
+    """A first signal is noted, and a second one stops at once."""
     before = signal.getsignal(signal.SIGTERM)
     with stop_requests() as received:
         assert not received

@@ -48,7 +48,8 @@ def test_it_resumes_bit_for_bit(forks: cli.Forks) -> None:
 
 
 @pytest.mark.slow
-def test_it_resumes_to_rounding_on_other_devices_at_another_stage(forks: cli.Forks) -> None:
+def test_resumes_on_other_devices(forks: cli.Forks) -> None:
+    """The run resumes, up to rounding, on other devices and at another stage."""
     whole = forks.workplace / "whole"
     expected, start = state(whole, LAST), state(whole, 4)
     elsewhere = state(forks.fork("whole", 4, "distributed.cpu_devices=4", "zero.stage=1"), LAST)
@@ -58,7 +59,8 @@ def test_it_resumes_to_rounding_on_other_devices_at_another_stage(forks: cli.For
             np.testing.assert_allclose(elsewhere[name], expected[name], rtol=1e-3, atol=1e-4, err_msg=name)
 
 
-def test_rows_longer_than_the_context_are_scored_as_if_at_once(forks: cli.Forks) -> None:
+def test_scoring_of_longer_rows(forks: cli.Forks) -> None:
+    """Rows longer than the context are scored as if read at once."""
     found = {}
     for name, options in {
         "carried": ("evaluate.context=8", "evaluate.carry=true"),
@@ -72,7 +74,8 @@ def test_rows_longer_than_the_context_are_scored_as_if_at_once(forks: cli.Forks)
 
 
 @pytest.mark.slow
-def test_two_hosts_have_the_codebook_of_one(forks: cli.Forks) -> None:
+def test_codebook_of_two_hosts(forks: cli.Forks) -> None:
+    """Two hosts have the codebook of one."""
     job = ("training.batch_size=8", "training.gradient_accumulation_steps=1", "distributed.cpu_devices=2")
     done = hosts.finish(hosts.start([forks.workplace] * 2, *VQ, *job, "hydra.run.dir=hosts"))
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
@@ -83,7 +86,8 @@ def test_two_hosts_have_the_codebook_of_one(forks: cli.Forks) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_evaluated_sampled_from_and_warm_started_with_its_codebook(forks: cli.Forks, tmp_path: Path) -> None:
+def test_codebook_in_every_mode(forks: cli.Forks, tmp_path: Path) -> None:
+    """The model is evaluated, sampled from and warm-started with its codebook."""
     use = ("model.model_path=whole",)
     loss = forks.evaluate("evaluated", *use)["loss"]
     assert abs(loss - losses(forks.workplace / "whole")[-1]) < 0.2  # of more rows

@@ -1,4 +1,14 @@
-"""Training steps of a small GPT, and one unsharded device to compare them with. A helper of tests."""
+"""Training steps of a small GPT on shards, and one unsharded device to compare them with.
+
+- `setup(devices, stage, ...)`: a `Setup`, the compiled programs of a model, with `start()` and `whole(tree, layout)`;
+  compiled once per process. `CONFIG` is the default model; `ROWS`, `STEPS`, `SEED`, `MAX_NORM`, `RATE` are the job.
+- `tokens(step)`: rows of a global batch, some of them padded; `batch(setup, step)`: the same, split over devices.
+- `run(devices, stage)`, `run_on(setup)`: a `Run`, the metrics, parameters and state after `STEPS` steps.
+  `advance(setup, state, steps)`: some more steps.
+- `reference(...)`: the `Run` of one device, which uses nothing of `zero` but the model; `first_params`: its start.
+- `assert_equal`, `assert_close`: compare two `Run`s; `assert_first_weights`: new weights with those of one device.
+- `named(tree)`: leaves by name; `shapes_of(setup)`: shapes of the state on 8 devices; `bits(tree)`: leaves as integers.
+"""
 
 from collections.abc import Callable
 from functools import cache, partial

@@ -1,4 +1,4 @@
-"""The codebook of vector-quantised keys: one state of the whole run, whatever computes it."""
+"""Whole steps with the codebook of vector-quantised keys: one state of the run, the same on any devices."""
 
 import dataclasses
 from functools import cache, partial

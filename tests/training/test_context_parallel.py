@@ -1,4 +1,4 @@
-"""Devices that compute different positions of the same rows train as devices with whole rows do."""
+"""Whole steps of context groups, whose devices compute different positions of the same rows, against whole rows."""
 
 import dataclasses
 import itertools
@@ -104,7 +104,7 @@ def test_documents_are_kept_apart() -> None:
 )
 @pytest.mark.slow
 def test_copies_and_phases(on: zero.Axis) -> None:
-    """Context groups do not depend on copies and phases."""
+    """Results of context groups do not depend on copies and phases."""
     expected = trained(setup(8, 3, config=ODD))
     assert_close(trained(setup(8, 3, config=ODD, axis=on)), expected, rtol=1e-6, config=ODD)
 

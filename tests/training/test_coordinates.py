@@ -1,4 +1,4 @@
-"""The coordinate check of benchmarks/coordinate_check.py at a few widths, with one seed."""
+"""Whole steps: the coordinate check of benchmarks/coordinate_check.py at a few widths, with one seed."""
 
 import dataclasses
 from functools import cache

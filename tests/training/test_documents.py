@@ -1,4 +1,4 @@
-"""Rows of several documents, some of whose tokens are not predicted, against the documents alone on one device."""
+"""Whole steps of packed documents, some of whose tokens are not predicted, against single documents on one device."""
 
 import dataclasses
 from functools import cache

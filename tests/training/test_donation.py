@@ -1,4 +1,4 @@
-"""The trainer's programs update donated state in its own buffers: a copy would be twice the state for a moment."""
+"""Whole steps update donated state in its own buffers: a copy would be twice the state for a moment."""
 
 from typing import Any
 

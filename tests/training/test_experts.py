@@ -1,4 +1,4 @@
-"""Training steps of mixtures of experts: every stage against one device, and expert groups against devices alone."""
+"""Whole steps of mixtures of experts: every stage against one device, and expert groups against none."""
 
 import dataclasses
 from functools import cache

@@ -1,4 +1,4 @@
-"""Training steps of every family on shards against one device, and the passes in which layers differ."""
+"""Whole steps of every family on shards against one device, and of layers that differ from each other."""
 
 import dataclasses
 from functools import cache, partial

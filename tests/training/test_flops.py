@@ -24,7 +24,7 @@ def test_model_flops_are_three_forward_passes(chunks: int) -> None:
 
 
 def test_flops_of_layer_kinds() -> None:
-    """Model flops of grouped local and gated layers."""
+    """FLOPs of grouped, local and gated layers."""
     rows, context, width, layers, vocabulary = 2, 16, 24, 4, 33
     config = GPTConfig(
         width, vocabulary, 6, context, 0.0, layers, alibi_attn=False, positions="t5", kv_heads=2, head_dim=5,

@@ -1,4 +1,4 @@
-"""The update inside the backward pass against the update after it: clipping, skipping, layers in groups, refusals."""
+"""The update inside the backward pass against the update after it: clipping, skipping, nested layers, refusals."""
 
 import dataclasses
 import math

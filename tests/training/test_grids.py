@@ -1,4 +1,4 @@
-"""Copies of the state over groups of devices, and collectives in phases, train as one group in one phase does."""
+"""Whole steps with copies of the state over groups of devices, and with phases, against one group in one phase."""
 
 import itertools
 from typing import Any
@@ -42,7 +42,7 @@ def test_every_grid_trains_as_one_group(grid: str, case: str) -> None:
 
 
 def test_copies_of_the_state() -> None:
-    """Copies are equal bit for bit and state is larger."""
+    """Copies are equal bit for bit, and each device holds more state."""
     flat, on = setup(8, 3, max_norm=None), setup(8, 3, max_norm=None, axis=GRIDS["two copies"])
     state = run_on(on).state
     assert state is not None
@@ -56,7 +56,7 @@ INT8: dict[str, Any] = {"max_norm": None, "wire_dtype": jnp.int8, "gather_dtype"
 
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
 def test_int8_between_devices(stage: int) -> None:
-    """Int8 between devices trains nearly the same with fewer bytes.
+    """With int8 between devices training is nearly the same, with fewer bytes.
 
     An element is off by at most its block's largest / 254, of parameters and of each summand of a gradient.
     """
@@ -72,7 +72,7 @@ def test_int8_between_devices(stage: int) -> None:
 
 @pytest.mark.slow
 def test_int8_at_every_stage() -> None:
-    """Int8 between devices is near at every stage and in copies.
+    """With int8 between devices training is near float32 at every stage and in copies.
 
     Blocks of a stack of layers are others than those of its layers.
     """

@@ -1,4 +1,4 @@
-"""The model in use, on shards of eight devices, against the whole model on one."""
+"""Inference on shards of eight devices against the whole model on one."""
 
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -124,7 +124,7 @@ def test_evaluation_has_no_dropout() -> None:
 
 
 def test_evaluation_in_micro_batches() -> None:
-    """Evaluation in micro batches sums the same with fewer activations."""
+    """Evaluation in micro-batches sums the same with fewer activations."""
     rows = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (8, 16, 12), np.int32)
     rows[:, ::3, 7:] = -1
     results, temporary = [], []

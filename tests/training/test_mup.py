@@ -1,4 +1,4 @@
-"""Learning rates by leaf, on shards at every stage, against one device and optax alone."""
+"""Whole steps with learning rates by leaf, at every stage, against one device and only optax."""
 
 import dataclasses
 from functools import cache, partial

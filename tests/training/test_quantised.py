@@ -1,4 +1,4 @@
-"""Training with moments of a byte and bfloat16 weights: the same at any stage and on any number of devices."""
+"""Whole steps with moments of a byte and bfloat16 weights: the same at any stage and on any number of devices."""
 
 import dataclasses
 import re
@@ -119,7 +119,7 @@ def test_bytes_per_device(form: str) -> None:
 
 @pytest.mark.parametrize(("devices", "stage"), [(8, 0), (8, 3), (3, 1)])
 def test_first_weights_are_rounded(devices: int, stage: int) -> None:
-    """First weights are the rounded float32 ones."""
+    """First weights are the float32 ones, rounded."""
     on = quantised("and bfloat16 weights", devices, stage)
     assert_first_weights(on)
     assert on.model.layout.map(lambda leaf: leaf.dtype)["vocabulary"]["table"] == jnp.bfloat16

@@ -60,7 +60,7 @@ ALL = [(n, stage, m) for n, micro_batches in PARTS.items() for stage in range(4)
     [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in SOME)],
 )
 def test_equals_one_device(devices: int, stage: int, micro_batches: int) -> None:
-    """Many devices and micro batches equal one device."""
+    """Many devices and micro-batches equal one device."""
     assert_close(run(devices, stage, micro_batches), reference(), rtol=1e-5)
 
 

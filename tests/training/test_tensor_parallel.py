@@ -1,4 +1,4 @@
-"""Devices that compute the same rows with a part of the parameters each train as devices with rows of their own do."""
+"""Whole steps of tensor groups, whose devices have the same rows and parts of the parameters, against no groups."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Eight devices, divided in every way, train alike for twenty steps with clipping, dropout and micro-batches."""
+"""Whole steps: eight devices, divided in every way, train alike for twenty steps."""
 
 import dataclasses
 from functools import partial

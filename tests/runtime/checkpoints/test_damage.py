@@ -39,7 +39,8 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 UNREAD = r"_CHECKPOINT_METADATA|.*commit_success.txt|state/_sharding|state/ocdbt.process_0/manifest.ocdbt"
 
 
-def test_every_damage_is_reported_in_one_line_or_does_no_harm(tmp_path: Path) -> None:
+def test_every_damage(tmp_path: Path) -> None:
+    """Every damage is reported in one line or does no harm."""
     with Checkpoints(tmp_path / "whole", keep=1) as checkpoints:
         save_small(checkpoints, 5)
     expected, found, harmless = make_state(*small(8), seed=5), {}, set()
@@ -72,8 +73,11 @@ def test_every_damage_is_reported_in_one_line_or_does_no_harm(tmp_path: Path) ->
     assert re.search("file .*5/state/_METADATA cannot be read: not valid JSON", found["state/_METADATA", "torn"])
 
 
-def test_metadata_that_were_changed_or_have_another_form_are_damage(tmp_path: Path) -> None:
-    """Also where they are valid JSON: nothing else would tell that a run continues with other rows."""
+def test_changed_metadata_are_damage(tmp_path: Path) -> None:
+    """Metadata that were changed, or have another form, are damage.
+
+    Also where they are valid JSON: nothing else would tell that a run continues with other rows.
+    """
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         layout, axis = small(8)
         checkpoints.save(5, make_state(layout, axis), layout, META, validation_loss=float("nan"))
@@ -112,17 +116,21 @@ def test_metadata_that_were_changed_or_have_another_form_are_damage(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["lr=[1,2]", "back\\slash", "st*r", "wh?t", "no utf-8 \udce9"])
-def test_path_that_orbax_takes_for_a_pattern_is_refused(name: str, tmp_path: Path) -> None:
+def test_path_like_a_pattern_is_refused(name: str, tmp_path: Path) -> None:
+    """A path that orbax takes for a pattern is refused."""
     with pytest.raises(UserError, match=r"expected a path .*without \* \? \[ and backslashes"):
         Checkpoints(tmp_path / name / "checkpoints", keep=3)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_checkpoint_that_was_not_merged_is_not_called_saved_and_deletes_no_other(
+def test_unmerged_checkpoint_is_not_saved(
     is_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a path that orbax could not list: what the hosts have written is never joined, and orbax only logs that."""
+    """A checkpoint that was not merged is not reported as saved and deletes no other.
+
+    As in a path that orbax could not list: what the hosts have written is never joined, and orbax only logs that.
+    """
 
     async def nothing(*args: object, **options: object) -> None:
         pass
@@ -144,7 +152,8 @@ def test_checkpoint_that_was_not_merged_is_not_called_saved_and_deletes_no_other
     assert_same(restore_small(tmp_path, 3), make_state(*small(8), seed=3), small(8)[0])
 
 
-def test_damaged_checkpoint_is_set_aside_and_its_step_is_free_again(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_set_aside(tmp_path: Path) -> None:
+    """A damaged checkpoint is set aside, and its step can be saved again."""
     with Checkpoints(tmp_path, keep=3) as checkpoints:
         save_small(checkpoints, 5)
         for name, steps in [("10.damaged", [5]), ("10.damaged-2", [5, 7])]:
@@ -166,7 +175,8 @@ def test_damaged_checkpoint_is_set_aside_and_its_step_is_free_again(tmp_path: Pa
     assert_same(restore_small(tmp_path, 10), make_state(*small(8), seed=10), small(8)[0])
 
 
-def test_damaged_losses_do_not_keep_others_from_being_saved(tmp_path: Path) -> None:
+def test_damaged_losses_prevent_no_save(tmp_path: Path) -> None:
+    """Damaged validation losses do not prevent the next save."""
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         save_small(checkpoints, 1, validation_loss=1.0)
     (tmp_path / "1" / "meta" / "metadata").write_text('{"shapes": {"w"')
@@ -176,9 +186,8 @@ def test_damaged_losses_do_not_keep_others_from_being_saved(tmp_path: Path) -> N
         assert checkpoints.steps() == [2]
 
 
-def test_checkpoint_counts_as_saved_only_when_it_is_synced(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saved_means_synced(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is reported as saved only when it is synced to disk."""
     synced, reached, go_on = set(), threading.Event(), threading.Event()
     fsync = os.fsync
 
@@ -214,9 +223,9 @@ def test_checkpoint_counts_as_saved_only_when_it_is_synced(
     assert len(caplog.messages) == 1
 
 
-def test_checkpoint_that_cannot_be_synced_is_none_and_harms_no_other(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_sync(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that cannot be synced is not kept and harms no other."""
+
     def broken(opened: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -258,7 +267,8 @@ except UserError as error:
 """
 
 
-def test_full_disk_is_reported_in_one_line_and_harms_no_other_checkpoint(tmp_path: Path) -> None:
+def test_full_disk(tmp_path: Path) -> None:
+    """A full disk is reported in one line and harms no other checkpoint."""
     program = FULL_DISK.format(directory=str(tmp_path))
     printed = run(program)
     assert f"{tmp_path}: the checkpoint could not be written" in printed
@@ -292,7 +302,8 @@ def assert_refused(checkpoints: Checkpoints, reason: str) -> None:
 
 # Orbax closes the loop of a save that fails, and the writes under way then complain on standard error.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_disk_that_fills_up_is_reported_in_one_line_and_harms_no_other_checkpoint(disk: Path) -> None:
+def test_disk_that_fills_up(disk: Path) -> None:
+    """A disk that fills up is reported in one line and harms no other checkpoint."""
     with Checkpoints(disk, keep=1) as checkpoints:
         save_small(checkpoints, 1)
         checkpoints.wait()
@@ -303,7 +314,8 @@ def test_disk_that_fills_up_is_reported_in_one_line_and_harms_no_other_checkpoin
     assert_same(restore_small(disk, 3), make_state(*small(8), seed=3), small(8)[0])
 
 
-def test_place_that_became_read_only_is_reported_in_one_line(disk: Path) -> None:
+def test_read_only_disk(disk: Path) -> None:
+    """A disk that became read-only is reported in one line."""
     threads = set(threading.enumerate())
     with Checkpoints(disk, keep=1) as checkpoints:
         save_small(checkpoints, 1)
@@ -319,9 +331,9 @@ def test_place_that_became_read_only_is_reported_in_one_line(disk: Path) -> None
     assert_same(restore_small(disk, 1), make_state(*small(8), seed=1), small(8)[0])
 
 
-def test_failed_save_of_a_step_that_was_set_aside_is_not_taken_for_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_save_after_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed save of a step that was set aside is not taken for the old checkpoint."""
+
     def broken(opened: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -337,9 +349,8 @@ def test_failed_save_of_a_step_that_was_set_aside_is_not_taken_for_the_old_one(
         assert checkpoints.steps() == []
 
 
-def test_checkpoint_counts_as_saved_where_an_older_one_cannot_be_deleted(
-    disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_older_checkpoint_cannot_be_deleted(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint counts as saved although an older one cannot be deleted."""
     with Checkpoints(disk, keep=1) as checkpoints:
         save_small(checkpoints, 1)
         checkpoints.wait()
@@ -380,7 +391,8 @@ for locked in ({locked!r}).split():
 """
 
 
-def test_missing_permission_is_not_taken_for_damage() -> None:
+def test_missing_permission_is_no_damage() -> None:
+    """Missing permission is not taken for damage."""
     with tempfile.TemporaryDirectory() as place:  # tmp_path lies in a directory that nobody else may enter
         os.chmod(place, 0o755)
         with Checkpoints(Path(place, "whole"), keep=1) as checkpoints:
@@ -401,7 +413,8 @@ def test_missing_permission_is_not_taken_for_damage() -> None:
             assert "cannot be read now: " in line and re.search("permission", line, re.IGNORECASE)
 
 
-def test_two_processes_agree_on_damage_and_on_when_to_stop(tmp_path: Path) -> None:
+def test_two_processes_agree_on_damage(tmp_path: Path) -> None:
+    """Two processes agree on damage and on when to stop."""
     hosts.run_two(Path(__file__).with_name("two_processes.py"), tmp_path)
     assert (tmp_path / "stopped-0").read_text() == (tmp_path / "stopped-1").read_text()
     assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["5", "5.damaged"]

@@ -61,7 +61,8 @@ def saved(directory: Path) -> str:
     return emergency.lineage
 
 
-def test_the_newest_is_restored_bit_for_bit_and_older_ones_are_deleted(tmp_path: Path) -> None:
+def test_newest_is_restored(tmp_path: Path) -> None:
+    """The newest emergency checkpoint is restored bit for bit, and older ones are deleted."""
     lineage = saved(tmp_path)
     (place,) = tmp_path.iterdir()
     assert sorted(path.name for path in place.iterdir()) == ["10-0.shards", "15-0.shards"]
@@ -76,7 +77,8 @@ def test_the_newest_is_restored_bit_for_bit_and_older_ones_are_deleted(tmp_path:
     assert_equal(again[1], state(15))
 
 
-def test_a_copy_does_not_change_with_the_step_that_donates_the_state(tmp_path: Path) -> None:
+def test_copy_survives_donation(tmp_path: Path) -> None:
+    """A copy does not change with the step that donates the state."""
     emergency, first = opened(tmp_path), state(1)
     emergency.save(1, first, POSITION)
     jax.pmap(lambda x: jax.tree.map(jnp.zeros_like, x), "zero", donate_argnums=0)(first)
@@ -107,9 +109,10 @@ def test_nothing_else_is_restored(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert found is not None and found[0]["step"] == 10 and "15-0.shards is damaged" in caplog.text
 
 
-def test_a_full_disk_ends_no_training_and_leaves_nothing_half_written(
+def test_full_disk_does_not_end_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A full disk does not end training and leaves nothing half-written."""
     emergency = opened(tmp_path)
     (place,) = tmp_path.iterdir()
     (place / "5-0.shards.tmp").mkdir()  # it cannot be written
@@ -125,7 +128,8 @@ def test_a_full_disk_ends_no_training_and_leaves_nothing_half_written(
         assert not list(place.glob("10-*"))
 
 
-def test_they_are_deleted_when_a_run_ends_well_and_kept_when_it_fails(tmp_path: Path) -> None:
+def test_deleted_only_after_success(tmp_path: Path) -> None:
+    """Emergency checkpoints are deleted when a run ends well and kept when it fails."""
     with opened(tmp_path) as emergency:
         emergency.save(1, state(1), POSITION)
     (place,) = tmp_path.iterdir()
@@ -147,7 +151,8 @@ def together(folder: Path, lineage: str) -> list[str]:
     return [text.splitlines()[-1] for text in printed]
 
 
-def test_a_replaced_host_gets_its_shards_from_its_neighbour(tmp_path: Path) -> None:
+def test_shards_from_a_neighbour(tmp_path: Path) -> None:
+    """A replaced host gets its shards from its neighbour."""
     lineage, *others = together(tmp_path, "new")
     assert others == [lineage, lineage]
     assert sorted(path.name for path in (tmp_path / "1").rglob("*.shards")) == [

@@ -29,7 +29,8 @@ from zero.training.sharded_gpt import ShardedGPT
 
 
 @pytest.mark.parametrize("saved", [(8, 3), (3, 1), (1, 3), (8, 0)], ids=str)
-def test_any_number_of_devices_and_stage_reads_what_another_wrote(saved: tuple[int, int], tmp_path: Path) -> None:
+def test_other_devices_and_stages(saved: tuple[int, int], tmp_path: Path) -> None:
+    """Any number of devices and any stage reads what another wrote."""
     save(tmp_path, 5, devices=saved[0], stage=saved[1])
     for devices, stage in [(8, 3), (3, 2), (1, 1), (8, 0)]:
         layout, axis = placed(devices, stage)
@@ -61,7 +62,8 @@ def test_meta_comes_back(saved_once: Path) -> None:
     assert meta["shapes"] == {leaf.name: list(leaf.shape) for leaf in placed(8, 3)[0].leaves}
 
 
-def test_steps_that_go_on_at_once_do_not_spoil_what_is_written(tmp_path: Path) -> None:
+def test_steps_during_a_save(tmp_path: Path) -> None:
+    """Steps that continue during a save do not change what is written."""
     axis = zero.Axis("zero", (1, 8))
     layout = zero.make_layout({"w": jax.ShapeDtypeStruct((500, 8 * 500), jnp.float32)}, 8)
     state = jax.pmap(lambda key: {"w": jax.random.normal(key, (500, 500))}, "zero")(
@@ -93,19 +95,22 @@ def test_steps_that_go_on_at_once_do_not_spoil_what_is_written(tmp_path: Path) -
     ],
     ids=str,
 )
-def test_checkpoint_of_another_model_is_refused_by_leaf(changes: dict[str, Any], line: str, saved_once: Path) -> None:
+def test_checkpoint_of_another_model_is_refused(changes: dict[str, Any], line: str, saved_once: Path) -> None:
+    """A checkpoint of another model is refused with the name of a leaf."""
     with pytest.raises(UserError, match=rf"{saved_once}, step 5, {line}") as caught:
         restore(saved_once, 5, **changes)
     assert "\n" not in str(caught.value)
 
 
-def test_leaf_that_is_left_over_is_named(tmp_path: Path) -> None:
+def test_leftover_leaf_is_named(tmp_path: Path) -> None:
+    """A leaf of the checkpoint that the model lacks is named."""
     save(tmp_path, 5, alibi_attn=False)
     with pytest.raises(UserError, match=r"leaf params/positions/table: holds \(12, 42\), this run expects nothing"):
         restore(tmp_path, 5)
 
 
-def test_a_place_that_does_not_exist_holds_nothing_and_is_made_at_the_first_save(tmp_path: Path) -> None:
+def test_missing_directory(tmp_path: Path) -> None:
+    """A directory that does not exist holds no checkpoints and is made at the first save."""
     place = tmp_path / "not yet" / "there"
     with Checkpoints(place, keep=1) as checkpoints:
         assert checkpoints.steps() == [] and not place.exists()
@@ -114,8 +119,11 @@ def test_a_place_that_does_not_exist_holds_nothing_and_is_made_at_the_first_save
         assert checkpoints.steps() == [1]
 
 
-def test_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
-    """Written by zero 0.1.0 with its compression, from 8 devices; this one's is not compressed."""
+def test_reads_version_0_1_0(tmp_path: Path) -> None:
+    """A checkpoint of an older version is read.
+
+    Written by zero 0.1.0 with its compression, from 8 devices; this one's is not compressed.
+    """
     params = {"w": jax.ShapeDtypeStruct((3, 20), jnp.float32), "b": jax.ShapeDtypeStruct((5,), jnp.float32)}
     tree = {"params": params, "clock": jax.ShapeDtypeStruct((), jnp.int32)}
     with tarfile.open(Path(__file__).with_name("checkpoint-0.1.0.tar.xz")) as archive:
@@ -146,7 +154,8 @@ def half_write(directory: Path, step: int) -> Path:
     return temporary
 
 
-def test_half_written_checkpoint_is_none_and_is_cleaned_up_by_its_own_run_only(tmp_path: Path) -> None:
+def test_half_written_checkpoint(tmp_path: Path) -> None:
+    """A half-written checkpoint does not count and is deleted only by its own run."""
     with Checkpoints(tmp_path, keep=3) as checkpoints:
         save_small(checkpoints, 5)
     temporary = half_write(tmp_path, 10)
@@ -161,7 +170,8 @@ def test_half_written_checkpoint_is_none_and_is_cleaned_up_by_its_own_run_only(t
     assert not temporary.exists()
 
 
-def test_newest_and_best_are_kept_from_one_start_to_the_next(tmp_path: Path) -> None:
+def test_newest_and_best_are_kept(tmp_path: Path) -> None:
+    """The newest and the best checkpoints are kept from one start to the next."""
     starts: list[dict[int, float | None]] = [
         {1: 3.0, 2: 1.5, 3: 2.0, 4: None},
         {5: 1.75, 6: float("nan")},
@@ -178,7 +188,8 @@ def test_newest_and_best_are_kept_from_one_start_to_the_next(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["7", "8", "9"]
 
 
-def test_step_lower_than_an_existing_one_is_saved_and_an_existing_one_is_refused(tmp_path: Path) -> None:
+def test_lower_and_existing_steps(tmp_path: Path) -> None:
+    """A step lower than an existing one is saved, and an existing one is refused."""
     with Checkpoints(tmp_path, keep=3) as checkpoints:
         for step in (10, 20, 15):
             save_small(checkpoints, step)

@@ -37,7 +37,8 @@ def trainer(meta: dict[str, Any], name: str, stage: int) -> Setup:
 
 
 @pytest.mark.parametrize(("name", "stage"), [("ema", 3), ("vq", 3), pytest.param("ema", 1, marks=pytest.mark.slow)])
-def test_checkpoint_of_an_earlier_format_trains_on(name: str, stage: int, tmp_path: Path) -> None:
+def test_earlier_format_trains_on(name: str, stage: int, tmp_path: Path) -> None:
+    """A checkpoint of an earlier format is trained further."""
     with opened(name, tmp_path) as checkpoints:
         meta = checkpoints.meta(4)
         on = trainer(meta, name, stage)
@@ -51,12 +52,14 @@ def test_checkpoint_of_an_earlier_format_trains_on(name: str, stage: int, tmp_pa
     assert [one["skipped_steps"] for one in metrics] == [1] * 4
 
 
-def test_checkpoint_of_a_later_format_is_refused() -> None:
+def test_later_format_is_refused() -> None:
+    """A checkpoint of a later format is refused."""
     with pytest.raises(UserError, match=f"of format {FORMAT + 1}, this version reads formats 1 to {FORMAT}: update"):
         migrate({"format": FORMAT + 1, "shapes": {}})
 
 
-def test_weights_and_their_averages_are_read_from_an_earlier_format(tmp_path: Path) -> None:
+def test_weights_of_an_earlier_format(tmp_path: Path) -> None:
+    """Weights and their averages are read from an earlier format."""
     with opened("ema", tmp_path) as checkpoints:
         meta = checkpoints.meta(4)
         on = trainer(meta, "ema", 3)
@@ -69,7 +72,8 @@ def test_weights_and_their_averages_are_read_from_an_earlier_format(tmp_path: Pa
     assert 0 < np.abs(found[True] - found[False]).max() < 0.1
 
 
-def test_average_of_an_earlier_format_keeps_the_codebook(tmp_path: Path) -> None:
+def test_codebook_of_an_earlier_format(tmp_path: Path) -> None:
+    """An average of checkpoints of an earlier format keeps the codebook."""
     with opened("vq", tmp_path) as checkpoints:
         expected = checkpoints.read(4, "averages/codebook/blocks/unit_0/sums")
     assert average(str(tmp_path / "checkpoints"), tmp_path / "mean") == [4]

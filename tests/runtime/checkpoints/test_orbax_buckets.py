@@ -9,9 +9,8 @@ from tests.helpers.checkpoints import assert_same, make_state, save_small, small
 from zero.runtime.checkpoints.manager import Checkpoints
 
 
-def test_orbax_gets_patient_buckets_and_other_users_of_fsspec_do_not(
-    server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patient_buckets_for_orbax_only(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only orbax gets patient buckets; other users of fsspec do not."""
     from zero.runtime.checkpoints.orbax_buckets import PatientBucket
 
     bucket.use(monkeypatch, server)

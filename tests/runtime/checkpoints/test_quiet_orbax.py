@@ -14,7 +14,8 @@ from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.checkpoints.quiet_orbax import draining_event_loops, quiet_loggers
 
 
-def test_loggers_speak_again_when_the_last_block_is_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_loggers_are_restored(caplog: pytest.LogCaptureFixture) -> None:
+    """Loggers are restored when the last block is left."""
     caplog.set_level(logging.INFO)
     first, second = quiet_loggers(), quiet_loggers()
     for step, enter_or_leave in enumerate(
@@ -29,7 +30,8 @@ def test_loggers_speak_again_when_the_last_block_is_left(caplog: pytest.LogCaptu
     assert caplog.messages == ["after"]
 
 
-def test_checkpoints_silence_absl_until_they_are_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_absl_is_silent_until_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Checkpoints silence absl until they are closed."""
     caplog.set_level(logging.INFO, "absl")
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         save_small(checkpoints, 1)
@@ -55,7 +57,8 @@ assert before == [(logging.getLogger(name).level, logging.getLogger(name).filter
     assert done.returncode == 0, done.stderr
 
 
-def test_event_loops_of_other_threads_stay_as_they_are() -> None:
+def test_event_loops_of_other_threads() -> None:
+    """Event loops of other threads stay as they are."""
     plain = asyncio.new_event_loop
     made: list[asyncio.AbstractEventLoop] = []
     with draining_event_loops():

@@ -1,4 +1,4 @@
-"""Composes conf/config.yaml as the command line does. A helper of tests."""
+"""`compose` makes a configuration from conf/config.yaml and overrides, as the command line does; `CONF` is conf/."""
 
 import hydra
 from omegaconf import DictConfig

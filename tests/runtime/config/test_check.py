@@ -27,7 +27,8 @@ def refusal(*overrides: str) -> str:
     raise AssertionError("it was accepted")
 
 
-def test_default_job_is_accepted_as_typed_values() -> None:
+def test_default_job() -> None:
+    """The default job is accepted, and its values are typed."""
     checked = check(compose(), SIZES)
     assert isinstance(checked, Config)
     assert checked.model.size == "bytes" and checked.zero.stage == 3
@@ -200,17 +201,20 @@ def test_every_size_can_be_trained(size: str) -> None:
         ),
     ],
 )
-def test_mistake_is_one_line_that_names_key_and_expectation(override: str, named: list[str]) -> None:
+def test_mistakes_name_key_and_expectation(override: str, named: list[str]) -> None:
+    """A mistake is one line that names the key and what was expected."""
     line = refusal(*override.split("; "))
     assert "\n" not in line
     assert [part for part in named if part not in line] == [], line
 
 
-def test_context_that_does_not_divide_matters_only_where_it_is_used() -> None:
+def test_unused_context_need_not_divide() -> None:
+    """A context that does not divide the rows is refused only where it is used."""
     check(compose("training.warmup_train_context=100", "training.staged_warmup_steps=0"), SIZES)
 
 
-def test_context_is_the_longest_of_the_model_unless_it_is_said() -> None:
+def test_default_context() -> None:
+    """The context is the longest of the model unless it is given."""
     assert check(compose("model.size=test"), SIZES).data.max_context == SIZES["test"].block_size
     assert check(compose("data.max_context=128"), SIZES).data.max_context == 128
 
@@ -219,7 +223,8 @@ PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_accepted_and_opens_with_what_to_expect(name: str) -> None:
+def test_every_preset(name: str) -> None:
+    """Every preset is accepted, and its file opens with what to expect."""
     checked = check(compose(f"+preset={name}"), SIZES)
     assert checked.data.max_context == 1024 and name.startswith(checked.plan.topology)
     head = (CONF / "preset" / f"{name}.yaml").read_text().split("\n\n")[0]
@@ -227,7 +232,8 @@ def test_every_preset_is_accepted_and_opens_with_what_to_expect(name: str) -> No
         assert part in head
 
 
-def test_a_slice_and_a_memory_recipe_make_what_has_no_preset() -> None:
+def test_slice_with_memory_recipe() -> None:
+    """A slice and a memory recipe are combined where there is no preset."""
     config = compose("+slice=v4-32", "+memory=4-bytes", "model.size=119_9b")
     assert (config.plan.topology, config.plan.micro_batch, config.optimizer.state_dtype) == ("v4-32", 1, "int8")
     assert (config.zero.fused_update, config.zero.remat, config.zero.master_dtype) == (True, "nested", "bfloat16")
@@ -247,20 +253,23 @@ FUSED = ("zero.fused_update=true",)
         "training.gradient_accumulation_steps=2",
     ],
 )
-def test_a_fused_update_refuses_what_needs_the_whole_gradient(override: str) -> None:
+def test_fused_update_refusals(override: str) -> None:
+    """A fused update refuses options that need the whole gradient."""
     check(compose(*FUSED), SIZES)
     line = refusal(*FUSED, override)
     assert override.split("=")[0] in line and "zero.fused_update=true" in line
 
 
-def test_a_fused_update_of_bfloat16_weights_has_bfloat16_gradients() -> None:
+def test_fused_update_of_bfloat16_weights() -> None:
+    """A fused update of bfloat16 weights has bfloat16 gradients."""
     keys = (*FUSED, "zero.master_dtype=bfloat16", "optimizer.state_dtype=int8")
     check(compose(*keys, "zero.gradient_dtype=bfloat16"), SIZES)
     assert refusal(*keys).startswith("zero.gradient_dtype=float32: expected bfloat16, the dtype of zero.master_dtype")
     check(compose("zero.master_dtype=bfloat16", "optimizer.state_dtype=int8"), SIZES)
 
 
-def test_sample_has_to_fit_into_learned_positions(tmp_path: Path) -> None:
+def test_sample_fits_learned_positions(tmp_path: Path) -> None:
+    """A sample has to fit into learned positions."""
     (tmp_path / "sizes.yaml").write_text(
         (CONF / "model_config.yaml").read_text().replace("alibi_attn: true", "alibi_attn: false")
     )
@@ -285,14 +294,18 @@ def test_every_mistake_has_a_line() -> None:
     ]
 
 
-def test_a_fused_update_names_everything_that_it_cannot_have() -> None:
+def test_fused_update_names_all_refusals() -> None:
+    """A fused update names every option that it refuses."""
     lines = refusal("zero.fused_update=true", "zero.stage=2", "training.skip_spikes=6").splitlines()
     keys = ["zero.stage=2", "training.skip_spikes=6.0"]
     assert [line.partition(":")[0] for line in lines] == keys
 
 
-def test_each_default_is_in_one_place_with_a_comment() -> None:
-    """No dataclass has a value, and each line of a section in conf/config.yaml says what it means."""
+def test_defaults_are_in_one_place() -> None:
+    """Each default is in one place with a comment.
+
+    No dataclass has a value, and each line of a section in conf/config.yaml says what it means.
+    """
     values = yaml.safe_load((CONF / "config.yaml").read_text())
     with pytest.raises(UserError) as caught:
         check(OmegaConf.create({}), SIZES)

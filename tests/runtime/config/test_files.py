@@ -10,7 +10,8 @@ from zero.runtime.errors import UserError
 CONF = conf_directory()
 
 
-def test_conf_in_the_package_is_that_of_the_repository() -> None:
+def test_packaged_conf() -> None:
+    """The directory zero/conf of the package is the directory conf of the repository."""
     assert CONF.samefile(Path(__file__).parents[3] / "conf")
 
 
@@ -31,7 +32,8 @@ def test_conf_in_the_package_is_that_of_the_repository() -> None:
         ("  tied: false\n", "", ["bytes_mup", "parametrization: mup needs tied: false"]),
     ],
 )
-def test_mistake_in_a_size_names_file_size_and_key(tmp_path: Path, old: str, new: str, named: list[str]) -> None:
+def test_mistakes_in_sizes(tmp_path: Path, old: str, new: str, named: list[str]) -> None:
+    """A mistake in a size names the file, the size and the key."""
     path = tmp_path / "sizes.yaml"
     text = (CONF / "model_config.yaml").read_text()
     assert old in text

@@ -36,14 +36,16 @@ CHANGES = {
 }
 
 
-def test_resume_takes_the_saved_values_and_the_overrides_given_now() -> None:
+def test_resume_merges_overrides() -> None:
+    """A resume takes the saved values and the overrides that are given now."""
     saved = compose("training.total_steps=70", "training.warmup_steps=7", "zero.stage=1")
     merged = merge_resumed(saved, compose(*RESUMED, "training.total_steps=90"), ["training.total_steps=90"])
     assert (merged.training.total_steps, merged.training.warmup_steps, merged.zero.stage) == (90, 7, 1)
     assert merged.resume == "runs/a"
 
 
-def test_preset_changes_nothing_of_a_run_and_what_differs_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_preset_at_a_resume(caplog: pytest.LogCaptureFixture) -> None:
+    """A preset given at a resume changes nothing of the run, and each key that differs is named."""
     for given in (["+preset=v3-8"], ["+slice=v3-8"], ["+slice=v3-32", "+memory=fused"]):
         _check_that_a_preset_changes_nothing([*given, "training.total_steps=900"], caplog)
         caplog.clear()
@@ -58,34 +60,39 @@ def _check_that_a_preset_changes_nothing(keys: list[str], caplog: pytest.LogCapt
     assert (merged.mode, merged.training.batch_size) == ("evaluate", 16)
 
 
-def test_overrides_of_hydra_itself_are_no_keys() -> None:
+def test_hydra_overrides_are_no_keys() -> None:
+    """Overrides of Hydra itself are not keys of the configuration."""
     merge_resumed(compose(), compose(*RESUMED), ["hydra.run.dir=runs/a"])
     with pytest.raises(UserError, match=r"^foo: "):
         check(merge_resumed(compose(), compose(*RESUMED, "+foo=1"), ["+foo=1"]), load_sizes())
 
 
-def test_resume_forgets_the_step_that_an_earlier_resume_asked_for() -> None:
+def test_resume_step_is_forgotten() -> None:
+    """A resume forgets the step that an earlier resume asked for."""
     saved = compose(*RESUMED, "data.resume_step=5")
     assert merge_resumed(saved, compose(*RESUMED), []).data.resume_step is None
     again = ["data.resume_step=10"]
     assert merge_resumed(saved, compose(*RESUMED, *again), again).data.resume_step == 10
 
 
-def test_resume_reads_a_configuration_from_before_a_key_existed() -> None:
+def test_configuration_without_a_new_key() -> None:
+    """A resume reads a configuration from before a key existed."""
     saved = compose()
     older = OmegaConf.create({k: v for k, v in saved.items() if k != "zero"})
     assert merge_resumed(older, compose(*RESUMED), []).zero.stage == 3
 
 
 @pytest.mark.parametrize("key", FIXED_KEYS)
-def test_resume_refuses_what_changes_model_seed_or_order(key: str) -> None:
+def test_resume_refusals(key: str) -> None:
+    """A resume refuses changes of the model, the seed or the order of the data."""
     override = f"{key}={CHANGES[key]}"
     with pytest.raises(UserError, match=rf"{key}=.*: expected .*, the value of the run"):
         merge_resumed(compose(), compose(*RESUMED, override), [override])
     merge_resumed(compose(override), compose(*RESUMED, override), [override])
 
 
-def test_only_adamw_goes_on_with_moments_in_another_dtype() -> None:
+def test_moments_in_another_dtype() -> None:
+    """Only AdamW continues with moments in another dtype."""
     override = "optimizer.state_dtype=int8"
     merge_resumed(compose(), compose(*RESUMED, override), [override])
     saved, now = (compose("optimizer.name=lion", *given) for given in ((), (*RESUMED, override)))
@@ -93,13 +100,15 @@ def test_only_adamw_goes_on_with_moments_in_another_dtype() -> None:
         merge_resumed(saved, now, [override])
 
 
-def test_resume_refuses_an_unknown_key_in_the_saved_file() -> None:
+def test_unknown_key_in_saved_file() -> None:
+    """A resume refuses an unknown key in the saved file."""
     saved = OmegaConf.create({"traning": {"batch_size": 8}})
     with pytest.raises(UserError, match=r"configuration of the run: .*traning"):
         merge_resumed(saved, compose(*RESUMED), [])
 
 
-def test_a_configuration_of_an_earlier_version_is_read() -> None:
+def test_configuration_of_an_earlier_version() -> None:
+    """A configuration of an earlier version is read."""
     old: Any = OmegaConf.to_container(compose("data.shuffle_shards=5"))
     old["evaluate"]["tasks"] = []
     old["data"]["window"] = old["data"].pop("shuffle_shards")
@@ -115,7 +124,8 @@ def test_a_configuration_of_an_earlier_version_is_read() -> None:
         assert upgrade(whole) == saved
 
 
-def test_the_default_configuration_is_what_a_run_without_overrides_saves() -> None:
+def test_default_configuration_is_saved() -> None:
+    """The default configuration is what a run without overrides saves."""
     saved = default_config()
     assert saved == OmegaConf.structured(check(compose(), load_sizes()))
     assert saved.data.max_context == 256 and isinstance(saved.data.checkpoint_minutes, float)

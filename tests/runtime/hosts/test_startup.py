@@ -15,9 +15,8 @@ from zero.runtime.hosts.startup import set_overlap
         ("--xla_enable_async_all_gather=true", "--xla_enable_async_all_gather=true"),
     ],
 )
-def test_the_overlap_of_gathers_is_an_option_that_users_can_set_themselves(
-    before: str, after: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overlap_can_be_overridden(before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The overlap of gathers is an option that users can override."""
     monkeypatch.setenv("LIBTPU_INIT_ARGS", before)
     set_overlap(overlap_gathers=False)
     assert os.environ["LIBTPU_INIT_ARGS"] == after

@@ -61,7 +61,8 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.005)
 
 
-def test_requests_that_fail_for_a_moment_end_nobody(watched: Any) -> None:
+def test_brief_failures_end_nobody(watched: Any) -> None:
+    """Requests that fail for a moment end no process."""
     store, ended = watched
     for _ in range(3):
         wait_until(lambda beats=store.beats: store.beats > beats)
@@ -72,9 +73,8 @@ def test_requests_that_fail_for_a_moment_end_nobody(watched: Any) -> None:
     assert not ended
 
 
-def test_store_that_stays_silent_ends_the_process_and_names_the_host(
-    watched: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_silent_store_ends_the_process(watched: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A store that stays silent ends the process, which names the host."""
     store, ended = watched
     store.is_failing.set()
     wait_until(lambda: ended)

@@ -80,9 +80,8 @@ def plain(forks: cli.Forks, params: Any) -> dict[str, float]:
         ("distributed.cpu_devices=1",),
     ],
 )
-def test_bits_per_byte_are_those_of_a_plain_loop(
-    forks: cli.Forks, plain: dict[str, float], where: tuple[str, ...]
-) -> None:
+def test_bits_per_byte(forks: cli.Forks, plain: dict[str, float], where: tuple[str, ...]) -> None:
+    """Bits per byte are those of a plain loop."""
     out = "_".join(where).replace("=", "-")
     result = evaluated(forks, out, "evaluate.context=12", "evaluate.stride=6", *where)
     assert (result["tokens"], result["bytes"]) == (plain["tokens"], plain["bytes"])
@@ -93,7 +92,8 @@ def test_bits_per_byte_are_those_of_a_plain_loop(
 
 
 @pytest.mark.parametrize(("context", "stride"), [(2, 1), (5, 1), (5, 4), (7, 3), (40, 20)])
-def test_windows_score_each_token_once_after_enough_others(context: int, stride: int) -> None:
+def test_windows_score_tokens_once(context: int, stride: int) -> None:
+    """Windows score each token once, after enough context."""
     for length in range(30):
         tokens, scored = np.arange(length), []
         for passage, first in windows(tokens, context, stride):
@@ -107,7 +107,8 @@ def texts(directory: Path) -> list[str]:
     return [json.loads(line)["text"] for line in (directory / "samples.jsonl").read_text().splitlines()]
 
 
-def test_text_is_the_same_wherever_the_weights_lie(forks: cli.Forks) -> None:
+def test_text_is_the_same_everywhere(forks: cli.Forks) -> None:
+    """Text is the same wherever the weights are."""
     options = ("sample.prompt=[shard gath,s,scatter]", "sample.copies=2", "sample.tokens=20")
     whole = texts(use(forks, "sample", "whole", *options, "zero.replicate=true"))
     assert len(whole) == 6 and len(set(whole)) == 6 and all(text for text in whole)
@@ -116,8 +117,11 @@ def test_text_is_the_same_wherever_the_weights_lie(forks: cli.Forks) -> None:
     assert texts(use(forks, "sample", "seed", *options, "sample.seed=1")) != whole
 
 
-def test_greedy_text_is_the_most_likely_beyond_the_trained_context(forks: cli.Forks, params: Any) -> None:
-    """With ALiBi 60 tokens after a context of 32 need nothing."""
+def test_greedy_text_beyond_trained_context(forks: cli.Forks, params: Any) -> None:
+    """Greedy text is the most likely one, also beyond the trained context.
+
+    With ALiBi 60 tokens after a context of 32 need nothing.
+    """
     done = forks.check(
         "mode=sample", f"model.model_path={RUN}", "sample.prompt='shard g'", "sample.tokens=60",
         "sample.temperature=0", "hydra.run.dir=greedy",
@@ -163,8 +167,11 @@ def test_mistakes_are_one_line(forks: cli.Forks, arguments: tuple[str, ...], mes
 
 
 @pytest.mark.parametrize("mode", ["sample", "evaluate"])
-def test_a_reader_that_is_gone_does_not_end_the_program(forks: cli.Forks, mode: str) -> None:
-    """As in `mode=sample | head`: the file is written all the same."""
+def test_closed_pipe(forks: cli.Forks, mode: str) -> None:
+    """A reader that has gone does not end the program.
+
+    As in `mode=sample | head`: the file is written all the same.
+    """
     arguments = (f"mode={mode}", f"model.model_path={RUN}", "sample.tokens=40", f"hydra.run.dir=gone-{mode}")
     process = cli.start(forks.workplace, *arguments)
     assert process.stdout is not None

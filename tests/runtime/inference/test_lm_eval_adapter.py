@@ -112,7 +112,8 @@ def task(place: Path, name: str, items: list[dict[str, Any]], **said: Any) -> di
     return {"task": name, "validation_split": "validation", **source, **said}
 
 
-def test_tasks_give_what_transformers_gets_for_the_exported_model(place: Path, ours: Any, theirs: Any) -> None:
+def test_tasks_equal_transformers(place: Path, ours: Any, theirs: Any) -> None:
+    """Tasks give what transformers gets for the exported model."""
     choice = task(
         place,
         "choice",
@@ -143,7 +144,8 @@ def test_tasks_give_what_transformers_gets_for_the_exported_model(place: Path, o
         assert got["rolling"][metric] == pytest.approx(expected["rolling"][metric], rel=1e-5)
 
 
-def test_task_of_the_documentation_runs_from_its_file(place: Path, ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_task(place: Path, ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task of the documentation runs from its file."""
     page = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     lines = [{"text": words(i, 3), "choices": ["shard", "gather stage"], "gold": i % 2} for i in range(8)]
@@ -155,7 +157,8 @@ def test_task_of_the_documentation_runs_from_its_file(place: Path, ours: Any, mo
     assert 0 <= results["my_choices"]["acc,none"] <= 1
 
 
-def test_prompts_are_batched_by_length_and_end_with_their_last_stop(place: Path) -> None:
+def test_batches_of_prompts(place: Path) -> None:
+    """Prompts are batched by length, and a batch ends with the last stop of its prompts."""
     from lm_eval.api.instance import Instance
 
     from zero.runtime.inference.lm_eval_adapter import HarnessModel
@@ -181,7 +184,8 @@ def test_prompts_are_batched_by_length_and_end_with_their_last_stop(place: Path)
     assert max(yielded) < 20  # not all 100 tokens
 
 
-def test_losses_and_texts_are_those_of_transformers(ours: Any, theirs: Any) -> None:
+def test_losses_and_texts_equal_transformers(ours: Any, theirs: Any) -> None:
+    """Losses and texts are those of transformers."""
     from lm_eval.api.instance import Instance
 
     def requests(kind: Any, *arguments: Any) -> list[Any]:
@@ -197,7 +201,8 @@ def test_losses_and_texts_are_those_of_transformers(ours: Any, theirs: Any) -> N
     assert got == expected and len(got[0]) > 3
 
 
-def test_what_cannot_be_answered_is_refused_in_a_line(ours: Any) -> None:
+def test_unanswerable_requests_are_refused(ours: Any) -> None:
+    """Requests that cannot be answered are refused in one line."""
     from lm_eval.api.instance import Instance
 
     with pytest.raises(UserError, match=r"evaluate.context=48: a task scores \d+ tokens at once"):
@@ -206,7 +211,8 @@ def test_what_cannot_be_answered_is_refused_in_a_line(ours: Any) -> None:
         ours.generate_until([Instance("generate_until", {}, ("a", {"do_sample": True}), 0)])
 
 
-def test_tasks_that_are_not_there_are_refused_in_a_line(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tasks_are_refused(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks that do not exist are refused in one line."""
     import datasets
 
     with pytest.raises(UserError, match=r"evaluate.harness: nope: no such task; `lm_eval ls tasks` lists them"):
@@ -216,7 +222,8 @@ def test_tasks_that_are_not_there_are_refused_in_a_line(ours: Any, monkeypatch: 
         harness_tasks._adapter_module().run(ours, ["lambada_openai"])
 
 
-def test_harness_that_is_not_installed_is_asked_for_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing installation of the harness is reported in one line."""
     monkeypatch.delitem(sys.modules, "zero.runtime.inference.lm_eval_adapter", raising=False)
     monkeypatch.delattr("zero.runtime.inference.lm_eval_adapter", raising=False)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
@@ -266,7 +273,8 @@ doc_to_target: 0
         CHOICE + "nope: 1",
     ],
 )
-def test_task_files_that_are_wrong_are_refused_in_a_line(ours: Any, tmp_path: Path, text: str) -> None:
+def test_wrong_task_files_are_refused(ours: Any, tmp_path: Path, text: str) -> None:
+    """Wrong task files are refused in one line."""
     (tmp_path / "docs.json").write_text('{"q": "What?"}\n')
     path = tmp_path / "task.yaml"
     path.write_bytes(text.replace("FOLDER", str(tmp_path)).encode("utf-8", "surrogatepass"))
@@ -276,9 +284,8 @@ def test_task_files_that_are_wrong_are_refused_in_a_line(ours: Any, tmp_path: Pa
     assert caught.value.status == 2
 
 
-def test_an_error_of_the_model_is_not_one_of_the_task(
-    ours: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_errors_are_no_task_errors(ours: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the model is not reported as one of the task."""
     (tmp_path / "docs.json").write_text('{"q": "What?"}\n')
     (tmp_path / "task.yaml").write_text(CHOICE.replace("FOLDER", str(tmp_path)))
     harness_tasks._adapter_module().run(ours, [str(tmp_path / "task.yaml")])

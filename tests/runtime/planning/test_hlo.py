@@ -26,7 +26,8 @@ def program(steps: int) -> tuple[Any, jax.ShapeDtypeStruct]:
 
 
 @pytest.mark.parametrize("steps", [3, 70])
-def test_a_loop_counts_as_often_as_it_runs(steps: int) -> None:
+def test_loops_count_every_iteration(steps: int) -> None:
+    """A loop counts as often as it runs."""
     step, x = program(steps)
     shard = 16 * 16 * 4
     assert bytes_by_kind(collectives(step.lower(x).compile().as_text())) == {
@@ -37,7 +38,8 @@ def test_a_loop_counts_as_often_as_it_runs(steps: int) -> None:
     assert matmul_flops(jax.make_jaxpr(step)(x).jaxpr) == steps * 2 * 128 * 16 * 16
 
 
-def test_bytes_across_hosts_are_those_of_groups_that_span_them() -> None:
+def test_bytes_across_hosts() -> None:
+    """Bytes across hosts are those of groups that span hosts."""
     inside, across = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]
 
     def step(x: jax.Array) -> jax.Array:
@@ -80,7 +82,9 @@ def test_groups_in_another_notation_are_refused(groups: str) -> None:
         collectives(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{line}\n}}")
 
 
-def test_a_loop_of_unknown_length_is_refused() -> None:
+def test_unknown_loop_length_is_refused() -> None:
+    """A loop of unknown length is refused."""
+
     def halve(x: jax.Array) -> jax.Array:
         return lax.while_loop(lambda x: x.sum() > 1, lambda x: lax.psum(x @ x, "i") / 2, x)
 
@@ -106,7 +110,8 @@ def overlapping_program(devices: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize(("topology", "has_chains"), [("v3-8", False), ("v5e-4", True)])
-def test_a_gather_beside_a_product_is_hidden_and_counts_once(topology: str, has_chains: bool) -> None:
+def test_hidden_gather_counts_once(topology: str, has_chains: bool) -> None:
+    """A gather beside a matrix product is hidden and counts once."""
     devices = find_devices(topology)
     lowered, count = overlapping_program(devices), len(devices)
     texts = {overlap: lowered.compile({OVERLAP_GATHERS: overlap}).as_text() for overlap in (False, True)}
@@ -117,7 +122,8 @@ def test_a_gather_beside_a_product_is_hidden_and_counts_once(topology: str, has_
         assert hidden_share(found) == (pytest.approx(0.5) if overlap else 0)
 
 
-def test_nothing_is_hidden_where_nothing_is_gathered() -> None:
+def test_nothing_hidden_without_gathers() -> None:
+    """Nothing is hidden where nothing is gathered."""
     assert hidden_share([]) is None
     assert hidden_share([Collective("all-reduce", 8, "", is_hidden=True)]) is None
 
@@ -125,8 +131,11 @@ def test_nothing_is_hidden_where_nothing_is_gathered() -> None:
 @pytest.mark.parametrize(
     ("target", "is_hidden"), [("__cublas$gemm", True), ("__cudnn$fmhaSoftmax", True), ("Sharding", False)]
 )
-def test_a_kernel_of_a_library_hides_a_gather_and_another_call_does_not(target: str, is_hidden: bool) -> None:
-    """A program as XLA for GPU schedules it."""
+def test_library_kernels_hide_gathers(target: str, is_hidden: bool) -> None:
+    """A library kernel hides a gather, and another call does not.
+
+    A program as XLA for GPU schedules it.
+    """
     text = f"""
 ENTRY %main (x: f32[8], y: f32[8,8]) -> f32[16] {{
   %start = (f32[8]{{0}}, f32[16]{{0}}) all-gather-start(%x), replica_groups={{{{0,1}}}}, dimensions={{0}}

@@ -78,7 +78,8 @@ def test_plan_of_a_v3_8(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_program_that_does_not_fit_is_a_row(tmp_path: Path) -> None:
+def test_row_of_misfits(tmp_path: Path) -> None:
+    """A program that does not fit into memory has a row too."""
     pytest.importorskip("libtpu")
     overrides = ("plan.topology=v3-8", "model.size=1_3b", "plan.grid.stage=[0]", "plan.grid.accumulation=[1]")
     result = plan(tmp_path, *overrides, "plan.search=fastest", "plan.grid.micro_batch=[1, 2]", "plan.grid.remat=[full]")
@@ -92,7 +93,8 @@ def test_a_program_that_does_not_fit_is_a_row(tmp_path: Path) -> None:
     [("zero.stage=1",), pytest.param(("zero.gradient_dtype=bfloat16",), marks=pytest.mark.slow)],
     ids=lambda a: a[0],
 )
-def test_planned_bytes_are_those_of_a_real_step(arguments: tuple[str, ...]) -> None:
+def test_planned_bytes_equal_real_step(arguments: tuple[str, ...]) -> None:
+    """Planned bytes are those of a real step."""
     script = Path(__file__).parent / "planned_memory.py"
     environment = cli.environment() | {"XLA_FLAGS": "", "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
@@ -167,7 +169,8 @@ def planned_rows(**changes: Any) -> dict[str, Any]:
     return {"topology": "v3-8", "devices": 8, "parameters": 10**9, "best": 0, "rows": rows}
 
 
-def test_table_shows_what_differs_and_what_decides() -> None:
+def test_plan_table() -> None:
+    """The table shows the columns that differ and those that decide."""
     config: Config = OmegaConf.to_object(OmegaConf.merge(Config, default_config()))  # type: ignore[assignment]
     text = table(planned_rows(), config)
     assert max(map(len, text.splitlines())) <= WIDTH
@@ -181,7 +184,8 @@ def test_table_shows_what_differs_and_what_decides() -> None:
     assert "sequences x micro-batches" in header and "> 0.2500" in second  # no prediction: the lower bound
 
 
-def test_days_and_dollars_are_shown_where_there_is_a_price() -> None:
+def test_days_and_dollars() -> None:
+    """Days and dollars are shown where there is a price."""
     config: Config = OmegaConf.to_object(OmegaConf.merge(Config, default_config()))  # type: ignore[assignment]
     assert "dollars" not in table(planned_rows(), config)
     config.plan.dollars_per_hour = 8.8
@@ -198,7 +202,8 @@ def test_breakdown_sums_to_the_predicted_time() -> None:
     assert softmax.split()[-1] == "25.0%"
 
 
-def test_page_has_every_column_and_a_picture() -> None:
+def test_plan_page() -> None:
+    """The page has every column and a picture."""
     text = page(planned_rows(), "a <summary>")
     assert all(f"<th>{name}</th>" in text for name in (*SETTINGS, *RESULTS, *DETAILS))
     assert "a &lt;summary&gt;" in text and "<svg" in text and "<softmax>" not in text
@@ -222,8 +227,11 @@ MIXTURE = "[{index: 'my text.index', weight: 0.7}, {index: gs://b/c.index, weigh
     ],
     ids=lambda overrides: overrides[0] if overrides else "defaults",
 )
-def test_the_training_command_composes_to_what_was_planned(overrides: list[str]) -> None:
-    """Every key of it, but those of the plan: the step is then the one that was compiled."""
+def test_training_command_equals_plan(overrides: list[str]) -> None:
+    """The training command composes to the configuration that was planned.
+
+    Every key of it, but those of the plan: the step is then the one that was compiled.
+    """
     planned = check(compose("mode=plan", "plan.topology=v3-32", *overrides), load_sizes())
     row: dict[str, Any] = {"micro_batch": 2, "devices": 32, "hosts": 4, "context": 128, "state_dtype": "bfloat16"}
     is_fused = planned.zero.fused_update
@@ -249,7 +257,8 @@ def test_the_training_command_composes_to_what_was_planned(overrides: list[str])
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_one_billion_parameters_on_32_v3_cores(tmp_path: Path) -> None:
+def test_one_billion_on_32_cores(tmp_path: Path) -> None:
+    """A model of one billion parameters fits 32 v3 cores."""
     pytest.importorskip("libtpu")
     overrides = ("plan.topology=v3-32", "model.size=1_1b", "plan.micro_batch=4", "plan.processes=1")
     rows = plan(tmp_path, *overrides, timeout=1100)["rows"]

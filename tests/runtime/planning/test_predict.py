@@ -40,7 +40,8 @@ def fusion(name: str, milliseconds: float, path: str = "jvp(f)/TransformerLayer.
 PRODUCT = "%c (p: f32[8]) -> f32[8] {\n  %y = f32[8] multiply(%p, %p)\n}"
 
 
-def test_cycles_are_divided_by_the_clock_and_a_loop_counts_as_often_as_it_runs() -> None:
+def test_cycles_of_loops() -> None:
+    """Cycles are divided by the clock, and a loop counts as often as it runs."""
     loop = "%body (p: f32[8]) -> f32[8] {\n  " + fusion("a", 2) + "\n}\n%cond (p: f32[8]) -> pred[] {\n}"
     trips = 'backend_config={"known_trip_count":{"n":"5"}}'
     found = predicted(
@@ -61,8 +62,11 @@ def gather_seconds(size: float) -> float:
 
 
 @pytest.mark.parametrize(("beside", "waited"), [(0.0, 1.0), (0.4, 0.6), (3.0, 0.0)])
-def test_of_a_gather_only_what_no_computation_hides_is_added(beside: float, waited: float) -> None:
-    """With a start and a done, and as a chain of fusions."""
+def test_exposed_part_of_a_gather(beside: float, waited: float) -> None:
+    """Only the part of a gather that no computation hides is added.
+
+    With a start and a done, and as a chain of fusions.
+    """
     size = 4 * 8_000_000
     whole = gather_seconds(size)
     computed = beside * whole
@@ -91,7 +95,8 @@ def test_of_a_gather_only_what_no_computation_hides_is_added(beside: float, wait
     assert again.exposed_bytes == pytest.approx(found.exposed_bytes, rel=1e-3, abs=1e-3)
 
 
-def test_collectives_that_run_at_once_share_the_network_and_a_synchronous_one_waits_for_it() -> None:
+def test_concurrent_collectives() -> None:
+    """Collectives that run at once share the network, and a synchronous one waits for it."""
     whole = gather_seconds(4 * 8_000_000)
     start = f"(f32[2000000], f32[8000000]) all-gather-start(%x){LINE}"
     found = predicted(
@@ -106,14 +111,16 @@ def test_collectives_that_run_at_once_share_the_network_and_a_synchronous_one_wa
     assert found.seconds == pytest.approx(3 * whole) == pytest.approx(found.exposed_seconds)
 
 
-def test_a_prefetch_is_waited_for_where_it_is_used() -> None:
+def test_prefetch_is_waited_for() -> None:
+    """A prefetch is waited for where it is used."""
     copy = "%p = (f32[81900000]{0:S(1)}, f32[81900000], u32[]) copy-start(%x)"  # 0.4 ms of 819 GB/s
     for milliseconds, total in ((0.1, 0.4), (0.5, 0.5)):
         found = predicted(copy, fusion("a", milliseconds), "%d = f32[81900000]{0:S(1)} copy-done(%p)", more=PRODUCT)
         assert found.seconds == pytest.approx(total / 1000, rel=1e-6) and found.exposed_seconds == 0
 
 
-def test_a_program_without_cycles_has_no_prediction() -> None:
+def test_no_cycles_no_prediction() -> None:
+    """A program without cycles has no prediction."""
     text = jax.jit(lambda x: x + 1).lower(1.0).compile().as_text()
     assert text is not None and predict(text, line_of(1)) is None
     assert predict('"estimated_cycles":"5"', line_of(1, "NVIDIA H200")) is None
@@ -133,15 +140,19 @@ def groups(*devices: int) -> str:
         (tuple(range(64)), 3.0),
     ],
 )
-def test_a_group_uses_the_links_of_the_dimensions_that_it_spans(members: tuple[int, ...], links: float) -> None:
-    """On a slice of 4 x 16 chips."""
+def test_links_of_a_group(members: tuple[int, ...], links: float) -> None:
+    """A group uses the links of the torus dimensions that it spans.
+
+    On a slice of 4 x 16 chips.
+    """
     places = [(x, y, 0, 0) for y in range(16) for x in range(4)]
     gather = Instruction("g", "f32[64000000]{0}", "all-gather", f"%x), replica_groups={groups(*members)}")
     sent = 4 * 64e6 * (len(members) - 1) / len(members)
     assert transfer_seconds(gather, places, V5E) == pytest.approx(sent / (links * V5E.link), rel=2e-2)
 
 
-def test_cores_of_a_chip_share_its_links_or_its_memory() -> None:
+def test_shared_links_and_memory() -> None:
+    """Cores of a chip share its links or its memory."""
     places = [(chip, 0, 0, core) for chip in range(4) for core in range(2)]
 
     def seconds(*members: int) -> float:
@@ -154,7 +165,8 @@ def test_cores_of_a_chip_share_its_links_or_its_memory() -> None:
     assert seconds(*range(8)) == pytest.approx(7 / 8 * size / V3.link, rel=1e-2)
 
 
-def test_an_attention_kernel_takes_the_products_of_the_blocks_that_it_computes() -> None:
+def test_time_of_attention_kernels() -> None:
+    """An attention kernel takes the time of the products of the blocks that it computes."""
     shapes = "s8[1,{0}], s8[1,{0}], bf16[2,32,2048,128], bf16[2,8,2048,128], bf16[2,8,2048,128]"
     for name, products in (("splash_mha_fwd_residuals.1", 2), ("splash_mqa_dq.2", 3), ("splash_mha_dkv.3", 4)):
         for widest, blocks in ((4, 10), (2, 7)):  # causal; in a window
@@ -202,7 +214,8 @@ def test_phases_of_a_step() -> None:
     assert phase("checkpoint/TransformerLayer/add", "all-reduce") == Part("exchanges", "backward")
 
 
-def test_a_merged_reduction_is_named_after_what_adds_its_elements() -> None:
+def test_name_of_merged_reductions() -> None:
+    """A merged reduction is named after the operation that adds its elements."""
     lines = (
         '%a = f32[] parameter(0), metadata={op_name="reduce_scatter"}',
         '%s = f32[] add(%a, %a), metadata={op_name="zero_scatter/add"}',
@@ -213,8 +226,11 @@ def test_a_merged_reduction_is_named_after_what_adds_its_elements() -> None:
     assert found.by_part[Part("scatters", "backward")] == pytest.approx(found.exposed_seconds)
 
 
-def test_a_product_of_a_real_program_runs_near_the_peak() -> None:
-    """A scan of three pairs of products of 4,096 x 2,048 x 2,048 on a v3 core, with gathers of their weights."""
+def test_product_runs_near_the_peak() -> None:
+    """A matrix product of a real program runs near the peak.
+
+    A scan of three pairs of products of 4,096 x 2,048 x 2,048 on a v3 core, with gathers of their weights.
+    """
     pytest.importorskip("libtpu")
     devices = find_devices("v3-8")
 

@@ -24,7 +24,8 @@ TOKENS = {
 
 
 @pytest.mark.parametrize("name", predicted.RUNS)
-def test_a_published_step_is_planned_with_its_tokens(name: str) -> None:
+def test_published_steps(name: str) -> None:
+    """A published step is planned with its number of tokens."""
     run = predicted.RUNS[name]
     request = predicted.request_of(run)
     assert next(zero_rules(request.config, request.size), None) is None

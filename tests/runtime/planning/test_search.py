@@ -25,7 +25,8 @@ def grid_of(**values: Any) -> Grid:
     return Grid(**one | dict.fromkeys(("master_dtype", "state_dtype", "context")) | values)
 
 
-def test_search_prefers_what_is_fast_and_leaves_headroom() -> None:
+def test_search_prefers_fast_with_headroom() -> None:
+    """A search prefers configurations that are fast and leave headroom."""
     row = FITTING
     slow, fast = row | {"seconds_lower_bound": 2.0}, row | {"seconds_lower_bound": 1.0}
     full = row | {"seconds_lower_bound": 0.1, "peak_bytes": 96}
@@ -39,7 +40,8 @@ def test_search_prefers_what_is_fast_and_leaves_headroom() -> None:
     assert search.best([predicted, fast], headroom=0.05) is fast
 
 
-def test_without_a_search_each_stage_has_a_row_and_a_fused_update_only_stage_3(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a search each stage has a row, and with a fused update only stage 3."""
     monkeypatch.setattr(search, "compile_step", lambda request: {"stage": request.config.zero.stage})
     request = Request(Config(), GPTConfig(512, 50304, 2, 64, 0.0, 4), 1)
     with ThreadPoolExecutor(1) as pool:
@@ -48,7 +50,8 @@ def test_without_a_search_each_stage_has_a_row_and_a_fused_update_only_stage_3(m
             assert [row["stage"] for row in search.every_stage(pool, request)] == stages
 
 
-def test_a_search_goes_over_all_combinations_of_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_covers_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search covers all combinations of the grid."""
     monkeypatch.setattr(search, "outline", lambda request: SAME)
     monkeypatch.setattr(search, "compile_step", lambda request: FITTING | {"config": request.config})
     config = Config()
@@ -69,8 +72,11 @@ def test_a_search_goes_over_all_combinations_of_the_grid(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_a_search_compiles_what_can_be_the_fastest(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step takes twice its bound; rows of 4 do not fit; the bound of stage 1 is below the speed of stage 3."""
+def test_search_compiles_possible_winners(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search compiles only what can be the fastest.
+
+    The step takes twice its bound; rows of 4 do not fit; the bound of stage 1 is below the speed of stage 3.
+    """
     bounds, compiled = {1: 5.0, 2: 1.5, 3: 1.0}, []
 
     def outline(request: Request) -> dict[str, Any]:
@@ -105,8 +111,11 @@ def test_a_search_compiles_what_can_be_the_fastest(processes: int, monkeypatch: 
     assert search.best(rows, 0.05) in [row for row in rows if row["seconds"] == 2 * row["tokens"] / 100]
 
 
-def test_a_search_leaves_out_what_is_not_possible(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """By the configuration alone, and by the devices, which the processes that compile know."""
+def test_search_skips_the_impossible(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """A search leaves out what is not possible.
+
+    By the configuration alone, and by the devices, which the processes that compile know.
+    """
 
     def outline(request: Request) -> dict[str, Any]:
         if request.config.zero.replicas == 3:
@@ -145,9 +154,8 @@ def test_a_search_leaves_out_what_is_not_possible(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("fits_up_to", "remat"), [(4, "full"), (5, "full"), (8, "full"), (61, "full"), (77, "nested")])
-def test_the_deepest_that_fits_is_found_in_a_few_programs(
-    fits_up_to: int, remat: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deepest_that_fits(fits_up_to: int, remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deepest model that fits is found with a few programs."""
     tried = []
 
     def compile_step(request: Request) -> dict[str, Any]:
@@ -166,7 +174,8 @@ def test_the_deepest_that_fits_is_found_in_a_few_programs(
     assert search.deepest(request) is None
 
 
-def test_searches_go_over_the_dtypes_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_over_state_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches include the dtypes of the state."""
     config = Config()
     config.plan.grid = grid_of(master_dtype=["float32", "bfloat16"], state_dtype=["int8"], context=[64])
     config.zero.fused_update, config.mode = False, "evaluate"

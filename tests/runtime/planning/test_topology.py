@@ -44,7 +44,9 @@ def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
         prepare_environment("v3-8")
 
 
-def test_devices_that_are_not_here_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices that are not available are reported in one line."""
+
     def fail() -> None:
         raise AssertionError
 
@@ -56,7 +58,8 @@ def test_devices_that_are_not_here_are_one_line(monkeypatch: pytest.MonkeyPatch)
         find_devices("v3:9x9x9x9")
 
 
-def test_what_did_not_fit_is_read_from_the_error() -> None:
+def test_misfit_is_read_from_error() -> None:
+    """The bytes that did not fit are read from the error."""
     gib = 2**30
     error = RuntimeError("the total memory required for HLO temporaries (20.50G) exceeds available HBM (15.25G).")
     assert out_of_memory(error) == (int(20.5 * gib), int(15.25 * gib))
@@ -68,7 +71,8 @@ def test_what_did_not_fit_is_read_from_the_error() -> None:
 @pytest.mark.parametrize(
     ("name", "devices", "gib"), [("v3-8", 8, 15.48), ("v4-32", 16, 30.75), ("v5e-16", 16, 15.75), ("v6e-8", 8, 31.25)]
 )
-def test_slices_are_those_that_jax_will_see(name: str, devices: int, gib: float) -> None:
+def test_slices_equal_jax(name: str, devices: int, gib: float) -> None:
+    """Slices are those that jax will see."""
     pytest.importorskip("libtpu")
     found = find_devices(name)
     assert len(found) == devices

@@ -108,9 +108,8 @@ def test_what_follows_a_prompt_is_learned(tmp_path: Path):
     assert documents_of(corpus, 0, 256) == sorted(expected)
 
 
-def test_workers_and_a_second_call_change_nothing(
-    tmp_path: Path, chat_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_change_nothing(tmp_path: Path, chat_tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of workers and a second call change nothing."""
     monkeypatch.setattr(documents, "UNIT_BYTES", 4000)  # of some 30,000
     source = json_lines(tmp_path / "a.jsonl", PAIRS * 20)
     tokenizer, digests = load_tokenizer(str(chat_tokenizer)), set()
@@ -124,7 +123,8 @@ def test_workers_and_a_second_call_change_nothing(
         make(source, tmp_path / "1", tokenizer=tokenizer)
 
 
-def test_each_document_in_rows_of_its_own(tmp_path: Path):
+def test_documents_in_own_rows(tmp_path: Path):
+    """Each document is in rows of its own."""
     corpus = make(json_lines(tmp_path / "a.jsonl", PAIRS), tmp_path, completions=True, one_document_per_row=True)
     loader = Loader(corpus.train_index, global_rows=1, context=16, vocab_size=256, shuffle=False, only_completions=True)
     row = next(loader.batches()).tokens[0]
@@ -185,7 +185,8 @@ def test_the_command(tmp_path: Path):
     assert (learned_of(str(tmp_path / "index" / "a_train.index")) < 0).any()
 
 
-def test_the_template_of_several_is_the_default_one(tmp_path: Path, chat_tokenizer: Path):
+def test_default_template(tmp_path: Path, chat_tokenizer: Path):
+    """Of several templates the default one is taken."""
     with_template(chat_tokenizer, tmp_path / "chat", INST)
     config = tmp_path / "chat" / "tokenizer_config.json"
     several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}]

@@ -82,7 +82,8 @@ def test_interrupted_anywhere_and_called_again(
     assert digest(root / "parts") == digest(root / "whole")
 
 
-def test_a_second_call_tokenizes_what_is_missing_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_second_call_completes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A second call tokenizes only what is missing."""
     monkeypatch.setattr(documents, "UNIT_BYTES", 200)
     lines = [json.dumps({"text": f"{i:3} and more"}) for i in range(400)]
     (tmp_path / "lines.jsonl").write_text("\n".join(lines))
@@ -96,7 +97,8 @@ def test_a_second_call_tokenizes_what_is_missing_alone(tmp_path: Path, monkeypat
     assert {name: Path(corpus.directory, name).stat().st_mtime_ns for name in finished} == finished
 
 
-def test_a_source_that_changed_under_half_a_corpus(tmp_path: Path):
+def test_changed_source_under_half_corpus(tmp_path: Path):
+    """A source that changed under half a corpus is noticed."""
     lines = [json.dumps({"text": f"{i:3} and more"}) + "\n" for i in range(400)]
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(lines))
@@ -137,8 +139,11 @@ for line in sys.stdin:  # a process for each, without importing everything again
 """
 
 
-def test_a_killed_prepare_leaves_no_index_to_missing_shards(folder: Path, tmp_path: Path):
-    """Killed by itself at the n-th renaming or removing of a file, for several n, with and without another corpus."""
+def test_killed_prepare_leaves_no_index(folder: Path, tmp_path: Path):
+    """A killed prepare leaves no index of missing shards.
+
+    Killed by itself at the n-th renaming or removing of a file, for several n, with and without another corpus.
+    """
     options: dict[str, Any] = {"row_tokens": 32, "overwrite": True}
     make(folder, tmp_path / "whole", **options)
     cases = [(0, False), (3, False), (20, False), (1000, False), (1, True), (20, True), (59, True), (1000, True)]
@@ -176,8 +181,11 @@ def recorded_shards(place: Path) -> list[Path]:
     return [place / shard["name"] for split in ("train", "validation") for shard in manifest[split]["shards"]]
 
 
-def test_killed_with_its_workers_in_the_middle(mixed: Path, tmp_path: Path, bpe: Path):
-    """kill -9 from outside: the workers go too, and a second call finishes what is missing alone."""
+def test_killed_with_its_workers(mixed: Path, tmp_path: Path, bpe: Path):
+    """A prepare that is killed in the middle is completed by a second call.
+
+    kill -9 from outside: the workers go too, and a second call finishes what is missing alone.
+    """
     options = ["--name", "c", "--tokenizer", str(bpe), "--row-tokens", "256", "--rows-per-member", "8"]
     options += ["--rows-per-shard", "64", "--workers", "2"]
 
@@ -214,7 +222,8 @@ class Killed(ByteTokenizer):
         raise AssertionError
 
 
-def test_killed_worker_is_an_error_that_may_pass(folder: Path, tmp_path: Path):
+def test_killed_worker_is_temporary(folder: Path, tmp_path: Path):
+    """A killed worker is an error that a repeat may mend."""
     with pytest.raises(Unavailable, match=r"a worker process was killed.*fewer --workers"):
         make(folder, tmp_path, tokenizer=Killed(), workers=2)
 
@@ -305,7 +314,8 @@ def test_a_bucket_gets_the_same_bytes(folder: Path, tmp_path: Path, monkeypatch:
         assert verify(away.train_index) == [f"{place}/c/train-00001.tar is missing"]
 
 
-def test_a_full_disk_is_one_line_and_the_next_call_goes_on(mixed: Path, tmp_path: Path):
+def test_full_disk_is_one_line(mixed: Path, tmp_path: Path):
+    """A full disk is reported in one line, and the next call continues."""
     limited = """
 import resource
 from zero.runtime.preparing.zero_prepare import main

@@ -19,7 +19,8 @@ from zero.runtime.streaming.loader import Loader
 from zero.runtime.text.tokenizers import load_tokenizer
 
 
-def test_nothing_is_lost_and_documents_stay_whole(folder: Path, tmp_path: Path):
+def test_documents_stay_whole(folder: Path, tmp_path: Path):
+    """Nothing is lost, and documents stay whole."""
     corpus = make(folder, tmp_path, validation_fraction=0.2)
     train, validation = documents_of(corpus.train_index, 16), documents_of(corpus.validation_index, 16)
     written = {path.read_text() for path in folder.rglob("*.txt")}
@@ -33,14 +34,16 @@ def test_nothing_is_lost_and_documents_stay_whole(folder: Path, tmp_path: Path):
     assert sum(shard.rows for shard in shards) == corpus.train.rows == -(-corpus.train.tokens // 16)
 
 
-def test_the_split_does_not_depend_on_what_else_is_there(folder: Path, tmp_path: Path):
+def test_split_depends_on_the_document(folder: Path, tmp_path: Path):
+    """The split of a document does not depend on the other documents."""
     before = set(documents_of(make(folder, tmp_path, "a", validation_fraction=0.2).validation_index, 16))
     (folder / "more.txt").write_text("one more")
     after = set(documents_of(make(folder, tmp_path, "b", validation_fraction=0.2).validation_index, 16))
     assert before <= after <= before | {"one more"}
 
 
-def test_the_same_input_gives_the_same_bytes_for_any_number_of_workers(mixed: Path, tmp_path: Path, bpe: Path):
+def test_same_bytes_for_any_workers(mixed: Path, tmp_path: Path, bpe: Path):
+    """The same input gives the same bytes for any number of workers."""
     digests = set()
     options: dict[str, Any] = {"row_tokens": 256, "rows_per_member": 16, "rows_per_shard": 128}
     for workers in (1, 3):
@@ -52,7 +55,8 @@ def test_the_same_input_gives_the_same_bytes_for_any_number_of_workers(mixed: Pa
     assert corpus.train.documents + corpus.validation.documents == 30 + 300 + 150
 
 
-def test_a_member_holds_many_rows_in_the_smallest_type(folder: Path, tmp_path: Path):
+def test_member_of_many_rows(folder: Path, tmp_path: Path):
+    """A member holds many rows in the smallest dtype."""
     corpus = make(folder, tmp_path)
     with tarfile.open(Path(corpus.directory, "train-00000.tar")) as archive:
         member = archive.extractfile("000000000.input_id.npy")
@@ -82,7 +86,8 @@ def test_sources(tmp_path: Path):
     assert both(corpus) == ["print(1)", "print(2)"]
 
 
-def test_a_single_text_is_cut_at_a_line(tmp_path: Path):
+def test_single_text_is_cut(tmp_path: Path):
+    """A single text is cut at a line."""
     text = "".join(f"line {i}\n" for i in range(100))
     (tmp_path / "book.txt").write_text(text)
     corpus = make(tmp_path / "book.txt", tmp_path, validation_fraction=0.1)
@@ -125,7 +130,8 @@ def test_records_of_ids(tmp_path: Path, bpe: Path):
         make(path, tmp_path, "another", tokenizer=300)
 
 
-def test_a_long_document_is_tokenized_in_parts_and_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_long_document_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A long document is tokenized in parts and stays one document."""
     monkeypatch.setattr("zero.runtime.preparing.tokenize_documents._PIECE", 10)
     texts = ["x" * 35, "line\n" * 9, "é" * 20]
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -152,7 +158,8 @@ def test_a_tokenizer_of_its_own(mixed: Path, tmp_path: Path):
         make(mixed, tmp_path, **(options | {"tokenizer": 256}))
 
 
-def test_the_standard_library_is_ready_in_seconds(tmp_path: Path):
+def test_standard_library_in_seconds(tmp_path: Path):
+    """The standard library is prepared in seconds."""
     begin = time.monotonic()
     corpus = make("stdlib", tmp_path, row_tokens=256, rows_per_member=256, rows_per_shard=8192)
     assert time.monotonic() - begin < 20
@@ -162,7 +169,8 @@ def test_the_standard_library_is_ready_in_seconds(tmp_path: Path):
     assert next(loader.batches()).tokens.shape == (16, 256)
 
 
-def test_what_stands_is_kept_and_other_arguments_are_refused(folder: Path, tmp_path: Path):
+def test_existing_corpus_is_kept(folder: Path, tmp_path: Path):
+    """An existing corpus is kept, and other arguments are refused."""
     corpus = make(folder, tmp_path)
     shard, index = Path(corpus.directory, "train-00000.tar"), Path(corpus.train_index)
     os.utime(shard, (1, 1))
@@ -181,8 +189,11 @@ def test_what_stands_is_kept_and_other_arguments_are_refused(folder: Path, tmp_p
     assert documents_of(make(folder, tmp_path, row_tokens=32).train_index, 32)
 
 
-def test_a_corpus_of_an_earlier_version_is_kept(folder: Path, tmp_path: Path):
-    """0.1.0 wrote another name of one option into the manifest."""
+def test_corpus_of_an_earlier_version(folder: Path, tmp_path: Path):
+    """A corpus of an earlier version is kept.
+
+    0.1.0 wrote another name of one option into the manifest.
+    """
     corpus = make(folder, tmp_path)
     path, shard = Path(corpus.directory, "manifest.json"), Path(corpus.directory, "train-00000.tar")
     former = path.read_text().replace('"one_document_per_row"', '"one_document_a_row"')

@@ -23,7 +23,8 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "lines"
 
 
-def test_it_is_prepared_if_an_index_is_missing_and_left_alone_if_not(source: Path):
+def test_prepared_only_if_missing(source: Path):
+    """A corpus is prepared if an index is missing, and left as it is if not."""
     prepare_if_missing("lines", OWN, ByteTokenizer(), 8)
     shards = [Path(shard.path) for index in OWN for shard in read_index(index)]
     before = [shard.stat().st_mtime_ns for shard in shards]
@@ -41,8 +42,11 @@ def test_a_misspelt_index_path_prepares_nothing(tmp_path: Path, misspelt: str):
     assert not (tmp_path / "data").exists()
 
 
-def test_longer_rows_are_prepared_beside_the_corpus(source: Path):
-    """As where model.size=test has prepared the default corpus before the default job asks for rows of 256 tokens."""
+def test_longer_rows(source: Path):
+    """Longer rows are prepared beside the corpus.
+
+    As where model.size=test has prepared the default corpus before the default job asks for rows of 256 tokens.
+    """
     assert prepare_if_missing("lines", OWN, ByteTokenizer(), 8) == {}
     before = {path: path.read_bytes() for path in Path("data").rglob("*") if path.is_file()}
     beside = [path.replace("lines_", "lines-16_") for path in OWN]

@@ -61,7 +61,8 @@ def test_verify_of_what_is_no_corpus(folder: Path, tmp_path: Path):
                 use()
 
 
-def test_the_tokenizer_of_a_corpus_is_known_from_its_manifest(folder: Path, tmp_path: Path, bpe: Path):
+def test_tokenizer_in_the_manifest(folder: Path, tmp_path: Path, bpe: Path):
+    """The tokenizer of a corpus is read from its manifest."""
     corpus = make(folder, tmp_path, tokenizer=load_tokenizer(str(bpe)))
     copy = tmp_path / "another_name.json"
     copy.write_bytes(bpe.read_bytes())

@@ -32,8 +32,11 @@ def test_the_command(folder: Path, tmp_path: Path):
         assert bad.stderr.startswith("error: ") and bad.stderr.count("\n") == 1
 
 
-def test_without_options_it_writes_below_the_current_directory(folder: Path, tmp_path: Path, monkeypatch):
-    """As a wheel in any directory does: where the default index paths of a run look."""
+def test_writes_below_the_current_directory(folder: Path, tmp_path: Path, monkeypatch):
+    """Without options zero-prepare writes below the current directory.
+
+    As a wheel in any directory does: where the default index paths of a run look.
+    """
     monkeypatch.chdir(tmp_path)
     assert call(folder, "--row-tokens", "16").returncode == 0
     assert (tmp_path / "data/corpus/text/train-00000.tar").is_file()

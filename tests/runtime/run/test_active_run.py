@@ -68,15 +68,18 @@ def make_run(directory: Path, tracker: Tracker | None, **metrics: float) -> Acti
     return run
 
 
-def test_run_that_stops_between_steps_saves_no_state_that_is_not_finite(tmp_path: Path) -> None:
+def test_stop_saves_no_nan(tmp_path: Path) -> None:
+    """A run that stops between steps saves no state that is not finite."""
     with pytest.raises(UserError, match=r"step 3: the gradient is not finite and training.skip_bad_steps=false"):
         make_run(tmp_path, None, gradient_norm=np.nan).stop()
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("no font")])
-def test_report_that_cannot_be_written_ends_no_training(
+def test_failed_report_ends_no_training(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A report that cannot be written does not end training."""
+
     def fail(directory: Path) -> None:
         raise error
 
@@ -87,7 +90,8 @@ def test_report_that_cannot_be_written_ends_no_training(
     assert f"step 3: the report of the run could not be written: {error}" in caplog.text
 
 
-def test_line_of_metrics_tells_how_well_the_devices_are_used(tmp_path: Path) -> None:
+def test_utilization_in_metrics(tmp_path: Path) -> None:
+    """A line of metrics tells how well the devices are used."""
     run = make_run(tmp_path, None)
     line = run.read_metrics()
     assert line["tokens_per_second"] == pytest.approx(128 / line["step_time"])
@@ -96,7 +100,8 @@ def test_line_of_metrics_tells_how_well_the_devices_are_used(tmp_path: Path) -> 
     assert run.metrics.is_empty
 
 
-def test_line_of_metrics_compares_with_the_predicted_time(tmp_path: Path) -> None:
+def test_predicted_time_in_metrics(tmp_path: Path) -> None:
+    """A line of metrics compares the step time with the predicted one."""
     run = make_run(tmp_path, None)
     assert not {"predicted_speed", "device_wait"} & run.read_metrics().keys()
     run.metrics.restart()
@@ -107,7 +112,8 @@ def test_line_of_metrics_compares_with_the_predicted_time(tmp_path: Path) -> Non
     assert "of the predicted speed" in train._summary(line)
 
 
-def test_a_slow_run_says_once_where_its_time_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_run_is_explained_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A slow run logs once where its time goes."""
     metrics = StepMetrics(128, 8, None, Goodput())
     for predicted, warnings in ((1e3, 0), (1e-9, 1), (1e-9, 1)):
         for _ in metrics.timed(iter([None])):
@@ -118,7 +124,8 @@ def test_a_slow_run_says_once_where_its_time_goes(tmp_path: Path, caplog: pytest
         assert caplog.text.count("of the predicted speed: the host waits") == warnings
 
 
-def test_the_planned_time_counts_for_the_planned_length_only(tmp_path: Path) -> None:
+def test_planned_time_of_planned_length(tmp_path: Path) -> None:
+    """The planned time is used only for the planned length."""
     run: Any = make_run(tmp_path, None)
     run.config.profile = SimpleNamespace(step_time=0.25)
     assert run._predict(None, 16) == 0.25 and run._predict(None, 8) is None
@@ -138,7 +145,8 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return read
 
 
-def test_metrics_of_a_step_are_one_transfer(transfers: list[Any]) -> None:
+def test_one_transfer_per_step(transfers: list[Any]) -> None:
+    """Metrics of a step are one transfer."""
     metrics = StepMetrics(128, 8, peak_flops=None, goodput=in_steps())
     for count in range(1, 4):
         metrics.add(values(), leave=0)
@@ -148,9 +156,10 @@ def test_metrics_of_a_step_are_one_transfer(transfers: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(("step", "has_tasks"), [(40, True), (60, False), (70, True)])
-def test_evaluation_is_one_transfer_per_batch_and_runs_tasks_at_the_last_step_too(
+def test_transfers_and_tasks_of_evaluation(
     step: int, has_tasks: bool, tmp_path: Path, transfers: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An evaluation is one transfer per batch, and runs tasks at the last step too."""
     run: Any = make_run(tmp_path, None)
     run.config.training.maximum_evaluation_steps, run.config.training.evaluation_frequency = 3, 20
     run.last_step = 70
@@ -165,14 +174,16 @@ def test_evaluation_is_one_transfer_per_batch_and_runs_tasks_at_the_last_step_to
     assert len(transfers) == 3
 
 
-def test_bar_shows_the_memory_where_the_device_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_in_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The progress bar shows the memory where the device reports it."""
     assert "GiB" not in train._summary(make_run(tmp_path, None).read_metrics())
     device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 3 << 29, "bytes_in_use": 5})
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     assert train._summary(make_run(tmp_path, None).read_metrics()).endswith(", peak 1.50 GiB")
 
 
-def test_metrics_of_experts_are_logged_where_there_are_experts() -> None:
+def test_metrics_of_experts() -> None:
+    """Metrics of experts are logged where there are experts."""
     metrics = StepMetrics(128, 8, peak_flops=None, goodput=in_steps())
     metrics.add(values(), leave=0)
     assert not set(METRICS) & set(metrics.read())
@@ -181,13 +192,15 @@ def test_metrics_of_experts_are_logged_where_there_are_experts() -> None:
     assert [line[name] for name in METRICS] == [0, 1, 2, 3]
 
 
-def test_mfu_is_not_shown_where_the_peak_is_unknown() -> None:
+def test_no_mfu_without_peak() -> None:
+    """MFU is not shown where the peak is unknown."""
     metrics = StepMetrics(128, 8, peak_flops=None, goodput=in_steps())
     metrics.add(values(), leave=0, flops=500)
     assert "mfu" not in metrics.read()
 
 
-def test_tasks_are_logged_by_name_without_their_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks are logged by name, without their standard errors."""
     results = {"choice": {"acc,none": 0.5, "acc_stderr,none": 0.1, "alias": "choice"}}
     monkeypatch.setattr(active_run, "Scorer", lambda *arguments: None)
     monkeypatch.setattr(active_run, "run_tasks", lambda scorer, context, tasks: results)

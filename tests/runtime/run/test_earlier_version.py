@@ -19,10 +19,10 @@ from zero.runtime.train import train
 ARCHIVE = Path(__file__).with_name("run-4d0cdf6.tar.xz")
 
 
-def test_run_of_an_earlier_version_goes_on_with_the_same_losses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The archive is the directory of a run of 12 steps by commit 4d0cdf6, with its checkpoint of step 6 alone.
+def test_run_of_an_earlier_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of an earlier version continues with the same losses.
+
+    The archive is the directory of a run of 12 steps by commit 4d0cdf6, with its checkpoint of step 6 alone.
 
     Its model is the size `test` with an embedding_dim of 6, to keep it small; on 8 devices, with dropout and a moving
     average of the weights, on the corpus of tests/helpers/cli.py.

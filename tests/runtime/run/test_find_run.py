@@ -68,7 +68,8 @@ def test_without_a_flag_nothing_changes() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--resume=auto"])
-def test_resume_finds_the_run_that_was_started_last_and_goes_on_in_it(flag: str, in_tmp_path: Path) -> None:
+def test_resume_finds_the_last_run(flag: str, in_tmp_path: Path) -> None:
+    """A resume finds the run that was started last and continues in its directory."""
     make_run(DEFAULT_ROOT / "b", [5])
     make_run(DEFAULT_ROOT / "2030-01-01" / "a", [5, 10])
     make_run(DEFAULT_ROOT / "c", [])
@@ -77,7 +78,8 @@ def test_resume_finds_the_run_that_was_started_last_and_goes_on_in_it(flag: str,
     assert hydra_reads(overrides) == (str(in_tmp_path / "runs/2030-01-01/a"),) * 2
 
 
-def test_other_files_called_config_are_no_runs() -> None:
+def test_other_config_files() -> None:
+    """Other files called config.yaml are not runs."""
     run = make_run(DEFAULT_ROOT / "a", [5])
     for other in ("wandb/offline-run/files", ".hydra", "checkpoints/5/meta"):
         (run / other).mkdir(parents=True)
@@ -87,7 +89,8 @@ def test_other_files_called_config_are_no_runs() -> None:
 
 @pytest.mark.parametrize("name", ODD_NAMES)
 @pytest.mark.parametrize("is_fork", [False, True])
-def test_any_name_of_a_directory_survives_the_way_through_hydra(name: str, is_fork: bool, in_tmp_path: Path) -> None:
+def test_any_directory_name(name: str, is_fork: bool, in_tmp_path: Path) -> None:
+    """Any name of a directory survives the way through Hydra."""
     run = make_run(DEFAULT_ROOT / name, [5, 10])
     step = ["data.resume_step=5"] if is_fork else []
     resumed, directory = hydra_reads(resume_overrides(["--resume", *step]))
@@ -105,7 +108,8 @@ def test_run_can_be_named(given: str, in_tmp_path: Path) -> None:
     assert hydra_reads(overrides) == (str(in_tmp_path / run),) * 2
 
 
-def test_older_step_forks_into_a_new_directory(in_tmp_path: Path) -> None:
+def test_older_step_forks(in_tmp_path: Path) -> None:
+    """A resume from an older step gets a new directory."""
     run = make_run(Path("mine"), [5, 10])
     for step, is_fork in (("5", True), ("10", False), ("null", False)):
         overrides = resume_overrides(["hydra.run.dir=mine", f"data.resume_step={step}", "--resume"])
@@ -128,7 +132,8 @@ def test_nothing_to_resume() -> None:
 
 
 @pytest.mark.parametrize("option", ["-m", "--multirun"])
-def test_sweep_is_continued_in_its_directory_and_no_job_in_that_of_another(option: str, in_tmp_path: Path) -> None:
+def test_sweep_directories(option: str, in_tmp_path: Path) -> None:
+    """A sweep is continued in its directory, and no job in that of another."""
     make_run(DEFAULT_ROOT / "multirun" / "older" / "0", [5])
     make_run(DEFAULT_ROOT / "multirun" / "it's" / "1", [5])
     make_run(DEFAULT_ROOT / "no sweep", [5])
@@ -153,9 +158,8 @@ def test_misspelt_flag_is_refused(flag: str) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "data: {", "seed: 1\n", "data: 5\n", "data:\n  corpus: null\n"])
-def test_damaged_run_is_named_and_passed_over(
-    content: str, in_tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_run(content: str, in_tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A damaged run is named and passed over."""
     good = make_run(DEFAULT_ROOT / "good", [5])
     damaged = make_run(DEFAULT_ROOT / "newer", [5])
     (damaged / CONFIG_FILE).write_text(content)
@@ -165,9 +169,10 @@ def test_damaged_run_is_named_and_passed_over(
         resume_overrides(["--resume=auto", f"hydra.run.dir={damaged}"])
 
 
-def test_deleted_bucket_is_named_and_passed_over(
+def test_deleted_bucket(
     server: str, in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A deleted bucket is named and passed over."""
     bucket.use(monkeypatch, server)
     older = make_run(DEFAULT_ROOT / "older", [5])
     make_run(DEFAULT_ROOT / "newer", [], bucket_path="deleted")
@@ -176,9 +181,10 @@ def test_deleted_bucket_is_named_and_passed_over(
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--resume=auto"])
-def test_bucket_that_does_not_answer_is_tried_again_and_no_older_run_taken(
+def test_silent_bucket_is_tried_again(
     flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A bucket that does not answer is tried again, and no older run is taken."""
     bucket.use(monkeypatch, f"http://127.0.0.1:{hosts.free_port()}", deadline=0.3)
     make_run(DEFAULT_ROOT / "older", [5])
     make_run(DEFAULT_ROOT / "newer", [], bucket_path="bucket")
@@ -188,7 +194,8 @@ def test_bucket_that_does_not_answer_is_tried_again_and_no_older_run_taken(
     assert capsys.readouterr().err.startswith("error: gs://bucket/checkpoints: no answer within")
 
 
-def test_runs_older_than_the_newest_valid_one_are_not_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_runs_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs older than the newest valid one are not examined."""
     make_run(DEFAULT_ROOT / "older", [5])
     newest = make_run(DEFAULT_ROOT / "newest", [5])
     examined: list[Path] = []
@@ -201,7 +208,8 @@ def test_runs_older_than_the_newest_valid_one_are_not_examined(monkeypatch: pyte
     assert newest_run(DEFAULT_ROOT) == newest and examined == [newest]
 
 
-def test_launcher_that_would_go_back_at_every_start_is_refused() -> None:
+def test_launcher_with_a_fixed_step() -> None:
+    """A launcher that would go back at every start is refused."""
     make_run(DEFAULT_ROOT / "a", [5, 10])
     with pytest.raises(UserError, match=r"data\.resume_step: expected --resume, once"):
         resume_overrides(["--resume=auto", "data.resume_step=5"])
@@ -224,12 +232,14 @@ def test_place_of_checkpoints(in_tmp_path: Path) -> None:
     assert saved_steps(run) == [7]
 
 
-def test_directory_that_is_no_run_is_named() -> None:
+def test_directory_without_a_run() -> None:
+    """A directory that is not a run is named."""
     with pytest.raises(UserError, match=r"nowhere: not a run directory, config\.yaml is missing"):
         saved_config(Path("nowhere"))
 
 
-def test_run_directory_that_was_lost_is_rebuilt_from_beside_its_checkpoints(in_tmp_path: Path) -> None:
+def test_lost_run_directory(in_tmp_path: Path) -> None:
+    """A run directory that was lost is rebuilt from the copy beside its checkpoints."""
     place = in_tmp_path / "shared"
     run = make_run(Path("mine"), [5], checkpoints=str(place))
     (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
@@ -252,14 +262,16 @@ def test_run_directory_that_was_lost_is_rebuilt_from_beside_its_checkpoints(in_t
     assert (Path("mine") / "samples.txt").read_text() == "text"
 
 
-def test_checkpoints_inside_a_run_directory_are_not_mirrored(in_tmp_path: Path) -> None:
+def test_no_mirror_inside_the_run(in_tmp_path: Path) -> None:
+    """Nothing is mirrored beside checkpoints that are inside the run directory."""
     run = make_run(in_tmp_path / "mine", [5])
     mirror(run, run / "checkpoints")
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["5"]
     assert not rebuild(run, run / "checkpoints")
 
 
-def test_resume_from_named_checkpoints_takes_no_other_run(in_tmp_path: Path) -> None:
+def test_resume_from_named_checkpoints(in_tmp_path: Path) -> None:
+    """A resume from named checkpoints takes no other run."""
     run = make_run(DEFAULT_ROOT / "a", [], checkpoints=str(in_tmp_path / "one"))
     (in_tmp_path / "one" / "7").mkdir(parents=True)
     make_run(DEFAULT_ROOT / "newer", [9])

@@ -24,9 +24,10 @@ def test_contexts_of_the_warmup(stages: str, lengths: list[int]) -> None:
     assert [context.at(step) for step in range(8)] == lengths
 
 
-def test_global_batch_of_the_first_checkpoint_is_the_one_in_the_configuration(
+def test_global_batch_of_first_checkpoint(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """The global batch of the first checkpoint is the one in the configuration."""
     config = check(compose("training.batch_size=8"), load_sizes())  # of a run on two hosts
     kept = with_global_batch(config, 16)  # on one host now
     assert (kept.training.batch_size, config.training.batch_size) == (16, 8)

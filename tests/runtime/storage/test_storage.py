@@ -50,7 +50,8 @@ def test_a_bucket_is_like_a_directory(place: str):
     assert not storage.exists(url)
 
 
-def test_a_write_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_write_is_synced_before_renaming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A write is on the disk before it has its name."""
     events: list[str] = []
     fsync, replace = os.fsync, Path.replace
 
@@ -68,7 +69,8 @@ def test_a_write_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypat
     assert events == ["fsync", "replace"] and (tmp_path / "a").read_bytes() == DATA
 
 
-def test_a_write_that_fails_keeps_the_former_contents(tmp_path: Path):
+def test_failed_write_keeps_contents(tmp_path: Path):
+    """A write that fails keeps the former contents."""
     storage.write(tmp_path / "a", b"before")
     with pytest.raises(TypeError):
         storage.write(tmp_path / "a", 7)  # type: ignore[arg-type]
@@ -93,7 +95,8 @@ def test_every_fault_is_overcome(server: str, monkeypatch: pytest.MonkeyPatch, f
     assert proxy.injected == {fault: 3}
 
 
-def test_a_broken_read_goes_on_at_its_byte(server: str, monkeypatch: pytest.MonkeyPatch):
+def test_broken_read_continues(server: str, monkeypatch: pytest.MonkeyPatch):
+    """A broken read continues at its byte."""
     bucket.use(monkeypatch, server)
     storage.write(f"gs://{bucket.BUCKET}/long", DATA)
     seen: list[str] = []
@@ -121,8 +124,11 @@ def test_bytes_that_stay_wrong_are_told(server: str, monkeypatch: pytest.MonkeyP
             storage.read_bytes(f"gs://{bucket.BUCKET}/wrong")
 
 
-def test_wrong_bytes_after_a_broken_connection_are_noticed(server: str, monkeypatch: pytest.MonkeyPatch):
-    """Google's library compares no checksum of a download that it has continued."""
+def test_wrong_bytes_are_noticed(server: str, monkeypatch: pytest.MonkeyPatch):
+    """Wrong bytes after a broken connection are noticed.
+
+    Google's library compares no checksum of a download that it has continued.
+    """
     bucket.use(monkeypatch, server)
     storage.write(f"gs://{bucket.BUCKET}/wrong", DATA)
     proxy = bucket.Proxy(server, budget=2, faults=("truncated", "wrong bytes"))
@@ -132,7 +138,8 @@ def test_wrong_bytes_after_a_broken_connection_are_noticed(server: str, monkeypa
     assert proxy.injected == {"truncated": 1, "wrong bytes": 1}
 
 
-def test_a_bucket_that_does_not_answer_is_told(server: str, monkeypatch: pytest.MonkeyPatch):
+def test_silent_bucket_is_reported(server: str, monkeypatch: pytest.MonkeyPatch):
+    """A bucket that does not answer is reported."""
     with bucket.disturbed(bucket.Proxy(server, budget=10**6, faults=("503",))) as address:
         bucket.use(monkeypatch, address, deadline=0.3)
         with pytest.raises(UserError, match=r"^gs://bucket/a: no answer within 300 s: 503") as caught:
@@ -168,13 +175,15 @@ def test_threads_share_a_client(server: str, monkeypatch: pytest.MonkeyPatch):
     assert came == [DATA] * 8
 
 
-def test_nothing_is_imported_before_a_bucket_is_named():
+def test_lazy_import_of_buckets():
+    """The library of buckets is not imported before a bucket is named."""
     code = "import sys; from zero.runtime import storage; storage.exists('x'); print('google.cloud' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())
     assert done.stdout == "False\n"
 
 
-def test_directory_in_a_bucket_is_moved_whole_and_alone(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_move_of_a_directory(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory in a bucket is moved whole, and nothing else with it."""
     bucket.use(monkeypatch, server)
     for name in ("10/a", "10/state/b", "100/a"):
         storage.write(f"gs://bucket/moved/{name}", name.encode())

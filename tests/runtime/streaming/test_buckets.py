@@ -57,8 +57,11 @@ def test_faults_are_named_as_on_disk(server: str, bucket_corpus, monkeypatch: py
         list(data.batches())
 
 
-def test_a_network_that_fails_is_never_skipped(server: str, bucket_corpus, monkeypatch: pytest.MonkeyPatch):
-    """What another host might have read may not be missing here."""
+def test_failing_network_is_not_skipped(server: str, bucket_corpus, monkeypatch: pytest.MonkeyPatch):
+    """A shard that the network fails to deliver is never skipped.
+
+    What another host might have read may not be missing here.
+    """
     bucket.use(monkeypatch, server)
     data = loader(bucket_corpus[1], max_epochs=1, skip_bad=True)
     with bucket.disturbed(bucket.Proxy(server, budget=10**6, faults=("503",))) as address:
@@ -93,8 +96,11 @@ def test_many_faults_change_nothing(
     is_mixture=st.booleans(),
     shuffle_shards=st.sampled_from([1, 3, 16]),
 )
-def test_the_number_of_hosts_may_change_at_every_resume(server, bucket_corpus, legs, is_mixture, shuffle_shards):
-    """A run that does so has the batches of one that was never interrupted."""
+def test_number_of_hosts_may_change(server, bucket_corpus, legs, is_mixture, shuffle_shards):
+    """The number of hosts may change at every resume.
+
+    A run that does so has the batches of one that was never interrupted.
+    """
     here, there = bucket_corpus
     index: Any = {str(here): 0.75, there.replace("it.", "absolute."): 0.25} if is_mixture else there
     options: dict[str, Any] = {"global_rows": 8, "shuffle_shards": shuffle_shards}

@@ -25,9 +25,8 @@ def files(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in directory.iterdir() if path.name != LOCK}
 
 
-def test_a_cache_is_read_in_place_of_the_bucket(
-    server: str, bucket_corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_cache_replaces_the_bucket(server: str, bucket_corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A cached file is read in place of the bucket."""
     bucket.use(monkeypatch, server)
     cache = ShardCache(tmp_path, 10**9)
     quiet = tokens_of(loader(bucket_corpus[0], max_epochs=3))
@@ -46,7 +45,8 @@ def test_a_cache_is_read_in_place_of_the_bucket(
     assert not proxy.injected
 
 
-def test_a_cache_holds_no_more_than_its_limit(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_cache_limit(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A cache holds no more than its limit."""
     bucket.use(monkeypatch, server)
     urls = [f"gs://{bucket.BUCKET}/cached/{number}" for number in range(5)]
     for number, url in enumerate(urls):
@@ -75,8 +75,11 @@ def test_a_cache_holds_no_more_than_its_limit(server: str, tmp_path: Path, monke
     assert sum(files(tmp_path).values()) <= 3500 and 4000 not in files(tmp_path).values()
 
 
-def test_a_cache_deletes_only_what_it_has_named(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A directory with files of others: none is changed, none counts towards the limit."""
+def test_cache_deletes_own_files_only(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A cache deletes only files that it has named itself.
+
+    A directory with files of others: none is changed, none counts towards the limit.
+    """
     bucket.use(monkeypatch, server)
     for number in range(3):
         storage.write(f"gs://{bucket.BUCKET}/beside/{number}", bytes([number]) * 1000)
@@ -94,7 +97,8 @@ def test_a_cache_deletes_only_what_it_has_named(server: str, tmp_path: Path, mon
     assert [(tmp_path / name).read_bytes() for name in own] == [bytes([2]) * 1000]
 
 
-def test_a_cache_keeps_nothing_that_came_damaged(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_damaged_downloads_are_not_cached(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A cache keeps nothing that came damaged."""
     bucket.use(monkeypatch, server)
     url = f"gs://{bucket.BUCKET}/damaged"
     storage.write(url, b"right" * 100)
@@ -105,8 +109,11 @@ def test_a_cache_keeps_nothing_that_came_damaged(server: str, tmp_path: Path, mo
     assert [path.read_bytes() for path in tmp_path.iterdir() if path.name != LOCK] == [b"right" * 100]
 
 
-def test_a_cached_file_is_verified_at_every_read(server: str, tmp_path: Path, monkeypatch, caplog):
-    """What a disk has damaged, or cut, is fetched again; nobody sees its bytes."""
+def test_cached_files_are_verified(server: str, tmp_path: Path, monkeypatch, caplog):
+    """A cached file is verified at every read.
+
+    What a disk has damaged, or cut, is fetched again; nobody sees its bytes.
+    """
     bucket.use(monkeypatch, server)
     url, data = f"gs://{bucket.BUCKET}/verified", b"right" * 100
     storage.write(url, data)
@@ -140,7 +147,8 @@ def test_a_damaged_cache_changes_no_batch(server: str, bucket_corpus, tmp_path: 
     assert tokens_of(loader(bucket_corpus[1], max_epochs=1, cache=cache)) == undamaged
 
 
-def test_a_full_disk_is_logged_once_and_the_bucket_is_read(server: str, tmp_path: Path, monkeypatch, caplog):
+def test_full_disk_is_logged_once(server: str, tmp_path: Path, monkeypatch, caplog):
+    """A full disk is logged once, and the bucket is read."""
     bucket.use(monkeypatch, server)
     url = f"gs://{bucket.BUCKET}/full"
     storage.write(url, b"right" * 100)
@@ -172,7 +180,8 @@ ShardCache(Path(sys.argv[1]), 10**6).open_reader(sys.argv[2])
 """
 
 
-def test_a_killed_process_leaves_no_half_file_that_counts(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_killed_process_leaves_no_half_file(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A half-written file of a killed process does not count."""
     bucket.use(monkeypatch, server)
     url = f"gs://{bucket.BUCKET}/killed"
     storage.write(url, b"whole" * 100)

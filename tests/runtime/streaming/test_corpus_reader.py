@@ -26,7 +26,8 @@ LOST = {*range(9, 18), *range(30, 36), *range(39, 42)}  # a sample before a cut 
 
 @pytest.mark.parametrize("hosts", [1, 2, 4])
 @pytest.mark.parametrize("position", [0, 3, 7])
-def test_what_is_bad_is_skipped_alike_everywhere(tmp_path: Path, caplog, hosts: int, position: int):
+def test_bad_rows_are_skipped_alike(tmp_path: Path, caplog, hosts: int, position: int):
+    """Bad rows are skipped alike on every host."""
     index = bad_corpus(tmp_path)
     options = {"skip_bad": True, "max_epochs": 2, "global_rows": 4}
     whole = list(loader(index, **options).batches())
@@ -53,14 +54,16 @@ def test_nothing_is_skipped_unasked(tmp_path: Path):
         list(loader(index, max_epochs=1).batches())
 
 
-def test_a_shard_that_goes_missing_is_named(tmp_path: Path):
+def test_missing_shard_is_named(tmp_path: Path):
+    """A shard that goes missing is named."""
     data = loader(write_corpus(tmp_path, [9] * 2), max_epochs=1)
     (tmp_path / "shard-1.tar").unlink()
     with pytest.raises(UserError, match=r"^shard .*shard-1\.tar is missing$"):
         list(data.batches())
 
 
-def test_what_is_skipped_must_be_counted_and_an_index_must_not_lie(tmp_path: Path):
+def test_skipped_rows_are_counted(tmp_path: Path):
+    """Skipped rows must be counted, and an index must not be wrong."""
     index = bad_corpus(tmp_path)
     index.write_text(index.read_text().replace("shard-1.tar # 9 rows", "shard-1.tar"))
     with pytest.raises(
@@ -74,7 +77,8 @@ def test_what_is_skipped_must_be_counted_and_an_index_must_not_lie(tmp_path: Pat
             list(loader(index, skip_bad=True, max_epochs=1).batches())
 
 
-def test_a_shard_that_is_not_what_the_index_says(tmp_path: Path):
+def test_shard_contradicts_the_index(tmp_path: Path):
+    """A shard that contradicts the index is named."""
     index = write_corpus(tmp_path, [9])
     for said in (8, 10):
         index.write_text(f"shard-0.tar # {said} rows\n")

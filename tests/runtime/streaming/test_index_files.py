@@ -14,14 +14,16 @@ from zero.runtime.streaming.index_files import index_paths, read_index
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_rows_are_counted_where_the_index_does_not_say(tmp_path: Path, counted: bool):
+def test_rows_are_counted(tmp_path: Path, counted: bool):
+    """Rows are counted where the index does not give their number."""
     index = write_corpus(tmp_path, [700, 3, 1200], rows_per_member=300, counted=counted)
     assert [shard.rows for shard in read_index(index)] == [700, 3, 1200]
     (rows,) = first_tokens(loader(index, global_rows=1903, max_epochs=1).batches())
     assert sorted(rows) == list(range(1903))
 
 
-def test_a_name_may_hold_any_character_but_a_line_feed(tmp_path: Path):
+def test_any_character_in_a_name(tmp_path: Path):
+    """A name may contain any character but a line feed."""
     names = ["a\u2028b.tar", "a\x0bb.tar", "a\x85b.tar", "a\x1cb.tar"]  # splitlines() would cut them in two
     for name in names:
         write_tar(tmp_path / name, {"a.input_id.npy": npy(np.arange(4))})
@@ -41,7 +43,8 @@ def test_names_with_spaces_and_sharps(tmp_path: Path):
 # ---- what can be wrong -----------------------------------------------------------------------------------------------
 
 
-def test_status_says_whether_an_index_file_may_be_read_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_status_of_missing_index_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The exit status tells whether an index file may be read later."""
     (tmp_path / "latin.index").write_bytes(b"\xe9.tar\n")
     for name, message in (("latin.index", "is not UTF-8 text"), ("", "cannot be read: .*Is a directory")):
         with pytest.raises(UserError, match=message) as caught:
@@ -84,5 +87,6 @@ def test_bad_index_files(tmp_path: Path, corpus):
         ([{"index": "a", "weight": 0.7}], "bucket", {"gs://bucket/a": 0.7}),
     ],
 )
-def test_index_files_lie_in_the_bucket_or_where_they_say(value: Any, bucket_path: str | None, index: Any) -> None:
+def test_places_of_index_files(value: Any, bucket_path: str | None, index: Any) -> None:
+    """Index files are in the bucket, or where their own address says."""
     assert index_paths(value, bucket_path) == index

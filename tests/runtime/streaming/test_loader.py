@@ -86,7 +86,8 @@ def test_hosts_share_one_order(corpus, hosts: int, shuffle: bool):
         assert all(share.tokens.dtype == np.int32 for share in shares)
 
 
-def test_a_host_opens_its_own_shards_only(corpus, monkeypatch):
+def test_hosts_open_own_shards(corpus, monkeypatch):
+    """A host opens its own shards only."""
     counts = [6] * 8
     index = corpus(counts)
     opened: list[list[str]] = []
@@ -99,7 +100,8 @@ def test_a_host_opens_its_own_shards_only(corpus, monkeypatch):
     assert all(len(mine) == 2 for mine in opened)
 
 
-def test_epochs_and_seeds_have_their_own_order(corpus):
+def test_order_of_epochs_and_seeds(corpus):
+    """Epochs and seeds each have their own order."""
     index = corpus([12] * 6)
     epochs = first_tokens(loader(index, max_epochs=2).batches())
     rows = flat(epochs)
@@ -112,8 +114,11 @@ def test_epochs_and_seeds_have_their_own_order(corpus):
     assert sorted(shards[0]) == sorted(shards[1]) == list(range(6)) and shards[0] != shards[1]
 
 
-def test_the_order_is_the_same_next_year(corpus):
-    """Written down, because a resumed run must find the same order under any version of numpy."""
+def test_order_is_fixed(corpus):
+    """The order is the same under any version of numpy.
+
+    Written down, because a resumed run must find the same order under any version of numpy.
+    """
     rows = first_tokens(loader(corpus([7, 3, 12, 5]), seed=7).batches(), 3)
     assert rows == [[24, 6, 11, 21], [0, 2, 13, 9], [25, 3, 17, 8]]
 
@@ -126,7 +131,8 @@ def test_a_shuffle_buffer_mixes_its_shards(corpus):
     assert len(set((order[:24] // 12).tolist())) == 8  # a quarter of the epoch has met every shard
 
 
-def test_resuming_reads_no_more_far_into_a_run(corpus, monkeypatch):
+def test_cost_of_resuming(corpus, monkeypatch):
+    """A resume far into a run reads no more than an early one."""
     index = corpus([12] * 8)
     reads = []
     for position in (0, 5, 10**9):
@@ -140,7 +146,8 @@ def test_resuming_reads_no_more_far_into_a_run(corpus, monkeypatch):
     assert max(reads) <= 16  # a shuffle buffer per stream, and the next one ahead
 
 
-def test_validation_is_in_order_and_filled_up(corpus):
+def test_validation_order(corpus):
+    """Validation is in order, and its last batch is filled up."""
     index = corpus([5, 4, 2])
     data = loader(index, shuffle=False, max_epochs=1, global_rows=4)
     assert data.total_batches == 3
@@ -158,7 +165,8 @@ def test_train_samples_caps_an_epoch(corpus):
     assert loader(index, train_samples=100).rows == 11
 
 
-def test_what_is_not_used_is_not_read(tmp_path: Path):
+def test_unused_data_is_not_read(tmp_path: Path):
+    """Data that is not used is not read."""
     index = write_corpus(tmp_path, [12])
     data = bytearray((tmp_path / "shard-0.tar").read_bytes())
     data[3072:4096] = b"?" * 1024  # the fourth member
@@ -196,13 +204,15 @@ def test_nothing_is_read_beyond_the_end(corpus, monkeypatch):
         ({"train_samples": 5}, "other shards"),
     ],
 )
-def test_a_cursor_of_another_order_is_refused(corpus, change: dict[str, Any], message: str):
+def test_cursor_of_another_order(corpus, change: dict[str, Any], message: str):
+    """A cursor of another order is refused."""
     cursor = next(loader(corpus([5, 4, 2])).batches()).cursor
     with pytest.raises(UserError, match=f"cursor belongs to {message}"):
         next(loader(corpus([5, 4, 2]), **change).batches(cursor))
 
 
-def test_a_cursor_of_other_data_is_refused_and_of_moved_data_is_not(corpus, tmp_path: Path):
+def test_cursor_of_other_data(corpus, tmp_path: Path):
+    """A cursor of other data is refused, and one of moved data is not."""
     cursor = next(loader(write_corpus(tmp_path / "here" / "mine", [5, 4, 2])).batches()).cursor
     next(loader(write_corpus(tmp_path / "there" / "mine", [5, 4, 2])).batches(cursor))
     for other in (tmp_path / "there" / "other", [5, 4, 2]), (tmp_path / "elsewhere" / "mine", [5, 4, 3]):

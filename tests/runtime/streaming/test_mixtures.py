@@ -33,7 +33,8 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return indices
 
 
-def test_a_mixture_keeps_its_weights_in_every_batch_and_in_the_long_run(three: list[str]):
+def test_mixture_weights(three: list[str]):
+    """A mixture keeps its weights in every batch and in the long run."""
     weights = dict(zip(three, (0.6, 0.3, 0.1), strict=True))
     data = loader(weights, global_rows=16)
     batches = list(itertools.islice(data.batches(), 50))
@@ -53,7 +54,8 @@ def test_a_mixture_keeps_its_weights_in_every_batch_and_in_the_long_run(three: l
 
 @PATIENT
 @given(position=st.integers(0, 60), weights=st.lists(st.integers(1, 99), min_size=3, max_size=3), data=st.data())
-def test_a_mixture_resumes_exactly_on_any_number_of_hosts(three: list[str], position: int, weights: list[int], data):
+def test_mixture_resumes_exactly(three: list[str], position: int, weights: list[int], data):
+    """A mixture resumes exactly on any number of hosts."""
     mixture = {index: weight / 10 for index, weight in zip(three, weights, strict=True)}
     global_rows = data.draw(st.sampled_from([4, 8, 12]))
     batches = loader(mixture, global_rows=global_rows).batches()
@@ -70,7 +72,8 @@ def test_a_mixture_resumes_exactly_on_any_number_of_hosts(three: list[str], posi
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 3])
-def test_a_mixture_ends_before_a_corpus_is_read_too_often(three: list[str], epochs: int):
+def test_mixture_ends_in_time(three: list[str], epochs: int):
+    """A mixture ends before a corpus is read too often."""
     data = loader(dict(zip(three, (0.2, 0.7, 0.1), strict=True)), max_epochs=epochs)
     rows = np.concatenate([batch.tokens[:, 0] for batch in data.batches()])
     most = Counter(rows.tolist())
@@ -80,7 +83,8 @@ def test_a_mixture_ends_before_a_corpus_is_read_too_often(three: list[str], epoc
     assert data.total_batches == len(rows) / 4
 
 
-def test_one_corpus_of_any_weight_is_that_corpus(three: list[str]):
+def test_mixture_of_one_corpus(three: list[str]):
+    """A mixture of one corpus, of any weight, is that corpus."""
     alone = first_tokens(loader(three[0], max_epochs=2).batches())
     assert first_tokens(loader({three[0]: 7}, max_epochs=2).batches()) == alone
 

@@ -57,7 +57,8 @@ def test_loader_threads_end_with_the_consumer(corpus):
     assert set(threading.enumerate()) <= before
 
 
-def test_prefetch_does_not_wait_where_it_is_told_to_stop() -> None:
+def test_prefetch_stops_at_once() -> None:
+    """A prefetch that is told to stop does not wait."""
     released = threading.Event()
 
     def slow() -> Iterator[int]:

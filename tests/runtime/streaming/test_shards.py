@@ -13,7 +13,8 @@ from zero.runtime.errors import UserError
 from zero.runtime.streaming.shards import count_rows, read_samples
 
 
-def test_members_of_one_row_lengths_and_other_members(tmp_path: Path):
+def test_kinds_of_members(tmp_path: Path):
+    """Members of one row, lengths and other members are read."""
     members = {
         "a.txt": b"not for us",
         "a.input_id.npy": npy(np.arange(6)),
@@ -122,8 +123,11 @@ def test_truncated_and_damaged_shards_are_named(tmp_path: Path, counted: bool):
             count_rows(path)
 
 
-def test_tokens_that_are_no_completions_are_complements(tmp_path: Path):
-    """For a loader that asks for it; for any other one the member is one of the others."""
+def test_prompts_are_complements(tmp_path: Path):
+    """Tokens that are not completions are read as their complements.
+
+    For a loader that asks for it; for any other one the member is one of the others.
+    """
     members = {
         "a.input_id.npy": npy(np.arange(12).reshape(2, 6)),
         "a.completion.npy": npy(np.array([[0, 0, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0]], np.uint8)),

@@ -30,7 +30,8 @@ class Run:
         return seconds
 
 
-def test_each_second_counts_for_the_innermost_phase(wait: Callable[[float], None]) -> None:
+def test_innermost_phase_counts(wait: Callable[[float], None]) -> None:
+    """Each second counts for the innermost phase."""
     clock = Goodput(age=7)
     wait(3)
     with clock.phase("steps"):
@@ -53,7 +54,8 @@ def test_each_second_counts_for_the_innermost_phase(wait: Callable[[float], None
     )
 
 
-def test_work_after_the_resumed_step_and_the_time_until_the_new_start_are_lost(wait: Callable[[float], None]) -> None:
+def test_lost_time(wait: Callable[[float], None]) -> None:
+    """Work after the resumed step, and the time until the new start, are lost."""
     clock = Goodput()
     with clock.phase("steps"):
         wait(50)
@@ -68,7 +70,8 @@ def test_work_after_the_resumed_step_and_the_time_until_the_new_start_are_lost(w
     assert Goodput(age=5, resumed_line={"step": 3}).seconds["restarts"] == 0  # a run of an earlier version
 
 
-def test_the_summary_of_a_run_is_that_of_its_newest_line(wait: Callable[[float], None], tmp_path: Path) -> None:
+def test_summary_of_newest_line(wait: Callable[[float], None], tmp_path: Path) -> None:
+    """The summary of a run is that of its newest line."""
     clock = Goodput(age=50)
     with clock.phase("steps"):
         wait(50)

@@ -52,7 +52,8 @@ def page(tmp_path: Path) -> Path:
     return write_report([first, make_run(tmp_path / "second", 0.25)], tmp_path / "page.html")
 
 
-def test_page_tells_what_differs_and_shows_samples_as_they_are(page: Path) -> None:
+def test_differences_and_samples(page: Path) -> None:
+    """The page lists what differs and shows samples as they are."""
     text = page.read_text(encoding="utf-8")
     rows = re.findall(r"<tr>(<td>.*?)</tr>", text)
     cells = [re.findall(r"<td>(.*?)</td>", row) for row in rows]
@@ -97,7 +98,8 @@ def browse(page: Path, profile: Path) -> tuple[str, list[str], list[str]]:
 
 @pytest.mark.skipif(BROWSER is None, reason="no browser on this machine: apt-get install chromium")
 @pytest.mark.timeout(300)
-def test_page_opens_in_a_browser_without_errors_or_requests(page: Path, tmp_path: Path) -> None:
+def test_opens_in_a_browser(page: Path, tmp_path: Path) -> None:
+    """The page opens in a browser without errors or requests."""
     elements, complaints, asked = browse(page, tmp_path / "profile")
     tasks = 2
     curves = sum(len(metrics) for _, metrics, _ in PANELS) + tasks
@@ -113,7 +115,8 @@ def test_page_opens_in_a_browser_without_errors_or_requests(page: Path, tmp_path
     assert "seen" in complaints[0] and asked == ["http://127.0.0.1:9/x.png"]
 
 
-def test_quantities_that_no_run_has_logged_have_no_panel(tmp_path: Path) -> None:
+def test_no_empty_panels(tmp_path: Path) -> None:
+    """Quantities that no run has logged have no panel."""
     run = make_run(tmp_path / "run", 0.5, with_device=False)
     text = write_report([run], tmp_path / "page.html").read_text()
     assert "throughput" in text and "utilization" not in text and "peak memory" not in text and TASKS not in text
@@ -121,7 +124,8 @@ def test_quantities_that_no_run_has_logged_have_no_panel(tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(40)  # lines of resumes that are added one by one took minutes
-def test_a_long_run_that_was_often_resumed_is_a_page_that_opens(tmp_path: Path) -> None:
+def test_long_run(tmp_path: Path) -> None:
+    """The page of a long run that was resumed often opens."""
     run, spike = make_run(tmp_path / "run", 0.5), 5_555
     lines: list[dict[str, object]] = [
         {
@@ -151,7 +155,8 @@ def test_a_long_run_that_was_often_resumed_is_a_page_that_opens(tmp_path: Path) 
     }
 
 
-def test_command_writes_into_the_first_run_and_names_what_is_no_run(tmp_path: Path) -> None:
+def test_report_command(tmp_path: Path) -> None:
+    """The command writes into the first run and names directories that are not runs."""
     run = make_run(tmp_path / "run", 0.5)
     command = [sys.executable, "-m", "zero.runtime.tracking.zero_report"]
     done = subprocess.run([*command, str(run)], capture_output=True, text=True)

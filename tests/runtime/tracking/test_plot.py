@@ -61,7 +61,8 @@ def test_panels_show_what_was_logged(run: Path) -> None:
     assert losses.get_legend_handles_labels()[1] == labels
 
 
-def test_picture_is_whole_and_nothing_else_is_left(run: Path) -> None:
+def test_only_the_picture_is_left(run: Path) -> None:
+    """The picture is complete, and no other file is left."""
     before = {path.name for path in run.iterdir()}
     assert draw_run(run) == run / "run.png"
     picture = (run / "run.png").read_bytes()
@@ -69,12 +70,14 @@ def test_picture_is_whole_and_nothing_else_is_left(run: Path) -> None:
     assert {path.name for path in run.iterdir()} == before | {"run.png"}
 
 
-def test_run_that_has_logged_nothing_is_drawn(tmp_path: Path) -> None:
+def test_empty_run_is_drawn(tmp_path: Path) -> None:
+    """A run that has logged nothing is drawn."""
     (tmp_path / "metrics.jsonl").touch()
     assert draw_run(tmp_path).exists()
 
 
-def test_two_thousand_steps_take_less_than_a_second(tmp_path: Path) -> None:
+def test_drawing_time(tmp_path: Path) -> None:
+    """A picture of two thousand steps takes less than a second."""
     with Tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
         for step in range(1, 2001):
             tracker.log(metrics_at(step))

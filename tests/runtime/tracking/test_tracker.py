@@ -29,7 +29,8 @@ def steps_of(directory: Path) -> list[int]:
     return [metrics["step"] for metrics in read_metrics(directory / "metrics.jsonl")]
 
 
-def test_resumed_run_keeps_every_line_and_counts_the_later(tmp_path: Path) -> None:
+def test_later_lines_count(tmp_path: Path) -> None:
+    """A resumed run keeps every line, and the later ones count."""
     track(tmp_path, range(1, 8))
     with Tracker(tmp_path, project=None, config={}, resumed_from=4) as tracker:
         tracker.log({"step": 5, "train/loss": 0.5})
@@ -41,7 +42,8 @@ def test_resumed_run_keeps_every_line_and_counts_the_later(tmp_path: Path) -> No
     assert len(lines) == 9 and json.loads(lines[7]) == {"event": "resume", "step": 4}
 
 
-def test_each_resume_discards_the_steps_above_it_and_a_later_line_replaces_an_earlier_one(tmp_path: Path) -> None:
+def test_discarded_and_replaced_lines(tmp_path: Path) -> None:
+    """Each resume discards the steps above it, and a later line replaces an earlier one."""
     path = tmp_path / "metrics.jsonl"
     for resumed_from, steps in ((None, range(1, 6)), (4, range(5, 8)), (1, range(2, 3))):
         with Tracker(tmp_path, project=None, config={}, resumed_from=resumed_from) as tracker:
@@ -53,7 +55,8 @@ def test_each_resume_discards_the_steps_above_it_and_a_later_line_replaces_an_ea
     assert [(line["step"], line["from"]) for line in read_metrics(path)] == [(1, 0), (2, 9)]
 
 
-def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+def test_not_finite_is_null(tmp_path: Path) -> None:
+    """Numbers that are not finite are null."""
     with Tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
         tracker.log({"step": 1, "train/loss": math.nan, "gradient_norm": math.inf, "learning_rate": 0.5})
     assert (tmp_path / "metrics.jsonl").read_text() == (
@@ -61,7 +64,8 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     )
 
 
-def test_a_step_is_logged_once_and_in_order(tmp_path: Path) -> None:
+def test_steps_are_logged_in_order(tmp_path: Path) -> None:
+    """A step is logged once and in order."""
     with Tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
         tracker.log({"step": 2})
         with pytest.raises(ValueError, match="step 2 is logged after step 2"):
@@ -69,7 +73,8 @@ def test_a_step_is_logged_once_and_in_order(tmp_path: Path) -> None:
 
 
 @given(cut=st.integers(min_value=0))
-def test_kill_at_any_byte_costs_at_most_the_last_line(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+def test_kill_at_any_byte(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    """A kill at any byte costs at most the last line."""
     directory = tmp_path_factory.mktemp("run")
     track(directory, range(1, 5))
     path = directory / "metrics.jsonl"
@@ -93,7 +98,8 @@ def test_process_killed_while_it_logs(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == list(range(1, 101))
 
 
-def test_fresh_start_after_a_death_before_the_first_checkpoint(tmp_path: Path) -> None:
+def test_death_before_the_first_checkpoint(tmp_path: Path) -> None:
+    """A run that ended before its first checkpoint starts again."""
     track(tmp_path, range(1, 9))
     track(tmp_path, range(1, 3))
     assert steps_of(tmp_path) == [1, 2]
@@ -121,9 +127,8 @@ def wandb_runs(directory: Path) -> list[bytes]:
     return [path.read_bytes() for path in sorted(directory.glob("wandb/offline-run-*/*.wandb"))]
 
 
-def test_wandb_is_offline_quiet_and_inside_the_run(
-    tmp_path: Path, no_login: None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_wandb_offline(tmp_path: Path, no_login: None, capfd: pytest.CaptureFixture[str]) -> None:
+    """wandb is offline, quiet and writes inside the run directory."""
     run = tmp_path / "run"
     run.mkdir()
     track(run, range(1, 4), project="zero-tests")
@@ -140,9 +145,10 @@ def test_wandb_is_offline_quiet_and_inside_the_run(
     assert capfd.readouterr() == ("", "")
 
 
-def test_wandb_is_offline_when_its_servers_are_not_there(
+def test_wandb_without_servers(
     tmp_path: Path, no_login: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """wandb works offline when its servers cannot be reached."""
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     track(tmp_path, range(1, 4), project="zero-tests")
@@ -158,6 +164,7 @@ def test_login_is_found_without_asking(tmp_path: Path, no_login: None, monkeypat
     assert not _has_login("https://elsewhere.example.org")
 
 
-def test_wandb_that_cannot_start_is_an_error(tmp_path: Path, no_login: None) -> None:
+def test_wandb_cannot_start(tmp_path: Path, no_login: None) -> None:
+    """A failure of wandb to start is an error."""
     with pytest.raises(UserError, match=r"W&B could not start .*wandb_project=null"):
         track(tmp_path, range(1, 2), project="no/slashes")

@@ -1,4 +1,9 @@
-"""Checkpoints of small models with random weights. A helper of tests."""
+"""Checkpoints of small models with random weights.
+
+- `SIZES`: a model of each family; `EACH` and `BOTH` parametrize a test over all of them, or over two.
+- `params`, `model_of`, `save`: random weights, the sharded model, and a run directory with a checkpoint of them.
+- `whole`, `without_padding`, `assert_same`, `contents`: whole arrays, their comparison, and the files of a folder.
+"""
 
 import dataclasses
 from functools import cache

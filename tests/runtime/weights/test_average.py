@@ -13,7 +13,8 @@ from zero.runtime.weights.export import export
 from zero.runtime.weights.warm_start import warm_start
 
 
-def test_average_is_the_mean_of_the_steps_and_a_run_of_its_own(tmp_path: Path) -> None:
+def test_average_is_the_mean(tmp_path: Path) -> None:
+    """The average is the mean of the steps, in a run of its own."""
     meta = {"data": {"tokenizer": "bytes", "bucket_path": "elsewhere", "checkpoint_directory": "there"}}
     save(tmp_path / "run", ALIBI, 2, 5, 6, meta=meta)
     assert average(str(tmp_path / "run"), tmp_path / "two", [6, 2]) == [2, 6]

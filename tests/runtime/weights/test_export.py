@@ -60,7 +60,8 @@ def greedy(size: GPTConfig, prompt: tuple[int, ...], length: int) -> tuple[np.nd
 
 
 @EACH
-def test_transformers_computes_the_same_logits_and_writes_the_same_text(size: GPTConfig, tmp_path: Path) -> None:
+def test_equals_transformers(size: GPTConfig, tmp_path: Path) -> None:
+    """transformers computes the same logits and writes the same text."""
     import torch
     import transformers
 
@@ -89,7 +90,8 @@ def test_transformers_computes_the_same_logits_and_writes_the_same_text(size: GP
 
 
 @EACH
-def test_exported_imported_and_exported_again_is_the_same_to_the_byte(size: GPTConfig, tmp_path: Path) -> None:
+def test_round_trip_of_an_export(size: GPTConfig, tmp_path: Path) -> None:
+    """A model that is exported, imported and exported again has the same bytes."""
     save(tmp_path / "first", size, 3, 7)
     export(str(tmp_path / "first"), tmp_path / "hf", 3)
     for devices, stage in [(8, 3), (1, 2)] if size is ALIBI else [(3, 1), (8, 0)]:
@@ -162,7 +164,8 @@ def test_export_refuses_in_a_line(tmp_path: Path) -> None:
     assert contents(tmp_path / "hf") == {}
 
 
-def test_export_that_fails_leaves_nothing_and_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export that fails leaves nothing and can be repeated."""
     save(tmp_path / "run", LEARNED, 0)
     read = Checkpoints.read
 
@@ -180,7 +183,8 @@ def test_export_that_fails_leaves_nothing_and_can_be_repeated(tmp_path: Path, mo
     assert sorted(contents(tmp_path / "hf")) == ["config.json", "model.safetensors"]
 
 
-def test_moving_average_is_exported_and_started_from_in_place_of_the_weights(tmp_path: Path) -> None:
+def test_export_of_the_average(tmp_path: Path) -> None:
+    """The moving average is exported, and used for a start, in place of the weights."""
     save(tmp_path / "run", LEARNED, 4, ema=9)
     save(tmp_path / "average", LEARNED, 9)
     model = model_of(LEARNED)
@@ -227,8 +231,11 @@ def test_full_disk_is_one_line(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
-def test_model_in_mup_is_exported_as_the_standard_model_with_the_same_logits(family: str, tmp_path: Path) -> None:
-    """To the bit: with heads of 16 queries are a quarter as large."""
+def test_export_of_mup(family: str, tmp_path: Path) -> None:
+    """A model in mup is exported as the standard model with the same logits.
+
+    To the bit: with heads of 16 queries are a quarter as large.
+    """
     mup: dict[str, Any] = {"parametrization": "mup", "mup_base_width": 16, "attention_scale": None}
     standard = dataclasses.replace(SIZES[family], embedding_dim=48, num_head=3, head_dim=16, kv_heads=3, mlp_dim=192)
     trained = dataclasses.replace(standard, **mup)
@@ -246,7 +253,8 @@ def test_model_in_mup_is_exported_as_the_standard_model_with_the_same_logits(fam
         warm_start(str(tmp_path / "hf"), model_of(trained))
 
 
-def test_model_in_mup_whose_queries_would_be_rounded_is_not_exported(tmp_path: Path) -> None:
+def test_rounded_mup_is_not_exported(tmp_path: Path) -> None:
+    """A model in mup whose queries would be rounded is not exported."""
     mup: dict[str, Any] = {"parametrization": "mup", "mup_base_width": 16, "attention_scale": None}
     save(tmp_path / "run", dataclasses.replace(SIZES["llama"], **mup), 0)
     with pytest.raises(UserError, match="attention_scale=sqrt, this model linear"):

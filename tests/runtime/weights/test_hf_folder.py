@@ -101,7 +101,8 @@ THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("family", THEIRS)
-def test_models_that_transformers_made_compute_the_same_here(family: str, tmp_path: Path) -> None:
+def test_models_of_transformers(family: str, tmp_path: Path) -> None:
+    """Models made by transformers compute the same here."""
     import torch
     import transformers
 
@@ -138,9 +139,8 @@ def test_models_that_transformers_made_compute_the_same_here(family: str, tmp_pa
     ],
     ids=str,
 )
-def test_folder_that_does_not_fit_is_refused_in_a_line(
-    change: dict[str, Any], line: str, tmp_path: Path, hf: Path
-) -> None:
+def test_misfit_is_refused(change: dict[str, Any], line: str, tmp_path: Path, hf: Path) -> None:
+    """A folder that does not fit the model is refused in one line."""
     with pytest.raises(UserError, match=line) as caught:
         warm_start(str(hf), model_of(dataclasses.replace(LEARNED, **change)))
     assert str(hf) in str(caught.value) and "\n" not in str(caught.value)
@@ -154,7 +154,8 @@ def test_folder_that_does_not_fit_is_refused_in_a_line(
         ("tie_word_embeddings", False, "tie_word_embeddings is False"),
     ],
 )
-def test_another_architecture_is_refused_in_a_line(key: str, value: Any, line: str, hf: Path, tmp_path: Path) -> None:
+def test_other_architecture_is_refused(key: str, value: Any, line: str, hf: Path, tmp_path: Path) -> None:
+    """Another architecture is refused in one line."""
     for name, data in contents(hf).items():
         (tmp_path / name).write_bytes(data)
     said = json.loads((tmp_path / "config.json").read_text())
@@ -199,7 +200,8 @@ def test_number_of_layers_is_read(stated: int | None, mistral: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("family", ["gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "qwen3_moe", "gemma2"])
-def test_absent_keys_mean_what_they_mean_in_transformers(family: str) -> None:
+def test_absent_keys(family: str) -> None:
+    """Absent keys have the defaults of transformers."""
     import transformers
 
     theirs = transformers.AutoConfig.for_model(family).to_dict()
@@ -210,7 +212,9 @@ def test_absent_keys_mean_what_they_mean_in_transformers(family: str) -> None:
     assert theirs.get("sliding_window") == ARCHITECTURES[family].absent.get("sliding_window")
 
 
-def test_broken_folders_are_refused_in_a_line(hf: Path, tmp_path: Path) -> None:
+def test_broken_folders_are_refused(hf: Path, tmp_path: Path) -> None:
+    """Broken folders are refused in one line."""
+
     def refusal() -> str:
         with pytest.raises(UserError) as caught:
             warm_start(str(tmp_path), model_of(LEARNED))
@@ -241,7 +245,8 @@ def test_tensor_of_integers_is_no_weight(dtype: str, hf: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     "name", ["../elsewhere.safetensors", "sub/../../elsewhere.safetensors", "{parent}/elsewhere.safetensors"]
 )
-def test_weight_map_that_leads_out_of_the_folder_is_refused(name: str, hf: Path, tmp_path: Path) -> None:
+def test_weight_map_outside_the_folder(name: str, hf: Path, tmp_path: Path) -> None:
+    """A weight map that leads out of the folder is refused."""
     (tmp_path / "elsewhere.safetensors").write_bytes((hf / "model.safetensors").read_bytes())
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -253,7 +258,8 @@ def test_weight_map_that_leads_out_of_the_folder_is_refused(name: str, hf: Path,
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": ["a"]}, {"weight_map": {"wte.weight": 3}}], ids=str)
-def test_index_without_a_usable_weight_map_is_refused(index: dict[str, Any], hf: Path, tmp_path: Path) -> None:
+def test_unusable_weight_map(index: dict[str, Any], hf: Path, tmp_path: Path) -> None:
+    """An index without a usable weight map is refused."""
     (tmp_path / "config.json").write_bytes((hf / "config.json").read_bytes())
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=r"index\.json: expected a weight_map from the names of tensors"):

@@ -33,7 +33,8 @@ def rows(index: str, count: int, **options: Any) -> list[np.ndarray]:
     return [batch.tokens for batch, _ in zip(loader.batches(), range(STEPS), strict=False)]
 
 
-def test_it_is_imported_evaluated_and_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imported_and_trained_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that PyTorch has trained is imported, evaluated and trained further."""
     import torch
     import transformers
 

@@ -46,7 +46,8 @@ def test_deeper_model_repeats_blocks(run: Path, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_weights_that_do_not_fit_are_refused_in_a_line(change: dict[str, Any], line: str, run: Path) -> None:
+def test_misfits_are_refused(change: dict[str, Any], line: str, run: Path) -> None:
+    """Weights that do not fit are refused in one line."""
     with pytest.raises(UserError, match=line) as caught:
         warm_start(str(run), model_of(dataclasses.replace(LEARNED, **change)))
     assert str(caught.value).startswith(str(run)) or str(run) in str(caught.value)

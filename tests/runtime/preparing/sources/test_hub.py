@@ -72,7 +72,8 @@ def test_what_is_wrong_is_named(dataset: Path):
         texts_of(str(dataset), "text")
 
 
-def test_status_says_whether_a_stream_may_go_on_later(dataset: Path):
+def test_status_of_a_broken_stream(dataset: Path):
+    """The exit status tells whether a stream may be continued later."""
     source = HubDataset(str(dataset), TextReader("text"))
     for error, status in ((ConnectionError("reset"), 1), (FileNotFoundError("gone"), 2), (ValueError("no JSON"), 2)):
         source._rows = failing(error)

@@ -89,7 +89,8 @@ def test_records(tmp_path: Path):
         contents(tmp_path)
 
 
-def test_a_copy_has_the_same_fingerprint_and_an_edit_another_state(tmp_path: Path):
+def test_fingerprints_and_states(tmp_path: Path):
+    """A copy has the same fingerprint, and an edit another state."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.txt").write_text(name)

@@ -1,4 +1,4 @@
-"""Updates far above the running statistics of loss and gradient norm, which are skipped at any stage."""
+"""The guard: updates far above the running statistics of loss and gradient norm are skipped at any stage."""
 
 from functools import cache
 from typing import Any
