@@ -117,7 +117,7 @@ def test_state_moves_between_device_counts() -> None:
     )
     quarter = zero.derive_layout(tx.init, zero.make_layout(make_params(), 4))
     cropped = quarter.map(lambda leaf, x: np.asarray(x)[tuple(map(slice, leaf.padded_shape))], whole)
-    shards = zero.ShardedState(zero.from_global(cropped, quarter, "batch"), jnp.arange(4, dtype=jnp.int32))
+    shards = zero.ShardedState(zero.from_global(cropped, quarter, "batch"), jnp.arange(4, dtype=jnp.int32)[:, None])
     mean = jax.tree.map(lambda g: np.stack([g.mean(0)] * 4), grads)
     four = jax.tree.map(lambda p: np.asarray(p[:4]), params)
     got = jax.pmap(lambda p, s, g: optax.apply_updates(p, sharded.update(g, s, p)[0]), "batch")(four, shards, mean)
