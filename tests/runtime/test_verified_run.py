@@ -1,11 +1,6 @@
 """`training.verify_every` in runs: nothing changes where devices agree; else the run ends before it saves."""
 
-from pathlib import Path
-
-import pytest
-
 from tests.helpers import cli, hosts
-from zero.runtime.tracking.metrics_file import read_metrics
 
 FAULTY = f"""
 import sys
@@ -16,25 +11,15 @@ if sys.argv[0].endswith("main_zero.py") or "main_zero.py" in " ".join(sys.orig_a
 """
 
 
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> cli.Forks:
-    return cli.Forks(cli.make_workplace(tmp_path_factory.mktemp("verified")))
+def test_comparing_devices_changes_nothing(forks: cli.Forks) -> None:
+    """A run that compares devices computes the same."""
+    plain = forks.train("plain", *cli.TINY)
+    verified = forks.train("verified", *cli.TINY, "training.verify_every=2")
+    assert cli.metrics(verified) == cli.metrics(plain)
 
 
-def metrics(run: Path) -> list[dict[str, float]]:
-    return [
-        {name: x for name, x in line.items() if name not in cli.CLOCKED} for line in read_metrics(run / "metrics.jsonl")
-    ]
-
-
-def test_a_run_that_compares_devices_computes_the_same(forks: cli.Forks) -> None:
-    for name, *arguments in (("plain",), ("verified", "training.verify_every=2")):
-        done = forks.run(*cli.TINY, *arguments, f"hydra.run.dir={name}")
-        assert done.returncode == 0, done.stderr
-    assert metrics(forks.workplace / "verified") == metrics(forks.workplace / "plain")
-
-
-def test_hosts_name_the_device_that_errs_and_save_nothing(forks: cli.Forks) -> None:
+def test_hosts_name_the_failing_device(forks: cli.Forks) -> None:
+    """Hosts name the device that errs and save nothing."""
     with cli.customized(FAULTY):
         job = ("training.verify_every=6", "distributed.cpu_devices=4", "training.batch_size=8", "hydra.run.dir=faulty")
         done = hosts.finish(hosts.start([forks.workplace] * 2, *cli.TINY, *job))

@@ -66,7 +66,8 @@ def results(on: Setup) -> np.ndarray:
 
 
 @pytest.mark.parametrize("devices", [1, 3, 8])
-def test_stages_have_the_same_results_and_raise_no_alarm(devices: int) -> None:
+def test_stages_raise_no_alarm(devices: int) -> None:
+    """Stages have the same results and raise no alarm."""
     found = [results(setup(devices, stage)) for stage in ((0, 1, 2, 3) if devices == 3 else (0, 3))]
     for one in found:
         np.testing.assert_array_equal(one, found[0])
@@ -102,7 +103,8 @@ def faulty_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_device_that_errs_in_the_backward_pass_is_named(stage: int, faulty_device: Callable[[int], None]) -> None:
+def test_failing_device_is_named(stage: int, faulty_device: Callable[[int], None]) -> None:
+    """A device that errs in the backward pass is named."""
     on = setup(3, stage)
     weights = on.weights(on.start())
     faulty_device(2)
@@ -110,7 +112,8 @@ def test_a_device_that_errs_in_the_backward_pass_is_named(stage: int, faulty_dev
         check(on, program_of(on), weights)
 
 
-def test_the_group_of_a_device_that_errs_is_named(faulty_device: Callable[[int], None]) -> None:
+def test_group_of_failing_device(faulty_device: Callable[[int], None]) -> None:
+    """The group of a device that errs is named."""
     on = setup(8, 3, config=GROUPS, axis=zero.Axis.with_tensor_groups("zero", 8, 2))
     weights = on.weights(on.start())
     faulty_device(3)
@@ -119,7 +122,8 @@ def test_the_group_of_a_device_that_errs_is_named(faulty_device: Callable[[int],
         check(on, program_of(on), weights)
 
 
-def test_a_copy_of_the_weights_that_differs_is_named() -> None:
+def test_differing_copy_of_weights() -> None:
+    """A copy of the weights that differs is named."""
     on = setup(3, 0)
     weights = on.weights(on.start())
     for name in weights:

@@ -82,8 +82,11 @@ def test_silent_store_ends_the_process(watched: Any, caplog: pytest.LogCaptureFi
     assert "host 0 of 2 (name) which coordinates, has not answered for 0.5 s (UNAVAILABLE" in caplog.text
 
 
-def test_a_store_that_never_answers_ends_the_process_too(watched: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Where host 0 is stopped, requests neither fail nor return."""
+def test_store_that_never_answers(watched: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A store that never answers ends the process too.
+
+    Where host 0 is stopped, requests neither fail nor return.
+    """
     store, ended = watched
     store.is_stopped.set()
     wait_until(lambda: ended)
@@ -91,9 +94,8 @@ def test_a_store_that_never_answers_ends_the_process_too(watched: Any, caplog: p
     assert "host 0 of 2 (name) which coordinates, has not answered for 0.5 s (no answer)" in caplog.text
 
 
-def test_the_reason_of_a_host_that_leaves_is_repeated_with_its_status(
-    watched: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reason_of_a_leaving_host(watched: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The reason of a host that leaves is repeated, with its exit status."""
     store, ended = watched
     store.of_host_0 = "leaving 2 0 ended: error: shard 1.tar is damaged"
     wait_until(lambda: ended)
@@ -102,9 +104,8 @@ def test_the_reason_of_a_host_that_leaves_is_repeated_with_its_status(
     assert store.reports[-1] == store.of_host_0  # for host 0, which waits until all have read it
 
 
-def test_training_that_stalls_ends_with_the_stacks_of_its_threads(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stalled_training_shows_stacks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Training that stalls ends with the stacks of its threads."""
     ended: list[int] = []
     monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 0.02)
     monkeypatch.setattr(watchdog, "exit_immediately", ended.append)

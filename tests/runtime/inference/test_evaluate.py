@@ -182,8 +182,11 @@ def test_closed_pipe(forks: cli.Forks, mode: str) -> None:
     assert (forks.workplace / f"gone-{mode}" / ("samples.jsonl" if mode == "sample" else "evaluation.json")).exists()
 
 
-def test_corpus_of_another_tokenizer_is_refused_where_documents_are_isolated(forks: cli.Forks) -> None:
-    """Its end of text is another token: documents would be cut elsewhere, and the loss would not be the run's."""
+def test_isolated_documents_of_another_tokenizer(forks: cli.Forks) -> None:
+    """A corpus of another tokenizer is refused where documents are isolated.
+
+    Its end of text is another token: documents would be cut elsewhere, and the loss would not be the run's.
+    """
     place = forks.workplace / "other"
     shutil.copytree(forks.workplace / "corpus", place)
     manifest = json.loads((place / "tiny" / "manifest.json").read_text())
