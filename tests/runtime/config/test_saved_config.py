@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from tests.runtime.config.composing import compose
 from zero.runtime.config.check import check
 from zero.runtime.config.files import load_sizes
-from zero.runtime.config.saved_config import FIXED_KEYS, default_config, merge_resumed, upgrade
+from zero.runtime.config.saved_config import FIXED_KEYS, merge_resumed, upgrade
 from zero.runtime.errors import UserError
 
 RESUMED = ["resume=runs/a"]
@@ -113,19 +113,11 @@ def test_configuration_of_an_earlier_version() -> None:
     old["evaluate"]["tasks"] = []
     old["data"]["window"] = old["data"].pop("shuffle_shards")
     del old["model"]["attention"]
-    for search, largest, new in ((False, None, "none"), (True, False, "fastest"), (True, True, "largest")):
-        plan = old["plan"] | {"search": search, "largest": largest}
-        saved = upgrade(old | {"plan": plan})
-        merged = merge_resumed(saved, compose(*RESUMED), [])
-        assert (merged.data.shuffle_shards, merged.plan.search) == (5, new)
-        assert merged.model.attention == "dense"
-        check(merged, load_sizes())
-        whole: Any = OmegaConf.to_container(saved)
-        assert upgrade(whole) == saved
-
-
-def test_default_configuration_is_saved() -> None:
-    """The default configuration is what a run without overrides saves."""
-    saved = default_config()
-    assert saved == OmegaConf.structured(check(compose(), load_sizes()))
-    assert saved.data.max_context == 256 and isinstance(saved.data.checkpoint_minutes, float)
+    old["plan"] |= {"mfu": 0.4, "largest": True}
+    saved = upgrade(old)
+    merged = merge_resumed(saved, compose(*RESUMED), [])
+    assert merged.data.shuffle_shards == 5
+    assert merged.model.attention == "dense"
+    check(merged, load_sizes())
+    whole: Any = OmegaConf.to_container(saved)
+    assert upgrade(whole) == saved

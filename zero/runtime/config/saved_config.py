@@ -50,12 +50,10 @@ def default_config() -> DictConfig:
 def upgrade(saved: dict[str, Any]) -> DictConfig:
     """A saved configuration of this or an earlier version, with the keys of this version."""
     upgraded = copy.deepcopy(saved)
-    data, plan = upgraded.get("data", {}), upgraded.get("plan", {})
+    data = upgraded.get("data", {})
+    upgraded.pop("plan", None)  # which only mode=plan reads, and it reads no saved configuration
     if "window" in data:  # until 0.1
         data["shuffle_shards"] = data.pop("window")
-    if isinstance(plan.get("search"), bool):  # until 0.1, together with plan.largest
-        plan["search"] = ("largest" if plan.get("largest") else "fastest") if plan["search"] else "none"
-    plan.pop("largest", None)
     upgraded.get("evaluate", {}).pop("tasks", None)  # until 0.1; evaluate.harness has them
     # Until 0.1 there was no other form: a resumed run keeps its rounding.
     upgraded.get("model", {}).setdefault("attention", "dense")
