@@ -1,6 +1,7 @@
 """Tokenizers: what was encoded is decoded, and nothing that a model generates makes them raise."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from zero.runtime.errors import UserError
+from zero.runtime.text import chat_template
 from zero.runtime.text.tokenizers import FileTokenizer, load_tokenizer, train_tokenizer
 
 
@@ -107,3 +109,15 @@ def test_training_depends_on_the_texts_alone():
 def test_a_trained_tokenizer_writes_any_text(text: str):
     tokenizer = FileTokenizer("bpe.json", train_tokenizer(["some words"], 257))
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_endless_template_after_a_profiler(tmp_path: Path) -> None:
+    """A template that never ends is stopped, also if this process ignores the signal that stops it."""
+    text = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    chat_template._renderer.close()
+    try:
+        with pytest.raises(UserError, match="it takes too long"):
+            chat_template.ChatTemplate(str(tmp_path), text, ()).render([], add_generation_prompt=False)
+    finally:
+        signal.signal(signal.SIGPROF, before)

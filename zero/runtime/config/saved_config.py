@@ -51,7 +51,6 @@ def upgrade(saved: dict[str, Any]) -> DictConfig:
     """A saved configuration of this or an earlier version, with the keys of this version."""
     upgraded = copy.deepcopy(saved)
     data = upgraded.get("data", {})
-    upgraded.pop("plan", None)  # which only mode=plan reads, and it reads no saved configuration
     if "window" in data:  # until 0.1
         data["shuffle_shards"] = data.pop("window")
     upgraded.get("evaluate", {}).pop("tasks", None)  # until 0.1; evaluate.harness has them
@@ -70,7 +69,8 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
       UserError: overrides that would change one of `FIXED_KEYS`, a line for each.
     """
     try:
-        merged = OmegaConf.merge(config, saved)
+        # Only mode=plan reads the section plan, and it reads no saved configuration: earlier versions had other keys.
+        merged = OmegaConf.merge(config, OmegaConf.masked_copy(saved, [key for key in saved if key != "plan"]))
         merged.model.ema = False  # it was chosen for that start
         merged.data.resume_step = None  # it was meant for that start
         for key in ("coordinator_address", "num_processes", "process_id"):  # they belong to the machines of that start

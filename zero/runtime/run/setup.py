@@ -85,7 +85,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             opened = EmergencyCheckpoints(directory, place, asdict(size), job.layout, model.axis)
             emergency = stack.enter_context(opened)
         checkpoints = stack.enter_context(Checkpoints(place, config.data.keep_checkpoints))
-        if config.resume is None or is_fork:
+        if config.resume is None:
             _check_unused(run_directory, checkpoints)
         position, state = TrainingPosition(global_rows=config.training.batch_size * hosts), None
         if config.resume is not None:
@@ -207,7 +207,9 @@ def _resume(
     given = config.optimizer.hyperparameters()
     adam = {key: given[key] for key in ("b1", "b2", "eps") if key in given}
     if is_fork:
-        with Checkpoints(_origin(config, run_directory, checkpoints.directory), keep=None) as origin:
+        parent = _origin(config, run_directory, checkpoints.directory)
+        _check_unused(run_directory, checkpoints)
+        with Checkpoints(parent, keep=None) as origin:
             return restore(origin, step, job.model.config, layout, axis, is_own=False, **adam)
     durable = checkpoints.steps()
     if emergency is not None and step is None and durable:

@@ -30,6 +30,9 @@ def main() -> None:
     A request that takes longer than `SECONDS` ends the process by SIGPROF, also in the middle of one operation.
     """
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    # Both may be inherited: a profiler in the process that started this one ignores or blocks the signal.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
