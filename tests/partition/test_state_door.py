@@ -123,3 +123,10 @@ def test_differing_copies_are_named(shape: tuple[int, int]) -> None:
     broken[5, 0, 0] = 2
     with pytest.raises(ValueError, match=r"leaves differ between .*: w"):
         zero.to_host({"w": jax.pmap(lambda x: x, "batch")(broken)}, layout, axis)
+
+
+def test_replicas_on_devices_in_another_order() -> None:
+    """Devices in another order than that of the arrays are named: XLA would end the process."""
+    params = jax.pmap(lambda _: jnp.ones(3), "batch")(np.arange(8))
+    with pytest.raises(ValueError, match="row 0 lies on .*, expected it on .*: pass the devices="):
+        zero.check_replicated({"w": params}, "batch", devices=jax.devices()[::-1])

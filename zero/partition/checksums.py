@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from zero.partition.collectives.axis import Axis, AxisLike
-from zero.partition.global_arrays import axis_and_devices, local_shards, pmap_devices, stack_local
+from zero.partition.global_arrays import axis_and_devices, check_order, local_shards, pmap_devices, stack_local
 from zero.partition.layout import Layout, LeafLayout, PyTree
 from zero.partition.pmapped import pmap
 
@@ -28,7 +28,7 @@ def check_replicated(tree: PyTree, axis_name: str, devices: Sequence[jax.Device]
       devices: the `devices` of the pmap, if given.
 
     Raises:
-      ValueError: leaves differ; the message names all of them.
+      ValueError: leaves differ, and the message names all of them; or they lie on devices in another order.
 
     >>> n = jax.local_device_count()
     >>> check_replicated({"w": jnp.ones((n, 3))}, "batch")
@@ -38,6 +38,11 @@ def check_replicated(tree: PyTree, axis_name: str, devices: Sequence[jax.Device]
         if _is_copied(x) and devices is None:
             devices = [device for device in pmap_devices() if device in x.sharding.device_set]
     named = [(jax.tree_util.keystr(path, simple=True, separator="/"), _stacked(x, axis_name), None) for path, x in flat]
+    if devices is not None:
+        expected = [device for device in devices if device.process_index == jax.process_index()]
+        for name, x, _ in named:
+            if isinstance(x, jax.Array) and len(x.addressable_shards) == len(expected):
+                check_order(name, x.addressable_shards, expected)
     if bad := _differing(named, axis_name, devices):
         raise ValueError(f"leaves differ between the devices of axis {axis_name!r}: {', '.join(bad)}")
 

@@ -193,14 +193,22 @@ def local_shards(leaf: LeafLayout, x: Any, devices: Sequence[jax.Device]) -> Seq
             f"leaf {leaf.name}: expected what pmap returns, one shard of {leaf.shard_shape} on each local device, "
             f"got shape {np.shape(x)}{f' on {len(parts)} devices' if parts else ' on the host'}"
         )
+    check_order(leaf.name, parts, expected)
+    return parts
+
+
+def check_order(name: str, parts: Sequence[Any], expected: Sequence[jax.Device]) -> None:
+    """Raises ValueError if the rows of a stacked array do not lie on these local devices in this order.
+
+    XLA itself would read them as they lie, or end the process.
+    """
     rows = [part.device for part in sorted(parts, key=lambda part: part.index[0].start or 0)]
     for row, (found, device) in enumerate(zip(rows, expected, strict=True)):
         if found != device:
             raise ValueError(
-                f"leaf {leaf.name}: row {row} lies on {found}, expected it on {device}: pass the devices= that pmap "
+                f"leaf {name}: row {row} lies on {found}, expected it on {device}: pass the devices= that pmap "
                 "was given, in their order"
             )
-    return parts
 
 
 def stack_local(parts: Sequence[Any], devices: Sequence[jax.Device], axis_name: str) -> jax.Array:
