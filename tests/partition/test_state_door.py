@@ -128,5 +128,5 @@ def test_differing_copies_are_named(shape: tuple[int, int]) -> None:
 def test_replicas_on_devices_in_another_order() -> None:
     """Devices in another order than that of the arrays are named: XLA would end the process."""
     params = jax.pmap(lambda _: jnp.ones(3), "batch")(np.arange(8))
-    with pytest.raises(ValueError, match="row 0 lies on .*, expected it on .*: pass the devices="):
+    with pytest.raises(ValueError, match=r"row 0 lies on .*, expected it on .*: pass the devices="):
         zero.check_replicated({"w": params}, "batch", devices=jax.devices()[::-1])
