@@ -270,7 +270,7 @@ FILES: tuple[tuple[str, Any, str], ...] = (
         DATA.replace(b": checkpoints", b": null"),
         "data.bucket_path or data.checkpoint_directory is no path",
     ),
-    ("config.yaml", DATA + b"plan: 5", "is damaged: expected the configuration of a run"),
+    ("config.yaml", DATA + b"model: 5", "is damaged: expected the configuration of a run"),
     ("config.yaml", DATA + b"model: [1]", "is damaged: expected the configuration of a run"),
     ("model_config.yaml", b"5", "expected the model sizes: Invalid loaded object type: int"),
     ("model_config.yaml", b"[1]", "expected the model sizes: found something else than names with values"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from zero.runtime import storage
-from zero.runtime.errors import Unavailable, UserError, causes, first_line
+from zero.runtime.errors import Unavailable, UserError, causes
 
 # Codes of tensorstore's errors that do not concern the stored bytes.
 OUTAGE_CODES = {"ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"}
@@ -86,7 +86,7 @@ def move_aside(directory: Path | str, step: int) -> str:
 
 def without_brackets(error: BaseException) -> str:
     """The first line, without tensorstore's brackets: the whole specification, and lines of its source."""
-    return first_line(error).partition(" [")[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0].partition(" [")[0]
 
 
 def _is_outage(error: BaseException) -> bool:
