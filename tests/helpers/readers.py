@@ -37,7 +37,7 @@ from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 from zero.runtime.weights.hf_folder import HuggingFaceFolder
 
 MESSAGES = [{"role": "user", "content": "What is it?"}]
-GPT2 = {"model_type": "gpt2", "n_head": 2}
+GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_head": 2}
 
 
 def outcome(action: Callable[[], Any]) -> tuple[int, str]:
@@ -203,7 +203,13 @@ def valid_files() -> dict[str, bytes]:
     documents = b'{"text": "one"}\n{"text": "two"}\n'
     shard = {"name": "train-00000.tar", "rows": 3, "size": 1, "sha256": "0"}
     split = {"documents": 1, "tokens": 2, "bytes": 3, "rows": 3, "shards": [shard]}
-    llama = {"model_type": "llama", "num_attention_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    llama = {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+    }
     files = {
         "tokenizer.json": train_tokenizer(["What is it? It is a shard."] * 9, 280),
         "tokenizer_config.json": {"chat_template": [{"name": "default", "template": template}], "eos_token": "</s>"},

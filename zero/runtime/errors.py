@@ -41,7 +41,8 @@ def first_line(error: BaseException) -> str:
     if mark := getattr(error, "problem_mark", None):  # of YAML, whose message is several lines
         return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', None) or error}"
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..."
+    half = LONGEST_LINE // 2  # the reason may stand at the end
+    return line if len(line) <= LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
