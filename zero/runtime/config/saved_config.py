@@ -70,7 +70,7 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
     """
     try:
         # Only mode=plan reads the section plan, and it reads no saved configuration: earlier versions had other keys.
-        merged = OmegaConf.merge(config, OmegaConf.masked_copy(saved, [key for key in saved if key != "plan"]))
+        merged = OmegaConf.merge(config, OmegaConf.masked_copy(saved, [str(key) for key in saved if key != "plan"]))
         merged.model.ema = False  # it was chosen for that start
         merged.data.resume_step = None  # it was meant for that start
         for key in ("coordinator_address", "num_processes", "process_id"):  # they belong to the machines of that start
