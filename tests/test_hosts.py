@@ -61,7 +61,7 @@ def test_both_hosts_stop_together(workplace: Path) -> None:
 def test_tensor_groups_on_two_hosts(workplace: Path) -> None:
     """Tensor groups on two hosts train as one process without groups.
 
-    With samples, evaluations and a checkpoint; one of them goes on with other groups.
+    With samples, evaluations and a checkpoint; one of them continues with other groups.
     """
     job = ("data.max_context=30", "training.warmup_train_context=6", "training.sample_tokens=8")
     groups = ("zero.tensor_shards=3", "distributed.cpu_devices=3", "zero.stage=3")

@@ -84,7 +84,7 @@ def test_elementwise_optimizers_only(stage: int) -> None:
 def test_communicating_optimizer() -> None:
     """An optimizer that communicates equals one device.
 
-    Its clipping, of what AdamW made of the gradients, and a mask by the size of whole leaves.
+    It clips the updates of AdamW, and masks leaves by their whole size.
     """
 
     def large(params: Any) -> Any:
@@ -129,7 +129,7 @@ def test_bfloat16_gradients(stage: int, micro_batches: int) -> None:
 
 @pytest.mark.parametrize("remat", ["dots", "none"])
 def test_rematerialisation(remat: str) -> None:
-    """All choices of what is computed again train alike."""
+    """Training does not depend on what the backward pass recomputes."""
     assert_close(run_on(setup(8, 3, remat=remat)), run(8, 3), rtol=1e-6)
 
 
