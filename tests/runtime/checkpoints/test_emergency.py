@@ -31,12 +31,15 @@ LAYOUT = zero.make_layout(SHAPES, DEVICES)
 
 
 def state(seed: int) -> dict[str, Any]:
-    """What pmap returns: random bits on each device, NaN among them."""
+    """What pmap returns: random bits on each device, no NaN among them, and the same on all where a leaf is whole."""
     random = np.random.default_rng(seed)
 
     def leaf(leaf: Any) -> Any:
         bits = random.integers(0, 256, (DEVICES, *leaf.shard_shape, leaf.dtype.itemsize), np.uint8)
-        return jax.pmap(lambda x: x, "zero")(bits.view(leaf.dtype)[..., 0])
+        if not leaf.splits:
+            bits[:] = bits[0]
+        x = bits.view(leaf.dtype)[..., 0]
+        return jax.pmap(lambda x: x, "zero")(np.where(np.isfinite(x), x, np.zeros_like(x)))
 
     return LAYOUT.map(lambda one: leaf(one))
 
@@ -107,6 +110,23 @@ def test_nothing_else_is_restored(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     path.write_bytes(b"{")
     found = opened(tmp_path).restore(lineage, after=0)
     assert found is not None and found[0]["step"] == 10 and "15-0.shards is damaged" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fault"),
+    [("half", np.nan, "half not finite"), ("count", 1, "differ between the copies on axis 'zero': count")],
+)
+def test_broken_state_is_not_restored(
+    name: str, value: float, fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A state that is not finite, or whose copies differ, is not restored."""
+    broken = np.array(state(5)[name])
+    broken[3] = value
+    emergency = opened(tmp_path)
+    emergency.save(5, state(5) | {name: jax.pmap(lambda x: x, "zero")(broken)}, POSITION)
+    emergency._pool.shutdown()
+    assert opened(tmp_path).restore(emergency.lineage, after=0) is None
+    assert fault in caplog.text and "the durable one is used" in caplog.text
 
 
 def test_full_disk_does_not_end_training(

@@ -22,6 +22,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from zero.partition.checksums import examine
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import stack_local
 from zero.partition.layout import Layout, PyTree
@@ -157,6 +158,15 @@ class EmergencyCheckpoints:
             log.warning("emergency checkpoint %d, shards of host %d: %s", step, self._host, error)
         if agreement.sum_over_hosts(found is None)[0]:
             log.warning("emergency checkpoint %d cannot be read on all hosts; the durable one is used", step)
+            return None
+        assert found is not None
+        try:
+            _, not_finite = examine(found[1], self._layout, self._axis)
+            fault = f"{', '.join(not_finite)} not finite" if not_finite else ""
+        except ValueError as error:
+            fault = str(error)
+        if fault:
+            log.warning("emergency checkpoint %d: %s; the durable one is used", step, fault)
             return None
         source = "its own files" if holder == self._host else f"the copy of host {holder}"
         log.info("resumed from the emergency checkpoint of step %d, from %s", step, source)
