@@ -4,7 +4,9 @@ import json
 import os
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ import zero
 from tests.helpers import hosts
 from zero.partition.collectives.axis import Axis
 from zero.runtime.checkpoints.emergency import EmergencyCheckpoints
+from zero.runtime.errors import UserError
 
 DEVICES = 8
 AXIS = Axis("zero", (1, DEVICES))
@@ -146,6 +149,18 @@ def test_full_disk_does_not_end_training(
         emergency._pool.shutdown()
         assert "emergency checkpoint 10 of host 0 could not be written: [Errno 28] No space left" in caplog.text
         assert not list(place.glob("10-*"))
+
+
+def test_small_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory without room for three states is refused, with a remedy; files that are replaced are room."""
+    saved(tmp_path)
+    held = sum(path.stat().st_size for path in tmp_path.rglob("*.shards"))
+    needed = 3 * DEVICES * sum(leaf.dtype.itemsize * int(np.prod(leaf.shard_shape)) for leaf in LAYOUT.leaves)
+    for missing in (0, 1):
+        room = SimpleNamespace(free=needed - held - missing)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, room=room: room)
+        with pytest.raises(UserError, match="name a directory on a local disk") if missing else nullcontext():
+            opened(tmp_path)
 
 
 def test_deleted_only_after_success(tmp_path: Path) -> None:
