@@ -84,7 +84,7 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig
         raise UserError(describe(error)) from error
     sizes = load_sizes()
     checked = check(config, sizes)
-    return checked, sizes[checked.model.size]
+    return checked, sizes.chosen(checked.model)
 
 
 def program(mode: str) -> Callable[[Config, GPTConfig, Path], int]:

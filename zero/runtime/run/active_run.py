@@ -39,6 +39,7 @@ from zero.runtime.run.verification import Verifier
 from zero.runtime.run_directory import mirror
 from zero.runtime.streaming.loader import HostBatch, Loader
 from zero.runtime.streaming.prefetch import prefetch
+from zero.runtime.streaming.synthetic import AnyLoader
 from zero.runtime.text.tokenizers import Tokenizer
 from zero.runtime.tracking.goodput import Goodput, counts_as
 from zero.runtime.tracking.tracker import Tracker
@@ -75,8 +76,8 @@ class ActiveRun:
     inference: Inference
     layout: Layout
     context: SequenceLengths
-    loader: Loader
-    validation: Loader
+    loader: AnyLoader
+    validation: Loader | None
     checkpoints: Checkpoints
     emergency: EmergencyCheckpoints | None
     tracker: Tracker | None  # of host 0
@@ -106,6 +107,11 @@ class ActiveRun:
     def weights(self) -> PyTree:
         """The part of the state that inference needs."""
         return self.model.weights(self.state.params, self.state.averages)
+
+    @property
+    def has_evaluation(self) -> bool:
+        """Whether an evaluation computes anything."""
+        return self.validation is not None or self.config.training.harness_frequency is not None
 
     def batches(self) -> Generator[tuple[int, HostBatch]]:
         """Each step with this host's rows, to the last step or until a stop request comes during a wait for data."""
