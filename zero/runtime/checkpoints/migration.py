@@ -1,4 +1,4 @@
-"""Checkpoints of earlier formats: maps their paths and keys to those of the current format.
+"""Checkpoints of earlier formats: maps their paths to those of the current format.
 
 A change of the state's structure is one more entry of `_LEAVES`; readers see only the current paths.
 """
@@ -24,10 +24,8 @@ _LEAVES: Moves = (
         "codebook": "averages/codebook",
     },
 )
-_CURSOR: Moves = ({"window": "shuffle_shards"},)
 FORMAT = len(_LEAVES) + 1  # of checkpoints that are written now; those without a number are of format 1
-# The entries of `meta` whose keys may have moved.
-_MOVES: dict[str, Moves] = {"shapes": _LEAVES, "dtypes": _LEAVES, "checksums": _LEAVES, "cursor": _CURSOR}
+_BY_PATH = ("shapes", "dtypes", "checksums")  # the entries of `meta` whose keys are paths
 
 
 def migrate(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,18 +36,12 @@ def migrate(meta: Mapping[str, Any]) -> dict[str, Any]:
 
     >>> migrate({"shapes": {"ema/norm/scale": [3], "params/norm/scale": [3]}})["shapes"]
     {'averages/ema/norm/scale': [3], 'params/norm/scale': [3]}
-    >>> migrate({"cursor": {"window": 16, "batches": 7}})["cursor"]
-    {'shuffle_shards': 16, 'batches': 7}
     """
     first = meta.get("format", 1) - 1
     if first >= FORMAT:
         raise UserError(f"a checkpoint of format {first + 1}, this version reads formats 1 to {FORMAT}: update zero")
-    moved = {
-        name: {_moved(path, moves[first:]): x for path, x in meta[name].items()}
-        for name, moves in _MOVES.items()
-        if meta.get(name)
-    }
-    return {**meta, **moved}
+    moves, entries = _LEAVES[first:], [name for name in _BY_PATH if name in meta]
+    return {**meta, **{name: {_moved(path, moves): x for path, x in meta[name].items()} for name in entries}}
 
 
 def stored_path(meta: Mapping[str, Any], path: str) -> str:

@@ -1,4 +1,4 @@
-"""The default configuration, and those of saved runs, also of earlier versions (omegaconf)."""
+"""The default configuration, and those of saved runs (omegaconf)."""
 
 from __future__ import annotations
 
@@ -45,19 +45,6 @@ def _default() -> DictConfig:
 def default_config() -> DictConfig:
     """The configuration of a run without overrides, as the run saves it: checked and typed."""
     return copy.deepcopy(_default())
-
-
-def upgrade(saved: dict[str, Any]) -> DictConfig:
-    """A saved configuration of this or an earlier version, with the keys of this version."""
-    upgraded = copy.deepcopy(saved)
-    data = upgraded.get("data", {})
-    if "window" in data:  # until 0.1
-        data["shuffle_shards"] = data.pop("window")
-    upgraded.get("evaluate", {}).pop("tasks", None)  # until 0.1; evaluate.harness has them
-    # Until 0.1 there was no other form: a resumed run keeps its rounding.
-    upgraded.get("model", {}).setdefault("attention", "dense")
-    upgraded.setdefault("optimizer", {}).setdefault("name", "adamw")
-    return OmegaConf.create(upgraded)
 
 
 def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictConfig:
