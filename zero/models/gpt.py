@@ -231,7 +231,7 @@ class GPT(nn.Module):
         cache: AnyCache | None = None,
         position: jax.Array | int = 0,
     ) -> tuple[jax.Array, AnyCache | None]:
-        """The normalised residual stream after the last block, `(B, T, D)`, and the cache with these positions."""
+        """The normalised residual stream after the last layer, `(B, T, D)`, and the cache with these positions."""
         cut = self._cut.with_all_positions()
         stream = self.embed(tokens_BT, keys_B, None, position, cut)
         (x_BTD, _), cache = self._layers(stream, cache, keys_B, position, None, cut)

@@ -251,10 +251,10 @@ class Period(Layer):
         options: dict[str, Any] = {field: getattr(self, field) for field in fields}
         for i in range(every):
             name, is_dense = f"layer_{i}", i + 1 < every
-            block = TransformerLayer(
+            layer = TransformerLayer(
                 self.config, self.dtype, self.blockwise_from, **options, is_dense=is_dense, name=name
             )
-            carry, _ = block(carry, number * every + i, *arguments)
+            carry, _ = layer(carry, number * every + i, *arguments)
         return carry, None
 
 

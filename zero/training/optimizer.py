@@ -174,7 +174,8 @@ def make_optimizer(
     if name in ELEMENTWISE:
         own = {"state_dtype": state_dtype, "multipliers": multipliers} if name in QUANTISABLE else {}
         return ELEMENTWISE[name](weight_decay, **own, **hyperparameters)
-    return across_shards(per_layer(PER_LAYER[name](weight_decay, **hyperparameters)))
+    tx = per_layer(PER_LAYER[name](weight_decay, **hyperparameters))
+    return across_shards(tx)
 
 
 def hyperparameters(name: str) -> dict[str, Any]:
@@ -198,12 +199,12 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     inner = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> dict[str, PyTree]:
-        layers, rest = _cut(params)
+        layers, rest = stack_and_rest(params)
         return {"layers": jax.vmap(inner.init)(layers), "rest": inner.init(rest)}
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         one = partial(inner.update, **extra)
-        (layers, rest), (layer_params, rest_params) = _cut(updates), _cut(params)
+        (layers, rest), (layer_params, rest_params) = stack_and_rest(updates), stack_and_rest(params)
         layers, layers_state = jax.vmap(one)(layers, state["layers"], layer_params)
         rest, rest_state = one(rest, state["rest"], rest_params)
         return {**rest, **layers}, {"layers": layers_state, "rest": rest_state}
@@ -211,8 +212,8 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _cut(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """The stacks of layers, and the rest."""
+def stack_and_rest(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """The stacks of layers, and the other subtrees."""
     if tree is None:
         return None, None
     return {STACK: tree[STACK]}, {name: subtree for name, subtree in tree.items() if name != STACK}

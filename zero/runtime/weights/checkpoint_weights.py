@@ -91,9 +91,8 @@ def restore_weights(checkpoints: Checkpoints, step: int, model: ShardedGPT, with
     """
 
     def shards(layout: Layout, within: str) -> PyTree:
-        return from_global(
-            checkpoints.restore(step, layout, model.axis, within=within), layout, model.axis, donate=True
-        )
+        whole = checkpoints.restore(step, layout, model.axis, within=within)
+        return from_global(whole, layout, model.axis, donate=True)
 
     collections = {name: shards(layout, f"averages/{name}") for name, layout in model.collection_layouts.items()}
     return {**shards(model.layout, within), **collections}
