@@ -125,6 +125,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         training.weight_decay,
         state_dtype=optimizer.state_dtype,
         multipliers=multipliers_of(size),
+        vocab_size=size.vocab_size,
         **optimizer.hyperparameters(),
     )
     options = StepOptions(
