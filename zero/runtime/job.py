@@ -136,6 +136,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         training.weight_decay,
         state_dtype=optimizer.state_dtype,
         multipliers=multipliers_of(size),
+        vocab_size=size.vocab_size,
         **hyperparameters,
     )
     layout = state_layout(model, tx, averages_of(model, options))
