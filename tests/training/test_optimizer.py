@@ -15,7 +15,7 @@ from tests.training import small_gpt
 from zero.models.gpt import STACK, VOCABULARY
 from zero.partition.layout import make_layout
 from zero.partition.sharded_optimizer import on_shards
-from zero.training.optimizer import NAMES, PER_LAYER, hyperparameters, make_optimizer
+from zero.training.optimizer import NAMES, PER_LAYER, decayed, hyperparameters, make_optimizer
 from zero.training.schedules import SCHEDULES, LearningRate
 
 RATE, DECAY = 0.01, 0.1
@@ -163,3 +163,29 @@ def test_schedules(schedule: str) -> None:
     assert schedule != "wsd" or (got[89] == 2.0 and got[99] == pytest.approx(1.1))
     same = dataclasses.replace(rate, peak=2.0)
     assert float(jax.jit(same)(jnp.int32(59))) == got[59]
+
+
+@pytest.mark.parametrize("b1", [None, 0.9])
+@pytest.mark.parametrize("scale_by_parameter", [True, False])
+def test_adafactor_is_that_of_optax(b1: float | None, scale_by_parameter: bool) -> None:
+    """Adafactor with momentum, epsilon and without the parameter's scale is optax's; the least scale holds."""
+    params = {"blocks": {"mlp_in": {"kernel": jnp.full((1, 130, 128), 1e-4)}}, "norm": {"scale": jnp.ones(5)}}
+    options: dict[str, Any] = {"b1": b1, "eps": 1e-8, "scale_by_parameter": scale_by_parameter}
+    own = PER_LAYER["adafactor"](0.1, **options)
+    expected = optax.adafactor(
+        momentum=b1,
+        eps=1e-8,
+        multiply_by_parameter_scale=scale_by_parameter,
+        weight_decay_rate=0.1,
+        weight_decay_mask=decayed,
+    )
+    states, rng = (own.init(params), expected.init(params)), np.random.default_rng(0)
+    for _ in range(3):
+        grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), params)
+        updates, state = own.update(grads, states[0], params)
+        reference, reference_state = expected.update(grads, states[1], params)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, -y, rtol=1e-6), updates, reference)
+        states = state, reference_state
+    least = PER_LAYER["adafactor"](0.0, min_scale=0.5)
+    updates, _ = least.update(grads, least.init(params), params)
+    assert float(jnp.sqrt(jnp.square(updates["blocks"]["mlp_in"]["kernel"]).mean())) == pytest.approx(0.5, rel=0.05)
