@@ -133,7 +133,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
     model = make_model(config, size, devices)
     tx = make_optimizer(
         optimizer.name,
-        training.weight_decay,
+        training.weight_decay / (training.peak_learning_rate if optimizer.decay == "independent" else 1),
         state_dtype=optimizer.state_dtype,
         multipliers=multipliers_of(size),
         vocab_size=size.vocab_size,

@@ -105,7 +105,9 @@ def make_inference(
     return Inference(
         score=pmap(partial(score, model=model), out_axes=None),
         new_cache=pmap(
-            lambda tokens: init_cache(model.config, len(tokens), 0, model.compute_dtype, known=np.iinfo(np.int32).max)
+            lambda tokens: init_cache(
+                model.config, len(tokens), 0, model.compute_dtype, model.cut, known=np.iinfo(np.int32).max
+            )
         ),
         score_on=pmap(partial(score_on, model=model), donate_argnums=2, out_axes=(None, None, 0)),
         prefill=pmap(
