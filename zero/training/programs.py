@@ -59,7 +59,7 @@ def make_programs(
       ValueError: options that cannot be combined.
     """
     pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
-    averages = averages_of(model, options)
+    averages, scoring = averages_of(model, options), dataclasses.replace(model, drops=False)
     return Programs(
         init=pmap(lambda key_data: model.init(jax.random.wrap_key_data(key_data))),
         start=pmap(
@@ -67,7 +67,7 @@ def make_programs(
             donate_argnums=0,
         ),
         step=pmap(make_step(model, tx, options), donate_argnums=0, out_axes=(0, None)),
-        evaluate=pmap(partial(evaluate_step, model=model, micro_batches=options.micro_batches), out_axes=None),
+        evaluate=pmap(partial(evaluate_step, model=scoring, micro_batches=options.micro_batches), out_axes=None),
         verify=pmap(partial(verify, model=model, micro_batches=options.micro_batches), out_axes=None),
     )
 
@@ -97,8 +97,7 @@ def make_inference(
     model: ShardedGPT, sampling: Sampling | None = None, *, devices: Sequence[Any] | None = None
 ) -> Inference:
     """Binds the model, without context groups, and the sampling. Nothing is compiled yet."""
-    if model.axis.context > 1:
-        model = dataclasses.replace(model, axis=dataclasses.replace(model.axis, context=1))
+    model = dataclasses.replace(model, axis=dataclasses.replace(model.axis, context=1), drops=False)
     pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
     bound = partial(extend, model=model, sampling=sampling or Sampling())
     return Inference(

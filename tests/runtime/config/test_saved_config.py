@@ -16,6 +16,8 @@ CHANGES = {
     "seed": "1",
     "training.ema": "0.9",
     "model.size": "test",
+    "model.sizes": "my.yaml",
+    "model.override": "{N: 3}",
     "data.max_context": "128",
     "data.tokenizer": "other.json",
     "data.train_samples": "9",

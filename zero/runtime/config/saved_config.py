@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 FIXED_KEYS = (
     "seed",
     "model.size",
+    "model.sizes",
+    "model.override",
     "training.ema",
     "data.max_context",
     "data.tokenizer",
@@ -55,7 +57,9 @@ def upgrade(saved: dict[str, Any]) -> DictConfig:
         data["shuffle_shards"] = data.pop("window")
     upgraded.get("evaluate", {}).pop("tasks", None)  # until 0.1; evaluate.harness has them
     # Until 0.1 there was no other form: a resumed run keeps its rounding.
-    upgraded.get("model", {}).setdefault("attention", "dense")
+    model = upgraded.get("model", {})
+    for key, value in (("attention", "dense"), ("sizes", None), ("override", {})):
+        model.setdefault(key, value)
     upgraded.setdefault("optimizer", {}).setdefault("name", "adamw")
     return OmegaConf.create(upgraded)
 
