@@ -48,7 +48,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
     remat = "none" if platform == "cpu" and not zero.fused_update else "full"
     model = ShardedGPT(
         size,
-        dataclasses.replace(make_axis(zero, devices), shifts=zero.overlap_scatters),
+        make_axis(zero, devices),
         zero.stage,
         ("float32" if platform == "cpu" else "bfloat16") if zero.compute_dtype == "auto" else zero.compute_dtype,
         wire_dtype=zero.wire_dtype,

@@ -61,8 +61,8 @@ def alibi_slopes(num_head: int) -> np.ndarray:
 def alibi_columns(num_head: int, positions: int) -> tuple[np.ndarray, np.ndarray]:
     """Columns for queries `(H, C)` and keys `(T, C)` whose products are ALiBi's biases plus a constant per query.
 
-    A bias is `m (s - t)`; the softmax does not see `-m t`, which is the same for all keys, so `m s` remains, a product of
-    queries and keys. Slopes m and positions s are sums of numbers that bfloat16 holds exactly: products in bfloat16
+    A bias is `m (s - t)`. The softmax does not see `-m t`, which is the same for all keys, so `m s` remains, a product
+    of queries and keys. Slopes m and positions s are sums of numbers that bfloat16 holds exactly: products in bfloat16
     with sums in float32 are those of float32. Up to 65,536 positions.
 
     >>> of_queries, of_keys = alibi_columns(12, 2048)

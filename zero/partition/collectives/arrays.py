@@ -14,7 +14,6 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from zero.partition.collectives.axis import Axis
-from zero.partition.collectives.shifts import shifted_sum
 from zero.partition.layout import LeafLayout
 from zero.partition.moves import AllGather, AllToAll, Slice
 
@@ -181,9 +180,6 @@ def sum_dtype(dtype: DTypeLike) -> np.dtype:
 
 def _scatter_sum_phase(x: jax.Array, dim: int, axis: Axis, over: int, apart: int, reduce: np.dtype) -> jax.Array:
     groups = axis.groups(over, apart)
-    if x.dtype == reduce and axis.shifts and over > 1:
-        index = axis.shard_index() // apart % over
-        return shifted_sum(x, index, dim, axis.name, groups or [list(range(over))])
     if x.dtype == reduce:
         return lax.psum_scatter(x, axis.name, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
     received = lax.all_to_all(x, axis.name, dim, dim, tiled=True, axis_index_groups=groups)

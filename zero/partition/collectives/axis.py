@@ -34,7 +34,6 @@ class Axis:
         costs less than once per layer and micro-batch.
       context: size of a context group: neighbours on the pmap axis that compute different positions of the same rows.
         It does not change how state is split.
-      shifts: whether reduce-scatters are made of shifts (`shifts.shifted_sum`), which XLA for TPU can hide.
 
     Raises:
       ValueError: `devices` is not a permutation of the positions on the axis, the first phase is not of size `tensor`
@@ -51,7 +50,6 @@ class Axis:
     sums_copies: bool = True
     context: int = 1
     expert: int = 1
-    shifts: bool = False
 
     def __post_init__(self) -> None:
         size = math.prod(self.shape)

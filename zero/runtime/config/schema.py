@@ -164,7 +164,6 @@ class Zero:
     expert_shards: int = at_least(1)
     phases: str = one_of("auto", "flat", "torus")
     overlap_gathers: Any = boolean()
-    overlap_scatters: Any = boolean()
     replicate: Any = boolean(optional=True)
     emergency_steps: int | None = at_least(1)
     emergency_directory: str = not_empty()
