@@ -147,6 +147,10 @@ class ExpertParallel(Protocol):
         """The inverse of `to_experts`."""
         return x_BECD
 
+    def most(self, x: jax.Array) -> jax.Array:
+        """The maximum over the devices of the group, or over all devices."""
+        return x
+
 
 class Whole(ModelParallel):
     """A device that computes its rows by itself."""

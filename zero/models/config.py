@@ -16,6 +16,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "activation": ("gelu", "gelu_exact", "relu", "squared_relu", "selu", "silu"),
     "attention_scale": ("sqrt", "linear", "none"),
     "parametrization": ("standard", "mup"),
+    "expert_priority": ("choice", "position"),
     "layer": ("transformer", "gated_units"),
 }
 _WIDTHS = ("embedding_dim", "kv_heads", "head_dim", "mlp_dim", "mup_base_width", "experts", "vq_block", "key_width")
@@ -25,6 +26,7 @@ _OF_EXPERTS: dict[str, Any] = {
     "experts_per_token": 1,
     "experts_every": 1,
     "expert_capacity": None,
+    "expert_priority": "choice",
     "normalise_router": False,
     "balance_loss": 0.0,
     "router_z_loss": 0.0,
@@ -80,9 +82,13 @@ class GPTConfig:
       experts_per_token: number of most likely experts whose outputs are added, weighted by their probabilities.
       experts_every: number of layers of which the last has experts; the others have one MLP.
       expert_capacity: an expert takes `ceil(expert_capacity * T * experts_per_token / E)` tokens of each row of T,
-        first choices before second ones, and drops the others; None: nothing is dropped.
+        and drops the others, in training alone; None: nothing is dropped.
+      expert_priority: which choices take the places of an expert: first choices before second ones ("choice", GShard),
+        or those of earlier positions before those of later ones ("position"), so that training too is causal.
       normalise_router: the probabilities of the chosen experts are divided by their sum, as in Mixtral.
-      balance_loss: weight of the load-balancing loss of each row and layer (Switch, arXiv 2101.03961, eq. 4).
+      balance_loss: weight of the load-balancing loss of each row, the mean over layers of E times the sum over experts
+        of choices per token times mean probability (Switch, arXiv 2101.03961, eq. 4): `router_aux_loss_coef` of
+        transformers. It is `experts_per_token` where all experts are chosen equally.
       router_z_loss: weight of the mean squared log-sum-exp of the router's logits (ST-MoE, arXiv 2202.08906, eq. 5).
         Reported losses exclude both.
       tied: the table that embeds tokens also scores them.
@@ -141,6 +147,7 @@ class GPTConfig:
     experts_per_token: int = 1
     experts_every: int = 1
     expert_capacity: float | None = None
+    expert_priority: str = "choice"
     normalise_router: bool = False
     balance_loss: float = 0.0
     router_z_loss: float = 0.0

@@ -112,7 +112,8 @@ class GPT(nn.Module):
     """Tokens in, negative log-likelihoods out.
 
     Attributes:
-      config, dtype, blockwise_from, cut, group, kernel: as for `Layer`. Parameters are float32, and whole after `init`.
+      config, dtype, blockwise_from, cut, group, kernel, drops: as for `Layer`. Parameters are float32, and whole
+        after `init`.
       lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
       remat: what the backward pass recomputes, an entry of `zero.models.stack.REMAT`: "full" for all but the inputs of
         layers, "nested" for all but the inputs of spans of layers, "dots" for all but the inputs of layers and products
@@ -127,6 +128,7 @@ class GPT(nn.Module):
     cut: ModelParallel = WHOLE
     group: ExpertParallel = ALONE
     kernel: str | None = None
+    drops: bool = True
 
     def setup(self) -> None:
         config = self.config
@@ -266,8 +268,8 @@ class GPT(nn.Module):
     def layer(self, cut: ModelParallel, window: int | None = None) -> Layer:
         """The module of one entry of the stack of layers, to apply to its own variables."""
         lifted: Any = self.lift(scanned_layer(self.config), STACK)
-        options: Any = {"cut": cut, "group": self.group, "kernel": self.kernel, "parent": None}
-        layer: Layer = lifted(self.config, self.dtype, self.blockwise_from, window, **options)
+        options: Any = {"cut": cut, "group": self.group, "kernel": self.kernel, "drops": self.drops}
+        layer: Layer = lifted(self.config, self.dtype, self.blockwise_from, window, **options, parent=None)
         return layer
 
     def embed(

@@ -105,7 +105,7 @@ class TransformerLayer(Layer):
         if config.experts is None or self.is_dense:
             h_BTD = self._mlp(h_BTD)
         else:
-            h_BTD, decided = self._experts(h_BTD, layer, drops=cache is None)
+            h_BTD, decided = self._experts(h_BTD, layer)
             routing = jax.tree.map(jnp.add, routing, decided)
         h_BTD = self._norm("norm_mlp", h_BTD, is_after=True)
         sum_BTD = sum_BTD + dropout(h_BTD, config.residual_drop_rate, site_keys[2], self.cut.of_positions)
@@ -232,9 +232,9 @@ class TransformerLayer(Layer):
             h_BTF = ACTIVATIONS[config.activation](h_BTF)
         return self._residual_dense("mlp_out", config.mlp_bias)(h_BTF)
 
-    def _experts(self, h_BTD: jax.Array, layer: jax.Array, *, drops: bool) -> tuple[jax.Array, Routing]:
+    def _experts(self, h_BTD: jax.Array, layer: jax.Array) -> tuple[jax.Array, Routing]:
         experts = Experts(self.config, self.dtype, self.cut, self.group, name="experts")
-        y_BTD, decided = experts(h_BTD, layer // self.config.experts_every, drops=drops)
+        y_BTD, decided = experts(h_BTD, layer // self.config.experts_every, drops=self.drops)
         return self.cut.sum_positions(y_BTD), decided
 
 
@@ -247,7 +247,8 @@ class Period(Layer):
     ) -> tuple[tuple[ResidualStream, Cache | None], None]:
         """As `TransformerLayer`; `number` is that of the period."""
         every = self.config.experts_every
-        options: dict[str, Any] = {field: getattr(self, field) for field in ("window", "cut", "group", "kernel")}
+        fields = ("window", "cut", "group", "kernel", "drops")
+        options: dict[str, Any] = {field: getattr(self, field) for field in fields}
         for i in range(every):
             name, is_dense = f"layer_{i}", i + 1 < every
             layer = TransformerLayer(

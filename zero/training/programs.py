@@ -59,6 +59,7 @@ def make_programs(
       ValueError: options that cannot be combined.
     """
     step, averages = make_step(model, tx, options), averages_of(model, options)
+    scoring = dataclasses.replace(model, drops=False)
 
     def start(weights: PyTree) -> TrainState:
         return new_state(weights, on_shards(tx, model.layout, model.axis), model, averages)
@@ -68,7 +69,7 @@ def make_programs(
         init=pmap(lambda key_data: model.init(jax.random.wrap_key_data(key_data))),
         start=pmap(start, donate_argnums=0),
         step=pmap(step, donate_argnums=0, out_axes=(0, None)),
-        evaluate=pmap(partial(evaluate_step, model=model, micro_batches=options.micro_batches), out_axes=None),
+        evaluate=pmap(partial(evaluate_step, model=scoring, micro_batches=options.micro_batches), out_axes=None),
         verify=pmap(partial(verify, model=model, micro_batches=options.micro_batches), out_axes=None),
     )
 
@@ -98,8 +99,7 @@ def make_inference(
     model: ShardedGPT, sampling: Sampling | None = None, *, devices: Sequence[Any] | None = None
 ) -> Inference:
     """Binds the model, without context groups, and the sampling. Nothing is compiled yet."""
-    if model.axis.context > 1:
-        model = dataclasses.replace(model, axis=dataclasses.replace(model.axis, context=1))
+    model = dataclasses.replace(model, axis=dataclasses.replace(model.axis, context=1), drops=False)
     pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
     bound = partial(extend, model=model, sampling=sampling or Sampling())
     return Inference(

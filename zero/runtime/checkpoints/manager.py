@@ -287,7 +287,7 @@ class Checkpoints:
         with reading(f"{self._name(step)}: file {file} cannot be read", kind=DamagedCheckpoint):
             meta = json.loads(text)
             _check_meta(meta)
-        return migrate(meta)
+            return migrate(meta)
 
     def _read_arrays(self, step: int, targets: PyTree, restore_args: PyTree) -> PyTree:
         files = storage.list_files(storage.join(self.directory, f"{step}/state"))

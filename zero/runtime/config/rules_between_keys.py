@@ -9,6 +9,7 @@ from zero.models.config import GPTConfig
 from zero.models.stack import span_size
 from zero.runtime.config.constraints import is_paths, shown
 from zero.runtime.config.schema import Config
+from zero.runtime.streaming.synthetic import SYNTHETIC
 from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE, hyperparameters
 
 Mistakes = Iterator[tuple[str, str]]  # key, and what was expected
@@ -61,6 +62,16 @@ def data_rules(config: Config, size: GPTConfig) -> Mistakes:
         )
     if not is_paths(data.index_path_train) and data.train_samples is not None:
         yield "data.train_samples", "null, as data.index_path_train is a mixture"
+    if data.corpus in SYNTHETIC:
+        has_rows = f"as data.corpus={data.corpus} has no end, no documents and no completions"
+        for key, value, expected in (
+            ("training.max_epochs", config.training.max_epochs, None),
+            ("data.train_samples", data.train_samples, None),
+            ("data.isolate_documents", data.isolate_documents, False),
+            ("training.loss_on", config.training.loss_on, "all"),
+        ):
+            if value != expected:
+                yield key, f"{shown(expected)}, {has_rows}"
     if data.isolate_documents and size.layer == "gated_units":
         yield "data.isolate_documents", f"false, as model.size={config.model.size} has gated units"
     if data.resume_step is not None and config.resume is None and config.mode == "train":
@@ -180,6 +191,10 @@ def evaluate_rules(config: Config, size: GPTConfig) -> Mistakes:
     evaluate = config.evaluate
     if config.mode == "evaluate" and not (evaluate.validation or evaluate.harness):
         yield "evaluate.validation", "true, or tasks in evaluate.harness"
+    elif config.mode == "evaluate" and evaluate.validation and not config.has_validation_set:
+        data, path = config.data, shown(config.data.index_path_validation)
+        given = f"data.corpus={shown(data.corpus)} and data.index_path_validation={path}"
+        yield "evaluate.validation", f"false, as {given} hold no validation set"
     context = evaluate.context or config.data.max_context
     if evaluate.stride is not None and evaluate.stride >= context:
         yield "evaluate.stride", f"1 to {context - 1}, or null"

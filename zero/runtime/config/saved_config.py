@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 FIXED_KEYS = (
     "seed",
     "model.size",
+    "model.sizes",
+    "model.override",
     "training.ema",
     "data.max_context",
     "data.tokenizer",
@@ -68,11 +70,12 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
     except OmegaConfBaseException as error:
         raise UserError(f"configuration of the run: {describe(error)}") from error
     fixed = (*FIXED_KEYS, "optimizer.state_dtype") if merged.optimizer.name == "lion" else FIXED_KEYS
-    pairs = {key: (OmegaConf.select(saved, key), OmegaConf.select(merged, key)) for key in fixed}
+    before = OmegaConf.merge(default_config(), saved)  # a run of an earlier version has not saved all keys
+    pairs = {key: (OmegaConf.select(before, key), OmegaConf.select(merged, key)) for key in fixed}
     changed = [
-        f"{key}={shown(now)}: expected {shown(before)}, the value of the run"
-        for key, (before, now) in pairs.items()
-        if now != before
+        f"{key}={shown(now)}: expected {shown(held)}, the value of the run"
+        for key, (held, now) in pairs.items()
+        if now != held
     ]
     if changed:
         raise UserError("\n".join(changed))
