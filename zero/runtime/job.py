@@ -133,9 +133,10 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
     model = make_model(config, size, devices)
     tx = make_optimizer(
         optimizer.name,
-        training.weight_decay,
+        training.weight_decay / (training.peak_learning_rate if optimizer.decay == "independent" else 1),
         state_dtype=optimizer.state_dtype,
         multipliers=multipliers_of(size),
+        vocab_size=size.vocab_size,
         **hyperparameters,
     )
     layout = state_layout(model, tx, averages_of(model, options))

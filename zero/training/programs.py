@@ -59,12 +59,12 @@ def make_programs(
       ValueError: options that cannot be combined.
     """
     step, averages = make_step(model, tx, options), averages_of(model, options)
-    scoring = dataclasses.replace(model, drops=False)
 
     def start(weights: PyTree) -> TrainState:
         return new_state(weights, on_shards(tx, model.layout, model.axis), model, averages)
 
     pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
+    scoring = dataclasses.replace(model, drops=False)
     return Programs(
         init=pmap(lambda key_data: model.init(jax.random.wrap_key_data(key_data))),
         start=pmap(start, donate_argnums=0),
@@ -105,7 +105,9 @@ def make_inference(
     return Inference(
         score=pmap(partial(score, model=model), out_axes=None),
         new_cache=pmap(
-            lambda tokens: init_cache(model.config, len(tokens), 0, model.compute_dtype, known=np.iinfo(np.int32).max)
+            lambda tokens: init_cache(
+                model.config, len(tokens), 0, model.compute_dtype, model.cut, known=np.iinfo(np.int32).max
+            )
         ),
         score_on=pmap(partial(score_on, model=model), donate_argnums=2, out_axes=(None, None, 0)),
         prefill=pmap(

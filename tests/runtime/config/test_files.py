@@ -58,7 +58,7 @@ def test_missing_sizes_are_named(tmp_path: Path) -> None:
 
 def chosen(size: str, sizes: Path | None = None, **override: Any) -> GPTConfig:
     path = None if sizes is None else str(sizes)
-    return load_sizes().chosen(Model(size, path, override, False, None, False, "auto"))
+    return load_sizes().chosen(Model(size, sizes=path, override=override))
 
 
 def test_override_of_an_entry() -> None:

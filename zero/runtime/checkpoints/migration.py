@@ -57,12 +57,12 @@ def migrate(meta: Mapping[str, Any]) -> dict[str, Any]:
     if first >= FORMAT:
         raise UserError(f"a checkpoint of format {first + 1}, this version reads formats 1 to {FORMAT}: update zero")
     moves = _LEAVES[first:]
-    moved = {name: {_moved(path, moves): x for path, x in meta[name].items()} for name in _BY_PATH if name in meta}
+    changed = {name: {_moved(path, moves): x for path, x in meta[name].items()} for name in _BY_PATH if name in meta}
     if isinstance(size := meta.get("size"), dict):
         for change in _SIZES[first:]:
             size = change(size)
-        moved["size"] = size
-    return {**meta, **moved}
+        changed["size"] = size
+    return {**meta, **changed}
 
 
 def stored_path(meta: Mapping[str, Any], path: str) -> str:

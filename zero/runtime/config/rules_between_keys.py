@@ -84,7 +84,12 @@ def optimizer_rules(config: Config, size: GPTConfig) -> Mistakes:
         yield f"optimizer.{key}", f"null, as optimizer.name={optimizer.name} does not have it"
     if optimizer.name not in QUANTISABLE and optimizer.state_dtype != "float32":
         yield "optimizer.state_dtype", f"float32, as optimizer.name={optimizer.name}"
-    if optimizer.name not in MULTIPLIABLE and size.parametrization == "mup":
+    for key in ("decay", "scaled_eps"):
+        if size.parametrization == "standard" and getattr(optimizer, key) in ("coupled", True):
+            yield f"optimizer.{key}", f"another value, as model.size={config.model.size} is not in mup"
+    if optimizer.decay == "independent" and config.training.peak_learning_rate == 0:
+        yield "optimizer.decay", "rate or null, as training.peak_learning_rate=0"
+    if optimizer.name not in MULTIPLIABLE and size.parametrization != "standard":
         yield "optimizer.name", f"{' or '.join(MULTIPLIABLE)}, as model.size={config.model.size} is in mup"
     if optimizer.name not in ELEMENTWISE and config.zero.fused_update:
         yield "optimizer.name", f"{', '.join(ELEMENTWISE)}, as zero.fused_update=true updates one layer at a time"
@@ -112,9 +117,8 @@ def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
             yield f"zero.{key}", f"{other}, as zero.stage=0 sums whole gradients and gathers nothing"
     yield from _uncut(config, size)
     yield from _undivided(config, size)
-    for key in ("tensor_shards", "context_shards"):
-        if size.layer == "gated_units" and getattr(zero, key) > 1:
-            yield f"zero.{key}", f"1, as model.size={config.model.size} has gated units"
+    if size.layer == "gated_units" and zero.context_shards > 1:
+        yield "zero.context_shards", f"1, as model.size={config.model.size} has gated units (docs/decisions/vq.md)"
     if size.has_codebook and zero.fused_update:
         yield (
             "zero.fused_update",
@@ -168,11 +172,13 @@ def _uncut(config: Config, size: GPTConfig) -> Mistakes:
         f"kv_heads={size.key_heads} {of_model}": size.key_heads,
         f"mlp_dim={size.mlp_width} {of_model}": size.mlp_width,
     }
+    if size.layer == "gated_units":
+        cut = {f"twice embedding_dim={size.embedding_dim} {of_model}": 2 * size.embedding_dim}
     if config.mode in ("train", "plan"):
         cut[f"data.max_context={config.data.max_context}"] = config.data.max_context
         cut |= {f"a stage of {length} tokens": length for _, length in config.training.stages()}
     for what, count in cut.items():
-        if count % zero.tensor_shards and size.layer == "transformer":
+        if count % zero.tensor_shards:
             yield "zero.tensor_shards", f"a divisor of {what}"
     if zero.context_shards == 1 or config.mode not in ("train", "plan"):
         return

@@ -70,12 +70,12 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
     except OmegaConfBaseException as error:
         raise UserError(f"configuration of the run: {describe(error)}") from error
     fixed = (*FIXED_KEYS, "optimizer.state_dtype") if merged.optimizer.name == "lion" else FIXED_KEYS
-    before = OmegaConf.merge(default_config(), saved)  # a run of an earlier version has not saved all keys
-    pairs = {key: (OmegaConf.select(before, key), OmegaConf.select(merged, key)) for key in fixed}
+    earlier = OmegaConf.merge(default_config(), saved)  # a run of an earlier version lacks the keys that came later
+    pairs = {key: (OmegaConf.select(earlier, key), OmegaConf.select(merged, key)) for key in fixed}
     changed = [
-        f"{key}={shown(now)}: expected {shown(held)}, the value of the run"
-        for key, (held, now) in pairs.items()
-        if now != held
+        f"{key}={shown(now)}: expected {shown(before)}, the value of the run"
+        for key, (before, now) in pairs.items()
+        if now != before
     ]
     if changed:
         raise UserError("\n".join(changed))

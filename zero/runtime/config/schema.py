@@ -87,12 +87,12 @@ class Training:
 @dataclass
 class Model:
     size: str = MISSING
-    sizes: str | None = not_empty()
-    override: dict[str, Any] = field(default_factory=dict)
     warm_start: Any = boolean()
     model_path: str | None = not_empty()
     ema: Any = boolean()
     attention: str = one_of(*ATTENTION)
+    sizes: str | None = not_empty()
+    override: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -130,6 +130,10 @@ class Optimizer:
     decay_rate: float | None = positive()
     factored_from: int | None = at_least(2)
     max_update_rms: float | None = positive()
+    min_scale: float | None = positive()
+    scale_by_parameter: Any = boolean(optional=True)
+    decay: str | None = one_of("rate", "coupled", "independent")
+    scaled_eps: Any = boolean(optional=True)
     newton_schulz_steps: int | None = at_least(1)
     update_rms: float | None = positive()
     adam_b1: float | None = fraction_below_one()

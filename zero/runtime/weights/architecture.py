@@ -19,7 +19,8 @@ from zero.partition.layout import LeafLayout
 FUSED_QKV = ("query", "key", "value")
 # Attributes that are not choices of an architecture: sizes, and options of training.
 _SIZES = {"embedding_dim", "vocab_size", "num_head", "block_size", "N", "kv_heads", "head_dim", "mlp_dim"}
-_SIZES |= {"norm_epsilon", "dropout", "vocab_chunks", "z_loss", "parametrization", "mup_base_width", "zero_init"}
+_SIZES |= {"norm_epsilon", "dropout", "vocab_chunks", "z_loss", "parametrization", "mup_base_width"}
+_SIZES |= {"init", "head_init", "zero_init"}
 _SIZES |= {"embedding_dropout", "attention_dropout", "residual_dropout"}
 _SIZES |= {"expert_capacity", "expert_priority", "balance_loss", "router_z_loss"}  # of training alone
 _DEFAULTS = {one.name: one.default for one in fields(GPTConfig)} | {"attention_scale": "sqrt"}

@@ -20,6 +20,7 @@ from zero.runtime.weights.checkpoint_weights import (
     weights_subtree,
 )
 from zero.runtime.weights.hf_folder import CONFIG_FILE, HuggingFaceFolder
+from zero.runtime.weights.hub import PREFIX, hub_folder
 from zero.training.programs import repeat_layers
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -29,12 +30,15 @@ log = logging.getLogger(__name__)
 def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
     """Weights in shards for a pmap, from a Hugging Face folder, a run directory, or a directory of checkpoints.
 
-    A source with fewer layers is grown (`repeated_layers`). With `ema` a run's moving average of the weights is taken.
+    The folder may be named as a model of the hub, `hf:NAME@REVISION` (`hub_folder`). A source with fewer layers is
+    grown (`repeated_layers`). With `ema` a run's moving average of the weights is taken.
 
     Raises:
       UserError: it holds no weights, or they do not fit the model; the message names them.
     """
     read: Callable[[ShardedGPT], PyTree]
+    if place.startswith(PREFIX):
+        place = str(hub_folder(place))
     with ExitStack() as stack:
         if (Path(place) / CONFIG_FILE).is_file():
             if ema:
