@@ -227,6 +227,7 @@ def test_step_names_no_feature() -> None:
 
 def test_import_zero_loads_no_heavy_library() -> None:
     heavy = [
+        "flax",
         "hydra",
         "omegaconf",
         "wandb",
