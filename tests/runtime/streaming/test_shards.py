@@ -13,6 +13,8 @@ from tests.helpers.shards import first_tokens, loader, npy, write_corpus, write_
 from zero.runtime.errors import UserError
 from zero.runtime.streaming.shards import count_rows, read_samples
 
+pytestmark = pytest.mark.quick
+
 
 def test_kinds_of_members(tmp_path: Path):
     """Members of one row, lengths and other members are read."""
