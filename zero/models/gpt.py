@@ -80,8 +80,7 @@ class VocabularyChunk(nn.Module):
         logits_BTC = jnp.einsum("BTD,CD->BTC", x_BTD, table_CD, preferred_element_type=jnp.float32)
         if self.config.scale_output:
             logits_BTC = logits_BTC / math.sqrt(self.config.embedding_dim)
-        if self.config.output_scale != 1:
-            logits_BTC = logits_BTC * self.config.output_scale
+        logits_BTC = logits_BTC / self.config.logit_divisor
         if self.config.logit_cap is not None:
             logits_BTC = self.config.logit_cap * jnp.tanh(logits_BTC / self.config.logit_cap)
         is_token_C = (own_C < self.config.chunk_rows) & (first + own_C < self.config.vocab_size)
@@ -303,6 +302,7 @@ class GPT(nn.Module):
         x_BTD = cut.sum_positions(x_BTD)
         if self.config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.embedding_dim)
+        x_BTD = x_BTD * self.config.embedding_multiplier
         if self.config.position_kind in ("learned", "sinusoidal"):
             own_starts_BT = None if starts_BT is None else cut.stream_positions(starts_BT)
             x_BTD = self.positions(x_BTD, cut.stream_numbers(position, x_BTD.shape[1]), own_starts_BT)

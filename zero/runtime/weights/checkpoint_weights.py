@@ -27,7 +27,6 @@ UNSEEN_IN_CHECKPOINTS = (
     "norm_place",
     "expert_capacity",
     "expert_priority",
-    "output_scale",
     "distance_base",
 )
 

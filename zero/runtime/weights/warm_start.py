@@ -60,7 +60,8 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
                 return restore_weights(checkpoints, step, model, within)
 
         check_unseen(origin, size, model.config)
-        if size["N"] != model.config.N and (len(model.config.windows) > 1 or model.config.experts_every > 1):
+        differ = len(model.config.windows) > 1 or model.config.experts_every > 1 or model.config.unrotated_every
+        if size["N"] != model.config.N and differ:
             raise UserError(f"{origin}: N={size['N']} different layers do not grow to N={model.config.N}")
         order = repeated_layers(size["N"], model.config.N, origin)
         source = dataclasses.replace(model, config=dataclasses.replace(model.config, N=size["N"]))
