@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zero.partition.moves import AllGather, AllToAll, Move, Slice
@@ -35,6 +36,10 @@ class Split:
     def padding(self) -> int:
         """Elements appended so that the dimension divides. They start as zeros, updates may change them."""
         return self.shard_size * self.shards - self.size
+
+    def positions(self, shard: jax.Array | int) -> jax.Array:
+        """The positions of the elements of a shard along the dimension, int32; those of padding are `size` or more."""
+        return shard * self.shard_size + jnp.arange(self.shard_size, dtype=jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
