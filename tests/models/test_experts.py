@@ -82,8 +82,7 @@ def by_hand(config: GPTConfig, p: Any, h_BTD: np.ndarray) -> tuple[np.ndarray, n
                 x = row[t] @ own["mlp_in"]
                 x = act(config, row[t] @ own["mlp_gate"]) * x if config.gated else act(config, x)
                 output[t] += gate * (x @ own["mlp_out"])
-        share = places / (len(row) * config.experts_per_token)
-        balance = experts * (share * probabilities.mean(0)).sum()
+        balance = experts * (places / len(row) * probabilities.mean(0)).sum() / config.scanned_layers
         penalties.append(config.balance_loss * balance + config.router_z_loss * (lse**2).mean())
         outputs.append(output)
         all_choices += places
@@ -186,6 +185,34 @@ def test_first_choices_come_first() -> None:
     assert assign_places(chosen, experts=3, places=2).tolist() == [[0, 6], [2, 6], [4, 1], [5, 3]]
 
 
+def test_priority_of_positions_is_causal() -> None:
+    """With places by position no output depends on later tokens; with first choices first some do."""
+    p, h = weights(CAPPED), hidden(8)
+    later = np.concatenate([h[:, :6], np.random.default_rng(5).normal(size=h[:, 6:].shape)], axis=1)
+    for priority in ("position", "choice"):
+        config = dataclasses.replace(CAPPED, expert_priority=priority)
+        (before, routing), (after, _) = (applied(config, p, x.astype(np.float32)) for x in (h, later))
+        assert routing.dropped > 0
+        is_same = np.allclose(before[:, :6], after[:, :6], rtol=1e-5, atol=1e-6)
+        assert is_same == (priority == "position")
+    assert assign_places(jnp.asarray([[0, 2], [1, 2], [2, 0]]), 3, 2, "position").tolist() == [[0, 4], [2, 5], [6, 1]]
+
+
+def test_balance_loss_of_transformers() -> None:
+    """A coefficient has the weight that it has in transformers."""
+    import torch
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    config = dataclasses.replace(SMALL, N=1, balance_loss=1.0, router_z_loss=0.0)
+    p, h = weights(config), hidden(1)
+    _, routing = applied(config, p, h)
+    logits = torch.tensor(h[0] @ p["router"]["kernel"])
+    expected = load_balancing_loss_func((logits,), E, K)
+    np.testing.assert_allclose(routing.penalty_B[0], float(expected), rtol=1e-5)
+    deeper = applied(dataclasses.replace(config, N=4), p, h)[1]  # one of four layers that are added up
+    np.testing.assert_allclose(4 * deeper.penalty_B[0], float(expected), rtol=1e-5)
+
+
 def test_metrics_are_means_over_layers() -> None:
     routing = no_routing(SMALL, 1)
     assert routing is not None
@@ -224,7 +251,7 @@ def test_cached_logits(every: int) -> None:
     params: Any = jax.jit(GPT(config).init)(jax.random.key(0), x, x)["params"]
     params = jax.tree.map(lambda leaf: leaf + 0.2 * np.random.default_rng(4).normal(size=leaf.shape), params)
     whole = dataclasses.replace(config, expert_capacity=None)
-    apply: Any = jax.jit(partial(GPT(config).apply, {"params": params}, method="logits"))
+    apply: Any = jax.jit(partial(GPT(config, drops=False).apply, {"params": params}, method="logits"))
     of_whole: Any = jax.jit(partial(GPT(whole).apply, {"params": params}, method="logits"))
     logits, cache = apply(x[:, :3], init_cache(config, 2, 8, jnp.float32), 0)
     for position in range(3, 7):

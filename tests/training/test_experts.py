@@ -19,13 +19,16 @@ from tests.training.small_gpt import (
     assert_close,
     assert_first_weights,
     batch,
+    first_params,
     reference,
     run_on,
     setup,
     shapes_of,
+    tokens,
 )
 from zero.models.experts import capacity_of
 from zero.models.families import FAMILIES
+from zero.models.gpt import GPT
 from zero.runtime.planning.hlo import bytes_by_kind, collectives
 from zero.training.optimizer import NAMES, make_optimizer
 from zero.training.parts import TrainState
@@ -87,6 +90,25 @@ def test_expert_groups_train_as_devices_alone(name: str, stage: int, experts: in
     got = trained(name, 8, stage, experts)
     assert_same_training(got, trained(name, 8, 3))
     assert_close(got, reference(CONFIGS[name]), rtol=1e-5, config=CONFIGS[name])
+
+
+@pytest.mark.parametrize("experts", [1, 4])
+def test_scoring_drops_nothing(experts: int) -> None:
+    """Validation losses are those of the model without a capacity, also in several rounds of places."""
+    config = dataclasses.replace(CAPPED, expert_capacity=0.5)
+    axis = zero.Axis.with_expert_groups("zero", 8, experts) if experts > 1 else None
+    on = setup(8, 3, config=config, axis=axis)
+    params = jax.tree.map(lambda x: 8 * x, first_params(config))  # large enough for uneven choices
+    shards = zero.from_host(params, on.model.layout, on.model.axis, on.devices)
+    rows = batch(on, 0).tokens
+    losses, scored = on.programs.evaluate(shards, rows)
+    flat = tokens(0)
+    targets = np.concatenate([flat[:, 1:], np.full((ROWS, 1), -1)], axis=1)
+    for capacity, is_same in ((None, True), (0.5, False)):
+        model = GPT(dataclasses.replace(config, expert_capacity=capacity))
+        each: Any = jax.jit(model.apply)({"params": params}, np.where(flat < 0, ~flat, flat), targets)
+        mean = np.mean(np.asarray(each)[targets >= 0])
+        assert np.isclose(losses / scored, mean, rtol=1e-5) == is_same
 
 
 def test_first_weights_in_groups() -> None:

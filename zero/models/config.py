@@ -9,32 +9,55 @@ from typing import Any
 # exists where the vocabulary is not tied.
 STACK, VOCABULARY, HEAD = "blocks", "vocabulary", "head"
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "positions": ("learned", "rotary", "t5", "none"),
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "positions": ("learned", "rotary", "t5", "sinusoidal", "none"),
     "norm": ("layer", "rms", "rms_offset"),
     "norm_place": ("before", "after", "both"),
+    "qk_norm_over": ("head", "projection"),
     "activation": ("gelu", "gelu_exact", "relu", "squared_relu", "selu", "silu"),
-    "attention_scale": ("sqrt", "linear", "none"),
-    "parametrization": ("standard", "mup"),
+    "parametrization": ("standard", "mup", "mup_absolute"),
+    "init": ("gpt2", "fan_in", "lingvo"),
+    "head_init": ("mup", "fan_in", "zero", None),
+    "expert_priority": ("choice", "position"),
     "layer": ("transformer", "gated_units"),
 }
 _WIDTHS = ("embedding_dim", "kv_heads", "head_dim", "mlp_dim", "mup_base_width", "experts", "vq_block", "key_width")
-_AT_LEAST_ONE = (*_WIDTHS, "vocab_size", "num_head", "block_size", "N", "experts_per_token", "experts_every")
+_COUNTS = ("vocab_size", "num_head", "block_size", "N", "experts_per_token", "experts_every", "unrotated_every")
+_AT_LEAST_ONE = (*_WIDTHS, *_COUNTS)
 # Keys of a mixture of experts, with their values in a model without one.
 _OF_EXPERTS: dict[str, Any] = {
     "experts_per_token": 1,
     "experts_every": 1,
     "expert_capacity": None,
+    "expert_priority": "choice",
     "normalise_router": False,
     "balance_loss": 0.0,
     "router_z_loss": 0.0,
 }
-_GATED_UNITS_ALONE = ("codes", "vq_block", "key_width", "cache_gradient")
+_GATED_UNITS_ALONE = (
+    *("codes", "vq_block", "key_width", "cache_gradient", "commitment", "codebook_decay", "distance_base"),
+    *("distance_dropout", "layer_dropout"),
+)
+# Matrices that may start at zero, and those that `zero_init: true` stands for (arXiv 2203.03466, section D.2).
+MATRICES = ("query", "key", "value", "gate", "attention_out", "mlp_in", "mlp_gate", "mlp_out")
+_ZEROED = ("query", "attention_out", "mlp_out")
 _GATED_UNITS = {  # keys of a model of gated units
     *(*_GATED_UNITS_ALONE, "layer", "alibi_attn", "positions", "embedding_dim", "num_head", "block_size", "N"),
     *("vocab_size", "vocab_chunks", "embedding_norm", "norm", "norm_epsilon", "norm_gains", "tied", "scale_embedding"),
     *("scale_output", "logit_cap", "z_loss", "dropout", "embedding_dropout", "residual_dropout"),
+    *("final_norm", "init", "head_init"),
 }
+
+
+def _is_scaling(scaling: tuple[Any, ...]) -> bool:
+    kind, numbers = (scaling[0], scaling[1:]) if scaling and isinstance(scaling[0], str) else ("llama3", scaling)
+    if not all(isinstance(x, int | float) and x > 0 for x in numbers):
+        return False
+    return {
+        "linear": len(numbers) == 1,
+        "llama3": len(numbers) == 4 and numbers[1:2] < numbers[2:3],
+        "yarn": len(numbers) == 5 and numbers[3:4] < numbers[2:3],
+    }.get(kind, False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,20 +76,25 @@ class GPTConfig:
       embedding_norm: a norm after the embedding, as in BLOOM (arXiv 2211.05100, section 3.2.3).
       norm_epsilon: epsilon of every norm.
       positions: where `alibi_attn` is False: "learned", "rotary" (arXiv 2104.09864), "t5" (relative bias of 32 buckets
-        in each layer, arXiv 1910.10683, section 2.1) or "none".
+        in each layer, arXiv 1910.10683, section 2.1), "sinusoidal" (added to embeddings times a learned scale, arXiv
+        2202.10447, which starts at 0) or "none".
       rotary_base: base of the rotary frequencies.
       rotary_fraction: fraction of a head's dimensions that is rotated.
-      rotary_scaling: factor, low and high frequency factor and original context of Llama 3.1 (arXiv 2407.21783); None
-        for none.
+      rotary_scaling: factor, low and high frequency factor and original context of Llama 3.1 (arXiv 2407.21783);
+        ("linear", factor) (arXiv 2306.15595); ("yarn", factor, original context, fast and slow turns, factor of cosines
+        and sines) (arXiv 2309.00071, section 3); None for none.
+      local_rotary_base: base in layers with a window, without scaling; None: they are as the others.
+      unrotated_every: the last of every so many layers has no rotary positions (arXiv 2501.18795); None: all have.
       norm: "layer", "rms" (arXiv 1910.07467), or "rms_offset", whose gains are stored less 1.
       norm_gains: whether norms have gains (and LayerNorm biases).
       norm_place: "before" attention and MLP, "after" them (on their outputs), or "both".
       qk_norm: a norm over each head of queries and of keys.
+      qk_norm_over: "head", or "projection" for one norm over all heads (OLMo 2, arXiv 2501.00656, section 2).
       kv_heads: G, number of heads of keys and values, each shared by H / G query heads; None for H.
       head_dim: K; None for D / H.
       windows: number of positions that a query sees, itself included, for each layer of a repeating pattern; 0 for all.
-      attention_scale: scores are divided by the root of K ("sqrt"), by K ("linear"), or by nothing ("none"); None for
-        "linear" with the parametrization "mup", else for "sqrt".
+      attention_scale: scores are divided by the root of K ("sqrt"), by K ("linear"), or by nothing ("none"), or
+        multiplied by a number; None for "linear" with a parametrization of muP, else for "sqrt".
       attention_cap: scores s become `cap tanh(s / cap)` (Gemma 2, arXiv 2408.00118, section 2); None for none.
       extra_logit: a further logit of 0 in the denominator of each softmax.
       qkv_bias: whether queries, keys and values have biases.
@@ -80,30 +108,49 @@ class GPTConfig:
       experts_per_token: number of most likely experts whose outputs are added, weighted by their probabilities.
       experts_every: number of layers of which the last has experts; the others have one MLP.
       expert_capacity: an expert takes `ceil(expert_capacity * T * experts_per_token / E)` tokens of each row of T,
-        first choices before second ones, and drops the others; None: nothing is dropped.
+        and drops the others, in training alone; None: nothing is dropped.
+      expert_priority: which choices take the places of an expert: first choices before second ones ("choice", GShard),
+        or those of earlier positions before those of later ones ("position"), so that training too is causal.
       normalise_router: the probabilities of the chosen experts are divided by their sum, as in Mixtral.
-      balance_loss: weight of the load-balancing loss of each row and layer (Switch, arXiv 2101.03961, eq. 4).
+      balance_loss: weight of the load-balancing loss of each row, the mean over layers of E times the sum over experts
+        of choices per token times mean probability (Switch, arXiv 2101.03961, eq. 4): `router_aux_loss_coef` of
+        transformers. It is `experts_per_token` where all experts are chosen equally.
       router_z_loss: weight of the mean squared log-sum-exp of the router's logits (ST-MoE, arXiv 2202.08906, eq. 5).
         Reported losses exclude both.
       tied: the table that embeds tokens also scores them.
       scale_embedding: embedded tokens are multiplied by the root of D.
+      embedding_multiplier: factor of embedded tokens.
+      residual_multiplier: factor of the outputs of attention and MLP before they are added to the stream.
+      logit_divisor: logits are divided by it.
       scale_output: logits are divided by the root of D. The table then starts with a standard deviation of 1.
+      final_norm: whether the stream is normalised before it is scored.
       logit_cap: as `attention_cap`, for the final logits.
       z_loss: weight of the squared log-sum-exp of the logits in the gradient (PaLM, arXiv 2204.02311, section 5);
         losses are reported without it.
       parametrization: initial weights and learning rates: "standard", or "mup" (arXiv 2203.03466), whose best learning
-        rate is the same at every width (zero/models/parametrization.py).
+        rate is the same at every width, or "mup_absolute", the same without a base width
+        (zero/models/parametrization.py).
       mup_base_width: the `embedding_dim` at which "mup" leaves learning rates unchanged.
       embedding_dropout: dropout of the input of the first layer.
       attention_dropout: dropout of attention probabilities; None for `dropout`.
       residual_dropout: dropout of both residual outputs; None for `dropout`.
-      zero_init: query, attention output and MLP output matrices start at zero (arXiv 2203.03466, section D.2).
+      init: standard deviations of initial weights: "gpt2", "fan_in" or "lingvo" (zero/models/parametrization.py); None
+        for "fan_in" with a parametrization of muP, else for "gpt2".
+      head_init: standard deviation of the head: "mup" for 1 / D, "fan_in" for its root, or "zero"; None for "mup" with
+        a parametrization of muP, else for that of `init`.
+      zero_init: names of matrices of layers that start at zero; True for query, attention_out and mlp_out (arXiv
+        2203.03466, section D.2), False for none.
       layer: "transformer", or "gated_units": two gated attention units with vector-quantised keys
         (zero/models/gated_unit.py), which use only the next four keys and those of norms and vocabulary.
       codes: S, codes of each unit; 0 for keys without quantisation and no memory beyond the window.
       vq_block: C, positions of a block; a query sees the single keys of its own block and of the block before.
       key_width: K, width of queries and keys of a unit.
       cache_gradient: whether gradients flow to values older than the block before.
+      commitment: weight of the commitment loss.
+      codebook_decay: decay of the moving averages of the codebook.
+      distance_base: base of the wavelengths of the distances of keys, and of sinusoidal positions.
+      distance_dropout: dropout of the features of distances.
+      layer_dropout: probability with which a row skips a unit.
     """
 
     embedding_dim: int
@@ -119,15 +166,18 @@ class GPTConfig:
     positions: str = "learned"
     rotary_base: float = 10_000.0
     rotary_fraction: float = 1.0
-    rotary_scaling: tuple[float, ...] | None = None
+    rotary_scaling: tuple[Any, ...] | None = None
+    local_rotary_base: float | None = None
+    unrotated_every: int | None = None
     norm: str = "layer"
     norm_gains: bool = True
     norm_place: str = "before"
     qk_norm: bool = False
+    qk_norm_over: str = "head"
     kv_heads: int | None = None
     head_dim: int | None = None
     windows: tuple[int, ...] = (0,)
-    attention_scale: str | None = None
+    attention_scale: Any = None
     attention_cap: float | None = None
     extra_logit: bool = False
     qkv_bias: bool = True
@@ -141,17 +191,24 @@ class GPTConfig:
     experts_per_token: int = 1
     experts_every: int = 1
     expert_capacity: float | None = None
+    expert_priority: str = "choice"
     normalise_router: bool = False
     balance_loss: float = 0.0
     router_z_loss: float = 0.0
     tied: bool = True
     scale_embedding: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_divisor: float = 1.0
     scale_output: bool = False
+    final_norm: bool = True
     logit_cap: float | None = None
     z_loss: float = 0.0
     parametrization: str = "standard"
     mup_base_width: int | None = None
-    zero_init: bool = False
+    init: str | None = None
+    head_init: str | None = None
+    zero_init: Any = ()
     embedding_dropout: float = 0.0
     attention_dropout: float | None = None
     residual_dropout: float | None = None
@@ -160,11 +217,21 @@ class GPTConfig:
     vq_block: int = 512
     key_width: int = 128
     cache_gradient: bool = True
+    commitment: float = 1e-4
+    codebook_decay: float = 0.99
+    distance_base: float = 10_000.0
+    distance_dropout: float = 0.0
+    layer_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.attention_scale is None:
-            object.__setattr__(self, "attention_scale", "linear" if self.parametrization == "mup" else "sqrt")
-        for name in ("windows", "rotary_scaling"):  # lists if read from YAML or JSON
+        is_mup = self.parametrization != "standard"
+        derived = {"attention_scale": ("linear", "sqrt"), "init": ("fan_in", "gpt2"), "head_init": ("mup", None)}
+        for name, (of_mup, other) in derived.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, of_mup if is_mup else other)
+        if isinstance(self.zero_init, bool):
+            object.__setattr__(self, "zero_init", _ZEROED if self.zero_init else ())
+        for name in ("windows", "rotary_scaling", "zero_init"):  # lists if read from YAML or JSON
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in (*_AT_LEAST_ONE, "vocab_chunks"):
@@ -176,18 +243,27 @@ class GPTConfig:
             raise ValueError(f"embedding_dim {self.embedding_dim} does not divide into num_head {self.num_head} heads")
         if self.num_head % self.key_heads:
             raise ValueError(f"num_head {self.num_head} does not divide into kv_heads {self.kv_heads} groups")
-        for name in ("dropout", "embedding_dropout", "attention_dropout", "residual_dropout"):
+        for name in [field.name for field in dataclasses.fields(self) if field.name.endswith("dropout")]:
             if getattr(self, name) is not None and not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
-        for name in ("norm_epsilon", "rotary_base", "attention_cap", "logit_cap", "expert_capacity"):
+        positive = ("norm_epsilon", "rotary_base", "local_rotary_base", "attention_cap", "logit_cap", "distance_base")
+        factors = ("embedding_multiplier", "residual_multiplier", "logit_divisor", "expert_capacity")
+        for name in (*positive, *factors):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}")
-        for name in ("z_loss", "balance_loss", "router_z_loss"):
+        for name in ("z_loss", "balance_loss", "router_z_loss", "commitment"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}")
+        scale = self.attention_scale
+        if scale not in ("sqrt", "linear", "none") and not (type(scale) in (int, float) and scale > 0):
+            raise ValueError(f"attention_scale must be sqrt, linear, none or a number above 0, got {scale!r}")
+        if not set(self.zero_init) <= set(MATRICES):
+            raise ValueError(f"zero_init must be a list of {', '.join(MATRICES)}, got {list(self.zero_init)}")
+        if not 0 < self.codebook_decay < 1:
+            raise ValueError(f"codebook_decay must lie in (0, 1), got {self.codebook_decay}")
         if self.alibi_attn and self.positions != "learned":
             raise ValueError(f"positions {self.positions!r} need alibi_attn: false")
         self._check_layer()
@@ -202,13 +278,14 @@ class GPTConfig:
     def _check_layer(self) -> None:
         """Refuses keys of the other kind of layer that are not at their defaults."""
         is_gated = self.layer == "gated_units"
-        if is_gated and (self.alibi_attn or self.positions != "none" or self.num_head != 1):
+        has_own = self.alibi_attn or self.positions not in ("none", "sinusoidal")
+        if is_gated and (has_own or self.num_head != 1):
             raise ValueError("layer: gated_units needs num_head: 1, alibi_attn: false and positions: none")
         if self.codes < 0 or self.key_width % 2:
             raise ValueError(f"codes must be at least 0 and key_width even, got {self.codes} and {self.key_width}")
         for field in dataclasses.fields(self):
             has_key = field.name in _GATED_UNITS if is_gated else field.name not in _GATED_UNITS_ALONE
-            default = "sqrt" if field.name == "attention_scale" else field.default
+            default = {"attention_scale": "sqrt", "init": "gpt2"}.get(field.name, field.default)
             if not has_key and getattr(self, field.name) != default:
                 value, default = (str(x).lower() for x in (getattr(self, field.name), default))
                 raise ValueError(f"layer: {self.layer} needs {field.name}: {default}, got {value}")
@@ -219,25 +296,36 @@ class GPTConfig:
             raise ValueError(f"rotary_fraction must lie in (0, 1], got {self.rotary_fraction}")
         if self.positions == "rotary" and (int(rotated) < 2 or int(rotated) % 2):
             raise ValueError(f"rotary_fraction {self.rotary_fraction} of {self.head_width} dimensions are not even")
-        scaling = self.rotary_scaling
-        if scaling is not None and not (len(scaling) == 4 and min(scaling) > 0 and scaling[1] < scaling[2]):
-            expected = "factor, low and high frequency factor, original context"
-            raise ValueError(f"rotary_scaling must be [{expected}], got {list(scaling)}")
+        if self.rotary_scaling is not None and not _is_scaling(self.rotary_scaling):
+            llama3 = "factor, low and high frequency factor, original context"
+            yarn = "yarn, factor, original context, fast turns, slow turns, factor of cosines and sines"
+            raise ValueError(
+                f"rotary_scaling must be [{llama3}], [linear, factor] or [{yarn}], got {list(self.rotary_scaling)}"
+            )
+        if self.unrotated_every is not None and self.N % self.unrotated_every:
+            raise ValueError(f"N {self.N} must be a multiple of unrotated_every {self.unrotated_every}")
+        if self.qk_norm_over == "projection" and not (self.qk_norm and self.norm == "rms"):
+            raise ValueError("qk_norm_over: projection needs qk_norm: true and norm: rms")
 
     def _check_parametrization(self) -> None:
         if self.parametrization == "standard":
             if self.mup_base_width is not None:
                 raise ValueError(f"mup_base_width must be null without parametrization: mup, got {self.mup_base_width}")
             return
-        if self.mup_base_width is None:
+        kind = self.parametrization
+        if kind == "mup" and self.mup_base_width is None:
             raise ValueError("parametrization: mup needs mup_base_width, the embedding_dim of its learning rates")
+        if kind == "mup_absolute" and self.mup_base_width is not None:
+            raise ValueError(f"parametrization: mup_absolute needs mup_base_width: null, got {self.mup_base_width}")
         # Embedding and head differ in initial weights and learning rates, and scaling by the root of the width would
         # add a dependence on it.
         needed: dict[str, Any] = {"tied": False, "scale_embedding": False, "scale_output": False}
-        for name, value in (needed | {"attention_scale": "linear"}).items():
+        for name, value in needed.items():
             if getattr(self, name) != value:
                 expected, given = (str(x).lower() for x in (value, getattr(self, name)))
-                raise ValueError(f"parametrization: mup needs {name}: {expected}, got {given}")
+                raise ValueError(f"parametrization: {kind} needs {name}: {expected}, got {given}")
+        if self.attention_scale in ("sqrt", "none"):
+            raise ValueError(f"parametrization: {kind} needs attention_scale: linear, got {self.attention_scale}")
 
     def _check_experts(self) -> None:
         if self.experts is None:
@@ -255,8 +343,9 @@ class GPTConfig:
             raise ValueError(f"experts_every {self.experts_every} needs one window, got {list(self.windows)}")
         if self.mlp_bias:
             raise ValueError("experts need mlp_bias: false")
-        if self.parametrization == "mup":
-            raise ValueError("experts need parametrization: standard, got mup")
+        for name, needed in (("parametrization", "standard"), ("init", "gpt2")):
+            if getattr(self, name) != needed:
+                raise ValueError(f"experts need {name}: {needed}, got {getattr(self, name)}")
 
     @property
     def scanned_layers(self) -> int:
@@ -280,7 +369,8 @@ class GPTConfig:
     @property
     def has_dropout(self) -> bool:
         """Whether training needs dropout keys."""
-        return max(self.embedding_dropout, self.attention_drop_rate, self.residual_drop_rate) > 0
+        of_units = (self.distance_dropout, self.layer_dropout)
+        return max(self.embedding_dropout, self.attention_drop_rate, self.residual_drop_rate, *of_units) > 0
 
     @property
     def key_heads(self) -> int:
@@ -291,6 +381,17 @@ class GPTConfig:
     def head_width(self) -> int:
         """K."""
         return self.head_dim or self.embedding_dim // self.num_head
+
+    @property
+    def score_width(self) -> int:
+        """The number by whose root scores are divided."""
+        return self.head_width if self.attention_scale == "sqrt" else round(self.score_multiplier**-2)
+
+    @property
+    def score_multiplier(self) -> float:
+        """The factor of scores."""
+        named = {"sqrt": self.head_width**-0.5, "linear": 1 / self.head_width, "none": 1.0}
+        return named[self.attention_scale] if isinstance(self.attention_scale, str) else float(self.attention_scale)
 
     @property
     def mlp_width(self) -> int:

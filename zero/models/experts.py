@@ -117,7 +117,8 @@ class Experts(nn.Module):
         Args:
           h_BTD: all positions of the rows of this device.
           layer: number among the layers with experts.
-          drops: whether the capacity applies, if the model has one. False for generation.
+          drops: whether the capacity applies, if the model has one. False for scoring and generation: a choice that
+            has no place because of other tokens is no property of the text before it.
         """
         config = self.config
         assert config.experts is not None
@@ -132,11 +133,12 @@ class Experts(nn.Module):
         names = {"mlp_in": into, "mlp_gate": into, "mlp_out": out} if config.gated else {"mlp_in": into, "mlp_out": out}
         kernels = {name: _Kernel(config, shape, name=name)().astype(self.dtype) for name, shape in names.items()}
         h_BTD, dropped = h_BTD.astype(self.dtype), jnp.float32(0)
-        if self.group.size == 1 and not (drops and config.expert_capacity is not None):
+        if self.group.size == 1 and (config.expert_capacity is None or not drops):
             y_BTKD = self._sorted(h_BTD, chosen_BTK, kernels)
+        elif drops:
+            y_BTKD, dropped = self._in_places(h_BTD, chosen_BTK, kernels)
         else:
-            places = capacity_of(config, h_BTD.shape[1]) if drops else h_BTD.shape[1]
-            y_BTKD, dropped = self._in_places(h_BTD, chosen_BTK, kernels, places)
+            y_BTKD = self._in_rounds(h_BTD, chosen_BTK, kernels)
         y_BTD = jnp.einsum("BTKD,BTK->BTD", y_BTKD, gates_BTK.astype(self.dtype))
         return y_BTD, self._decided(logits_BTE, probabilities_BTE, chosen_BTK, dropped, layer)
 
@@ -160,8 +162,8 @@ class Experts(nn.Module):
         _, positions, experts = logits_BTE.shape
         lse_BT = jax.nn.logsumexp(logits_BTE, axis=-1)
         choices_BE = jax.nn.one_hot(chosen_BTK, experts).sum((1, 2))
-        share_BE = choices_BE / (positions * config.experts_per_token)
-        balance_B = experts * jnp.sum(share_BE * probabilities_BTE.mean(1), axis=-1)
+        balance_B = experts * jnp.sum(choices_BE / positions * probabilities_BTE.mean(1), axis=-1)
+        balance_B = balance_B / config.scanned_layers  # the sum over layers becomes their mean
         penalty_B = config.balance_loss * balance_B + config.router_z_loss * jnp.mean(lse_BT**2, axis=-1)
         entropy = jnp.sum(lse_BT) - jnp.sum(probabilities_BTE * logits_BTE)
         choices_LE = jnp.zeros((config.scanned_layers, experts)).at[layer].set(choices_BE.sum(0))
@@ -177,12 +179,16 @@ class Experts(nn.Module):
         return y_MD[jnp.argsort(order_M)].reshape(*chosen_BTK.shape, -1)
 
     def _in_places(
-        self, h_BTD: jax.Array, chosen_BTK: jax.Array, kernels: dict[str, jax.Array], places: int
+        self, h_BTD: jax.Array, chosen_BTK: jax.Array, kernels: dict[str, jax.Array], first: jax.Array | int = 0
     ) -> tuple[jax.Array, jax.Array]:
-        """Outputs of all choices, `(B, T, K, D)`, zero if dropped, and the number of dropped choices."""
+        """Outputs of all choices, `(B, T, K, D)`, zero if dropped, and the number of dropped choices.
+
+        An expert takes the choices from number `first` on.
+        """
         rows, positions, embedding = h_BTD.shape
-        experts = self.config.experts or 1
-        place_BTK = jax.vmap(partial(assign_places, experts=experts, places=places))(chosen_BTK)
+        experts, places = self.config.experts or 1, capacity_of(self.config, positions)
+        options: Any = {"experts": experts, "places": places, "priority": self.config.expert_priority}
+        place_BTK = jax.vmap(partial(assign_places, **options, first=first))(chosen_BTK)
         end = experts * places  # the index of dropped choices
         index_B = jnp.arange(rows)[:, None, None]
         token_BS = jnp.full((rows, end), positions, jnp.int32)
@@ -194,6 +200,21 @@ class Experts(nn.Module):
         chosen_BSD = y_BSD.at[index_B, place_BTK].get(mode="fill", fill_value=0)
         return chosen_BSD, jnp.sum(place_BTK == end).astype(jnp.float32)
 
+    def _in_rounds(self, h_BTD: jax.Array, chosen_BTK: jax.Array, kernels: dict[str, jax.Array]) -> jax.Array:
+        """Outputs of all choices, `(B, T, K, D)`, in as many rounds of places as the most chosen expert needs.
+
+        In the memory of one round. Without a backward pass, because the number of rounds is not known before.
+        """
+        places = capacity_of(self.config, h_BTD.shape[1])
+        most = jax.nn.one_hot(chosen_BTK, self.config.experts, dtype=jnp.int32).sum((1, 2)).max()
+        rounds = self.group.most(-(-most // places))  # devices that exchange tokens take the same number
+
+        def add(number: jax.Array, y_BTKD: jax.Array) -> jax.Array:
+            return y_BTKD + self._in_places(h_BTD, chosen_BTK, kernels, number * places)[0]
+
+        y_BTKD = jnp.zeros((*chosen_BTK.shape, h_BTD.shape[-1]), self.dtype)
+        return lax.fori_loop(0, rounds, add, y_BTKD)
+
     def _mlp(self, x: jax.Array, kernels: dict[str, jax.Array], product: Any) -> jax.Array:
         """The MLP of each expert, on its own tokens."""
         act = ACTIVATIONS[self.config.activation]
@@ -203,17 +224,25 @@ class Experts(nn.Module):
         return y
 
 
-def assign_places(chosen_TK: jax.Array, experts: int, places: int) -> jax.Array:
+def assign_places(
+    chosen_TK: jax.Array, experts: int, places: int, priority: str = "choice", first: jax.Array | int = 0
+) -> jax.Array:
     """For each choice of the tokens of one row its place, `expert * places + place`.
 
-    First choices come before second ones, and earlier positions before later ones. A dropped choice gets
-    `experts * places`. Source: GShard, arXiv 2006.16668, algorithm 1.
+    With the priority "choice" first choices come before second ones, and earlier positions before later ones (GShard,
+    arXiv 2006.16668, algorithm 1): a later token can displace the second choice of an earlier one. With "position" all
+    choices of a position come before those of the next one, so that a place depends only on the positions before.
+    An expert takes the choices from number `first` on. A dropped choice gets `experts * places`.
 
-    >>> assign_places(jnp.asarray([[0, 1], [0, 1], [1, 0]]), experts=2, places=2).tolist()
+    >>> chosen = jnp.asarray([[0, 1], [0, 1], [1, 0]])
+    >>> assign_places(chosen, experts=2, places=2).tolist()
     [[0, 3], [1, 4], [2, 4]]
+    >>> assign_places(chosen, experts=2, places=2, priority="position").tolist()
+    [[0, 2], [1, 3], [4, 4]]
     """
-    chosen_KT = chosen_TK.T
-    is_chosen_SE = jax.nn.one_hot(chosen_KT.reshape(-1), experts, dtype=jnp.int32)
+    chosen = chosen_TK.T if priority == "choice" else chosen_TK
+    is_chosen_SE = jax.nn.one_hot(chosen.reshape(-1), experts, dtype=jnp.int32)
     before_SE = jnp.cumsum(is_chosen_SE, axis=0) - is_chosen_SE
-    before_KT = jnp.sum(before_SE * is_chosen_SE, axis=-1).reshape(chosen_KT.shape)
-    return jnp.where(before_KT < places, chosen_KT * places + before_KT, experts * places).T
+    before = jnp.sum(before_SE * is_chosen_SE, axis=-1).reshape(chosen.shape) - first
+    place = jnp.where((before >= 0) & (before < places), chosen * places + before, experts * places)
+    return place.T if priority == "choice" else place

@@ -21,6 +21,7 @@ class Layer(nn.Module):
       cut: which heads and which part of the MLP's width this device computes, and which positions of the stream it has.
       group: the devices among which experts are divided.
       kernel: attention kernel, as `kernel_of` returns it; None for none.
+      drops: whether the capacity of experts applies; False for scoring and generation.
     """
 
     config: GPTConfig
@@ -30,3 +31,4 @@ class Layer(nn.Module):
     cut: ModelParallel = WHOLE
     group: ExpertParallel = ALONE
     kernel: str | None = None
+    drops: bool = True

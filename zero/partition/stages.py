@@ -155,7 +155,8 @@ def checked_axis(layout: Layout, axis: AxisLike) -> Axis:
     check_untracked(axis.shard_index())
     if layout.shards != axis.shards:
         raise ValueError(
-            f"the layout has {layout.shards} shards, but axis {axis.name!r} spreads one copy over {axis.shards}"
+            f"the layout has {layout.shards} shards, but axis {axis.name!r} spreads a copy over {axis.shards}: make it "
+            f"by zero.make_layout(tree, {axis.shards})"
         )
     return axis
 

@@ -1,7 +1,7 @@
 """Optimizers by name: optax's, exact on shards, without a learning rate; and the dtypes of their state.
 
 Optimizers that are not element-wise see the arrays of one layer, not stacks of all layers: LAMB's norms, Adafactor's
-factors and root mean squares and Muon's matrices are per layer.
+factors and root mean squares and Muon's matrices are per layer. And they see one table of tokens, not its chunks.
 """
 
 from __future__ import annotations
@@ -39,42 +39,56 @@ def adamw(
     b1: float = B1,
     b2: float = B2,
     eps: float = EPS,
+    decay: str = "rate",
+    scaled_eps: bool = False,
     *,
     state_dtype: DTypeLike = jnp.float32,
     multipliers: Multipliers | None = None,
 ) -> optax.GradientTransformation:
     """AdamW without a learning rate, element-wise and so right on shards; moments of decayed leaves in `state_dtype`.
 
+    With `scaled_eps`, epsilon is multiplied like the learning rate, leaf by leaf: gradients are divided instead.
+
     Source: Loshchilov and Hutter, arXiv 1711.05101.
     """
     adam = scale_by_adam(b1, b2, eps, state_dtype=state_dtype, mask=decayed)
-    return _decoupled(adam, weight_decay, multipliers)
+    if scaled_eps and multipliers is not None:
+        adam = optax.chain(_by_leaf(jnp.divide, multipliers), adam)
+    return _decoupled(adam, weight_decay, decay, multipliers)
 
 
 def _lion(
     weight_decay: float,
     b1: float = 0.9,
     b2: float = 0.99,
+    decay: str = "rate",
     *,
     state_dtype: DTypeLike = jnp.float32,
     multipliers: Multipliers | None = None,
 ) -> optax.GradientTransformation:
-    return _decoupled(scale_by_lion(b1, b2, state_dtype=state_dtype, mask=decayed), weight_decay, multipliers)
+    lion = scale_by_lion(b1, b2, state_dtype=state_dtype, mask=decayed)
+    return _decoupled(lion, weight_decay, decay, multipliers)
 
 
 def _decoupled(
-    tx: optax.GradientTransformation, weight_decay: float, multipliers: Multipliers | None
+    tx: optax.GradientTransformation, weight_decay: float, decay: str, multipliers: Multipliers | None
 ) -> optax.GradientTransformation:
-    """`tx`, with updates multiplied leaf by leaf, and weight decay, which is not multiplied.
+    """`tx`, with updates multiplied leaf by leaf, and weight decay, which is multiplied only if it is coupled.
 
-    Multiplied, decay would vanish as the width grows, and learning rates would no longer transfer (independent weight
-    decay: Kosson et al., arXiv 2510.19093).
+    Multiplied, decay vanishes as the width grows, and learning rates no longer transfer (Kosson et al., arXiv
+    2510.19093).
     """
-    decay = optax.add_decayed_weights(weight_decay, decayed)
+    decays = optax.add_decayed_weights(weight_decay, decayed)
     if multipliers is None:
-        return optax.chain(tx, decay)
-    multiply = optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multipliers(updates)))
-    return optax.chain(tx, multiply, decay)
+        return optax.chain(tx, decays)
+    multiply = _by_leaf(jnp.multiply, multipliers)
+    return optax.chain(tx, decays, multiply) if decay == "coupled" else optax.chain(tx, multiply, decays)
+
+
+def _by_leaf(
+    operation: Callable[[jax.Array, float], jax.Array], multipliers: Multipliers
+) -> optax.GradientTransformation:
+    return optax.stateless(lambda updates, _: jax.tree.map(operation, updates, multipliers(updates)))
 
 
 def _sgd(weight_decay: float, b1: float = 0.9, nesterov: bool = False) -> Any:
@@ -86,17 +100,25 @@ def _lamb(weight_decay: float, b1: float = 0.9, b2: float = 0.999, eps: float = 
 
 
 def _adafactor(
-    weight_decay: float, decay_rate: float = 0.8, factored_from: int = 128, max_update_rms: float = 1.0
+    weight_decay: float,
+    b1: float | None = None,
+    eps: float = 1e-30,
+    decay_rate: float = 0.8,
+    factored_from: int = 128,
+    max_update_rms: float = 1.0,
+    min_scale: float = 1e-3,
+    scale_by_parameter: bool = True,
 ) -> Any:
-    return _ascending(
-        optax.adafactor(
-            min_dim_size_to_factor=factored_from,
-            decay_rate=decay_rate,
-            clipping_threshold=max_update_rms,
-            weight_decay_rate=weight_decay,
-            weight_decay_mask=decayed,
-        )
-    )
+    """`optax.adafactor`, which fixes the least scale, with its parts and so its state."""
+    parts = [
+        optax.scale_by_factored_rms(min_dim_size_to_factor=factored_from, decay_rate=decay_rate, epsilon=eps),
+        optax.clip_by_block_rms(max_update_rms),
+    ]
+    if scale_by_parameter:
+        parts.append(optax.scale_by_param_block_rms(min_scale))
+    if b1 is not None:
+        parts.append(optax.ema(b1, debias=False))
+    return _ascending(optax.chain(*parts, optax.add_decayed_weights(weight_decay, decayed), optax.scale(-1)))
 
 
 def _muon(
@@ -154,6 +176,7 @@ def make_optimizer(
     *,
     state_dtype: DTypeLike = jnp.float32,
     multipliers: Multipliers | None = None,
+    vocab_size: int | None = None,
     **hyperparameters: Any,
 ) -> optax.GradientTransformation:
     """An optimizer whose updates the step multiplies by minus the learning rate.
@@ -164,6 +187,7 @@ def make_optimizer(
       weight_decay: for matrices and the vocabulary, multiplied by the learning rate; sgd adds it to the gradient.
       state_dtype: dtype of the moments of adamw and lion.
       multipliers: factors of each leaf's learning rate, without weight decay; for adamw and lion.
+      vocab_size: the number of tokens; rows of a table past it are padding. None for tables without padding.
       hyperparameters: as `hyperparameters(name)` lists them.
 
     Raises:
@@ -174,7 +198,7 @@ def make_optimizer(
     if name in ELEMENTWISE:
         own = {"state_dtype": state_dtype, "multipliers": multipliers} if name in QUANTISABLE else {}
         return ELEMENTWISE[name](weight_decay, **own, **hyperparameters)
-    return across_shards(per_layer(PER_LAYER[name](weight_decay, **hyperparameters)))
+    return across_shards(per_layer(one_table(PER_LAYER[name](weight_decay, **hyperparameters), vocab_size)))
 
 
 def hyperparameters(name: str) -> dict[str, Any]:
@@ -198,12 +222,12 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     inner = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> dict[str, PyTree]:
-        layers, rest = _cut(params)
+        layers, rest = stack_and_rest(params)
         return {"layers": jax.vmap(inner.init)(layers), "rest": inner.init(rest)}
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         one = partial(inner.update, **extra)
-        (layers, rest), (layer_params, rest_params) = _cut(updates), _cut(params)
+        (layers, rest), (layer_params, rest_params) = stack_and_rest(updates), stack_and_rest(params)
         layers, layers_state = jax.vmap(one)(layers, state["layers"], layer_params)
         rest, rest_state = one(rest, state["rest"], rest_params)
         return {**rest, **layers}, {"layers": layers_state, "rest": rest_state}
@@ -211,8 +235,59 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _cut(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """The stacks of layers, and the rest."""
+def one_table(tx: optax.GradientTransformation, vocab_size: int | None) -> optax.GradientTransformationExtraArgs:
+    """`tx`, to which each table `(chunks, rows, D)` is one leaf `(vocab_size, D)`; its state is in chunks again.
+
+    So `vocab_chunks` changes no update: norms, factors and root mean squares are those of the table, without the rows
+    of padding in its last chunk. A single chunk without padding is left as it is.
+
+    >>> norm = one_table(optax.scale_by_trust_ratio(), 3)
+    >>> params = {VOCABULARY: {"table": jnp.array([[[3.0], [4.0]], [[0.0], [9.0]]])}}  # norm 5, and a row of padding
+    >>> grads = jax.tree.map(jnp.ones_like, params)
+    >>> norm.update(grads, norm.init(params), params)[0][VOCABULARY]["table"].ravel().tolist()
+    [2.88..., 2.88..., 2.88..., 0.0]
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def chunks_of(tree: PyTree) -> dict[str, tuple[int, int]]:
+        """Numbers of chunks and rows of each chunked table."""
+        tables = [(name, jax.tree.leaves(tree.get(name, ()))) for name in (VOCABULARY, HEAD)]
+        shapes = {
+            name: (leaves[0].shape[0], leaves[0].shape[1]) for name, leaves in tables if leaves and leaves[0].ndim == 3
+        }
+        return {name: shape for name, shape in shapes.items() if shape[0] > 1 or vocab_size not in (None, shape[1])}
+
+    def change(tree: PyTree, shapes: dict[str, tuple[int, int]], joins: bool) -> PyTree:
+        def one(path: Any, x: Any) -> Any:
+            name = next((key.key for key in path if getattr(key, "key", None) in shapes), None)
+            if name is None:
+                return x
+            chunks, rows = shapes[name]
+            tokens = vocab_size or chunks * rows
+            if joins:
+                return x.reshape(-1, *x.shape[2:])[:tokens] if x.shape[:2] == (chunks, rows) else x
+            if x.shape[:1] != (tokens,):
+                return x
+            padded = jnp.pad(x, [(0, chunks * rows - tokens), *[(0, 0)] * (x.ndim - 1)])
+            return padded.reshape(chunks, rows, *x.shape[1:])
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+    def init(params: PyTree) -> PyTree:
+        shapes = chunks_of(params)
+        return change(inner.init(change(params, shapes, True)), shapes, False)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        shapes = chunks_of(updates)
+        joined = [change(tree, shapes, True) for tree in (updates, state, params)]
+        updates, state = inner.update(*joined, **extra)
+        return change(updates, shapes, False), change(state, shapes, False)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def stack_and_rest(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """The stacks of layers, and the other subtrees."""
     if tree is None:
         return None, None
     return {STACK: tree[STACK]}, {name: subtree for name, subtree in tree.items() if name != STACK}

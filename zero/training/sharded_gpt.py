@@ -52,6 +52,7 @@ class ShardedGPT:
       sums_copies: whether stages 2 and 3 sum gradients over copies of the state layer by layer, as a fused update
         needs, instead of once per step.
       kernel: for attention, as for `GPT`.
+      drops: whether the capacity of experts applies, as in training.
     """
 
     config: GPTConfig
@@ -69,6 +70,7 @@ class ShardedGPT:
     gather_dtype: DTypeLike | None = None
     sums_copies: bool = False
     kernel: str | None = None
+    drops: bool = True
 
     @property
     def cut(self) -> ModelParallel:
@@ -125,7 +127,7 @@ class ShardedGPT:
         return self._gpt(**lift)
 
     def _gpt(self, **lift: Any) -> GPT:
-        options: Any = {"cut": self.cut, "group": self.group, "kernel": self.kernel, **lift}
+        options: Any = {"cut": self.cut, "group": self.group, "kernel": self.kernel, "drops": self.drops, **lift}
         return GPT(self.config, self.compute_dtype, remat=self.remat, blockwise_from=self.blockwise_from, **options)
 
     def init(self, key: jax.Array) -> PyTree:

@@ -45,7 +45,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 @cache
 def greedy(size: GPTConfig, prompt: tuple[int, ...], length: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens `(length,)` and the logits `(length, V)` that they were chosen by, one device, with a cache."""
-    apply: Any = jax.jit(partial(GPT(size).apply, {"params": params(size)}, method="logits"))
+    apply: Any = jax.jit(partial(GPT(size, drops=False).apply, {"params": params(size)}, method="logits"))
     cache = init_cache(size, 1, len(prompt) + length, jnp.float32)
     first = apply(jnp.asarray([prompt]), cache)
 

@@ -52,3 +52,6 @@ class ExpertGroup(ExpertParallel):
 
     def from_experts(self, x_BECD: jax.Array) -> jax.Array:
         return lax.all_to_all(x_BECD, self.axis.name, 0, 1, tiled=True, axis_index_groups=self.axis.groups(self.size))
+
+    def most(self, x: jax.Array) -> jax.Array:
+        return lax.pmax(x, self.axis.name)

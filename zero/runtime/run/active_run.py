@@ -39,6 +39,7 @@ from zero.runtime.run.verification import Verifier
 from zero.runtime.run_directory import mirror
 from zero.runtime.streaming.loader import HostBatch, Loader
 from zero.runtime.streaming.prefetch import prefetch
+from zero.runtime.streaming.synthetic import AnyLoader
 from zero.runtime.text.tokenizers import Tokenizer
 from zero.runtime.tracking.goodput import Goodput, counts_as
 from zero.runtime.tracking.tracker import Tracker
@@ -75,8 +76,8 @@ class ActiveRun:
     inference: Inference
     layout: Layout
     context: SequenceLengths
-    loader: Loader
-    validation: Loader
+    loader: AnyLoader
+    validation: Loader | None
     checkpoints: Checkpoints
     emergency: EmergencyCheckpoints | None
     tracker: Tracker | None  # of host 0
@@ -106,6 +107,11 @@ class ActiveRun:
     def weights(self) -> PyTree:
         """The part of the state that inference needs."""
         return self.model.weights(self.state.params, self.state.averages)
+
+    @property
+    def has_evaluation(self) -> bool:
+        """Whether an evaluation computes anything."""
+        return self.validation is not None or self.config.training.harness_frequency is not None
 
     def batches(self) -> Generator[tuple[int, HostBatch]]:
         """Each step with this host's rows, to the last step or until a stop request comes during a wait for data."""
@@ -191,8 +197,10 @@ class ActiveRun:
         is_stop, is_save = self.poll()
         is_protect = self.emergency is not None and step % (self.config.zero.emergency_steps or step) == 0
         is_save |= is_protect and not self.checkpoints.steps()  # --resume needs a durable checkpoint
+        every = self.config.data.save_every
+        is_save |= is_evaluation if every is None else step % every == 0 or step == self.last_step
         is_log = is_evaluation or is_save or is_protect or is_stop or step % training.log_frequency == 0
-        return Due(is_log, is_evaluation, is_save or is_evaluation, is_protect, is_stop)
+        return Due(is_log, is_evaluation, is_save, is_protect, is_stop)
 
     def poll(self) -> tuple[bool, bool]:
         """Whether to stop, and whether a checkpoint is due by the clock of host 0; the same on all hosts."""
@@ -260,6 +268,35 @@ class ActiveRun:
         Raises:
           UserError: the state or its validation loss is not finite, or differs between copies; nothing is saved.
         """
+        sums = self._examined(validation_loss)
+        if self.tracker is not None:  # before the checkpoint: a resume from it finds the metrics up to it
+            mirror(self.directory, self.checkpoints.directory)
+        saved_at = float(agreement.broadcast("saved at", repr(time.time())))  # so that all hosts keep the same ones
+        meta = {
+            **asdict(self.position),
+            "saved_at": saved_at,
+            "checksums": sums,
+            "config": asdict(self.config),
+            "size": asdict(self.size),
+        }
+        whole = to_global(self.state, self.layout, self.axis, donate=True)
+        self.checkpoints.save(self.position.step, whole, self.layout, meta, validation_loss=validation_loss)
+        self.state = from_global(whole, self.layout, self.axis, donate=True)
+        self.saved_at = time.monotonic()
+
+    @counts_as("checkpoint")
+    def protect(self) -> None:
+        """Begins an emergency checkpoint; returns when the state may change again.
+
+        Raises:
+          UserError: the state is not finite, or differs between copies; the checkpoints before are kept.
+        """
+        if self.emergency is not None:
+            self._examined()
+            self.emergency.save(self.position.step, self.state, asdict(self.position))
+
+    def _examined(self, validation_loss: float | None = None) -> dict[str, int]:
+        """Checksums of the state by leaf; raises UserError where it must not be saved."""
         try:
             sums, not_finite = examine(self.state, self.layout, self.axis)
         except ValueError as error:
@@ -275,19 +312,7 @@ class ActiveRun:
                 f"step {self.position.step}: {what} not finite; this state is not saved. Lower "
                 "training.peak_learning_rate and --resume from a checkpoint before (data.resume_step), or start again"
             )
-        if self.tracker is not None:  # before the checkpoint: a resume from it finds the metrics up to it
-            mirror(self.directory, self.checkpoints.directory)
-        meta = {**asdict(self.position), "checksums": sums, "config": asdict(self.config), "size": asdict(self.size)}
-        whole = to_global(self.state, self.layout, self.axis, donate=True)
-        self.checkpoints.save(self.position.step, whole, self.layout, meta, validation_loss=validation_loss)
-        self.state = from_global(whole, self.layout, self.axis, donate=True)
-        self.saved_at = time.monotonic()
-
-    @counts_as("checkpoint")
-    def protect(self) -> None:
-        """Begins an emergency checkpoint; returns when the state may change again."""
-        if self.emergency is not None:
-            self.emergency.save(self.position.step, self.state, asdict(self.position))
+        return sums
 
     def stop(self) -> int:
         """Logs and saves the steps that are not yet logged and saved.
