@@ -128,7 +128,7 @@ def test_every_imported_library_is_declared() -> None:
     """By itself: what another library happens to bring today may be gone with its next version."""
     extras = {name: requirements for name, requirements in PROJECT["optional-dependencies"].items() if name != "test"}
     required = [*PROJECT["dependencies"], *(requirement for one in extras.values() for requirement in one)]
-    declared = {re.split(r"[^\w-]", requirement)[0].lower() for requirement in required}
+    declared = {re.split(r"[^\w-]", requirement)[0].lower().replace("_", "-") for requirement in required}
     distributions = packages_distributions()
     for path in REPOSITORY.glob("zero/**/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
