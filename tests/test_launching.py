@@ -402,7 +402,7 @@ def test_slurm_job_is_queued_again(tmp_path: Path, status: int, requeued: str) -
         (tmp_path / name).chmod(0o755)
     (tmp_path / "calls").touch()
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    command = ["bash", REPOSITORY / "launch" / "slurm.sbatch", "model.size=124m"]
+    command = ["bash", str(REPOSITORY / "launch" / "slurm.sbatch"), "model.size=124m"]
     assert subprocess.run(command, cwd=tmp_path, env=environment, timeout=30).returncode == status
     assert (tmp_path / "calls").read_text() == requeued
     program, resume, *overrides = (tmp_path / "words").read_text().splitlines()[-5:]

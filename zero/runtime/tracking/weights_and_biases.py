@@ -40,7 +40,7 @@ def weights_and_biases(run_directory: Path, project: str, config: dict[str, Any]
 
     # Before its first run wandb would import all of its job launcher, which takes two seconds, to look for inputs that
     # only a program that had imported it could have left there.
-    wandb.Run._detect_and_apply_job_inputs = lambda self: None
+    wandb.Run._detect_and_apply_job_inputs = lambda self: None  # type: ignore[method-assign]
 
     try:
         settings = wandb.setup().settings
