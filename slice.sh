@@ -3,13 +3,18 @@
 #
 #   create NAME ZONE TYPE [--spot]       requests a slice (v3-32, v4-32, v5litepod-16, ...) and waits until it is active
 #   setup  NAME ZONE                     copies the last commit to all workers and runs prepareTPUVM.sh on each
-#   launch NAME ZONE [key=value ...]     trains in tmux on all workers, from the newest checkpoint if any (trainLoop.sh)
+#   check  NAME ZONE [key=value ...]     two steps of the smallest model on all devices, without data, and a checkpoint
+#   launch NAME ZONE [key=value ...]     trains in tmux on all workers, from the newest checkpoint if any (trainLoop.sh);
+#                                        hands over WANDB_API_KEY, if it is set here, in a file that only the user reads
 #   watch  NAME ZONE                     shows the log of worker 0; Ctrl-C ends only the watching
+#   view   NAME ZONE [PORT]              serves the run directories of worker 0, reports included, on localhost:PORT (8000)
 #   stop   NAME ZONE                     sends Ctrl-C to all workers: they save a checkpoint together and end
+#   kill   NAME ZONE                     ends training on all workers at once, without a checkpoint
 #   delete NAME ZONE                     deletes the slice and ends its cost
 #   keep   NAME ZONE TYPE [--spot] [key=value ...]
 #                                        all of these until training has finished: a slice that is refused, fails or is
 #                                        preempted is requested again
+#   bucket NAME LOCATION                 makes a bucket for checkpoints and data, such as in us-central1
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -74,14 +79,49 @@ setup() {
     return "$status"
 }
 
+check() { # the programs, collectives and checkpoints of a run; all workers need the same name of it
+    local now
+    now=$(date +%s) || return
+    on_workers all "cd $directory && .venv/bin/python main_zero.py model.size=test data.corpus=synthetic data.max_context=32 \
+        data.wandb_project=null data.checkpoint_directory=check-$now hydra.run.dir=runs/check-$now training.batch_size=8 \
+        training.total_steps=2 training.warmup_steps=1 training.staged_warmup_steps=0 training.sample_tokens=0$(quoted "$@")"
+}
+
+quoted() { # each argument after a space, for the shell of a worker
+    (($# == 0)) || printf ' %q' "$@"
+}
+
+hand_over_key() { # never as an argument: other users of a machine see those
+    local folder status=0
+    [[ -n ${WANDB_API_KEY:-} ]] || return 0
+    folder=$(mktemp -d) || return
+    (umask 077 && printf 'export WANDB_API_KEY=%q\n' "$WANDB_API_KEY" >"$folder/environment") &&
+        on_workers all "install -m 600 /dev/null $directory/.environment" &&
+        tpus tpu-vm scp "$folder/environment" "$name:$directory/.environment" --worker=all || status=$?
+    rm -r "$folder"
+    return "$status"
+}
+
 launch() { # on the workers that do not train already: a launch that reached only some of them can be repeated
     local arguments=""
+    hand_over_key || return
     (($# == 0)) || arguments=$(printf ' %q' "$@")
     # %q twice: once for the shell that ssh starts, once for the one that tmux starts
     on_workers all "cd $directory && \
         if tmux has-session -t zero 2>/dev/null; then echo \"\$(hostname) is training already\"; \
         else tmux new-session -d -s zero $(printf '%q' "./trainLoop.sh$arguments 2>&1 | tee -ia train.log"); fi"
 }
+
+view() {
+    local port=${1:-8000}
+    echo "http://localhost:$port; Ctrl-C ends only the viewing"
+    tpus tpu-vm ssh "$name" --worker=0 "--ssh-flag=-L$port:localhost:$port" \
+        "--command=cd $directory/runs && python3 -m http.server $port --bind 127.0.0.1" </dev/null
+}
+
+bucket() { gcloud storage buckets create "gs://$name" "--location=$zone" --uniform-bucket-level-access; }
+
+kill_training() { on_workers all "pkill -KILL -f trainLoop.sh; pkill -KILL -f main_zero.py; tmux kill-session -t zero"; }
 
 stop() { on_workers all "tmux send-keys -t zero C-c"; }
 
@@ -140,8 +180,9 @@ case $command in
         (($#)) || fail "$command needs a TYPE, such as v3-32"
         "$command" "$@"
         ;;
-    launch) launch "$@" ;;
+    check | launch | view) "$command" "$@" ;;
+    kill) kill_training ;;
     watch) on_workers 0 "tail -n 50 -f $directory/train.log" ;;
-    setup | stop | delete) "$command" ;;
+    setup | stop | delete | bucket) "$command" ;;
     *) fail "unknown command $command; the comment at the top of this file lists them" ;;
 esac
