@@ -3,6 +3,7 @@
 #
 #   create NAME ZONE TYPE [--spot]       requests a slice (v3-32, v4-32, v5litepod-16, ...) and waits until it is active
 #   setup  NAME ZONE                     copies the last commit to all workers and runs prepareTPUVM.sh on each
+#   check  NAME ZONE [key=value ...]     examines every worker (zero-train --doctor), with the arguments of the launch
 #   launch NAME ZONE [key=value ...]     trains in tmux on all workers, from the newest checkpoint if any (trainLoop.sh)
 #   watch  NAME ZONE                     shows the log of worker 0; Ctrl-C ends only the watching
 #   stop   NAME ZONE                     sends Ctrl-C to all workers: they save a checkpoint together and end
@@ -74,9 +75,19 @@ setup() {
     return "$status"
 }
 
+quoted() { # for the shell that ssh starts
+    (($# == 0)) || printf ' %q' "$@"
+}
+
+check() { # each line begins with the name of the worker; a worker that trains has no free devices
+    on_workers all "cd $directory && \
+        if tmux has-session -t zero 2>/dev/null; then echo \"\$(hostname) is training: stop it first\"; exit 1; fi; \
+        set -o pipefail; .venv/bin/python main_zero.py --doctor$(quoted "$@") | sed \"s/^/\$(hostname): /\""
+}
+
 launch() { # on the workers that do not train already: a launch that reached only some of them can be repeated
-    local arguments=""
-    (($# == 0)) || arguments=$(printf ' %q' "$@")
+    local arguments
+    arguments=$(quoted "$@")
     # %q twice: once for the shell that ssh starts, once for the one that tmux starts
     on_workers all "cd $directory && \
         if tmux has-session -t zero 2>/dev/null; then echo \"\$(hostname) is training already\"; \
@@ -140,7 +151,7 @@ case $command in
         (($#)) || fail "$command needs a TYPE, such as v3-32"
         "$command" "$@"
         ;;
-    launch) launch "$@" ;;
+    check | launch) "$command" "$@" ;;
     watch) on_workers 0 "tail -n 50 -f $directory/train.log" ;;
     setup | stop | delete) "$command" ;;
     *) fail "unknown command $command; the comment at the top of this file lists them" ;;

@@ -3,6 +3,7 @@
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -140,6 +141,26 @@ def test_launch_skips_training_workers(tpus: Slice, tmp_path: Path) -> None:
     done = worker.run(call[4].removeprefix("--command="))
     assert done.returncode == 0 and "is training already" in done.stdout
     assert [call[0] for call in worker.tmux_calls()] == ["has-session"]
+
+
+@pytest.mark.parametrize(("is_training", "status"), [(False, 0), (False, 1), (True, 1)])
+def test_check_examines_every_worker(tpus: Slice, tmp_path: Path, is_training: bool, status: int) -> None:
+    """`check` runs the doctor with the arguments of the launch; each line names its worker."""
+    assert tpus.run("check", "run", "us-a", "data.bucket_path=a b").returncode == 0
+    (call,) = tpus.calls()
+    assert call[:3] == ["tpu-vm", "ssh", "run"] and "--worker=all" in call
+    worker = Worker(tmp_path / "worker", is_training=is_training)
+    python = worker.home / "zero" / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/usr/bin/env bash\nprintf "%s|" "$@"; echo; exit {status}\n')
+    python.chmod(0o755)
+    done = worker.run(call[4].removeprefix("--command="))
+    host = socket.gethostname()
+    examined = f"{host}: main_zero.py|--doctor|data.bucket_path=a b|\n"
+    assert (done.returncode, done.stdout) == (
+        status,
+        f"{host} is training: stop it first\n" if is_training else examined,
+    )
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,8 @@ def test_installed_commands_work_from_another_directory(wheel: Path, tmp_path: P
     assert Path(done.stdout.strip()).is_relative_to(site_packages)
     assert {path.name for path in programs.glob("zero-*")} == {*SCRIPTS}
 
-    done = run(place, programs / "zero-train", "--cfg", "job", "+preset=v3-32", "seed=3")
-    assert "seed: 3" in done.stdout and "mode: train" in done.stdout and "size: 1_1b" in done.stdout
+    done = run(place, programs / "zero-train", "--cfg", "job", "+preset=v3-32", "model.override.N=3")
+    assert "'N': 3" in done.stdout and "mode: train" in done.stdout and "size: 1_1b" in done.stdout
     assert "mode: plan" in run(place, programs / "zero-plan", "--cfg", "job").stdout
     assert [*place.iterdir()] == []
 

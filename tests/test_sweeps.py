@@ -82,6 +82,17 @@ def test_fork_into_used_directory(killed: Path, forks: cli.Forks) -> None:
     assert cli.contents(killed) == before
 
 
+def test_one_place_for_all_jobs(forks: cli.Forks) -> None:
+    """A sweep whose jobs share a directory of checkpoints is refused before its first job, one of its own passes."""
+    sweep = ("--multirun", *SWEEP[:-2], "seed=0,1", "hydra.sweep.dir=shared")
+    shared = f"data.checkpoint_directory={forks.workplace}/all"
+    cli.check_refusal(forks.run(*sweep, shared), f"{forks.workplace}/all for all", "${hydra:job.num}")
+    assert not (forks.workplace / "all").exists() and not (forks.workplace / "shared" / "0" / "config.yaml").exists()
+    forks.check(*sweep, f"{shared}/${{hydra:job.num}}")
+    assert [saved_steps(forks.workplace / "shared" / job)[-1] for job in "01"] == [12, 12]
+    assert {path.name for path in (forks.workplace / "all").iterdir()} == {"0", "0-run", "1", "1-run"}
+
+
 def test_repeated_sweep_of_forks(killed: Path, forks: cli.Forks) -> None:
     """A sweep of forks is repeated as well."""
     origin = ("--resume", "hydra.run.dir=runs/multirun/mine/0", "data.resume_step=6")

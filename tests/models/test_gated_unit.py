@@ -164,7 +164,7 @@ def moved(counts: Any, sums: Any, found: Any, found_sums: Any, key: int = 0) -> 
         {"blocks": {"unit_0": {"counts": jnp.asarray([x]), "sums": jnp.asarray([y])}}}
         for x, y in ((counts, sums), (found, found_sums))
     )
-    got = update_codebook(old, new, jax.random.key(key))["blocks"]["unit_0"]
+    got = update_codebook(CONFIG, old, new, jax.random.key(key))["blocks"]["unit_0"]
     return np.asarray(got["counts"][0]), np.asarray(got["sums"][0])
 
 
@@ -206,7 +206,7 @@ def test_first_codebook_and_commitment() -> None:
         np.testing.assert_array_equal(x, y)
     sums = [unit["sums"] for book in (first, other) for unit in book["blocks"].values()]
     assert len({np.asarray(layer).tobytes() for x in sums for layer in x}) == 8  # of each seed, unit and layer
-    for unit in with_commitment(first, 50)["blocks"].values():
+    for unit in with_commitment(CONFIG, first, 50)["blocks"].values():
         np.testing.assert_allclose(unit["commitment"], np.full(CONFIG.N, 1e-4 / 50), rtol=1e-6)
 
 

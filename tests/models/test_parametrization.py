@@ -55,6 +55,56 @@ def test_zero_initialised_layers(parametrization: str) -> None:
     assert zeros == {"query", "attention_out", "mlp_out"}
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"init": "fan_in", "head_init": "zero"},
+            {"vocabulary/table": 1.0, "head/table": 0.0, "query": 192**-0.5, "mlp_in": 192**-0.5, "mlp_out": 500**-0.5},
+        ),
+        (
+            {"init": "lingvo", "attention_scale": "none"},
+            {
+                "vocabulary/table": 1.0,
+                "head/table": 192**-0.5,
+                "query": (192 * 32) ** -0.5,
+                "key": 192**-0.5,
+                "attention_out": 96**-0.5,
+                "mlp_in": 192**-0.5,
+                "mlp_out": 500**-0.5,
+            },
+        ),
+        ({"head_init": "fan_in", "zero_init": ["key", "mlp_in"]}, {"head/table": 192**-0.5, "key": 0.0, "mlp_in": 0.0}),
+    ],
+    ids=["fan-in", "lingvo", "gpt2"],
+)
+def test_initializers(changes: dict[str, Any], expected: dict[str, float]) -> None:
+    """Deviations are those of the sources; Lingvo's MLP is uniform."""
+    config = dataclasses.replace(
+        CONFIG, **{"parametrization": "standard", "mup_base_width": None, "init": "gpt2", "head_init": None, **changes}
+    )
+    params = initial(config)
+    for name, deviation in expected.items():
+        x = params[name.split("/")[0]]["table"] if "/" in name else params["blocks"][name]["kernel"]
+        np.testing.assert_allclose(np.std(x), deviation, rtol=0.02, atol=1e-9, err_msg=name)
+    if config.init == "lingvo":
+        assert np.abs(params["blocks"]["mlp_in"]["kernel"]).max() <= 3**0.5 * 192**-0.5 * 1.0001
+
+
+def test_attention_scale_by_number() -> None:
+    """A number multiplies the products of queries and keys, also in mup."""
+    same = dataclasses.replace(CONFIG, attention_scale=1 / 32)
+    params = jax.tree.map(lambda x: np.random.default_rng(x.size).normal(0, 0.3, x.shape), initial(CONFIG))
+    tokens = np.random.default_rng(0).integers(0, 1001, (2, 7))
+    losses = [jax.jit(GPT(config).apply)({"params": params}, tokens, tokens) for config in (CONFIG, same)]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
+    for wrong in (0, -1.0, "half", True):
+        with pytest.raises(ValueError, match="attention_scale must be sqrt, linear, none or a number above 0"):
+            dataclasses.replace(CONFIG, attention_scale=wrong)
+    with pytest.raises(ValueError, match="zero_init must be a list of query, key"):
+        dataclasses.replace(CONFIG, zero_init=["queries"])
+
+
 def test_attention_scale() -> None:
     """Products of queries and keys are divided by the head dimension, and nothing else changes."""
     params = jax.tree.map(lambda x: np.random.default_rng(x.size).normal(0, 0.3, x.shape), initial(CONFIG))
@@ -64,7 +114,7 @@ def test_attention_scale() -> None:
         config = dataclasses.replace(CONFIG, **changes)
         return np.asarray(jax.jit(GPT(config).apply)({"params": params}, tokens, tokens))
 
-    standard: dict[str, Any] = {"parametrization": "standard", "mup_base_width": None}
+    standard: dict[str, Any] = {"parametrization": "standard", "mup_base_width": None, "head_init": None}
     np.testing.assert_array_equal(losses(), losses(**standard, attention_scale="linear"))
     assert not np.allclose(losses(), losses(**standard, attention_scale="sqrt"), rtol=1e-3)
 
@@ -96,7 +146,7 @@ SMALL = GPTConfig(48, 101, 3, 24, 0.0, 2)
         ({"mup_base_width": None}, "needs mup_base_width"),
         ({"mup_base_width": 0}, "mup_base_width must be at least 1"),
         ({"parametrization": "standard"}, "mup_base_width must be null"),
-        ({"parametrization": "sp"}, "parametrization must be one of standard, mup"),
+        ({"parametrization": "sp"}, "parametrization must be one of standard, mup, mup_absolute"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], named: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import zero
 from tests.helpers import cli
 from tests.helpers.corpora import call
-from tests.runtime.config.composing import compose
+from tests.runtime.config.composing import Only, compose
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.runtime.checkpoints.manager import Checkpoints
@@ -64,7 +64,7 @@ JOB = (
 
 
 def configured(*overrides: str) -> Config:
-    return check(compose(*JOB, *overrides), {"mine": SIZE})
+    return check(compose(*JOB, *overrides), Only(SIZE))
 
 
 class Place(NamedTuple):
@@ -164,7 +164,7 @@ def test_resumed_bit_for_bit(place: Place, tmp_path: Path) -> None:
     Forked from the middle.
     """
     overrides = ["data.resume_step=3", "resume=run"]
-    config = check(merge_resumed(saved_config(place.run), compose(*JOB, *overrides), overrides), {"mine": SIZE})
+    config = check(merge_resumed(saved_config(place.run), compose(*JOB, *overrides), overrides), Only(SIZE))
     assert config.training.loss_on == "completion" and config.data.isolate_documents
     again = tmp_path / "again"
     again.mkdir()

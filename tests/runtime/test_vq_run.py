@@ -1,6 +1,8 @@
 """A run of a model with vector-quantised keys: resumed, on two hosts, warm-started, evaluated and sampled from."""
 
 import json
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +47,22 @@ def test_it_resumes_bit_for_bit(forks: cli.Forks) -> None:
     assert losses(run) == losses(whole)
     for name, x in state(run, LAST).items():
         np.testing.assert_array_equal(x, expected[name], err_msg=name)
+
+
+def test_killed_and_resumed_in_groups(forks: cli.Forks) -> None:
+    """A run in tensor groups that is killed resumes in groups of another size, with the codebook of none."""
+    process = forks.start(*VQ, "zero.tensor_shards=4", "hydra.run.dir=groups")
+    while process.poll() is None and not (forks.workplace / "groups/checkpoints/4").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.finish()
+    run, whole = forks.train("groups", "--resume", "zero.tensor_shards=2"), forks.workplace / "whole"
+    np.testing.assert_allclose(cli.losses(run), cli.losses(whole), rtol=1e-6)
+    np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-6)
+    expected = state(whole, LAST)
+    for name, x in state(run, LAST).items():
+        if name.endswith("/counts"):
+            np.testing.assert_array_equal(x, expected[name], err_msg=name)
 
 
 @pytest.mark.slow

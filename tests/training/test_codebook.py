@@ -16,7 +16,7 @@ from zero.models.gated_unit import CODEBOOK
 from zero.models.gpt import GPT
 from zero.runtime.inference.generate import generate
 from zero.training.inference import Sampling
-from zero.training.programs import make_inference
+from zero.training.programs import make_inference, split_rows
 
 CONFIG = GPTConfig(
     embedding_dim=42,
@@ -63,6 +63,51 @@ def test_codebook_is_the_same_everywhere(devices: int, stage: int, options: dict
     assert_close(got, expected, 1e-4, CONFIG)
     for name, x in codebook(expected.state).items():
         np.testing.assert_allclose(codebook(got.state)[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+CUT = dataclasses.replace(CONFIG, embedding_dim=48, block_size=16)
+
+
+@cache
+def in_groups(tensor: int, stage: int = 3, **options: Any) -> Run:
+    axis = zero.Axis.with_tensor_groups("zero", 8, tensor, replicas=1 if stage else 8 // tensor)
+    data = partial(tokens, context=CUT.block_size)
+    return run_on(setup(8, stage, config=CUT, axis=axis, **options), data=data)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stage", "options"),
+    [
+        (4, 3, {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(2, 3, {}), (8, 2, {}), (2, 1, {"micro_batches": 3}), (4, 0, {}), (4, 3, {"remat": "nested"})]
+        ),
+    ],
+)
+def test_tensor_groups_train_alike(tensor: int, stage: int, options: dict[str, Any]) -> None:
+    """Groups that share the values of a unit have the losses of single devices, and count each key once."""
+    expected, got = in_groups(1), in_groups(tensor, stage, **options)
+    np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-6)
+    assert_close(got, expected, 1e-4, CUT)
+    for name, x in codebook(expected.state).items():
+        if name.endswith("['counts']"):
+            np.testing.assert_array_equal(codebook(got.state)[name], x, err_msg=name)
+        np.testing.assert_allclose(codebook(got.state)[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_text_of_tensor_groups() -> None:
+    """Losses and greedy text of groups are those of single devices, decoded with a part of the memory on each."""
+    found = []
+    for tensor in (1, 4):
+        on = setup(8, 3, config=CUT, axis=zero.Axis.with_tensor_groups("zero", 8, tensor, replicas=1))
+        programs = make_inference(on.model, Sampling(temperature=0), devices=on.devices)
+        params, rows = on.new_weights(), np.maximum(tokens(0, 13)[:8], 0)
+        losses, _ = programs.score(params, split_rows(rows, 8, tensor))
+        text = list(generate(programs, params, [row[: 3 + i] for i, row in enumerate(rows[:3])], 6, seed=0, chunk=3))
+        found.append((np.asarray(losses), text[-1]))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-5)
+    np.testing.assert_array_equal(found[1][1], found[0][1])
 
 
 @pytest.mark.parametrize(

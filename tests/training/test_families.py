@@ -35,11 +35,11 @@ TRAINED = {
     "olmo3": _of("olmo3", **_GROUPED, N=4, windows=(5, 0), rotary_scaling=("linear", 4.0)),
     "stablelm": _of("stablelm", **{**_GROUPED, "kv_heads": 6}, rotary_fraction=0.4),
     "granite": _of(
-        "granite", **_GROUPED, embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.25,
-        logit_divisor=2.0,
+        "granite", **_GROUPED, embedding_multiplier=3.0, residual_multiplier=0.5, attention_scale=0.25,
+        output_scale=0.5,
     ),
     "gemma": _of("gemma", **_GROUPED),
-    "gemma3": _of("gemma3", **_GROUPED, N=4, windows=(5, 0), logit_cap=0.5, attention_multiplier=0.25),
+    "gemma3": _of("gemma3", **_GROUPED, N=4, windows=(5, 0), logit_cap=0.5, attention_scale=0.25),
     "gemma2": _of("gemma2", **_GROUPED, N=4, windows=(5, 0), attention_cap=0.5, logit_cap=0.5),
     "dense_lm": _of("dense_lm", **{**_GROUPED, "kv_heads": 1}, z_loss=0.1),
     "others": _of(

@@ -145,6 +145,57 @@ def test_decay_is_not_multiplied(name: str, state_dtype: Any) -> None:
     jax.tree_util.tree_map_with_path(check, got, plain, params)
 
 
+ABSOLUTE = dataclasses.replace(MUP, parametrization="mup_absolute", mup_base_width=None, mlp_dim=100)
+
+
+def tensor_rates(config: GPTConfig) -> dict[str, float]:
+    """By hand, as in mu_transformer: the factor of the learning rate of each kind of leaf."""
+    if config.parametrization == "mup":
+        return {"inner": 1 / W, "mlp_out": 1 / W, "rest": 1}
+    return {"inner": 1 / config.embedding_dim, "mlp_out": 1 / config.mlp_width, "rest": 1}
+
+
+@pytest.mark.parametrize("scaled_eps", [False, True])
+@pytest.mark.parametrize("decay", ["coupled", "independent"])
+@pytest.mark.parametrize("config", [MUP, ABSOLUTE], ids=["relative", "absolute"])
+def test_ten_steps_of_mu_transformer(config: GPTConfig, decay: str, scaled_eps: bool) -> None:
+    """Ten steps are those of `optax.multi_transform` with an AdamW for each kind of leaf, and its kinds of decay."""
+    peak, eps = 2e-2, 1e-3
+    rates = tensor_rates(config)
+
+    def decays(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: path[-1].key == "kernel" or path[0].key in ("vocabulary", "head"), params
+        )
+
+    def labels(params: Any) -> Any:
+        def of(path: Any, _: Any) -> str:
+            return ("mlp_out" if "mlp_out" in str(path) else "inner") if is_matrix(path) else "rest"
+
+        return jax.tree_util.tree_map_with_path(of, params)
+
+    own = DECAY if decay == "coupled" else 0.0
+    groups = {
+        name: optax.adamw(peak * rate, eps=eps * (rate if scaled_eps else 1), weight_decay=own, mask=decays)
+        for name, rate in rates.items()
+    }
+    after = [] if decay == "coupled" else [optax.add_decayed_weights(-DECAY, decays)]
+    source = optax.chain(optax.multi_transform(groups, labels), *after)  # times a schedule, which is 1 here
+
+    weight_decay = DECAY / peak if decay == "independent" else DECAY  # as zero.runtime.job gives it
+    options: dict[str, Any] = {"b2": 0.999, "eps": eps, "decay": decay, "scaled_eps": scaled_eps}
+    tx = make_optimizer("adamw", weight_decay, multipliers=partial(rate_multipliers, config), **options)
+    params = expected = first_params(config)
+    state, source_state, rng = tx.init(params), source.init(params), np.random.default_rng(0)
+    for _ in range(10):
+        grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape) * 1e-2, jnp.float32), params)
+        updates, state = tx.update(grads, state, params)
+        params = jax.tree.map(lambda p, u: p - peak * u, params, updates)
+        updates, source_state = source.update(grads, source_state, expected)
+        expected = optax.apply_updates(expected, updates)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), params, expected)
+
+
 def test_multipliers_change_nothing_of_the_state() -> None:
     """So a checkpoint is read whatever the parametrization, and resumes as others do."""
     plain, multiplied = (tx.init(first_params(MUP)) for tx in (make_optimizer("adamw", DECAY), transform("adamw")))

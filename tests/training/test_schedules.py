@@ -29,6 +29,13 @@ def test_rate_of_short_runs(warmup: int, total: int) -> None:
         assert float(rate(0)) == 1 / warmup and float(rate(warmup - 1)) == 1.0
 
 
+def test_sqrt_decay_has_no_ramp() -> None:
+    """Lingvo's rate: 1 / root of max(step, 10,000), from the first step on."""
+    rate = LearningRate(0.01, 0.0, warmup_steps=10_000, total_steps=2_000_000, schedule="sqrt_decay")
+    got = [float(rate(step)) for step in (0, 9_999, 39_999, 999_999)]
+    np.testing.assert_allclose(got, [0.01, 0.01, 0.005, 0.001], rtol=1e-6)
+
+
 def test_rate_without_a_peak_is_nought() -> None:
     assert float(LearningRate(0.0, 0.0, 2, 5)(3)) == 0.0
 

@@ -14,8 +14,6 @@ import jax.numpy as jnp
 from zero.models.config import STACK, GPTConfig
 from zero.models.gated_unit import UNITS
 
-# Decay of the moving averages and weight of the commitment loss, both from arXiv 2309.16354.
-_DECAY, _COMMITMENT = 0.99, 1e-4
 # A code with fewer keys per step than this is not updated, so that its sums do not underflow.
 _FEWEST_KEYS = 0.01
 # A code with fewer keys than `_UNUSED` times the average moves next to another code, at `_SPLIT_BY` times its norm, and
@@ -38,9 +36,9 @@ def init_codebook(config: GPTConfig, key: jax.Array) -> Any:
     return {STACK: {f"unit_{number}": unit(number) for number in range(UNITS)}}
 
 
-def with_commitment(codebook: Any, positions: int) -> Any:
+def with_commitment(config: GPTConfig, codebook: Any, positions: int) -> Any:
     """The codebook with the weight of the commitment loss: that of a mean over this many positions."""
-    weight = _COMMITMENT / positions
+    weight = config.commitment / positions
 
     def unit(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return {**state, "commitment": jnp.full(state["counts"].shape[:-1], weight)}
@@ -48,7 +46,7 @@ def with_commitment(codebook: Any, positions: int) -> Any:
     return {STACK: {name: unit(state) for name, state in codebook[STACK].items()}}
 
 
-def update_codebook(codebook: Any, found: Any, key: jax.Array) -> Any:
+def update_codebook(config: GPTConfig, codebook: Any, found: Any, key: jax.Array) -> Any:
     """The codebook after a step whose counts and sums of assigned keys, over all devices, are `found`.
 
     In each layer and unit an unused code is then moved next to another one (`_split`). The result depends only on the
@@ -59,7 +57,8 @@ def update_codebook(codebook: Any, found: Any, key: jax.Array) -> Any:
     """
 
     def unit(old: dict[str, jax.Array], found: dict[str, jax.Array], key: jax.Array) -> dict[str, jax.Array]:
-        moved = {name: _DECAY * old[name] + (1 - _DECAY) * found[name] for name in old}
+        decay = config.codebook_decay
+        moved = {name: decay * old[name] + (1 - decay) * found[name] for name in old}
         is_used = moved["counts"] >= _FEWEST_KEYS
         counts = jnp.where(is_used, moved["counts"], old["counts"])
         sums = jnp.where(is_used[..., None], moved["sums"], old["sums"])
@@ -68,6 +67,29 @@ def update_codebook(codebook: Any, found: Any, key: jax.Array) -> Any:
 
     units = enumerate(codebook[STACK].items())
     return {STACK: {name: unit(x, found[STACK][name], jax.random.fold_in(key, i)) for i, (name, x) in units}}
+
+
+METRICS = ("codebook/entropy", "codebook/perplexity", "codebook/unused", "codebook/error")
+
+
+def codebook_metrics(codebook: Any) -> dict[str, jax.Array]:
+    """Means over layers and units, float32 scalars by the names in `METRICS`.
+
+    Entropy (nats) and perplexity of the shares of keys; the share of codes with less than a tenth of the mean number of
+    keys; and the error of rounding relative to the norm of keys, by the averages: all keys have norm K^(1/4), so the
+    squared error of n keys with mean c is n (K^(1/2) - |c|^2).
+    """
+
+    def unit(state: dict[str, jax.Array]) -> jax.Array:
+        counts_LS, squares_LS = state["counts"], jnp.square(state["sums"] / state["counts"][..., None]).sum(-1)
+        shares_LS = counts_LS / counts_LS.sum(-1, keepdims=True)
+        entropy_L = -jnp.sum(shares_LS * jnp.log(shares_LS), -1)
+        unused_L = jnp.mean(counts_LS < _UNUSED * counts_LS.mean(-1, keepdims=True), -1)
+        error_L = 1 - jnp.sum(shares_LS * squares_LS, -1) / math.sqrt(state["sums"].shape[-1])
+        return jnp.stack([entropy_L, jnp.exp(entropy_L), unused_L, jnp.sqrt(jnp.maximum(error_L, 0))]).mean(-1)
+
+    means = jnp.stack([unit(state) for state in codebook[STACK].values()]).mean(0)
+    return dict(zip(METRICS, means, strict=True))
 
 
 def _split(counts: jax.Array, sums: jax.Array, direction: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -9,14 +9,15 @@ from typing import Any
 # exists where the vocabulary is not tied.
 STACK, VOCABULARY, HEAD = "blocks", "vocabulary", "head"
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "positions": ("learned", "rotary", "t5", "none"),
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "positions": ("learned", "rotary", "t5", "sinusoidal", "none"),
     "norm": ("layer", "rms", "rms_offset"),
     "norm_place": ("before", "after", "both"),
     "qk_norm_over": ("head", "projection"),
     "activation": ("gelu", "gelu_exact", "relu", "squared_relu", "selu", "silu"),
-    "attention_scale": ("sqrt", "linear", "none"),
-    "parametrization": ("standard", "mup"),
+    "parametrization": ("standard", "mup", "mup_absolute"),
+    "init": ("gpt2", "fan_in", "lingvo"),
+    "head_init": ("mup", "fan_in", "zero", None),
     "expert_priority": ("choice", "position"),
     "layer": ("transformer", "gated_units"),
 }
@@ -33,11 +34,18 @@ _OF_EXPERTS: dict[str, Any] = {
     "balance_loss": 0.0,
     "router_z_loss": 0.0,
 }
-_GATED_UNITS_ALONE = ("codes", "vq_block", "key_width", "cache_gradient")
+_GATED_UNITS_ALONE = (
+    *("codes", "vq_block", "key_width", "cache_gradient", "commitment", "codebook_decay", "distance_base"),
+    *("distance_dropout", "layer_dropout"),
+)
+# Matrices that may start at zero, and those that `zero_init: true` stands for (arXiv 2203.03466, section D.2).
+MATRICES = ("query", "key", "value", "gate", "attention_out", "mlp_in", "mlp_gate", "mlp_out")
+_ZEROED = ("query", "attention_out", "mlp_out")
 _GATED_UNITS = {  # keys of a model of gated units
     *(*_GATED_UNITS_ALONE, "layer", "alibi_attn", "positions", "embedding_dim", "num_head", "block_size", "N"),
     *("vocab_size", "vocab_chunks", "embedding_norm", "norm", "norm_epsilon", "norm_gains", "tied", "scale_embedding"),
     *("scale_output", "logit_cap", "z_loss", "dropout", "embedding_dropout", "residual_dropout"),
+    *("output_scale", "final_norm", "init", "head_init"),
 }
 
 
@@ -68,7 +76,8 @@ class GPTConfig:
       embedding_norm: a norm after the embedding, as in BLOOM (arXiv 2211.05100, section 3.2.3).
       norm_epsilon: epsilon of every norm.
       positions: where `alibi_attn` is False: "learned", "rotary" (arXiv 2104.09864), "t5" (relative bias of 32 buckets
-        in each layer, arXiv 1910.10683, section 2.1) or "none".
+        in each layer, arXiv 1910.10683, section 2.1), "sinusoidal" (added to embeddings times a learned scale, arXiv
+        2202.10447, which starts at 0) or "none".
       rotary_base: base of the rotary frequencies.
       rotary_fraction: fraction of a head's dimensions that is rotated.
       rotary_scaling: factor, low and high frequency factor and original context of Llama 3.1 (arXiv 2407.21783);
@@ -84,9 +93,8 @@ class GPTConfig:
       kv_heads: G, number of heads of keys and values, each shared by H / G query heads; None for H.
       head_dim: K; None for D / H.
       windows: number of positions that a query sees, itself included, for each layer of a repeating pattern; 0 for all.
-      attention_scale: scores are divided by the root of K ("sqrt"), by K ("linear"), or by nothing ("none"); None for
-        "linear" with the parametrization "mup", else for "sqrt".
-      attention_multiplier: scores are multiplied by it instead; None for `attention_scale`.
+      attention_scale: scores are divided by the root of K ("sqrt"), by K ("linear"), or by nothing ("none"), or
+        multiplied by a number; None for "linear" with a parametrization of muP, else for "sqrt".
       attention_cap: scores s become `cap tanh(s / cap)` (Gemma 2, arXiv 2408.00118, section 2); None for none.
       extra_logit: a further logit of 0 in the denominator of each softmax.
       qkv_bias: whether queries, keys and values have biases.
@@ -113,24 +121,36 @@ class GPTConfig:
       scale_embedding: embedded tokens are multiplied by the root of D.
       embedding_multiplier: factor of embedded tokens.
       residual_multiplier: factor of the outputs of attention and MLP before they are added to the stream.
-      logit_divisor: logits are divided by it.
       scale_output: logits are divided by the root of D. The table then starts with a standard deviation of 1.
+      output_scale: logits are multiplied by this number.
+      final_norm: whether the stream is normalised before it is scored.
       logit_cap: as `attention_cap`, for the final logits.
       z_loss: weight of the squared log-sum-exp of the logits in the gradient (PaLM, arXiv 2204.02311, section 5);
         losses are reported without it.
       parametrization: initial weights and learning rates: "standard", or "mup" (arXiv 2203.03466), whose best learning
-        rate is the same at every width (zero/models/parametrization.py).
+        rate is the same at every width, or "mup_absolute", the same without a base width
+        (zero/models/parametrization.py).
       mup_base_width: the `embedding_dim` at which "mup" leaves learning rates unchanged.
       embedding_dropout: dropout of the input of the first layer.
       attention_dropout: dropout of attention probabilities; None for `dropout`.
       residual_dropout: dropout of both residual outputs; None for `dropout`.
-      zero_init: query, attention output and MLP output matrices start at zero (arXiv 2203.03466, section D.2).
+      init: standard deviations of initial weights: "gpt2", "fan_in" or "lingvo" (zero/models/parametrization.py); None
+        for "fan_in" with a parametrization of muP, else for "gpt2".
+      head_init: standard deviation of the head: "mup" for 1 / D, "fan_in" for its root, or "zero"; None for "mup" with
+        a parametrization of muP, else for that of `init`.
+      zero_init: names of matrices of layers that start at zero; True for query, attention_out and mlp_out (arXiv
+        2203.03466, section D.2), False for none.
       layer: "transformer", or "gated_units": two gated attention units with vector-quantised keys
         (zero/models/gated_unit.py), which use only the next four keys and those of norms and vocabulary.
       codes: S, codes of each unit; 0 for keys without quantisation and no memory beyond the window.
       vq_block: C, positions of a block; a query sees the single keys of its own block and of the block before.
       key_width: K, width of queries and keys of a unit.
       cache_gradient: whether gradients flow to values older than the block before.
+      commitment: weight of the commitment loss.
+      codebook_decay: decay of the moving averages of the codebook.
+      distance_base: base of the wavelengths of the distances of keys, and of sinusoidal positions.
+      distance_dropout: dropout of the features of distances.
+      layer_dropout: probability with which a row skips a unit.
     """
 
     embedding_dim: int
@@ -157,8 +177,7 @@ class GPTConfig:
     kv_heads: int | None = None
     head_dim: int | None = None
     windows: tuple[int, ...] = (0,)
-    attention_scale: str | None = None
-    attention_multiplier: float | None = None
+    attention_scale: Any = None
     attention_cap: float | None = None
     extra_logit: bool = False
     qkv_bias: bool = True
@@ -180,13 +199,16 @@ class GPTConfig:
     scale_embedding: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
-    logit_divisor: float = 1.0
     scale_output: bool = False
+    output_scale: float = 1.0
+    final_norm: bool = True
     logit_cap: float | None = None
     z_loss: float = 0.0
     parametrization: str = "standard"
     mup_base_width: int | None = None
-    zero_init: bool = False
+    init: str | None = None
+    head_init: str | None = None
+    zero_init: Any = ()
     embedding_dropout: float = 0.0
     attention_dropout: float | None = None
     residual_dropout: float | None = None
@@ -195,11 +217,21 @@ class GPTConfig:
     vq_block: int = 512
     key_width: int = 128
     cache_gradient: bool = True
+    commitment: float = 1e-4
+    codebook_decay: float = 0.99
+    distance_base: float = 10_000.0
+    distance_dropout: float = 0.0
+    layer_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.attention_scale is None:
-            object.__setattr__(self, "attention_scale", "linear" if self.parametrization == "mup" else "sqrt")
-        for name in ("windows", "rotary_scaling"):  # lists if read from YAML or JSON
+        is_mup = self.parametrization != "standard"
+        derived = {"attention_scale": ("linear", "sqrt"), "init": ("fan_in", "gpt2"), "head_init": ("mup", None)}
+        for name, (of_mup, other) in derived.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, of_mup if is_mup else other)
+        if isinstance(self.zero_init, bool):
+            object.__setattr__(self, "zero_init", _ZEROED if self.zero_init else ())
+        for name in ("windows", "rotary_scaling", "zero_init"):  # lists if read from YAML or JSON
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in (*_AT_LEAST_ONE, "vocab_chunks"):
@@ -211,20 +243,26 @@ class GPTConfig:
             raise ValueError(f"embedding_dim {self.embedding_dim} does not divide into num_head {self.num_head} heads")
         if self.num_head % self.key_heads:
             raise ValueError(f"num_head {self.num_head} does not divide into kv_heads {self.kv_heads} groups")
-        for name in ("dropout", "embedding_dropout", "attention_dropout", "residual_dropout"):
+        for name in [field.name for field in dataclasses.fields(self) if field.name.endswith("dropout")]:
             if getattr(self, name) is not None and not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
-        positive = ("norm_epsilon", "rotary_base", "local_rotary_base", "attention_multiplier", "attention_cap")
-        factors = ("embedding_multiplier", "residual_multiplier", "logit_divisor", "logit_cap", "expert_capacity")
-        for name in (*positive, *factors):
+        positive = ("norm_epsilon", "rotary_base", "attention_cap", "logit_cap", "expert_capacity", "output_scale")
+        for name in (*positive, "distance_base", "local_rotary_base", "embedding_multiplier", "residual_multiplier"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}")
-        for name in ("z_loss", "balance_loss", "router_z_loss"):
+        for name in ("z_loss", "balance_loss", "router_z_loss", "commitment"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}")
+        scale = self.attention_scale
+        if scale not in ("sqrt", "linear", "none") and not (type(scale) in (int, float) and scale > 0):
+            raise ValueError(f"attention_scale must be sqrt, linear, none or a number above 0, got {scale!r}")
+        if not set(self.zero_init) <= set(MATRICES):
+            raise ValueError(f"zero_init must be a list of {', '.join(MATRICES)}, got {list(self.zero_init)}")
+        if not 0 < self.codebook_decay < 1:
+            raise ValueError(f"codebook_decay must lie in (0, 1), got {self.codebook_decay}")
         if self.alibi_attn and self.positions != "learned":
             raise ValueError(f"positions {self.positions!r} need alibi_attn: false")
         self._check_layer()
@@ -239,13 +277,14 @@ class GPTConfig:
     def _check_layer(self) -> None:
         """Refuses keys of the other kind of layer that are not at their defaults."""
         is_gated = self.layer == "gated_units"
-        if is_gated and (self.alibi_attn or self.positions != "none" or self.num_head != 1):
+        has_own = self.alibi_attn or self.positions not in ("none", "sinusoidal")
+        if is_gated and (has_own or self.num_head != 1):
             raise ValueError("layer: gated_units needs num_head: 1, alibi_attn: false and positions: none")
         if self.codes < 0 or self.key_width % 2:
             raise ValueError(f"codes must be at least 0 and key_width even, got {self.codes} and {self.key_width}")
         for field in dataclasses.fields(self):
             has_key = field.name in _GATED_UNITS if is_gated else field.name not in _GATED_UNITS_ALONE
-            default = "sqrt" if field.name == "attention_scale" else field.default
+            default = {"attention_scale": "sqrt", "init": "gpt2"}.get(field.name, field.default)
             if not has_key and getattr(self, field.name) != default:
                 value, default = (str(x).lower() for x in (getattr(self, field.name), default))
                 raise ValueError(f"layer: {self.layer} needs {field.name}: {default}, got {value}")
@@ -266,23 +305,26 @@ class GPTConfig:
             raise ValueError(f"N {self.N} must be a multiple of unrotated_every {self.unrotated_every}")
         if self.qk_norm_over == "projection" and not (self.qk_norm and self.norm == "rms"):
             raise ValueError("qk_norm_over: projection needs qk_norm: true and norm: rms")
-        if self.attention_multiplier is not None and self.attention_scale != "sqrt":
-            raise ValueError("attention_multiplier needs attention_scale: sqrt, which it replaces")
 
     def _check_parametrization(self) -> None:
         if self.parametrization == "standard":
             if self.mup_base_width is not None:
                 raise ValueError(f"mup_base_width must be null without parametrization: mup, got {self.mup_base_width}")
             return
-        if self.mup_base_width is None:
+        kind = self.parametrization
+        if kind == "mup" and self.mup_base_width is None:
             raise ValueError("parametrization: mup needs mup_base_width, the embedding_dim of its learning rates")
+        if kind == "mup_absolute" and self.mup_base_width is not None:
+            raise ValueError(f"parametrization: mup_absolute needs mup_base_width: null, got {self.mup_base_width}")
         # Embedding and head differ in initial weights and learning rates, and scaling by the root of the width would
         # add a dependence on it.
         needed: dict[str, Any] = {"tied": False, "scale_embedding": False, "scale_output": False}
-        for name, value in (needed | {"attention_scale": "linear"}).items():
+        for name, value in needed.items():
             if getattr(self, name) != value:
                 expected, given = (str(x).lower() for x in (value, getattr(self, name)))
-                raise ValueError(f"parametrization: mup needs {name}: {expected}, got {given}")
+                raise ValueError(f"parametrization: {kind} needs {name}: {expected}, got {given}")
+        if self.attention_scale in ("sqrt", "none"):
+            raise ValueError(f"parametrization: {kind} needs attention_scale: linear, got {self.attention_scale}")
 
     def _check_experts(self) -> None:
         if self.experts is None:
@@ -300,8 +342,9 @@ class GPTConfig:
             raise ValueError(f"experts_every {self.experts_every} needs one window, got {list(self.windows)}")
         if self.mlp_bias:
             raise ValueError("experts need mlp_bias: false")
-        if self.parametrization == "mup":
-            raise ValueError("experts need parametrization: standard, got mup")
+        for name, needed in (("parametrization", "standard"), ("init", "gpt2")):
+            if getattr(self, name) != needed:
+                raise ValueError(f"experts need {name}: {needed}, got {getattr(self, name)}")
 
     @property
     def scanned_layers(self) -> int:
@@ -325,7 +368,8 @@ class GPTConfig:
     @property
     def has_dropout(self) -> bool:
         """Whether training needs dropout keys."""
-        return max(self.embedding_dropout, self.attention_drop_rate, self.residual_drop_rate) > 0
+        of_units = (self.distance_dropout, self.layer_dropout)
+        return max(self.embedding_dropout, self.attention_drop_rate, self.residual_drop_rate, *of_units) > 0
 
     @property
     def key_heads(self) -> int:
@@ -338,14 +382,19 @@ class GPTConfig:
         return self.head_dim or self.embedding_dim // self.num_head
 
     @property
-    def score_width(self) -> int:
-        """The number by whose root scores are divided, where `attention_multiplier` is such a root, else K."""
-        return self.head_width if self.attention_multiplier is None else round(self.attention_multiplier**-2)
+    def score_multiplier(self) -> float:
+        """The factor of scores where `attention_scale` is "sqrt" or a number."""
+        return self.head_width**-0.5 if isinstance(self.attention_scale, str) else float(self.attention_scale)
 
     @property
-    def score_multiplier(self) -> float:
-        """The factor of scores where `attention_scale` is "sqrt"."""
-        return self.head_width**-0.5 if self.attention_multiplier is None else self.attention_multiplier
+    def score_width(self) -> int:
+        """The number by whose root scores are then divided, if it is one: K, or another one."""
+        return self.head_width if isinstance(self.attention_scale, str) else round(self.score_multiplier**-2)
+
+    @property
+    def logit_divisor(self) -> float:
+        """What logits are divided by."""
+        return 1 / self.output_scale
 
     @property
     def mlp_width(self) -> int:

@@ -80,6 +80,14 @@ def dropout(
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
 
+def drop_rows(x: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
+    """Dropout of whole rows; without keys the identity (LayerDrop, arXiv 1909.11556, per row)."""
+    if keys_B is None or rate == 0:
+        return x
+    keep_B = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate))(keys_B)
+    return jnp.where(keep_B.reshape(-1, *(1,) * (x.ndim - 1)), x / (1 - rate), 0).astype(x.dtype)
+
+
 class ProjectionNorm(nn.Module):
     """RMSNorm over all heads of a projection `(B, T, H, K)`, of which this device has a part."""
 
@@ -188,6 +196,18 @@ SCALINGS: dict[str, Callable[..., tuple[np.ndarray, float]]] = {"linear": _linea
 def position_numbers(position: jax.Array | int, count: int) -> jax.Array:
     """Position numbers `(T,)`, counted from a first number, or given as an array `(T,)`."""
     return jnp.asarray(position) if jnp.ndim(position) else position + jnp.arange(count)
+
+
+def sinusoids(positions: jax.Array, width: int, base: float) -> jax.Array:
+    """Sines and cosines of each position, float32 `(..., width)` (Vaswani et al., arXiv 1706.03762, section 3.5).
+
+    >>> sinusoids(jnp.arange(2), 2, 10_000.0).round(3).tolist()
+    [[0.0, 1.0], [0.8410000205039978, 0.5400000214576721]]
+    """
+    angles = positions[..., None] * (base ** (-np.arange(0, width, 2) / width)).astype(np.float32).reshape(
+        (1,) * positions.ndim + (-1,)
+    )
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
 def rotate(

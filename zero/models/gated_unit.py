@@ -23,9 +23,10 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from zero.model_parallel import WHOLE, ModelParallel
 from zero.models.attention.scores import LOWEST
 from zero.models.config import GPTConfig
-from zero.models.elements import dropout, make_norm
+from zero.models.elements import drop_rows, dropout, make_norm
 from zero.models.experts import ResidualStream
 from zero.models.layer import Layer
 from zero.models.parametrization import kernel_init
@@ -36,7 +37,11 @@ CODEBOOK = "codebook"  # name of the collection of variables
 
 @jax.custom_vjp
 def assign_codes(
-    keys_BTK: jax.Array, counts_S: jax.Array, sums_SK: jax.Array, commitment: jax.Array | float = 0.0
+    keys_BTK: jax.Array,
+    counts_S: jax.Array,
+    sums_SK: jax.Array,
+    commitment: jax.Array | float = 0.0,
+    counted_BT: jax.Array | float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Each key rounded to the nearest code, float32 `(B, T, K)`, and the number of that code, int32 `(B, T)`.
 
@@ -49,6 +54,7 @@ def assign_codes(
       keys_BTK: float32.
       counts_S, sums_SK: codes are sums / counts.
       commitment: weight of the commitment loss of one position.
+      counted_BT: 1 where a key counts for the averages and the commitment, 0 where another device counts it.
 
     >>> keys = jnp.asarray([[[0.9, 0.1], [0.2, 0.7], [1.0, 0.0]]])
     >>> rounded, backward = jax.vjp(lambda *args: assign_codes(*args)[0], keys, jnp.ones(2), jnp.eye(2))
@@ -64,20 +70,25 @@ def assign_codes(
 
 
 def _assign_codes_forward(
-    keys_BTK: jax.Array, counts_S: jax.Array, sums_SK: jax.Array, commitment: jax.Array | float = 0.0
+    keys_BTK: jax.Array,
+    counts_S: jax.Array,
+    sums_SK: jax.Array,
+    commitment: jax.Array | float = 0.0,
+    counted_BT: jax.Array | float = 1.0,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
-    rounded_BTK, codes_BT = assign_codes(keys_BTK, counts_S, sums_SK, commitment)
-    return (rounded_BTK, codes_BT), (keys_BTK, rounded_BTK, codes_BT, counts_S, commitment)
+    rounded_BTK, codes_BT = assign_codes(keys_BTK, counts_S, sums_SK, commitment, counted_BT)
+    return (rounded_BTK, codes_BT), (keys_BTK, rounded_BTK, codes_BT, counts_S, commitment, counted_BT)
 
 
 def _assign_codes_backward(
     saved: tuple[Any, ...], grads: tuple[jax.Array, Any]
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    keys_BTK, rounded_BTK, codes_BT, counts_S, commitment = saved
-    is_code_BTS = _is_code(codes_BT, len(counts_S))
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    keys_BTK, rounded_BTK, codes_BT, counts_S, commitment, counted_BT = saved
+    counted_BT1 = jnp.broadcast_to(counted_BT, codes_BT.shape)[..., None]
+    is_code_BTS = _is_code(codes_BT, len(counts_S)) * counted_BT1
     sums_SK = jnp.einsum("BTS,BTK->SK", is_code_BTS, keys_BTK, precision=lax.Precision.HIGHEST)
-    keys_grads_BTK = grads[0] + 2 * commitment * (keys_BTK - rounded_BTK)
-    return keys_grads_BTK, is_code_BTS.sum((0, 1)), sums_SK, jnp.zeros_like(commitment)
+    keys_grads_BTK = grads[0] + 2 * commitment * counted_BT1 * (keys_BTK - rounded_BTK)
+    return keys_grads_BTK, is_code_BTS.sum((0, 1)), sums_SK, jnp.zeros_like(commitment), jnp.zeros_like(counted_BT)
 
 
 assign_codes.defvjp(_assign_codes_forward, _assign_codes_backward)
@@ -117,11 +128,14 @@ class Memory(NamedTuple):
     count_BS: jax.Array
 
 
-def empty_memory(config: GPTConfig, rows: tuple[int, ...], block: int, dtype: DTypeLike) -> Memory:
-    """The memory before the first position, with leading dimensions `rows`."""
+def empty_memory(
+    config: GPTConfig, rows: tuple[int, ...], block: int, dtype: DTypeLike, cut: ModelParallel = WHOLE
+) -> Memory:
+    """The memory before the first position, with leading dimensions `rows`, of this device's part of the values."""
+    width = 2 * config.embedding_dim // cut.size
     keys = jnp.zeros((*rows, 2 * block, config.key_width), dtype)
-    values = jnp.zeros((*rows, 2 * block, 2 * config.embedding_dim), dtype)
-    means = jnp.zeros((*rows, config.codes, 2 * config.embedding_dim), jnp.float32)
+    values = jnp.zeros((*rows, 2 * block, width), dtype)
+    means = jnp.zeros((*rows, config.codes, width), jnp.float32)
     empty = Memory(keys, jnp.zeros(keys.shape[:-1], jnp.int32), values, means, means[..., 0])
     return lax.optimization_barrier(empty)  # else XLA folds products with these zeros at compile time, for seconds
 
@@ -142,7 +156,7 @@ def attend(
 
     Args:
       heads: inputs at these positions; keys are rounded to codes.
-      r_WK: relative keys of the distances 0 to W - 1; their products with queries are biases.
+      r_WK: relative keys of the distances 0 to W - 1, or `(B, W, K)`; their products with queries are biases.
       codes_SK: the codes.
       memory: memory of the positions before. `position` begins a block unless T is 1.
       position: number of the first position.
@@ -150,7 +164,7 @@ def attend(
         more than `position + T`: all are valid.
       cache_gradient: whether gradients flow to values older than the block before.
     """
-    positions, block = heads.k_BTK.shape[1], r_WK.shape[0] // 2
+    positions, block = heads.k_BTK.shape[1], r_WK.shape[-2] // 2
     if positions == 1:
         return _attend_one(heads, r_WK, codes_SK, memory, position)
     end = position + positions if known is None else jnp.minimum(known, position + positions)
@@ -188,7 +202,7 @@ def attend(
 def _attend_one(
     heads: Heads, r_WK: jax.Array, codes_SK: jax.Array, memory: Memory, position: jax.Array | int
 ) -> tuple[jax.Array, Memory]:
-    block = r_WK.shape[0] // 2
+    block = r_WK.shape[-2] // 2
     slot = block + position % block
     window = [
         lax.dynamic_update_slice_in_dim(x, new, slot, axis=1) for x, new in zip(memory[:3], heads[2:], strict=True)
@@ -256,7 +270,8 @@ def _to_blocks(x_BT: jax.Array, block: int) -> jax.Array:
 
 
 def _by_distance(heads: Heads, r_WK: jax.Array) -> jax.Array:
-    return jnp.einsum("BTK,WK->BTW", heads.q_distance_BTK, r_WK, preferred_element_type=jnp.float32)
+    product = "BTK,WK->BTW" if r_WK.ndim == 2 else "BTK,BWK->BTW"
+    return jnp.einsum(product, heads.q_distance_BTK, r_WK, preferred_element_type=jnp.float32)
 
 
 def _by_key(bias_BCW: jax.Array) -> jax.Array:
@@ -271,28 +286,41 @@ def _by_key(bias_BCW: jax.Array) -> jax.Array:
     return padded.reshape(rows, window + 1, block)[:, 1:].reshape(rows, block, window)
 
 
-def _distance_features(window: int, width: int) -> np.ndarray:
+def _distance_features(window: int, width: int, base: float) -> np.ndarray:
     """Sines and cosines of each distance, float32 `(W, K)` (Vaswani et al., arXiv 1706.03762, section 3.5)."""
-    angles = np.arange(window)[:, None] * 10_000.0 ** (-np.arange(0, width, 2) / width)
+    angles = np.arange(window)[:, None] * base ** (-np.arange(0, width, 2) / width)
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
 
 
 class GatedUnit(nn.Module):
-    """Single-head attention whose output is multiplied by a gate: attention and MLP in one."""
+    """Single-head attention whose output is multiplied by a gate: attention and MLP in one.
+
+    The devices of a tensor group compute the same queries, keys and codes; each has a part of the values and the gate.
+    """
 
     config: GPTConfig
     dtype: DTypeLike
+    cut: ModelParallel = WHOLE
 
     @nn.compact
     def __call__(
-        self, x_BTD: jax.Array, memory: Memory | None, position: jax.Array | int, known: jax.Array | None
+        self,
+        x_BTD: jax.Array,
+        memory: Memory | None,
+        position: jax.Array | int,
+        known: jax.Array | None,
+        keys_B: jax.Array | None = None,
     ) -> tuple[jax.Array, Memory]:
-        """The output for the residual stream, `(B, T, D)`, and the memory; `memory=None` is an empty one."""
+        """The output for the residual stream, `(B, T, D)`, and the memory; `memory=None` is an empty one.
+
+        `keys_B` has a dropout key for each row; None for no dropout.
+        """
         config, width = self.config, self.config.key_width
-        rows, positions, dim = x_BTD.shape
         # Queries and keys have norm K^(1/4), so their products are at most the root of K.
         scale = width**-0.25
-        h_BTD = make_norm(config, self.dtype, "norm")(x_BTD)
+        h_BTD = self.cut.gather_positions(make_norm(config, self.dtype, "norm")(x_BTD))
+        rows, positions, dim = h_BTD.shape
+        part = 2 * dim // self.cut.size
         q_BTK, k_BTK = (self._normed(self._dense(width, name)(h_BTD)) * scale for name in ("query", "key"))
         codes_SK, codes_BT = jnp.zeros((0, width)), jnp.zeros((rows, positions), jnp.int32)
         if config.codes:
@@ -300,22 +328,27 @@ class GatedUnit(nn.Module):
             sums_SK = self.variable(CODEBOOK, "sums", jnp.ones, (config.codes, width)).value
             commitment = self.get_variable(CODEBOOK, "commitment", 0.0)
             codes_SK = lax.stop_gradient(codes_of(counts_S, sums_SK))
-            k_BTK, codes_BT = assign_codes(k_BTK, counts_S, sums_SK, commitment)
-        v_BTV = nn.silu(self._dense(2 * dim, "value")(h_BTD))
-        gate_BTV = nn.silu(self._dense(2 * dim, "gate")(h_BTD))
+            counted_BT = self.cut.counted_once(jnp.ones((rows, positions)))
+            k_BTK, codes_BT = assign_codes(k_BTK, counts_S, sums_SK, commitment, counted_BT)
+        v_BTV = nn.silu(self._dense(part, "value")(h_BTD))
+        gate_BTV = nn.silu(self._dense(part, "gate")(h_BTD))
         for_keys_K, for_distances_K = (
             self.param(name, nn.initializers.zeros, (width,)) * scale for name in ("key_bias", "distance_bias")
         )
         q_distance_BTK = (q_BTK + for_distances_K[None, None]).astype(self.dtype)
         q_BTK = (q_BTK + for_keys_K[None, None]).astype(self.dtype)
         block = config.vq_block if memory is not None else min(config.vq_block, max(positions, 2))
-        r_WK = self._dense(width, "distance")(_distance_features(2 * block, width).astype(self.dtype)) * scale
+        features_WK = jnp.asarray(_distance_features(2 * block, width, config.distance_base), self.dtype)
+        if keys_B is not None and config.distance_dropout:  # then each row has its own
+            features_WK = jnp.broadcast_to(features_WK[None], (rows, *features_WK.shape))
+            features_WK = dropout(features_WK, config.distance_dropout, keys_B)
+        r_WK = self._dense(width, "distance")(features_WK) * scale
         if memory is None:
-            memory = empty_memory(config, (rows,), block, self.dtype)
+            memory = empty_memory(config, (rows,), block, self.dtype, self.cut)
         heads = Heads(q_BTK, q_distance_BTK, k_BTK.astype(self.dtype), codes_BT, v_BTV)
         out_BTV, memory = attend(heads, r_WK, codes_SK, memory, position, known, cache_gradient=config.cache_gradient)
         out_BTD: jax.Array = self._dense(dim, "attention_out")(out_BTV * gate_BTV)
-        return out_BTD, memory
+        return self.cut.sum_positions(out_BTD), memory
 
     def _dense(self, features: int, name: str) -> nn.Dense:
         return nn.Dense(features, False, dtype=self.dtype, kernel_init=kernel_init(self.config, name), name=name)
@@ -332,9 +365,11 @@ class RecurrentState(NamedTuple):
     known: jax.Array
 
 
-def init_recurrent(config: GPTConfig, rows: int, known: jax.Array | int, dtype: DTypeLike) -> RecurrentState:
-    """The state before the first of `known` valid positions."""
-    memory = empty_memory(config, (config.N * UNITS, rows), config.vq_block, dtype)
+def init_recurrent(
+    config: GPTConfig, rows: int, known: jax.Array | int, dtype: DTypeLike, cut: ModelParallel = WHOLE
+) -> RecurrentState:
+    """The state before the first of `known` valid positions, of this device's part of the values."""
+    memory = empty_memory(config, (config.N * UNITS, rows), config.vq_block, dtype, cut)
     return RecurrentState(memory, jnp.asarray(known, jnp.int32))
 
 
@@ -354,17 +389,19 @@ class GatedLayer(Layer):
         if starts_BT is not None:
             raise ValueError("gated units do not keep segments of a row apart")
         (x_BTD, routing), state = carry
-        if keys_B is not None:
-            keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, layer)
+        fold = jax.vmap(jax.random.fold_in, (0, None))
+        keys_B = None if keys_B is None else fold(keys_B, layer)
         for number in range(UNITS):
-            unit, place = GatedUnit(self.config, self.dtype, name=f"unit_{number}"), UNITS * layer + number
+            unit = GatedUnit(self.config, self.dtype, self.cut, name=f"unit_{number}")
+            place = UNITS * layer + number
+            sites = [None if keys_B is None else fold(keys_B, number + i * UNITS) for i in range(3)]
             if state is None:
-                out_BTD, _ = unit(x_BTD, None, position, None)
+                out_BTD, _ = unit(x_BTD, None, position, None, sites[1])
             else:
                 of_unit = partial(lax.dynamic_index_in_dim, index=place, keepdims=False)
                 out_BTD, memory = unit(x_BTD, jax.tree.map(of_unit, state.memory), position, state.known)
                 put = partial(lax.dynamic_update_index_in_dim, index=place, axis=0)
                 state = state._replace(memory=jax.tree.map(put, state.memory, memory))
-            site_keys_B = None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, number)
-            x_BTD = x_BTD + dropout(out_BTD, self.config.residual_drop_rate, site_keys_B)
+            out_BTD = dropout(out_BTD, self.config.residual_drop_rate, sites[0], self.cut.of_positions)
+            x_BTD = x_BTD + drop_rows(out_BTD, self.config.layer_dropout, sites[2])
         return ((x_BTD, routing), state), None

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
-from zero.models.elements import Lift, dropout, make_norm, position_numbers
+from zero.models.elements import Lift, dropout, make_norm, position_numbers, sinusoids
 from zero.models.experts import ResidualStream, Routing, no_routing
 from zero.models.layer import Layer
 from zero.models.parametrization import table_stddev
@@ -80,7 +80,8 @@ class VocabularyChunk(nn.Module):
         logits_BTC = jnp.einsum("BTD,CD->BTC", x_BTD, table_CD, preferred_element_type=jnp.float32)
         if self.config.scale_output:
             logits_BTC = logits_BTC / math.sqrt(self.config.embedding_dim)
-        logits_BTC = logits_BTC / self.config.logit_divisor
+        if self.config.output_scale != 1:
+            logits_BTC = logits_BTC * self.config.output_scale
         if self.config.logit_cap is not None:
             logits_BTC = self.config.logit_cap * jnp.tanh(logits_BTC / self.config.logit_cap)
         is_token_C = (own_C < self.config.chunk_rows) & (first + own_C < self.config.vocab_size)
@@ -107,6 +108,18 @@ class Positions(nn.Module):
         # In float32, because the gradient of a row is a sum over all rows of the batch.
         positions_BT = position_numbers(position, x_BTD.shape[1])[None] - (0 if starts_BT is None else starts_BT)
         return x_BTD + jnp.take(table_TD.astype(jnp.float32), positions_BT, axis=0)
+
+
+class Sinusoids(nn.Module):
+    """Sines and cosines of each position, times a learned scale (Hua et al., arXiv 2202.10447, which starts at 0)."""
+
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, position: jax.Array | int, starts_BT: jax.Array | None = None) -> jax.Array:
+        scale = self.param("scale", nn.initializers.zeros, ())
+        positions_BT = position_numbers(position, x_BTD.shape[1])[None] - (0 if starts_BT is None else starts_BT)
+        return x_BTD + scale * sinusoids(positions_BT, self.config.embedding_dim, self.config.distance_base)
 
 
 class GPT(nn.Module):
@@ -136,8 +149,9 @@ class GPT(nn.Module):
         self._cut = WHOLE if self.is_initializing() else self.cut
         self.vocabulary = self._chunks(VOCABULARY)
         self.head = self.vocabulary if config.tied else self._chunks(HEAD)
-        if config.has_learned_positions:
-            self.positions = self.lift(Positions, "positions")(config)
+        tables = {"learned": Positions, "sinusoidal": Sinusoids}
+        if config.position_kind in tables:
+            self.positions = self.lift(tables[config.position_kind], "positions")(config)
         if config.embedding_norm:
             self.embedding_norm = make_norm(config, self.dtype, "embedding_norm", self.lift)
         # Makes the parameters; layers differ only in their windows.
@@ -148,7 +162,7 @@ class GPT(nn.Module):
             in_axes=(0, nn.broadcast, nn.broadcast),
             length=config.scanned_layers,
         )(config, self.dtype, self.blockwise_from)
-        self.norm = make_norm(config, self.dtype, "norm", self.lift)
+        self.norm = make_norm(config, self.dtype, "norm", self.lift) if config.final_norm else lambda x: x
 
     def _chunks(self, name: str) -> Any:
         return nn.scan(
@@ -232,7 +246,7 @@ class GPT(nn.Module):
         cache: AnyCache | None = None,
         position: jax.Array | int = 0,
     ) -> tuple[jax.Array, AnyCache | None]:
-        """The normalised residual stream after the last block, `(B, T, D)`, and the cache with these positions."""
+        """The normalised residual stream after the last layer, `(B, T, D)`, and the cache with these positions."""
         cut = self._cut.with_all_positions()
         stream = self.embed(tokens_BT, keys_B, None, position, cut)
         (x_BTD, _), cache = self._layers(stream, cache, keys_B, position, None, cut)
@@ -289,7 +303,7 @@ class GPT(nn.Module):
         if self.config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.embedding_dim)
         x_BTD = x_BTD * self.config.embedding_multiplier
-        if self.config.has_learned_positions:
+        if self.config.position_kind in ("learned", "sinusoidal"):
             own_starts_BT = None if starts_BT is None else cut.stream_positions(starts_BT)
             x_BTD = self.positions(x_BTD, cut.stream_numbers(position, x_BTD.shape[1]), own_starts_BT)
         if self.config.embedding_norm:

@@ -8,6 +8,7 @@ The maximal update parametrization (muP) for Adam and Lion, with w = width / bas
   head                             width^-1                      1 / w
   gains and biases                 (1 and 0)                     1
 
+Absolute muP is the same with a base width of 1, and 1 / fan-in for mlp_out: learning rates are those of width 1.
 Products of queries and keys are divided by the head dimension. A tied table would need the first and the third line.
 Source: Yang et al., Tensor Programs V, arXiv 2203.03466, table 3 and definition 4.1.
 """
@@ -15,8 +16,9 @@ Source: Yang et al., Tensor Programs V, arXiv 2203.03466, table 3 and definition
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import flax.linen as nn
@@ -28,14 +30,35 @@ _RESIDUAL_OUTPUTS = ("attention_out", "mlp_out")
 _GPT2_STDDEV = 0.02
 
 
-def kernel_init(config: GPTConfig, name: str) -> nn.initializers.Initializer:
-    """The initializer of the matrix `(fan-in, fan-out)` of this name in a layer."""
-    if config.zero_init and name in ("query", *_RESIDUAL_OUTPUTS):
-        return nn.initializers.zeros
-    if config.parametrization == "mup":
-        return nn.initializers.variance_scaling(1.0, "fan_in", "normal")
-    # GPT-2: each of the 2 N residual outputs adds variance, so their initial weights are smaller.
+def _gpt2(config: GPTConfig, name: str) -> nn.initializers.Initializer:
+    # Each of the 2 N residual outputs adds variance, so their initial weights are smaller.
     return nn.initializers.normal(_GPT2_STDDEV / (math.sqrt(2 * config.N) if name in _RESIDUAL_OUTPUTS else 1))
+
+
+def _fan_in(config: GPTConfig, name: str) -> nn.initializers.Initializer:
+    return nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+
+
+def _lingvo(config: GPTConfig, name: str) -> nn.initializers.Initializer:
+    """Queries carry the scale of attention; matrices of the MLP are uniform."""
+    if name == "query":
+        return nn.initializers.normal(1 / math.sqrt(config.embedding_dim * config.head_width))
+    return nn.initializers.variance_scaling(1.0, "fan_in", "uniform" if name.startswith("mlp_") else "normal")
+
+
+_KERNELS: Mapping[str, Callable[[GPTConfig, str], nn.initializers.Initializer]] = MappingProxyType(
+    {"gpt2": _gpt2, "fan_in": _fan_in, "lingvo": _lingvo}
+)
+
+
+def kernel_init(config: GPTConfig, name: str) -> nn.initializers.Initializer:
+    """The initializer of the matrix `(fan-in, fan-out)` of this name in a layer.
+
+    Sources: GPT-2; fan-in: LeCun et al., Efficient BackProp (1998); lingvo: `gshard_builder.py` of Lingvo.
+    """
+    if name in config.zero_init:
+        return nn.initializers.zeros
+    return _KERNELS[str(config.init)](config, name)
 
 
 def table_stddev(config: GPTConfig, name: str) -> float:
@@ -45,14 +68,17 @@ def table_stddev(config: GPTConfig, name: str) -> float:
     >>> [table_stddev(config, name) for name in ("vocabulary", "positions", "head")]
     [1.0, 1.0, 0.0078125]
     """
-    if config.parametrization == "mup":
-        return 1 / config.embedding_dim if name == HEAD else 1.0
-    return 1.0 if config.scale_output and name != "positions" else _GPT2_STDDEV
+    width = config.embedding_dim
+    if name == HEAD and config.head_init is not None:
+        return {"mup": 1 / width, "fan_in": 1 / math.sqrt(width), "zero": 0.0}[config.head_init]
+    if config.init == "gpt2":
+        return 1.0 if config.scale_output and name != "positions" else _GPT2_STDDEV
+    return 1 / math.sqrt(width) if name == HEAD else 1.0
 
 
 def multipliers_of(config: GPTConfig) -> Callable[[Any], Any] | None:
     """`rate_multipliers` of this model; None if all leaves have the same learning rate."""
-    return partial(rate_multipliers, config) if config.parametrization == "mup" else None
+    return partial(rate_multipliers, config) if config.parametrization != "standard" else None
 
 
 def rate_multipliers(config: GPTConfig, params: Any) -> Any:
@@ -62,10 +88,13 @@ def rate_multipliers(config: GPTConfig, params: Any) -> Any:
     >>> rate_multipliers(config, {"blocks": {"query": {"kernel": 0, "bias": 0}}, "head": {"table": 0}})
     {'blocks': {'query': {'bias': 1.0, 'kernel': 0.25}}, 'head': {'table': 0.25}}
     """
-    base = config.embedding_dim if config.mup_base_width is None else config.mup_base_width
+    width = config.embedding_dim
+    base = {"standard": width, "mup": config.mup_base_width or width, "mup_absolute": 1}[config.parametrization]
 
     def of(path: tuple[Any, ...], _: Any) -> float:
-        is_scaled = path[0].key == HEAD or (path[0].key == STACK and path[-1].key == "kernel")
-        return base / config.embedding_dim if is_scaled else 1.0
+        if not (path[0].key == HEAD or (path[0].key == STACK and path[-1].key == "kernel")):
+            return 1.0
+        is_by_fan_in = config.parametrization == "mup_absolute" and path[-2].key == "mlp_out"
+        return base / (config.mlp_width if is_by_fan_in else width)
 
     return jax.tree_util.tree_map_with_path(of, params)

@@ -52,19 +52,19 @@ def init_cache(
     The cache of gated units has a constant size; only the first `known` positions of a prefill enter it.
     """
     if config.layer == "gated_units":
-        return init_recurrent(config, rows, known, dtype)
+        return init_recurrent(config, rows, known, dtype, cut)
     k = jnp.zeros((config.N, rows, positions, config.key_heads // cut.size, config.head_width), dtype)
     return Cache(k, k)
 
 
 def attention_form(config: GPTConfig, window: int, cut: ModelParallel = WHOLE) -> Form:
     """The form of attention scores in a layer with this window."""
-    multiplier = config.attention_multiplier
-    divisors: dict[str | None, float | None] = {"sqrt": None, "linear": config.head_width, "none": 1.0}
+    divisors: dict[str, float | None] = {"sqrt": None, "linear": config.head_width, "none": 1.0}
+    scale = config.attention_scale
     return Form(
         has_alibi=config.alibi_attn,
         window=window,
-        divisor=divisors[config.attention_scale] if multiplier is None else 1 / multiplier,
+        divisor=divisors[scale] if isinstance(scale, str) else 1 / scale,
         cap=config.attention_cap,
         has_extra_logit=config.extra_logit,
         dropout_rate=config.attention_drop_rate,
@@ -252,10 +252,10 @@ class Period(Layer):
         options: dict[str, Any] = {field: getattr(self, field) for field in fields}
         for i in range(every):
             name, is_dense = f"layer_{i}", i + 1 < every
-            block = TransformerLayer(
+            layer = TransformerLayer(
                 self.config, self.dtype, self.blockwise_from, **options, is_dense=is_dense, name=name
             )
-            carry, _ = block(carry, number * every + i, *arguments)
+            carry, _ = layer(carry, number * every + i, *arguments)
         return carry, None
 
 

@@ -28,7 +28,7 @@ from zero.runtime.config.schema import Config
 from zero.runtime.errors import WRONG_PATH, UserError, file_error
 from zero.runtime.hosts.signals import SIGNALS, IgnoreBrokenPipe, exit_immediately, unanswered
 from zero.runtime.run.find_run import resume_overrides, trained_run
-from zero.runtime.run.sweeps import continue_job, swept_keys
+from zero.runtime.run.sweeps import check_places, continue_job, swept_keys
 from zero.runtime.run_directory import saved_config
 
 FULL_DISK = {errno.EDQUOT, errno.ENOSPC}
@@ -58,7 +58,9 @@ def run(config: DictConfig) -> None:
     overrides, run_directory = list(hydra_config.overrides.task), Path(hydra_config.runtime.output_dir)
     with errors_in_lines():
         if hydra_config.mode == RunMode.MULTIRUN and config.mode == "train":
-            continue_job(config, run_directory, swept_keys(sys.argv[1:], overrides))
+            keys = swept_keys(sys.argv[1:], overrides)
+            check_places(config, run_directory, keys)
+            continue_job(config, run_directory, keys)
         checked, size = resolve(config, overrides)
         status = program(checked.mode)(checked, size, run_directory)
     if status:
@@ -82,7 +84,20 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig
         raise UserError(describe(error)) from error
     sizes = load_sizes()
     checked = check(config, sizes)
-    return checked, sizes[checked.model.size]
+    return checked, sizes.chosen(checked.model)
+
+
+def compose(overrides: list[str]) -> tuple[Config, GPTConfig]:
+    """The checked configuration of a fresh run with these overrides, and the size of its model; nothing is run.
+
+    Raises:
+      UserError: a line for each mistake.
+    """
+    try:
+        with hydra.initialize_config_dir(str(conf_directory()), version_base="1.3"):
+            return resolve(hydra.compose("config", overrides), overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError("\n".join(all_mistakes(overrides, error))) from error
 
 
 def program(mode: str) -> Callable[[Config, GPTConfig, Path], int]:

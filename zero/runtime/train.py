@@ -19,6 +19,7 @@ from zero.runtime.inference.generate import generate
 from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.setup import open_run
 from zero.runtime.run_directory import SAMPLES_FILE, mirror
+from zero.runtime.streaming.loader import Loader
 from zero.runtime.streaming.prefetch import prefetch
 from zero.runtime.tracking.goodput import counts_as
 from zero.runtime.tracking.html_report import REPORT_FILE, write_report
@@ -82,7 +83,7 @@ def _loop(run: ActiveRun) -> bool:
             if due.evaluate and not due.stop:
                 is_stop = not _evaluate_and_log(run, line)
             else:
-                run.position.unevaluated = line if due.evaluate else None
+                run.position.unevaluated = line if due.evaluate and run.has_evaluation else None
                 run.log(line)
             run.bar.set_postfix_str(_summary(line))
             if is_stop:
@@ -107,13 +108,28 @@ def _evaluate_and_log(run: ActiveRun, line: dict[str, Any]) -> bool:
 
 @counts_as("evaluation")
 def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
-    """Adds losses in nats per token to the metrics, and the results of tasks if they are due."""
+    """Adds losses in nats per token to the metrics, and the results of tasks if they are due; False if stopped."""
+    if run.validation is not None:
+        losses = _validation_losses(run, run.validation)
+        if losses is None:
+            return False
+        line |= losses
+    training, frequency = run.config.training, run.config.training.harness_frequency
+    if frequency is not None:
+        is_last = line["step"] == run.last_step
+        if is_last or line["step"] % (frequency * training.evaluation_frequency) == 0:
+            line |= run.harness_results()
+    return True
+
+
+def _validation_losses(run: ActiveRun, loader: Loader) -> dict[str, float] | None:
+    """The losses of the weights and of their moving average on the validation set; None if the run was stopped."""
     weights = {"validation/loss": run.weights}
     averages = run.state.averages
     if EMA in averages:
         weights["validation/ema_loss"] = run.model.weights(averages[EMA], averages)
     training, losses, scored = run.config.training, dict.fromkeys(weights, 0.0), 0
-    with closing(prefetch(run.validation.batches())) as batches:
+    with closing(prefetch(loader.batches())) as batches:
         for batch in islice(batches, training.maximum_evaluation_steps):
             rows = split_rows(batch.tokens, jax.local_device_count(), run.axis.row_group)
             for name, params in weights.items():
@@ -122,16 +138,10 @@ def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
             scored += tokens.item()
             is_stop, _ = run.poll()
             if is_stop:
-                return False
+                return None
     if not scored:
         raise UserError(f"training.loss_on={training.loss_on}: the rows of the evaluation hold no token to score")
-    line |= {name: loss / scored for name, loss in losses.items()}
-    frequency = training.harness_frequency
-    if frequency is not None:
-        is_last = line["step"] == run.last_step
-        if is_last or line["step"] % (frequency * training.evaluation_frequency) == 0:
-            line |= run.harness_results()
-    return True
+    return {name: loss / scored for name, loss in losses.items()}
 
 
 @counts_as("evaluation")

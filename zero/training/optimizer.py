@@ -39,42 +39,56 @@ def adamw(
     b1: float = B1,
     b2: float = B2,
     eps: float = EPS,
+    decay: str = "rate",
+    scaled_eps: bool = False,
     *,
     state_dtype: DTypeLike = jnp.float32,
     multipliers: Multipliers | None = None,
 ) -> optax.GradientTransformation:
     """AdamW without a learning rate, element-wise and so right on shards; moments of decayed leaves in `state_dtype`.
 
+    With `scaled_eps`, epsilon is multiplied like the learning rate, leaf by leaf: gradients are divided instead.
+
     Source: Loshchilov and Hutter, arXiv 1711.05101.
     """
     adam = scale_by_adam(b1, b2, eps, state_dtype=state_dtype, mask=decayed)
-    return _decoupled(adam, weight_decay, multipliers)
+    if scaled_eps and multipliers is not None:
+        adam = optax.chain(_by_leaf(jnp.divide, multipliers), adam)
+    return _decoupled(adam, weight_decay, decay, multipliers)
 
 
 def _lion(
     weight_decay: float,
     b1: float = 0.9,
     b2: float = 0.99,
+    decay: str = "rate",
     *,
     state_dtype: DTypeLike = jnp.float32,
     multipliers: Multipliers | None = None,
 ) -> optax.GradientTransformation:
-    return _decoupled(scale_by_lion(b1, b2, state_dtype=state_dtype, mask=decayed), weight_decay, multipliers)
+    lion = scale_by_lion(b1, b2, state_dtype=state_dtype, mask=decayed)
+    return _decoupled(lion, weight_decay, decay, multipliers)
 
 
 def _decoupled(
-    tx: optax.GradientTransformation, weight_decay: float, multipliers: Multipliers | None
+    tx: optax.GradientTransformation, weight_decay: float, decay: str, multipliers: Multipliers | None
 ) -> optax.GradientTransformation:
-    """`tx`, with updates multiplied leaf by leaf, and weight decay, which is not multiplied.
+    """`tx`, with updates multiplied leaf by leaf, and weight decay, which is multiplied only if it is coupled.
 
-    Multiplied, decay would vanish as the width grows, and learning rates would no longer transfer (independent weight
-    decay: Kosson et al., arXiv 2510.19093).
+    Multiplied, decay vanishes as the width grows, and learning rates no longer transfer (Kosson et al., arXiv
+    2510.19093).
     """
-    decay = optax.add_decayed_weights(weight_decay, decayed)
+    decays = optax.add_decayed_weights(weight_decay, decayed)
     if multipliers is None:
-        return optax.chain(tx, decay)
-    multiply = optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multipliers(updates)))
-    return optax.chain(tx, multiply, decay)
+        return optax.chain(tx, decays)
+    multiply = _by_leaf(jnp.multiply, multipliers)
+    return optax.chain(tx, decays, multiply) if decay == "coupled" else optax.chain(tx, multiply, decays)
+
+
+def _by_leaf(
+    operation: Callable[[jax.Array, float], jax.Array], multipliers: Multipliers
+) -> optax.GradientTransformation:
+    return optax.stateless(lambda updates, _: jax.tree.map(operation, updates, multipliers(updates)))
 
 
 def _sgd(weight_decay: float, b1: float = 0.9, nesterov: bool = False) -> Any:
@@ -86,17 +100,25 @@ def _lamb(weight_decay: float, b1: float = 0.9, b2: float = 0.999, eps: float = 
 
 
 def _adafactor(
-    weight_decay: float, decay_rate: float = 0.8, factored_from: int = 128, max_update_rms: float = 1.0
+    weight_decay: float,
+    b1: float | None = None,
+    eps: float = 1e-30,
+    decay_rate: float = 0.8,
+    factored_from: int = 128,
+    max_update_rms: float = 1.0,
+    min_scale: float = 1e-3,
+    scale_by_parameter: bool = True,
 ) -> Any:
-    return _ascending(
-        optax.adafactor(
-            min_dim_size_to_factor=factored_from,
-            decay_rate=decay_rate,
-            clipping_threshold=max_update_rms,
-            weight_decay_rate=weight_decay,
-            weight_decay_mask=decayed,
-        )
-    )
+    """`optax.adafactor`, which fixes the least scale, with its parts and so its state."""
+    parts = [
+        optax.scale_by_factored_rms(min_dim_size_to_factor=factored_from, decay_rate=decay_rate, epsilon=eps),
+        optax.clip_by_block_rms(max_update_rms),
+    ]
+    if scale_by_parameter:
+        parts.append(optax.scale_by_param_block_rms(min_scale))
+    if b1 is not None:
+        parts.append(optax.ema(b1, debias=False))
+    return _ascending(optax.chain(*parts, optax.add_decayed_weights(weight_decay, decayed), optax.scale(-1)))
 
 
 def _muon(
@@ -200,12 +222,12 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     inner = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> dict[str, PyTree]:
-        layers, rest = _cut(params)
+        layers, rest = stack_and_rest(params)
         return {"layers": jax.vmap(inner.init)(layers), "rest": inner.init(rest)}
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         one = partial(inner.update, **extra)
-        (layers, rest), (layer_params, rest_params) = _cut(updates), _cut(params)
+        (layers, rest), (layer_params, rest_params) = stack_and_rest(updates), stack_and_rest(params)
         layers, layers_state = jax.vmap(one)(layers, state["layers"], layer_params)
         rest, rest_state = one(rest, state["rest"], rest_params)
         return {**rest, **layers}, {"layers": layers_state, "rest": rest_state}
@@ -264,8 +286,8 @@ def one_table(tx: optax.GradientTransformation, vocab_size: int | None) -> optax
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _cut(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """The stacks of layers, and the rest."""
+def stack_and_rest(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """The stacks of layers, and the other subtrees."""
     if tree is None:
         return None, None
     return {STACK: tree[STACK]}, {name: subtree for name, subtree in tree.items() if name != STACK}

@@ -2,11 +2,12 @@
 
 from zero.models.config import HEAD, VOCABULARY
 
-# By module: -1 cuts the output (its bias too), -2 the input.
+# By module: -1 cuts the output (its bias too), -2 the input. The queries and keys of a gated unit stay whole.
 _CUT_ALONG = {
-    **dict.fromkeys(("query", "key", "value", "mlp_in", "mlp_gate"), -1),
+    **dict.fromkeys(("query", "key", "value", "gate", "mlp_in", "mlp_gate"), -1),
     **dict.fromkeys(("attention_out", "mlp_out", VOCABULARY, HEAD), -2),
 }
+_WHOLE_IN_UNITS = ("query", "key")
 
 
 def tensor_dim(name: str) -> int | None:
@@ -14,9 +15,11 @@ def tensor_dim(name: str) -> int | None:
 
     >>> tensor_dim("blocks/query/kernel"), tensor_dim("blocks/attention_out/bias")
     (-1, None)
+    >>> tensor_dim("blocks/unit_1/query/kernel"), tensor_dim("blocks/unit_1/gate/kernel")
+    (None, -1)
     """
-    *_, module, leaf = ("", *name.split("/"))
-    dim = _CUT_ALONG.get(module)
+    *_, parent, module, leaf = ("", "", *name.split("/"))
+    dim = None if parent.startswith("unit_") and module in _WHOLE_IN_UNITS else _CUT_ALONG.get(module)
     return None if dim == -2 and leaf == "bias" else dim
 
 

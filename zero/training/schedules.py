@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import ArrayLike
-
-SCHEDULES = ("cosine", "linear", "inverse_sqrt", "constant", "wsd")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +22,12 @@ class LearningRate:
     the schedule has one.
 
     Attributes:
-      peak, end: the largest rate, and the rate at `total_steps`, unused by inverse_sqrt and constant.
+      peak, end: the largest rate, and the rate at `total_steps`, unused by inverse_sqrt, sqrt_decay and constant.
       warmup_steps, total_steps: updates.
       schedule: cosine or linear from `peak` to `end`; inverse_sqrt, `peak` times the root of `warmup_steps / step`
         (arXiv 1706.03762, section 5.3); constant; or wsd, warmup-stable-decay: constant, then linear to `end` (arXiv
-        2404.06395, section 4).
+        2404.06395, section 4); or sqrt_decay, `peak` times the root of `warmup_steps / max(step, warmup_steps)`,
+        without a ramp, as in Lingvo.
       decay_steps: updates of the decay of wsd.
 
     >>> float(LearningRate(1.0, 0.1, warmup_steps=4, total_steps=10)(0))
@@ -45,19 +46,52 @@ class LearningRate:
 
     @property
     def _schedule(self) -> optax.Schedule:
-        peak, warmup, left = self.peak, self.warmup_steps, self.total_steps - self.warmup_steps
-        if self.schedule == "cosine":
-            return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, self.total_steps, self.end)
-        after: optax.Schedule
-        if self.schedule == "linear":
-            after = optax.linear_schedule(peak, self.end, left)
-        elif self.schedule == "inverse_sqrt":
-            after = lambda step: peak * jnp.sqrt(max(warmup, 1) / (step + max(warmup, 1)))  # noqa: E731
-        elif self.schedule == "constant":
-            after = optax.constant_schedule(peak)
-        else:
-            after = optax.linear_schedule(peak, self.end, self.decay_steps, left - self.decay_steps)
-        return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
+        return SCHEDULES[self.schedule](self)
+
+
+def _cosine(rate: LearningRate) -> optax.Schedule:
+    return optax.warmup_cosine_decay_schedule(0.0, rate.peak, rate.warmup_steps, rate.total_steps, rate.end)
+
+
+def _after_warmup(after: Callable[[LearningRate], optax.Schedule]) -> Callable[[LearningRate], optax.Schedule]:
+    """A linear warmup, continued by `after`, whose step 0 is the last one of the warmup."""
+
+    def schedule(rate: LearningRate) -> optax.Schedule:
+        warmup = optax.linear_schedule(0.0, rate.peak, rate.warmup_steps)
+        return optax.join_schedules([warmup, after(rate)], [rate.warmup_steps])
+
+    return schedule
+
+
+def _linear(rate: LearningRate) -> optax.Schedule:
+    return optax.linear_schedule(rate.peak, rate.end, rate.total_steps - rate.warmup_steps)
+
+
+def _inverse_sqrt(rate: LearningRate) -> optax.Schedule:
+    warmup = max(rate.warmup_steps, 1)
+    return lambda step: rate.peak * jnp.sqrt(warmup / (step + warmup))
+
+
+def _wsd(rate: LearningRate) -> optax.Schedule:
+    left = rate.total_steps - rate.warmup_steps
+    return optax.linear_schedule(rate.peak, rate.end, rate.decay_steps, left - rate.decay_steps)
+
+
+def _sqrt_decay(rate: LearningRate) -> optax.Schedule:
+    warmup = max(rate.warmup_steps, 1)
+    return lambda step: rate.peak * jnp.sqrt(warmup / jnp.maximum(step, warmup))
+
+
+SCHEDULES: Mapping[str, Callable[[LearningRate], optax.Schedule]] = MappingProxyType(
+    {
+        "cosine": _cosine,
+        "linear": _after_warmup(_linear),
+        "inverse_sqrt": _after_warmup(_inverse_sqrt),
+        "constant": _after_warmup(lambda rate: optax.constant_schedule(rate.peak)),
+        "wsd": _after_warmup(_wsd),
+        "sqrt_decay": _sqrt_decay,
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,10 @@ def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options:
         optimizer = on_shards(scaled(tx, rate, state.clock), model.layout, model.axis)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        return Tried(params, opt_state, loss, norm, ~jnp.isfinite(norm), found, model.metrics(observed, batch))
+        metrics = model.metrics(observed, batch)
+        for name, collection in model.collections.items():
+            metrics |= collection.metrics(state.averages[name])
+        return Tried(params, opt_state, loss, norm, ~jnp.isfinite(norm), found, metrics)
 
     def settle(is_skipped: jax.Array | bool, tried: Tried, state: TrainState) -> tuple[PyTree, PyTree]:
         settled: tuple[PyTree, PyTree] = unless(
@@ -54,7 +57,7 @@ def _loss_and_gradients(
     Further results: the gradients of the model's collections, summed over devices, and routing statistics.
     """
     tokens, keys, scored = batch.tokens, model.dropout_keys(key, batch), model.count_all_scored(batch.tokens)
-    positions = model.axis.size * tokens.size
+    positions = model.axis.size // model.axis.row_group * tokens.size
     prepared = {name: one.prepare(state.averages[name], positions) for name, one in model.collections.items()}
     variables = model.gather_params({**state.params, **prepared})
 

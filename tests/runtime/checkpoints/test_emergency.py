@@ -4,7 +4,9 @@ import json
 import os
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ import zero
 from tests.helpers import hosts
 from zero.partition.collectives.axis import Axis
 from zero.runtime.checkpoints.emergency import EmergencyCheckpoints
+from zero.runtime.errors import UserError
 
 DEVICES = 8
 AXIS = Axis("zero", (1, DEVICES))
@@ -31,12 +34,15 @@ LAYOUT = zero.make_layout(SHAPES, DEVICES)
 
 
 def state(seed: int) -> dict[str, Any]:
-    """What pmap returns: random bits on each device, NaN among them."""
+    """What pmap returns: random bits on each device, no NaN among them, and the same on all where a leaf is whole."""
     random = np.random.default_rng(seed)
 
     def leaf(leaf: Any) -> Any:
         bits = random.integers(0, 256, (DEVICES, *leaf.shard_shape, leaf.dtype.itemsize), np.uint8)
-        return jax.pmap(lambda x: x, "zero")(bits.view(leaf.dtype)[..., 0])
+        if not leaf.splits:
+            bits[:] = bits[0]
+        x = bits.view(leaf.dtype)[..., 0]
+        return jax.pmap(lambda x: x, "zero")(np.where(np.isfinite(x), x, np.zeros_like(x)))
 
     return LAYOUT.map(lambda one: leaf(one))
 
@@ -109,6 +115,23 @@ def test_nothing_else_is_restored(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert found is not None and found[0]["step"] == 10 and "15-0.shards is damaged" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "fault"),
+    [("half", np.nan, "half not finite"), ("count", 1, "differ between the copies on axis 'zero': count")],
+)
+def test_broken_state_is_not_restored(
+    name: str, value: float, fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A state that is not finite, or whose copies differ, is not restored."""
+    broken = np.array(state(5)[name])
+    broken[3] = value
+    emergency = opened(tmp_path)
+    emergency.save(5, state(5) | {name: jax.pmap(lambda x: x, "zero")(broken)}, POSITION)
+    emergency._pool.shutdown()
+    assert opened(tmp_path).restore(emergency.lineage, after=0) is None
+    assert fault in caplog.text and "the durable one is used" in caplog.text
+
+
 def test_full_disk_does_not_end_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -126,6 +149,18 @@ def test_full_disk_does_not_end_training(
         emergency._pool.shutdown()
         assert "emergency checkpoint 10 of host 0 could not be written: [Errno 28] No space left" in caplog.text
         assert not list(place.glob("10-*"))
+
+
+def test_small_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory without room for three states is refused, with a remedy; files that are replaced are room."""
+    saved(tmp_path)
+    held = sum(path.stat().st_size for path in tmp_path.rglob("*.shards"))
+    needed = 3 * DEVICES * sum(leaf.dtype.itemsize * int(np.prod(leaf.shard_shape)) for leaf in LAYOUT.leaves)
+    for missing in (0, 1):
+        room = SimpleNamespace(free=needed - held - missing)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, room=room: room)
+        with pytest.raises(UserError, match="name a directory on a local disk") if missing else nullcontext():
+            opened(tmp_path)
 
 
 def test_deleted_only_after_success(tmp_path: Path) -> None:

@@ -21,9 +21,13 @@ layout = zero.make_layout({"w": jax.ShapeDtypeStruct((25, 3), np.float32), "n": 
 
 
 def on_devices(step: int) -> dict[str, jax.Array]:
-    """Other numbers on each device of all hosts."""
+    """Other numbers on each device of all hosts where a leaf is split."""
     random = np.random.default_rng(100 * step + number)
-    shards = layout.map(lambda leaf: random.normal(size=(2, *leaf.shard_shape)).astype(leaf.dtype))
+    shards = layout.map(
+        lambda leaf: (
+            random.normal(size=(2, *leaf.shard_shape)) if leaf.splits else np.full((2, *leaf.shard_shape), step)
+        ).astype(leaf.dtype)
+    )
     return jax.pmap(lambda x: x, "zero")(shards)
 
 

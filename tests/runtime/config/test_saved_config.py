@@ -1,4 +1,4 @@
-"""Configurations of saved runs: merged with the overrides given now, and read from earlier versions."""
+"""Configurations of saved runs: merged with the overrides given now."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from tests.runtime.config.composing import compose
 from zero.runtime.config.check import check
 from zero.runtime.config.files import load_sizes
-from zero.runtime.config.saved_config import FIXED_KEYS, merge_resumed, upgrade
+from zero.runtime.config.saved_config import FIXED_KEYS, merge_resumed
 from zero.runtime.errors import UserError
 
 RESUMED = ["resume=runs/a"]
@@ -16,6 +16,8 @@ CHANGES = {
     "seed": "1",
     "training.ema": "0.9",
     "model.size": "test",
+    "model.sizes": "my.yaml",
+    "model.override": "{N: 3}",
     "data.max_context": "128",
     "data.tokenizer": "other.json",
     "data.train_samples": "9",
@@ -29,6 +31,10 @@ CHANGES = {
     "optimizer.decay_rate": "0.7",
     "optimizer.factored_from": "64",
     "optimizer.max_update_rms": "2.0",
+    "optimizer.min_scale": "1e-2",
+    "optimizer.scale_by_parameter": "false",
+    "optimizer.decay": "independent",
+    "optimizer.scaled_eps": "true",
     "optimizer.newton_schulz_steps": "4",
     "optimizer.update_rms": "0.1",
     "optimizer.adam_b1": "0.5",
@@ -107,17 +113,9 @@ def test_unknown_key_in_saved_file() -> None:
         merge_resumed(saved, compose(*RESUMED), [])
 
 
-def test_configuration_of_an_earlier_version() -> None:
-    """A configuration of an earlier version is read."""
-    old: Any = OmegaConf.to_container(compose("data.shuffle_shards=5"))
-    old["evaluate"]["tasks"] = []
-    old["data"]["window"] = old["data"].pop("shuffle_shards")
-    del old["model"]["attention"]
-    old["plan"] |= {"mfu": 0.4, "largest": True}
-    saved = upgrade(old)
-    merged = merge_resumed(saved, compose(*RESUMED), [])
-    assert merged.data.shuffle_shards == 5
-    assert merged.model.attention == "dense"
-    check(merged, load_sizes())
-    whole: Any = OmegaConf.to_container(saved)
-    assert upgrade(whole) == saved
+def test_plan_of_a_saved_configuration() -> None:
+    """The section plan of a run is not merged: only mode=plan reads it, without a run."""
+    saved: Any = OmegaConf.to_container(compose())
+    saved["plan"] |= {"micro_batch": 8, "mfu": 0.4}
+    merged = merge_resumed(OmegaConf.create(saved), compose(*RESUMED), [])
+    assert merged.plan == compose().plan

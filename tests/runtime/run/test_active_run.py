@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from zero import make_layout
 from zero.models.experts import METRICS
 from zero.partition.collectives.axis import Axis
 from zero.runtime import train
@@ -72,6 +73,16 @@ def test_stop_saves_no_nan(tmp_path: Path) -> None:
     """A run that stops between steps saves no state that is not finite."""
     with pytest.raises(UserError, match=r"step 3: the gradient is not finite and training.skip_bad_steps=false"):
         make_run(tmp_path, None, gradient_norm=np.nan).stop()
+
+
+def test_emergency_checkpoints_hold_no_nan(tmp_path: Path) -> None:
+    """A state that is not finite ends the run at the next emergency checkpoint, which keeps the one before."""
+    run: Any = make_run(tmp_path, None)
+    run.emergency = SimpleNamespace(save=lambda *_: pytest.fail("saved"))
+    run.layout = make_layout({"w": jax.ShapeDtypeStruct((8,), np.float32)}, 8)
+    run.state = {"w": jax.pmap(lambda x: x, "zero")(np.asarray([[np.nan], *7 * [[1]]], np.float32))}
+    with pytest.raises(UserError, match=r"step 3: w not finite; this state is not saved"):
+        run.protect()
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("no font")])

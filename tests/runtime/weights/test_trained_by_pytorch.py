@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import cli
-from tests.runtime.config.composing import compose
+from tests.runtime.config.composing import Only, compose
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.runtime.config.check import check
@@ -65,9 +65,7 @@ def test_imported_and_trained_further(tmp_path: Path, monkeypatch: pytest.Monkey
 
     job = (*(option for option in cli.TINY if not option.startswith("model.")), "model.size=mine")
     start = ("model.warm_start=true", "model.model_path=folder", "training.peak_learning_rate=2e-3")
-    config = check(
-        compose(*job, *start, "training.total_steps=60", "training.maximum_evaluation_steps=99"), {"mine": SIZE}
-    )
+    config = check(compose(*job, *start, "training.total_steps=60", "training.maximum_evaluation_steps=99"), Only(SIZE))
     model = make_model(config, SIZE)
     trained = TrainedModel(model, warm_start("folder", model), load_tokenizer(config.data.tokenizer), 0, 0)
     got = score_validation_set(Scorer(trained, cli.CONTEXT, 8), cli.INDICES[1], cli.CONTEXT, 1)
@@ -78,7 +76,7 @@ def test_imported_and_trained_further(tmp_path: Path, monkeypatch: pytest.Monkey
     assert train(config, SIZE, run) == 0
     lines = read_metrics(run / "metrics.jsonl")
     assert lines[0]["train/loss"] < expected + 0.2 and lines[-1]["validation/loss"] < expected
-    use = check(compose(*job, "mode=evaluate", "model.model_path=run"), {"mine": SIZE})
+    use = check(compose(*job, "mode=evaluate", "model.model_path=run"), Only(SIZE))
     (tmp_path / "use").mkdir()
     assert evaluate(use, SIZE, tmp_path / "use") == 0
     found = json.loads((tmp_path / "use" / "evaluation.json").read_text())["loss"]

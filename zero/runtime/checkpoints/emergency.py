@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import re
 import secrets
+import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +24,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from zero.partition.checksums import examine
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import stack_local
 from zero.partition.layout import Layout, PyTree
@@ -49,7 +52,7 @@ class EmergencyCheckpoints:
       model: its configuration, which must be the same.
 
     Raises:
-      UserError: the directory cannot be made.
+      UserError: the directory cannot be made, or has no room for all files.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class EmergencyCheckpoints:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"zero.emergency_directory={directory}: {error}") from error
+        _check_room(directory, self._directory, layout)
         self._layout, self._axis = layout, axis
         self._model = json.loads(json.dumps(dict(model)))  # as a file gives it back: lists in place of tuples
         self._host, self._hosts = jax.process_index(), jax.process_count()
@@ -158,6 +162,15 @@ class EmergencyCheckpoints:
         if agreement.sum_over_hosts(found is None)[0]:
             log.warning("emergency checkpoint %d cannot be read on all hosts; the durable one is used", step)
             return None
+        assert found is not None
+        try:
+            _, not_finite = examine(found[1], self._layout, self._axis)
+            fault = f"{', '.join(not_finite)} not finite" if not_finite else ""
+        except ValueError as error:
+            fault = str(error)
+        if fault:
+            log.warning("emergency checkpoint %d: %s; the durable one is used", step, fault)
+            return None
         source = "its own files" if holder == self._host else f"the copy of host {holder}"
         log.info("resumed from the emergency checkpoint of step %d, from %s", step, source)
         return found
@@ -212,3 +225,16 @@ class EmergencyCheckpoints:
         if error is None:  # the last durable checkpoint is as new
             for step in self._steps():
                 self._delete(step)
+
+
+def _check_room(directory: Path, own: Path, layout: Layout) -> None:
+    """Raises UserError where the files of this host will not fit: /dev/shm of a container often has 64 MiB."""
+    share = sum(math.prod(leaf.shard_shape) * leaf.dtype.itemsize for leaf in layout.leaves)
+    needed = (3 if jax.process_count() == 1 else 6) * share * jax.local_device_count()
+    free = shutil.disk_usage(own).free + sum(path.stat().st_size for path in own.iterdir())  # those are replaced
+    if free < needed:
+        raise UserError(
+            f"zero.emergency_directory={directory}: expected {needed / 2**20:,.1f} MiB for the shards of this host and "
+            f"its neighbour, {free / 2**20:,.1f} are free; name a directory on a local disk, or give the container "
+            "more shared memory (docker run --shm-size)"
+        )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any, get_args, get_type_hints
+from collections.abc import Iterator
+from typing import Any, Protocol, get_args, get_type_hints
 
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
@@ -13,18 +13,18 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from zero.models.config import GPTConfig
 from zero.runtime.config import rules_between_keys
 from zero.runtime.config.constraints import shown
-from zero.runtime.config.schema import Config
+from zero.runtime.config.schema import Config, Model
 from zero.runtime.errors import UserError
 
-# Keys of earlier versions, and their replacements. Saved configurations with them stay readable (saved_config.py).
-RENAMED = {
-    "data.window": "data.shuffle_shards",
-    "plan.largest": "plan.search=largest",
-    "evaluate.tasks": "evaluate.harness",
-}
+
+class Sizes(Protocol):
+    """The entries of model_config.yaml."""
+
+    def chosen(self, model: Model) -> GPTConfig:
+        """The entry that the section `model` names, with its overrides; raises UserError where there is none."""
 
 
-def check(config: DictConfig, sizes: Mapping[str, GPTConfig]) -> Config:
+def check(config: DictConfig, sizes: Sizes) -> Config:
     """The configuration as plain typed values, if it can be run at all.
 
     Raises:
@@ -37,11 +37,14 @@ def check(config: DictConfig, sizes: Mapping[str, GPTConfig]) -> Config:
     named = [line.partition("=")[0] for line in mistakes]
     mistakes += [f"{key}: missing" for key in sorted(missing) if not any(f"{key}.".startswith(f"{x}.") for x in named)]
     wrong = dict(_wrong_values(typed))
-    if "model.size" not in missing and typed.model.size not in sizes:
-        wrong["model.size"] = f"one of {', '.join(sizes)} (conf/model_config.yaml)"
-    if not missing and not wrong:  # each key is right by itself, so that a rule may use any of them
+    size: GPTConfig | None = None
+    if not any(key.startswith("model.") for key in (*missing, *wrong)):
+        try:
+            size = sizes.chosen(OmegaConf.to_object(typed.model))  # type: ignore[arg-type]  # a Model
+        except UserError as error:
+            mistakes += str(error).splitlines()
+    if size is not None and not missing and not wrong:  # each key is right by itself, so that a rule may use any
         checked: Config = OmegaConf.to_object(typed)  # type: ignore[assignment]  # what a structured config becomes
-        size = sizes[checked.model.size]
         if checked.data.max_context is None:
             checked.data.max_context = size.block_size
         for key, expected in rules_between_keys.mistakes(checked, size):
@@ -57,7 +60,7 @@ def _assign(section: DictConfig, values: DictConfig, prefix: str = "") -> Iterat
     written: dict[Any, Any] = OmegaConf.to_container(values)  # type: ignore[assignment]  # a mapping, as values is
     names = [field.name for field in dataclasses.fields(OmegaConf.get_type(section))]  # type: ignore[arg-type]
     for key, text in written.items():
-        if key in names and OmegaConf.is_dict(section.get(key)):
+        if key in names and dataclasses.is_dataclass(OmegaConf.get_type(section, key)):
             if isinstance(text, dict):
                 yield from _assign(section[key], values[key], f"{prefix}{key}.")
             else:
@@ -93,8 +96,6 @@ def describe(error: Exception) -> str:
     lines = str(error).splitlines()
     parts = [line for line in lines[:2] if line.strip(" ^")]  # not the mark below the place of an error
     if isinstance(cause, OmegaConfBaseException):
-        if cause.full_key in RENAMED:
-            return f"{cause.full_key}: expected {RENAMED[cause.full_key]}, which replaces it"
         subject = str(cause.full_key) if cause is error else lines[0]
         parts = [part for part in (subject, str(cause).splitlines()[0]) if part]
         if isinstance(cause, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(cause.object_type):

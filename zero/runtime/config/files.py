@@ -14,6 +14,7 @@ import zero
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.runtime.config.check import describe
+from zero.runtime.config.schema import Model
 from zero.runtime.errors import UserError
 from zero.runtime.parsing import reading
 
@@ -37,30 +38,73 @@ def read_yaml(path: Path, message: str, kind: type[UserError] = UserError) -> di
     return content
 
 
-def load_sizes(path: Path | None = None) -> dict[str, GPTConfig]:
+class Sizes(dict[str, GPTConfig]):
+    """Model sizes by name, and their entries as they are written, which overrides are merged over.
+
+    Attributes:
+      path: the file that they were read from.
+      entries: the keys of each size, without those of its family.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises UserError, with a line for every size that is wrong."""
+        if not path.is_file():
+            raise UserError(f"{path}: not found; expected the model sizes")
+        self.path, self.entries = path, read_yaml(path, f"{path}: expected the model sizes")
+        mistakes = []
+        for name, entry in self.entries.items():
+            try:
+                self[name] = _make_size(entry or {})
+            except ValueError as error:
+                mistakes.append(f"{path}: size {name!r}: {error}")
+        if mistakes:
+            raise UserError("\n".join(mistakes))
+
+    def chosen(self, model: Model) -> GPTConfig:
+        """The size that these keys name: its entry, in `model.sizes` if it has one there, and `model.override` over it.
+
+        Raises:
+          UserError: there is no such size, a file is wrong, or the model is impossible with these overrides.
+        """
+        files = [self, *([] if model.sizes is None else [Sizes(Path(model.sizes))])]
+        entries = {name: entry for file in files for name, entry in file.entries.items()}
+        if model.size not in entries:
+            places = " and ".join(["conf/model_config.yaml", *([] if model.sizes is None else [model.sizes])])
+            raise UserError(f"model.size={model.size}: expected one of {', '.join(entries)} ({places})")
+        try:
+            return _make_size({**entries[model.size], **model.override})
+        except ValueError as error:
+            raise UserError(f"model.size={model.size} with model.override={model.override}: {error}") from error
+
+
+def load_sizes(path: Path | None = None) -> Sizes:
     """The model sizes of `conf/model_config.yaml`, or of another such file.
 
     Raises:
       UserError: the file or a key of a size is missing, unknown, of another type, or impossible; every size that is
         wrong has a line.
     """
-    path = conf_directory() / "model_config.yaml" if path is None else path
-    if not path.is_file():
-        raise UserError(f"{path}: not found; expected the model sizes")
+    return Sizes(conf_directory() / "model_config.yaml" if path is None else path)
+
+
+def _make_size(entry: Any) -> GPTConfig:
+    """The model of an entry.
+
+    Raises:
+      ValueError: a key is missing, unknown, of another type, or impossible.
+    """
+    keys = _with_family(entry)
+    if keys.get("num_head", 0) is None and isinstance(keys.get("head_dim"), int) and keys["head_dim"] > 0:
+        keys["num_head"], rest = divmod(keys["embedding_dim"], keys["head_dim"])
+        if rest:
+            raise ValueError(f"embedding_dim {keys['embedding_dim']} is no multiple of head_dim {keys['head_dim']}")
     schema = OmegaConf.structured(GPTConfig)
-    OmegaConf.set_readonly(schema, False)  # GPTConfig is frozen, and the size is merged into its schema
-    sizes, mistakes = {}, []
-    for size, entry in read_yaml(path, f"{path}: expected the model sizes").items():
-        try:
-            checked = OmegaConf.to_container(OmegaConf.merge(schema, _with_family(entry or {})), throw_on_missing=True)
-            sizes[str(size)] = GPTConfig(**checked)  # type: ignore[arg-type]  # the mapping that was merged
-        except OmegaConfBaseException as error:
-            mistakes.append(f"{path}: size {size!r}: {describe(error)}")
-        except ValueError as error:
-            mistakes.append(f"{path}: size {size!r}: {error}")
-    if mistakes:
-        raise UserError("\n".join(mistakes))
-    return sizes
+    OmegaConf.set_readonly(schema, False)  # GPTConfig is frozen, and the entry is merged into its schema
+    try:
+        checked = OmegaConf.to_container(OmegaConf.merge(schema, keys), throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(describe(error)) from error
+    return GPTConfig(**checked)  # type: ignore[arg-type]  # the mapping that was merged
 
 
 def _with_family(entry: Any) -> dict[str, Any]:

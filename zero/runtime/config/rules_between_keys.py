@@ -9,6 +9,7 @@ from zero.models.config import GPTConfig
 from zero.models.stack import span_size
 from zero.runtime.config.constraints import is_paths, shown
 from zero.runtime.config.schema import Config
+from zero.runtime.streaming.synthetic import SYNTHETIC
 from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE, hyperparameters
 
 Mistakes = Iterator[tuple[str, str]]  # key, and what was expected
@@ -61,6 +62,16 @@ def data_rules(config: Config, size: GPTConfig) -> Mistakes:
         )
     if not is_paths(data.index_path_train) and data.train_samples is not None:
         yield "data.train_samples", "null, as data.index_path_train is a mixture"
+    if data.corpus in SYNTHETIC:
+        has_rows = f"as data.corpus={data.corpus} has no end, no documents and no completions"
+        for key, value, expected in (
+            ("training.max_epochs", config.training.max_epochs, None),
+            ("data.train_samples", data.train_samples, None),
+            ("data.isolate_documents", data.isolate_documents, False),
+            ("training.loss_on", config.training.loss_on, "all"),
+        ):
+            if value != expected:
+                yield key, f"{shown(expected)}, {has_rows}"
     if data.isolate_documents and size.layer == "gated_units":
         yield "data.isolate_documents", f"false, as model.size={config.model.size} has gated units"
     if data.resume_step is not None and config.resume is None and config.mode == "train":
@@ -73,7 +84,12 @@ def optimizer_rules(config: Config, size: GPTConfig) -> Mistakes:
         yield f"optimizer.{key}", f"null, as optimizer.name={optimizer.name} does not have it"
     if optimizer.name not in QUANTISABLE and optimizer.state_dtype != "float32":
         yield "optimizer.state_dtype", f"float32, as optimizer.name={optimizer.name}"
-    if optimizer.name not in MULTIPLIABLE and size.parametrization == "mup":
+    for key in ("decay", "scaled_eps"):
+        if size.parametrization == "standard" and getattr(optimizer, key) in ("coupled", True):
+            yield f"optimizer.{key}", f"another value, as model.size={config.model.size} is not in mup"
+    if optimizer.decay == "independent" and config.training.peak_learning_rate == 0:
+        yield "optimizer.decay", "rate or null, as training.peak_learning_rate=0"
+    if optimizer.name not in MULTIPLIABLE and size.parametrization != "standard":
         yield "optimizer.name", f"{' or '.join(MULTIPLIABLE)}, as model.size={config.model.size} is in mup"
     if optimizer.name not in ELEMENTWISE and config.zero.fused_update:
         yield "optimizer.name", f"{', '.join(ELEMENTWISE)}, as zero.fused_update=true updates one layer at a time"
@@ -101,9 +117,8 @@ def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
             yield f"zero.{key}", f"{other}, as zero.stage=0 sums whole gradients and gathers nothing"
     yield from _uncut(config, size)
     yield from _undivided(config, size)
-    for key in ("tensor_shards", "context_shards"):
-        if size.layer == "gated_units" and getattr(zero, key) > 1:
-            yield f"zero.{key}", f"1, as model.size={config.model.size} has gated units"
+    if size.layer == "gated_units" and zero.context_shards > 1:
+        yield "zero.context_shards", f"1, as model.size={config.model.size} has gated units (docs/decisions/vq.md)"
     if size.has_codebook and zero.fused_update:
         yield (
             "zero.fused_update",
@@ -157,11 +172,13 @@ def _uncut(config: Config, size: GPTConfig) -> Mistakes:
         f"kv_heads={size.key_heads} {of_model}": size.key_heads,
         f"mlp_dim={size.mlp_width} {of_model}": size.mlp_width,
     }
+    if size.layer == "gated_units":
+        cut = {f"twice embedding_dim={size.embedding_dim} {of_model}": 2 * size.embedding_dim}
     if config.mode in ("train", "plan"):
         cut[f"data.max_context={config.data.max_context}"] = config.data.max_context
         cut |= {f"a stage of {length} tokens": length for _, length in config.training.stages()}
     for what, count in cut.items():
-        if count % zero.tensor_shards and size.layer == "transformer":
+        if count % zero.tensor_shards:
             yield "zero.tensor_shards", f"a divisor of {what}"
     if zero.context_shards == 1 or config.mode not in ("train", "plan"):
         return
@@ -180,6 +197,10 @@ def evaluate_rules(config: Config, size: GPTConfig) -> Mistakes:
     evaluate = config.evaluate
     if config.mode == "evaluate" and not (evaluate.validation or evaluate.harness):
         yield "evaluate.validation", "true, or tasks in evaluate.harness"
+    elif config.mode == "evaluate" and evaluate.validation and not config.has_validation_set:
+        data, path = config.data, shown(config.data.index_path_validation)
+        given = f"data.corpus={shown(data.corpus)} and data.index_path_validation={path}"
+        yield "evaluate.validation", f"false, as {given} hold no validation set"
     context = evaluate.context or config.data.max_context
     if evaluate.stride is not None and evaluate.stride >= context:
         yield "evaluate.stride", f"1 to {context - 1}, or null"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from zero.models.attention.blockwise import CHOICES as ATTENTION
 from zero.models.stack import REMAT
@@ -37,6 +37,7 @@ from zero.runtime.config.constraints import (
     random_seed,
     zero_or_more,
 )
+from zero.runtime.streaming.synthetic import SYNTHETIC
 from zero.training.optimizer import NAMES
 from zero.training.schedules import SCHEDULES
 
@@ -59,7 +60,7 @@ class Training:
     weight_decay: float = zero_or_more()
     gradient_accumulation_steps: int = at_least(1)
     evaluation_frequency: int = at_least(1)
-    maximum_evaluation_steps: int = at_least(1)
+    maximum_evaluation_steps: int = at_least(0)
     staged_warmup_steps: int = at_least(0)
     warmup_train_context: int = MISSING
     context_stages: Any = checked(
@@ -90,6 +91,8 @@ class Model:
     model_path: str | None = not_empty()
     ema: Any = boolean()
     attention: str = one_of(*ATTENTION)
+    sizes: str | None = not_empty()
+    override: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -104,7 +107,7 @@ class Data:
     checkpoint_directory: str = not_empty()
     bucket_path: str | None = not_empty()
     index_path_train: Any = checked(lambda value: is_paths(value) or is_mixture(value), f"{_PATHS}, or {_MIXTURE}")
-    index_path_validation: Any = checked(lambda value: is_paths(value), _PATHS)
+    index_path_validation: Any = checked(lambda value: value is None or is_paths(value), f"{_PATHS}, or null")
     shuffle_shards: int = at_least(1)
     max_skipped_rows: int = zero_or_more()
     cache_directory: str | None = not_empty()
@@ -127,6 +130,10 @@ class Optimizer:
     decay_rate: float | None = positive()
     factored_from: int | None = at_least(2)
     max_update_rms: float | None = positive()
+    min_scale: float | None = positive()
+    scale_by_parameter: Any = boolean(optional=True)
+    decay: str | None = one_of("rate", "coupled", "independent")
+    scaled_eps: Any = boolean(optional=True)
     newton_schulz_steps: int | None = at_least(1)
     update_rms: float | None = positive()
     adam_b1: float | None = fraction_below_one()
@@ -258,5 +265,17 @@ class Config:
     distributed: Distributed = field(default_factory=Distributed)
     plan: Plan = field(default_factory=Plan)
 
+    @property
+    def has_validation_set(self) -> bool:
+        return self.data.index_path_validation is not None and self.data.corpus not in SYNTHETIC
 
-ConfigStore.instance().store(name="schema", node=Config)
+
+def declared() -> DictConfig:
+    """The sections with their types; `model.override` takes any key, as it is checked with the model's entry."""
+    node = OmegaConf.structured(Config)
+    OmegaConf.set_struct(node.model.override, False)
+    assert isinstance(node, DictConfig)
+    return node
+
+
+ConfigStore.instance().store(name="schema", node=declared())

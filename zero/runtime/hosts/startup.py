@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of mallopt, from glibc's malloc.h
 OVERLAP_GATHERS = "xla_enable_async_all_gather"  # an option of XLA for TPU (docs/decisions/hidden-gathers.md)
-ACCELERATORS = ("accel*", "vfio/*", "nvidia0", "kfd")  # device files of TPUs, NVIDIA and AMD GPUs
+ACCELERATORS = {"accel*": "tpu", "vfio/*": "tpu", "nvidia0": "cuda12", "kfd": "rocm"}  # device files; extras of jax
 
 
 def keep_freed_memory() -> None:
@@ -67,7 +67,7 @@ def start(
     Raises:
       Unavailable: jax cannot find or reach the other hosts.
     """
-    if not any(next(Path("/dev").glob(pattern), None) for pattern in ACCELERATORS):
+    if accelerator() is None:
         jax.config.update("jax_platforms", "cpu")  # else libtpu searches long for a TPU, and prints errors
         keep_freed_memory()
     use_cpu_devices(cpu_devices)
@@ -105,6 +105,11 @@ def start(
     return jax.process_index(), jax.process_count()
 
 
+def accelerator() -> str | None:
+    """The extra of jax for the accelerator of this machine, by its device files; None without one."""
+    return next((extra for pattern, extra in ACCELERATORS.items() if next(Path("/dev").glob(pattern), None)), None)
+
+
 def set_overlap(overlap_gathers: bool) -> None:
     """Sets the option of XLA for TPU before libtpu starts and reads it; a value that is already set stays."""
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
@@ -125,9 +130,7 @@ def _default_signal_handlers() -> Iterator[None]:
 
 def _jax_finds_hosts() -> bool:
     """Whether jax detects the processes of the run itself: TPU VMs, and tasks of Slurm and Open MPI."""
-    has_tpu = find_spec("libtpu") is not None and any(
-        next(Path("/dev").glob(pattern), None) for pattern in ("accel*", "vfio/*")
-    )
+    has_tpu = find_spec("libtpu") is not None and accelerator() == "tpu"
     is_slurm_step = "SLURM_STEP_NODELIST" in os.environ and int(os.environ.get("SLURM_NTASKS", 1)) > 1
     return has_tpu or is_slurm_step or int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
 

@@ -39,6 +39,7 @@ from zero.runtime.run.verification import Verifier
 from zero.runtime.run_directory import mirror
 from zero.runtime.streaming.loader import HostBatch, Loader
 from zero.runtime.streaming.prefetch import prefetch
+from zero.runtime.streaming.synthetic import AnyLoader
 from zero.runtime.text.tokenizers import Tokenizer
 from zero.runtime.tracking.goodput import Goodput, counts_as
 from zero.runtime.tracking.tracker import Tracker
@@ -75,8 +76,8 @@ class ActiveRun:
     inference: Inference
     layout: Layout
     context: SequenceLengths
-    loader: Loader
-    validation: Loader
+    loader: AnyLoader
+    validation: Loader | None
     checkpoints: Checkpoints
     emergency: EmergencyCheckpoints | None
     tracker: Tracker | None  # of host 0
@@ -106,6 +107,11 @@ class ActiveRun:
     def weights(self) -> PyTree:
         """The part of the state that inference needs."""
         return self.model.weights(self.state.params, self.state.averages)
+
+    @property
+    def has_evaluation(self) -> bool:
+        """Whether an evaluation computes anything."""
+        return self.validation is not None or self.config.training.harness_frequency is not None
 
     def batches(self) -> Generator[tuple[int, HostBatch]]:
         """Each step with this host's rows, to the last step or until a stop request comes during a wait for data."""
@@ -260,6 +266,28 @@ class ActiveRun:
         Raises:
           UserError: the state or its validation loss is not finite, or differs between copies; nothing is saved.
         """
+        sums = self._examined(validation_loss)
+        if self.tracker is not None:  # before the checkpoint: a resume from it finds the metrics up to it
+            mirror(self.directory, self.checkpoints.directory)
+        meta = {**asdict(self.position), "checksums": sums, "config": asdict(self.config), "size": asdict(self.size)}
+        whole = to_global(self.state, self.layout, self.axis, donate=True)
+        self.checkpoints.save(self.position.step, whole, self.layout, meta, validation_loss=validation_loss)
+        self.state = from_global(whole, self.layout, self.axis, donate=True)
+        self.saved_at = time.monotonic()
+
+    @counts_as("checkpoint")
+    def protect(self) -> None:
+        """Begins an emergency checkpoint; returns when the state may change again.
+
+        Raises:
+          UserError: the state is not finite, or differs between copies; the checkpoints before are kept.
+        """
+        if self.emergency is not None:
+            self._examined()
+            self.emergency.save(self.position.step, self.state, asdict(self.position))
+
+    def _examined(self, validation_loss: float | None = None) -> dict[str, int]:
+        """Checksums of the state by leaf; raises UserError where it must not be saved."""
         try:
             sums, not_finite = examine(self.state, self.layout, self.axis)
         except ValueError as error:
@@ -275,19 +303,7 @@ class ActiveRun:
                 f"step {self.position.step}: {what} not finite; this state is not saved. Lower "
                 "training.peak_learning_rate and --resume from a checkpoint before (data.resume_step), or start again"
             )
-        if self.tracker is not None:  # before the checkpoint: a resume from it finds the metrics up to it
-            mirror(self.directory, self.checkpoints.directory)
-        meta = {**asdict(self.position), "checksums": sums, "config": asdict(self.config), "size": asdict(self.size)}
-        whole = to_global(self.state, self.layout, self.axis, donate=True)
-        self.checkpoints.save(self.position.step, whole, self.layout, meta, validation_loss=validation_loss)
-        self.state = from_global(whole, self.layout, self.axis, donate=True)
-        self.saved_at = time.monotonic()
-
-    @counts_as("checkpoint")
-    def protect(self) -> None:
-        """Begins an emergency checkpoint; returns when the state may change again."""
-        if self.emergency is not None:
-            self.emergency.save(self.position.step, self.state, asdict(self.position))
+        return sums
 
     def stop(self) -> int:
         """Logs and saves the steps that are not yet logged and saved.

@@ -40,8 +40,10 @@ from zero.runtime.run.verification import Verifier
 from zero.runtime.streaming.cache import ShardCache
 from zero.runtime.streaming.index_files import index_paths
 from zero.runtime.streaming.loader import Loader
+from zero.runtime.streaming.synthetic import SYNTHETIC, AnyLoader, SyntheticLoader
 from zero.runtime.text.tokenizers import Tokenizer, load_tokenizer
 from zero.runtime.tracking.goodput import Goodput
+from zero.runtime.tracking.html_report import EVALUATED
 from zero.runtime.tracking.metrics_file import read_metrics
 from zero.runtime.tracking.tracker import Tracker
 from zero.runtime.weights.warm_start import warm_start
@@ -131,9 +133,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             tokenizer=tokenizer,
             model=model,
             programs=job.programs,
-            inference=make_inference(model),
             layout=job.layout,
-            context=staged_context(config),
             loader=loader,
             validation=validation,
             checkpoints=checkpoints,
@@ -150,6 +150,8 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             position=position,
             last_step=last_step,
             in_flight=in_flight,
+            context=staged_context(config),
+            inference=make_inference(model),
         )
 
 
@@ -263,7 +265,9 @@ def _prepare_corpus(config: Config, tokenizer: Tokenizer) -> Config:
       The configuration with the index files of the corpus that fits.
     """
     data, is_first = config.data, jax.process_index() == 0
-    keys = ("index_path_train", "index_path_validation")
+    if data.corpus in SYNTHETIC:
+        return config
+    keys = [key for key in ("index_path_train", "index_path_validation") if getattr(data, key) is not None]
     indices = [index_paths(getattr(data, key), data.bucket_path) for key in keys]
     paths = [path for index in indices for path in ([index] if isinstance(index, str) else index)]
     for is_turn in (is_first, not is_first):  # hosts that share a disk find the corpus of the first one
@@ -316,15 +320,20 @@ def staged_context(config: Config) -> SequenceLengths:
     return SequenceLengths(full, training.stages())
 
 
-def _loaders(config: Config, size: GPTConfig, tokenizer: Tokenizer, global_rows: int) -> tuple[Loader, Loader]:
-    """The loaders of the training and of the validation set.
+def _loaders(
+    config: Config, size: GPTConfig, tokenizer: Tokenizer, global_rows: int
+) -> tuple[AnyLoader, Loader | None]:
+    """The loaders of the training and of the validation set, if there is one.
 
     Raises:
       UserError: the data does not fit the configuration.
     """
     data = config.data
-    cache = ShardCache(Path(data.cache_directory), data.cache_bytes) if data.cache_directory else None
     host, hosts = jax.process_index(), jax.process_count()
+    if data.corpus is not None and data.corpus in SYNTHETIC:
+        rows = (global_rows, data.max_context, size.vocab_size, config.seed)
+        return SyntheticLoader(data.corpus, *rows, host, hosts), None
+    cache = ShardCache(Path(data.cache_directory), data.cache_bytes) if data.cache_directory else None
     only_completions = config.training.loss_on == "completion"
     training = Loader(
         index_paths(data.index_path_train, data.bucket_path),
@@ -341,25 +350,27 @@ def _loaders(config: Config, size: GPTConfig, tokenizer: Tokenizer, global_rows:
         cache=cache,
         only_completions=only_completions,
     )
-    validation = Loader(
-        index_paths(data.index_path_validation, data.bucket_path),
-        global_rows=global_rows,
-        context=data.max_context,
-        vocab_size=size.vocab_size,
-        shuffle=False,
-        max_epochs=1,
-        host=host,
-        hosts=hosts,
-        cache=cache,
-        only_completions=only_completions,
-    )
+    validation = None
+    if config.has_validation_set and config.training.maximum_evaluation_steps:
+        validation = Loader(
+            index_paths(data.index_path_validation, data.bucket_path),
+            global_rows=global_rows,
+            context=data.max_context,
+            vocab_size=size.vocab_size,
+            shuffle=False,
+            max_epochs=1,
+            host=host,
+            hosts=hosts,
+            cache=cache,
+            only_completions=only_completions,
+        )
     if data.isolate_documents:
-        corpora = [*training.corpora, *validation.corpora]
+        corpora = [*training.corpora, *(validation.corpora if validation is not None else ())]
         check_end_of_text([shard.path for corpus in corpora for shard, _ in corpus.shards], tokenizer)
     return training, validation
 
 
-def _last_step(config: Config, loader: Loader) -> int:
+def _last_step(config: Config, loader: AnyLoader) -> int:
     """The last step of the schedule, or of the data if that ends earlier."""
     training = config.training
     if loader.total_batches is None or loader.total_batches >= training.total_steps:
@@ -375,7 +386,8 @@ def _last_step(config: Config, loader: Loader) -> int:
 
 def _is_evaluated(run_directory: Path, step: int) -> bool:
     """Whether an earlier start of this run has evaluated its checkpoint already, by the metrics of host 0."""
-    found = jax.process_index() == 0 and "validation/loss" in (_line_of(run_directory, step) or {})
+    line = (_line_of(run_directory, step) or {}) if jax.process_index() == 0 else {}
+    found = any(name.startswith(EVALUATED) for name in line)
     return bool(agreement.broadcast("evaluated", "yes" if found else ""))
 
 

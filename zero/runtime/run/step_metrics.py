@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from zero.models.experts import METRICS
+from zero.models.codebook import METRICS as OF_CODEBOOKS
+from zero.models.experts import METRICS as OF_EXPERTS
 from zero.runtime.tracking.goodput import Goodput
 
 log = logging.getLogger(__name__)
@@ -91,8 +92,8 @@ class StepMetrics:
         while self._unread:
             self.add(self._unread.pop(0), leave=0)
         losses, self._losses = self._losses, []
-        of_experts = [name for name in METRICS if name in self._newest]
-        newest = ("learning_rate", "gradient_norm", "skipped_steps", "skipped_spikes", *of_experts)
+        of_model = [name for name in (*OF_EXPERTS, *OF_CODEBOOKS) if name in self._newest]
+        newest = ("learning_rate", "gradient_norm", "skipped_steps", "skipped_spikes", *of_model)
         line = {"train/loss": fmean(losses), **{name: self._newest[name] for name in newest}, **self._next_line}
         self._next_line = {}
         if steps := len(losses) - self._untimed:

@@ -15,7 +15,16 @@ from zero.runtime.config.files import load_sizes
 from zero.runtime.config.saved_config import preset_keys
 from zero.runtime.errors import UserError
 from zero.runtime.run.find_run import parsed_overrides
-from zero.runtime.run_directory import CONFIG_FILE, checkpoint_directory, rebuild, saved_config, saved_steps
+from zero.runtime.run_directory import (
+    CONFIG_FILE,
+    checkpoint_directory,
+    is_outside,
+    rebuild,
+    saved_config,
+    saved_steps,
+)
+
+PLACE = ("bucket_path", "checkpoint_directory")  # keys of data
 
 
 def swept_keys(arguments: Iterable[str], task_overrides: Sequence[str]) -> set[str]:
@@ -23,6 +32,18 @@ def swept_keys(arguments: Iterable[str], task_overrides: Sequence[str]) -> set[s
     swept = {override.key_or_group for override in parsed_overrides(arguments) if override.is_sweep_override()}
     own = [override for override in task_overrides if override.lstrip("+").split("=", 1)[0] in swept]
     return swept | set(preset_keys(own))
+
+
+def check_places(config: DictConfig, run_directory: Path, keys: set[str]) -> None:
+    """Raises UserError where all jobs of a sweep over `keys` would keep their checkpoints in one directory."""
+    place = checkpoint_directory(run_directory, config.data.bucket_path, config.data.checkpoint_directory)
+    varies = [name for name in PLACE if f"data.{name}" in keys or OmegaConf.is_interpolation(config.data, name)]
+    if keys and is_outside(run_directory, place) and not varies:
+        raise UserError(
+            f"data.checkpoint_directory={config.data.checkpoint_directory}: expected a directory for each job of this "
+            f"sweep, not {place} for all; for instance "
+            f"'data.checkpoint_directory={config.data.checkpoint_directory}/${{hydra:job.num}}'"
+        )
 
 
 def continue_job(config: DictConfig, run_directory: Path, keys: set[str]) -> None:

@@ -19,7 +19,8 @@ from zero.partition.layout import LeafLayout
 FUSED_QKV = ("query", "key", "value")
 # Attributes that are not choices of an architecture: sizes, and options of training.
 _SIZES = {"embedding_dim", "vocab_size", "num_head", "block_size", "N", "kv_heads", "head_dim", "mlp_dim"}
-_SIZES |= {"norm_epsilon", "dropout", "vocab_chunks", "z_loss", "parametrization", "mup_base_width", "zero_init"}
+_SIZES |= {"norm_epsilon", "dropout", "vocab_chunks", "z_loss", "parametrization", "mup_base_width"}
+_SIZES |= {"init", "head_init", "zero_init"}
 _SIZES |= {"embedding_dropout", "attention_dropout", "residual_dropout"}
 _SIZES |= {"expert_capacity", "expert_priority", "balance_loss", "router_z_loss"}  # of training alone
 _DEFAULTS = {one.name: one.default for one in fields(GPTConfig)} | {"attention_scale": "sqrt"}
@@ -63,7 +64,9 @@ class Architecture:
             free |= {"rotary_scaling"} if self.scales_rotary else set()
         free |= {"local_rotary_base"} if self.local_rotary else set()
         free |= {"unrotated_every"} if self.unrotated else set()
-        free |= {"attention_multiplier"} if free & {"score_width", "score_multiplier"} else set()
+        if free & {"score_width", "score_multiplier"} and not isinstance(size.attention_scale, str):
+            free.add("attention_scale")
+        free |= {"output_scale"} if "logit_divisor" in free else set()
         expected = {name: value for name, value in self.choices().items() if name not in _SIZES}
         widths = {"key_heads": size.num_head, "mlp_width": 4 * size.embedding_dim}
         widths["head_width"] = size.embedding_dim / size.num_head  # type: ignore[assignment]

@@ -22,7 +22,13 @@ from zero.training.ema import EMA
 from zero.training.sharded_gpt import ShardedGPT
 
 # As `UNSEEN`, of checkpoints: what a Hugging Face folder is compared by in other ways.
-UNSEEN_IN_CHECKPOINTS = ("alibi_attn", "norm_place", "expert_capacity", "expert_priority")
+UNSEEN_IN_CHECKPOINTS = (
+    "alibi_attn",
+    "norm_place",
+    "expert_capacity",
+    "expert_priority",
+    "distance_base",
+)
 
 
 def open_checkpoints(place: str) -> Checkpoints:
@@ -91,9 +97,8 @@ def restore_weights(checkpoints: Checkpoints, step: int, model: ShardedGPT, with
     """
 
     def shards(layout: Layout, within: str) -> PyTree:
-        return from_global(
-            checkpoints.restore(step, layout, model.axis, within=within), layout, model.axis, donate=True
-        )
+        whole = checkpoints.restore(step, layout, model.axis, within=within)
+        return from_global(whole, layout, model.axis, donate=True)
 
     collections = {name: shards(layout, f"averages/{name}") for name, layout in model.collection_layouts.items()}
     return {**shards(model.layout, within), **collections}
