@@ -36,7 +36,7 @@ TRAINED = {
     "stablelm": _of("stablelm", **{**_GROUPED, "kv_heads": 6}, rotary_fraction=0.4),
     "granite": _of(
         "granite", **_GROUPED, embedding_multiplier=3.0, residual_multiplier=0.5, attention_scale=0.25,
-        logit_divisor=2.0,
+        output_scale=0.5,
     ),
     "gemma": _of("gemma", **_GROUPED),
     "gemma3": _of("gemma3", **_GROUPED, N=4, windows=(5, 0), logit_cap=0.5, attention_scale=0.25),
