@@ -45,7 +45,7 @@ _GATED_UNITS = {  # keys of a model of gated units
     *(*_GATED_UNITS_ALONE, "layer", "alibi_attn", "positions", "embedding_dim", "num_head", "block_size", "N"),
     *("vocab_size", "vocab_chunks", "embedding_norm", "norm", "norm_epsilon", "norm_gains", "tied", "scale_embedding"),
     *("scale_output", "logit_cap", "z_loss", "dropout", "embedding_dropout", "residual_dropout"),
-    *("final_norm", "init", "head_init"),
+    *("output_scale", "final_norm", "init", "head_init"),
 }
 
 
@@ -122,6 +122,7 @@ class GPTConfig:
       embedding_multiplier: factor of embedded tokens.
       residual_multiplier: factor of the outputs of attention and MLP before they are added to the stream.
       scale_output: logits are divided by the root of D. The table then starts with a standard deviation of 1.
+      output_scale: logits are multiplied by this number.
       final_norm: whether the stream is normalised before it is scored.
       logit_cap: as `attention_cap`, for the final logits.
       z_loss: weight of the squared log-sum-exp of the logits in the gradient (PaLM, arXiv 2204.02311, section 5);
@@ -199,6 +200,7 @@ class GPTConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     scale_output: bool = False
+    output_scale: float = 1.0
     final_norm: bool = True
     logit_cap: float | None = None
     z_loss: float = 0.0
