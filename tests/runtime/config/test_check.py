@@ -187,11 +187,11 @@ def test_every_size_can_be_trained(size: str) -> None:
             "model.size=bytes_vq; evaluate.carry=true; evaluate.context=1000",
             ["evaluate.carry=true", "a multiple of vq_block=128 of model.size=bytes_vq"],
         ),
-        ("zero.remat=some", ["zero.remat=some", "full, nested, dots, none"]),
+        ("zero.remat=some", ["zero.remat=some", "nested, full, attention, projections, dots, none"]),
         ("model.attention=some", ["model.attention=some", "auto, dense, blockwise, kernel"]),
         ("plan.micro_batch=0", ["plan.micro_batch=0", "at least 1"]),
         ("plan.grid.stage=[4]", ["plan.grid.stage=[4]", "0, 1, 2, 3"]),
-        ("plan.grid.remat=[]", ["plan.grid.remat=[]", "full, nested, dots, none"]),
+        ("plan.grid.remat=[]", ["plan.grid.remat=[]", "nested, full, attention, projections, dots, none"]),
         ("plan.grid.context=[1024]", ["plan.grid.context=[1024]", "2 to 256"]),
         (
             "plan.grid.state_dtype=[float32,int8]; optimizer.name=sgd",
