@@ -24,14 +24,14 @@ def test_repeated_kills(tmp_path: Path) -> None:
 
 def test_faults_on_two_hosts(tmp_path: Path) -> None:
     """A run on two hosts is refused with another configuration, loses a host, and ends as one that met no fault."""
-    storm = weather(tmp_path, kills=2, steps=24, seed=4303, most_hosts=2)
+    storm = weather(tmp_path, kills=2, steps=24, seed=12043, most_hosts=2)
     assert storm.kills.total() == 2 and storm.refused_configurations == 1 and storm.resumed == 1
 
 
 @pytest.mark.slow
 def test_every_fault_on_changing_hosts(tmp_path: Path) -> None:
     """A run on changing hosts meets every kind of fault and ends as one that met none."""
-    storm = weather(tmp_path, kills=6, steps=60, seed=1512, most_hosts=3)
+    storm = weather(tmp_path, kills=6, steps=60, seed=4070, most_hosts=3)
     assert storm.kills.total() >= 6 and storm.lost_memories > 0
 
 
