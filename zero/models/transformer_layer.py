@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from zero.model_parallel import WHOLE, ModelParallel
@@ -27,6 +28,7 @@ from zero.models.experts import Experts, ResidualStream, Routing
 from zero.models.gated_unit import GatedLayer, RecurrentState, init_recurrent
 from zero.models.layer import Layer
 from zero.models.parametrization import kernel_init
+from zero.models.stack import PROJECTIONS
 
 
 class Cache(NamedTuple):
@@ -157,6 +159,7 @@ class TransformerLayer(Layer):
             rotation = rotation_of(config, layer)
             numbers = self.cut.attended_numbers(position, h_BTD.shape[1])
             q_BTHK, k_BSGK = (rotate(x, numbers, rotation, starts_BT) for x in (q_BTHK, k_BSGK))
+        q_BTHK, k_BSGK, v_BSGK = (checkpoint_name(x, PROJECTIONS) for x in (q_BTHK, k_BSGK, v_BSGK))
         bias_CH = None
         if config.position_kind == "t5":
             bias_CH = self.param("relative_bias", nn.initializers.normal(0.02), (T5_BUCKETS, config.num_head))
@@ -177,7 +180,7 @@ class TransformerLayer(Layer):
         if swap is not None:
             attended_BTHK = swap.to_positions(attended_BTHK)
         out = self._residual_dense("attention_out", config.out_bias)
-        return out(attended_BTHK.reshape(*h_BTD.shape[:2], -1)), cache
+        return checkpoint_name(out(attended_BTHK.reshape(*h_BTD.shape[:2], -1)), PROJECTIONS), cache
 
     def _by_window(self, cut: ModelParallel, layer: jax.Array, *arguments: Any) -> jax.Array:
         """`_attend` with the window of this layer."""

@@ -91,8 +91,8 @@ def packages() -> str:
     wrong = [*_unmet("zero-pmap", ("", "train"), optional=False)]
     wrong += _unmet("jax", ("", "tpu", "cuda12", "cuda13", "cuda12-local", "cuda13-local"), optional=True)
     if wrong:
-        found, wanted = zip(*wrong, strict=True)
-        raise Fault("; ".join(found), "pip install -U " + " ".join(f"'{one}'" for one in dict.fromkeys(wanted)))
+        install = dict.fromkeys(f"'{wanted}'" for _, wanted in wrong)
+        raise Fault("; ".join(found for found, _ in wrong), f"pip install -U {' '.join(install)}")
     installed = [f"{name} {found}" for name in SHOWN if (found := _version(name))]
     return ", ".join([f"Python {platform.python_version()}", *installed])
 

@@ -11,7 +11,7 @@ import jax
 import optax
 
 from zero.models.attention.blockwise import blockwise_from
-from zero.models.attention.kernel import kernel_of, missing_in
+from zero.models.attention.kernel import chosen_kernel, missing_in
 from zero.models.config import STACK, GPTConfig
 from zero.models.parametrization import multipliers_of
 from zero.models.transformer_layer import attention_form
@@ -60,7 +60,13 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         master_dtype=zero.master_dtype,
         end_of_text=end_of_text,
         gather_dtype=None if zero.gather_dtype == "auto" else zero.gather_dtype,
-        kernel=kernel_of(platform, device_kind) if config.model.attention == "kernel" else None,
+        kernel=chosen_kernel(
+            config.model.attention,
+            platform,
+            device_kind,
+            positions=config.data.max_context,
+            has_alibi=size.alibi_attn,
+        ),
     )
     if config.model.attention == "kernel":
         _warn_of_no_kernel(config, model)

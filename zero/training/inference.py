@@ -83,6 +83,8 @@ class Sampling:
       top_k: only this many of the most likely tokens.
       top_p: only the most likely tokens that together reach this probability (arXiv 1904.09751, section 3.1).
       typical_p: only the tokens nearest to the expected information with this mass (arXiv 2202.00666, section 4).
+      eta: only tokens with a probability of at least `min(eta, sqrt(eta) exp(-entropy))`, and always the most likely
+        one (arXiv 2210.15191, section 4).
     """
 
     repetition_penalty: float = 1.0
@@ -90,6 +92,7 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     typical_p: float | None = None
+    eta: float | None = None
 
 
 class DecodeState(NamedTuple):
@@ -183,6 +186,12 @@ def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
             jnp.where(jnp.isfinite(information), jnp.exp(-information) * information, 0), -1, keepdims=True
         )
         logits = _nucleus(logits, jnp.abs(information - expected), sampling.typical_p)
+    if sampling.eta is not None:
+        probability = jax.nn.softmax(logits)
+        entropy = -jnp.sum(jax.scipy.special.xlogy(probability, probability), -1, keepdims=True)
+        least = jnp.minimum(sampling.eta, jnp.sqrt(sampling.eta) * jnp.exp(-entropy))
+        is_kept = (probability >= least) | (probability == probability.max(-1, keepdims=True))
+        logits = jnp.where(is_kept, logits, -jnp.inf)
     return logits
 
 

@@ -13,6 +13,8 @@ from zero.runtime.config.files import load_sizes
 from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 SIZES = load_sizes()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.runtime.weights.random_weights import ALIBI, model_of, params, save, whole
 from zero.runtime.errors import UserError
-from zero.runtime.weights.average import average
+from zero.runtime.weights.average import average, last_steps
 from zero.runtime.weights.export import export
 from zero.runtime.weights.warm_start import warm_start
 
@@ -36,3 +36,12 @@ def test_average_that_fails_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "mean").mkdir()
     with pytest.raises(UserError, match="mean exists already; nothing is overwritten"):
         average(str(tmp_path / "run"), tmp_path / "mean")
+
+
+def test_checkpoints_of_the_last_part(tmp_path: Path) -> None:
+    """Four of the last part are evenly spaced, the newest among them."""
+    save(tmp_path / "run", ALIBI, *range(1, 11))
+    assert last_steps(str(tmp_path / "run"), 0.6, 4) == [5, 7, 8, 10]
+    assert last_steps(str(tmp_path / "run"), 0.2, 2) == [9, 10]
+    with pytest.raises(UserError, match=r"the last 20% hold 2 checkpoints, 9, 10; expected at least --count 4"):
+        last_steps(str(tmp_path / "run"), 0.2, 4)

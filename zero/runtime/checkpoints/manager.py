@@ -31,7 +31,7 @@ from zero.partition.layout import Layout, PyTree
 from zero.runtime import storage
 from zero.runtime.checkpoints.damage import DamagedCheckpoint, move_aside, read_errors, without_brackets, write_errors
 from zero.runtime.checkpoints.migration import FORMAT, migrate, stored_path
-from zero.runtime.checkpoints.orbax_commit import KeepNewestAndBest, barrier_unless_failing, temporary_path_class
+from zero.runtime.checkpoints.orbax_commit import Retention, Saved, barrier_unless_failing, temporary_path_class
 from zero.runtime.checkpoints.quiet_orbax import draining_event_loops, quiet_loggers
 from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.hosts import agreement
@@ -56,14 +56,14 @@ class Checkpoints:
 
     Args:
       directory: a local path or `gs://bucket/path`; made at the first save.
-      keep: how many of the newest to keep, besides the one with the lowest validation loss; None only reads, also while
-        another process writes there.
+      keep: how many of the newest to keep, besides the one with the lowest validation loss, or a `Retention`; None only
+        reads, also while another process writes there.
     """
 
-    def __init__(self, directory: Path | str, keep: int | None) -> None:
+    def __init__(self, directory: Path | str, keep: int | Retention | None) -> None:
         self.directory = str(directory) if str(directory).startswith("gs://") else Path(directory).absolute()
-        self._keep = keep
-        self._losses: dict[int, float] | None = None
+        self._keep = Retention(keep) if isinstance(keep, int) else keep
+        self._saved: dict[int, Saved] | None = None
         self._pending: _PendingSave | None = None
         self._is_stale = False  # after a failed save orbax's list of steps may lack some that still exist
         self._commit_times: dict[int, float] = {}
@@ -79,7 +79,7 @@ class Checkpoints:
     def _open(self) -> ocp.CheckpointManager:
         is_remote = storage.is_remote(storage.join(self.directory, "0"))
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=None if self._keep is None else KeepNewestAndBest(self._keep, self._known_losses),
+            preservation_policy=self._keep and dataclasses.replace(self._keep, saved=self._known),
             read_only=self._keep is None,
             create=False,
             cleanup_tmp_directories=self._keep is not None,
@@ -153,9 +153,7 @@ class Checkpoints:
             "validation_loss": validation_loss,
         }
         meta[META_CHECKSUM] = meta_checksum(meta)
-        losses = self._known_losses()
-        if validation_loss is not None and math.isfinite(validation_loss):
-            losses[step] = validation_loss
+        self._known()[step] = _retained(meta)
         started = time.monotonic()
         self._commit_times.pop(step, None)  # of a checkpoint that was set aside
         self._leaves[:] = arrays
@@ -242,7 +240,7 @@ class Checkpoints:
 
         self._on_all_hosts(step, rename)
         self._manager.reload()
-        self._losses = None
+        self._saved = None
 
     def check(self) -> None:
         """Raises the error of a background save that has failed, as `save` does; logs one that has finished."""
@@ -266,19 +264,16 @@ class Checkpoints:
             if failure is not None:
                 log.warning("older checkpoints than %d could not be deleted: %s", saved.step, failure.__cause__)
 
-    def _known_losses(self) -> dict[int, float]:
-        """The finite validation losses of existing checkpoints, by step."""
-        if self._losses is None:
-            self._losses = {}
+    def _known(self) -> dict[int, Saved]:
+        """What retention depends on of existing checkpoints whose metadata can be read, by step."""
+        if self._saved is None:
+            self._saved = {}
             for step in self.steps():
                 try:
-                    loss = self._read_meta(step).get("validation_loss")
+                    self._saved[step] = _retained(self._read_meta(step))
                 except DamagedCheckpoint as error:
                     log.warning("%s", error)
-                    continue
-                if loss is not None and math.isfinite(loss):
-                    self._losses[step] = loss
-        return self._losses
+        return self._saved
 
     def _read_meta(self, step: int) -> dict[str, Any]:
         file = storage.join(self.directory, f"{step}/meta/metadata")
@@ -348,6 +343,12 @@ def meta_checksum(meta: dict[str, Any]) -> int:
     """CRC-32 of all but itself, as sorted JSON."""
     kept = {key: value for key, value in json.loads(json.dumps(meta)).items() if key != META_CHECKSUM}
     return zlib.crc32(json.dumps(kept, sort_keys=True).encode())
+
+
+def _retained(meta: dict[str, Any]) -> Saved:
+    """What retention depends on, from the metadata of a checkpoint; before 0.1 they held no time."""
+    loss, saved_at = meta.get("validation_loss"), meta.get("saved_at")
+    return Saved(loss if loss is not None and math.isfinite(loss) else None, saved_at)
 
 
 def _check_meta(meta: Any) -> None:

@@ -116,6 +116,9 @@ class Data:
     tensorboard: Any = boolean()
     resume_step: int | None = MISSING
     keep_checkpoints: int = at_least(1)
+    keep_every: int | None = at_least(1)
+    keep_every_hours: float | None = positive()
+    save_every: int | None = at_least(1)
     checkpoint_minutes: float | None = positive()
 
 
@@ -194,6 +197,9 @@ class Sample:
     top_k: int | None = at_least(1)
     top_p: float | None = fraction()
     typical_p: float | None = fraction()
+    eta: float | None = fraction()
+    log_probabilities: Any = boolean()
+    interactive: Any = boolean()
     repetition_penalty: float = positive()
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -19,17 +19,17 @@ from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.generate import generate
+from zero.runtime.inference.interactive import STREAM_CHUNK, converse, sampling_of, stream, until_end
+from zero.runtime.inference.scoring import Passage, Scorer
 from zero.runtime.inference.trained_model import open_model
 from zero.runtime.parsing import reading
 from zero.runtime.text.chat_template import load_chat_template
 from zero.runtime.text.tokenizers import FileTokenizer, Tokenizer
-from zero.training.inference import Sampling
 from zero.training.programs import make_inference
 
 log = logging.getLogger(__name__)
 
 TEXTS_FILE = "samples.jsonl"
-STREAM_CHUNK = 16  # tokens between two updates of a streamed text
 
 
 @ending_together()
@@ -43,11 +43,12 @@ def sample(config: Config, size: GPTConfig, run_directory: Path) -> int:
       UserError: there is no such run or prompt, or the text is longer than the model's positions.
     """
     options = config.sample
+    if options.interactive:
+        trained = open_model(config, size, rows=1)
+        encode = _chat_encoder(config, trained.tokenizer) if options.chat else trained.tokenizer.encode
+        return converse(trained, options, encode)
     prompts = [prompt for prompt in _prompts(config) for _ in range(options.copies)]
     trained = open_model(config, size, rows=len(prompts))
-    sampling = Sampling(
-        options.repetition_penalty, options.temperature, options.top_k, options.top_p, options.typical_p
-    )
     end = trained.tokenizer.end_of_text
     encode = _chat_encoder(config, trained.tokenizer) if options.chat else trained.tokenizer.encode
     encoded = [np.append(end, encode(prompt)).astype(np.int32) for prompt in prompts]
@@ -63,23 +64,29 @@ def sample(config: Config, size: GPTConfig, run_directory: Path) -> int:
         screen.write(prompts[0] + line_break)
     started = time.monotonic()
     shown, drawn = "", 0
-    programs = make_inference(trained.model, sampling)
+    programs = make_inference(trained.model, sampling_of(options))
     steps = generate(programs, trained.params, encoded, options.tokens, seed=options.seed, chunk=STREAM_CHUNK)
     bar = tqdm(
         steps, total=-(-(longest - min(map(len, encoded))) // STREAM_CHUNK), unit="chunk", disable=screen is not None
     )
     for tokens in bar:
         written = [row[len(prompt) :][: options.tokens] for row, prompt in zip(tokens, encoded, strict=True)]
-        texts = [_until_end(row, end) for row in written]
+        texts = [until_end(row, end) for row in written]
         if drawn == 0:
             started = time.monotonic()  # compilation is not counted
             first = sum(map(len, texts))
         drawn = sum(map(len, texts))
         if screen:
-            shown = _stream(screen, shown, trained.tokenizer.decode(texts[0]))
+            shown = stream(screen, shown, trained.tokenizer.decode(texts[0]))
         if all(len(text) < len(row) or len(row) == options.tokens for text, row in zip(texts, written, strict=True)):
             break
     seconds = time.monotonic() - started
+    more: list[dict[str, Any]] = [{} for _ in texts]
+    if options.log_probabilities:
+        whole = [np.concatenate(pair) for pair in zip(encoded, texts, strict=True)]
+        passages = [Passage(row, len(prompt)) for row, prompt in zip(whole, encoded, strict=True)]
+        scores = Scorer(trained, max(map(len, whole)), len(whole)).scores(passages)
+        more = [{"log_probabilities": (-score.losses).tolist()} for score in scores]
     if trained.host == 0:
         decoded = [trained.tokenizer.decode(text) for text in texts]
         if screen:
@@ -87,7 +94,8 @@ def sample(config: Config, size: GPTConfig, run_directory: Path) -> int:
         else:
             for number, (prompt, text) in enumerate(zip(prompts, decoded, strict=True)):
                 print(f"--- {number}\n{prompt}{line_break}{text}")
-        lines = [json.dumps({"prompt": p, "text": t}) + "\n" for p, t in zip(prompts, decoded, strict=True)]
+        found = zip(prompts, decoded, more, strict=True)
+        lines = [json.dumps({"prompt": prompt, "text": text, **own}) + "\n" for prompt, text, own in found]
         (run_directory / TEXTS_FILE).write_text("".join(lines))
         speed = f"{(drawn - first) / seconds:,.0f} tokens/s" if drawn > first else "too few to time"
         log.info("%d tokens, %s; written to %s", drawn, speed, run_directory / TEXTS_FILE)
@@ -105,19 +113,6 @@ def _chat_encoder(config: Config, tokenizer: Tokenizer) -> Callable[[str], np.nd
         return tokenizer.encode_with_ends(text, has_special=True)[0]
 
     return encode
-
-
-def _until_end(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
-    ends = np.flatnonzero(tokens == end_of_text)
-    return tokens[: ends[0]] if len(ends) else tokens
-
-
-def _stream(screen: TextIO, shown: str, text: str) -> str:
-    """Writes the new text, except an incomplete last character; returns all text written so far."""
-    whole = text.rstrip("\ufffd")
-    screen.write(whole[len(shown) :])
-    screen.flush()
-    return whole if len(whole) > len(shown) else shown
 
 
 def _prompts(config: Config) -> list[str]:
@@ -139,4 +134,8 @@ def _prompts(config: Config) -> list[str]:
         lines = io.StringIO(data.decode("utf-8"), newline=None).readlines()  # splitlines() also cuts at U+2028
     if not lines:
         raise UserError(f"sample.prompt_file={config.sample.prompt_file}: it has no prompt; expected one per line")
+    if config.sample.prompt_file.endswith(".jsonl"):
+        with reading(f"sample.prompt_file={config.sample.prompt_file}: expected JSON strings or objects with a prompt"):
+            found = [json.loads(line) for line in lines]
+            return [str(one["prompt"]) if isinstance(one, dict) else str(one) for one in found]
     return [line.rstrip("\n") for line in lines]

@@ -197,8 +197,10 @@ class ActiveRun:
         is_stop, is_save = self.poll()
         is_protect = self.emergency is not None and step % (self.config.zero.emergency_steps or step) == 0
         is_save |= is_protect and not self.checkpoints.steps()  # --resume needs a durable checkpoint
+        every = self.config.data.save_every
+        is_save |= is_evaluation if every is None else step % every == 0 or step == self.last_step
         is_log = is_evaluation or is_save or is_protect or is_stop or step % training.log_frequency == 0
-        return Due(is_log, is_evaluation, is_save or is_evaluation, is_protect, is_stop)
+        return Due(is_log, is_evaluation, is_save, is_protect, is_stop)
 
     def poll(self) -> tuple[bool, bool]:
         """Whether to stop, and whether a checkpoint is due by the clock of host 0; the same on all hosts."""
@@ -269,7 +271,14 @@ class ActiveRun:
         sums = self._examined(validation_loss)
         if self.tracker is not None:  # before the checkpoint: a resume from it finds the metrics up to it
             mirror(self.directory, self.checkpoints.directory)
-        meta = {**asdict(self.position), "checksums": sums, "config": asdict(self.config), "size": asdict(self.size)}
+        saved_at = float(agreement.broadcast("saved at", repr(time.time())))  # so that all hosts keep the same ones
+        meta = {
+            **asdict(self.position),
+            "saved_at": saved_at,
+            "checksums": sums,
+            "config": asdict(self.config),
+            "size": asdict(self.size),
+        }
         whole = to_global(self.state, self.layout, self.axis, donate=True)
         self.checkpoints.save(self.position.step, whole, self.layout, meta, validation_loss=validation_loss)
         self.state = from_global(whole, self.layout, self.axis, donate=True)

@@ -24,6 +24,7 @@ from zero.runtime import run_directory as run_files
 from zero.runtime import storage
 from zero.runtime.checkpoints.emergency import EmergencyCheckpoints
 from zero.runtime.checkpoints.manager import Checkpoints
+from zero.runtime.checkpoints.orbax_commit import Retention
 from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
 from zero.runtime.hosts import agreement, signals, startup
@@ -86,7 +87,9 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             directory = Path(config.zero.emergency_directory)
             opened = EmergencyCheckpoints(directory, place, asdict(size), job.layout, model.axis)
             emergency = stack.enter_context(opened)
-        checkpoints = stack.enter_context(Checkpoints(place, config.data.keep_checkpoints))
+        data = config.data
+        retention = Retention(data.keep_checkpoints, data.keep_every, data.keep_every_hours)
+        checkpoints = stack.enter_context(Checkpoints(place, retention))
         if config.resume is None:
             _check_unused(run_directory, checkpoints)
         position, state = TrainingPosition(global_rows=config.training.batch_size * hosts), None

@@ -12,7 +12,30 @@ from zero.models.config import GPTConfig
 from zero.partition.layout import make_layout
 from zero.runtime import run_directory as run_files
 from zero.runtime.checkpoints.manager import Checkpoints
+from zero.runtime.errors import UserError
 from zero.runtime.weights.checkpoint_weights import choose_steps, new_directory, open_checkpoints
+
+
+def last_steps(place: str, last: float, count: int) -> list[int]:
+    """`count` checkpoints of the last part of a run, evenly spaced and the newest among them.
+
+    Args:
+      place: a run directory, or a directory of checkpoints.
+      last: the part, a fraction of the newest step.
+
+    Raises:
+      UserError: there are fewer.
+    """
+    with open_checkpoints(place) as checkpoints:
+        existing = choose_steps(checkpoints, None)
+    within = [step for step in existing if step > (1 - last) * existing[-1]]
+    if len(within) < count:
+        raise UserError(
+            f"{place}: the last {last:.0%} hold {len(within)} checkpoints, {', '.join(map(str, within))}; "
+            f"expected at least --count {count}. data.keep_every keeps more"
+        )
+    places = np.linspace(len(within) - 1, 0, count).round().astype(int)
+    return sorted(within[i] for i in places)
 
 
 def average(place: str, run_directory: Path, steps: Sequence[int] | None = None) -> list[int]:

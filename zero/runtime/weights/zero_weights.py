@@ -8,8 +8,16 @@ from pathlib import Path
 import jax
 
 from zero.runtime.errors import exit_on_error
-from zero.runtime.weights.average import average
+from zero.runtime.weights.average import average, last_steps
 from zero.runtime.weights.export import export
+
+
+def fraction(text: str) -> float:
+    """A number above 0, at most 1."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise ValueError(text)
+    return value
 
 
 def main() -> None:
@@ -24,7 +32,10 @@ def main() -> None:
     averaging = commands.add_parser("average", help="write a run directory with the mean of several checkpoints")
     averaging.add_argument("run", help="a run directory, or a directory of checkpoints")
     averaging.add_argument("new_run", type=Path, help="the run directory to create")
-    averaging.add_argument("--steps", type=int, nargs="+", help="default: all")
+    chosen = averaging.add_mutually_exclusive_group()
+    chosen.add_argument("--steps", type=int, nargs="+", help="default: all")
+    chosen.add_argument("--last", type=fraction, metavar="FRACTION", help="the last part of the run, such as 0.2")
+    averaging.add_argument("--count", type=int, default=4, help="checkpoints of --last, evenly spaced; default: 4")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # accelerators may be busy with training
     with exit_on_error():
@@ -32,7 +43,10 @@ def main() -> None:
             step = export(arguments.run, arguments.folder, arguments.step, ema=arguments.ema)
             print(f"step {step} is in {arguments.folder}")
         else:
-            steps = average(arguments.run, arguments.new_run, arguments.steps)
+            steps = arguments.steps
+            if arguments.last is not None:
+                steps = last_steps(arguments.run, arguments.last, arguments.count)
+            steps = average(arguments.run, arguments.new_run, steps)
             print(f"the mean of steps {', '.join(map(str, steps))} is in {arguments.new_run}")
 
 
