@@ -52,7 +52,7 @@ def read_architecture(origin: str, config: Mapping[str, Any]) -> Architecture:
       UserError: no model of zero equals it; `origin` begins the message.
     """
     model_type = config.get("model_type")
-    if model_type in MISSING:
+    if isinstance(model_type, str) and model_type in MISSING:
         raise UserError(f"{origin}: model_type {model_type!r} has {MISSING[model_type]}, no model of zero has these")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise UserError(f"{origin}: model_type {model_type!r}: expected one of {', '.join(map(repr, ARCHITECTURES))}")
