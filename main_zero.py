@@ -1,5 +1,7 @@
 """Trains a GPT with ZeRO on `jax.pmap`: `python main_zero.py [key=value ...] [--resume]`, installed as `zero-train`.
 
+With `--doctor` it examines the machine instead, and prints one line per check.
+
 Exit status: 0 when finished, 75 when preempted after a saved checkpoint, 2 for a mistake that the same command would
 repeat, others on error.
 """
@@ -18,6 +20,11 @@ def interrupted(number: int, frame: FrameType | None) -> None:
 def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # the import takes seconds, during which a signal may arrive
         signal.signal(number, interrupted)
+    if "--doctor" in sys.argv:
+        from zero.runtime.doctor import main as examine
+
+        sys.argv.remove("--doctor")
+        sys.exit(examine(sys.argv[1:]))
     from zero.runtime.main import main
 
     main()

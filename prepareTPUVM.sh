@@ -42,7 +42,7 @@ if has_tpu; then
     extras+=(tpu)
 elif has_gpu; then
     machine="an NVIDIA host"
-    extras+=(cuda)
+    extras+=(cuda12)
 else
     machine="a machine without accelerator: zero will use virtual CPU devices"
 fi

@@ -3,7 +3,7 @@
 #
 #   create NAME ZONE TYPE [--spot]       requests a slice (v3-32, v4-32, v5litepod-16, ...) and waits until it is active
 #   setup  NAME ZONE                     copies the last commit to all workers and runs prepareTPUVM.sh on each
-#   check  NAME ZONE [key=value ...]     two steps of the smallest model on all devices, without data, and a checkpoint
+#   check  NAME ZONE [key=value ...]     examines every worker (zero-train --doctor), with the arguments of the launch
 #   launch NAME ZONE [key=value ...]     trains in tmux on all workers, from the newest checkpoint if any (trainLoop.sh);
 #                                        hands over WANDB_API_KEY, if it is set here, in a file that only the user reads
 #   watch  NAME ZONE                     shows the log of worker 0; Ctrl-C ends only the watching
@@ -79,16 +79,14 @@ setup() {
     return "$status"
 }
 
-check() { # the programs, collectives and checkpoints of a run; all workers need the same name of it
-    local now
-    now=$(date +%s) || return
-    on_workers all "cd $directory && .venv/bin/python main_zero.py model.size=test data.corpus=synthetic data.max_context=32 \
-        data.wandb_project=null data.checkpoint_directory=check-$now hydra.run.dir=runs/check-$now training.batch_size=8 \
-        training.total_steps=2 training.warmup_steps=1 training.staged_warmup_steps=0 training.sample_tokens=0$(quoted "$@")"
+quoted() { # for the shell that ssh starts
+    (($# == 0)) || printf ' %q' "$@"
 }
 
-quoted() { # each argument after a space, for the shell of a worker
-    (($# == 0)) || printf ' %q' "$@"
+check() { # each line begins with the name of the worker; a worker that trains has no free devices
+    on_workers all "cd $directory && \
+        if tmux has-session -t zero 2>/dev/null; then echo \"\$(hostname) is training: stop it first\"; exit 1; fi; \
+        set -o pipefail; .venv/bin/python main_zero.py --doctor$(quoted "$@") | sed \"s/^/\$(hostname): /\""
 }
 
 hand_over_key() { # never as an argument: other users of a machine see those
@@ -103,9 +101,9 @@ hand_over_key() { # never as an argument: other users of a machine see those
 }
 
 launch() { # on the workers that do not train already: a launch that reached only some of them can be repeated
-    local arguments=""
+    local arguments
     hand_over_key || return
-    (($# == 0)) || arguments=$(printf ' %q' "$@")
+    arguments=$(quoted "$@")
     # %q twice: once for the shell that ssh starts, once for the one that tmux starts
     on_workers all "cd $directory && \
         if tmux has-session -t zero 2>/dev/null; then echo \"\$(hostname) is training already\"; \

@@ -10,14 +10,16 @@
 #
 # With --hosts N there are 1 to N processes, with faults drawn from FAULTS: killed, terminated or stopped, one or all; a
 # full disk; a clock that jumps by a day; a host with another configuration, which all have to refuse; and between two
-# starts the memory of a host is lost, with its emergency checkpoints.
+# starts the memory of a host is lost, with its emergency checkpoints. Every other run is in the bucket of --bucket.
 #
-# Takes about half an hour on two quiet cores.
+# A fault comes at a random moment of the start or, twice as often, after a random number of steps. Each start is a line
+# on stderr. Takes about half an hour on two quiet cores.
 """A run that is killed a hundred times ends like an undisturbed one."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import random
 import re
@@ -31,14 +33,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.helpers import bucket, cli, hosts
@@ -48,9 +49,10 @@ from zero.runtime.storage import gcs
 from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 
 SHAPES = ((1, 8), (2, 4), (1, 4))  # processes, devices of each
+HOSTS_SHAPES = ((1, 2), (2, 1), (3, 1))  # few devices: most of the time goes into starts
 STAGES = (1, 2, 3)
 GLOBAL_ROWS, HOSTS_ROWS = 16, 12
-MOST_SECONDS = 90  # in which all processes have to end after a signal
+MOST_SECONDS = 180  # in which all processes have to end after a signal, on a machine that may be busy
 REFUSED = 0.05  # of the requests to the bucket
 JOB = (
     *cli.TINY,
@@ -59,6 +61,7 @@ JOB = (
     "training.evaluation_frequency=10",
     "training.total_steps={steps}",
 )
+SILENT = "has (not answered|sent no heartbeat) for"  # of a host that got no turn on a machine with 30 times its load
 WRONG = "training.peak_learning_rate=9"  # of one host
 JUMPING_CLOCK = """
 import time
@@ -98,12 +101,13 @@ class Storm:
     kills: Counter[tuple[str, str]] = field(default_factory=Counter)  # (one of FAULTS, what it hit)
     starts: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (processes, devices, stage)
     seconds_to_end: dict[str, float] = field(default_factory=dict)  # the most after a signal while it trained
-    finished: int = 0  # runs, before the last one
+    finished: int = 0  # runs, each equal to the undisturbed one
     resumed: int = 0
     lost_directories: int = 0
     lost_memories: int = 0
     from_memory: int = 0  # resumes from emergency checkpoints
     refused_configurations: int = 0
+    false_alarms: int = 0  # starts that ended because a busy machine held a host back
     refused: int = 0
 
 
@@ -129,56 +133,59 @@ def weather(
     cli.make_workplace(place)
     job = tuple(argument.format(steps=steps) for argument in JOB)
     shapes: tuple[tuple[int, int], ...] = SHAPES
-    rows, faults = GLOBAL_ROWS, tuple(FAULTS)[:2]
+    rows, faults, stages = GLOBAL_ROWS, tuple(FAULTS)[:2], STAGES
     if most_hosts is not None:
-        assert HOSTS_ROWS % most_hosts == 0
-        rows, faults = HOSTS_ROWS, tuple(FAULTS)
-        shapes = tuple((count, 6 // count) for count in range(1, most_hosts + 1) if 6 % count == 0)
-        job += ("zero.emergency_steps=3", f"zero.emergency_directory={place}/memory-0", "distributed.cpu_devices=6")
-    calm = cli.finish(cli.start(place, *job, "hydra.run.dir=calm", f"training.batch_size={rows}"), 600)
+        rows, faults, shapes, stages = HOSTS_ROWS, tuple(FAULTS), HOSTS_SHAPES[:most_hosts], STAGES[-1:]
+        job += ("zero.emergency_steps=3", f"zero.emergency_directory={place}/memory-0", "distributed.cpu_devices=2")
+    calm = cli.finish(cli.start(place, *job, "hydra.run.dir=calm", f"training.batch_size={rows}"), 1200)
     assert calm.returncode == 0, calm.stderr
     with ExitStack() as stack:
         spinning = stack.enter_context(cli.spinning(busy))
-        if is_bucket:
-            proxy = bucket.Proxy(stack.enter_context(bucket.serving()), sys.maxsize, REFUSED, bucket.REFUSALS)
-            address = stack.enter_context(bucket.disturbed(proxy))
-            environment = {"STORAGE_EMULATOR_HOST": address, "TENSORSTORE_GCS_HTTP_URL": address}
-            stack.enter_context(patch.dict(os.environ, environment))
-            gcs.client.cache_clear()  # which an earlier test may have pointed elsewhere
-            job += (
-                f"data.bucket_path={bucket.BUCKET}",
-                *(absolute(place, argument) for argument in job if "index_path" in argument),
-            )
-        bar = stack.enter_context(tqdm(total=kills, unit="kill"))
+        proxy = bucket.Proxy(stack.enter_context(bucket.serving()), sys.maxsize, REFUSED, bucket.REFUSALS)
+        address = stack.enter_context(bucket.disturbed(proxy))
+        environment = {"STORAGE_EMULATOR_HOST": address, "TENSORSTORE_GCS_HTTP_URL": address}
+        stack.enter_context(patch.dict(os.environ, environment))
+        gcs.client.cache_clear()  # which an earlier test may have pointed elsewhere
         calm_startup = read_metrics(place / "calm" / "metrics.jsonl")[0]["seconds_to_first_step"]
         startup = {count: count * calm_startup for count, _ in shapes}  # seconds to the first step; followed below
         run, reported, began = place / "stormy0", 0, time.monotonic()
         while True:
+            in_bucket = is_bucket or (most_hosts is not None and storm.finished % 2 == 0)
             count, devices = shapes[0] if is_steady else rng.choice(shapes)
-            stage = 3 if is_steady else rng.choice(STAGES)
+            stage = 3 if is_steady else rng.choice(stages)
             fault = rng.choice(faults)
             victims = rng.choice((list(range(count)), [rng.randrange(count)]))
             is_over = storm.kills.total() >= kills if hours is None else time.monotonic() > began + 3600 * hours
+            is_due = moment(rng, run, startup[count], steps // 5)
             if is_over:
-                fault = "SIGKILL"  # which comes after the end
-            moment = 3600 if is_over else rng.uniform(0, 2 * startup[count])
+                fault, is_due = "SIGKILL", lambda: False
             storm.starts[count, devices, stage] += 1
-            processes = start(place, [*job, f"hydra.run.dir={run.name}"], count, devices, stage, rows // count, fault)
-            done, seconds = finish(processes, victims, fault, moment)
+            own = [*job, *(bucket_arguments(place, run) if in_bucket else ()), f"hydra.run.dir={run.name}"]
+            processes = start(place, own, count, devices, stage, rows // count, fault)
+            done, seconds = finish(processes, victims, fault, is_due)
             hit = phase(done[0].stderr)
-            for one in done:
+            false_alarm = seconds is None and any(re.search(SILENT, one.stderr) for one in done)
+            storm.false_alarms += false_alarm
+            for one in () if false_alarm else done:
                 check_end(one, fault if seconds is not None or fault == "configuration" else None, hit)
             storm.from_memory += any("resumed from the emergency checkpoint" in one.stderr for one in done)
-            storm.refused_configurations += any("all hosts need the same" in one.stderr for one in done)
+            is_refused = any("all hosts need the same" in one.stderr for one in done)
+            storm.refused_configurations += is_refused
             first = re.search(r"first step with sequences of \d+ tokens: ([\d.]+) s after the start", done[0].stderr)
             if first:
                 startup[count] = float(first[1])
-            if seconds is not None:
-                storm.kills[fault, hit] += 1
-                bar.update()
-                if hit == "training" and fault != "full disk":  # which is met at the next save
-                    assert seconds < MOST_SECONDS, [one.stderr[-3000:] for one in done]
-                    storm.seconds_to_end[fault] = max(storm.seconds_to_end.get(fault, 0.0), seconds)
+            if seconds is not None or is_refused:
+                storm.kills[fault, "refused" if is_refused else hit] += 1
+            if seconds is not None and hit == "training" and fault != "full disk":  # which is met at the next save
+                assert seconds < MOST_SECONDS, [one.stderr[-3000:] for one in done]
+                storm.seconds_to_end[fault] = max(storm.seconds_to_end.get(fault, 0.0), seconds)
+            struck = f"{fault} of {victims} while {hit}" if seconds is not None or is_refused else "no fault"
+            struck = "a false alarm" if false_alarm else struck
+            what = f"{run.name}{' in the bucket' * in_bucket}, {count} x {devices} devices, stage {stage}: {struck}"
+            status = [one.returncode for one in done]
+            print(
+                f"{storm.kills.total():3} {what}; status {status}, {steps_of(run)} lines", file=sys.stderr, flush=True
+            )
             # A checkpoint that was reported as saved exists, or a newer one.
             said = [
                 int(step) for one in done for step in re.findall(r"(?:checkpoint|step) (\d+)(?: is)? saved", one.stderr)
@@ -189,25 +196,42 @@ def weather(
             ):  # else it was lost, and this start was killed before it was back
                 assert saved_steps(run)[-1:] >= [reported], (reported, done)
             if all(one.returncode == 0 for one in done):
-                with undisturbed(proxy) if is_bucket else nullcontext():
+                with undisturbed(proxy):
                     compare(run, place / "calm", is_steady)
                 storm.resumed += len(read_resumes(run / "metrics.jsonl"))
+                storm.finished += 1
                 if is_over:
                     break
-                storm.finished += 1
                 run, reported = place / f"stormy{storm.finished}", 0
-                if is_bucket:
-                    job = (*job, f"data.checkpoint_directory={run.name}")
             elif most_hosts is not None and rng.random() < 0.3:
                 shutil.rmtree(place / f"memory-{rng.randrange(most_hosts)}", ignore_errors=True)
                 storm.lost_memories += 1
-            elif is_bucket and rng.random() < 0.2:
+            elif in_bucket and rng.random() < 0.2:
                 shutil.rmtree(run, ignore_errors=True)
                 storm.lost_directories += 1
-        if is_bucket:
-            storm.refused = proxy.injected.total()
+        storm.refused = proxy.injected.total()
         assert all(process.poll() is None for process in spinning)
     return storm
+
+
+def moment(rng: random.Random, run: Path, startup: float, most_steps: int) -> Callable[[], bool]:
+    """Whether a random moment of the start has come, or twice as often a random number of steps is done."""
+    until = time.monotonic() + rng.uniform(0, startup)
+    steps = rng.randint(1, most_steps) + steps_of(run)
+    return rng.choice([lambda: time.monotonic() > until, *[lambda: steps_of(run) >= steps] * 2])
+
+
+def steps_of(run: Path) -> int:
+    """The lines of metrics of a run, one a step and one a resume."""
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def bucket_arguments(place: Path, run: Path) -> tuple[str, ...]:
+    """For a run whose checkpoints are in the bucket, where indices are not looked for."""
+    train, validation = (place / path for path in cli.INDICES)
+    indices = f"data.index_path_train={train}", f"data.index_path_validation={validation}"
+    return f"data.bucket_path={bucket.BUCKET}", f"data.checkpoint_directory={run.name}", *indices
 
 
 @contextmanager
@@ -236,16 +260,17 @@ def start(
 
 
 def finish(
-    processes: list[subprocess.Popen[str]], victims: list[int], fault: str, moment: float
+    processes: list[subprocess.Popen[str]], victims: list[int], fault: str, is_due: Callable[[], bool]
 ) -> tuple[list[subprocess.CompletedProcess[str]], float | None]:
     """Strikes after a while, and gives what came of all processes and how many seconds after it the last ended.
 
     Where a host is gone before the others have met it they would wait for it for minutes: these are killed, as a
     launcher does.
     """
-    outputs = [ThreadPoolExecutor(1).submit(cli.finish, process, 600) for process in processes]
+    outputs = [ThreadPoolExecutor(1).submit(cli.finish, process, 1200) for process in processes]
     try:
-        wait(outputs, timeout=moment, return_when=FIRST_COMPLETED)
+        while not is_due() and not wait(outputs, timeout=0.05, return_when=FIRST_COMPLETED).done:
+            pass
         sent = None
         if not any(output.done() for output in outputs):
             sent = time.monotonic()
@@ -276,12 +301,6 @@ def check_end(done: subprocess.CompletedProcess[str], fault: str | None, hit: st
     assert done.returncode in expected, end
     if done.returncode == 1:
         assert "this one ends as well" in done.stderr or "File too large" in done.stderr, end
-
-
-def absolute(place: Path, argument: str) -> str:
-    """An index file here, where `data.bucket_path` would look for it in the bucket."""
-    key, path = argument.split("=")
-    return f"{key}={place / path}"
 
 
 def phase(errors: str) -> str:
@@ -323,12 +342,13 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--hosts", type=int, choices=(2, 3))
     parser.add_argument("--hours", type=float)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steady", action="store_true")
     parser.add_argument("--bucket", action="store_true")
     parser.add_argument("--busy", type=int, default=0)
     given = parser.parse_args()
+    logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # of each file that is not there
     with tempfile.TemporaryDirectory() as place:
         storm = weather(
             Path(place),

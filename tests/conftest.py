@@ -29,8 +29,16 @@ zero.use_cpu_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+QUICK = "quick"  # a marker (CONTRIBUTING.md)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Has XLA generate code in the older way, which takes half the time; `-m slow` compiles as users do."""
+    """Has XLA generate code in the older way, which takes half the time; `-m slow` compiles as users do.
+
+    `-m quick` leaves out the doctests, whose modules would all be imported.
+    """
+    if config.getoption("-m") == QUICK and config.args_source is config.ArgsSource.TESTPATHS:
+        config.args = [str(Path(__file__).parent)]
     if config.getoption("-m") != "slow" and jax.__version_info__[:2] == (0, 10):  # an unknown flag ends the process
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
@@ -53,9 +61,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         jax.config.update("jax_disable_most_optimizations", is_quick)
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leaves out programs that tests start: --doctest-modules would import them."""
-    return True if collection_path.suffix == ".py" and not collection_path.name.startswith("test_") else None
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out programs that tests start: --doctest-modules would import them.
+
+    `-m quick` imports only modules with a test that is marked so.
+    """
+    if collection_path.suffix != ".py":
+        return None
+    is_test = collection_path.name.startswith("test_")
+    if is_test and config.getoption("-m") == QUICK:
+        is_test = f"pytest.mark.{QUICK}" in collection_path.read_text()
+    return None if is_test else True
 
 
 MOST_MAPPINGS = 40_000  # of the 65,530 that Linux allows a process

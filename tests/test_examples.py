@@ -19,6 +19,8 @@ from benchmarks.examples import EXAMPLES, NAMES, load
 from tests.helpers import hosts
 from tests.helpers.ordering import unordered
 
+WORKER = Path(__file__).with_name("two_examples.py")
+
 
 @functools.cache
 def program(name: str, diffs: int, folder: Path) -> ModuleType:
@@ -113,26 +115,51 @@ def test_haiku_skips_overflows(folder: Path) -> None:
     assert int(state.step[0]) == 10 and 0 < int(state.opt_state[0].count[0]) < 10
 
 
-SHORT = "diffusion"
+def copy_for_two(name: str, folder: Path, to: Path) -> None:
+    """The sharded program, and the checkpoint of the unsharded one after ten steps."""
+    expected(name, folder)
+    program(name, True, folder)
+    old = folder / f"{name}.old"
+    (shutil.copytree if old.is_dir() else shutil.copy)(old, to / f"{name}.two")
+    if to != folder:
+        shutil.copy(folder / f"{name}_sharded.py", to)
+
+
+def check_two(name: str, folder: Path, found: list[float], path: Path) -> None:
+    """Two processes have continued to step 20, and the unsharded program continues from there."""
+    losses = expected(name, folder)
+    np.testing.assert_allclose(found, losses[10:20], rtol=1e-6)
+    resumed = program(name, False, folder).train(30, path, resume=True)[0]
+    np.testing.assert_allclose(resumed, losses[20:], rtol=1e-6)
 
 
 @pytest.mark.timeout(400)  # two interpreters start and compile, on a machine that may be busy
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == SHORT else [pytest.mark.slow]) for n in NAMES])
-def test_two_processes_resume(name: str, folder: Path) -> None:
-    """Two processes resume from a checkpoint of the unsharded program and write one."""
-    losses, path = expected(name, folder), folder / f"{name}.two"
-    old = folder / f"{name}.old"
-    (shutil.copytree if old.is_dir() else shutil.copy)(old, path)
-    program(name, True, folder)
+def test_two_processes_resume(folder: Path, tmp_path: Path) -> None:
+    """Two processes resume from checkpoints of the unsharded programs and of their own, and write some."""
+    names = ("diffusion", "sam", "translation")  # Orbax of all hosts; scattered gradients; a flax TrainState
+    for name in names:
+        copy_for_two(name, folder, tmp_path)
+    hosts.run_two(WORKER, tmp_path)
+    for name in names:
+        first, second = ((tmp_path / f"{name}.losses{process}").read_text() for process in range(2))
+        assert first == second
+        check_two(name, folder, [float(x) for x in first.split()], tmp_path / f"{name}.two")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", NAMES)
+def test_command_of_two_processes(name: str, folder: Path) -> None:
+    """The same by the command line of each program."""
+    copy_for_two(name, folder, folder)
+    path = folder / f"{name}.two"
     env = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
     env |= {"XLA_FLAGS": "--xla_cpu_enable_concurrency_optimized_scheduler=false", "JAX_NUM_CPU_DEVICES": "4"}
     line: list[Any] = [sys.executable, folder / f"{name}_sharded.py", "--steps", "20", "--checkpoint", path, "--resume"]
     line += ["--processes", f"127.0.0.1:{hosts.free_port()}", "2"]
-    for text in hosts.run_together([[*map(str, line), str(process)] for process in range(2)], env):
-        found = [float(x) for x in text.splitlines()[-1].split()]
-        np.testing.assert_allclose(found, losses[10:20], rtol=1e-6)
-    resumed = program(name, False, folder).train(30, path, resume=True)[0]
-    np.testing.assert_allclose(resumed, losses[20:], rtol=1e-6)
+    first, second = hosts.run_together([[*map(str, line), str(process)] for process in range(2)], env)
+    assert first.splitlines()[-1] == second.splitlines()[-1]
+    check_two(name, folder, [float(x) for x in first.splitlines()[-1].split()], path)
 
 
 def test_readmes_count_the_lines_that_change() -> None:

@@ -1,14 +1,21 @@
-"""slice.sh against a stub of gcloud that records what would be called, and trainLoop.sh around a stub of Python."""
+"""Launchers against stubs: of gcloud, which records its calls, of Python, and of Slurm.
+
+Of files for other launchers: their commands are accepted by the trainer, and they read its exit status.
+"""
 
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import yaml
+
+from zero.runtime.main import compose
 
 REPOSITORY = Path(__file__).parent.parent
 STUB = """#!/usr/bin/env bash
@@ -142,6 +149,26 @@ def test_launch_skips_training_workers(tpus: Slice, tmp_path: Path) -> None:
     assert [call[0] for call in worker.tmux_calls()] == ["has-session"]
 
 
+@pytest.mark.parametrize(("is_training", "status"), [(False, 0), (False, 1), (True, 1)])
+def test_check_examines_every_worker(tpus: Slice, tmp_path: Path, is_training: bool, status: int) -> None:
+    """`check` runs the doctor with the arguments of the launch; each line names its worker."""
+    assert tpus.run("check", "run", "us-a", "data.bucket_path=a b").returncode == 0
+    (call,) = tpus.calls()
+    assert call[:3] == ["tpu-vm", "ssh", "run"] and "--worker=all" in call
+    worker = Worker(tmp_path / "worker", is_training=is_training)
+    python = worker.home / "zero" / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/usr/bin/env bash\nprintf "%s|" "$@"; echo; exit {status}\n')
+    python.chmod(0o755)
+    done = worker.run(call[4].removeprefix("--command="))
+    host = socket.gethostname()
+    examined = f"{host}: main_zero.py|--doctor|data.bucket_path=a b|\n"
+    assert (done.returncode, done.stdout) == (
+        status,
+        f"{host} is training: stop it first\n" if is_training else examined,
+    )
+
+
 @pytest.mark.parametrize(
     ("command", "worker", "part"), [("watch", "0", "tail"), ("stop", "all", "tmux send-keys -t zero C-c")]
 )
@@ -165,18 +192,6 @@ def test_launch_hands_over_the_key(tpus: Slice, tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "mode").read_text() == "600\n" and not Path(scp[2]).exists()
     sourced = f'. {tmp_path}/copied && printf %s "$WANDB_API_KEY"'
     assert subprocess.run(["bash", "-c", sourced], capture_output=True, text=True, check=True).stdout == "sec ret"
-
-
-def test_check_trains_without_data(tpus: Slice) -> None:
-    """All workers train two steps under one name, with the keys that are given."""
-    assert tpus.run("check", "run", "us-a", "data.bucket_path=my bucket").returncode == 0
-    ((*_, worker, command, zone),) = tpus.calls()
-    assert (
-        worker == "--worker=all"
-        and "data.corpus=synthetic" in command
-        and command.endswith("data.bucket_path=my\\ bucket")
-    )
-    assert zone == "--zone=us-a"
 
 
 def test_view_kill_and_bucket(tpus: Slice) -> None:
@@ -400,8 +415,62 @@ def test_status_is_never_read_half_written(tmp_path: Path) -> None:
     assert (tmp_path / "inode").read_text().split()[0] != str((tmp_path / "train.status").stat().st_ino)
 
 
-@pytest.mark.parametrize("script", ["slice.sh", "trainLoop.sh"])
+@pytest.mark.parametrize("script", ["slice.sh", "trainLoop.sh", "launch/slurm.sbatch"])
 def test_shellcheck_finds_nothing(script: str) -> None:
     shellcheck = Path(sys.executable).parent / "shellcheck"
     done = subprocess.run([shellcheck, REPOSITORY / script], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(("status", "requeued"), [(0, ""), (75, "requeue 7\n"), (2, ""), (1, "")])
+def test_slurm_job_is_queued_again(tmp_path: Path, status: int, requeued: str) -> None:
+    """Only where the trainer was stopped after a saved checkpoint; the arguments reach it."""
+    for name, script in (("srun", f'printf "%s\\n" "$@" >words; exit {status}'), ("scontrol", 'echo "$@" >calls')):
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "calls").touch()
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    command = ["bash", str(REPOSITORY / "launch" / "slurm.sbatch"), "model.size=124m"]
+    assert subprocess.run(command, cwd=tmp_path, env=environment, timeout=30).returncode == status
+    assert (tmp_path / "calls").read_text() == requeued
+    program, resume, *overrides = (tmp_path / "words").read_text().splitlines()[-5:]
+    assert (program, resume) == ("main_zero.py", "--resume=auto")
+    config, _ = compose(overrides)
+    assert config.data.checkpoint_directory == f"{tmp_path}/runs/slurm-7/checkpoints" and config.model.size == "124m"
+
+
+def test_kubernetes_job() -> None:
+    """Status 75 and disruptions are no failures, status 2 ends the job; each host of the slice has a pod."""
+    service, job = yaml.safe_load_all((REPOSITORY / "launch" / "gke-tpu.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    assert {rule["onExitCodes"]["values"][0]: rule["action"] for rule in rules if "onExitCodes" in rule} == {
+        2: "FailJob",
+        75: "Ignore",
+    }
+    assert all(rule["onExitCodes"]["containerName"] == container["name"] for rule in rules if "onExitCodes" in rule)
+    config, _ = compose(container["args"])
+    chips = job["spec"]["completions"] * container["resources"]["limits"]["google.com/tpu"]
+    assert config.plan.topology == f"v5e-{chips}" and pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+
+
+def test_skypilot_task() -> None:
+    """Its commands are accepted, and a stop after a saved checkpoint is started again."""
+    task = yaml.safe_load((REPOSITORY / "launch" / "skypilot.yaml").read_text())
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    values = task["envs"] | {"BUCKET": "b", "SKYPILOT_TASK_ID": "t"}
+    for name, value in values.items():
+        task["run"] = task["run"].replace(f"${name}", value)
+    doctor, loop = (line.split() for line in task["run"].splitlines() if not line.startswith("#"))
+    assert (doctor[1:3], loop[:2]) == (["main_zero.py", "--doctor"], ["exec", "./trainLoop.sh"])
+    compose(doctor[3:])
+    assert compose(loop[2:])[0].data.bucket_path == "b"
+
+
+def test_image_has_what_it_copies() -> None:
+    lines = (REPOSITORY / "Dockerfile").read_text().splitlines()
+    copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
+    sent = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert copied == sent and all((REPOSITORY / name).exists() for name in copied)

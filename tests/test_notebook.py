@@ -1,19 +1,66 @@
-"""The notebook in docs/ runs from top to bottom."""
+"""The notebooks run from top to bottom, and are committed without outputs."""
 
 import json
+import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-NOTEBOOK = Path(__file__).parents[1] / "docs" / "pmap-programs.ipynb"
+from tests.helpers import cli
+
+REPOSITORY = Path(__file__).parents[1]
+# In place of the cell that is tagged `parameters`.
+SHORT = f"""
+SETTINGS = {[*cli.TINY, "training.sample_tokens=4"]!r}
+SAMPLE = ["sample.tokens=5"]
+LARGER = ["plan.topology=gpu:h100x8", "model.size=test", "plan.processes=1"]
+PAUSE = 2
+"""
+
+
+def run_cells(path: Path) -> dict[str, Any]:
+    """The variables after all cells, except those that install packages."""
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    names: dict[str, Any] = {}
+    for number, cell in enumerate(cells):
+        assert cell["outputs"] == [] and cell["execution_count"] is None
+        tags, source = cell["metadata"].get("tags", []), "".join(cell["source"])
+        if "install" not in tags:
+            source = SHORT if "parameters" in tags else source
+            exec(compile(source, f"{path.name}, code cell {number}", "exec"), names)
+    return names
 
 
 def test_notebook_cells(capsys: pytest.CaptureFixture[str]) -> None:
-    """Cells run in order and are committed without outputs."""
-    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
-    names: dict[str, Any] = {}
-    for number, cell in enumerate(cells):
-        assert cell["outputs"] == []
-        exec(compile("".join(cell["source"]), f"{NOTEBOOK.name}, code cell {number}", "exec"), names)
+    """For the author of a pmap program."""
+    names = run_cells(REPOSITORY / "docs" / "pmap-programs.ipynb")
     assert len(names["losses"]) == 20 and "one device's slice" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(600)
+def test_training_notebook(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trains, is stopped, resumes, draws, samples and plans; IPython's display is a stub that keeps the pictures."""
+    pictures: list[Path] = []
+    display = SimpleNamespace(Image=Path, display=pictures.append, clear_output=lambda wait: None)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    programs = workplace / "programs"
+    programs.mkdir()
+    script = programs / "zero-train"  # of this repository
+    script.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} {cli.MAIN} "$@"\n')
+    script.chmod(0o755)
+    for name, value in (cli.environment() | {"PATH": f"{programs}:{os.environ['PATH']}"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(workplace)
+    names = run_cells(REPOSITORY / "notebooks" / "train.ipynb")
+    assert names["stopped"] in (75, 130) and names["finished"] == 0
+    assert names["sampled"].stdout.strip() and names["sampled"].returncode == 0
+    assert "gpu:h100x8: 8 devices" in names["planned"].stdout and "nothing was compiled" in names["planned"].stdout
+    assert pictures and all(picture == names["RUN"] / "run.png" for picture in pictures)
+    output = capsys.readouterr().out
+    assert "no faults" in output and "12/12" in output

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import time
 import tomllib
 import venv
@@ -18,6 +19,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata
 
 REPOSITORY = Path(__file__).parent.parent
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -30,7 +32,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 tx = zero.shard_optimizer(optax.adamw(1e-3), axis_name="batch")
 state = jax.pmap(tx.init, axis_name="batch")({"w": jax.numpy.ones((8, 16, 3))})
 assert any(leaf.shape == (8, 2, 3) for leaf in jax.tree.leaves(state)), jax.tree.map(lambda leaf: leaf.shape, state)
-unexpected = [name for name in ("hydra", "wandb", "matplotlib", "webdataset") if importlib.util.find_spec(name)]
+unexpected = [name for name in ("flax", "hydra", "orbax", "wandb", "matplotlib") if importlib.util.find_spec(name)]
 assert unexpected == [], unexpected
 """
 
@@ -47,17 +49,44 @@ def run(place: Path, program: Path, *arguments: str) -> subprocess.CompletedProc
     return done
 
 
+SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built without a network from a copy, because setuptools writes beside the sources."""
-    place = tmp_path_factory.mktemp("wheel")
-    for name in ("LICENSE", "README.md", "main_zero.py", "pyproject.toml"):
+    place = tmp_path_factory.mktemp("sdist")
+    for name in ("CITATION.cff", "LICENSE", "README.md", "main_zero.py", "pyproject.toml"):
         shutil.copy(REPOSITORY / name, place)
     for name in ("conf", "zero"):
         shutil.copytree(REPOSITORY / name, place / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    pip(sys.executable, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", place, place)
+    run(place, Path(sys.executable), "-c", SDIST, str(place))
+    (sdist,) = place.glob("zero_pmap-*.tar.gz")
+    return sdist
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> Path:
+    """Built from the sdist, as installers without the wheel do."""
+    place = sdist.parent / "wheel"
+    pip(sys.executable, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", place, sdist)
     (wheel,) = place.glob("zero_pmap-*-py3-none-any.whl")
     return wheel
+
+
+def test_metadata_is_fit_to_publish(sdist: Path, wheel: Path) -> None:
+    """By the validation of the packaging library, as package indices apply it; CI asks twine as well."""
+    with tarfile.open(sdist) as archive:
+        (name,) = [name for name in archive.getnames() if re.fullmatch(r"[^/]+/PKG-INFO", name)]
+        info = archive.extractfile(name)
+        assert info is not None
+        of_sdist = Metadata.from_email(info.read(), validate=True)
+    (path,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA")]
+    of_wheel = Metadata.from_email(zipfile.ZipFile(wheel).read(path), validate=True)
+    for metadata in (of_sdist, of_wheel):
+        assert (metadata.name, str(metadata.version)) == ("zero-pmap", PROJECT["version"])
+        assert metadata.description_content_type == "text/markdown" and metadata.description
+        assert metadata.license_expression == "Apache-2.0" and str(metadata.requires_python) == ">=3.11"
 
 
 def test_wheel_contents(wheel: Path) -> None:
@@ -70,23 +99,36 @@ def test_wheel_contents(wheel: Path) -> None:
 
 
 def test_dependencies(wheel: Path) -> None:
-    """Primitives depend on four packages, and the rest are extras."""
+    """Primitives depend on three packages, and the rest are extras."""
     (path,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA")]
     metadata = email.message_from_bytes(zipfile.ZipFile(wheel).read(path))
     required = metadata.get_all("Requires-Dist", [])
     plain = {re.split(r"[^\w-]", requirement)[0] for requirement in required if "extra ==" not in requirement}
-    assert plain == {"flax", "jax", "numpy", "optax"}
-    extras = {"train", "plan", "tpu", "cuda", "hub", "huggingface", "lm-eval", "tensorboard", "docs", "test"}
+    assert plain == {"jax", "numpy", "optax"}
+    extras = {
+        "flax",
+        "train",
+        "plan",
+        "tpu",
+        "cuda12",
+        "cuda13",
+        "hub",
+        "huggingface",
+        "lm-eval",
+        "tensorboard",
+        "docs",
+        "test",
+    }
     assert {*metadata.get_all("Provides-Extra", [])} == extras
     prepare = (REPOSITORY / "prepareTPUVM.sh").read_text()
-    assert {*re.findall(r"extras\+?=\((\w+)\)", prepare)} == {"train", "plan", "tpu", "cuda", "test"}
+    assert {*re.findall(r"extras\+?=\((\w+)\)", prepare)} == {"train", "plan", "tpu", "cuda12", "test"}
 
 
 def test_every_imported_library_is_declared() -> None:
     """By itself: what another library happens to bring today may be gone with its next version."""
     extras = {name: requirements for name, requirements in PROJECT["optional-dependencies"].items() if name != "test"}
     required = [*PROJECT["dependencies"], *(requirement for one in extras.values() for requirement in one)]
-    declared = {re.split(r"[^\w-]", requirement)[0].lower() for requirement in required}
+    declared = {re.split(r"[^\w-]", requirement)[0].lower().replace("_", "-") for requirement in required}
     distributions = packages_distributions()
     for path in REPOSITORY.glob("zero/**/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -23,7 +23,7 @@ import zipfile
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
     info, name = "zero_pmap-0.1.0.dist-info/", "zero_pmap-0.1.0-py3-none-any.whl"
-    extras = "".join(f"Provides-Extra: {extra}\\n" for extra in ("train", "plan", "tpu", "cuda", "test"))
+    extras = "".join(f"Provides-Extra: {extra}\\n" for extra in ("train", "plan", "tpu", "cuda12", "test"))
     with zipfile.ZipFile(f"{wheel_directory}/{name}", "w") as wheel:
         wheel.writestr(info + "METADATA", "Metadata-Version: 2.1\\nName: zero-pmap\\nVersion: 0.1.0\\n" + extras)
         wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")

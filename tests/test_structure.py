@@ -14,6 +14,8 @@ import pytest
 
 import zero
 
+pytestmark = pytest.mark.quick
+
 REPOSITORY = Path(__file__).parent.parent
 LAYERS = {"zero.partition": 1, "zero.models": 1, "zero.training": 2, "zero.runtime": 3, "zero": 1}  # longest match
 TOP_LAYER = 4  # main_zero.py, data/prepare.py and commands
@@ -227,6 +229,7 @@ def test_step_names_no_feature() -> None:
 
 def test_import_zero_loads_no_heavy_library() -> None:
     heavy = [
+        "flax",
         "hydra",
         "omegaconf",
         "wandb",

@@ -7,11 +7,12 @@ default methods are those of a device that computes its rows by itself; a group 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+Tree = TypeVar("Tree")
 Draw = Callable[[tuple[int, ...]], jax.Array]  # from a shape to an array, such as random numbers
 
 
@@ -97,7 +98,7 @@ class ModelParallel(Protocol):
         """The transpose of `gather_positions`: the sum of all parts at the positions of the stream."""
         return x_BTD
 
-    def ring_shift(self, tree: Any) -> Any:
+    def ring_shift(self, tree: Tree) -> Tree:
         """The arrays of the previous device in the ring."""
         return tree
 

@@ -114,7 +114,7 @@ def environment() -> dict[str, str]:
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", "").replace(IN_ORDER, "").strip(),  # quick compilation (conftest.py)
         # Donation that copies is a warning, and twice the state for a moment: here it ends the run.
         "PYTHONWARNINGS": "error:Donated pmap argument,error:Some donated buffers",
-        "PYTHONPATH": str(_session() / "absent"),  # webdataset would import torch, which takes seconds, for nothing
+        "PYTHONPATH": str(_session() / "absent"),  # nothing that training needs imports torch
     }
 
 

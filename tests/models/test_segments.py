@@ -11,7 +11,7 @@ import pytest
 
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.config import GPTConfig
-from zero.models.elements import rotary_frequencies, rotate
+from zero.models.elements import rotate, rotation_of
 from zero.models.gpt import GPT
 
 LENGTHS = (7, 1, 12, 3, 14)
@@ -106,8 +106,8 @@ def test_rotary_positions_in_segments() -> None:
 
     Only differences count, but angles at high positions are rounded: a far segment would lose the last bits.
     """
-    frequencies = rotary_frequencies(dataclasses.replace(CONFIG, alibi_attn=False, positions="rotary"))
+    rotation = rotation_of(dataclasses.replace(CONFIG, alibi_attn=False, positions="rotary"), 0)
     x = jax.random.normal(jax.random.key(0), (1, 6, 3, 14))
     far, starts = 100_000, jnp.full((1, 6), 100_000)
-    np.testing.assert_array_equal(rotate(x, far, frequencies, starts), rotate(x, 0, frequencies))
-    assert not np.array_equal(rotate(x, far, frequencies, starts - 1), rotate(x, 0, frequencies))
+    np.testing.assert_array_equal(rotate(x, far, rotation, starts), rotate(x, 0, rotation))
+    assert not np.array_equal(rotate(x, far, rotation, starts - 1), rotate(x, 0, rotation))

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 import zero
 
+pytestmark = pytest.mark.quick
+
 SHAPES = st.lists(st.integers(1, 40), max_size=4).map(tuple)
 
 

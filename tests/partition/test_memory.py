@@ -3,8 +3,11 @@
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 import zero
+
+pytestmark = pytest.mark.quick
 
 
 def test_memory_counts_what_devices_hold() -> None:

@@ -64,8 +64,8 @@ def assert_close(found: Any, expected: Any) -> None:
 SIMPLE: dict[str, Any] = {
     "Accumulated gradients: `MultiSteps` inside": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
     "Accumulated gradients: `MultiSteps` around": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
-    "Frozen parameters": lambda: optax.chain(
-        optax.adam(1e-2), optax.masked(optax.set_to_zero(), {"w": False, "b": True})
+    "Frozen parameters": lambda: optax.partition(
+        {"trained": optax.adam(1e-2), "frozen": optax.set_to_zero()}, {"w": "trained", "b": "frozen"}
     ),
     "Noise": lambda: optax.chain(optax.add_noise(0.01, 0.55, key=jax.random.key(0)), optax.adam(1e-2)),
     "SAM, and whatever else takes a second gradient": lambda: optax.adam(1e-2),
@@ -141,6 +141,17 @@ def test_loop_of_steps() -> None:
     assert_close(found, unsharded(optax.adam(1e-2)))
 
 
+def test_loop_under_jit() -> None:
+    """A loop under jit runs a pmapped step."""
+    recipe = run("A loop of your own under `jax.jit`")
+    params = replicate(make_params())
+    state = jax.pmap(recipe["tx"].init, "batch")(params)
+    found, state = recipe["train"](params, state, BATCHES)
+    assert_close(found, unsharded(optax.adam(1e-2)))
+    saved = zero.whole_state(jax.pmap(lambda x: x, "batch")(state), recipe["tx"], make_params())
+    assert saved[0].count == STEPS and saved[0].mu["w"].shape == (16, 5)
+
+
 def test_every_recipe_is_tested() -> None:
     rest = {name for name in RECIPES if not any(word in name for word in ("Dynamic", "rate", "average", "loop"))}
-    assert rest == set(SIMPLE) and len(RECIPES) == SECTION.count("\n### ") == 9
+    assert rest == set(SIMPLE) and len(RECIPES) == SECTION.count("\n### ") == 10

@@ -24,6 +24,8 @@ from tests.partition.exact_training import (
 )
 from zero.partition.collectives.arrays import fill_padding
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("axis", AXES.values(), ids=AXES)
 @pytest.mark.parametrize("name", ["adamw", "lamb", "clipped adam"])

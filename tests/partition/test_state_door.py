@@ -79,8 +79,18 @@ def test_other_dtype_is_refused() -> None:
     """Another dtype is refused without a hint about shapes."""
     layout = zero.make_layout({"few": jax.ShapeDtypeStruct((3,), np.float32)}, 8)
     for dtype in (np.float16, np.int32):
-        with pytest.raises(ValueError, match=r"leaf few: expected .*float32\[3\], .* got \w+\[3\]$"):
+        with pytest.raises(ValueError, match=r"leaf few: .*float32\[3\], .* got \w+\[3\]; the layout has the dtypes"):
             zero.from_host({"few": np.ones(3, dtype)}, layout, "batch")
+
+
+def test_stacks_on_the_host_are_named() -> None:
+    """State that numpy holds, slice by slice, is named where it is saved and where it is restored."""
+    tx, params = zero.shard_optimizer(optax.adam(0.1), "batch"), make_params()
+    held = jax.tree.map(np.asarray, updated(tx, params))
+    with pytest.raises(ValueError, match=r"leaf shard: .* what pmap returns, .* on the host: spread it by jax.pmap"):
+        zero.whole_state(held, tx, params)
+    with pytest.raises(ValueError, match=r"leaf 0/count: .* stack of all devices: .* zero.to_host of slices"):
+        zero.shard_state(held.slices, tx, params)
 
 
 @pytest.mark.parametrize("leave", [zero.to_host, zero.to_global, zero.checksums])

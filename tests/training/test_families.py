@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import zero
 from tests.training.small_gpt import CONFIG, Run, assert_first_weights, reference, run_on, setup
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.config import GPTConfig
@@ -28,6 +29,17 @@ TRAINED = {
     "llama": _of("llama", **_GROUPED, rotary_scaling=(8.0, 1.0, 4.0, 6.0)),
     "mistral": _of("mistral", **_GROUPED, windows=(5,)),
     "qwen3": _of("qwen3", **_GROUPED),
+    "qwen2": _of("qwen2", **_GROUPED, rotary_scaling=("yarn", 4.0, 6.0, 8.0, 1.0, 1.2)),
+    "smollm3": _of("smollm3", **_GROUPED, unrotated_every=2),
+    "olmo2": _of("olmo2", **_GROUPED),
+    "olmo3": _of("olmo3", **_GROUPED, N=4, windows=(5, 0), rotary_scaling=("linear", 4.0)),
+    "stablelm": _of("stablelm", **{**_GROUPED, "kv_heads": 6}, rotary_fraction=0.4),
+    "granite": _of(
+        "granite", **_GROUPED, embedding_multiplier=3.0, residual_multiplier=0.5, attention_scale=0.25,
+        logit_divisor=2.0,
+    ),
+    "gemma": _of("gemma", **_GROUPED),
+    "gemma3": _of("gemma3", **_GROUPED, N=4, windows=(5, 0), logit_cap=0.5, attention_scale=0.25),
     "gemma2": _of("gemma2", **_GROUPED, N=4, windows=(5, 0), attention_cap=0.5, logit_cap=0.5),
     "dense_lm": _of("dense_lm", **{**_GROUPED, "kv_heads": 1}, z_loss=0.1),
     "others": _of(
@@ -44,6 +56,7 @@ def trained(family: str, devices: int, stage: int, **options: Any) -> Run:
 
 
 SIMPLER = ("gpt2", "bloom", "gpt_neo", "llama", "mistral", "qwen3")  # the others have all that these have
+SIMPLER += ("qwen2", "smollm3", "olmo2", "stablelm", "granite", "gemma", "gemma3")  # beside the parity of their logits
 QUICK = [(family, 8, 3) for family in TRAINED if family not in SIMPLER] + [("gemma2", 3, 3)]
 SLOW = {(family, devices, stage) for family in TRAINED for devices in (1, 3, 8) for stage in range(4)} - {*QUICK}
 
@@ -94,6 +107,16 @@ def test_embedding_masks(options: dict[str, Any]) -> None:
     np.testing.assert_allclose(
         trained("dropouts", 8, 3, **options).metrics["loss"], expected.metrics["loss"], rtol=1e-6
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_norm_over_a_cut_projection(stage: int) -> None:
+    """In tensor groups a norm over all heads is that of the heads of all devices."""
+    config = dataclasses.replace(TRAINED["olmo3"], embedding_dim=48, num_head=8, kv_heads=4, head_dim=8, mlp_dim=64)
+    axis = zero.Axis.with_tensor_groups("zero", 8, 2, 1)
+    got = run_on(setup(8, stage, config=config, axis=axis)).metrics["loss"]
+    np.testing.assert_allclose(got, run_on(setup(1, 0, config=config)).metrics["loss"], rtol=1e-5)
 
 
 @pytest.mark.slow

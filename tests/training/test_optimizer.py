@@ -60,6 +60,41 @@ def test_shards_move_as_whole_parameters_do(name: str, devices: int) -> None:
 
 
 @pytest.mark.parametrize("name", PER_LAYER)
+@pytest.mark.parametrize("devices", [8, 3])
+def test_chunks_of_a_table_are_one_leaf(name: str, devices: int) -> None:
+    """A table in chunks, with padding, moves as the same table in one, whole and on shards."""
+    rng = np.random.default_rng(4)
+    tokens, chunks, rows, width = 37, 3, 13, 5  # rows are split, with padding on 8 and on 3 devices
+    tree = {STACK: {"kernel": np.zeros((2, 6, 5))}, VOCABULARY: {"table": np.zeros((chunks, rows, width))}}
+    params, *gradients = (random_like(rng, tree) for _ in range(4))
+
+    def in_one(tree: Any) -> Any:
+        return tree | {VOCABULARY: {"table": tree[VOCABULARY]["table"].reshape(1, -1, width)[:, :tokens]}}
+
+    hyperparameters = {"factored_from": 4} if name == "adafactor" else {}
+    tx = make_optimizer(name, DECAY, vocab_size=tokens, **hyperparameters)
+    expected = moved(tx, in_one(params), [in_one(grads) for grads in gradients])
+    layout = make_layout(params, devices, stacked=(STACK, VOCABULARY))
+    assert all(leaf.splits[0].dim == 1 for leaf in layout.leaves)
+
+    def on_a_device(_: jax.Array) -> Any:
+        cut = [zero.shard(tree, layout, "batch") for tree in (params, *gradients)]
+        return zero.gather(moved(on_shards(tx, layout, "batch"), cut[0], cut[1:]), layout, "batch")
+
+    found = jax.tree.map(lambda x: x[0], jax.pmap(zero.in_order(on_a_device), "batch")(np.arange(devices)))
+    for got in (moved(tx, params, gradients), found):
+        for x, y in zip(jax.tree.leaves(in_one(got)), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+        np.testing.assert_array_equal(got[VOCABULARY]["table"].reshape(-1, width)[tokens:], in_padding(params, tokens))
+
+
+def in_padding(params: Any, tokens: int) -> Any:
+    """Rows past the last token, which no update moves."""
+    table = params[VOCABULARY]["table"]
+    return table.reshape(-1, table.shape[-1])[tokens:]
+
+
+@pytest.mark.parametrize("name", PER_LAYER)
 def test_layers_move_independently(name: str) -> None:
     """A layer of a stack moves as if it were the only one."""
     rng = np.random.default_rng(1)

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from zero.training.schedules import LearningRate, SequenceLengths
 
+pytestmark = pytest.mark.quick
+
 
 def test_warmup_and_cosine() -> None:
     """The rate rises in a line and falls in a cosine."""

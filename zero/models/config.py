@@ -13,6 +13,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "positions": ("learned", "rotary", "t5", "sinusoidal", "none"),
     "norm": ("layer", "rms", "rms_offset"),
     "norm_place": ("before", "after", "both"),
+    "qk_norm_over": ("head", "projection"),
     "activation": ("gelu", "gelu_exact", "relu", "squared_relu", "selu", "silu"),
     "parametrization": ("standard", "mup", "mup_absolute"),
     "init": ("gpt2", "fan_in", "lingvo"),
@@ -21,7 +22,8 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "layer": ("transformer", "gated_units"),
 }
 _WIDTHS = ("embedding_dim", "kv_heads", "head_dim", "mlp_dim", "mup_base_width", "experts", "vq_block", "key_width")
-_AT_LEAST_ONE = (*_WIDTHS, "vocab_size", "num_head", "block_size", "N", "experts_per_token", "experts_every")
+_COUNTS = ("vocab_size", "num_head", "block_size", "N", "experts_per_token", "experts_every", "unrotated_every")
+_AT_LEAST_ONE = (*_WIDTHS, *_COUNTS)
 # Keys of a mixture of experts, with their values in a model without one.
 _OF_EXPERTS: dict[str, Any] = {
     "experts_per_token": 1,
@@ -43,8 +45,19 @@ _GATED_UNITS = {  # keys of a model of gated units
     *(*_GATED_UNITS_ALONE, "layer", "alibi_attn", "positions", "embedding_dim", "num_head", "block_size", "N"),
     *("vocab_size", "vocab_chunks", "embedding_norm", "norm", "norm_epsilon", "norm_gains", "tied", "scale_embedding"),
     *("scale_output", "logit_cap", "z_loss", "dropout", "embedding_dropout", "residual_dropout"),
-    *("output_scale", "final_norm", "init", "head_init"),
+    *("final_norm", "init", "head_init"),
 }
+
+
+def _is_scaling(scaling: tuple[Any, ...]) -> bool:
+    kind, numbers = (scaling[0], scaling[1:]) if scaling and isinstance(scaling[0], str) else ("llama3", scaling)
+    if not all(isinstance(x, int | float) and x > 0 for x in numbers):
+        return False
+    return {
+        "linear": len(numbers) == 1,
+        "llama3": len(numbers) == 4 and numbers[1:2] < numbers[2:3],
+        "yarn": len(numbers) == 5 and numbers[3:4] < numbers[2:3],
+    }.get(kind, False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +80,16 @@ class GPTConfig:
         2202.10447, which starts at 0) or "none".
       rotary_base: base of the rotary frequencies.
       rotary_fraction: fraction of a head's dimensions that is rotated.
-      rotary_scaling: factor, low and high frequency factor and original context of Llama 3.1 (arXiv 2407.21783); None
-        for none.
+      rotary_scaling: factor, low and high frequency factor and original context of Llama 3.1 (arXiv 2407.21783);
+        ("linear", factor) (arXiv 2306.15595); ("yarn", factor, original context, fast and slow turns, factor of cosines
+        and sines) (arXiv 2309.00071, section 3); None for none.
+      local_rotary_base: base in layers with a window, without scaling; None: they are as the others.
+      unrotated_every: the last of every so many layers has no rotary positions (arXiv 2501.18795); None: all have.
       norm: "layer", "rms" (arXiv 1910.07467), or "rms_offset", whose gains are stored less 1.
       norm_gains: whether norms have gains (and LayerNorm biases).
       norm_place: "before" attention and MLP, "after" them (on their outputs), or "both".
       qk_norm: a norm over each head of queries and of keys.
+      qk_norm_over: "head", or "projection" for one norm over all heads (OLMo 2, arXiv 2501.00656, section 2).
       kv_heads: G, number of heads of keys and values, each shared by H / G query heads; None for H.
       head_dim: K; None for D / H.
       windows: number of positions that a query sees, itself included, for each layer of a repeating pattern; 0 for all.
@@ -102,8 +119,10 @@ class GPTConfig:
         Reported losses exclude both.
       tied: the table that embeds tokens also scores them.
       scale_embedding: embedded tokens are multiplied by the root of D.
+      embedding_multiplier: factor of embedded tokens.
+      residual_multiplier: factor of the outputs of attention and MLP before they are added to the stream.
+      logit_divisor: logits are divided by it.
       scale_output: logits are divided by the root of D. The table then starts with a standard deviation of 1.
-      output_scale: logits are multiplied by this number.
       final_norm: whether the stream is normalised before it is scored.
       logit_cap: as `attention_cap`, for the final logits.
       z_loss: weight of the squared log-sum-exp of the logits in the gradient (PaLM, arXiv 2204.02311, section 5);
@@ -147,11 +166,14 @@ class GPTConfig:
     positions: str = "learned"
     rotary_base: float = 10_000.0
     rotary_fraction: float = 1.0
-    rotary_scaling: tuple[float, ...] | None = None
+    rotary_scaling: tuple[Any, ...] | None = None
+    local_rotary_base: float | None = None
+    unrotated_every: int | None = None
     norm: str = "layer"
     norm_gains: bool = True
     norm_place: str = "before"
     qk_norm: bool = False
+    qk_norm_over: str = "head"
     kv_heads: int | None = None
     head_dim: int | None = None
     windows: tuple[int, ...] = (0,)
@@ -175,8 +197,10 @@ class GPTConfig:
     router_z_loss: float = 0.0
     tied: bool = True
     scale_embedding: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_divisor: float = 1.0
     scale_output: bool = False
-    output_scale: float = 1.0
     final_norm: bool = True
     logit_cap: float | None = None
     z_loss: float = 0.0
@@ -222,8 +246,9 @@ class GPTConfig:
         for name in [field.name for field in dataclasses.fields(self) if field.name.endswith("dropout")]:
             if getattr(self, name) is not None and not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
-        positive = ("norm_epsilon", "rotary_base", "attention_cap", "logit_cap", "expert_capacity", "output_scale")
-        for name in (*positive, "distance_base"):
+        positive = ("norm_epsilon", "rotary_base", "local_rotary_base", "attention_cap", "logit_cap", "distance_base")
+        factors = ("embedding_multiplier", "residual_multiplier", "logit_divisor", "expert_capacity")
+        for name in (*positive, *factors):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}")
         for name in ("z_loss", "balance_loss", "router_z_loss", "commitment"):
@@ -271,10 +296,16 @@ class GPTConfig:
             raise ValueError(f"rotary_fraction must lie in (0, 1], got {self.rotary_fraction}")
         if self.positions == "rotary" and (int(rotated) < 2 or int(rotated) % 2):
             raise ValueError(f"rotary_fraction {self.rotary_fraction} of {self.head_width} dimensions are not even")
-        scaling = self.rotary_scaling
-        if scaling is not None and not (len(scaling) == 4 and min(scaling) > 0 and scaling[1] < scaling[2]):
-            expected = "factor, low and high frequency factor, original context"
-            raise ValueError(f"rotary_scaling must be [{expected}], got {list(scaling)}")
+        if self.rotary_scaling is not None and not _is_scaling(self.rotary_scaling):
+            llama3 = "factor, low and high frequency factor, original context"
+            yarn = "yarn, factor, original context, fast turns, slow turns, factor of cosines and sines"
+            raise ValueError(
+                f"rotary_scaling must be [{llama3}], [linear, factor] or [{yarn}], got {list(self.rotary_scaling)}"
+            )
+        if self.unrotated_every is not None and self.N % self.unrotated_every:
+            raise ValueError(f"N {self.N} must be a multiple of unrotated_every {self.unrotated_every}")
+        if self.qk_norm_over == "projection" and not (self.qk_norm and self.norm == "rms"):
+            raise ValueError("qk_norm_over: projection needs qk_norm: true and norm: rms")
 
     def _check_parametrization(self) -> None:
         if self.parametrization == "standard":
@@ -350,6 +381,17 @@ class GPTConfig:
     def head_width(self) -> int:
         """K."""
         return self.head_dim or self.embedding_dim // self.num_head
+
+    @property
+    def score_width(self) -> int:
+        """The number by whose root scores are divided."""
+        return self.head_width if self.attention_scale == "sqrt" else round(self.score_multiplier**-2)
+
+    @property
+    def score_multiplier(self) -> float:
+        """The factor of scores."""
+        named = {"sqrt": self.head_width**-0.5, "linear": 1 / self.head_width, "none": 1.0}
+        return named[self.attention_scale] if isinstance(self.attention_scale, str) else float(self.attention_scale)
 
     @property
     def mlp_width(self) -> int:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
-from zero.model_parallel import WHOLE
+from zero.model_parallel import WHOLE, ModelParallel
 from zero.models.config import GPTConfig
 
 Lift = Callable[[type[nn.Module], str], type[nn.Module]]
@@ -87,24 +88,109 @@ def drop_rows(x: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
     return jnp.where(keep_B.reshape(-1, *(1,) * (x.ndim - 1)), x / (1 - rate), 0).astype(x.dtype)
 
 
-def rotary_frequencies(config: GPTConfig) -> np.ndarray:
-    """Radians per position, float32, one for each pair of the dimensions that are rotated.
+class ProjectionNorm(nn.Module):
+    """RMSNorm over all heads of a projection `(B, T, H, K)`, of which this device has a part."""
 
-    Source: RoFormer, arXiv 2104.09864, section 3.2.2. Scaled as in Llama 3.1 (arXiv 2407.21783, section 3.4.1):
-    wavelengths beyond `original / low` are stretched by the factor, those below `original / high` are kept, and those
-    between are interpolated.
+    epsilon: float
+    dtype: DTypeLike
+    cut: ModelParallel
 
-    >>> rotary_frequencies(GPTConfig(8, 10, 2, 16, 0.0, 1, alibi_attn=False, positions="rotary")).tolist()
+    @nn.compact
+    def __call__(self, x_BTHK: jax.Array) -> jax.Array:
+        heads, width = x_BTHK.shape[2] * self.cut.size, x_BTHK.shape[3]
+        scale_HK = self.param("scale", nn.initializers.ones, (heads * width,)).reshape(heads, width)
+        x_BTHK = x_BTHK.astype(jnp.float32)
+        squares_BT = self.cut.stack(jnp.sum(jnp.square(x_BTHK), axis=(2, 3))).sum(0)
+        x_BTHK = x_BTHK * lax.rsqrt(squares_BT / (heads * width) + self.epsilon)[..., None, None]
+        return (x_BTHK * self.cut.part(scale_HK, 0).astype(jnp.float32)[None, None]).astype(self.dtype)
+
+
+def make_head_norm(config: GPTConfig, dtype: DTypeLike, name: str, cut: ModelParallel) -> nn.Module:
+    """The norm of queries or keys `(B, T, H, K)`: of each head, or of the projection."""
+    if config.qk_norm_over == "projection":
+        return ProjectionNorm(config.norm_epsilon, dtype, cut, name=name)
+    return make_norm(config, dtype, name)
+
+
+class Rotation(NamedTuple):
+    """Rotary positions of one layer.
+
+    Attributes:
+      frequencies_R: radians per position, float32, for each pair of the dimensions that are rotated.
+      length: factor of cosines and sines.
+    """
+
+    frequencies_R: jax.Array | np.ndarray
+    length: jax.Array | float
+
+
+def rotation_of(config: GPTConfig, layer: jax.Array | int) -> Rotation:
+    """The rotary positions of a layer, whose number may be traced.
+
+    >>> rotation_of(GPTConfig(8, 10, 2, 16, 0.0, 1, alibi_attn=False, positions="rotary"), 0).frequencies_R.tolist()
     [1.0, 0.009999999776482582]
     """
+    period = math.lcm(len(config.windows) if config.local_rotary_base else 1, config.unrotated_every or 1)
+    kinds = [_rotation(config, number) for number in range(period)]
+    if period == 1:
+        return kinds[0]
+    frequencies_LR, length_L = np.stack([kind.frequencies_R for kind in kinds]), np.asarray([x.length for x in kinds])
+    return Rotation(jnp.asarray(frequencies_LR)[layer % period], jnp.asarray(length_L, jnp.float32)[layer % period])
+
+
+def _rotation(config: GPTConfig, layer: int) -> Rotation:
+    """Source: RoFormer, arXiv 2104.09864, section 3.2.2; SmolLM3's layers without positions: arXiv 2501.18795."""
     rotated = int(config.rotary_fraction * config.head_width)
-    frequencies = config.rotary_base ** -(np.arange(0, rotated, 2) / rotated)
-    if config.rotary_scaling is not None:
-        factor, low, high, original = config.rotary_scaling
-        turns = original * frequencies / (2 * math.pi)  # in the context of the original training
-        kept = np.clip((turns - low) / (high - low), 0, 1)
-        frequencies = frequencies * (kept + (1 - kept) / factor)
-    return frequencies.astype(np.float32)
+    is_local = config.local_rotary_base is not None and config.windows[layer % len(config.windows)] > 0
+    base = config.local_rotary_base if is_local and config.local_rotary_base else config.rotary_base
+    frequencies_R, length = base ** -(np.arange(0, rotated, 2) / rotated), 1.0
+    if config.unrotated_every is not None and (layer + 1) % config.unrotated_every == 0:
+        return Rotation(np.zeros_like(frequencies_R, np.float32), 1.0)  # to turn by nothing is exact
+    if config.rotary_scaling is not None and not is_local:
+        is_named = isinstance(config.rotary_scaling[0], str)
+        kind, *numbers = config.rotary_scaling if is_named else ("llama3", *config.rotary_scaling)
+        frequencies_R, length = SCALINGS[kind](frequencies_R, base, *numbers)
+    return Rotation(frequencies_R.astype(np.float32), length)
+
+
+def _linear(frequencies_R: np.ndarray, base: float, factor: float) -> tuple[np.ndarray, float]:
+    """Positions are divided by the factor (arXiv 2306.15595, section 2.3)."""
+    return frequencies_R / factor, 1.0
+
+
+def _llama3(
+    frequencies_R: np.ndarray, base: float, factor: float, low: float, high: float, original: float
+) -> tuple[np.ndarray, float]:
+    """As in Llama 3.1 (arXiv 2407.21783, section 3.4.1).
+
+    Wavelengths beyond `original / low` are stretched by the factor, those below `original / high` are kept, and those
+    between are interpolated.
+    """
+    turns_R = original * frequencies_R / (2 * math.pi)  # in the context of the original training
+    kept_R = np.clip((turns_R - low) / (high - low), 0, 1)
+    return frequencies_R * (kept_R + (1 - kept_R) / factor), 1.0
+
+
+def _yarn(
+    frequencies_R: np.ndarray, base: float, factor: float, original: float, fast: float, slow: float, length: float
+) -> tuple[np.ndarray, float]:
+    """YaRN (arXiv 2309.00071, sections 3.2 and 3.3), with the ends of its ramp rounded outwards, as in its own code.
+
+    Pairs that turn more than `fast` times in the original context are kept, those that turn less than `slow` times are
+    stretched by the factor.
+    """
+    pairs = len(frequencies_R)
+
+    def pair_of(turns: float) -> float:
+        return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(base)
+
+    first, last = max(math.floor(pair_of(fast)), 0), min(math.ceil(pair_of(slow)), 2 * pairs - 1)
+    stretched_R = np.clip((np.arange(pairs) - first) / max(last - first, 0.001), 0, 1)
+    return frequencies_R * (1 - stretched_R + stretched_R / factor), length
+
+
+# From frequencies, base and the numbers of a scaling to scaled frequencies and the factor of cosines and sines.
+SCALINGS: dict[str, Callable[..., tuple[np.ndarray, float]]] = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 
 
 def position_numbers(position: jax.Array | int, count: int) -> jax.Array:
@@ -125,18 +211,18 @@ def sinusoids(positions: jax.Array, width: int, base: float) -> jax.Array:
 
 
 def rotate(
-    x_BTHK: jax.Array, position: jax.Array | int, frequencies: np.ndarray, starts_BT: jax.Array | None = None
+    x_BTHK: jax.Array, position: jax.Array | int, rotation: Rotation, starts_BT: jax.Array | None = None
 ) -> jax.Array:
     """Rotary positions: pairs `(i, i + R / 2)` of the first R dimensions of each head turn with the position.
 
     `position` as in `position_numbers`; with segments, positions count from the start of their segment.
     """
-    half = len(frequencies)
+    half = len(rotation.frequencies_R)
     angles = position_numbers(position, x_BTHK.shape[1]).astype(jnp.float32)[None, :, None, None]
     if starts_BT is not None:
         angles = angles - starts_BT.astype(jnp.float32)[..., None, None]
-    angles = angles * frequencies[None, None, None]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    angles = angles * rotation.frequencies_R[None, None, None]
+    cos, sin = jnp.cos(angles) * rotation.length, jnp.sin(angles) * rotation.length
     first, second = (x_BTHK[..., part].astype(jnp.float32) for part in (slice(half), slice(half, 2 * half)))
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return jnp.concatenate([rotated.astype(x_BTHK.dtype), x_BTHK[..., 2 * half :]], axis=-1)

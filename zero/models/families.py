@@ -16,6 +16,22 @@ _LLAMA: dict[str, Any] = {
     "gated": True,
     "tied": False,
 }
+_OLMO2: dict[str, Any] = {
+    **_LLAMA,
+    "norm_epsilon": 1e-6,
+    "norm_place": "after",
+    "qk_norm": True,
+    "qk_norm_over": "projection",
+    "rotary_base": 5e5,
+}
+_GEMMA: dict[str, Any] = {
+    **_ROTARY,
+    **_NO_BIASES,
+    "norm": "rms_offset",
+    "activation": "gelu",
+    "gated": True,
+    "scale_embedding": True,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"alibi_attn": False, "norm_epsilon": 1e-5},
     "bloom": {"embedding_norm": True, "norm_epsilon": 1e-5},
@@ -36,6 +52,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "llama": _LLAMA,
     "mistral": {**_LLAMA, "windows": (4096,)},
+    "qwen2": {**_LLAMA, "qkv_bias": True, "norm_epsilon": 1e-6, "rotary_base": 1e6},
+    "smollm3": {**_LLAMA, "norm_epsilon": 1e-6, "rotary_base": 5e6, "unrotated_every": 4, "tied": True},
+    "olmo2": _OLMO2,
+    "olmo3": {**_OLMO2, "windows": (4096, 4096, 4096, 0), "local_rotary_base": 5e5},
+    "stablelm": {
+        **_LLAMA,
+        "norm": "layer",
+        "rotary_fraction": 0.25,
+    },
+    "phi3": _LLAMA,
+    "granite": {**_LLAMA, "norm_epsilon": 1e-6, "tied": True},
     "qwen3": {**_LLAMA, "qk_norm": True, "norm_epsilon": 1e-6, "rotary_base": 1e6},
     "mixtral": {
         **_LLAMA,
@@ -55,17 +82,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "normalise_router": True,
         "balance_loss": 0.001,
     },
-    "gemma2": {
-        **_ROTARY,
-        **_NO_BIASES,
-        "norm": "rms_offset",
+    "gemma": _GEMMA,
+    "gemma2": {**_GEMMA, "norm_place": "both", "windows": (4096, 0), "attention_cap": 50.0, "logit_cap": 30.0},
+    "gemma3": {
+        **_GEMMA,
         "norm_place": "both",
-        "activation": "gelu",
-        "gated": True,
-        "windows": (4096, 0),
-        "attention_cap": 50.0,
-        "logit_cap": 30.0,
-        "scale_embedding": True,
+        "qk_norm": True,
+        "windows": (1024, 1024, 1024, 1024, 1024, 0),
+        "rotary_base": 1e6,
+        "local_rotary_base": 1e4,
     },
     # The dense models of Lingvo's GShard examples (lingvo/tasks/lm/params/synthetic_packed_input.py).
     "dense_lm": {

@@ -80,8 +80,7 @@ class VocabularyChunk(nn.Module):
         logits_BTC = jnp.einsum("BTD,CD->BTC", x_BTD, table_CD, preferred_element_type=jnp.float32)
         if self.config.scale_output:
             logits_BTC = logits_BTC / math.sqrt(self.config.embedding_dim)
-        if self.config.output_scale != 1:
-            logits_BTC = logits_BTC * self.config.output_scale
+        logits_BTC = logits_BTC / self.config.logit_divisor
         if self.config.logit_cap is not None:
             logits_BTC = self.config.logit_cap * jnp.tanh(logits_BTC / self.config.logit_cap)
         is_token_C = (own_C < self.config.chunk_rows) & (first + own_C < self.config.vocab_size)
@@ -129,9 +128,10 @@ class GPT(nn.Module):
       config, dtype, blockwise_from, cut, group, kernel, drops: as for `Layer`. Parameters are float32, and whole
         after `init`.
       lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
-      remat: what the backward pass recomputes, an entry of `zero.models.stack.REMAT`: "full" for all but the inputs of
-        layers, "nested" for all but the inputs of spans of layers, "dots" for all but the inputs of layers and products
-        with parameters, "none" for nothing.
+      remat: what the backward pass recomputes, an entry of `zero.models.stack.REMAT`: "nested" for all but the inputs
+        of spans of layers, "full" for all but the inputs of layers. "attention" stores the output of attention as well,
+        "projections" also its inputs and their sum over heads, "dots" all products with parameters, and "none"
+        recomputes nothing.
     """
 
     config: GPTConfig
@@ -246,7 +246,7 @@ class GPT(nn.Module):
         cache: AnyCache | None = None,
         position: jax.Array | int = 0,
     ) -> tuple[jax.Array, AnyCache | None]:
-        """The normalised residual stream after the last block, `(B, T, D)`, and the cache with these positions."""
+        """The normalised residual stream after the last layer, `(B, T, D)`, and the cache with these positions."""
         cut = self._cut.with_all_positions()
         stream = self.embed(tokens_BT, keys_B, None, position, cut)
         (x_BTD, _), cache = self._layers(stream, cache, keys_B, position, None, cut)
@@ -302,6 +302,7 @@ class GPT(nn.Module):
         x_BTD = cut.sum_positions(x_BTD)
         if self.config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.embedding_dim)
+        x_BTD = x_BTD * self.config.embedding_multiplier
         if self.config.position_kind in ("learned", "sinusoidal"):
             own_starts_BT = None if starts_BT is None else cut.stream_positions(starts_BT)
             x_BTD = self.positions(x_BTD, cut.stream_numbers(position, x_BTD.shape[1]), own_starts_BT)

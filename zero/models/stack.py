@@ -50,12 +50,20 @@ class Nested:
 
 Policy = Unrolled | Scanned | Nested
 
-# Policies by name, from the number of layers.
+ATTENTION, PROJECTIONS = "attention", "projections"  # names of values, as `jax.ad_checkpoint.checkpoint_name` sets them
+_saveable = jax.checkpoint_policies
+# Policies by name, from the number of layers. From "full" to "none" each stores what the one before it does, and more.
 REMAT: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
     {
-        "full": lambda layers: Scanned(),
         "nested": lambda layers: Nested(span_size(layers)),
-        "dots": lambda layers: Scanned(jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+        "full": lambda layers: Scanned(),
+        "attention": lambda layers: Scanned(_saveable.save_only_these_names(ATTENTION)),
+        "projections": lambda layers: Scanned(_saveable.save_only_these_names(ATTENTION, PROJECTIONS)),
+        "dots": lambda layers: Scanned(
+            _saveable.save_from_both_policies(
+                _saveable.dots_with_no_batch_dims_saveable, _saveable.save_only_these_names(ATTENTION)
+            )
+        ),
         "none": lambda layers: Unrolled(),
     }
 )

@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from zero.model_parallel import WHOLE, ModelParallel
@@ -22,11 +23,12 @@ from zero.models.attention.dense import dense_attention
 from zero.models.attention.kernel import kernel_attention, missing_in
 from zero.models.attention.scores import T5_BUCKETS, Form
 from zero.models.config import GPTConfig
-from zero.models.elements import ACTIVATIONS, dropout, make_norm, rotary_frequencies, rotate
+from zero.models.elements import ACTIVATIONS, dropout, make_head_norm, make_norm, rotate, rotation_of
 from zero.models.experts import Experts, ResidualStream, Routing
 from zero.models.gated_unit import GatedLayer, RecurrentState, init_recurrent
 from zero.models.layer import Layer
 from zero.models.parametrization import kernel_init
+from zero.models.stack import PROJECTIONS
 
 
 class Cache(NamedTuple):
@@ -99,7 +101,7 @@ class TransformerLayer(Layer):
 
         h_BTD = self.cut.gather_positions(self._norm("norm_attention", x_BTD))
         attended_BTD, cache = self._attention(h_BTD, cache, layer, position, starts_BT, site_keys[0])
-        attended_BTD = self._norm("norm_attention", attended_BTD, is_after=True)
+        attended_BTD = self._norm("norm_attention", attended_BTD, is_after=True) * config.residual_multiplier
         sum_BTD = x_BTD + dropout(attended_BTD, config.residual_drop_rate, site_keys[1], self.cut.of_positions)
         h_BTD = self._norm("norm_mlp", x_BTD if config.parallel_residual else sum_BTD)
         h_BTD = self.cut.gather_positions(h_BTD)
@@ -108,7 +110,7 @@ class TransformerLayer(Layer):
         else:
             h_BTD, decided = self._experts(h_BTD, layer)
             routing = jax.tree.map(jnp.add, routing, decided)
-        h_BTD = self._norm("norm_mlp", h_BTD, is_after=True)
+        h_BTD = self._norm("norm_mlp", h_BTD, is_after=True) * config.residual_multiplier
         sum_BTD = sum_BTD + dropout(h_BTD, config.residual_drop_rate, site_keys[2], self.cut.of_positions)
         return ((sum_BTD, routing), cache), None
 
@@ -151,12 +153,13 @@ class TransformerLayer(Layer):
         q_BTHK, k_BSGK = heads("query", config.num_head), heads("key", config.key_heads)
         v_BSGK = heads("value", config.key_heads)
         if config.qk_norm:
-            q_BTHK = make_norm(config, self.dtype, "query_norm")(q_BTHK)
-            k_BSGK = make_norm(config, self.dtype, "key_norm")(k_BSGK)
+            q_BTHK = make_head_norm(config, self.dtype, "query_norm", self.cut)(q_BTHK)
+            k_BSGK = make_head_norm(config, self.dtype, "key_norm", self.cut)(k_BSGK)
         if config.position_kind == "rotary":
-            frequencies = rotary_frequencies(config)
+            rotation = rotation_of(config, layer)
             numbers = self.cut.attended_numbers(position, h_BTD.shape[1])
-            q_BTHK, k_BSGK = (rotate(x, numbers, frequencies, starts_BT) for x in (q_BTHK, k_BSGK))
+            q_BTHK, k_BSGK = (rotate(x, numbers, rotation, starts_BT) for x in (q_BTHK, k_BSGK))
+        q_BTHK, k_BSGK, v_BSGK = (checkpoint_name(x, PROJECTIONS) for x in (q_BTHK, k_BSGK, v_BSGK))
         bias_CH = None
         if config.position_kind == "t5":
             bias_CH = self.param("relative_bias", nn.initializers.normal(0.02), (T5_BUCKETS, config.num_head))
@@ -177,7 +180,7 @@ class TransformerLayer(Layer):
         if swap is not None:
             attended_BTHK = swap.to_positions(attended_BTHK)
         out = self._residual_dense("attention_out", config.out_bias)
-        return out(attended_BTHK.reshape(*h_BTD.shape[:2], -1)), cache
+        return checkpoint_name(out(attended_BTHK.reshape(*h_BTD.shape[:2], -1)), PROJECTIONS), cache
 
     def _by_window(self, cut: ModelParallel, layer: jax.Array, *arguments: Any) -> jax.Array:
         """`_attend` with the window of this layer."""
@@ -252,10 +255,10 @@ class Period(Layer):
         options: dict[str, Any] = {field: getattr(self, field) for field in fields}
         for i in range(every):
             name, is_dense = f"layer_{i}", i + 1 < every
-            block = TransformerLayer(
+            layer = TransformerLayer(
                 self.config, self.dtype, self.blockwise_from, **options, is_dense=is_dense, name=name
             )
-            carry, _ = block(carry, number * every + i, *arguments)
+            carry, _ = layer(carry, number * every + i, *arguments)
         return carry, None
 
 

@@ -1,1 +1,1 @@
-"""Sharding of any pytree inside `jax.pmap`: jax, flax and optax only."""
+"""Sharding of any pytree inside `jax.pmap`: jax and optax only; Flax where one of its modules is lifted."""

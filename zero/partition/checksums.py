@@ -38,13 +38,17 @@ def check_replicated(tree: PyTree, axis_name: str, devices: Sequence[jax.Device]
         if _is_copied(x) and devices is None:
             devices = [device for device in pmap_devices() if device in x.sharding.device_set]
     named = [(jax.tree_util.keystr(path, simple=True, separator="/"), _stacked(x, axis_name), None) for path, x in flat]
-    if devices is not None:
-        expected = [device for device in devices if device.process_index == jax.process_index()]
-        for name, x, _ in named:
-            if isinstance(x, jax.Array) and len(x.addressable_shards) == len(expected):
-                check_order(name, x.addressable_shards, expected)
+    local = [device for device in devices or pmap_devices() if device.process_index == jax.process_index()]
+    for name, x, _ in named:
+        if np.shape(x)[:1] != (len(local),):
+            raise ValueError(f"leaf {name}: expected one row per local device, ({len(local)}, ...), got {np.shape(x)}")
+        if devices is not None and isinstance(x, jax.Array) and len(x.addressable_shards) == len(local):
+            check_order(name, x.addressable_shards, local)
     if bad := _differing(named, axis_name, devices):
-        raise ValueError(f"leaves differ between the devices of axis {axis_name!r}: {', '.join(bad)}")
+        raise ValueError(
+            f"leaves differ between the devices of axis {axis_name!r}: {', '.join(bad)}. Reduce gradients, and numbers "
+            f"that decide, over the devices: lax.pmean(x, {axis_name!r}); slices of sharded state differ by design"
+        )
 
 
 def _is_copied(x: Any) -> bool:
@@ -70,8 +74,8 @@ def check_copies(tree: PyTree, layout: Layout, axis: Axis, devices: Sequence[jax
     copied = [(x.name, array, holders if x.splits else None) for x, array in pairs if axis.replicas > 1 or not x.splits]
     if bad := _differing(copied, axis.name, tuple(devices)):
         raise ValueError(
-            f"leaves differ between the devices of axis {axis.name!r} that hold the same: {', '.join(bad)}. Reduce "
-            f"values that decide for all devices, such as value= of an update: lax.pmean(value, {axis.name!r})"
+            f"leaves differ between the devices of axis {axis.name!r} that should hold the same: {', '.join(bad)}. "
+            f"Reduce values that decide for all devices, such as value= of an update: lax.pmean(value, {axis.name!r})"
         )
 
 

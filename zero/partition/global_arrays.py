@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero.partition.collectives.axis import Axis, AxisLike
 from zero.partition.layout import Layout, LeafLayout, PyTree
-from zero.partition.on_mesh import check_global, leaf_on_mesh
+from zero.partition.on_mesh import axis_of_mesh, check_global, leaf_on_mesh
 
 
 def pmap_devices() -> tuple[jax.Device, ...]:
@@ -76,7 +76,7 @@ def to_global(
     >>> bool((from_global(whole, layout, "batch")["w"] == shards["w"]).all())
     True
     """
-    (mesh, name), arrays = _labels(layout, axis, devices), layout.treedef.flatten_up_to(tree)
+    (mesh, name), arrays = _labels(layout, axis, devices), layout.leaves_of(tree)
     for leaf, x in zip(layout.leaves, arrays, strict=True):
         if isinstance(devices, Mesh):
             check_global(leaf, x)
@@ -159,7 +159,10 @@ def axis_and_devices(
     """
     on = axis if isinstance(axis, Axis) else Axis(axis, (1, layout.shards))
     if on.shards != layout.shards:
-        raise ValueError(f"the layout has {layout.shards} shards, but axis {on.name!r} spreads a copy over {on.shards}")
+        raise ValueError(
+            f"the layout has {layout.shards} shards, but axis {on.name!r} spreads a copy over {on.shards}: make it by "
+            f"zero.make_layout(tree, {on.shards})"
+        )
     ordered = pmap_devices()[: on.size] if devices is None else tuple(devices)
     if len(ordered) != on.size:
         raise ValueError(f"axis {on.name!r} has {on.size} devices, but there are {len(ordered)}")
@@ -169,7 +172,7 @@ def axis_and_devices(
 def _labels(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | Mesh | None) -> tuple[Mesh, str]:
     """The mesh of global arrays, and the name of its axis of shards."""
     if isinstance(devices, Mesh):
-        return devices, str(axis)
+        return devices, axis_of_mesh(layout, axis, devices)
     on, ordered = axis_and_devices(layout, axis, devices)
     grid = np.asarray(ordered)[list(on.devices)]
     return Mesh(grid.reshape(on.replicas, on.shards), ("replica", "shard")), "shard"
@@ -189,9 +192,20 @@ def local_shards(leaf: LeafLayout, x: Any, devices: Sequence[jax.Device]) -> Seq
     parts = x.addressable_shards if isinstance(x, jax.Array) else []
     expected = [device for device in devices if device.process_index == jax.process_index()]
     if any(part.data.shape != (1, *leaf.shard_shape) for part in parts) or {p.device for p in parts} != set(expected):
+        stacked = (len(expected), *leaf.shard_shape)
+        where = f"{len(parts)} device{'s' * (len(parts) > 1)}" if parts else "the host"
+        hint = ""
+        if np.shape(x) == stacked:
+            hint = ": spread it by jax.pmap(lambda x: x)(x)"
+            if len(parts) == len(expected):
+                hint = ": pass the devices= that pmap was given"
+        elif np.shape(x) == leaf.shape:
+            hint = ": that is whole already"
+        elif np.shape(x)[1:] == leaf.shape:
+            hint = ": those are whole copies, which zero.shard slices inside pmap"
         raise ValueError(
-            f"leaf {leaf.name}: expected what pmap returns, one shard of {leaf.shard_shape} on each local device, "
-            f"got shape {np.shape(x)}{f' on {len(parts)} devices' if parts else ' on the host'}"
+            f"leaf {leaf.name}: expected what pmap returns, {stacked} on {len(expected)} devices, for a whole array of "
+            f"{leaf.shape}, got shape {np.shape(x)} on {where}{hint}"
         )
     check_order(leaf.name, parts, expected)
     return parts
@@ -207,7 +221,7 @@ def check_order(name: str, parts: Sequence[Any], expected: Sequence[jax.Device])
         if found != device:
             raise ValueError(
                 f"leaf {name}: row {row} lies on {found}, expected it on {device}: pass the devices= that pmap "
-                "was given, in their order"
+                "was given, in the same order"
             )
 
 

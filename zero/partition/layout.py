@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zero.partition.moves import AllGather, AllToAll, Move, Slice
@@ -35,6 +36,10 @@ class Split:
     def padding(self) -> int:
         """Elements appended so that the dimension divides. They start as zeros, updates may change them."""
         return self.shard_size * self.shards - self.size
+
+    def positions(self, shard: jax.Array | int) -> jax.Array:
+        """The positions of the elements of a shard along the dimension, int32; those of padding are `size` or more."""
+        return shard * self.shard_size + jnp.arange(self.shard_size, dtype=jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +124,31 @@ class Layout:
         Raises:
           ValueError: a tree does not have the structure of the layout.
         """
-        columns = [self.treedef.flatten_up_to(tree) for tree in trees]
+        columns = [self.leaves_of(tree) for tree in trees]
         return self.treedef.unflatten([fn(leaf, *column) for leaf, *column in zip(self.leaves, *columns, strict=True)])
+
+    def leaves_of(self, tree: PyTree) -> list[Any]:
+        """The leaves of a tree of this structure.
+
+        Raises:
+          ValueError: the tree has another structure.
+        """
+        try:
+            return self.treedef.flatten_up_to(tree)
+        except ValueError as error:
+            differences = self.differences(tree) or f"its containers differ: {error}"
+            raise ValueError(f"the layout was made for another tree than this one: {differences}") from error
+
+    def differences(self, tree: PyTree, *, may_lack: bool = False) -> str:
+        """Which leaves this tree lacks, and which it has that the layout has not; empty if the names are the same."""
+        flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+        found = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+        expected = [leaf.name for leaf in self.leaves]
+        lacking, unknown = [x for x in expected if x not in found], [x for x in found if x not in expected]
+        if may_lack and not unknown:
+            return ""
+        parts = (("lacks", lacking), ("has, unexpectedly,", unknown))
+        return "; ".join(f"it {verb} {_some(names)}" for verb, names in parts if names)
 
     def wholes_of(self, tree: PyTree) -> list[Any]:
         """The leaves of a tree of whole arrays.
@@ -128,7 +156,7 @@ class Layout:
         Raises:
           ValueError: a leaf has another shape, or the tree another structure.
         """
-        leaves = self.treedef.flatten_up_to(tree)
+        leaves = self.leaves_of(tree)
         for leaf, x in zip(self.leaves, leaves, strict=True):
             if np.shape(x) != leaf.shape:
                 raise ValueError(f"leaf {leaf.name}: expected the whole array, {leaf.shape}, got {np.shape(x)}")
@@ -136,7 +164,7 @@ class Layout:
 
     def gathered_of(self, tree: PyTree) -> list[Any]:
         """The leaves of a tree as they are gathered, whole arrays or parts; raises as `wholes_of`."""
-        leaves = self.treedef.flatten_up_to(tree)
+        leaves = self.leaves_of(tree)
         for leaf, x in zip(self.leaves, leaves, strict=True):
             if np.shape(x) != leaf.gathered_shape:
                 expected = "the whole array" if leaf.gathered_shape == leaf.shape else "a device's part"
@@ -145,11 +173,16 @@ class Layout:
 
     def shards_of(self, tree: PyTree) -> list[Any]:
         """The leaves of a tree of shards; raises as `wholes_of`."""
-        leaves = self.treedef.flatten_up_to(tree)
+        leaves = self.leaves_of(tree)
         for leaf, x in zip(self.leaves, leaves, strict=True):
             if np.shape(x) != leaf.shard_shape:
-                whole = "; that is the whole array, which zero.shard slices" if np.shape(x) == leaf.shape else ""
-                raise ValueError(f"leaf {leaf.name}: expected a shard of {leaf.shard_shape}, got {np.shape(x)}{whole}")
+                hint = ""
+                if np.shape(x) == leaf.shape:
+                    hint = (
+                        "; that is the whole array: zero.shard slices one that is the same on all devices, "
+                        "zero.scatter_mean gradients"
+                    )
+                raise ValueError(f"leaf {leaf.name}: expected a shard of {leaf.shard_shape}, got {np.shape(x)}{hint}")
         return leaves
 
     def shapes(self) -> PyTree:
@@ -240,7 +273,7 @@ def make_layout(
         expert groups divide among their devices. Another dimension is split.
 
     Raises:
-      TypeError: a leaf is a function.
+      TypeError: a leaf is no array, but a function or a string.
       ValueError: `shards` is not positive or does not divide into groups, `expert` does not divide a leaf's experts, or
         a stacked name fits no leaf.
 
@@ -259,13 +292,15 @@ def make_layout(
     paths = [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path, _ in flat]
     for name in names:
         if not any(path[:1] == (name,) for path in paths):
-            raise ValueError(f"stacked names {name!r}, but no leaf lies under it")
+            found = ", ".join(dict.fromkeys(path[0] for path in paths if path)) or "no leaf"
+            raise ValueError(f"stacked names {name!r}, but no leaf lies under it; the tree has {found}")
     leaves = []
     for path, (_, leaf) in zip(paths, flat, strict=True):
-        if callable(leaf):
+        if not hasattr(leaf, "shape") and not isinstance(leaf, bool | int | float | complex):
+            kind = "a function" if callable(leaf) else f"a {type(leaf).__name__}"
             raise TypeError(
-                f"leaf {'/'.join(path)}: expected an array or its shape, got a function, {leaf}: keep "
-                "static values out of the parameters"
+                f"leaf {'/'.join(path)}: expected an array or its shape, got {kind}, {leaf!r}: hold what is no array "
+                "outside of the tree"
             )
         name, shape, is_stacked = "/".join(path), np.shape(leaf), path[:1] in [(name,) for name in names]
         split, moves, first = None, tuple[Move, ...](), int(is_stacked)
@@ -332,8 +367,10 @@ def match_layout(tree: PyTree, *layouts: Layout) -> Layout:
     paths = [tuple(jax.tree_util.keystr((key,), simple=True) for key in keys) for keys, _ in flat]
     unknown = ["/".join(path) for path in paths if path not in by_path]
     if unknown:
-        known = ", ".join("/".join(path) for path in by_path)
-        raise ValueError(f"the layout has no leaf {unknown[0] or '(root)'}; it has {known or 'none'}")
+        known = _some(["/".join(path) for path in by_path])
+        raise ValueError(
+            f"the layout was made for a tree without leaf {unknown[0] or '(root)'}; it has {known or 'none'}"
+        )
     return Layout(treedef, tuple(by_path[path] for path in paths), layouts[0].shards)
 
 
@@ -363,6 +400,10 @@ def _unsplit(leaf: LeafLayout) -> LeafLayout:
         return leaf
     slices = tuple(Slice(move.split, move.over) for move in leaf.moves if isinstance(move, AllToAll))
     return dataclasses.replace(leaf, splits=(), moves=slices)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(name or "(root)" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _times(shape: tuple[int, ...]) -> str:

@@ -63,6 +63,22 @@ class MeshLeaf(NamedTuple):
         return self._by_part(x, pad, self.leaf.padded_shape)
 
 
+def axis_of_mesh(layout: Layout, axis: Any, mesh: Mesh) -> str:
+    """The name of the axis of the mesh over which the leaves of this layout are split.
+
+    Raises:
+      ValueError: the mesh has no such axis, or one of another size.
+    """
+    if axis not in mesh.axis_names:
+        raise ValueError(f"expected the name of an axis of the mesh, one of {list(mesh.axis_names)}, got {axis!r}")
+    if mesh.shape[axis] != layout.shards:
+        raise ValueError(
+            f"the layout has {layout.shards} shards, but axis {axis!r} of the mesh has {mesh.shape[axis]} devices: "
+            f"make it by zero.make_layout(tree, {mesh.shape[axis]})"
+        )
+    return axis
+
+
 def leaf_on_mesh(leaf: LeafLayout, axis_name: Any) -> MeshLeaf:
     """The entry of an array that no other axis cuts."""
     return _mesh_leaf(leaf, [()] * len(leaf.shape), {}, axis_name)
@@ -77,7 +93,7 @@ def state_on_mesh(
       ValueError: the axis of the optimizer already cuts a parameter.
     """
     whole = make_layout(params, 1)
-    cuts = [_cuts(x, axis_name) for x in jax.tree.leaves(params)]
+    cuts = [_cuts(leaf.name, x, axis_name) for leaf, x in zip(whole.leaves, jax.tree.leaves(params), strict=True)]
     shapes = [_local_shape(leaf.shape, *cut) for leaf, cut in zip(whole.leaves, cuts, strict=True)]
     local = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in zip(shapes, whole.leaves, strict=True)]
     layout = make_layout(whole.treedef.unflatten(local), shards)
@@ -93,7 +109,7 @@ def state_on_mesh(
     return state, [on_mesh(leaf) for leaf in state.leaves]
 
 
-def _cuts(x: Any, axis_name: str) -> tuple[list[tuple[str, ...]], dict[str, int]]:
+def _cuts(name: str, x: Any, axis_name: str) -> tuple[list[tuple[str, ...]], dict[str, int]]:
     """For each dimension of a parameter the axes that cut it, and the sizes of all axes."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
@@ -102,8 +118,8 @@ def _cuts(x: Any, axis_name: str) -> tuple[list[tuple[str, ...]], dict[str, int]
     axes = [() if one is None else (one,) if isinstance(one, str) else tuple(one) for one in entries]
     if any(axis_name in names for names in axes):
         raise ValueError(
-            f"a parameter of shape {np.shape(x)} is cut by {sharding.spec}: axis {axis_name!r} is that of the "
-            "optimizer, and must not cut parameters"
+            f"leaf {name}: {sharding.spec} cuts it along {axis_name!r}, the axis_name of the optimizer, along which "
+            "parameters are replicated"
         )
     return axes, dict(sharding.mesh.shape)
 
@@ -123,9 +139,10 @@ def check_global(leaf: LeafLayout | MeshLeaf, x: Any) -> None:
     """Raises if `x` is not the global array of this leaf."""
     if np.shape(x) != leaf.padded_shape or not isinstance(x, jax.Array):
         name = leaf.leaf.name if isinstance(leaf, MeshLeaf) else leaf.name
+        where = "" if isinstance(x, jax.Array) else " on the host"
         raise ValueError(
-            f"leaf {name}: expected the global array of shard_map, {leaf.padded_shape}, got {np.shape(x)}; parameters "
-            "that other axes of the mesh cut are passed with their shardings"
+            f"leaf {name}: expected the global array that shard_map returns, {leaf.padded_shape}, padding included, "
+            f"got {np.shape(x)}{where}; where other axes of the mesh cut parameters, pass these with their shardings"
         )
 
 
@@ -151,7 +168,10 @@ def read(arrays: Sequence[jax.Array], leaves: Sequence[MeshLeaf]) -> list[Any]:
         differ = multihost_utils.process_allgather(differ).any(0)
     if differ.any():
         names = ", ".join(leaf.leaf.name for leaf, is_bad in zip(leaves, differ, strict=True) if is_bad)
-        raise ValueError(f"leaves differ between devices that hold the same, by their sharding: {names}")
+        raise ValueError(
+            f"leaves differ between devices that should hold the same, by their sharding: {names}. Reduce values that "
+            "decide for all devices, such as value= of an update: lax.pmean(value, axis_name)"
+        )
     return [one.cropped(whole) for one, whole in zip(leaves, wholes, strict=True)]
 
 
@@ -162,7 +182,10 @@ def _bytes(x: Any) -> bytes:
 
 def write(whole: Any, leaf: MeshLeaf, mesh: Mesh) -> jax.Array:
     """The global array; each process places the shards of its devices."""
-    padded, sharding = leaf.padded(whole), NamedSharding(mesh, leaf.spec)
-    if jnp.issubdtype(leaf.leaf.dtype, jax.dtypes.extended):
-        return jax.device_put(padded, sharding)
-    return jax.make_array_from_callback(padded.shape, sharding, lambda index: padded[index])
+    sharding = NamedSharding(mesh, leaf.spec)
+    if jnp.issubdtype(leaf.leaf.dtype, jax.dtypes.extended):  # replicated; jax places no keys on other processes
+        data = np.asarray(jax.random.key_data(whole))
+        placed = jax.make_array_from_callback(data.shape, sharding, data.__getitem__)
+        return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(whole))
+    padded = leaf.padded(whole)
+    return jax.make_array_from_callback(padded.shape, sharding, padded.__getitem__)

@@ -134,16 +134,24 @@ def _update(
     """New updates and state. The parameters may be None, but not their layout."""
     for name, value in extra.items():
         if callable(value):
-            raise NotElementwiseError(f"{name} is a function of whole parameters, which no device has: {_LINE_SEARCH}")
+            raise NotElementwiseError(
+                f"{name} is a function of whole parameters, which no device has: {_LINE_SEARCH}. Use this optimizer "
+                "without zero.shard_optimizer, on reduced gradients"
+            )
     state_layout = derive_layout(inner.init, params[1])
     check_structure(state, state_layout, may_lack=True)
 
     def layout_of(result: tuple[PyTree, PyTree]) -> tuple[LeafLayout, ...]:
+        if differences := state_layout.differences(result[1], may_lack=True):
+            raise ValueError(f"update of the optimizer returns another state than its init: {differences}")
         layouts = match_layout(result[0], params[1], updates[1]), match_layout(result[1], state_layout)
         for kind, tree, layout in zip(("update", "state"), result, layouts, strict=True):
             for leaf, x in zip(layout.leaves, jax.tree.leaves(tree), strict=True):
                 if x.shape != leaf.shape:
-                    raise ValueError(f"leaf {leaf.name}: the {kind} of {leaf.shape} became one of {x.shape}")
+                    raise ValueError(
+                        f"leaf {leaf.name}: the optimizer turned its {kind} of {leaf.shape} into one of {x.shape}; on "
+                        "shards a shape has to stay"
+                    )
         return layouts[0].leaves + layouts[1].leaves
 
     inputs = [updates, (state, match_layout(state, state_layout))] + ([] if params[0] is None else [params])
@@ -271,10 +279,12 @@ def _as_own(reduced: jax.Array, own: jax.Array) -> jax.Array:
 
 def _check_gradients(given: Layout, layout: Layout) -> None:
     shapes = {leaf.path: leaf.shape for leaf in layout.leaves}
+    shards = {leaf.path: leaf.shard_shape for leaf in layout.leaves}
     for leaf in given.leaves:
         shape = shapes.get(leaf.path, leaf.shape)
         if leaf.shape != shape:
-            raise ValueError(f"leaf {leaf.name}: the parameter has shape {shape}, its gradient {leaf.shape}")
+            slices = "; slices need reduction='scattered'" if leaf.shape == shards.get(leaf.path) else ""
+            raise ValueError(f"leaf {leaf.name}: the parameter has shape {shape}, its gradient {leaf.shape}{slices}")
         if leaf.dtype == jax.dtypes.float0:
             raise ValueError(
                 f"leaf {leaf.name}: its gradient is float0, that of an integer. Keep integers out of the parameters, "
@@ -302,7 +312,11 @@ _GIVEN = {
 
 
 def _check_callers(frame: FrameType | None, reduction: Literal["mean", "sum", "scattered"] | None) -> None:
-    """Refuses to run inside another sharded optimizer, or an optax transform that reads unreduced gradients."""
+    """Refuses to run inside another sharded optimizer, or an optax transform that reads unreduced gradients.
+
+    Names the outermost of these, which its author wrote: `partition` is `masked` inside.
+    """
+    outermost = None
     while frame:
         name, variables = frame.f_code.co_qualname, frame.f_locals
         maker, module = name.partition(".<locals>.")[0], frame.f_globals.get("__name__", "")
@@ -314,13 +328,16 @@ def _check_callers(frame: FrameType | None, reduction: Literal["mean", "sum", "s
         is_later = maker in ("chain", "named_chain") and variables.get("new_state")
         may_skip = maker == "MultiSteps.update" and "self" in variables and _may_skip(variables["self"])
         if reduction and module.startswith("optax.") and (is_later or may_skip or maker not in _TRANSPARENT):
-            maker, options = maker.removesuffix(".update"), ", reduction='scattered'" * (reduction == "scattered")
-            raise ValueError(
-                f"optax.{maker} around zero.shard_optimizer {_GIVEN[reduction]}. Put it inside: "
-                f"zero.shard_optimizer(optax.{maker}(...), axis_name{options}); or reduce whole gradients first and "
-                "pass reduction=None"
-            )
+            package = "optax.contrib" if module.startswith("optax.contrib") else "optax"
+            outermost = f"{package}.{maker.removesuffix('.update')}"
         frame = frame.f_back
+    if reduction and outermost:
+        options = ", reduction='scattered'" * (reduction == "scattered")
+        raise ValueError(
+            f"{outermost} around zero.shard_optimizer {_GIVEN[reduction]}. Put it inside: "
+            f"zero.shard_optimizer({outermost}(...), axis_name{options}); or reduce whole gradients first, by "
+            "lax.pmean(grads, axis_name), and pass reduction=None to zero.shard_optimizer"
+        )
 
 
 def _may_skip(accumulation: optax.MultiSteps) -> bool:
@@ -335,9 +352,9 @@ def _bound(axis: AxisLike) -> Axis:
         size = lax.axis_size(name)
     except NameError as error:
         raise RuntimeError(
-            f"init and update of a sharded optimizer run inside pmap over {name!r}, where each device keeps its own "
-            f"slice: jax.pmap(tx.init, axis_name={name!r})(replicated_params). Convert state built or restored on the "
-            "host with zero.shard_state(opt_state, tx, params)"
+            f"no axis {name!r} here: init and update of a sharded optimizer run inside pmap over {name!r}, where each "
+            f"device keeps its own slice: jax.pmap(tx.init, axis_name={name!r})(replicated_params). Convert state "
+            "built or restored on the host with zero.shard_state(opt_state, tx, params)"
         ) from error
     check_untracked(lax.axis_index(name))
     on = as_axis(axis)

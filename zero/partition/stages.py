@@ -14,9 +14,8 @@ weight flows to the shard. Source: ZeRO (Rajbhandari et al., arXiv 1910.02054), 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -27,6 +26,9 @@ from jax.typing import DTypeLike
 from zero.partition.collectives import arrays, coalesced
 from zero.partition.collectives.axis import Axis, AxisLike, as_axis, check_untracked
 from zero.partition.layout import Layout, PyTree
+
+if TYPE_CHECKING:
+    import flax.linen as nn
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -153,7 +155,8 @@ def checked_axis(layout: Layout, axis: AxisLike) -> Axis:
     check_untracked(axis.shard_index())
     if layout.shards != axis.shards:
         raise ValueError(
-            f"the layout has {layout.shards} shards, but axis {axis.name!r} spreads one copy over {axis.shards}"
+            f"the layout has {layout.shards} shards, but axis {axis.name!r} spreads a copy over {axis.shards}: make it "
+            f"by zero.make_layout(tree, {axis.shards})"
         )
     return axis
 
@@ -191,7 +194,7 @@ def fully_shard(
       ValueError: the layout was made for another number of shards, or the shape of a leaf of the parameters, of
         "gathered" or of "gradients" does not match it.
 
-    >>> import jax.numpy as jnp; from zero import make_layout
+    >>> import flax.linen as nn; import jax.numpy as jnp; from zero import make_layout
     >>> x = jnp.ones((jax.local_device_count(), 2, 5))
     >>> layout = make_layout(jax.eval_shape(nn.Dense(3).init, jax.random.key(0), x[0])["params"], len(x))
     >>> dense = fully_shard(nn.Dense, layout, "batch")(3)
@@ -218,7 +221,7 @@ def fully_shard(
     ) -> Any:
         return target(whole(shards, gathered, gradients), *args, **kwargs)
 
-    if isinstance(target, type) and issubclass(target, nn.Module):
+    if isinstance(target, type) and any(base.__module__ == "flax.linen.module" for base in target.__mro__):
         return cast(Target, _lift(target, layout, axis, whole, methods))
     return cast(Target, on_shards)
 
@@ -231,6 +234,7 @@ def _lift(
     methods: Sequence[str] | None,
 ) -> type[nn.Module]:
     """The module class on shards; `whole` takes "params", and "gathered" and "gradients" or None."""
+    import flax.linen as nn  # whoever calls this has it; other programs need not install it
 
     def use(variables: PyTree) -> PyTree:
         return {"params": whole(variables["params"], variables.get("gathered"), variables.get("gradients"))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from zero.partition.checksums import check_copies
 from zero.partition.collectives.axis import Axis, AxisLike, as_axis
 from zero.partition.global_arrays import axis_and_devices, local_shards, pmap_devices, stack_local
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split, derive_layout, make_layout
-from zero.partition.on_mesh import MeshLeaf, leaf_on_mesh, read, state_on_mesh, write
+from zero.partition.on_mesh import MeshLeaf, axis_of_mesh, leaf_on_mesh, read, state_on_mesh, write
 from zero.partition.pmapped import pmap
 from zero.partition.stages import gather
 
@@ -43,6 +43,12 @@ class ShardedState(NamedTuple):
     slices: Any
     shard: Any
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"the state of a sharded optimizer has no {name!r}: that of optax is in .slices, cut; whole, on the host "
+            "and inside pmap, it is zero.whole_state(opt_state, tx, params)"
+        )
+
 
 def _flatten_with_keys(state: ShardedState) -> tuple[Any, None]:
     keys = map(jax.tree_util.GetAttrKey, ShardedState._fields)
@@ -52,11 +58,13 @@ def _flatten_with_keys(state: ShardedState) -> tuple[Any, None]:
 def _checked(state: ShardedState) -> ShardedState:
     if not _is_concrete(state.shard) or np.ndim(state.shard) != 2:  # one device, or not stacked
         return state
+    count = len(state.shard)
     for path, x in jax.tree_util.tree_leaves_with_path(state.slices):
-        if np.ndim(x) == 0:
+        if np.shape(x)[:1] != (count,):
             raise ValueError(
-                f"leaf {jax.tree_util.keystr(path, simple=True, separator='/')}: a scalar among stacks of one slice "
-                f"per device; put jnp.full({len(state.shard)}, value) there, or set it inside pmap"
+                f"leaf {jax.tree_util.keystr(path, simple=True, separator='/')}: expected a stack of one slice per "
+                f"device, ({count}, ...), got shape {np.shape(x)}; a scalar is jnp.full({count}, value) there, or is "
+                "set inside pmap"
             )
     return state
 
@@ -96,24 +104,16 @@ def check_structure(state: PyTree, layout: Layout, *, may_lack: bool = False) ->
     """Raises if the state does not have the structure of this layout."""
     if jax.tree.structure(state) == layout.treedef:
         return
-    expected = [leaf.name for leaf in layout.leaves]
-    flat = jax.tree_util.tree_leaves_with_path(state)
-    found = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
-    missing, unknown = [x for x in expected if x not in found], [x for x in found if x not in expected]
-    if unknown or (missing and not may_lack):
+    if differences := layout.differences(state, may_lack=may_lack):
         raise ValueError(
-            "this is the state of another optimizer, or for other parameters: no "
-            f"{_some(missing)}; not expected: {_some(unknown)}"
+            f"the state does not fit this optimizer and these parameters: {differences}. Pass those that it was made "
+            "with; its leaves are those of tx.init(params)"
         )
     if not may_lack:
         raise ValueError(
             "the state has the same leaves in other containers, such as the dicts and lists of a file: put them into "
             "tx.init(params), by flax.serialization.from_state_dict for instance"
         )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "leaf"
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):
@@ -169,16 +169,20 @@ def whole_state(
     True
     """
     require_sharded(opt_state)
+    _checked(opt_state)
     if isinstance(opt_state.shard, jax.core.Tracer):
         axis = as_axis(_checked_optimizer(tx).axis)
         layout = derive_layout(tx.unsharded.init, make_layout(params, axis.shards))
         check_structure(opt_state.slices, layout)
         return gather(opt_state.slices, layout, axis)
-    if np.ndim(opt_state.shard) == 1 or isinstance(devices, Mesh):
+    if np.ndim(opt_state.shard) == 1:
         return _whole_state_of_mesh(opt_state, tx, params, timeout)
+    if isinstance(devices, Mesh):
+        raise ValueError("this state is that of a pmap, a stack of slices: give its devices, if it had any, not a mesh")
     axis, devices, layout = _layout(tx, params, devices)
     check_structure(opt_state.slices, layout)
-    held = {part.device: int(part.data.item()) for part in opt_state.shard.addressable_shards}
+    numbers = local_shards(LeafLayout(("shard",), (1,), np.dtype(np.int32), ()), opt_state.shard, devices)
+    held = {part.device: int(part.data.item()) for part in numbers}
     expected = axis.shard_of_device()
     for position, device in enumerate(devices):
         if device in held and held[device] != expected[position]:
@@ -250,8 +254,10 @@ def specs(tx: ShardedOptimizer, params: PyTree, mesh: Mesh) -> ShardedState:
 def _state_on_mesh(tx: ShardedOptimizer, params: PyTree, sizes: Mapping[str, int]) -> tuple[Layout, list[MeshLeaf]]:
     axis = _checked_optimizer(tx).axis
     if isinstance(axis, Axis) or axis not in sizes:
+        given = "an Axis of groups" if isinstance(axis, Axis) else repr(axis)
         raise ValueError(
-            f"under shard_map an optimizer has the name of an axis of the mesh, {list(sizes)}, got {axis!r}"
+            f"the axis_name of zero.shard_optimizer is {given}: under shard_map expected the name of an axis of the "
+            f"mesh, one of {list(sizes)}"
         )
     return state_on_mesh(tx.unsharded.init, params, sizes[axis], axis)
 
@@ -314,9 +320,10 @@ def to_host(
     [0.0, 1.0, 2.0, 3.0, 4.0]
     """
     if isinstance(devices, Mesh):
+        leaves = [leaf_on_mesh(leaf, axis_of_mesh(layout, axis, devices)) for leaf in layout.leaves]
+        arrays = layout.leaves_of(tree)
         _meet(timeout)
-        leaves = [leaf_on_mesh(leaf, axis) for leaf in layout.leaves]
-        return layout.treedef.unflatten(read(layout.treedef.flatten_up_to(tree), leaves))
+        return layout.treedef.unflatten(read(arrays, leaves))
     on, ordered = axis_and_devices(layout, axis, devices)
     layout.map(lambda leaf, x: local_shards(leaf, x, ordered), tree)  # before a process waits for another
     _meet(timeout)
@@ -355,9 +362,9 @@ def from_host(
     [1.0, 0.0]
     """
     if isinstance(devices, Mesh):
-        mesh = devices
+        mesh, name = devices, axis_of_mesh(layout, axis, devices)
         return layout.map(
-            lambda leaf, x: write(_checked_whole(x, leaf, leaf.shape), leaf_on_mesh(leaf, axis), mesh), tree
+            lambda leaf, x: write(_checked_whole(x, leaf, leaf.shape), leaf_on_mesh(leaf, name), mesh), tree
         )
     on, ordered = axis_and_devices(layout, axis, devices)
     local = _local_positions(ordered)
@@ -375,8 +382,12 @@ def _checked_whole(x: Any, leaf: LeafLayout, shape: tuple[int, ...]) -> Any:
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
     whole = x if is_key else np.asarray(x, None if hasattr(x, "dtype") else leaf.dtype)
     if whole.shape != shape or not _may_hold(leaf.dtype, whole.dtype):
-        hint = "; this looks like a copy per device: unreplicate it" if whole.shape[1:] == shape else ""
-        if whole.shape == leaf.shard_shape != shape:
+        hint = ""
+        if whole.shape == shape:
+            hint = "; the layout has the dtypes of the tree that it was made from"
+        elif whole.shape[1:] == shape:
+            hint = "; this looks like the stack of all devices: take one of copies, and zero.to_host of slices"
+        elif whole.shape == leaf.shard_shape:
             hint = "; this looks like one device's slice, 1/N of it: save what zero.to_host returns"
         raise ValueError(
             f"leaf {leaf.name}: expected the whole {leaf.dtype.name}{list(shape)}, without padding, "

@@ -11,7 +11,7 @@ import jax
 import optax
 
 from zero.models.attention.blockwise import blockwise_from
-from zero.models.attention.kernel import kernel_of, missing_in
+from zero.models.attention.kernel import chosen_kernel, missing_in
 from zero.models.config import STACK, GPTConfig
 from zero.models.parametrization import multipliers_of
 from zero.models.transformer_layer import attention_form
@@ -46,6 +46,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
     zero = config.zero
     platform, device_kind = (devices or jax.devices())[0].platform, (devices or jax.devices())[0].device_kind
     remat = "none" if platform == "cpu" and not zero.fused_update else "full"
+    end_of_text = load_tokenizer(config.data.tokenizer).end_of_text if config.data.isolate_documents else None
     model = ShardedGPT(
         size,
         make_axis(zero, devices),
@@ -57,9 +58,15 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         remat=remat if zero.remat == "auto" else zero.remat,
         blockwise_from=blockwise_from(config.model.attention, platform),
         master_dtype=zero.master_dtype,
-        end_of_text=load_tokenizer(config.data.tokenizer).end_of_text if config.data.isolate_documents else None,
+        end_of_text=end_of_text,
         gather_dtype=None if zero.gather_dtype == "auto" else zero.gather_dtype,
-        kernel=kernel_of(platform, device_kind) if config.model.attention == "kernel" else None,
+        kernel=chosen_kernel(
+            config.model.attention,
+            platform,
+            device_kind,
+            positions=config.data.max_context,
+            has_alibi=size.alibi_attn,
+        ),
     )
     if config.model.attention == "kernel":
         _warn_of_no_kernel(config, model)
@@ -118,15 +125,7 @@ def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
 
 def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> Job:
     """Binds a checked configuration to these devices, by default all. Nothing is compiled yet."""
-    training, model = config.training, make_model(config, size, devices)
-    optimizer = config.optimizer
-    tx = make_optimizer(
-        optimizer.name,
-        training.weight_decay / (training.peak_learning_rate if optimizer.decay == "independent" else 1),
-        state_dtype=optimizer.state_dtype,
-        multipliers=multipliers_of(size),
-        **optimizer.hyperparameters(),
-    )
+    training, optimizer, hyperparameters = config.training, config.optimizer, config.optimizer.hyperparameters()
     options = StepOptions(
         learning_rate(config),
         seed=config.seed,
@@ -137,8 +136,17 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         fused_update=config.zero.fused_update,
         ema_decay=training.ema,
     )
-    programs = make_programs(model, tx, options, devices)
-    return Job(model, tx, programs, state_layout(model, tx, averages_of(model, options)))
+    model = make_model(config, size, devices)
+    tx = make_optimizer(
+        optimizer.name,
+        training.weight_decay / (training.peak_learning_rate if optimizer.decay == "independent" else 1),
+        state_dtype=optimizer.state_dtype,
+        multipliers=multipliers_of(size),
+        vocab_size=size.vocab_size,
+        **hyperparameters,
+    )
+    layout = state_layout(model, tx, averages_of(model, options))
+    return Job(model, tx, make_programs(model, tx, options, devices), layout)
 
 
 def learning_rate(config: Config) -> LearningRate:

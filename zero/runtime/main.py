@@ -90,6 +90,19 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig
     return checked, sizes.chosen(checked.model)
 
 
+def compose(overrides: list[str]) -> tuple[Config, GPTConfig]:
+    """The checked configuration of a fresh run with these overrides, and the size of its model; nothing is run.
+
+    Raises:
+      UserError: a line for each mistake.
+    """
+    try:
+        with hydra.initialize_config_dir(str(conf_directory()), version_base="1.3"):
+            return resolve(hydra.compose("config", overrides), overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError("\n".join(all_mistakes(overrides, error))) from error
+
+
 def program(mode: str) -> Callable[[Config, GPTConfig, Path], int]:
     """The function of a mode, imported after the check of the configuration, because the import takes seconds."""
     if mode == "plan":

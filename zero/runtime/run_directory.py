@@ -18,7 +18,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from zero.runtime import storage
 from zero.runtime.config.files import read_yaml
-from zero.runtime.config.saved_config import upgrade
 from zero.runtime.errors import UserError
 from zero.runtime.parsing import reading
 
@@ -56,7 +55,7 @@ def saved_config(run_directory: Path) -> DictConfig:
         data = config["data"]
         if not (isinstance(data["bucket_path"], str | None) and isinstance(data["checkpoint_directory"], str)):
             raise TypeError("data.bucket_path or data.checkpoint_directory is no path")
-        return upgrade(config)
+        return OmegaConf.create(config)
 
 
 def checkpoint_directory(run_directory: Path, bucket_path: str | None, directory: str) -> Path | str:

@@ -22,8 +22,6 @@ from zero.runtime.run_directory import SAMPLES_FILE, mirror
 from zero.runtime.streaming.loader import Loader
 from zero.runtime.streaming.prefetch import prefetch
 from zero.runtime.tracking.goodput import counts_as
-from zero.runtime.tracking.html_report import REPORT_FILE, write_report
-from zero.runtime.tracking.plot import draw_run
 from zero.training.ema import EMA
 from zero.training.programs import split_rows
 
@@ -158,6 +156,10 @@ def _report(run: ActiveRun, line: dict[str, Any]) -> None:
     if run.tracker is None:
         return
     log.info("step %d: %s", line["step"], _summary(line))
+    # A second of imports, which the first step does not wait for.
+    from zero.runtime.tracking.html_report import REPORT_FILE, write_report
+    from zero.runtime.tracking.plot import draw_run
+
     try:
         with (run.directory / SAMPLES_FILE).open("a") as file:
             file.write(f"--- step {line['step']}\n{text}\n")

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT, variable_shapes
@@ -44,7 +45,7 @@ def matmul_flops(jaxpr: Any) -> int:
         if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
             total += _product_flops(eqn)
             continue
-        inner = [matmul_flops(sub) for value in eqn.params.values() for sub in _jaxprs(value)]
+        inner = [matmul_flops(sub) for sub in jaxprs_in_params(eqn.params)]
         if eqn.primitive.name == "while" and sum(inner):
             raise ValueError("a matrix product in a while loop, whose length is not known")
         match eqn.primitive.name:
@@ -67,8 +68,3 @@ def _product_flops(eqn: Any) -> int:
         if set(numbers.lhs_ragged_dimensions) & set(contracted):  # groups split the contracted dimension
             out = out[1:]
     return 2 * math.prod(out) * math.prod(shape[dim] for dim in contracted)
-
-
-def _jaxprs(value: Any) -> list[Any]:
-    values = value if isinstance(value, tuple | list) else [value]
-    return [getattr(v, "jaxpr", v) for v in values if hasattr(getattr(v, "jaxpr", v), "eqns")]

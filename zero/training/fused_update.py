@@ -26,7 +26,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split
 from zero.partition.sharded_optimizer import Squares, clip, norm_of, on_shards, squares
 from zero.training.batch import Batch
-from zero.training.optimizer import scaled
+from zero.training.optimizer import scaled, stack_and_rest
 from zero.training.parts import Attempt, StepOptions, TrainState, Tried, unless
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -87,7 +87,7 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
 
 def backward_and_update(
     embed: Callable[[PyTree], PyTree],
-    block: Callable[[PyTree, PyTree, jax.Array], PyTree],
+    layer: Callable[[PyTree, PyTree, jax.Array], PyTree],
     score: Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]],
     tx: optax.GradientTransformation,
     params: dict[str, PyTree],
@@ -99,14 +99,14 @@ def backward_and_update(
     max_norm: float | None,
     skips_bad: bool,
 ) -> tuple[jax.Array, PyTree, PyTree, jax.Array, jax.Array, PyTree]:
-    """One step of `score(rest, block(... block(embed(rest)) ...))`, whose layers are stacked in `params[STACK]`.
+    """One step of `score(rest, layer(... layer(embed(rest)) ...))`, whose layers are stacked in `params[STACK]`.
 
     The layers' parameters and state are carried through the reverse loop and overwritten in place, so that XLA keeps
     one copy of them. `tx` sees the shapes of the whole stack, as in an update after the backward pass.
 
     Args:
       embed: from the parameters outside the stack to the first layer's input.
-      block: `(a layer's parameters, its input, its number)` to its output.
+      layer: `(a layer's parameters, its input, its number)` to its output.
       score: from the parameters of `embed` and the last layer's output to this device's part of the loss, and auxiliary
         outputs.
       tx: the optimizer.
@@ -125,42 +125,43 @@ def backward_and_update(
     Raises:
       NotElementwiseError: `tx` needs other devices, or other layers.
     """
-    rest, rest_state = _subtrees(_rest, (params, opt_state))
+    rest, rest_state = _subtrees(lambda tree: stack_and_rest(tree)[1], (params, opt_state))
     rest_layout, layers_layout, layer_layout = layout.only(rest), layout.only([STACK]), layout.at(STACK)
-    layers = jnp.arange(jax.tree.leaves(params[STACK])[0].shape[0])
+    numbers = jnp.arange(jax.tree.leaves(params[STACK])[0].shape[0])
 
     x, embed_backward = jax.vjp(embed, rest)
-    x, kept = run_forward(block, params[STACK], x, span)
+    x, kept = run_forward(layer, params[STACK], x, span)
     loss, score_backward, more = jax.vjp(score, rest, x, has_aux=True)
     grads, dx = score_backward(jnp.ones_like(loss))
-    limit = None if max_norm is None else max_norm / math.sqrt(len(layers) + 1)
+    limit = None if max_norm is None else max_norm / math.sqrt(len(numbers) + 1)
     guarded = partial(_guarded, max_norm=limit, skips_bad=skips_bad, axis=axis)
 
     def layer_backward(carry: tuple[PyTree, PyTree], xs: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
-        (dx, held), (x, layer) = carry, xs
-        own, own_state = _subtrees(partial(jax.tree.map, lambda stack: lax.dynamic_slice_in_dim(stack, layer, 1)), held)
-        _, backward = jax.vjp(lambda p, x: block(jax.tree.map(lambda stack: stack[0], p), x, layer), own[STACK], x)
+        (dx, held), (x, number) = carry, xs
+        cut = partial(jax.tree.map, lambda stack: lax.dynamic_slice_in_dim(stack, number, 1))
+        own, own_state = _subtrees(cut, held)
+        _, backward = jax.vjp(lambda p, x: layer(jax.tree.map(lambda stack: stack[0], p), x, number), own[STACK], x)
         own_grads, dx = backward(dx)
         sums = squares(jax.tree.map(lambda stack: stack[0], own_grads), layer_layout, axis)
         own_grads, is_bad = guarded({STACK: own_grads}, sums)
-        updates, new_state = _one_layer(tx, layers_layout, axis, layer).update(own_grads, own_state, own)
+        updates, new_state = _one_layer(tx, layers_layout, axis, number).update(own_grads, own_state, own)
         new = unless(is_bad, (optax.apply_updates(own, updates), new_state), (own, own_state))
-        place = partial(jax.tree.map, lambda stack, x: lax.dynamic_update_slice_in_dim(stack, x, layer, 0))
+        place = partial(jax.tree.map, lambda stack, x: lax.dynamic_update_slice_in_dim(stack, x, number, 0))
         return (dx, _subtrees(place, held, new)), (sums, is_bad)
 
     def span_backward(carry: tuple[PyTree, PyTree], xs: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
-        (_, (now, _)), (x, layers) = carry, xs
-        return lax.scan(layer_backward, carry, (inputs_of(block, now[STACK], x, layers), layers), reverse=True)
+        (_, (now, _)), (x, numbers) = carry, xs
+        return lax.scan(layer_backward, carry, (inputs_of(layer, now[STACK], x, numbers), numbers), reverse=True)
 
-    held = _subtrees(_layers, (params, opt_state))
-    (dx, held), of_layers = lax.scan(span_backward, (dx, held), (kept, layers.reshape(-1, span)), reverse=True)
+    held = _subtrees(lambda tree: stack_and_rest(tree)[0], (params, opt_state))
+    (dx, held), of_layers = lax.scan(span_backward, (dx, held), (kept, numbers.reshape(-1, span)), reverse=True)
     grads = jax.tree.map(jnp.add, grads, embed_backward(dx)[0])
     sums = squares(grads, rest_layout, axis)
     grads, is_bad = guarded(grads, sums)
     updates, new_state = on_shards(tx, rest_layout, axis).update(grads, rest_state, rest)
     new = unless(is_bad, (optax.apply_updates(rest, updates), new_state), (rest, rest_state))
     sums, is_bad = jax.tree.map(lambda rest, layers: rest + layers.sum().astype(rest.dtype), (sums, is_bad), of_layers)
-    params, opt_state = _subtrees(lambda rest, blocks: {**rest, **blocks}, new, held)
+    params, opt_state = _subtrees(lambda rest, stack: {**rest, **stack}, new, held)
     return lax.psum(loss, axis.name), params, opt_state, norm_of(sums, axis), is_bad, more
 
 
@@ -198,14 +199,6 @@ def _one_layer(
     return on_shards(
         on_shards(tx, layout, axis), Layout(layout.treedef, leaves, count), _Layers("layers", (1, count), layer=layer)
     )
-
-
-def _layers(tree: dict[str, PyTree]) -> dict[str, PyTree]:
-    return {name: subtree for name, subtree in tree.items() if name == STACK}
-
-
-def _rest(tree: dict[str, PyTree]) -> dict[str, PyTree]:
-    return {name: subtree for name, subtree in tree.items() if name != STACK}
 
 
 def _subtrees(f: Callable[..., Any], *trees: PyTree) -> PyTree:

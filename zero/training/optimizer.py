@@ -1,7 +1,7 @@
 """Optimizers by name: optax's, exact on shards, without a learning rate; and the dtypes of their state.
 
 Optimizers that are not element-wise see the arrays of one layer, not stacks of all layers: LAMB's norms, Adafactor's
-factors and root mean squares and Muon's matrices are per layer.
+factors and root mean squares and Muon's matrices are per layer. And they see one table of tokens, not its chunks.
 """
 
 from __future__ import annotations
@@ -176,6 +176,7 @@ def make_optimizer(
     *,
     state_dtype: DTypeLike = jnp.float32,
     multipliers: Multipliers | None = None,
+    vocab_size: int | None = None,
     **hyperparameters: Any,
 ) -> optax.GradientTransformation:
     """An optimizer whose updates the step multiplies by minus the learning rate.
@@ -186,6 +187,7 @@ def make_optimizer(
       weight_decay: for matrices and the vocabulary, multiplied by the learning rate; sgd adds it to the gradient.
       state_dtype: dtype of the moments of adamw and lion.
       multipliers: factors of each leaf's learning rate, without weight decay; for adamw and lion.
+      vocab_size: the number of tokens; rows of a table past it are padding. None for tables without padding.
       hyperparameters: as `hyperparameters(name)` lists them.
 
     Raises:
@@ -196,7 +198,7 @@ def make_optimizer(
     if name in ELEMENTWISE:
         own = {"state_dtype": state_dtype, "multipliers": multipliers} if name in QUANTISABLE else {}
         return ELEMENTWISE[name](weight_decay, **own, **hyperparameters)
-    return across_shards(per_layer(PER_LAYER[name](weight_decay, **hyperparameters)))
+    return across_shards(per_layer(one_table(PER_LAYER[name](weight_decay, **hyperparameters), vocab_size)))
 
 
 def hyperparameters(name: str) -> dict[str, Any]:
@@ -220,12 +222,12 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     inner = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> dict[str, PyTree]:
-        layers, rest = _cut(params)
+        layers, rest = stack_and_rest(params)
         return {"layers": jax.vmap(inner.init)(layers), "rest": inner.init(rest)}
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         one = partial(inner.update, **extra)
-        (layers, rest), (layer_params, rest_params) = _cut(updates), _cut(params)
+        (layers, rest), (layer_params, rest_params) = stack_and_rest(updates), stack_and_rest(params)
         layers, layers_state = jax.vmap(one)(layers, state["layers"], layer_params)
         rest, rest_state = one(rest, state["rest"], rest_params)
         return {**rest, **layers}, {"layers": layers_state, "rest": rest_state}
@@ -233,8 +235,59 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _cut(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """The stacks of layers, and the rest."""
+def one_table(tx: optax.GradientTransformation, vocab_size: int | None) -> optax.GradientTransformationExtraArgs:
+    """`tx`, to which each table `(chunks, rows, D)` is one leaf `(vocab_size, D)`; its state is in chunks again.
+
+    So `vocab_chunks` changes no update: norms, factors and root mean squares are those of the table, without the rows
+    of padding in its last chunk. A single chunk without padding is left as it is.
+
+    >>> norm = one_table(optax.scale_by_trust_ratio(), 3)
+    >>> params = {VOCABULARY: {"table": jnp.array([[[3.0], [4.0]], [[0.0], [9.0]]])}}  # norm 5, and a row of padding
+    >>> grads = jax.tree.map(jnp.ones_like, params)
+    >>> norm.update(grads, norm.init(params), params)[0][VOCABULARY]["table"].ravel().tolist()
+    [2.88..., 2.88..., 2.88..., 0.0]
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def chunks_of(tree: PyTree) -> dict[str, tuple[int, int]]:
+        """Numbers of chunks and rows of each chunked table."""
+        tables = [(name, jax.tree.leaves(tree.get(name, ()))) for name in (VOCABULARY, HEAD)]
+        shapes = {
+            name: (leaves[0].shape[0], leaves[0].shape[1]) for name, leaves in tables if leaves and leaves[0].ndim == 3
+        }
+        return {name: shape for name, shape in shapes.items() if shape[0] > 1 or vocab_size not in (None, shape[1])}
+
+    def change(tree: PyTree, shapes: dict[str, tuple[int, int]], joins: bool) -> PyTree:
+        def one(path: Any, x: Any) -> Any:
+            name = next((key.key for key in path if getattr(key, "key", None) in shapes), None)
+            if name is None:
+                return x
+            chunks, rows = shapes[name]
+            tokens = vocab_size or chunks * rows
+            if joins:
+                return x.reshape(-1, *x.shape[2:])[:tokens] if x.shape[:2] == (chunks, rows) else x
+            if x.shape[:1] != (tokens,):
+                return x
+            padded = jnp.pad(x, [(0, chunks * rows - tokens), *[(0, 0)] * (x.ndim - 1)])
+            return padded.reshape(chunks, rows, *x.shape[1:])
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+    def init(params: PyTree) -> PyTree:
+        shapes = chunks_of(params)
+        return change(inner.init(change(params, shapes, True)), shapes, False)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        shapes = chunks_of(updates)
+        joined = [change(tree, shapes, True) for tree in (updates, state, params)]
+        updates, state = inner.update(*joined, **extra)
+        return change(updates, shapes, False), change(state, shapes, False)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def stack_and_rest(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """The stacks of layers, and the other subtrees."""
     if tree is None:
         return None, None
     return {STACK: tree[STACK]}, {name: subtree for name, subtree in tree.items() if name != STACK}

@@ -19,7 +19,7 @@ from zero.partition.layout import PyTree
 from zero.partition.sharded_optimizer import on_shards
 from zero.training.averages import averages_of
 from zero.training.inference import Sampling, evaluate_step, extend, prefill, score, score_on
-from zero.training.parts import StepOptions
+from zero.training.parts import StepOptions, TrainState
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import make_step, new_state
 from zero.training.verification import verify
@@ -58,15 +58,17 @@ def make_programs(
     Raises:
       ValueError: options that cannot be combined.
     """
+    step, averages = make_step(model, tx, options), averages_of(model, options)
+
+    def start(weights: PyTree) -> TrainState:
+        return new_state(weights, on_shards(tx, model.layout, model.axis), model, averages)
+
     pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
-    averages, scoring = averages_of(model, options), dataclasses.replace(model, drops=False)
+    scoring = dataclasses.replace(model, drops=False)
     return Programs(
         init=pmap(lambda key_data: model.init(jax.random.wrap_key_data(key_data))),
-        start=pmap(
-            lambda weights: new_state(weights, on_shards(tx, model.layout, model.axis), model, averages),
-            donate_argnums=0,
-        ),
-        step=pmap(make_step(model, tx, options), donate_argnums=0, out_axes=(0, None)),
+        start=pmap(start, donate_argnums=0),
+        step=pmap(step, donate_argnums=0, out_axes=(0, None)),
         evaluate=pmap(partial(evaluate_step, model=scoring, micro_batches=options.micro_batches), out_axes=None),
         verify=pmap(partial(verify, model=model, micro_batches=options.micro_batches), out_axes=None),
     )

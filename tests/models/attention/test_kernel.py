@@ -36,7 +36,7 @@ STARTS = jnp.asarray(np.repeat([0, 90, 91, 200], [90, 1, 109, 56])[None], jnp.in
 
 @pytest.mark.parametrize(
     ("form", "starts"),
-    [(Form(), None), (Form(window=70, divisor=3.0, cap=1.5), STARTS)],
+    [(Form(), None), (Form(window=70, divisor=3.0, cap=1.5), STARTS), (Form(has_alibi=True), STARTS)],
 )
 def test_splash_attention_computes_the_same(form: Form, starts: jax.Array | None) -> None:
     compare(lambda *args, **kwargs: splash_attention(*args, interpret=True, **kwargs), 2, form, starts, width=128)
@@ -57,7 +57,9 @@ def test_cudnn_arguments(form: Form) -> None:
         ("splash", {}, None),
         ("cudnn", {}, None),
         (None, {}, "a kernel for this device"),
-        ("splash", {"form": Form(has_alibi=True)}, "ALiBi"),
+        ("splash", {"form": Form(has_alibi=True)}, None),
+        ("cudnn", {"form": Form(has_alibi=True)}, "ALiBi"),
+        ("splash", {"form": Form(has_alibi=True, cap=1.0)}, "a cap of scores with ALiBi"),
         ("splash", {"form": Form(cap=1.0, window=3)}, None),
         ("cudnn", {"form": Form(cap=1.0)}, "a cap of scores"),
         ("cudnn", {"has_segments": True}, "segments"),

@@ -237,7 +237,7 @@ def test_axis_errors() -> None:
     with pytest.raises(ValueError, match=r"no phases of \(1, 8\) make groups of 4, 2 apart"):
         zero.Axis("batch", (1, 8)).phases(4, apart=2)
     layout = zero.make_layout(jnp.zeros(16), 8)
-    with pytest.raises(ValueError, match="the layout has 8 shards, but axis 'batch' spreads one copy over 4"):
+    with pytest.raises(ValueError, match="the layout has 8 shards, but axis 'batch' spreads a copy over 4: make it"):
         jax.pmap(lambda x: zero.shard(x, layout, "batch"), "batch")(jnp.zeros((4, 16)))
 
 

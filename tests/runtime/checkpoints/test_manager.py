@@ -1,7 +1,5 @@
 """Checkpoints: the same logical arrays for any number of devices and any stage, or a line that names the leaf."""
 
-import shutil
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -117,31 +115,6 @@ def test_missing_directory(tmp_path: Path) -> None:
         save_small(checkpoints, 1)
     with Checkpoints(place, None) as checkpoints:
         assert checkpoints.steps() == [1]
-
-
-def test_reads_version_0_1_0(tmp_path: Path) -> None:
-    """A checkpoint of an older version is read.
-
-    Written by zero 0.1.0 with its compression, from 8 devices; this one's is not compressed.
-    """
-    params = {"w": jax.ShapeDtypeStruct((3, 20), jnp.float32), "b": jax.ShapeDtypeStruct((5,), jnp.float32)}
-    tree = {"params": params, "clock": jax.ShapeDtypeStruct((), jnp.int32)}
-    with tarfile.open(Path(__file__).with_name("checkpoint-0.1.0.tar.xz")) as archive:
-        archive.extractall(tmp_path, filter="data")
-    for devices in (8, 3):
-        axis, layout = zero.Axis("zero", (1, devices)), zero.make_layout(tree, devices)
-        with Checkpoints(tmp_path, keep=2) as checkpoints:
-            old = checkpoints.restore(5, layout, axis)
-            assert checkpoints.meta(5)["cursor"] == {"batches": 7}
-            checkpoints.save(5 + devices, old, layout, {})
-            new = checkpoints.restore(5 + devices, layout, axis)
-            assert checkpoints.steps()[0] == 5
-        for state in (old, new):
-            w, b = np.asarray(state["params"]["w"])[:, :20], np.asarray(state["params"]["b"])[:5]
-            np.testing.assert_array_equal(w, np.arange(60, dtype=np.float32).reshape(3, 20) + 7)
-            np.testing.assert_array_equal(b, np.arange(5, dtype=np.float32) + 7)
-            assert state["clock"] == 7
-        shutil.rmtree(tmp_path / str(5 + devices))
 
 
 def half_write(directory: Path, step: int) -> Path:

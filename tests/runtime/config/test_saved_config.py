@@ -1,4 +1,4 @@
-"""Configurations of saved runs: merged with the overrides given now, and read from earlier versions."""
+"""Configurations of saved runs: merged with the overrides given now."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from tests.runtime.config.composing import compose
 from zero.runtime.config.check import check
 from zero.runtime.config.files import load_sizes
-from zero.runtime.config.saved_config import FIXED_KEYS, merge_resumed, upgrade
+from zero.runtime.config.saved_config import FIXED_KEYS, merge_resumed
 from zero.runtime.errors import UserError
 
 RESUMED = ["resume=runs/a"]
@@ -113,17 +113,9 @@ def test_unknown_key_in_saved_file() -> None:
         merge_resumed(saved, compose(*RESUMED), [])
 
 
-def test_configuration_of_an_earlier_version() -> None:
-    """A configuration of an earlier version is read."""
-    old: Any = OmegaConf.to_container(compose("data.shuffle_shards=5"))
-    old["evaluate"]["tasks"] = []
-    old["data"]["window"] = old["data"].pop("shuffle_shards")
-    del old["model"]["attention"]
-    old["plan"] |= {"mfu": 0.4, "largest": True}
-    saved = upgrade(old)
-    merged = merge_resumed(saved, compose(*RESUMED), [])
-    assert merged.data.shuffle_shards == 5
-    assert merged.model.attention == "dense"
-    check(merged, load_sizes())
-    whole: Any = OmegaConf.to_container(saved)
-    assert upgrade(whole) == saved
+def test_plan_of_a_saved_configuration() -> None:
+    """The section plan of a run is not merged: only mode=plan reads it, without a run."""
+    saved: Any = OmegaConf.to_container(compose())
+    saved["plan"] |= {"micro_batch": 8, "mfu": 0.4}
+    merged = merge_resumed(OmegaConf.create(saved), compose(*RESUMED), [])
+    assert merged.plan == compose().plan

@@ -27,7 +27,7 @@ from zero.runtime.planning.table import DETAILS, RESULTS, SETTINGS, WIDTH, break
 KEYS = {"stage", "micro_batch", "accumulation", "remat", "context", "gradient_dtype", "clipping", "fused_update"}
 KEYS |= {"fits", "state_bytes", "peak_bytes", "available_bytes", "collective_bytes", "flops", "seconds_lower_bound"}
 KEYS |= {"state_dtype", "master_dtype", "state_bytes_per_parameter"}
-KEYS |= {"compile_seconds", "evaluation_peak_bytes", "sampling_peak_bytes", "model_flops"}
+KEYS |= {"compile_seconds", "is_estimate", "evaluation_peak_bytes", "sampling_peak_bytes", "model_flops"}
 KEYS |= {"seconds", "tokens_per_second", "mfu", "exposed_bytes", "exposed_seconds", "breakdown"}
 
 
@@ -162,6 +162,7 @@ def planned_rows(**changes: Any) -> dict[str, Any]:
     found |= {"state_bytes_per_parameter": 12.0, "tensor_shards": 2, "context_shards": 1, "expert_shards": 1}
     found |= {"collective_bytes_across_hosts": None, "gathers_hidden": None, "grid": [1, 2, 4]}
     found |= {"master_dtype": "float32", "state_dtype": "float32", "overlap_gathers": True, "compile_seconds": 3.0}
+    found |= {"is_estimate": False}
     found |= {"seconds": 0.512, "seconds_lower_bound": 0.25, "tokens_per_second": 2000.0, "mfu": 0.456}
     found |= {"exposed_bytes": 5.8e9, "exposed_seconds": 0.1}
     found |= {"breakdown": [["MLP", "forward", 0.128], ["MLP", "backward", 0.256], ["<softmax>", "forward", 0.128]]}

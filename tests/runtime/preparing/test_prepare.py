@@ -189,22 +189,6 @@ def test_existing_corpus_is_kept(folder: Path, tmp_path: Path):
     assert documents_of(make(folder, tmp_path, row_tokens=32).train_index, 32)
 
 
-def test_corpus_of_an_earlier_version(folder: Path, tmp_path: Path):
-    """A corpus of an earlier version is kept.
-
-    0.1.0 wrote another name of one option into the manifest.
-    """
-    corpus = make(folder, tmp_path)
-    path, shard = Path(corpus.directory, "manifest.json"), Path(corpus.directory, "train-00000.tar")
-    former = path.read_text().replace('"one_document_per_row"', '"one_document_a_row"')
-    assert former != path.read_text()
-    path.write_text(former)
-    os.utime(shard, (1, 1))
-    assert make(folder, tmp_path) == corpus and shard.stat().st_mtime == 1
-    with pytest.raises(UserError, match="prepared with one_document_per_row=False, not one_document_per_row=True"):
-        make(folder, tmp_path, one_document_per_row=True)
-
-
 def test_bad_sources_are_named(tmp_path: Path):
     with pytest.raises(UserError, match="nowhere: no such file or folder"):
         make(tmp_path / "nowhere", tmp_path)

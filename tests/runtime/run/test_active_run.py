@@ -19,6 +19,7 @@ from zero.runtime.run import active_run
 from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.restore import TrainingPosition
 from zero.runtime.run.step_metrics import StepMetrics
+from zero.runtime.tracking import plot
 from zero.runtime.tracking.goodput import Goodput
 from zero.runtime.tracking.tracker import Tracker
 from zero.training.schedules import SequenceLengths
@@ -94,7 +95,7 @@ def test_failed_report_ends_no_training(
     def fail(directory: Path) -> None:
         raise error
 
-    monkeypatch.setattr(train, "draw_run", fail)
+    monkeypatch.setattr(plot, "draw_run", fail)
     with Tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
         run = make_run(tmp_path, tracker)
         train._report(run, {"step": 3, "train/loss": 2.0})

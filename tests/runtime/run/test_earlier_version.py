@@ -16,13 +16,13 @@ from zero.runtime.run_directory import saved_config, saved_steps
 from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 from zero.runtime.train import train
 
-ARCHIVE = Path(__file__).with_name("run-4d0cdf6.tar.xz")
+ARCHIVE = Path(__file__).with_name("run-0d770a5.tar.xz")
 
 
 def test_run_of_an_earlier_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of an earlier version continues with the same losses.
 
-    The archive is the directory of a run of 12 steps by commit 4d0cdf6, with its checkpoint of step 6 alone.
+    The archive is the directory of a run of 12 steps by commit 0d770a5, with only its checkpoint of step 6.
 
     Its model is the size `test` with an embedding_dim of 6, to keep it small; on 8 devices, with dropout and a moving
     average of the weights, on the corpus of tests/helpers/cli.py.

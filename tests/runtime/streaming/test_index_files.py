@@ -12,6 +12,8 @@ from zero.runtime import storage
 from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.streaming.index_files import index_paths, read_index
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_rows_are_counted(tmp_path: Path, counted: bool):

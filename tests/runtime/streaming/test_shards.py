@@ -1,6 +1,7 @@
 """Shards of any origin: what is read from them, and the name of every sample that cannot be used."""
 
 import io
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from tests.helpers.shards import first_tokens, loader, npy, write_corpus, write_tar
 from zero.runtime.errors import UserError
 from zero.runtime.streaming.shards import count_rows, read_samples
+
+pytestmark = pytest.mark.quick
 
 
 def test_kinds_of_members(tmp_path: Path):
@@ -29,6 +32,33 @@ def test_kinds_of_members(tmp_path: Path):
     (tmp_path / "it.index").write_text("  s.tar  \n")
     (batch,) = loader(tmp_path / "it.index", shuffle=False, max_epochs=1).batches()
     assert batch.tokens.tolist() == [[0, 1, 2, 3], [10, 11, -1, -1], [16, 17, 18, 19], [20, 21, 22, -1]]
+
+
+def test_samples_are_those_of_webdataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Folders, dots, upper case, files without a suffix and a key that comes back."""
+    monkeypatch.setitem(sys.modules, "torch", None)  # webdataset would import it
+    from webdataset.tariterators import group_by_keys
+
+    names = [
+        "a.input_id.npy",
+        "a.TXT",
+        "b/a.x",
+        "b/c.d/e.f.g",
+        "b/c.d/e.h",
+        "none",
+        "b/none",
+        ".x",
+        "b/.x",
+        "a.x",
+        "é.",
+        "z",
+    ]
+    members = {name: name.encode() for name in names}
+    write_tar(tmp_path / "s.tar", members)
+    files = [{"fname": name, "data": data, "__url__": "s"} for name, data in members.items()]
+    expected = [{key: one[key] for key in one if key != "__url__"} for one in group_by_keys(files)]
+    with open(tmp_path / "s.tar", "rb") as stream:
+        assert list(read_samples("s.tar", stream)) == expected and len(expected) == 6
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])

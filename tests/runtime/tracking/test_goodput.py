@@ -10,6 +10,8 @@ import pytest
 from zero.runtime.tracking.goodput import PHASES, Goodput, counts_as, describe
 from zero.runtime.tracking.html_report import summary
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:

@@ -52,13 +52,33 @@ SIZES = {
     "llama": _of("llama", num_head=3, kv_heads=1, rotary_base=500.0, rotary_scaling=(8.0, 1.0, 4.0, 64.0)),
     "llama_tied": _of("llama", tied=True),
     "mistral": _of("mistral", windows=(9,)),
+    "qwen2": _of("qwen2", N=2, rotary_scaling=("yarn", 4.0, 32.0, 8.0, 1.0, 1.2)),
     "qwen3": _of("qwen3", kv_heads=3),
+    "smollm3": _of("smollm3", N=4, unrotated_every=2),
+    "olmo2": _of("olmo2", N=2),
+    "olmo3": _of("olmo3", N=4, kv_heads=6, windows=(9, 9, 9, 0), rotary_scaling=("yarn", 8.0, 16.0, 32.0, 1.0, 1.2)),
+    "stablelm": _of(
+        "stablelm", N=2, embedding_dim=48, head_dim=None, num_head=3, kv_heads=1, rotary_fraction=0.5, qkv_bias=True
+    ),
+    "phi3": _of("phi3", N=2, windows=(9,), rotary_fraction=0.8),
+    "granite": _of(
+        "granite", N=2, embedding_multiplier=3.0, residual_multiplier=0.5, attention_scale=0.25, logit_divisor=2.0
+    ),
+    "gemma": _of("gemma", N=2, kv_heads=1),
     # Torch multiplies groups of tokens only where rows are whole 16 bytes long.
     "mixtral": _of("mixtral", N=2, embedding_dim=44, mlp_dim=20, experts=5, expert_capacity=1.0),
     "qwen3_moe": _of(
         "qwen3_moe", N=2, embedding_dim=44, mlp_dim=12, experts=7, experts_per_token=3, normalise_router=False
     ),
     "gemma2": _of("gemma2", N=4, windows=(9, 0), attention_cap=3.0, logit_cap=5.0),
+    "gemma3": _of(
+        "gemma3",
+        kv_heads=6,
+        windows=(9, 9, 0),
+        logit_cap=5.0,
+        rotary_scaling=("linear", 8.0),
+        attention_scale=20**-0.5,
+    ),
 }
 EACH = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 BOTH = pytest.mark.parametrize("size", [ALIBI, LEARNED], ids=["bloom", "gpt2"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from functools import partial
 from pathlib import Path
@@ -90,6 +91,32 @@ THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True},
         {"N": 4, "normalise_router": True, "rotary_base": 1e4},
     ),
+    "qwen2": (
+        "Qwen2Config",
+        _LLAMA_SIZES
+        | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}
+        | {"max_window_layers": 2},
+        {"N": 4, "rotary_scaling": ("yarn", 4.0, 128.0, 32.0, 1.0, 0.1 * math.log(4.0) + 1.0)},
+    ),
+    "smollm3": (
+        "SmolLM3Config",
+        _LLAMA_SIZES | {"no_rope_layer_interval": 2, "pad_token_id": 0},
+        {"rotary_base": 2e6, "tied": True},
+    ),
+    "olmo3": ("Olmo3Config", _LLAMA_SIZES | {"sliding_window": 9}, {"rotary_scaling": None, "kv_heads": 2}),
+    "stablelm": (
+        "StableLmConfig",
+        {key: x for key, x in _LLAMA_SIZES.items() if key not in ("rms_norm_eps", "head_dim")}
+        | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "layer_norm_eps": 1e-4},
+        {"N": 4, "rotary_fraction": 0.25, "qkv_bias": False},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        _LLAMA_SIZES
+        | {"query_pre_attn_scalar": 20, "sliding_window": 9, "final_logit_softcapping": 5.0}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        {"N": 4, "windows": (9, 0), "rotary_scaling": None},
+    ),
     "gemma2": (
         "Gemma2Config",
         _LLAMA_SIZES
@@ -150,6 +177,8 @@ def test_misfit_is_refused(change: dict[str, Any], line: str, tmp_path: Path, hf
     ("key", "value", "line"),
     [
         ("model_type", "mamba", "model_type 'mamba': expected one of 'gpt2', 'bloom'"),
+        ("model_type", "llama4_text", "'llama4_text' has shared experts, gates before experts"),
+        ("model_type", "deepseek_v3", "'deepseek_v3' has latent attention"),
         ("activation_function", "relu", "activation_function is 'relu', a GPT of zero has 'gelu_new'"),
         ("tie_word_embeddings", False, "tie_word_embeddings is False"),
     ],
@@ -185,7 +214,10 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rope_scaling_replaces_rope_parameters(mistral: Path, tmp_path: Path) -> None:
     """As users extend a context: transformers obeys the key that was added."""
     place = edited(mistral, tmp_path / "yarn", rope_scaling={"rope_type": "yarn", "factor": 4.0})
-    with pytest.raises(UserError, match="rope_scaling has rope_type 'yarn'"):
+    with pytest.raises(UserError, match=r"rotary_scaling is \('yarn', 4.0, 128.0, 32.0, 1.0, 1.138\d+\)"):
+        warm_start(str(place), model_of(SIZES["mistral"]))
+    place = edited(mistral, tmp_path / "longrope", rope_scaling={"rope_type": "longrope", "factor": 4.0})
+    with pytest.raises(UserError, match="rope_scaling has rope_type 'longrope'"):
         warm_start(str(place), model_of(SIZES["mistral"]))
     place = edited(mistral, tmp_path / "theta", rope_scaling={"rope_theta": 500.0}, rope_parameters={"rope_theta": 7.0})
     warm_start(str(place), model_of(dataclasses.replace(SIZES["mistral"], rotary_base=500.0)))
@@ -199,7 +231,7 @@ def test_number_of_layers_is_read(stated: int | None, mistral: Path, tmp_path: P
         warm_start(str(place), model_of(SIZES["mistral"]))
 
 
-@pytest.mark.parametrize("family", ["gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("family", [family for family in ARCHITECTURES if family not in ("gpt2", "bloom", "qwen3")])
 def test_absent_keys(family: str) -> None:
     """Absent keys have the defaults of transformers."""
     import transformers
@@ -207,9 +239,15 @@ def test_absent_keys(family: str) -> None:
     theirs = transformers.AutoConfig.for_model(family).to_dict()
     for key, value in ARCHITECTURES[family].absent.items():
         old = {"rope_theta": "rope_theta", "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
-        found = theirs["rope_parameters"][old[key]] if key in old else theirs[key]
+        rope = theirs.get("rope_parameters") or {}
+        rope = rope.get("full_attention", rope) | {"partial_rotary_factor": rope.get("partial_rotary_factor")}
+        is_rope = key in old or key == "partial_rotary_factor"
+        found = rope[old.get(key, key)] if is_rope else theirs[key]
         assert found == value, key
-    assert theirs.get("sliding_window") == ARCHITECTURES[family].absent.get("sliding_window")
+    if ARCHITECTURES[family].windows:
+        assert theirs.get("sliding_window") == ARCHITECTURES[family].absent.get("sliding_window")
+    if local := ARCHITECTURES[family].local_rotary:
+        assert theirs["rope_parameters"]["sliding_attention"]["rope_theta"] == local[1]
 
 
 def test_broken_folders_are_refused(hf: Path, tmp_path: Path) -> None:

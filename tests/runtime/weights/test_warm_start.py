@@ -10,7 +10,7 @@ import pytest
 from tests.runtime.weights.random_weights import LEARNED, model_of, params, save, whole
 from zero.runtime.errors import UserError
 from zero.runtime.weights.export import export
-from zero.runtime.weights.warm_start import repeated_blocks, warm_start
+from zero.runtime.weights.warm_start import repeated_layers, warm_start
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,8 @@ def test_deeper_model_repeats_blocks(run: Path, tmp_path: Path) -> None:
             before = params(LEARNED)["blocks"][name]["kernel"]
             np.testing.assert_array_equal(grown["blocks"][name]["kernel"], before[np.array(order)])
         np.testing.assert_array_equal(grown["positions"]["table"], params(LEARNED)["positions"]["table"])
-    assert repeated_blocks(3, 9, "") == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert repeated_blocks(6, 8, "") == [0, 1, 2, 2, 3, 4, 5, 5]
+    assert repeated_layers(3, 9, "") == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert repeated_layers(6, 8, "") == [0, 1, 2, 2, 3, 4, 5, 5]
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_deeper_model_repeats_blocks(run: Path, tmp_path: Path) -> None:
         ({"embedding_dim": 45}, r"leaf params/\S+: holds .*42.*, this run expects .*45"),
         ({"num_head": 6}, "num_head is 3, this run expects 6"),
         ({"norm_epsilon": 1e-6}, "norm_epsilon is 0.0001, this run expects 1e-06"),
-        ({"N": 2}, "N=3 blocks do not grow to N=2, only to a multiple or to 4/3 of 3"),
-        ({"N": 5}, "N=3 blocks do not grow to N=5"),
+        ({"N": 2}, "N=3 layers do not grow to N=2, only to a multiple or to 4/3 of 3"),
+        ({"N": 5}, "N=3 layers do not grow to N=5"),
         ({"block_size": 256}, r"leaf params/positions/table: holds \(128, 42\), this run expects \(256, 42\)"),
         ({"alibi_attn": True}, "leaf params/positions/table: holds .*, this run expects nothing"),
     ],

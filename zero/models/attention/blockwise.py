@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from zero.models.attention.block_pairs import Blocks, Carry, around_the_ring, block_scores, dropped_block
 from zero.models.attention.dense import by_key_head
 from zero.models.attention.scores import PLAIN, Form, relative_bias
+from zero.models.stack import ATTENTION
 
 # Positions of a block. Smaller blocks skip more above the diagonal, larger ones multiply faster; measured in
 # docs/decisions/attention.md.
@@ -219,8 +221,8 @@ def _forward(
     most, total = (0.0, 1.0) if blocks.form.has_extra_logit else (-jnp.inf, 0.0)
     start = (zeros_NBHQK, jnp.full_like(zeros_NBHQ, most), jnp.full_like(zeros_NBHQ, total))
     (out_NBHQK, most_NBHQ, sum_NBHQ), _ = around_the_ring(blocks, pairs, add_pairs, start, (k_NBGRK, v_NBGRK))
-    out_NBHQK = (out_NBHQK / sum_NBHQ[..., None]).astype(q_NBHQK.dtype)
-    lse_NBHQ = most_NBHQ + jnp.log(sum_NBHQ)
+    out_NBHQK = checkpoint_name((out_NBHQK / sum_NBHQ[..., None]).astype(q_NBHQK.dtype), ATTENTION)
+    lse_NBHQ = checkpoint_name(most_NBHQ + jnp.log(sum_NBHQ), ATTENTION)
     return out_NBHQK, (q_NBHQK, k_NBGRK, v_NBGRK, bias_CH, position, key_data_B2, starts_NBQ, out_NBHQK, lse_NBHQ)
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from zero.models.attention.scores import PLAIN, Form, biased_and_masked, divided_and_capped
 from zero.models.elements import dropout
+from zero.models.stack import ATTENTION
 
 
 def dense_attention(
@@ -53,6 +55,7 @@ def dense_attention(
         probabilities_BHTS = jax.nn.softmax(scores_BHTS)
     probabilities_BHTS = dropout(probabilities_BHTS, form.dropout_rate, keys_B, form.cut.of_heads).astype(q_BTHK.dtype)
     attended_BGXK = jnp.einsum("BGXS,BSGK->BGXK", probabilities_BHTS.reshape(scores_BGXS.shape), v_BSGK)
+    attended_BGXK = checkpoint_name(attended_BGXK, ATTENTION)
     return attended_BGXK.reshape(q_BTHK.swapaxes(1, 2).shape).swapaxes(1, 2)
 
 

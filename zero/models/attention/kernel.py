@@ -9,8 +9,10 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from zero.models.attention.scores import Form
+from zero.models.attention.scores import Form, alibi_columns
+from zero.models.stack import ATTENTION
 
 _TPUS_WITHOUT_KERNEL = ("TPU v2", "TPU v3")  # Mosaic compiles no bfloat16 matrix product for them
 _SPLASH_BLOCKS = (512, 256, 128)  # positions per block; the largest that divides a row
@@ -25,6 +27,19 @@ def kernel_of(platform: str, device_kind: str) -> str | None:
     if platform == "tpu":
         return None if device_kind in _TPUS_WITHOUT_KERNEL else "splash"
     return "cudnn" if platform == "gpu" else None
+
+
+def chosen_kernel(choice: str, platform: str, device_kind: str, *, positions: int, has_alibi: bool) -> str | None:
+    """The kernel that `model.attention` asks for on a kind of device: "splash", "cudnn", or None.
+
+    `auto` takes it on TPU in rows of this many positions if the compiler's cycles predict that it is faster
+    (docs/decisions/attention.md).
+
+    >>> [chosen_kernel("auto", "tpu", "TPU v4", positions=512, has_alibi=has_alibi) for has_alibi in (False, True)]
+    ['splash', None]
+    """
+    is_faster = platform == "tpu" and positions >= (1024 if has_alibi else 512)
+    return kernel_of(platform, device_kind) if choice == "kernel" or (choice == "auto" and is_faster) else None
 
 
 def missing_in(
@@ -42,7 +57,8 @@ def missing_in(
     """
     by_name = {
         "a kernel for this device": kernel is None,
-        "ALiBi": form.has_alibi,
+        "ALiBi": form.has_alibi and kernel != "splash",
+        "a cap of scores with ALiBi": form.has_alibi and form.cap is not None,
         "T5's bias": has_bias,
         "dropout of attention": drops,
         "a further logit": form.has_extra_logit,
@@ -83,7 +99,10 @@ def splash_attention(
     starts_BT: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """jax's Pallas kernel for TPU; `interpret` emulates it on CPU."""
+    """jax's Pallas kernel for TPU; `interpret` emulates it on CPU.
+
+    ALiBi is part of the products of queries and keys: both are up to 6 columns wider (`alibi_columns`).
+    """
     # Imported here because Pallas takes longer to import than the rest of this package.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
@@ -103,6 +122,7 @@ def splash_attention(
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=form.cap,
+        residual_checkpoint_name=ATTENTION,
         interpret=interpret,
     )
 
@@ -111,7 +131,15 @@ def splash_attention(
         attended: jax.Array = attend(*(x.swapaxes(0, 1) for x in (q_THK, k_TGK, v_TGK)), segment_ids=segments)
         return attended.swapaxes(0, 1).astype(q_THK.dtype)
 
-    return jax.vmap(one_row)(q_BTHK * _scale(q_BTHK, form), k_BTGK, v_BTGK, starts_BT)
+    q_BTHK = q_BTHK * _scale(q_BTHK, form)
+    if form.has_alibi:
+        of_queries_HC, of_keys_TC = alibi_columns(heads * form.cut.size, positions)
+        of_queries_HC = form.cut.part(jnp.asarray(of_queries_HC), 0)
+        q_BTHK, k_BTGK = (
+            jnp.concatenate([x, jnp.broadcast_to(columns, (*x.shape[:3], columns.shape[-1])).astype(x.dtype)], -1)
+            for x, columns in ((q_BTHK, of_queries_HC), (k_BTGK, of_keys_TC[:, None]))
+        )
+    return jax.vmap(one_row)(q_BTHK, k_BTGK, v_BTGK, starts_BT)
 
 
 def cudnn_attention(

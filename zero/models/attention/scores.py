@@ -58,6 +58,26 @@ def alibi_slopes(num_head: int) -> np.ndarray:
     return np.concatenate([slopes, between]).astype(np.float32)
 
 
+def alibi_columns(num_head: int, positions: int) -> tuple[np.ndarray, np.ndarray]:
+    """Columns for queries `(H, C)` and keys `(T, C)` whose products are ALiBi's biases plus a constant per query.
+
+    A bias is `m (s - t)`. The softmax does not see `-m t`, which is the same for all keys, so `m s` remains, a product
+    of queries and keys. Slopes m and positions s are sums of numbers that bfloat16 holds exactly: products in bfloat16
+    with sums in float32 are those of float32. Up to 65,536 positions.
+
+    >>> of_queries, of_keys = alibi_columns(12, 2048)
+    >>> bool(np.allclose(of_queries @ of_keys.T, np.outer(alibi_slopes(12), np.arange(2048)), rtol=1e-6))
+    True
+    """
+    places = np.arange(positions, dtype=np.float32)
+    rest, parts = alibi_slopes(num_head), []
+    while rest.any():
+        parts.append(rest.astype(jnp.bfloat16).astype(np.float32))
+        rest = rest - parts[-1]
+    of_keys = np.stack([places - places % 256, places % 256], 1)
+    return np.repeat(np.stack(parts, 1), 2, axis=1), np.tile(of_keys, (1, len(parts)))
+
+
 def t5_buckets(distance: jax.Array) -> jax.Array:
     """The bucket of each distance, int32; keys after the query count as distance 0.
 

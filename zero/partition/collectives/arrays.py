@@ -213,7 +213,7 @@ def fill_padding(shard_x: jax.Array, leaf: LeafLayout, axis: Axis, fill: ArrayLi
     """
     for split in leaf.splits:
         if split.padding:
-            first = axis.shard_index() * split.shard_size
-            position = first + lax.broadcasted_iota(jnp.int32, shard_x.shape, split.dim)
-            shard_x = jnp.where(position < split.size, shard_x, jnp.asarray(fill, shard_x.dtype))
+            is_own = split.positions(axis.shard_index()) < split.size
+            is_own = lax.broadcast_in_dim(is_own, shard_x.shape, (split.dim,))
+            shard_x = jnp.where(is_own, shard_x, jnp.asarray(fill, shard_x.dtype))
     return shard_x

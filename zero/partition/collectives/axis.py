@@ -201,6 +201,6 @@ def check_untracked(x: Any) -> None:
     kind = getattr(jax.typeof(x), "manual_axis_type", jax.typeof(x))
     if getattr(kind, "varying", None) or getattr(kind, "vma", None):  # depends on the version of jax
         raise ValueError(
-            "pass jax.shard_map(..., check_vma=False): under check_vma=True autodiff has summed gradients over devices "
-            "before zero does"
+            "pass jax.shard_map(..., check_vma=False): under check_vma=True, its default, jax itself sums the "
+            "gradients of replicated values over devices, and zero would do it again"
         )

@@ -10,13 +10,12 @@ Sources: ring attention, arXiv 2310.01889; striped pieces for balance, arXiv 231
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero.model_parallel import WHOLE, Draw, HeadParallel, ModelParallel
+from zero.model_parallel import WHOLE, Draw, HeadParallel, ModelParallel, Tree
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.tensor_group import TensorGroup
 
@@ -68,11 +67,12 @@ class ContextGroup(ModelParallel):
         """The swap for these numbers of query and key heads; None if they do not divide over the group."""
         return None if any(count % self.ring for count in heads) else Ulysses(self)
 
-    def ring_shift(self, tree: Any) -> Any:
+    def ring_shift(self, tree: Tree) -> Tree:
         """The arrays of the previous device of the group; the first device gets those of the last."""
         groups = self.axis.context_groups()
         pairs = [pair for group in groups for pair in zip(group, [*group[1:], group[0]], strict=True)]
-        return jax.tree.map(lambda x: lax.ppermute(x, self.axis.name, pairs), tree)
+        shifted: Tree = jax.tree.map(lambda x: lax.ppermute(x, self.axis.name, pairs), tree)
+        return shifted
 
     def input_positions(self, x_BT: jax.Array) -> jax.Array:
         """This device's positions `(B, T / c)` of whole rows.

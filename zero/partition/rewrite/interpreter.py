@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zero.partition.collectives.arrays import gather_array, slice_array
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import LeafLayout, Split
+from zero.partition.rewrite.joined import Joined
 
 _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
@@ -191,8 +192,17 @@ class Interpreter:
         """The value, split like this, for an operation; only slicing a whole one needs no other device."""
         if value.split == split:
             return value
-        if split and value.shard:
+        if split and value.shard and not isinstance(split, Joined):
             return Value(value.shard(split), split)
+        if isinstance(value.split, Joined):
+            in_chunks = Value(value.split.in_chunks(value.x), value.split.apart)
+            joined = value.split.joined(self.place(in_chunks, None, eqn).x)
+            whole = Value(lax.slice_in_dim(joined, 0, value.split.size, axis=value.dim), None)
+            return self.place(whole, split, eqn)
+        if isinstance(split, Joined):
+            whole = self.place(value, None, eqn)
+            sliced = self.place(Value(split.whole_in_chunks(whole.x), None), split.apart, eqn)
+            return Value(split.joined(sliced.x), split)
         x = value.x
         if value.split:
             if eqn and not self.may_communicate:

@@ -11,15 +11,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from zero.partition.collectives.arrays import fill_padding
 from zero.partition.layout import Split
 from zero.partition.rewrite.interpreter import Interpreter, Rule, Value, bind
+from zero.partition.rewrite.joined import Joined, joined_dim
 
 
 def _with_params(eqn: JaxprEqn, **params: Any) -> JaxprEqn:
     return eqn.replace(params={**eqn.params, **params})
 
 
-def _replaced(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+def _replaced(sizes: Sequence[Any], dim: int, size: Any) -> tuple[Any, ...]:
     return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
@@ -72,15 +74,29 @@ def _broadcast_in_dim(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Va
 
 
 def _reshape(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
-    """On slices, if the split dimension is also one of the new shape."""
+    """On slices, if the split dimension is also one of the new shape, is joined with the one before, or was joined."""
     (value,) = args
     assert value.split
     before = math.prod(value.shape[: value.split.dim])
-    sizes = eqn.params["new_sizes"]
+    sizes, split = eqn.params["new_sizes"], value.split
+    if eqn.params["dimensions"] is None and interpreter.may_communicate:
+        dim = joined_dim(value.shape, split, sizes)
+        if dim is not None:
+            joined = Joined.of(split, value.shape[split.dim - 1], dim)
+            return [Value(lax.reshape(value.x, _replaced(sizes, dim, joined.shard_size)), joined)]
+        if isinstance(split, Joined) and sizes == _in_chunks(value.shape, split):
+            return [Value(split.in_chunks(value.x), split.apart)]
     for dim, size in enumerate(sizes):
         if size == value.split.size and math.prod(sizes[:dim]) == before and eqn.params["dimensions"] is None:
             return [Value(lax.reshape(value.x, _replaced(sizes, dim, value.split.shard_size)), value.moved(dim))]
     return None
+
+
+def _in_chunks(shape: Sequence[int], split: Joined) -> tuple[int, ...]:
+    """The whole shape with dimensions of chunks and of rows; none if rows of the last chunk are padding."""
+    if split.size < split.chunks * split.rows:
+        return ()
+    return (*shape[: split.dim], split.chunks, split.rows, *shape[split.dim + 1 :])
 
 
 def without(value: Value, dims: Sequence[int]) -> Split:
@@ -104,10 +120,30 @@ def _slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> li
     split, params = value.split, eqn.params
     assert split
     stride = params["strides"][split.dim] if params["strides"] else 1
+    if isinstance(split, Joined) and (params["start_indices"][split.dim], stride) == (0, 1):
+        split = dataclasses.replace(split, size=params["limit_indices"][split.dim])  # the rest becomes padding
+        limits = _replaced(params["limit_indices"], split.dim, split.shard_size)
+        return [Value(x, split) for x in bind(_with_params(eqn, limit_indices=limits), [value.x])]
     if (params["start_indices"][split.dim], params["limit_indices"][split.dim], stride) != (0, split.size, 1):
         return None
     limits = _replaced(params["limit_indices"], split.dim, split.shard_size)
     return [Value(x, split) for x in bind(_with_params(eqn, limit_indices=limits), [value.x])]
+
+
+def _pad(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
+    """On slices along other dimensions; along joined ones by as much as their padding has room for."""
+    value, fill = args
+    split, config = value.split, eqn.params["padding_config"]
+    if split is None or fill.split:
+        return None
+    low, high, interior = config[split.dim]
+    if (low, high, interior) != (0, 0, 0):
+        if not isinstance(split, Joined) or low or interior or not 0 < high <= split.chunks * split.rows - split.size:
+            return None
+        filled = fill_padding(value.x, value.leaf, interpreter.axis, fill.x)
+        value = Value(filled, dataclasses.replace(split, size=split.size + high))
+        config = _replaced(config, split.dim, (0, 0, 0))
+    return [Value(x, value.split) for x in bind(_with_params(eqn, padding_config=config), [value.x, fill.x])]
 
 
 def _dynamic_slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
@@ -149,7 +185,7 @@ RULES: dict[str, Callable[..., Sequence[Value] | None]] = {
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "optimization_barrier": _each,
-    "pad": _on_slice(lambda x, eqn: x.split if eqn.params["padding_config"][x.dim] == (0, 0, 0) else None),
+    "pad": _pad,
     "reshape": _reshape,
     "rev": _along_others("dimensions"),
     "slice": _slice,

@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import global_shapes
-from zero.partition.layout import Layout, LeafLayout, PyTree
+from zero.partition.layout import Layout, PyTree
 from zero.runtime import storage
 from zero.runtime.checkpoints.damage import DamagedCheckpoint, move_aside, read_errors, without_brackets, write_errors
 from zero.runtime.checkpoints.migration import FORMAT, migrate, stored_path
@@ -177,16 +177,10 @@ class Checkpoints:
 
     def as_saved(self, step: int, layout: Layout) -> Layout:
         """This layout of a state with the dtypes that the checkpoint holds; raises as `meta`."""
-        dtypes = self.meta(step).get("dtypes")
-
-        def saved(leaf: LeafLayout) -> np.dtype:
-            if dtypes is not None:
-                return jax.numpy.dtype(dtypes.get(leaf.name, leaf.dtype))
-            return np.dtype(np.float32) if leaf.dtype.itemsize < 4 else leaf.dtype  # until 0.1 nothing was narrower
-
-        return dataclasses.replace(
-            layout, leaves=tuple(dataclasses.replace(leaf, dtype=saved(leaf)) for leaf in layout.leaves)
-        )
+        dtypes = self.meta(step)["dtypes"]
+        saved = (jax.numpy.dtype(dtypes.get(leaf.name, leaf.dtype)) for leaf in layout.leaves)
+        leaves = (dataclasses.replace(leaf, dtype=dtype) for leaf, dtype in zip(layout.leaves, saved, strict=True))
+        return dataclasses.replace(layout, leaves=tuple(leaves))
 
     def restore(self, step: int, layout: Layout, axis: Axis, *, within: str | None = None) -> PyTree:
         """Whole arrays for `zero.from_global`, cropped or padded to this layout, from any number of devices.
@@ -208,14 +202,13 @@ class Checkpoints:
                     f"{self._name(step)}, leaf {name}: "
                     f"holds {saved.get(name, 'nothing')}, this run expects {expected.get(name, 'nothing')}"
                 )
-        dtypes = meta.get("dtypes", {})
         for leaf in layout.leaves:
-            held = jax.numpy.dtype(dtypes.get(prefix + leaf.name, leaf.dtype))
+            held = jax.numpy.dtype(meta["dtypes"].get(prefix + leaf.name, leaf.dtype))
             if held != leaf.dtype and not all(jax.numpy.issubdtype(x, np.floating) for x in (held, leaf.dtype)):
                 name = f"{self._name(step)}, leaf {prefix + leaf.name}"
                 raise UserError(f"{name}: holds {held.name}, this run expects {leaf.dtype.name}")
-        shapes = layout.treedef.flatten_up_to(global_shapes(layout, axis))
         paths = [stored_path(meta, prefix + leaf.name) for leaf in layout.leaves]
+        shapes = layout.treedef.flatten_up_to(global_shapes(layout, axis))
         targets = dict(zip(paths, shapes, strict=True))
         restore_args = {
             name: ocp.ArrayRestoreArgs(dtype=x.dtype, sharding=x.sharding, global_shape=x.shape, strict=False)
@@ -366,7 +359,7 @@ def _check_meta(meta: Any) -> None:
         if meta[META_CHECKSUM] != meta_checksum(meta):
             raise ValueError(f"its content is not what was saved, by its {META_CHECKSUM}")
         return
-    shapes, dtypes, loss = meta.get("shapes"), meta.get("dtypes", {}), meta.get("validation_loss")  # before 0.1
+    shapes, dtypes, loss = meta.get("shapes"), meta.get("dtypes"), meta.get("validation_loss")  # of format 1
     if not isinstance(shapes, dict) or not all(
         isinstance(shape, list) and all(isinstance(length, int) for length in shape) for shape in shapes.values()
     ):

@@ -1,4 +1,4 @@
-"""Checkpoints of earlier formats: maps their paths and keys to those of the current format.
+"""Checkpoints of earlier formats: maps their paths to those of the current format.
 
 A change of the state's structure is an entry of `_LEAVES`, one of a key's meaning an entry of `_SIZES`; readers see
 only the current ones.
@@ -25,7 +25,6 @@ _LEAVES: Moves = (
         "codebook": "averages/codebook",
     },
 )
-_CURSOR: Moves = ({"window": "shuffle_shards"},)
 
 
 def _mean_balance(size: dict[str, Any]) -> dict[str, Any]:
@@ -39,8 +38,7 @@ def _mean_balance(size: dict[str, Any]) -> dict[str, Any]:
 # For each format, how the size of the model reads in the next one.
 _SIZES: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (lambda size: size, _mean_balance)
 FORMAT = len(_SIZES) + 1  # of checkpoints that are written now; those without a number are of format 1
-# The entries of `meta` whose keys may have moved.
-_MOVES: dict[str, Moves] = {"shapes": _LEAVES, "dtypes": _LEAVES, "checksums": _LEAVES, "cursor": _CURSOR}
+_BY_PATH = ("shapes", "dtypes", "checksums")  # the entries of `meta` whose keys are paths
 
 
 def migrate(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,8 +49,6 @@ def migrate(meta: Mapping[str, Any]) -> dict[str, Any]:
 
     >>> migrate({"shapes": {"ema/norm/scale": [3], "params/norm/scale": [3]}})["shapes"]
     {'averages/ema/norm/scale': [3], 'params/norm/scale': [3]}
-    >>> migrate({"cursor": {"window": 16, "batches": 7}})["cursor"]
-    {'shuffle_shards': 16, 'batches': 7}
     >>> size = {"N": 6, "experts_every": 2, "experts_per_token": 2, "balance_loss": 0.02}
     >>> migrate({"size": size, "format": 2})["size"]["balance_loss"]
     0.03
@@ -60,16 +56,13 @@ def migrate(meta: Mapping[str, Any]) -> dict[str, Any]:
     first = meta.get("format", 1) - 1
     if first >= FORMAT:
         raise UserError(f"a checkpoint of format {first + 1}, this version reads formats 1 to {FORMAT}: update zero")
-    moved = {
-        name: {_moved(path, moves[first:]): x for path, x in meta[name].items()}
-        for name, moves in _MOVES.items()
-        if meta.get(name)
-    }
+    moves = _LEAVES[first:]
+    changed = {name: {_moved(path, moves): x for path, x in meta[name].items()} for name in _BY_PATH if name in meta}
     if isinstance(size := meta.get("size"), dict):
         for change in _SIZES[first:]:
             size = change(size)
-        moved["size"] = size
-    return {**meta, **moved}
+        changed["size"] = size
+    return {**meta, **changed}
 
 
 def stored_path(meta: Mapping[str, Any], path: str) -> str:

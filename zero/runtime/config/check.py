@@ -16,13 +16,6 @@ from zero.runtime.config.constraints import shown
 from zero.runtime.config.schema import Config, Model
 from zero.runtime.errors import UserError
 
-# Keys of earlier versions, and their replacements. Saved configurations with them stay readable (saved_config.py).
-RENAMED = {
-    "data.window": "data.shuffle_shards",
-    "plan.largest": "plan.search=largest",
-    "evaluate.tasks": "evaluate.harness",
-}
-
 
 class Sizes(Protocol):
     """The entries of model_config.yaml."""
@@ -103,8 +96,6 @@ def describe(error: Exception) -> str:
     lines = str(error).splitlines()
     parts = [line for line in lines[:2] if line.strip(" ^")]  # not the mark below the place of an error
     if isinstance(cause, OmegaConfBaseException):
-        if cause.full_key in RENAMED:
-            return f"{cause.full_key}: expected {RENAMED[cause.full_key]}, which replaces it"
         subject = str(cause.full_key) if cause is error else lines[0]
         parts = [part for part in (subject, str(cause).splitlines()[0]) if part]
         if isinstance(cause, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(cause.object_type):

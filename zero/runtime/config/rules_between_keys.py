@@ -106,6 +106,8 @@ def schedule_rules(config: Config, size: GPTConfig) -> Mistakes:
 
 def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
     zero = config.zero
+    if zero.remat in ("attention", "projections") and size.layer == "gated_units":
+        yield "zero.remat", f"dots, full or none, as model.size={config.model.size} has gated units"
     if zero.remat == "nested" and span_size(size.scanned_layers) == 1:
         of_model = f"the {size.scanned_layers} layers of model.size={config.model.size}"
         yield "zero.remat", f"full, as {of_model} make no equal spans"

@@ -1,4 +1,4 @@
-"""The default configuration, and those of saved runs, also of earlier versions (omegaconf)."""
+"""The default configuration, and those of saved runs (omegaconf)."""
 
 from __future__ import annotations
 
@@ -49,21 +49,6 @@ def default_config() -> DictConfig:
     return copy.deepcopy(_default())
 
 
-def upgrade(saved: dict[str, Any]) -> DictConfig:
-    """A saved configuration of this or an earlier version, with the keys of this version."""
-    upgraded = copy.deepcopy(saved)
-    data = upgraded.get("data", {})
-    if "window" in data:  # until 0.1
-        data["shuffle_shards"] = data.pop("window")
-    upgraded.get("evaluate", {}).pop("tasks", None)  # until 0.1; evaluate.harness has them
-    # Until 0.1 there was no other form: a resumed run keeps its rounding.
-    model = upgraded.get("model", {})
-    for key, value in (("attention", "dense"), ("sizes", None), ("override", {})):
-        model.setdefault(key, value)
-    upgraded.setdefault("optimizer", {}).setdefault("name", "adamw")
-    return OmegaConf.create(upgraded)
-
-
 def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictConfig:
     """The saved configuration of a run to resume or to use, with the current overrides.
 
@@ -85,7 +70,8 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
     except OmegaConfBaseException as error:
         raise UserError(f"configuration of the run: {describe(error)}") from error
     fixed = (*FIXED_KEYS, "optimizer.state_dtype") if merged.optimizer.name == "lion" else FIXED_KEYS
-    pairs = {key: (OmegaConf.select(saved, key), OmegaConf.select(merged, key)) for key in fixed}
+    earlier = OmegaConf.merge(default_config(), saved)  # a run of an earlier version lacks the keys that came later
+    pairs = {key: (OmegaConf.select(earlier, key), OmegaConf.select(merged, key)) for key in fixed}
     changed = [
         f"{key}={shown(now)}: expected {shown(before)}, the value of the run"
         for key, (before, now) in pairs.items()

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +29,18 @@ log = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of mallopt, from glibc's malloc.h
 OVERLAP_GATHERS = "xla_enable_async_all_gather"  # an option of XLA for TPU (docs/decisions/hidden-gathers.md)
-ACCELERATORS = ("accel*", "vfio/*", "nvidia0", "kfd")  # device files of TPUs, NVIDIA and AMD GPUs
+# Options of XLA for GPU: collectives start early, run beside computation, and those of the next layer in this one's.
+# Source: docs.jax.dev/en/latest/gpu_performance_tips.html
+OVERLAP_ON_GPU = (
+    "xla_gpu_enable_latency_hiding_scheduler",
+    "xla_gpu_enable_pipelined_all_gather",
+    "xla_gpu_enable_pipelined_reduce_scatter",
+    "xla_gpu_enable_while_loop_double_buffering",
+)
+ACCELERATORS = {"accel*": "tpu", "vfio/*": "tpu", "nvidia0": "cuda12", "kfd": "rocm"}  # device files; extras of jax
+
+
+DEVICES = Path("/dev")
 
 
 def keep_freed_memory() -> None:
@@ -57,9 +68,10 @@ def start(
     """Joins the other hosts, if there are any, and initializes the devices.
 
     On TPU pods, under Slurm and under Open MPI jax finds the other hosts itself; elsewhere the arguments name them.
+    The only process of a GPU node has all of its GPUs; of several processes on a node each has one.
 
-    Without an accelerator there are `cpu_devices` virtual CPU devices per host (`zero.use_cpu_devices`). On TPU
-    `overlap_gathers` runs gathers beside matrix products, unless LIBTPU_INIT_ARGS already sets that option.
+    Without an accelerator there are `cpu_devices` virtual CPU devices per host (`zero.use_cpu_devices`).
+    `overlap_gathers` runs collectives beside computation, unless LIBTPU_INIT_ARGS or XLA_FLAGS already set its options.
 
     Returns:
       The index of this process and the number of processes.
@@ -67,11 +79,11 @@ def start(
     Raises:
       Unavailable: jax cannot find or reach the other hosts.
     """
-    if not any(next(Path("/dev").glob(pattern), None) for pattern in ACCELERATORS):
+    if accelerator() is None:
         jax.config.update("jax_platforms", "cpu")  # else libtpu searches long for a TPU, and prints errors
         keep_freed_memory()
     use_cpu_devices(cpu_devices)
-    set_overlap(overlap_gathers)
+    set_overlap(overlap_gathers, accelerator())
     if compilation_cache is not None and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(compilation_cache))
     if not jax.distributed.is_initialized() and (coordinator_address is not None or _jax_finds_hosts()):
@@ -86,6 +98,7 @@ def start(
                     coordinator_address,
                     num_processes,
                     process_id,
+                    local_device_ids=gpus_of_node(),
                     initialization_timeout=JOIN_SECONDS,
                     heartbeat_timeout_seconds=3 * SILENCE_SECONDS,  # jax's heartbeat aborts and names no host
                     shutdown_timeout_seconds=3 * SILENCE_SECONDS,
@@ -105,11 +118,40 @@ def start(
     return jax.process_index(), jax.process_count()
 
 
-def set_overlap(overlap_gathers: bool) -> None:
-    """Sets the option of XLA for TPU before libtpu starts and reads it; a value that is already set stays."""
-    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
-    if OVERLAP_GATHERS not in flags:
-        os.environ["LIBTPU_INIT_ARGS"] = f"{flags} --{OVERLAP_GATHERS}={str(overlap_gathers).lower()}".strip()
+def accelerator() -> str | None:
+    """The extra of jax for the accelerator of this machine, by its device files; None without one."""
+    return next((extra for pattern, extra in ACCELERATORS.items() if next(DEVICES.glob(pattern), None)), None)
+
+
+def set_overlap(overlap_gathers: bool, extra: str | None) -> None:
+    """Sets options of XLA for TPU and for NVIDIA's GPUs before it starts and reads them; a value that is set stays."""
+    value = str(overlap_gathers).lower()
+    set_options("LIBTPU_INIT_ARGS", {OVERLAP_GATHERS: value})
+    if extra == "cuda12":
+        set_options("XLA_FLAGS", dict.fromkeys(OVERLAP_ON_GPU, value))
+        log.info("XLA_FLAGS=%s", os.environ["XLA_FLAGS"])
+
+
+def set_options(variable: str, options: Mapping[str, str]) -> None:
+    """Appends the options that an environment variable does not set yet."""
+    given = os.environ.get(variable, "")
+    added = [f"--{name}={value}" for name, value in options.items() if f"--{name}" not in given]
+    os.environ[variable] = " ".join([given, *added]).strip()
+
+
+def gpus_of_node() -> list[int] | None:
+    """The numbers of all GPUs of this node if Slurm or Open MPI has started one process on it; else None.
+
+    jax would give this process the first one only; with None it decides itself.
+    """
+    is_alone = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+    if "SLURM_STEP_NUM_NODES" in os.environ:
+        is_alone = os.environ.get("SLURM_NTASKS") == os.environ["SLURM_STEP_NUM_NODES"]
+    if not is_alone or "JAX_LOCAL_DEVICE_IDS" in os.environ:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = len(list(DEVICES.glob("nvidia[0-9]*"))) if visible is None else len(visible.split(","))
+    return list(range(count)) or None
 
 
 @contextmanager
@@ -125,9 +167,7 @@ def _default_signal_handlers() -> Iterator[None]:
 
 def _jax_finds_hosts() -> bool:
     """Whether jax detects the processes of the run itself: TPU VMs, and tasks of Slurm and Open MPI."""
-    has_tpu = find_spec("libtpu") is not None and any(
-        next(Path("/dev").glob(pattern), None) for pattern in ("accel*", "vfio/*")
-    )
+    has_tpu = find_spec("libtpu") is not None and accelerator() == "tpu"
     is_slurm_step = "SLURM_STEP_NODELIST" in os.environ and int(os.environ.get("SLURM_NTASKS", 1)) > 1
     return has_tpu or is_slurm_step or int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from zero.runtime.errors import WRONG_PATH, Unavailable, UserError, causes, first_line
+from zero.runtime.inference.scoring import batched
 from zero.runtime.text.tokenizers import Tokenizer
 
 LONGEST_ANSWER = 256  # tokens, if a task sets no limit
@@ -92,7 +93,7 @@ class HarnessModel(TemplateLM):
         # Prompts of like lengths share a batch, and with it a compiled program.
         order = sorted(range(len(requests)), key=lambda i: (counts[i], len(prompts[i])))
         for _, group in groupby(order, key=lambda i: counts[i]):
-            for batch in _batched(group, self._rows):
+            for batch in batched(group, self._rows):
                 for written in self._write([prompts[i] for i in batch], counts[batch[0]]):
                     ends = [self._until(row, stops[i]) for i, row in zip(batch, written, strict=True)]
                     if all(is_ended for _, is_ended in ends):
@@ -110,11 +111,6 @@ class HarnessModel(TemplateLM):
         for stop in stops:
             cut = cut.split(stop)[0]
         return cut, bool(len(ends)) or cut != text
-
-
-def _batched(items: Iterator[int], size: int) -> Iterator[list[int]]:
-    while batch := list(islice(items, size)):
-        yield batch
 
 
 @cache

@@ -56,7 +56,7 @@ class Scorer:
         return self._groups * self._rows
 
     def scores(self, passages: Iterable[Passage]) -> Iterator[Score]:
-        for batch in _batched(passages, self.batch_rows):
+        for batch in batched(passages, self.batch_rows):
             mine = self._place([passage.tokens for passage in batch], self._context)
             progress()
             losses, is_greedy = (np.asarray(x) for x in self._programs.score(self.trained.params, mine))
@@ -70,7 +70,7 @@ class Scorer:
         For models of gated units: carries their memory from one `context` tokens to the next. A batch of rows takes
         as long as its longest.
         """
-        for batch in _batched(rows, self.batch_rows):
+        for batch in batched(rows, self.batch_rows):
             length = max(map(len, batch)) - 1
             mine = self._place(batch, -(-length // self._context) * self._context + 1)
             cache, parts = self._programs.new_cache(mine), []
@@ -93,7 +93,8 @@ class Scorer:
         return split_rows(tokens, axis.size, axis.tensor)[self.trained.host * local :][:local]
 
 
-def _batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
+def batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
+    """The items in lists of `size`; the last one may be shorter."""
     iterator = iter(items)
     while batch := list(islice(iterator, size)):
         yield batch

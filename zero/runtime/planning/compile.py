@@ -20,6 +20,7 @@ from zero.runtime.hosts.speeds import SPEEDS, Speed
 from zero.runtime.hosts.startup import OVERLAP_GATHERS
 from zero.runtime.inference.generate import bucket
 from zero.runtime.job import Job, make_job
+from zero.runtime.planning import formula
 from zero.runtime.planning.hlo import Collective, across_hosts, bytes_by_kind, collectives, hidden_share
 from zero.runtime.planning.predict import Prediction, predict
 from zero.runtime.planning.topology import available_bytes, find_devices, out_of_memory
@@ -84,7 +85,24 @@ def compile_step(request: Request) -> Row:
     sent: list[Collective] | None = None  # of a step that fits
     predicted: Prediction | None = None
     peaks: dict[str, int | None] = {"evaluation": None, "sampling": None}
-    if state.bytes_per_device() > available:  # the step needs more than this, and is not compiled
+    sharded = job.model.sharded_layout
+    by_stage = memory(
+        sharded.shapes(),
+        job.tx,
+        sharded.shards,
+        **job.model.layout_options,
+        compute_dtypes=[job.model.compute_dtype],
+    ).rows[zero.stage]
+    gradients = by_stage.gradients
+    if zero.stage >= 2:
+        held = sum(math.prod(leaf.shard_shape) for leaf in sharded.leaves)
+        gradients = 0 if zero.fused_update else held * jnp.dtype(zero.gradient_dtype).itemsize
+    is_estimate = isinstance(devices[0], formula.Gpu)
+    if is_estimate:
+        activations = formula.activation_bytes(job.model, request.size, request.micro_batch, config.data.max_context)
+        peak = state.bytes_per_device() + by_stage.gathered + gradients + activations
+        sent = formula.collectives_of(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr, len(devices))
+    elif state.bytes_per_device() > available:  # the step needs more than this, and is not compiled
         peak = state.bytes_per_device()
     else:
         try:
@@ -99,18 +117,6 @@ def compile_step(request: Request) -> Row:
                 peaks = _pause_peaks(request, job, state, devices)
     seconds = time.monotonic() - started
 
-    sharded = job.model.sharded_layout
-    formula = memory(
-        sharded.shapes(),
-        job.tx,
-        sharded.shards,
-        **job.model.layout_options,
-        compute_dtypes=[job.model.compute_dtype],
-    ).rows[zero.stage]
-    gradients = formula.gradients
-    if zero.stage >= 2:
-        held = sum(math.prod(leaf.shard_shape) for leaf in sharded.leaves)
-        gradients = 0 if zero.fused_update else held * jnp.dtype(zero.gradient_dtype).itemsize
     parameters = sum(math.prod(leaf.shape) for leaf in sharded.leaves)
     row = {
         "devices": len(devices),
@@ -135,7 +141,7 @@ def compile_step(request: Request) -> Row:
         "state_bytes": state.bytes_per_device(),
         "state_bytes_per_parameter": _bytes_per_parameter(state, sharded),
         "gradient_bytes": gradients,
-        "gathered_bytes": formula.gathered,
+        "gathered_bytes": by_stage.gathered,
         "peak_bytes": peak,
         **{f"{name}_peak_bytes": n for name, n in peaks.items()},
         "available_bytes": available,
@@ -143,7 +149,10 @@ def compile_step(request: Request) -> Row:
         **_operations(request, job, arguments, sent or [], devices),
         "tokens": _tokens(request, job),
         "compile_seconds": seconds,
+        "is_estimate": is_estimate,
     }
+    if is_estimate:
+        row["gathers_hidden"] = None
     return row | _time_and_cost(config, row, predicted, SPEEDS.get(devices[0].device_kind))
 
 

@@ -39,9 +39,10 @@ _COPIES = ("copy", "copy-done", "slice-done", "reshape", "transpose", "pad", "bi
 _MOVES = ("fusion", "concatenate", "gather", "scatter", "sort", "copy", "transpose", "custom-call")
 _IN_VMEM = re.compile(r"\b[a-z]+\d*\[[\d,]*\]\{[^}]*S\([1-9]\)[^}]*\}")
 _NO_DATA = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast|Sharding)')
-# Products of two matrices per block of scores, in each of jax's splash attention kernels.
+# Products of two matrices per block of scores, over the width of queries and keys and over that of values, in each of
+# jax's splash attention kernels.
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
-_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+_PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
 _MASK = re.compile(r"s8\[(?:\d+,)?(\d+),(\d+)\]")
 _HEADS = re.compile(r"(?:bf16|f32)\[([\d,]+)\]")
 
@@ -128,13 +129,15 @@ def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
     found, mask = _SPLASH.match(instruction.name), _MASK.search(shapes)
     if found is None or mask is None or not speed.kernels:
         return moved / speed.memory
-    *rows, positions, width = map(int, _HEADS.findall(shapes)[0].split(","))
+    (*rows, positions, width), _, (*_, values) = (map(int, x.split(",")) for x in _HEADS.findall(shapes)[:3])
     blocks, widest = map(int, mask.groups())
     if found[1] == "dkv":  # the grid of keys and queries is transposed
         blocks, widest = max(blocks, widest), min(blocks, widest)
     computed = sum(min(number + 1, widest) for number in range(blocks))
     block = positions // blocks
-    flops = _PRODUCTS[found[1]] * 2 * math.prod(rows) * computed * block**2 * max(width, 128)
+    over = zip(_PRODUCTS[found[1]], (width, values), strict=True)
+    columns = sum(count * 128 * math.ceil(size / 128) for count, size in over)  # a unit has 128
+    flops = 2 * math.prod(rows) * computed * block**2 * columns
     return max(flops / (speed.kernels * speed.flops), moved / speed.memory)
 
 

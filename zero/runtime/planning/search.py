@@ -134,8 +134,8 @@ def deepest(request: Request) -> Row | None:
     """The row of the deepest model of this width that fits, if any does.
 
     Memory is almost linear in the number of layers: two programs give the line, the third is the depth at which the
-    line reaches the available memory, and a few more correct it. Layers in groups are added by eight, because some
-    other numbers have no groups of similar size and number.
+    line reaches the available memory, and a few more correct it. Layers in spans are added by eight, because some
+    other numbers have no spans of similar size and number.
     """
     unit = 8 if request.config.zero.remat == "nested" else 1
     tried: dict[int, Row] = {}

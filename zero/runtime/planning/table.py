@@ -52,6 +52,10 @@ def table(result: dict[str, Any], config: Config) -> str:
     if config.plan.dollars_per_hour is not None:
         price = f"{config.plan.dollars_per_hour:g} dollars per hour"
         legend += f"; days and dollars of {config.training.total_steps:,} steps, at {price}"
+    if rows[0]["is_estimate"]:
+        legend += (
+            "; nothing was compiled: memory is estimated by a formula, and seconds are a lower bound (docs/planning.md)"
+        )
     return "\n".join([*lines, *_wrapped(legend)])
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from zero.partition.pmapped import pmap
 from zero.runtime.errors import UserError, install_command
 from zero.runtime.hosts.startup import device_memory
+from zero.runtime.planning import formula
 
 LOCAL = ("local", "cpu", "gpu")
 GIB = 2**30
@@ -58,6 +59,9 @@ def prepare_environment(topology: str) -> None:
     Raises:
       UserError: the TPU compiler is not installed.
     """
+    if topology.startswith(formula.PREFIX):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        return
     if topology in LOCAL:
         if topology != "local":
             os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[topology]
@@ -72,7 +76,7 @@ def prepare_environment(topology: str) -> None:
 
 
 def find_devices(topology: str) -> list[Any]:
-    """The devices of a slice, which need not exist, or those of this machine.
+    """The devices of a slice or of GPU nodes, which need not exist, or those of this machine.
 
     Raises:
       UserError: there are no such devices.
@@ -82,6 +86,8 @@ def find_devices(topology: str) -> list[Any]:
             return list(jax.local_devices())
         except (RuntimeError, AssertionError) as error:  # AssertionError: jax has no CUDA plugin
             raise UserError(f"plan.topology={topology}: jax finds no such device on this machine") from error
+    if topology.startswith(formula.PREFIX):
+        return list(formula.gpus(topology))
     from jax.experimental import topologies
 
     shape = slice_shape(topology)
@@ -99,6 +105,8 @@ def find_devices(topology: str) -> list[Any]:
 def available_bytes(devices: list[Any]) -> int:
     """Memory of one device for programs and their data, by its compiler or allocator; on CPU an equal share."""
     device = devices[0]
+    if isinstance(device, formula.Gpu):
+        return device.memory
     if device.platform != "tpu" or device.client is jax.local_devices()[0].client:
         return device_memory()
     program = pmap(lambda x: x + 1, "batch", devices, donate_argnums=0)

@@ -19,7 +19,6 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 SPLITS = ("train", "validation")
 NO_HASH = 2**64  # higher than any hash
-_FORMER_KEYS = {"one_document_a_row": "one_document_per_row"}  # of manifests that version 0.1.0 wrote
 
 
 class Counts(NamedTuple):
@@ -78,7 +77,7 @@ def find_usable(place: str, arguments: dict[str, Any], source_state: str, overwr
 def load(place: str) -> dict[str, Any]:
     path = storage.join(place, MANIFEST)
     with reading(f"{path} is not a manifest that this version can read, choose another name, or remove it"):
-        manifest = {_FORMER_KEYS.get(key, key): value for key, value in json.loads(directory.read(path)).items()}
+        manifest: dict[str, Any] = json.loads(directory.read(path))
         _check_form(manifest)
     return manifest
 

@@ -56,8 +56,9 @@ def restore(
             origin = f"{source.directory}, step {candidate}"
             position, trained = _position(origin, meta), asdict(trained_size(origin, meta))
             saved = source.as_saved(candidate, layout)
-            state = from_global(source.restore(candidate, saved, axis), saved, axis, donate=True)
+            whole = source.restore(candidate, saved, axis)
             check_unseen(origin, trained, size, also=("parametrization", "mup_base_width", *UNSEEN_IN_CHECKPOINTS))
+            state = from_global(whole, saved, axis, donate=True)
             sums = checksums(state, saved, axis)
             bad = [name for name, saved in meta["checksums"].items() if sums[name] != saved]
             if bad:

@@ -136,9 +136,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             tokenizer=tokenizer,
             model=model,
             programs=job.programs,
-            inference=make_inference(model),
             layout=job.layout,
-            context=staged_context(config),
             loader=loader,
             validation=validation,
             checkpoints=checkpoints,
@@ -155,6 +153,8 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             position=position,
             last_step=last_step,
             in_flight=in_flight,
+            context=staged_context(config),
+            inference=make_inference(model),
         )
 
 

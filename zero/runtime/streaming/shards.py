@@ -1,4 +1,4 @@
-"""The rows of one shard: a tar file of .npy arrays in webdataset's convention, every sample checked (webdataset).
+"""The rows of one shard: a tar file of .npy arrays in webdataset's convention, every sample checked.
 
 Shapes: n rows of a sample, T tokens that the model reads of a row (the context).
 """
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-from webdataset.tariterators import group_by_keys
 
 from zero.runtime import storage
 from zero.runtime.errors import UserError, file_error
 from zero.runtime.parsing import MALFORMED, reading
 
 _NPY_HEADER = 1024  # bytes to read for it; numpy writes 128
+_MEMBER = re.compile(r"((?:.*/|)[^.]+)\.([^/]*)")  # the key and the suffix of a file
 Rows = tuple[np.ndarray, np.ndarray]  # tokens (n, T), and the number of tokens in each row (n,)
 
 
@@ -56,11 +56,26 @@ def row_tokens(path: str) -> int:
 
 
 def read_samples(path: str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
-    """The samples of a shard in webdataset's convention: `__key__` and the bytes of each member."""
-    files = ({"fname": name, "data": data, "__url__": path} for name, data, _ in _tar_files(stream))
+    """The samples of a shard: `__key__` and the bytes of each member, by its suffix in lower case.
+
+    As in webdataset, neighbouring files are members of one sample if their paths agree up to the first dot of the file
+    name, and files without a suffix are left out.
+    """
+    sample: dict[str, Any] = {}
     try:
-        yield from group_by_keys(files)
-    # webdataset appends its stream and its address to the arguments; the first one is the message
+        for name, data, _ in _tar_files(stream):
+            match = _MEMBER.fullmatch(name)
+            if match is None:
+                continue
+            key, suffix = match[1], match[2].lower()
+            if sample and key != sample["__key__"]:
+                yield sample
+                sample = {}
+            if suffix in sample:
+                raise ValueError(f"{name} is there twice")
+            sample |= {"__key__": key, suffix: data}
+        if sample:
+            yield sample
     except MALFORMED as error:
         raise BadData(f"shard {path} is truncated or damaged: {error.args[0]}") from error
 

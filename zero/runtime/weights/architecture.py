@@ -41,9 +41,15 @@ class Architecture:
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys
     written: Mapping[str, Any] = field(default_factory=dict)  # keys of an export that do not concern the weights
     rotary: tuple[str, str | None] | None = None  # keys of the base of rotary positions and of the rotated fraction
+    scales_rotary: bool = True  # rotary positions may be scaled by `rotary_scaling`
+    local_rotary: tuple[str, float] | None = None  # key and default of the base in layers with windows
+    unrotated: int | None = None  # the default of no_rope_layer_interval
+    window_period: int = 2  # where layer_types are absent, the last of so many layers has no window
+    legacy: Mapping[str, Any] = field(default_factory=dict)  # values of old folders that mean those of `fixed`
     windows: str = ""  # their key: "sliding_window", "layer_types", "attention_types", or "" for no windows
     is_transposed: bool = True  # kernels are stored `(out, in)`
-    fused: str | None = None  # query, key, value in one tensor: head by head ("head"), or one after another ("matrix")
+    # Modules with one name share a tensor: query, key and value head by head ("head"), or one after another ("rows").
+    fused: str | None = None
     width_divides: bool = False  # transformers refuses an embedding_dim that does not divide by num_head
 
     def choices(self) -> dict[str, Any]:
@@ -54,7 +60,11 @@ class Architecture:
         """Descriptions of the properties of a model that this architecture cannot express."""
         free = {*self.keys.values(), *(("windows",) if self.windows else ())}
         if self.rotary is not None:
-            free |= {"rotary_base", "rotary_scaling", *(("rotary_fraction",) if self.rotary[1] else ())}
+            free |= {"rotary_base", *(("rotary_fraction",) if self.rotary[1] else ())}
+            free |= {"rotary_scaling"} if self.scales_rotary else set()
+        free |= {"local_rotary_base"} if self.local_rotary else set()
+        free |= {"unrotated_every"} if self.unrotated else set()
+        free |= {"attention_scale"} if free & {"score_width", "score_multiplier"} else set()
         expected = {name: value for name, value in self.choices().items() if name not in _SIZES}
         widths = {"key_heads": size.num_head, "mlp_width": 4 * size.embedding_dim}
         widths["head_width"] = size.embedding_dim / size.num_head  # type: ignore[assignment]
@@ -69,6 +79,8 @@ class Architecture:
             found.append(f"windows of one length, this model {list(size.windows)}")
         if self.windows == "sliding_window" and len(size.windows) > 1:
             found.append(f"the same window in all layers, this model {list(size.windows)}")
+        if self.local_rotary and size.local_rotary_base is None:
+            found.append("a local_rotary_base, this model none")
         if self.width_divides and size.embedding_dim % size.num_head:
             found.append(f"embedding_dim divisible by num_head, this model {size.embedding_dim} and {size.num_head}")
         return found
@@ -97,8 +109,7 @@ class Architecture:
         if leaf.path[0] in (VOCABULARY, HEAD):
             return (size.vocab_size, size.embedding_dim)
         shape = leaf.shape[self.tensor_name(leaf.name).count("{}") :]
-        if self.fused and leaf.path[-2] in FUSED_QKV:
-            shape = (*shape[:-1], 3 * shape[-1])
+        shape = (*shape[:-1], sum(_width(part, size) for part in self._parts(leaf)) or shape[-1])
         return shape[::-1] if self.is_transposed and leaf.path[-1] == "kernel" else shape
 
     def pack(self, leaf: str, arrays: Sequence[np.ndarray], size: GPTConfig) -> np.ndarray:
@@ -106,9 +117,11 @@ class Architecture:
         whole = arrays[0]
         if leaf.startswith((f"{VOCABULARY}/", f"{HEAD}/")):
             return whole.reshape(-1, size.embedding_dim)[: size.vocab_size]
-        if len(arrays) > 1:
+        if len(arrays) > 1 and self.fused == "head":
             heads = [x.reshape(*x.shape[:-1], size.num_head, -1) for x in arrays]
-            whole = np.stack(heads, axis=-2 if self.fused == "head" else -3).reshape(*whole.shape[:-1], -1)
+            whole = np.stack(heads, axis=-2).reshape(*whole.shape[:-1], -1)
+        elif len(arrays) > 1:
+            whole = np.concatenate(arrays, axis=-1)
         return whole.swapaxes(-1, -2) if self.is_transposed and leaf.endswith("kernel") else whole
 
     def unpack(self, leaf: LeafLayout, tensor: np.ndarray, size: GPTConfig) -> np.ndarray:
@@ -118,8 +131,23 @@ class Architecture:
             return np.pad(tensor, ((0, rows), (0, 0))).reshape(leaf.shape)
         if self.is_transposed and leaf.path[-1] == "kernel":
             tensor = tensor.swapaxes(-1, -2)
-        if self.fused is None or leaf.path[-2] not in FUSED_QKV:
+        parts = self._parts(leaf)
+        if not parts:
             return tensor
-        outer, place = tensor.shape[:-1], FUSED_QKV.index(leaf.path[-2])
-        dims, axis = ((size.num_head, 3, -1), -2) if self.fused == "head" else ((3, size.num_head, -1), -3)
-        return tensor.reshape(*outer, *dims).take(place, axis=axis).reshape(*outer, -1)
+        outer, place = tensor.shape[:-1], parts.index(leaf.path[-2])
+        if self.fused == "head":
+            return tensor.reshape(*outer, size.num_head, 3, -1).take(place, axis=-2).reshape(*outer, -1)
+        first = sum(_width(part, size) for part in parts[:place])
+        return tensor[..., first : first + _width(parts[place], size)]
+
+    def _parts(self, leaf: LeafLayout) -> list[str]:
+        """The modules in the tensor of this leaf, in order; empty if it has one of its own."""
+        name = self.modules["/".join(leaf.path[:-1])]
+        parts = [module.rpartition("/")[2] for module, other in self.modules.items() if other == name]
+        return parts if self.fused and len(parts) > 1 else []
+
+
+def _width(module: str, size: GPTConfig) -> int:
+    """Outputs of a module of a layer."""
+    heads = {"query": size.num_head, "key": size.key_heads, "value": size.key_heads}
+    return heads[module] * size.head_width if module in heads else size.mlp_width

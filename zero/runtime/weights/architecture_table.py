@@ -72,7 +72,7 @@ GPT2 = Architecture(
         "norm": "ln_f",
     },
     is_transposed=False,
-    fused="matrix",
+    fused="rows",
 )
 BLOOM = Architecture(
     model_type="bloom",
@@ -235,6 +235,122 @@ MISTRAL = Architecture(
     windows="sliding_window",
     **{**_LLAMA_SHARED, "absent": {**_LLAMA_SHARED["absent"], "sliding_window": 4096}},
 )
+QWEN2 = Architecture(
+    model_type="qwen2",
+    class_name="Qwen2ForCausalLM",
+    family="qwen2",
+    fixed={"hidden_act": "silu", "use_sliding_window": False},
+    **_LLAMA_SHARED,
+)
+SMOLLM3 = Architecture(
+    model_type="smollm3",
+    class_name="SmolLM3ForCausalLM",
+    family="smollm3",
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False},
+    unrotated=4,
+    written={"pad_token_id": None},
+    **{**_LLAMA_SHARED, "absent": {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 2e6}},
+)
+STABLELM = Architecture(
+    model_type="stablelm",
+    class_name="StableLmForCausalLM",
+    family="stablelm",
+    fixed={"hidden_act": "silu", "qk_layernorm": False, "use_parallel_residual": False, "hidden_dropout": 0.0},
+    width_divides=True,
+    **{
+        **_LLAMA_SHARED,
+        "keys": {key: name for key, name in _LLAMA_KEYS.items() if key not in ("rms_norm_eps", "head_dim")}
+        | {"layer_norm_eps": "norm_epsilon", "use_qkv_bias": "qkv_bias"},
+        "absent": {
+            "layer_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "use_qkv_bias": False,
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.25,
+        },
+        "rotary": ("rope_theta", "partial_rotary_factor"),
+    },
+)
+_OLMO_SHARED: dict[str, Any] = {
+    **_LLAMA_SHARED,
+    "fixed": {"hidden_act": "silu", "attention_bias": False},
+    "modules": _LLAMA_MODULES
+    | _layers(
+        {"norm_attention_after": "post_attention_layernorm", "norm_mlp_after": "post_feedforward_layernorm"}, "layers"
+    ),
+}
+OLMO2 = Architecture(
+    model_type="olmo2",
+    class_name="Olmo2ForCausalLM",
+    family="olmo2",
+    **{**_OLMO_SHARED, "absent": {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope_theta": 1e4}},
+)
+OLMO3 = Architecture(
+    model_type="olmo3",
+    class_name="Olmo3ForCausalLM",
+    family="olmo3",
+    windows="layer_types",
+    window_period=4,
+    local_rotary=("", 5e5),
+    **{
+        **_OLMO_SHARED,
+        "absent": {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope_theta": 5e5, "sliding_window": 4096},
+    },
+)
+PHI3 = Architecture(
+    model_type="phi3",
+    class_name="Phi3ForCausalLM",
+    family="phi3",
+    fixed={"hidden_act": "silu", "embd_pdrop": 0.0},
+    windows="sliding_window",
+    written={"pad_token_id": None},
+    scales_rotary=False,  # to transformers "yarn" is longrope here
+    fused="rows",
+    **{
+        **_LLAMA_SHARED,
+        "keys": {**_LLAMA_KEYS, "resid_pdrop": "residual_drop_rate"},
+        "absent": {
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 1.0,
+            "sliding_window": None,
+        },
+        "modules": _LLAMA_MODULES
+        | _layers(
+            {
+                **dict.fromkeys(FUSED_QKV, "self_attn.qkv_proj"),
+                "mlp_gate": "mlp.gate_up_proj",
+                "mlp_in": "mlp.gate_up_proj",
+            },
+            "layers",
+        ),
+        "rotary": ("rope_theta", "partial_rotary_factor"),
+    },
+)
+GRANITE = Architecture(
+    model_type="granite",
+    class_name="GraniteForCausalLM",
+    family="granite",
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    **{
+        **_LLAMA_SHARED,
+        "keys": _LLAMA_KEYS
+        | {
+            "embedding_multiplier": "embedding_multiplier",
+            "residual_multiplier": "residual_multiplier",
+            "attention_multiplier": "score_multiplier",
+            "logits_scaling": "logit_divisor",
+        },
+        "absent": {
+            **_LLAMA_SHARED["absent"],
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+    },
+)
 QWEN3 = Architecture(
     model_type="qwen3",
     class_name="Qwen3ForCausalLM",
@@ -290,11 +406,36 @@ QWEN3_MOE = Architecture(
         "modules": _expert_modules("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
     },
 )
+GEMMA = Architecture(
+    model_type="gemma",
+    class_name="GemmaForCausalLM",
+    family="gemma",
+    fixed={
+        "hidden_act": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": None,
+    },
+    legacy={"hidden_act": "gelu", "use_bidirectional_attention": False},
+    **{
+        **_LLAMA_SHARED,
+        "keys": {key: name for key, name in _LLAMA_KEYS.items() if name != "tied"},
+        "absent": {**_LLAMA_SHARED["absent"], "tie_word_embeddings": True, "head_dim": 256},
+    },
+)
 _GEMMA_KEYS = {
-    "query_pre_attn_scalar": "head_width",
+    "query_pre_attn_scalar": "score_width",
     "attn_logit_softcapping": "attention_cap",
     "final_logit_softcapping": "logit_cap",
 }
+_GEMMA_MODULES = _LLAMA_MODULES | _layers(
+    {
+        "norm_attention_after": "post_attention_layernorm",
+        "norm_mlp": "pre_feedforward_layernorm",
+        "norm_mlp_after": "post_feedforward_layernorm",
+    },
+    "layers",
+)
 GEMMA2 = Architecture(
     model_type="gemma2",
     class_name="Gemma2ForCausalLM",
@@ -309,23 +450,56 @@ GEMMA2 = Architecture(
             **_LLAMA_SHARED["absent"],
             "tie_word_embeddings": True,
             "sliding_window": 4096,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
-        "modules": _LLAMA_MODULES
-        | _layers(
-            {
-                "norm_attention_after": "post_attention_layernorm",
-                "norm_mlp": "pre_feedforward_layernorm",
-                "norm_mlp_after": "post_feedforward_layernorm",
-            },
-            "layers",
-        ),
+        "modules": _GEMMA_MODULES,
+    },
+)
+GEMMA3 = Architecture(
+    model_type="gemma3_text",
+    class_name="Gemma3ForCausalLM",
+    family="gemma3",
+    fixed={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": False,
+    },
+    windows="layer_types",
+    window_period=6,
+    local_rotary=("rope_local_base_freq", 1e4),
+    width_divides=True,
+    **{
+        **_LLAMA_SHARED,
+        "keys": {key: name for key, name in _LLAMA_KEYS.items() if name != "tied"}
+        | {"query_pre_attn_scalar": "score_width", "final_logit_softcapping": "logit_cap"},
+        "absent": {
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "rope_theta": 1e6,
+            "sliding_window": 4096,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "final_logit_softcapping": None,
+        },
+        "modules": _GEMMA_MODULES,
     },
 )
 # If several equal a model, the first is exported.
-ARCHITECTURES = {
-    one.model_type: one for one in (GPT2, BLOOM, GPT_NEO, GPT_NEOX, LLAMA, MISTRAL, QWEN3, GEMMA2, MIXTRAL, QWEN3_MOE)
+_LLAMAS = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, OLMO2, OLMO3, GRANITE, PHI3)
+_ALL = (GPT2, BLOOM, GPT_NEO, GPT_NEOX, *_LLAMAS, GEMMA, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE)
+ARCHITECTURES = {one.model_type: one for one in _ALL}
+# What models that are asked for have and no model of zero has.
+MISSING = {
+    "deepseek_v2": "latent attention (compressed keys and values) and shared experts",
+    "deepseek_v3": "latent attention (compressed keys and values), shared experts and routing by groups with biases",
+    "gemma3": "images; a folder of the text alone (gemma3_text) is read",
+    "gpt_oss": "learned logits of attention sinks, biases of experts and a clamped SwiGLU",
+    "llama4": "images; llama4_text has what is missing for text",
+    "llama4_text": "shared experts, gates before experts, chunked attention and scaling of queries by position",
 }
 
 

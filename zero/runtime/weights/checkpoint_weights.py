@@ -27,7 +27,6 @@ UNSEEN_IN_CHECKPOINTS = (
     "norm_place",
     "expert_capacity",
     "expert_priority",
-    "output_scale",
     "distance_base",
 )
 
@@ -98,9 +97,8 @@ def restore_weights(checkpoints: Checkpoints, step: int, model: ShardedGPT, with
     """
 
     def shards(layout: Layout, within: str) -> PyTree:
-        return from_global(
-            checkpoints.restore(step, layout, model.axis, within=within), layout, model.axis, donate=True
-        )
+        whole = checkpoints.restore(step, layout, model.axis, within=within)
+        return from_global(whole, layout, model.axis, donate=True)
 
     collections = {name: shards(layout, f"averages/{name}") for name, layout in model.collection_layouts.items()}
     return {**shards(model.layout, within), **collections}

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from zero.models.config import GPTConfig
 from zero.runtime.errors import UserError
 from zero.runtime.parsing import reading
 from zero.runtime.weights.architecture import Architecture
-from zero.runtime.weights.architecture_table import ARCHITECTURES
+from zero.runtime.weights.architecture_table import ARCHITECTURES, MISSING
 
 _MISSING = object()
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # Attributes of a model that no shape or name of a tensor shows, and that its weights were trained with.
 UNSEEN = (
     "num_head",
@@ -21,6 +21,8 @@ UNSEEN = (
     "rotary_base",
     "rotary_fraction",
     "rotary_scaling",
+    "local_rotary_base",
+    "unrotated_every",
     "norm",
     "windows",
     "attention_scale",
@@ -34,6 +36,9 @@ UNSEEN = (
     "tied",
     "scale_embedding",
     "scale_output",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logit_divisor",
     "logit_cap",
     "layer",
     "vq_block",
@@ -47,15 +52,14 @@ def read_architecture(origin: str, config: Mapping[str, Any]) -> Architecture:
       UserError: no model of zero equals it; `origin` begins the message.
     """
     model_type = config.get("model_type")
+    if model_type in MISSING:
+        raise UserError(f"{origin}: model_type {model_type!r} has {MISSING[model_type]}, no model of zero has these")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise UserError(f"{origin}: model_type {model_type!r}: expected one of {', '.join(map(repr, ARCHITECTURES))}")
     architecture = ARCHITECTURES[model_type]
     for key, value in architecture.fixed.items():
-        if config.get(key, value) != value:
+        if config.get(key, value) not in (value, architecture.legacy.get(key, value)):
             raise UserError(f"{origin}: {key} is {config[key]!r}, a GPT of zero has {value!r}")
-    scalar, width = config.get("query_pre_attn_scalar"), config.get("head_dim")
-    if model_type == "gemma2" and scalar != width:
-        raise UserError(f"{origin}: query_pre_attn_scalar is {scalar}, a GPT of zero has head_dim, here {width}")
     return architecture
 
 
@@ -77,7 +81,15 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
             found |= _read_rotary(origin, config, architecture)
     if architecture.windows:
         with reading(f"{origin}: the keys of windows hold something else"):
-            found["windows"] = _read_windows(origin, {**architecture.absent, **config}, architecture.windows, layers)
+            found["windows"] = _read_windows(origin, {**architecture.absent, **config}, architecture, layers)
+    if architecture.unrotated:
+        with reading(f"{origin}: no_rope_layers holds something else"):
+            found["unrotated_every"] = _read_unrotated(origin, config, architecture.unrotated, layers)
+    if "score_width" in found or "score_multiplier" in found:
+        with reading(f"{origin}: the scale of scores is something else"):
+            width = found.get("head_width") or found["embedding_dim"] // found["num_head"]
+            multiplier = float(found.get("score_multiplier") or found["score_width"] ** -0.5)
+            found["attention_scale"] = "sqrt" if multiplier == width**-0.5 else multiplier
     if config.get(architecture.layers_key) != layers:
         stated = config.get(architecture.layers_key, "missing")
         raise UserError(f"{origin}: {architecture.layers_key} is {stated}, the files hold {layers} layers")
@@ -89,42 +101,126 @@ def write_config(architecture: Architecture, size: GPTConfig) -> dict[str, Any]:
     keys = {key: getattr(size, name) for key, name in architecture.keys.items()}
     names = {"architectures": [architecture.class_name], "model_type": architecture.model_type, "dtype": "float32"}
     content = {**names, **keys, **architecture.fixed, **architecture.written}
-    if architecture.rotary is not None:
-        base, fraction = architecture.rotary
-        content[base] = size.rotary_base
-        if fraction is not None:
-            content[fraction] = size.rotary_fraction
-        if size.rotary_scaling is not None:
-            content["rope_scaling"] = {"rope_type": "llama3", **dict(zip(_LLAMA3, size.rotary_scaling, strict=True))}
-    return content | _write_windows(architecture.windows, size)
+    if architecture.unrotated:
+        every = size.unrotated_every or size.N + 1
+        content |= {"no_rope_layer_interval": every, "no_rope_layers": _rotated(every, size.N)}
+    return content | _write_rotary(architecture, size) | _write_windows(architecture.windows, size)
 
 
 def _read_rotary(origin: str, config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """The base and scaling of rotary positions, read like `transformers`: `rope_scaling` replaces `rope_parameters`."""
+    """The bases and scaling of rotary positions, read like `transformers`: `rope_scaling` replaces `rope_parameters`.
+
+    Where layers with windows have a base of their own, `rope_parameters` are by type of layer and `rope_scaling` is
+    that of the others.
+    """
     assert architecture.rotary is not None
     base, fraction = architecture.rotary
-    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    name, found = "rope_scaling" if config.get("rope_scaling") else "rope_parameters", dict[str, Any]()
     parameters = config.get(name) or {}
+    if architecture.local_rotary is not None:
+        by_type = config.get("rope_parameters") or {}
+        parameters = {**(by_type.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
+        local, (key, default) = by_type.get("sliding_attention") or {}, architecture.local_rotary
+        if (kind := local.get("rope_type", "default")) != "default":
+            raise UserError(f"{origin}: rope_type of sliding_attention is {kind!r}, a GPT of zero has 'default'")
+        found["local_rotary_base"] = float(local.get("rope_theta", config.get(key, default)))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in ("default", "llama3"):
+    known = _SCALINGS if architecture.scales_rotary else ("default",)
+    if kind not in known:
         raise UserError(
             f"{origin}: {name} has rope_type {kind!r}, with which these weights were trained; "
-            "zero computes 'default' and 'llama3'"
+            f"zero computes {', '.join(map(repr, known))}"
         )
-    found = {"rotary_base": float(parameters.get("rope_theta", config.get(base, architecture.absent[base])))}
-    scaling = None
-    if kind == "llama3":
-        if missing := [key for key in _LLAMA3 if key not in parameters]:
-            raise UserError(f"{origin}: {missing[0]} of rope_type 'llama3' is missing")
-        scaling = tuple(float(parameters[key]) for key in _LLAMA3)
+    found["rotary_base"] = float(parameters.get("rope_theta", config.get(base, architecture.absent[base])))
+    found["rotary_scaling"] = _SCALINGS[kind](origin, parameters, config)
     if fraction is not None:
         otherwise = config.get(fraction, architecture.absent[fraction])
         found["rotary_fraction"] = float(parameters.get("partial_rotary_factor", otherwise))
-    return found | {"rotary_scaling": scaling}
+    return found
 
 
-def _read_windows(origin: str, config: Mapping[str, Any], kind: str, layers: int) -> tuple[int, ...]:
+def _numbers(origin: str, kind: str, parameters: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[float, ...]:
+    if missing := [key for key in keys if parameters.get(key) is None]:
+        raise UserError(f"{origin}: {missing[0]} of rope_type {kind!r} is missing")
+    return tuple(float(parameters[key]) for key in keys)
+
+
+def _read_yarn(origin: str, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Any, ...]:
+    if not parameters.get("truncate", True):
+        raise UserError(f"{origin}: truncate of rope_type 'yarn' is false, a GPT of zero has true")
+    context = config.get("max_position_embeddings")
+    original = config.get(_ORIGINAL) or parameters.get(_ORIGINAL) or context
+    factor = parameters.get("factor") or float(context or 0) / float(original or 1)
+    given = {**parameters, "factor": factor, _ORIGINAL: original}
+    scales = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    length = parameters.get("attention_factor")
+    if length is None:  # as transformers infers it
+        over, under = scales if all(scales) else (1.0, 0.0)
+        length = _yarn_length(float(factor), float(over or 1)) / _yarn_length(float(factor), float(under or 0))
+    given |= {"beta_fast": parameters.get("beta_fast") or 32, "beta_slow": parameters.get("beta_slow") or 1}
+    return ("yarn", *_numbers(origin, "yarn", given | {"attention_factor": length}, _YARN))
+
+
+def _yarn_length(factor: float, scale: float) -> float:
+    """YaRN, arXiv 2309.00071, equation 22."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+_ORIGINAL = "original_max_position_embeddings"
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
+_YARN = ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor")
+_KEYS = {"linear": ("factor",), "yarn": _YARN}
+_SCALINGS: dict[str, Callable[[str, Mapping[str, Any], Mapping[str, Any]], tuple[Any, ...] | None]] = {
+    "default": lambda origin, parameters, config: None,
+    "linear": lambda origin, parameters, config: ("linear", *_numbers(origin, "linear", parameters, ("factor",))),
+    "llama3": lambda origin, parameters, config: _numbers(origin, "llama3", parameters, _LLAMA3),
+    "yarn": _read_yarn,
+}
+
+
+def _write_rotary(architecture: Architecture, size: GPTConfig) -> dict[str, Any]:
+    if architecture.rotary is None:
+        return {}
+    scaling = dict[str, Any]()
+    if size.rotary_scaling is not None:
+        kind, *numbers = size.rotary_scaling
+        keys = _KEYS[kind] if isinstance(kind, str) else _LLAMA3
+        values = numbers if isinstance(kind, str) else size.rotary_scaling
+        scaling = {"rope_type": kind if isinstance(kind, str) else "llama3", **dict(zip(keys, values, strict=True))}
+        if _ORIGINAL in scaling:
+            scaling[_ORIGINAL] = int(scaling[_ORIGINAL])
+    base, fraction = architecture.rotary
+    if architecture.local_rotary is not None:
+        full = {"rope_type": "default", "rope_theta": size.rotary_base, **scaling}
+        local = {"rope_type": "default", "rope_theta": size.local_rotary_base}
+        return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+    content = {base: size.rotary_base} | ({} if fraction is None else {fraction: size.rotary_fraction})
+    return content | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _rotated(every: int, layers: int) -> list[int]:
+    """As `no_rope_layers` lists them: 0 for a layer without rotary positions."""
+    return [int((layer + 1) % every != 0) for layer in range(layers)]
+
+
+def _read_unrotated(origin: str, config: Mapping[str, Any], default: int, layers: int) -> int | None:
+    listed = config.get("no_rope_layers")
+    if listed is None:
+        listed = _rotated(int(config.get("no_rope_layer_interval", default)), layers)
+    listed = [int(bool(one)) for one in listed[:layers]]
+    for every in range(1, layers + 1):
+        if listed == _rotated(every, layers) and layers % every == 0:
+            return every
+    if listed != [1] * layers:
+        raise UserError(
+            f"{origin}: no_rope_layers is {listed}, a GPT of zero has none in the last of every so many layers"
+        )
+    return None
+
+
+def _read_windows(origin: str, config: Mapping[str, Any], architecture: Architecture, layers: int) -> tuple[int, ...]:
     """The shortest pattern that gives the windows of all layers."""
+    kind = architecture.windows
     window = int(config.get("window_size" if kind == "attention_types" else "sliding_window") or 0)
     if kind == "sliding_window":
         return (window,)
@@ -133,8 +229,9 @@ def _read_windows(origin: str, config: Mapping[str, Any], kind: str, layers: int
         names = [name for part, times in parts for name in part * min(times, layers + 1)]  # not any number of times
         local = "local"
     else:
-        alternating = ["sliding_attention", "full_attention"] * layers
-        names, local = list(config.get("layer_types") or alternating[:layers]), "sliding_attention"
+        local, every = "sliding_attention", int(config.get("sliding_window_pattern", architecture.window_period))
+        by_default = [local if (layer + 1) % every else "full_attention" for layer in range(layers)]
+        names = list(config.get("layer_types") or by_default)
     if len(names) != layers:
         raise UserError(f"{origin}: {kind} names {len(names)} layers, the weights have {layers}")
     windows = [window if name == local else 0 for name in names]

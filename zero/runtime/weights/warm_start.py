@@ -20,6 +20,7 @@ from zero.runtime.weights.checkpoint_weights import (
     weights_subtree,
 )
 from zero.runtime.weights.hf_folder import CONFIG_FILE, HuggingFaceFolder
+from zero.runtime.weights.hub import PREFIX, hub_folder
 from zero.training.programs import repeat_layers
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -29,12 +30,15 @@ log = logging.getLogger(__name__)
 def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
     """Weights in shards for a pmap, from a Hugging Face folder, a run directory, or a directory of checkpoints.
 
-    A source with fewer layers is grown (`repeated_blocks`). With `ema` a run's moving average of the weights is taken.
+    The folder may be named as a model of the hub, `hf:NAME@REVISION` (`hub_folder`). A source with fewer layers is
+    grown (`repeated_layers`). With `ema` a run's moving average of the weights is taken.
 
     Raises:
       UserError: it holds no weights, or they do not fit the model; the message names them.
     """
     read: Callable[[ShardedGPT], PyTree]
+    if place.startswith(PREFIX):
+        place = str(hub_folder(place))
     with ExitStack() as stack:
         if (Path(place) / CONFIG_FILE).is_file():
             if ema:
@@ -43,7 +47,8 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
             origin, size = place, folder.size
 
             def read(model: ShardedGPT) -> PyTree:
-                return from_global(folder.params(model), model.layout, model.axis, donate=True)
+                whole = folder.params(model)
+                return from_global(whole, model.layout, model.axis, donate=True)
 
         else:
             checkpoints = stack.enter_context(open_checkpoints(place))
@@ -55,32 +60,33 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
                 return restore_weights(checkpoints, step, model, within)
 
         check_unseen(origin, size, model.config)
-        if size["N"] != model.config.N and (len(model.config.windows) > 1 or model.config.experts_every > 1):
-            raise UserError(f"{origin}: N={size['N']} different blocks do not grow to N={model.config.N}")
-        order = repeated_blocks(size["N"], model.config.N, origin)
+        differ = len(model.config.windows) > 1 or model.config.experts_every > 1 or model.config.unrotated_every
+        if size["N"] != model.config.N and differ:
+            raise UserError(f"{origin}: N={size['N']} different layers do not grow to N={model.config.N}")
+        order = repeated_layers(size["N"], model.config.N, origin)
         source = dataclasses.replace(model, config=dataclasses.replace(model.config, N=size["N"]))
         params = read(source)
     log.info("weights from %s", origin)
     if size["N"] < model.config.N:
-        log.info("grown from %d blocks to %d, which repeat blocks %s", size["N"], model.config.N, order)
+        log.info("grown from %d layers to %d, which repeat layers %s", size["N"], model.config.N, order)
         params = repeat_layers(params, order, model.axis)
     return params
 
 
-def repeated_blocks(blocks: int, deeper: int, origin: str) -> list[int]:
-    """The block of a model that each block of a deeper one repeats.
+def repeated_layers(layers: int, deeper: int, origin: str) -> list[int]:
+    """The layer of a model that each layer of a deeper one repeats.
 
-    Source: Gopher (Rae et al., arXiv 2112.11446), appendix G.3.3: at twice the depth each block is repeated twice, at
+    Source: Gopher (Rae et al., arXiv 2112.11446), appendix G.3.3: at twice the depth each layer is repeated twice, at
     4/3 of the depth every third one is.
 
     Raises:
-      UserError: the depth is neither a multiple nor 4/3 of `blocks`; `origin` begins the message.
+      UserError: the depth is neither a multiple nor 4/3 of `layers`; `origin` begins the message.
 
-    >>> repeated_blocks(3, 6, ""), repeated_blocks(3, 4, "")
+    >>> repeated_layers(3, 6, ""), repeated_layers(3, 4, "")
     ([0, 0, 1, 1, 2, 2], [0, 1, 2, 2])
     """
-    if deeper % blocks and 3 * deeper != 4 * blocks:
+    if deeper % layers and 3 * deeper != 4 * layers:
         raise UserError(
-            f"{origin}: N={blocks} blocks do not grow to N={deeper}, only to a multiple or to 4/3 of {blocks}"
+            f"{origin}: N={layers} layers do not grow to N={deeper}, only to a multiple or to 4/3 of {layers}"
         )
-    return [-(-(i + 1) * blocks // deeper) - 1 for i in range(deeper)]
+    return [-(-(i + 1) * layers // deeper) - 1 for i in range(deeper)]
