@@ -169,7 +169,6 @@ def test_every_size_can_be_trained(size: str) -> None:
             ["zero.gather_dtype=int8", "auto, as zero.expert_shards=2"],
         ),
         ("model.size=test_experts; zero.expert_shards=2; zero.phases=torus", ["zero.phases=torus", "auto or flat"]),
-        ("model.size=bytes_vq; zero.tensor_shards=2", ["zero.tensor_shards=2", "1, as model.size=bytes_vq has gated"]),
         (
             "model.size=bytes_vq; zero.context_shards=2",
             ["zero.context_shards=2", "1, as model.size=bytes_vq"],
