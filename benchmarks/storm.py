@@ -133,7 +133,8 @@ def weather(
     cli.make_workplace(place)
     job = tuple(argument.format(steps=steps) for argument in JOB)
     shapes: tuple[tuple[int, int], ...] = SHAPES
-    rows, faults, stages = GLOBAL_ROWS, tuple(FAULTS)[:2], STAGES
+    stages: tuple[int, ...] = STAGES
+    rows, faults = GLOBAL_ROWS, tuple(FAULTS)[:2]
     if most_hosts is not None:
         rows, faults, shapes, stages = HOSTS_ROWS, tuple(FAULTS), HOSTS_SHAPES[:most_hosts], STAGES[-1:]
         job += ("zero.emergency_steps=3", f"zero.emergency_directory={place}/memory-0", "distributed.cpu_devices=2")

@@ -133,11 +133,10 @@ def splash_attention(
 
     q_BTHK = q_BTHK * _scale(q_BTHK, form)
     if form.has_alibi:
-        of_queries_HC, of_keys_TC = alibi_columns(heads * form.cut.size, positions)
-        of_queries_HC = form.cut.part(jnp.asarray(of_queries_HC), 0)
+        of_queries_HC, of_keys_TC = map(jnp.asarray, alibi_columns(heads * form.cut.size, positions))
         q_BTHK, k_BTGK = (
             jnp.concatenate([x, jnp.broadcast_to(columns, (*x.shape[:3], columns.shape[-1])).astype(x.dtype)], -1)
-            for x, columns in ((q_BTHK, of_queries_HC), (k_BTGK, of_keys_TC[:, None]))
+            for x, columns in ((q_BTHK, form.cut.part(of_queries_HC, 0)), (k_BTGK, of_keys_TC[:, None]))
         )
     return jax.vmap(one_row)(q_BTHK, k_BTGK, v_BTGK, starts_BT)
 
