@@ -45,7 +45,7 @@ _GATED_UNITS = {  # keys of a model of gated units
     *(*_GATED_UNITS_ALONE, "layer", "alibi_attn", "positions", "embedding_dim", "num_head", "block_size", "N"),
     *("vocab_size", "vocab_chunks", "embedding_norm", "norm", "norm_epsilon", "norm_gains", "tied", "scale_embedding"),
     *("scale_output", "logit_cap", "z_loss", "dropout", "embedding_dropout", "residual_dropout"),
-    *("final_norm", "init", "head_init"),
+    *("final_norm", "init", "head_init", "logit_divisor"),
 }
 
 
