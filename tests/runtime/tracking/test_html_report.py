@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from zero.models.codebook import METRICS as OF_CODEBOOKS
 from zero.models.experts import METRICS
 from zero.runtime import run_directory
 from zero.runtime.config.saved_config import default_config
@@ -26,7 +27,7 @@ def make_run(directory: Path, rate: float, resumed_from: int | None = None, with
         for step in range((resumed_from or 0) + 1, (resumed_from or 0) + 21):
             names = ["learning_rate", "sequence_length", "tokens_per_second", "gradient_norm", "data_wait", "step_time"]
             names += ["goodput/steps", "goodput/restarts", "goodput/evaluation"]
-            device = ["mfu", "device_wait", "predicted_speed", "peak_memory", *METRICS]
+            device = ["mfu", "device_wait", "predicted_speed", "peak_memory", *METRICS, *OF_CODEBOOKS]
             names += device if with_device else []
             line = {
                 "step": step,
@@ -103,7 +104,7 @@ def test_opens_in_a_browser(page: Path, tmp_path: Path) -> None:
     elements, complaints, asked = browse(page, tmp_path / "profile")
     tasks = 2
     curves = sum(len(metrics) for _, metrics, _ in PANELS) + tasks
-    assert len(re.findall(r'<path class="js-line"', elements)) == 2 * curves
+    assert len(re.findall(r'<path class="js-line"', elements)) == 2 * curves + 1  # that of the sweep
     for title in (TASKS, *(title for title, _, _ in PANELS)):
         assert f">{title}</text>" in elements
     assert elements.count(">resumed</text>") == 1
@@ -113,6 +114,28 @@ def test_opens_in_a_browser(page: Path, tmp_path: Path) -> None:
     broken.write_text('<img src="http://127.0.0.1:9/x.png"><script>console.error("seen")</script>')
     _, complaints, asked = browse(broken, tmp_path / "other")
     assert "seen" in complaints[0] and asked == ["http://127.0.0.1:9/x.png"]
+
+
+def test_losses_of_a_sweep(tmp_path: Path) -> None:
+    """The last losses over a swept number, a line for each value of a second key; none where more keys differ."""
+    runs = []
+    for number, (rate, seed) in enumerate([(0.5, 0), (0.25, 0), (0.25, 1), (0.5, 1)]):
+        run = make_run(tmp_path / str(number), rate)
+        config = OmegaConf.load(run / run_directory.CONFIG_FILE)
+        config.seed = seed
+        OmegaConf.save(config, run / run_directory.CONFIG_FILE)
+        runs.append(run)
+    _, _, drawn = write_report(runs, tmp_path / "page.html").read_text().rpartition("Plotly.newPlot(")
+    traces, _ = json.JSONDecoder().raw_decode(drawn, drawn.index("[{"))
+    assert [(trace["name"], trace["x"], trace["y"]) for trace in traces] == [
+        ("0", [0.25, 0.5], [6 * 0.25 / 20, 6 * 0.5 / 20]),
+        ("1", [0.25, 0.5], [6 * 0.25 / 20, 6 * 0.5 / 20]),
+    ]
+    assert "last loss against training.peak_learning_rate, a line per seed" in drawn
+    config = OmegaConf.load(runs[0] / run_directory.CONFIG_FILE)
+    config.training.total_steps = 7
+    OmegaConf.save(config, runs[0] / run_directory.CONFIG_FILE)
+    assert "last loss against" not in write_report(runs, tmp_path / "page.html").read_text()
 
 
 def test_no_empty_panels(tmp_path: Path) -> None:

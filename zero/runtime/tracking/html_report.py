@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections.abc import Sequence
 from itertools import cycle
@@ -53,6 +54,12 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
         False,
     ),
     ("entropy of the router (nats)", (("router_entropy", "solid"),), False),
+    ("perplexity of the codes of keys", (("codebook/perplexity", "solid"),), False),
+    (
+        "relative error of rounded keys, share of unused codes dashed",
+        (("codebook/error", "solid"), ("codebook/unused", "dash")),
+        False,
+    ),
 )
 TASKS = "tasks of lm-evaluation-harness"
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -92,6 +99,7 @@ def write_report(directories: Sequence[Path], page: Path) -> Path:
         f"<h1>{'Run' if len(names) == 1 else 'Runs'}</h1><p>{legend}</p>",
         *(f"<p>{html.escape(line)}</p>" for line in summary(directories)),
         curves,
+        *_sweep(configs, directories),
         "<h2>Configuration</h2>",
         _differences(configs, names),
         *(
@@ -158,6 +166,44 @@ def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[
     figure.update_layout(shapes=resume_lines)
     figure.update_layout(height=290 * rows, template="plotly_white", margin={"t": 40, "l": 50, "r": 20, "b": 40})
     return figure
+
+
+def _sweep(configs: Sequence[dict[str, str]], directories: Sequence[Path]) -> list[str]:
+    """The last loss against the logarithm of a swept number, a line for each value of a second swept key.
+
+    Empty unless the runs differ in one or two keys, of which one is a positive number in all of them.
+    """
+    values = {key: [config.get(key, "") for config in configs] for key in {key for config in configs for key in config}}
+    swept = {key: found for key, found in sorted(values.items()) if len(set(found)) > 1}
+    numbers = {key: [_number(value) for value in found] for key, found in swept.items()}
+    along = sorted((key for key in swept if min(numbers[key]) > 0), key=lambda key: -len(set(swept[key])))
+    if not along or len(swept) > 2:
+        return []
+    (of, lines) = along[0], next((found for key, found in swept.items() if key != along[0]), [""] * len(configs))
+    losses = [_last_loss(read_metrics(directory / METRICS_FILE)) for directory in directories]
+    figure = go.Figure()
+    for value in dict.fromkeys(lines):
+        found = [(x, y) for x, y, line in zip(numbers[of], losses, lines, strict=True) if line == value]
+        xs, ys = zip(*sorted(found, key=lambda point: point[0]), strict=True)
+        figure.add_trace(go.Scatter(x=xs, y=ys, name=value, mode="lines+markers"))
+    second = "".join(f", a line per {key}" for key in swept if key != of)
+    figure.update_xaxes(type="log", dtick=math.log10(2), title_text=of)
+    figure.update_layout(title=f"last loss against {of}{second}", template="plotly_white", height=420)
+    return [figure.to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False})]
+
+
+def _number(value: str) -> float:
+    """The number that a value is; -1 for anything else."""
+    try:
+        return float(value)
+    except ValueError:
+        return -1.0
+
+
+def _last_loss(lines: Sequence[dict[str, Any]]) -> float | None:
+    """The last loss of validation, or of training in a run without."""
+    found = [[line[name] for line in lines if name in line] for name in ("validation/loss", "train/loss")]
+    return next((losses[-1] for losses in found if losses), None)
 
 
 def _thinned(points: list[tuple[int, float | None]]) -> list[tuple[int, float | None]]:
