@@ -190,7 +190,7 @@ def test_z_loss_changes_only_the_gradient() -> None:
     ("change", "named"),
     [
         ({"kv_heads": 4}, "num_head 6 does not divide into kv_heads 4"),
-        ({"positions": "relative"}, "positions must be one of learned, rotary, t5, none, got 'relative'"),
+        ({"positions": "relative"}, "positions must be one of learned, rotary, t5, sinusoidal, none, got 'relative'"),
         ({"alibi_attn": True, "positions": "t5"}, "positions 't5' need alibi_attn: false"),
         ({"positions": "rotary", "head_dim": 7}, "are not even"),
         ({"rotary_scaling": (8.0, 1.0)}, "rotary_scaling must be"),
