@@ -4,13 +4,17 @@
 #   create NAME ZONE TYPE [--spot]       requests a slice (v3-32, v4-32, v5litepod-16, ...) and waits until it is active
 #   setup  NAME ZONE                     copies the last commit to all workers and runs prepareTPUVM.sh on each
 #   check  NAME ZONE [key=value ...]     examines every worker (zero-train --doctor), with the arguments of the launch
-#   launch NAME ZONE [key=value ...]     trains in tmux on all workers, from the newest checkpoint if any (trainLoop.sh)
+#   launch NAME ZONE [key=value ...]     trains in tmux on all workers, from the newest checkpoint if any (trainLoop.sh);
+#                                        hands over WANDB_API_KEY, if it is set here, in a file that only the user reads
 #   watch  NAME ZONE                     shows the log of worker 0; Ctrl-C ends only the watching
+#   view   NAME ZONE [PORT]              serves the run directories of worker 0, reports included, on localhost:PORT (8000)
 #   stop   NAME ZONE                     sends Ctrl-C to all workers: they save a checkpoint together and end
+#   kill   NAME ZONE                     ends training on all workers at once, without a checkpoint
 #   delete NAME ZONE                     deletes the slice and ends its cost
 #   keep   NAME ZONE TYPE [--spot] [key=value ...]
 #                                        all of these until training has finished: a slice that is refused, fails or is
 #                                        preempted is requested again
+#   bucket NAME LOCATION                 makes a bucket for checkpoints and data, such as in us-central1
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -85,14 +89,37 @@ check() { # each line begins with the name of the worker; a worker that trains h
         set -o pipefail; .venv/bin/python main_zero.py --doctor$(quoted "$@") | sed \"s/^/\$(hostname): /\""
 }
 
+hand_over_key() { # never as an argument: other users of a machine see those
+    local folder status=0
+    [[ -n ${WANDB_API_KEY:-} ]] || return 0
+    folder=$(mktemp -d) || return
+    (umask 077 && printf 'export WANDB_API_KEY=%q\n' "$WANDB_API_KEY" >"$folder/environment") &&
+        on_workers all "install -m 600 /dev/null $directory/.environment" &&
+        tpus tpu-vm scp "$folder/environment" "$name:$directory/.environment" --worker=all || status=$?
+    rm -r "$folder"
+    return "$status"
+}
+
 launch() { # on the workers that do not train already: a launch that reached only some of them can be repeated
     local arguments
+    hand_over_key || return
     arguments=$(quoted "$@")
     # %q twice: once for the shell that ssh starts, once for the one that tmux starts
     on_workers all "cd $directory && \
         if tmux has-session -t zero 2>/dev/null; then echo \"\$(hostname) is training already\"; \
         else tmux new-session -d -s zero $(printf '%q' "./trainLoop.sh$arguments 2>&1 | tee -ia train.log"); fi"
 }
+
+view() {
+    local port=${1:-8000}
+    echo "http://localhost:$port; Ctrl-C ends only the viewing"
+    tpus tpu-vm ssh "$name" --worker=0 "--ssh-flag=-L$port:localhost:$port" \
+        "--command=cd $directory/runs && python3 -m http.server $port --bind 127.0.0.1" </dev/null
+}
+
+bucket() { gcloud storage buckets create "gs://$name" "--location=$zone" --uniform-bucket-level-access; }
+
+kill_training() { on_workers all "pkill -KILL -f trainLoop.sh; pkill -KILL -f main_zero.py; tmux kill-session -t zero"; }
 
 stop() { on_workers all "tmux send-keys -t zero C-c"; }
 
@@ -151,8 +178,9 @@ case $command in
         (($#)) || fail "$command needs a TYPE, such as v3-32"
         "$command" "$@"
         ;;
-    check | launch) "$command" "$@" ;;
+    check | launch | view) "$command" "$@" ;;
+    kill) kill_training ;;
     watch) on_workers 0 "tail -n 50 -f $directory/train.log" ;;
-    setup | stop | delete) "$command" ;;
+    setup | stop | delete | bucket) "$command" ;;
     *) fail "unknown command $command; the comment at the top of this file lists them" ;;
 esac

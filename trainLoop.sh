@@ -8,6 +8,9 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 
+# shellcheck source=/dev/null
+[[ ! -r .environment ]] || . ./.environment # from slice.sh launch
+
 stopped=0 trainer=
 # A container signals only its first process; a terminal, or a machine that shuts down, signals all. A trainer counts
 # SIGHUP and another signal as one request to stop; if nohup ignores SIGHUP, SIGTERM is sent instead.

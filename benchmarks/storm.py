@@ -150,13 +150,13 @@ def weather(
         startup = {count: count * calm_startup for count, _ in shapes}  # seconds to the first step; followed below
         run, reported, began = place / "stormy0", 0, time.monotonic()
         while True:
-            in_bucket = is_bucket or (most_hosts is not None and storm.finished % 2 == 0)
+            in_bucket = is_bucket or (most_hosts is not None and storm.finished % 2 == 1)
             count, devices = shapes[0] if is_steady else rng.choice(shapes)
             stage = 3 if is_steady else rng.choice(stages)
             fault = rng.choice(faults)
             victims = rng.choice((list(range(count)), [rng.randrange(count)]))
             is_over = storm.kills.total() >= kills if hours is None else time.monotonic() > began + 3600 * hours
-            is_due = moment(rng, run, startup[count], steps // 5)
+            is_due = moment(rng, run, startup[count], min(steps // 2, max(12, steps // 5)))
             if is_over:
                 fault, is_due = "SIGKILL", lambda: False
             storm.starts[count, devices, stage] += 1

@@ -178,6 +178,34 @@ def test_watch_and_stop(tpus: Slice, command: str, worker: str, part: str) -> No
     assert f"--worker={worker}" in call and part in call[4]
 
 
+def test_launch_hands_over_the_key(tpus: Slice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key reaches each worker in a file that only its user reads, and is in no argument."""
+    monkeypatch.setenv("WANDB_API_KEY", "sec ret")
+    copy = f'[[ $4 != scp ]] || {{ stat -c %a "$5" >{tmp_path}/mode; cp "$5" {tmp_path}/copied; }}\n'
+    (tpus.bin / "gcloud").write_text(STUB.replace("answer()", f"{copy}answer()"))
+    done = tpus.run("launch", "run", "us-a", "seed=1")
+    assert done.returncode == 0, done.stderr
+    make, scp, start = tpus.calls()
+    assert "install -m 600 /dev/null zero/.environment" in str(make) and scp[-2:] == ["--worker=all", "--zone=us-a"]
+    assert "tmux new-session" in str(start) and "--worker=all" in start
+    assert "sec" not in (tpus.bin / "calls").read_text() + done.stdout + done.stderr
+    assert (tmp_path / "mode").read_text() == "600\n" and not Path(scp[2]).exists()
+    sourced = f'. {tmp_path}/copied && printf %s "$WANDB_API_KEY"'
+    assert subprocess.run(["bash", "-c", sourced], capture_output=True, text=True, check=True).stdout == "sec ret"
+
+
+def test_view_kill_and_bucket(tpus: Slice) -> None:
+    assert tpus.run("view", "run", "us-a", "9000").returncode == 0
+    (view,) = tpus.calls()
+    assert "--ssh-flag=-L9000:localhost:9000" in view and "http.server 9000" in str(view)
+    assert tpus.run("kill", "run", "us-a").returncode == 0
+    (kill,) = tpus.calls()
+    assert "--worker=all" in kill and "pkill -KILL -f main_zero.py" in str(kill)
+    assert tpus.run("bucket", "my-bucket", "us-central1").returncode == 0
+    made = shlex.split((tpus.bin / "calls").read_text())
+    assert made[:4] == ["storage", "buckets", "create", "gs://my-bucket"] and "--location=us-central1" in made
+
+
 def test_delete(tpus: Slice) -> None:
     assert tpus.run("delete", "run", "us-a").returncode == 0
     assert tpus.calls() == [["queued-resources", "delete", "run", "--force", "--quiet", "--zone=us-a"]]

@@ -1,5 +1,6 @@
 """A sweep that was killed is repeated: each job continues in its own directory, and finished ones are not touched."""
 
+import csv
 import shutil
 import signal
 import time
@@ -46,6 +47,10 @@ def test_repeated_sweep(arguments: tuple[str, ...], killed: Path, forks: cli.For
         for job in "12":
             assert [line["step"] for line in read_metrics(killed / job / "metrics.jsonl")] == list(range(1, 13))
         assert [len(read_resumes(killed / job / "metrics.jsonl")) for job in "012"] == [0, 1, 0]
+        table = list(csv.DictReader((killed / "sweep.csv").open()))
+        assert [(row["job"], row["seed"], row["step"]) for row in table] == [(job, job, "12") for job in "012"]
+        for row in table:
+            assert float(row["validation/loss"]) == cli.losses(killed / row["job"], "validation/loss")[-1]
         everything = cli.contents(killed)
         assert forks.run(*arguments).returncode == 0
         assert cli.contents(killed) == everything

@@ -10,6 +10,7 @@ import pytest
 
 import zero
 from tests.training.small_gpt import ROWS, Run, advance, assert_close, batch, bits, run_on, setup, tokens
+from zero.models.codebook import METRICS, codebook_metrics
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gated_unit import CODEBOOK
@@ -94,6 +95,49 @@ def test_tensor_groups_train_alike(tensor: int, stage: int, options: dict[str, A
         if name.endswith("['counts']"):
             np.testing.assert_array_equal(codebook(got.state)[name], x, err_msg=name)
         np.testing.assert_allclose(codebook(got.state)[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+CHOICES = dataclasses.replace(
+    CUT,
+    tied=False,
+    final_norm=False,
+    init="fan_in",
+    output_scale=0.5,
+    positions="sinusoidal",
+    distance_base=100.0,
+    distance_dropout=0.3,
+    layer_dropout=0.3,
+    commitment=1e-3,
+    codebook_decay=0.9,
+)
+
+
+def test_choices_of_transformer_vq() -> None:
+    """Its dropouts, positions, initialisers and scales train alike on one device and in groups of eight."""
+    data = partial(tokens, context=CUT.block_size)
+    expected = run_on(setup(1, 3, config=CHOICES), data=data)
+    axis = zero.Axis.with_tensor_groups("zero", 8, 2)
+    got = run_on(setup(8, 3, config=CHOICES, axis=axis), data=data)
+    np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-6)
+    for name in METRICS:
+        np.testing.assert_allclose(got.metrics[name], expected.metrics[name], rtol=1e-4, err_msg=name)
+    assert_close(got, expected, 1e-4, CHOICES)
+    plain = run_on(setup(1, 3, config=dataclasses.replace(CHOICES, layer_dropout=0.0)), data=data)
+    assert np.ravel(plain.metrics["loss"])[0] != np.ravel(expected.metrics["loss"])[0]
+
+
+def test_metrics_of_a_codebook() -> None:
+    """By hand: four codes, of which one is unused and the others have their keys, or half of their norm."""
+    counts, norm = np.asarray([[2.0, 1.0, 1.0, 0.04]], np.float32), 4**0.25
+    codes = np.zeros((1, 4, 4), np.float32)
+    codes[0, range(4), range(4)] = np.asarray([norm, norm, norm / 2, norm])
+    unit = {"counts": counts, "sums": codes * counts[..., None]}
+    found = {name: float(x) for name, x in codebook_metrics({"blocks": {"unit_0": unit}}).items()}
+    shares = counts[0] / counts.sum()
+    entropy = -(shares * np.log(shares)).sum()
+    error = np.sqrt(shares[2] * 0.75)
+    expected = dict(zip(METRICS, (entropy, np.exp(entropy), 0.25, error), strict=True))
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_text_of_tensor_groups() -> None:

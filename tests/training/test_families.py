@@ -36,7 +36,7 @@ TRAINED = {
     "stablelm": _of("stablelm", **{**_GROUPED, "kv_heads": 6}, rotary_fraction=0.4),
     "granite": _of(
         "granite", **_GROUPED, embedding_multiplier=3.0, residual_multiplier=0.5, attention_scale=0.25,
-        logit_divisor=2.0,
+        output_scale=0.5,
     ),
     "gemma": _of("gemma", **_GROUPED),
     "gemma3": _of("gemma3", **_GROUPED, N=4, windows=(5, 0), logit_cap=0.5, attention_scale=0.25),
@@ -55,8 +55,10 @@ def trained(family: str, devices: int, stage: int, **options: Any) -> Run:
     return run_on(setup(devices, stage, config=TRAINED[family], **options))
 
 
-SIMPLER = ("gpt2", "bloom", "gpt_neo", "llama", "mistral", "qwen3")  # the others have all that these have
-SIMPLER += ("qwen2", "smollm3", "olmo2", "stablelm", "granite", "gemma", "gemma3")  # beside the parity of their logits
+SIMPLER = (  # the others have all that these have, or only the logits of these are of their own
+    *("gpt2", "bloom", "gpt_neo", "llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "stablelm", "granite"),
+    *("gemma", "gemma3"),
+)
 QUICK = [(family, 8, 3) for family in TRAINED if family not in SIMPLER] + [("gemma2", 3, 3)]
 SLOW = {(family, devices, stage) for family in TRAINED for devices in (1, 3, 8) for stage in range(4)} - {*QUICK}
 

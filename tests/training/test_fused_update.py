@@ -32,7 +32,7 @@ from zero.models.gpt import STACK
 from zero.models.stack import span_size
 from zero.training.fused_update import backward_and_update
 
-DEEP = dataclasses.replace(CONFIG, N=6)  # three groups of two layers
+DEEP = dataclasses.replace(CONFIG, N=6)  # three spans of two layers
 
 
 def test_fused_equals_whole_gradient() -> None:
@@ -146,7 +146,7 @@ def test_fused_update_of_nested_layers(devices: int) -> None:
     assert_equal(run(devices, remat="nested"), run(devices))
 
 
-def test_groups_keep_fewer_inputs() -> None:
+def test_spans_keep_fewer_inputs() -> None:
     assert [span_size(layers) for layers in (1, 2, 6, 7, 36, 136)] == [1, 1, 2, 1, 6, 8]
 
 

@@ -106,6 +106,8 @@ def test_filters_keep_what_their_papers_say() -> None:
     # Information is 0.69, 1.39, 1.90, 2.66, 3.51 nats and expected to be 1.27: the second token is the typical one.
     assert kept(typical_p=0.2) == [1]
     assert kept(typical_p=0.6) == [0, 1]
+    # exp(-1.27) is 0.281: the bounds are 0.05, 0.126 and 0.281; the most likely token always stays.
+    assert [kept(eta=eta) for eta in (0.05, 0.2, 1.0)] == [[0, 1, 2, 3], [0, 1, 2], [0]]
     np.testing.assert_allclose(filtered(logits, Sampling(temperature=0.5)), logits * 2, rtol=1e-6)
     tokens = jnp.asarray([[3, -1, 3]])
     np.testing.assert_allclose(penalised(logits, tokens, 2.0)[0] / logits[0], [1, 1, 1, 2, 1], rtol=1e-6)

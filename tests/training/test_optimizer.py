@@ -61,7 +61,7 @@ def test_shards_move_as_whole_parameters_do(name: str, devices: int) -> None:
 
 @pytest.mark.parametrize("name", PER_LAYER)
 @pytest.mark.parametrize("devices", [8, 3])
-def test_chunks_of_a_table_are_one_leaf(name: str, devices: int) -> None:
+def test_chunked_table_is_one_leaf(name: str, devices: int) -> None:
     """A table in chunks, with padding, moves as the same table in one, whole and on shards."""
     rng = np.random.default_rng(4)
     tokens, chunks, rows, width = 37, 3, 13, 5  # rows are split, with padding on 8 and on 3 devices
@@ -71,7 +71,7 @@ def test_chunks_of_a_table_are_one_leaf(name: str, devices: int) -> None:
     def in_one(tree: Any) -> Any:
         return tree | {VOCABULARY: {"table": tree[VOCABULARY]["table"].reshape(1, -1, width)[:, :tokens]}}
 
-    hyperparameters = {"factored_from": 4} if name == "adafactor" else {}
+    hyperparameters: dict[str, Any] = {"factored_from": 4} if name == "adafactor" else {}
     tx = make_optimizer(name, DECAY, vocab_size=tokens, **hyperparameters)
     expected = moved(tx, in_one(params), [in_one(grads) for grads in gradients])
     layout = make_layout(params, devices, stacked=(STACK, VOCABULARY))

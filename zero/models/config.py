@@ -45,7 +45,7 @@ _GATED_UNITS = {  # keys of a model of gated units
     *(*_GATED_UNITS_ALONE, "layer", "alibi_attn", "positions", "embedding_dim", "num_head", "block_size", "N"),
     *("vocab_size", "vocab_chunks", "embedding_norm", "norm", "norm_epsilon", "norm_gains", "tied", "scale_embedding"),
     *("scale_output", "logit_cap", "z_loss", "dropout", "embedding_dropout", "residual_dropout"),
-    *("final_norm", "init", "head_init"),
+    *("output_scale", "final_norm", "init", "head_init"),
 }
 
 
@@ -121,8 +121,8 @@ class GPTConfig:
       scale_embedding: embedded tokens are multiplied by the root of D.
       embedding_multiplier: factor of embedded tokens.
       residual_multiplier: factor of the outputs of attention and MLP before they are added to the stream.
-      logit_divisor: logits are divided by it.
       scale_output: logits are divided by the root of D. The table then starts with a standard deviation of 1.
+      output_scale: logits are multiplied by this number.
       final_norm: whether the stream is normalised before it is scored.
       logit_cap: as `attention_cap`, for the final logits.
       z_loss: weight of the squared log-sum-exp of the logits in the gradient (PaLM, arXiv 2204.02311, section 5);
@@ -199,8 +199,8 @@ class GPTConfig:
     scale_embedding: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
-    logit_divisor: float = 1.0
     scale_output: bool = False
+    output_scale: float = 1.0
     final_norm: bool = True
     logit_cap: float | None = None
     z_loss: float = 0.0
@@ -246,9 +246,8 @@ class GPTConfig:
         for name in [field.name for field in dataclasses.fields(self) if field.name.endswith("dropout")]:
             if getattr(self, name) is not None and not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
-        positive = ("norm_epsilon", "rotary_base", "local_rotary_base", "attention_cap", "logit_cap", "distance_base")
-        factors = ("embedding_multiplier", "residual_multiplier", "logit_divisor", "expert_capacity")
-        for name in (*positive, *factors):
+        positive = ("norm_epsilon", "rotary_base", "attention_cap", "logit_cap", "expert_capacity", "output_scale")
+        for name in (*positive, "distance_base", "local_rotary_base", "embedding_multiplier", "residual_multiplier"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}")
         for name in ("z_loss", "balance_loss", "router_z_loss", "commitment"):
@@ -383,15 +382,19 @@ class GPTConfig:
         return self.head_dim or self.embedding_dim // self.num_head
 
     @property
-    def score_width(self) -> int:
-        """The number by whose root scores are divided."""
-        return self.head_width if self.attention_scale == "sqrt" else round(self.score_multiplier**-2)
+    def score_multiplier(self) -> float:
+        """The factor of scores where `attention_scale` is "sqrt" or a number."""
+        return self.head_width**-0.5 if isinstance(self.attention_scale, str) else float(self.attention_scale)
 
     @property
-    def score_multiplier(self) -> float:
-        """The factor of scores."""
-        named = {"sqrt": self.head_width**-0.5, "linear": 1 / self.head_width, "none": 1.0}
-        return named[self.attention_scale] if isinstance(self.attention_scale, str) else float(self.attention_scale)
+    def score_width(self) -> int:
+        """The number by whose root scores are then divided, if it is one: K, or another one."""
+        return self.head_width if isinstance(self.attention_scale, str) else round(self.score_multiplier**-2)
+
+    @property
+    def logit_divisor(self) -> float:
+        """What logits are divided by."""
+        return 1 / self.output_scale
 
     @property
     def mlp_width(self) -> int:

@@ -187,8 +187,8 @@ class Experts(nn.Module):
         """
         rows, positions, embedding = h_BTD.shape
         experts, places = self.config.experts or 1, capacity_of(self.config, positions)
-        options: Any = {"experts": experts, "places": places, "priority": self.config.expert_priority}
-        place_BTK = jax.vmap(partial(assign_places, **options, first=first))(chosen_BTK)
+        priority = self.config.expert_priority
+        place_BTK = jax.vmap(lambda chosen_TK: assign_places(chosen_TK, experts, places, priority, first))(chosen_BTK)
         end = experts * places  # the index of dropped choices
         index_B = jnp.arange(rows)[:, None, None]
         token_BS = jnp.full((rows, end), positions, jnp.int32)
@@ -206,7 +206,7 @@ class Experts(nn.Module):
         In the memory of one round. Without a backward pass, because the number of rounds is not known before.
         """
         places = capacity_of(self.config, h_BTD.shape[1])
-        most = jax.nn.one_hot(chosen_BTK, self.config.experts, dtype=jnp.int32).sum((1, 2)).max()
+        most = jax.nn.one_hot(chosen_BTK, self.config.experts or 1, dtype=jnp.int32).sum((1, 2)).max()
         rounds = self.group.most(-(-most // places))  # devices that exchange tokens take the same number
 
         def add(number: jax.Array, y_BTKD: jax.Array) -> jax.Array:

@@ -80,7 +80,8 @@ class VocabularyChunk(nn.Module):
         logits_BTC = jnp.einsum("BTD,CD->BTC", x_BTD, table_CD, preferred_element_type=jnp.float32)
         if self.config.scale_output:
             logits_BTC = logits_BTC / math.sqrt(self.config.embedding_dim)
-        logits_BTC = logits_BTC / self.config.logit_divisor
+        if self.config.output_scale != 1:
+            logits_BTC = logits_BTC * self.config.output_scale
         if self.config.logit_cap is not None:
             logits_BTC = self.config.logit_cap * jnp.tanh(logits_BTC / self.config.logit_cap)
         is_token_C = (own_C < self.config.chunk_rows) & (first + own_C < self.config.vocab_size)

@@ -28,7 +28,7 @@ from zero.runtime.config.schema import Config
 from zero.runtime.errors import WRONG_PATH, UserError, file_error
 from zero.runtime.hosts.signals import SIGNALS, IgnoreBrokenPipe, exit_immediately, unanswered
 from zero.runtime.run.find_run import resume_overrides, trained_run
-from zero.runtime.run.sweeps import check_places, continue_job, swept_keys
+from zero.runtime.run.sweeps import check_places, continue_job, swept_keys, write_table
 from zero.runtime.run_directory import saved_config
 
 FULL_DISK = {errno.EDQUOT, errno.ENOSPC}
@@ -57,12 +57,15 @@ def run(config: DictConfig) -> None:
     hydra_config = HydraConfig.get()
     overrides, run_directory = list(hydra_config.overrides.task), Path(hydra_config.runtime.output_dir)
     with errors_in_lines():
-        if hydra_config.mode == RunMode.MULTIRUN and config.mode == "train":
+        is_job = hydra_config.mode == RunMode.MULTIRUN and config.mode == "train"
+        if is_job:
             keys = swept_keys(sys.argv[1:], overrides)
             check_places(config, run_directory, keys)
             continue_job(config, run_directory, keys)
         checked, size = resolve(config, overrides)
         status = program(checked.mode)(checked, size, run_directory)
+        if is_job and not status:
+            write_table(run_directory.parent, keys)
     if status:
         exit_immediately(status)  # a status of 0 returns, so that --multirun continues
 

@@ -169,7 +169,6 @@ def test_every_size_can_be_trained(size: str) -> None:
             ["zero.gather_dtype=int8", "auto, as zero.expert_shards=2"],
         ),
         ("model.size=test_experts; zero.expert_shards=2; zero.phases=torus", ["zero.phases=torus", "auto or flat"]),
-        ("model.size=bytes_vq; zero.tensor_shards=2", ["zero.tensor_shards=2", "1, as model.size=bytes_vq has gated"]),
         (
             "model.size=bytes_vq; zero.context_shards=2",
             ["zero.context_shards=2", "1, as model.size=bytes_vq"],
@@ -187,11 +186,11 @@ def test_every_size_can_be_trained(size: str) -> None:
             "model.size=bytes_vq; evaluate.carry=true; evaluate.context=1000",
             ["evaluate.carry=true", "a multiple of vq_block=128 of model.size=bytes_vq"],
         ),
-        ("zero.remat=some", ["zero.remat=some", "full, nested, dots, none"]),
+        ("zero.remat=some", ["zero.remat=some", "nested, full, attention, projections, dots, none"]),
         ("model.attention=some", ["model.attention=some", "auto, dense, blockwise, kernel"]),
         ("plan.micro_batch=0", ["plan.micro_batch=0", "at least 1"]),
         ("plan.grid.stage=[4]", ["plan.grid.stage=[4]", "0, 1, 2, 3"]),
-        ("plan.grid.remat=[]", ["plan.grid.remat=[]", "full, nested, dots, none"]),
+        ("plan.grid.remat=[]", ["plan.grid.remat=[]", "nested, full, attention, projections, dots, none"]),
         ("plan.grid.context=[1024]", ["plan.grid.context=[1024]", "2 to 256"]),
         (
             "plan.grid.state_dtype=[float32,int8]; optimizer.name=sgd",

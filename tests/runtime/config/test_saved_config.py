@@ -119,13 +119,3 @@ def test_plan_of_a_saved_configuration() -> None:
     saved["plan"] |= {"micro_batch": 8, "mfu": 0.4}
     merged = merge_resumed(OmegaConf.create(saved), compose(*RESUMED), [])
     assert merged.plan == compose().plan
-
-
-def test_keys_of_a_later_version() -> None:
-    """A run of an earlier version, which has not saved all keys, keeps their default values."""
-    saved: Any = OmegaConf.to_container(compose("data.shuffle_shards=5"))
-    del saved["optimizer"], saved["model"]["override"]
-    merged = merge_resumed(OmegaConf.create(saved), compose(*RESUMED), [])
-    assert (merged.data.shuffle_shards, merged.optimizer.name) == (5, "adamw")
-    with pytest.raises(UserError, match=r"optimizer.name=lion: expected adamw, the value of the run"):
-        merge_resumed(OmegaConf.create(saved), compose(*RESUMED, "optimizer.name=lion"), ["optimizer.name=lion"])

@@ -62,7 +62,7 @@ SIZES = {
     ),
     "phi3": _of("phi3", N=2, windows=(9,), rotary_fraction=0.8),
     "granite": _of(
-        "granite", N=2, embedding_multiplier=3.0, residual_multiplier=0.5, attention_scale=0.25, logit_divisor=2.0
+        "granite", N=2, embedding_multiplier=3.0, residual_multiplier=0.5, attention_scale=0.25, output_scale=0.5
     ),
     "gemma": _of("gemma", N=2, kv_heads=1),
     # Torch multiplies groups of tokens only where rows are whole 16 bytes long.
@@ -72,12 +72,7 @@ SIZES = {
     ),
     "gemma2": _of("gemma2", N=4, windows=(9, 0), attention_cap=3.0, logit_cap=5.0),
     "gemma3": _of(
-        "gemma3",
-        kv_heads=6,
-        windows=(9, 9, 0),
-        logit_cap=5.0,
-        rotary_scaling=("linear", 8.0),
-        attention_scale=20**-0.5,
+        "gemma3", N=4, windows=(9, 0), logit_cap=5.0, rotary_scaling=("linear", 8.0), attention_scale=20**-0.5
     ),
 }
 EACH = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,20 +11,26 @@ from tempfile import TemporaryDirectory
 
 from omegaconf import DictConfig, OmegaConf
 
+from zero.runtime import storage
 from zero.runtime.config.check import check
 from zero.runtime.config.constraints import shown
 from zero.runtime.config.files import load_sizes
-from zero.runtime.config.saved_config import preset_keys
+from zero.runtime.config.saved_config import flat_config, preset_keys
 from zero.runtime.errors import UserError
 from zero.runtime.run.find_run import parsed_overrides
 from zero.runtime.run_directory import (
     CONFIG_FILE,
+    METRICS_FILE,
     checkpoint_directory,
     is_outside,
     rebuild,
     saved_config,
     saved_steps,
 )
+from zero.runtime.tracking.metrics_file import read_metrics
+
+SWEEP_FILE = "sweep.csv"
+_LAST = ("step", "train/loss", "validation/loss")  # columns: the last value of each
 
 PLACE = ("bucket_path", "checkpoint_directory")  # keys of data
 
@@ -64,6 +72,22 @@ def continue_job(config: DictConfig, run_directory: Path, keys: set[str]) -> Non
     if (run_directory / CONFIG_FILE).is_file() and saved_steps(run_directory):
         _check_job(config, saved_config(run_directory), keys, str(run_directory))
         config.resume, config.data.resume_step = str(run_directory), None
+
+
+def write_table(sweep: Path, keys: Iterable[str]) -> None:
+    """Writes `sweep.csv`: for each job that has begun its values of `keys`, its last step and its last losses."""
+    rows = []
+    for run in sorted(sweep.iterdir(), key=lambda run: (len(run.name), run.name)):
+        if (run / CONFIG_FILE).is_file() and (run / METRICS_FILE).is_file():
+            config, lines = flat_config(saved_config(run)), read_metrics(run / METRICS_FILE)
+            last = {name: next((line[name] for line in reversed(lines) if name in line), "") for name in _LAST}
+            rows.append({"job": run.name, **{key: config.get(key, "") for key in sorted(keys)}, **last})
+    table = io.StringIO(newline="")
+    if rows:
+        writer = csv.DictWriter(table, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    storage.write(sweep / SWEEP_FILE, table.getvalue().encode())
 
 
 def _check_job(config: DictConfig, saved: DictConfig, keys: set[str], place: str) -> None:

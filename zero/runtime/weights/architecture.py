@@ -64,7 +64,9 @@ class Architecture:
             free |= {"rotary_scaling"} if self.scales_rotary else set()
         free |= {"local_rotary_base"} if self.local_rotary else set()
         free |= {"unrotated_every"} if self.unrotated else set()
-        free |= {"attention_scale"} if free & {"score_width", "score_multiplier"} else set()
+        if free & {"score_width", "score_multiplier"} and not isinstance(size.attention_scale, str):
+            free.add("attention_scale")
+        free |= {"output_scale"} if "logit_divisor" in free else set()
         expected = {name: value for name, value in self.choices().items() if name not in _SIZES}
         widths = {"key_heads": size.num_head, "mlp_width": 4 * size.embedding_dim}
         widths["head_width"] = size.embedding_dim / size.num_head  # type: ignore[assignment]

@@ -38,7 +38,7 @@ UNSEEN = (
     "scale_output",
     "embedding_multiplier",
     "residual_multiplier",
-    "logit_divisor",
+    "output_scale",
     "logit_cap",
     "layer",
     "vq_block",
@@ -52,7 +52,7 @@ def read_architecture(origin: str, config: Mapping[str, Any]) -> Architecture:
       UserError: no model of zero equals it; `origin` begins the message.
     """
     model_type = config.get("model_type")
-    if model_type in MISSING:
+    if isinstance(model_type, str) and model_type in MISSING:
         raise UserError(f"{origin}: model_type {model_type!r} has {MISSING[model_type]}, no model of zero has these")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise UserError(f"{origin}: model_type {model_type!r}: expected one of {', '.join(map(repr, ARCHITECTURES))}")
@@ -90,6 +90,9 @@ def read_choices(origin: str, config: Mapping[str, Any], architecture: Architect
             width = found.get("head_width") or found["embedding_dim"] // found["num_head"]
             multiplier = float(found.get("score_multiplier") or found["score_width"] ** -0.5)
             found["attention_scale"] = "sqrt" if multiplier == width**-0.5 else multiplier
+    if "logit_divisor" in found:
+        with reading(f"{origin}: logits_scaling is no number"):
+            found["output_scale"] = 1 / float(found["logit_divisor"])
     if config.get(architecture.layers_key) != layers:
         stated = config.get(architecture.layers_key, "missing")
         raise UserError(f"{origin}: {architecture.layers_key} is {stated}, the files hold {layers} layers")

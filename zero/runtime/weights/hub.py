@@ -17,8 +17,10 @@ log = logging.getLogger(__name__)
 
 PREFIX = "hf:"
 # What is read of a repository: weights are safetensors or nothing, and nothing of it is ever run.
-_FILES = ("config.json", "model*.safetensors", "model.safetensors.index.json")
-_FILES += ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_FILES = (
+    *("config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+)
 
 
 def hub_folder(place: str) -> Path:
