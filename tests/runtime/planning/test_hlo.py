@@ -12,8 +12,6 @@ from zero.runtime.planning.hlo import Collective, across_hosts, bytes_by_kind, c
 from zero.runtime.planning.topology import find_devices
 from zero.training.flops import matmul_flops
 
-pytestmark = pytest.mark.quick
-
 
 def program(steps: int) -> tuple[Any, jax.ShapeDtypeStruct]:
     """A scan of `steps` turns, each a matrix product, a gather, a scatter and, in a scan of two more, an all-reduce."""
