@@ -61,8 +61,8 @@ def read_errors(checkpoint: str, json_files: Sequence[str]) -> Iterator[None]:
 def write_errors(directory: Path | str) -> Iterator[None]:
     """Turns errors of writing into UserErrors that name the directory.
 
-    Orbax raises them from a background thread; a full disk is an OSError or, from tensorstore, a ValueError. A ValueError
-    of jax because another host is gone is raised unchanged: the watchdog names the host.
+    Orbax raises them from a background thread; a full disk is an OSError or, from tensorstore, a ValueError. One of
+    jax because another host is gone is raised unchanged: the watchdog names the host.
     """
     try:
         yield
