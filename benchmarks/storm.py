@@ -50,7 +50,7 @@ from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 
 SHAPES = ((1, 8), (2, 4), (1, 4))  # processes, devices of each
 HOSTS_SHAPES = ((1, 2), (2, 1), (3, 1))  # few devices: most of the time goes into starts
-STAGES = (1, 2, 3)
+STAGES: tuple[int, ...] = (1, 2, 3)
 GLOBAL_ROWS, HOSTS_ROWS = 16, 12
 MOST_SECONDS = 180  # in which all processes have to end after a signal, on a machine that may be busy
 REFUSED = 0.05  # of the requests to the bucket

@@ -25,7 +25,7 @@ from tests.helpers.checkpoints import (
     save_small,
     small,
 )
-from zero.runtime.checkpoints.damage import DamagedCheckpoint
+from zero.runtime.checkpoints.damage import DamagedCheckpoint, write_errors
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 
@@ -312,6 +312,14 @@ def test_disk_that_fills_up(disk: Path) -> None:
         (disk / "other").unlink()
         save_small(checkpoints, 3)
     assert_same(restore_small(disk, 3), make_state(*small(8), seed=3), small(8)[0])
+
+
+def test_lost_host_is_no_full_disk(tmp_path: Path) -> None:
+    """A save during which another host is lost does not blame the storage; jax raised this one in a storm."""
+    with pytest.raises(ValueError, match="Gloo"), write_errors(tmp_path):
+        raise ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:5")
+    with pytest.raises(UserError, match="could not be written"), write_errors(tmp_path):
+        raise ValueError("UNKNOWN: No space left on device")
 
 
 def test_read_only_disk(disk: Path) -> None:

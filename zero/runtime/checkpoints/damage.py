@@ -17,6 +17,7 @@ from zero.runtime.errors import Unavailable, UserError, causes
 OUTAGE_CODES = {"ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"}
 OUTAGE_CODES |= {"UNAUTHENTICATED", "UNAVAILABLE", "UNKNOWN"}
 TENSORSTORE_ERROR = re.compile(r"(?:(?P<code>[A-Z_]+): )?Error (?:opening|reading|decoding) ")
+LOST_HOST = re.compile(r"Gloo \w+ failed")  # of a collective: not the storage
 LEAF_IN_ERROR = re.compile(r'(?:Error reading|Metadata at) "([^"]+)/[^"/]+"')
 
 
@@ -60,14 +61,15 @@ def read_errors(checkpoint: str, json_files: Sequence[str]) -> Iterator[None]:
 def write_errors(directory: Path | str) -> Iterator[None]:
     """Turns errors of writing into UserErrors that name the directory.
 
-    Orbax raises them from a background thread; a full disk is an OSError or, from tensorstore, a ValueError.
+    Orbax raises them from a background thread; a full disk is an OSError or, from tensorstore, a ValueError. One of
+    jax because another host is gone is raised unchanged: the watchdog names the host.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        if not isinstance(error, ValueError) and not storage.is_outage(error):
+        if LOST_HOST.search(str(error)) or not (isinstance(error, ValueError) or storage.is_outage(error)):
             raise
         raise Unavailable(f"{directory}: the checkpoint could not be written: {without_brackets(error)}") from error
 
