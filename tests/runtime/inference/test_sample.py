@@ -43,8 +43,8 @@ def test_prompts_and_log_probabilities(forks: cli.Forks) -> None:
 
 def test_settings_of_a_conversation() -> None:
     """A setting is checked as in the configuration."""
-    unset: Any = dict.fromkeys(("prompt", "prompt_file", "top_k", "top_p", "typical_p", "eta"))
-    options = Sample(**unset, temperature=1.0)
+    blank: dict[str, Any] = dict.fromkeys(("prompt", "prompt_file", "top_k", "top_p", "typical_p", "eta"))
+    options = Sample(**blank, temperature=1.0)
     assert _changed(options, "temperature 0.7").temperature == 0.7
     assert (
         _changed(options, "top_k 5").top_k == 5 and _changed(_changed(options, "top_k 5"), "top_k null").top_k is None
