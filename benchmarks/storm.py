@@ -223,7 +223,7 @@ def moment(rng: random.Random, run: Path, startup: float, most_steps: int) -> Ca
 
 
 def steps_of(run: Path) -> int:
-    """The lines of metrics of a run, one a step and one a resume."""
+    """The lines of metrics of a run: one per step and one per resume."""
     path = run / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
