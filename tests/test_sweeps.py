@@ -47,7 +47,7 @@ def test_repeated_sweep(arguments: tuple[str, ...], killed: Path, forks: cli.For
         for job in "12":
             assert [line["step"] for line in read_metrics(killed / job / "metrics.jsonl")] == list(range(1, 13))
         assert [len(read_resumes(killed / job / "metrics.jsonl")) for job in "012"] == [0, 1, 0]
-        table = list(csv.DictReader((killed / "sweep.csv").open()))
+        table = list(csv.DictReader((killed / "sweep.csv").read_text().splitlines()))
         assert [(row["job"], row["seed"], row["step"]) for row in table] == [(job, job, "12") for job in "012"]
         for row in table:
             assert float(row["validation/loss"]) == cli.losses(killed / row["job"], "validation/loss")[-1]
