@@ -205,7 +205,7 @@ def hyperparameters(name: str) -> dict[str, Any]:
     """The hyperparameters of an optimizer with their defaults.
 
     >>> hyperparameters("lion")
-    {'b1': 0.9, 'b2': 0.99}
+    {'b1': 0.9, 'b2': 0.99, 'decay': 'rate'}
     """
     arguments = inspect.signature({**ELEMENTWISE, **PER_LAYER}[name]).parameters.values()
     return {a.name: a.default for a in arguments if a.name not in ("weight_decay", "state_dtype", "multipliers")}

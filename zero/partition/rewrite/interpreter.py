@@ -138,7 +138,16 @@ class Interpreter:
         name = eqn.primitive.name
         if name in INLINED:
             may_communicate = self.may_communicate or eqn.params.get("name") == ACROSS_SHARDS
-            return self.inside(eqn, may_communicate).run(eqn.params[INLINED[name]], args)
+            inside = self.inside(eqn, may_communicate)
+            results = inside.run(eqn.params[INLINED[name]], args)
+            if may_communicate and not self.may_communicate:  # what follows could not separate joined dimensions
+                return [
+                    inside.place(x, Split(x.dim, x.split.size, x.split.shards), eqn)
+                    if isinstance(x.split, Joined)
+                    else x
+                    for x in results
+                ]
+            return results
         if name in RANDOM and not self.may_communicate:
             self.refuse(eqn, "draws random numbers, of the whole array on every device")
         if all(arg.split is None for arg in args):

@@ -58,6 +58,7 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
       UserError: overrides that would change one of `FIXED_KEYS`, a line for each.
     """
     try:
+        earlier = OmegaConf.merge(default_config(), saved)  # a run of an earlier version lacks the keys that came later
         # Only mode=plan reads the section plan, and it reads no saved configuration: earlier versions had other keys.
         merged = OmegaConf.merge(config, OmegaConf.masked_copy(saved, [str(key) for key in saved if key != "plan"]))
         merged.model.ema = False  # it was chosen for that start
@@ -70,7 +71,6 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
     except OmegaConfBaseException as error:
         raise UserError(f"configuration of the run: {describe(error)}") from error
     fixed = (*FIXED_KEYS, "optimizer.state_dtype") if merged.optimizer.name == "lion" else FIXED_KEYS
-    earlier = OmegaConf.merge(default_config(), saved)  # a run of an earlier version lacks the keys that came later
     pairs = {key: (OmegaConf.select(earlier, key), OmegaConf.select(merged, key)) for key in fixed}
     changed = [
         f"{key}={shown(now)}: expected {shown(before)}, the value of the run"
