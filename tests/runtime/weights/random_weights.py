@@ -52,7 +52,7 @@ SIZES = {
     "llama": _of("llama", num_head=3, kv_heads=1, rotary_base=500.0, rotary_scaling=(8.0, 1.0, 4.0, 64.0)),
     "llama_tied": _of("llama", tied=True),
     "mistral": _of("mistral", windows=(9,)),
-    "qwen2": _of("qwen2", N=2, rotary_scaling=("yarn", 4.0, 32.0, 8.0, 1.0, 1.2)),
+    "qwen2": _of("qwen2", N=2, rotary_scaling=("yarn", 4.0, 32.0, 8.0, 1.0, 1.1)),
     "qwen3": _of("qwen3", kv_heads=3),
     "smollm3": _of("smollm3", N=4, unrotated_every=2),
     "olmo2": _of("olmo2", N=2),
