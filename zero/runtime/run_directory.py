@@ -55,6 +55,9 @@ def saved_config(run_directory: Path) -> DictConfig:
         data = config["data"]
         if not (isinstance(data["bucket_path"], str | None) and isinstance(data["checkpoint_directory"], str)):
             raise TypeError("data.bucket_path or data.checkpoint_directory is no path")
+        for name in ("model", "optimizer"):
+            if not isinstance(config.get(name, {}), dict):
+                raise TypeError(f"{name} is no section")
         return OmegaConf.create(config)
 
 
