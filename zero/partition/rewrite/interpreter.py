@@ -137,17 +137,7 @@ class Interpreter:
         """The results of one operation."""
         name = eqn.primitive.name
         if name in INLINED:
-            may_communicate = self.may_communicate or eqn.params.get("name") == ACROSS_SHARDS
-            inside = self.inside(eqn, may_communicate)
-            results = inside.run(eqn.params[INLINED[name]], args)
-            if may_communicate and not self.may_communicate:  # what follows could not separate joined dimensions
-                return [
-                    inside.place(x, Split(x.dim, x.split.size, x.split.shards), eqn)
-                    if isinstance(x.split, Joined)
-                    else x
-                    for x in results
-                ]
-            return results
+            return self.call(eqn, args)
         if name in RANDOM and not self.may_communicate:
             self.refuse(eqn, "draws random numbers, of the whole array on every device")
         if all(arg.split is None for arg in args):
@@ -160,6 +150,15 @@ class Interpreter:
         if results is not None:
             return results
         return [Value(x, None) for x in bind(eqn, [self.place(arg, None, eqn).x for arg in args])]
+
+    def call(self, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
+        """The results of a call. Only inside `across_shards` can joined dimensions be separated again."""
+        may_communicate = self.may_communicate or eqn.params.get("name") == ACROSS_SHARDS
+        inside = self.inside(eqn, may_communicate)
+        results = inside.run(eqn.params[INLINED[eqn.primitive.name]], args)
+        if self.may_communicate or not may_communicate:
+            return results
+        return [inside.place(x, x.split.of_neighbours, eqn) if isinstance(x.split, Joined) else x for x in results]
 
     def elementwise(self, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
         """Slices all operands like the largest one, except those that are broadcast along the split."""

@@ -34,6 +34,11 @@ class Joined(Split):
         return Split(self.dim + 1, self.rows, self.shards)
 
     @property
+    def of_neighbours(self) -> Split:
+        """The split of the same dimension into shards of neighbours."""
+        return Split(self.dim, self.size, self.shards)
+
+    @property
     def shard_size(self) -> int:
         return self.chunks * self.apart.shard_size
 

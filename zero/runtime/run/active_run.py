@@ -271,9 +271,8 @@ class ActiveRun:
         sums = self._examined(validation_loss)
         if self.tracker is not None:  # before the checkpoint: a resume from it finds the metrics up to it
             mirror(self.directory, self.checkpoints.directory)
-        saved_at = float(
-            agreement.broadcast(f"saved at {self.position.step}", repr(time.time()))
-        )  # so that all hosts keep the same ones
+        # One time for all hosts, so that they keep the same checkpoints.
+        saved_at = float(agreement.broadcast(f"saved at {self.position.step}", repr(time.time())))
         meta = {
             **asdict(self.position),
             "saved_at": saved_at,
