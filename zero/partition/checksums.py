@@ -39,10 +39,10 @@ def check_replicated(tree: PyTree, axis_name: str, devices: Sequence[jax.Device]
             devices = [device for device in pmap_devices() if device in x.sharding.device_set]
     named = [(jax.tree_util.keystr(path, simple=True, separator="/"), _stacked(x, axis_name), None) for path, x in flat]
     local = [device for device in devices or pmap_devices() if device.process_index == jax.process_index()]
-    rows = len(local)
-    if devices is None and jax.process_count() == 1:  # a pmap over the first devices
-        rows = min(rows, *(np.shape(x)[0] for _, x, _ in named if np.ndim(x)), rows)
     for name, x, _ in named:
+        rows = len(local)
+        if devices is None and isinstance(x, jax.Array) and np.shape(x)[:1] == (len(x.sharding.device_set),):
+            rows = len(x.sharding.device_set)  # of a pmap over some of the devices
         if np.shape(x)[:1] != (rows,):
             raise ValueError(f"leaf {name}: expected one row per local device, ({rows}, ...), got {np.shape(x)}")
         if devices is not None and isinstance(x, jax.Array) and len(x.addressable_shards) == len(local):
