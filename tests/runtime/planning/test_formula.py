@@ -50,7 +50,7 @@ def test_counted_traffic_is_compiled_traffic() -> None:
     x = np.ones((DEVICES, 16), np.float32)
     program = jax.pmap(step, "x")
     counted = bytes_by_kind(formula.collectives_of(jax.make_jaxpr(program)(x).jaxpr, DEVICES))
-    # 5 x 64 bytes x 3 shards; a shard is a quarter of what was gathered; 2 x 7/8 and 7/8 of 64 bytes
+    # 5 x 64 bytes x 3 shards; a shard is a quarter of the gathered bytes; 2 x 7/8 and 7/8 of 64 bytes
     assert counted == {"all-gather": 960, "reduce-scatter": 960, "all-reduce": 112, "all-to-all": 56}
     assert counted == bytes_by_kind(collectives(program.lower(x).compile().as_text()))
 
