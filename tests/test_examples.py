@@ -133,10 +133,14 @@ def check_two(name: str, folder: Path, found: list[float], path: Path) -> None:
     np.testing.assert_allclose(resumed, losses[20:], rtol=1e-6)
 
 
+ORBAX = ("diffusion",)  # of all hosts
+OTHERS = ("sam", "translation")  # scattered gradients; a flax TrainState
+
+
 @pytest.mark.timeout(400)  # two interpreters start and compile, on a machine that may be busy
-def test_two_processes_resume(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [ORBAX, pytest.param(OTHERS, marks=pytest.mark.slow)])
+def test_two_processes_resume(names: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
     """Two processes resume from checkpoints of the unsharded programs and of their own, and write some."""
-    names = ("diffusion", "sam", "translation")  # Orbax of all hosts; scattered gradients; a flax TrainState
     for name in names:
         copy_for_two(name, folder, tmp_path)
     hosts.run_two(WORKER, tmp_path)
