@@ -1,0 +1,70 @@
+"""The documentation as a site, by Sphinx with MyST: `sphinx-build -W -c docs . build/site` (CONTRIBUTING.md).
+
+The pages are written for a forge as well: links are relative paths, and nothing in them is syntax of Sphinx. So the
+navigation is here, and the reference of the public names is appended to docs/api.md while the site is built.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+# In the order in which a stranger needs them. Pages of decisions belong to docs/README.md, which lists them by subject.
+NAVIGATION = {
+    "Start": ["README", "docs/stages", "docs/pmap-programs", "examples/README", "docs/shard-map"],
+    "Train": ["docs/training", "data/README", "docs/launching", "docs/planning", "docs/groups", "docs/performance"],
+    "Models": ["docs/families", "docs/mup", "docs/from-other-code"],
+    "The project": ["docs/api", "CONTRIBUTING", "CHANGELOG"],
+    "Decisions": [f"docs/decisions/{path.stem}" for path in sorted(Path(__file__).parent.glob("decisions/*.md"))],
+}
+
+project = "zero"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+root_doc = "docs/README"
+include_patterns = [f"{page}.md" for pages in NAVIGATION.values() for page in pages] + [f"{root_doc}.md"]
+html_theme = "furo"
+html_title = "zero"
+html_copy_source = False
+myst_heading_anchors = 6  # the anchors that forges make
+highlight_language = "text"
+default_role = "code"  # docstrings quote names in single backticks
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_format = "short"
+napoleon_use_ivar = True  # fields of a tuple are members already
+
+
+def append_navigation(app: Any, page: str, content: list[str]) -> None:
+    """Gives the first page the navigation, and docs/api.md the reference from the docstrings."""
+    if page == root_doc:
+        for caption, pages in NAVIGATION.items():
+            entries = "\n".join(f"/{page}" for page in pages)
+            content[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
+    if page == "docs/api":
+        content[0] += "\n## Reference\n\n```{eval-rst}\n.. automodule:: zero\n   :members:\n```\n"
+
+
+def as_restructured_text(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Gives docstrings, which are plain text, the few marks that reStructuredText needs."""
+    text = "\n".join(lines) + "\n"
+    text = re.sub(r"(?<=[^\n>]\n\n)(?=    +[^\s>-])", "::\n\n", text)  # an indented block is code
+    text = re.sub(r"(`[^`\n]+`)(\w?)", lambda m: m[1] + (m[2] and rf"\ {m[2]}"), text)  # `name`s
+    text = re.sub(r"(?m)^(.+ raises:)\n((?:  .*\n)+)", _list_of_exceptions, text)
+    lines[:] = text.split("\n")
+
+
+def _list_of_exceptions(section: re.Match[str]) -> str:
+    """Of the functions that a function returns; napoleon reads those of the function itself."""
+    return f"{section[1]}\n\n" + re.sub(r"(?m)^  (?=\w)", "  * ", section[2])
+
+
+def write_index(app: Any, error: Exception | None) -> None:
+    """Leads from the folder to its first page."""
+    if error is None:
+        page = f'<!doctype html><title>zero</title><meta http-equiv="refresh" content="0; url={root_doc}.html">'
+        (Path(app.outdir) / "index.html").write_text(page)
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", append_navigation)
+    app.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before napoleon indents its sections
+    app.connect("build-finished", write_index)
