@@ -67,6 +67,7 @@ def data_rules(config: Config, size: GPTConfig) -> Mistakes:
         for key, value, expected in (
             ("training.max_epochs", config.training.max_epochs, None),
             ("data.train_samples", data.train_samples, None),
+            ("data.crop", data.crop, "first"),
             ("data.isolate_documents", data.isolate_documents, False),
             ("training.loss_on", config.training.loss_on, "all"),
         ):

@@ -37,6 +37,7 @@ from zero.runtime.config.constraints import (
     random_seed,
     zero_or_more,
 )
+from zero.runtime.streaming.crop import CROPS
 from zero.runtime.streaming.synthetic import SYNTHETIC
 from zero.training.optimizer import NAMES
 from zero.training.schedules import SCHEDULES
@@ -102,6 +103,7 @@ class Data:
     max_context: Any = checked(  # an integer, once it is checked
         lambda value: value is None or (isinstance(value, int) and 2 <= value <= INT32), "at least 2, or null"
     )
+    crop: str = one_of(*CROPS)
     isolate_documents: Any = boolean()
     train_samples: int | None = at_least(1, INT64)
     checkpoint_directory: str = not_empty()

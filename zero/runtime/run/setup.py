@@ -352,6 +352,7 @@ def _loaders(
         skip_bad=data.max_skipped_rows > 0,
         cache=cache,
         only_completions=only_completions,
+        crop=data.crop,
     )
     validation = None
     if config.has_validation_set and config.training.maximum_evaluation_steps:
@@ -366,6 +367,7 @@ def _loaders(
             hosts=hosts,
             cache=cache,
             only_completions=only_completions,
+            crop="first" if data.crop == "first" else "all",  # not at random: evaluations are compared
         )
     if data.isolate_documents:
         corpora = [*training.corpora, *(validation.corpora if validation is not None else ())]
