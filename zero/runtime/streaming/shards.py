@@ -22,7 +22,7 @@ from zero.runtime.errors import UserError, file_error
 from zero.runtime.parsing import MALFORMED, reading
 from zero.runtime.streaming.crop import Crop, Draw, cut, lengths_after
 
-_NPY_HEADER = 1024  # bytes to read for it; numpy writes 128
+NPY_HEADER = 1024  # bytes to read for it; numpy writes 128
 _MEMBER = re.compile(r"((?:.*/|)[^.]+)\.([^/]*)")  # the key and the suffix of a file
 Rows = tuple[np.ndarray, np.ndarray]  # tokens (n, T), and the number of tokens in each of them (n,)
 
@@ -36,9 +36,9 @@ def count_rows(path: str | Path) -> int:
     rows = 0
     try:
         with reading(f"shard {path} is truncated or damaged", kind=BadData), storage.open_reader(path) as stream:
-            for name, data, size in _tar_files(stream, most=_NPY_HEADER):
+            for name, data, size in _tar_files(stream, most=NPY_HEADER):
                 if name.lower().endswith(".input_id.npy"):
-                    shape = _npy_header(data).shape
+                    shape = npy_header(data).shape
                     if len(shape) == 2 and shape[0] > size:  # a row is a byte at least
                         raise ValueError(f"{name} has the shape {shape} and {size} bytes")
                     rows += shape[0] if len(shape) == 2 else 1
@@ -219,7 +219,7 @@ def _read_exactly(stream: BinaryIO, size: int) -> bytes:
 # ---- npy -------------------------------------------------------------------------------------------------------------
 
 
-class _NpyHeader(NamedTuple):
+class NpyHeader(NamedTuple):
     """The header of a .npy file."""
 
     shape: tuple[int, ...]
@@ -228,18 +228,19 @@ class _NpyHeader(NamedTuple):
     offset: int  # of the data, in bytes
 
 
-def _npy_header(data: bytes) -> _NpyHeader:
+def npy_header(data: bytes) -> NpyHeader:
+    """The header of a .npy file, from its beginning."""
     size = 2 if data[6:7] == b"\1" else 4  # of the header's length, by the version of the format
     return _parse_npy_header(data[: 8 + size + int.from_bytes(data[8 : 8 + size], "little")])
 
 
 @functools.lru_cache(maxsize=1024)  # members of one shape share their header, which numpy takes long to parse
-def _parse_npy_header(header: bytes) -> _NpyHeader:
+def _parse_npy_header(header: bytes) -> NpyHeader:
     file = io.BytesIO(header)
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     try:
-        parsed = _NpyHeader(*read(file), file.tell())
+        parsed = NpyHeader(*read(file), file.tell())
     except tokenize.TokenError as error:  # numpy parses it as a Python literal
         raise ValueError(f"cannot parse its header: {error}") from error
     if min(parsed.shape, default=0) < 0:
@@ -253,7 +254,7 @@ def _array(sample: dict[str, Any], member: str, name: str) -> np.ndarray:
         others = ", ".join(key for key in sample if not key.startswith("__"))
         raise BadData(f"{name} has no member {member}, only {others}")
     with reading(f"{name}: member {member} is not a complete .npy array", kind=BadData):
-        header = _npy_header(sample[member])
+        header = npy_header(sample[member])
         if header.dtype.kind not in "ui":
             raise BadData(f"{name}: member {member} must hold integers, not {header.dtype}")
         array = np.frombuffer(sample[member], header.dtype, math.prod(header.shape), header.offset)

@@ -76,7 +76,7 @@ def test_status_of_a_broken_stream(dataset: Path):
     """The exit status tells whether a stream may be continued later."""
     source = HubDataset(str(dataset), TextReader("text"))
     for error, status in ((ConnectionError("reset"), 1), (FileNotFoundError("gone"), 2), (ValueError("no JSON"), 2)):
-        source._rows = failing(error)
+        source._parts = [("", None, failing(error))]
         with pytest.raises(UserError, match=f"^hf:.*: {error}") as caught:
             list(source.documents())
         assert caught.value.status == status
