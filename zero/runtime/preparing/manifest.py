@@ -13,6 +13,7 @@ from zero.runtime import storage
 from zero.runtime.errors import UserError
 from zero.runtime.parsing import reading
 from zero.runtime.preparing import directory
+from zero.runtime.text.chat_template import CONFIG, TEMPLATE
 from zero.runtime.text.tokenizers import FileTokenizer, Tokenizer
 
 MANIFEST = "manifest.json"
@@ -144,6 +145,10 @@ def begin(
     remove_corpus(place, indices)
     if isinstance(tokenizer, FileTokenizer):
         directory.write(storage.join(place, TOKENIZER), tokenizer.data)
+        for name in (CONFIG, TEMPLATE):  # data.tokenizer is the copy, beside which sampling and export look for them
+            beside = storage.join(storage.parent(tokenizer.path), name)
+            if storage.exists(beside) and beside != storage.join(place, name):
+                directory.write(storage.join(place, name), directory.read(beside))
     manifest: dict[str, Any] = arguments | {split: {"shards": []} for split in splits}
     manifest["unfinished"] = {"source_state": source_state, "threshold": threshold}
     manifest["unfinished"] |= {split: UnitPosition() for split in splits}
@@ -171,7 +176,7 @@ def remove_corpus(place: str, indices: dict[str, str]) -> None:
     """`indices` are those of all splits. Index files first: no index ever lists a shard that does not exist."""
     for index in indices.values():
         storage.remove(index)
-    for name in [MANIFEST, TOKENIZER, *shard_names(directory.file_names(place))]:
+    for name in [MANIFEST, TOKENIZER, CONFIG, TEMPLATE, *shard_names(directory.file_names(place))]:
         storage.remove(storage.join(place, name))
 
 

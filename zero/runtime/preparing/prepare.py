@@ -76,6 +76,7 @@ def prepare(
     minimum_tokens: int = 0,
     normalise: str | None = None,
     deduplicate: bool = False,
+    tokenizer_source: str | None = None,
     workers: int | None = None,
     overwrite: bool = False,
     progress: bool = True,
@@ -89,6 +90,7 @@ def prepare(
     After an interruption the next call with these arguments continues after the finished shards; a finished corpus is
     kept. At no time does an index list a shard that does not exist.
 
+    `tokenizer_source` is recorded: where the tokenizer comes from, such as hf:NAME@COMMIT. Its chat template is copied.
     The options are those of `zero-prepare --help`; `tokenizer` may also be a number of tokens, to train one of that
     size on the source and save it as `directory/name/tokenizer.json`. A few shards are held in memory.
 
@@ -123,6 +125,7 @@ def prepare(
         "minimum_tokens": minimum_tokens or None,
         "normalise": normalise,
         "deduplicate": deduplicate or None,
+        "tokenizer_source": tokenizer_source,
     }
     place = storage.join(directory, name)
     indices = {split: storage.join(index_directory, f"{name}_{split}.index") for split in ALL_SPLITS}

@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from zero.runtime.errors import exit_on_error
+from zero.runtime.preparing.hub_tokenizer import hub_tokenizer, is_hub
 from zero.runtime.preparing.peek import peek
 from zero.runtime.preparing.prepare import prepare
 from zero.runtime.preparing.prepare_if_missing import DIRECTORY, INDEX_DIRECTORY
 from zero.runtime.preparing.sources.changes import FORMS
 from zero.runtime.preparing.verify import verify
-from zero.runtime.text.tokenizers import load_tokenizer
+from zero.runtime.text.tokenizers import Tokenizer, load_tokenizer
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("source", help="what to prepare, or with --verify, what to check")
     parser.add_argument("--name", help="of the corpus; default: the last part of the source")
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--tokenizer", help='"bytes" (the default), or a file of the tokenizers library (.json)')
+    kind.add_argument(
+        "--tokenizer", help='"bytes" (the default), a file of the tokenizers library (.json), or hf:NAME@REVISION'
+    )
     kind.add_argument("--train-tokenizer", type=int, metavar="TOKENS", help="train one of that size on the source")
     parser.add_argument(
         "--row-tokens", type=int, default=1024, help="tokens per row, the longest context to train with (1024)"
@@ -123,10 +126,18 @@ def _prepare(
     if name is None:
         path = Path(source.removeprefix("hf:").partition(":")[0]).resolve()
         name = path.name if path.is_dir() else path.name.partition(".")[0]
+    used: Tokenizer | int
+    tokenizer_source = None
+    if tokenizer is not None and is_hub(tokenizer):
+        used, tokenizer_source = hub_tokenizer(tokenizer)
+        print(f"tokenizer {tokenizer} is {tokenizer_source}")
+    else:
+        used = train_tokenizer or load_tokenizer(tokenizer or "bytes")
     corpus = prepare(
         source,
         name,
-        tokenizer=train_tokenizer or load_tokenizer(tokenizer or "bytes"),
+        tokenizer=used,
+        tokenizer_source=tokenizer_source,
         row_tokens=row_tokens,
         **options,  # type: ignore[arg-type]
     )
