@@ -62,6 +62,8 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("data.index_path_train=[{index: a, weight: 0}]", ["data.index_path_train", "weight"]),
         ("data.index_path_train=[{index: a, weigth: 1}]", ["data.index_path_train", "weight"]),
         ("data.index_path_train=[{index: a, weight: 1}, b]", ["data.index_path_train", "weight"]),
+        ("data.index_path_train=[{index: a, weight: [[5, 1]]}]", ["data.index_path_train", "weight"]),
+        ("data.index_path_train=[{index: a, weight: [[0, 1], [5, 0]]}]", ["data.index_path_train", "weight"]),
         ("data.index_path_train=[{index: x/a, weight: 1}, {index: y/a, weight: 1}]", ["files of different names"]),
         ("data.index_path_validation=[{index: a, weight: 1}]", ["data.index_path_validation", "or a list"]),
         ("data.index_path_validation={}", ["data.index_path_validation={}", "{name: one of these, ...}"]),

@@ -49,7 +49,9 @@ _PATHS = "the path of an index file, or a list of them"
 _SETS = "{name: one of these, ...} with letters, digits, and . - _ between them in names"
 _STAGES = "[[steps, tokens per sequence], ...]"
 _PROMPTS = "a text, quoted as '\"2024\"' if it looks like a number, or a list of texts"
-_MIXTURE = "[{index: path, weight: 0.7}, ...] of files of different names"
+_MIXTURE = (
+    "[{index: path, weight: 0.7}, ...] of files of different names, with weights or [[0, weight], [step, weight], ...]"
+)
 
 
 def _is_validation(value: Any) -> bool:

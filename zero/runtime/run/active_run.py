@@ -232,6 +232,8 @@ class ActiveRun:
         }
         for corpus, rows_seen in self.loader.rows_seen(position.cursor["batches"]).items():
             line[f"tokens_seen/{corpus}"] = rows_seen * row_tokens
+        for corpus, epochs in self.loader.epochs_seen(position.cursor["batches"]).items():
+            line[f"epochs/{corpus}"] = epochs
         if self.config.data.max_skipped_rows:
             line["skipped_rows"] = position.skipped_rows
         check_limits(self.config, line, self.metrics.skipped_in_a_row)

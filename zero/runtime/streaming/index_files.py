@@ -14,6 +14,7 @@ from zero.runtime import storage
 from zero.runtime.errors import UserError, file_error
 from zero.runtime.parsing import reading
 from zero.runtime.streaming import shards
+from zero.runtime.streaming.order import Weight
 from zero.runtime.streaming.shards import BadData
 
 MOST_ROWS = 2**31 - 1  # of a shard in a bucket, whose size is not known yet
@@ -71,7 +72,7 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
     return [Shard(path, shards.count_rows(path) if rows is None else rows) for path, rows in listed]
 
 
-def index_paths(value: Any, bucket_path: str | None) -> str | list[str] | dict[str, float]:
+def index_paths(value: Any, bucket_path: str | None) -> str | list[str] | dict[str, Weight]:
     """A Loader's `index` from `data.index_path_train`, or of a validation set: index files, or their weights.
 
     Relative paths are in the bucket, if there is one.

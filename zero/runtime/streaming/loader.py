@@ -24,7 +24,7 @@ from zero.runtime.streaming.cache import ShardCache
 from zero.runtime.streaming.corpus_reader import SKIPPED, CorpusReader
 from zero.runtime.streaming.crop import CROPS, Crop
 from zero.runtime.streaming.index_files import Shard, read_index
-from zero.runtime.streaming.order import Mixture, Order, exact_weights
+from zero.runtime.streaming.order import Mixture, Order, StagedMixture, Weight, exact_weights, weight_stages
 from zero.runtime.streaming.prefetch import RowStream
 from zero.runtime.streaming.shards import BadData, row_tokens
 
@@ -48,7 +48,8 @@ class Loader:
     `train_samples` and `crop`. Each of `hosts` loaders, of which this is number `host`, gives its part of every batch.
 
     Args:
-        index: the .index file, local or in a bucket; several that count as one; or a mixture, index files with weights.
+        index: the .index file, local or in a bucket; several that count as one; or a mixture, index files with weights,
+            which may change over training: [[step, weight], ...] with the steps, from 0 on, at which a weight begins.
         global_rows: rows of a batch over all hosts.
         context: tokens of a sequence.
         vocab_size: token ids must be below it.
@@ -74,7 +75,7 @@ class Loader:
 
     def __init__(
         self,
-        index: str | Path | Sequence[str | Path] | Mapping[str, float],
+        index: str | Path | Sequence[str | Path] | Mapping[str, Weight],
         *,
         global_rows: int,
         context: int,
@@ -114,10 +115,13 @@ class Loader:
             )
         self.rows = sum(corpus.rows for corpus in self.corpora)
         self._names = [Path(name).stem for name in index] if isinstance(index, Mapping) else []
-        weights: list[float] = list(index.values()) if isinstance(index, Mapping) else [1]
-        self._mixture = Mixture(exact_weights(weights), streams)
+        weights: list[Weight] = list(index.values()) if isinstance(index, Mapping) else [1]
+        part = global_rows // streams  # rows of each stream per batch
+        self._mixture = StagedMixture(
+            tuple((step * part, Mixture(exact_weights(one), streams)) for step, one in weight_stages(weights))
+        )
         self._global_rows, self._host, self._hosts, self._context = global_rows, host, hosts, context
-        self._streams, self._stream_rows = streams, global_rows // streams  # rows of each stream per batch
+        self._streams, self._stream_rows = streams, part
         self.total_batches = None if max_epochs is None else self._batches_of(max_epochs, fill_up=not shuffle)
         if self.total_batches == 0:
             raise UserError(f"{max_epochs} epochs of {self.rows} rows do not fill one batch of {global_rows}")
@@ -155,6 +159,11 @@ class Loader:
         rows = batches * self._stream_rows
         counts = sum(self._mixture.counts(stream, rows)[:, 0] for stream in range(self._streams))
         return dict(zip(self._names, np.asarray(counts).tolist(), strict=bool(self._names)))
+
+    def epochs_seen(self, batches: int) -> dict[str, float]:
+        """Passes over each corpus of a mixture in that many batches, by the name of its index file."""
+        rows = self.rows_seen(batches)
+        return {name: seen / corpus.rows for (name, seen), corpus in zip(rows.items(), self.corpora, strict=False)}
 
     def batches(self, cursor: dict[str, int] | None = None) -> Generator[HostBatch, None, None]:
         """Batches from the beginning, or from just after the one that `cursor` came with.
@@ -219,7 +228,7 @@ class Loader:
         return cursor["batches"]
 
 
-def _corpora(index: str | Path | Sequence[str | Path] | Mapping[str, float]) -> list[list[str | Path]]:
+def _corpora(index: str | Path | Sequence[str | Path] | Mapping[str, Weight]) -> list[list[str | Path]]:
     """The index files of each corpus: each one of a mixture is a corpus, otherwise all together are one."""
     if isinstance(index, Mapping):
         return [[one] for one in index]
@@ -253,9 +262,11 @@ def _crop(name: str, used: list[tuple[Shard, int]], context: int, skip_bad: bool
     raise UserError(f"data.crop={name}: none of {len(used)} shards holds a row that can be read")
 
 
-def _fingerprint(used: list[list[tuple[Shard, int]]], mixture: Mixture | None) -> int:
+def _fingerprint(used: list[list[tuple[Shard, int]]], mixture: StagedMixture | None) -> int:
     """48 bits that change with the shards, their rows, or the weights of a mixture."""
     lines = [f"{shard.name} {shard.rows} {rows}" for shards in used for shard, rows in shards]
     if mixture is not None:
-        lines += [f"{len(shards)} {weight}" for shards, weight in zip(used, mixture.weights, strict=True)]
+        for first, stage in mixture.stages:
+            at = f" from {first}" if first else ""
+            lines += [f"{len(shards)} {weight}{at}" for shards, weight in zip(used, stage.weights, strict=True)]
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:6])
