@@ -77,7 +77,7 @@ class ActiveRun:
     layout: Layout
     context: SequenceLengths
     loader: AnyLoader
-    validation: Loader | None
+    validation: dict[str, Loader]  # by the names of the sets; a set without a name is ""
     checkpoints: Checkpoints
     emergency: EmergencyCheckpoints | None
     tracker: Tracker | None  # of host 0
@@ -111,7 +111,7 @@ class ActiveRun:
     @property
     def has_evaluation(self) -> bool:
         """Whether an evaluation computes anything."""
-        return self.validation is not None or self.config.training.harness_frequency is not None
+        return bool(self.validation) or self.config.training.harness_frequency is not None
 
     def batches(self) -> Generator[tuple[int, HostBatch]]:
         """Each step with this host's rows, to the last step or until a stop request comes during a wait for data."""
