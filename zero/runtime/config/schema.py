@@ -78,6 +78,7 @@ class Training:
     skip_spikes: float | None = positive()
     max_skipped_in_a_row: int = at_least(1)
     verify_every: int | None = at_least(1)
+    statistics: int | None = at_least(1)
     log_frequency: int = at_least(1)
     sample_tokens: int = at_least(0)
     ema: float | None = checked(lambda value: 0 < value < ONE, "more than 0, less than 1 in float32")

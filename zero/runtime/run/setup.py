@@ -36,6 +36,7 @@ from zero.runtime.preparing.prepare_if_missing import prepare_if_missing
 from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.restore import TrainingPosition, restore
+from zero.runtime.run.statistics import StatisticsRecorder
 from zero.runtime.run.step_metrics import StepMetrics
 from zero.runtime.run.verification import Verifier
 from zero.runtime.streaming.cache import ShardCache
@@ -149,6 +150,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             metrics=StepMetrics(position.global_rows * config.data.max_context, count, peak, goodput),
             profiler=profiler,
             verifier=Verifier(job.programs.verify, job.model.axis, config.training.verify_every),
+            statistics=StatisticsRecorder(job.programs, config.training.statistics),
             state=state,
             position=position,
             last_step=last_step,
