@@ -125,7 +125,7 @@ def _validation_losses(run: ActiveRun, loader: Loader) -> dict[str, float] | Non
     weights = {"validation/loss": run.weights}
     averages = run.state.averages
     if EMA in averages:
-        weights["validation/ema_loss"] = run.model.weights(averages[EMA], averages)
+        weights["validation/ema_loss"] = run.model.weights(averages[EMA], averages, run.frozen)
     training, losses, scored = run.config.training, dict.fromkeys(weights, 0.0), 0
     with closing(prefetch(loader.batches())) as batches:
         for batch in islice(batches, training.maximum_evaluation_steps):

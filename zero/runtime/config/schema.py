@@ -14,6 +14,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from zero.models.adapters import PRODUCTS
 from zero.models.attention.blockwise import CHOICES as ATTENTION
 from zero.models.stack import REMAT
 from zero.runtime.config.constraints import (
@@ -43,6 +44,7 @@ from zero.training.schedules import SCHEDULES
 
 DTYPES = ("float32", "bfloat16")
 STATE_DTYPES = (*DTYPES, "int8")
+BASE_DTYPES = DTYPES
 _PATHS = "the path of an index file, or a list of them"
 _STAGES = "[[steps, tokens per sequence], ...]"
 _PROMPTS = "a text, quoted as '\"2024\"' if it looks like a number, or a list of texts"
@@ -146,6 +148,17 @@ class Optimizer:
         """The hyperparameters that are not null."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {key: value for key, value in values.items() if key not in ("name", "state_dtype") and value is not None}
+
+
+@dataclass
+class Tuning:
+    method: str = one_of("all", "lora")
+    rank: int = at_least(1)
+    alpha: float = positive()
+    dropout: float = fraction_below_one()
+    targets: list[str] | None = list_of(one_of(*PRODUCTS))
+    base_dtype: str = one_of(*BASE_DTYPES)
+    adapter: str | None = not_empty()
 
 
 @dataclass
@@ -263,6 +276,7 @@ class Config:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    tuning: Tuning = field(default_factory=Tuning)
     schedule: Schedule = field(default_factory=Schedule)
     zero: Zero = field(default_factory=Zero)
     evaluate: Evaluate = field(default_factory=Evaluate)
