@@ -68,9 +68,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
             positions=config.data.max_context,
             has_alibi=size.alibi_attn,
         ),
-        tuning=make_tuning(
-            **{key: value for key, value in dataclasses.asdict(config.tuning).items() if key != "adapter"}
-        ),
+        tuning=make_tuning(dataclasses.asdict(config.tuning)),
     )
     if config.model.attention == "kernel":
         _warn_of_no_kernel(config, model)
