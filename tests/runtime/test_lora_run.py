@@ -31,7 +31,11 @@ STEPS = 8
 LLAMA: dict[str, Any] = {**FAMILIES["llama"], "kv_heads": 2, "mlp_dim": 61}
 SIZE = GPTConfig(embedding_dim=48, vocab_size=300, num_head=6, block_size=64, dropout=0.0, N=2, **LLAMA)
 JOB = (
-    *(option for option in cli.TINY if not option.startswith(("model.", "training.total", "training.eval", "training.max"))),
+    *(
+        option
+        for option in cli.TINY
+        if not option.startswith(("model.", "training.total", "training.eval", "training.max"))
+    ),
     "model.size=mine",
     "model.warm_start=true",
     "model.model_path=folder",

@@ -34,7 +34,9 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "layers_to_transform": (None,),
+    "layer_replication": (None,),
     "lora_bias": (False, None),
+    "use_qalora": (False, None),
 }
 
 
