@@ -49,9 +49,10 @@ def statistics(
     """
     clock, axis = state.clock - 1, model.axis
     params, collections = model.split(before)
+    params, frozen = model.trained(params)
     key = jax.random.fold_in(jax.random.key(options.seed), clock)
     old = state._replace(params=params, averages={**state.averages, **collections})
-    _, grads, _, _ = loss_and_gradients(model, old, batch, key, options.micro_batches)
+    _, grads, _, _ = loss_and_gradients(model, old, frozen, batch, key, options.micro_batches)
     leaves = model.layout.leaves
     of_leaves = [model.layout.shards_of(tree) for tree in (params, state.params, grads)]
     sums: dict[str, Any] = {ACTIVATION: _over_devices(_activations(model, before, batch, options.micro_batches), axis)}

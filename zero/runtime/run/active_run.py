@@ -78,7 +78,7 @@ class ActiveRun:
     layout: Layout
     context: SequenceLengths
     loader: AnyLoader
-    validation: Loader | None
+    validation: dict[str, Loader]  # by the names of the sets; a set without a name is ""
     checkpoints: Checkpoints
     emergency: EmergencyCheckpoints | None
     tracker: Tracker | None  # of host 0
@@ -91,6 +91,7 @@ class ActiveRun:
     verifier: Verifier
     statistics: StatisticsRecorder
     state: TrainState
+    frozen: PyTree  # parameters that are not trained
     position: TrainingPosition
     last_step: int  # of the schedule, or of the data if that ends earlier
     in_flight: int  # steps that may be dispatched before the host waits for their metrics
@@ -108,12 +109,12 @@ class ActiveRun:
     @property
     def weights(self) -> PyTree:
         """The part of the state that inference needs."""
-        return self.model.weights(self.state.params, self.state.averages)
+        return self.model.weights(self.state.params, self.state.averages, self.frozen)
 
     @property
     def has_evaluation(self) -> bool:
         """Whether an evaluation computes anything."""
-        return self.validation is not None or self.config.training.harness_frequency is not None
+        return bool(self.validation) or self.config.training.harness_frequency is not None
 
     def batches(self) -> Generator[tuple[int, HostBatch]]:
         """Each step with this host's rows, to the last step or until a stop request comes during a wait for data."""
@@ -135,7 +136,7 @@ class ActiveRun:
         if self.statistics.is_due(step):
             self.statistics.before(self.weights)
         if length in self._steps:
-            self.state, metrics = self._steps[length](self.state, per_device)
+            self.state, metrics = self._steps[length](self.state, per_device, self.frozen)
             is_waited_for = self.profiler.is_last(step)
             leave = 0 if is_waited_for else self.in_flight
             self.metrics.add(metrics, leave, self._flops[length], self._predicted[length])
@@ -159,17 +160,19 @@ class ActiveRun:
         """Compiles and runs the first step of this sequence length; waits for it, and times it separately."""
         began = time.monotonic()
         with CacheHits().counting() as cache_hits:
-            program = self.programs.step
+            program, arguments = self.programs.step, (self.state, per_device, self.frozen)
             if jax.process_count() == 1:
-                program = compile_unless_stopped(self.stop_requests, program, self.state, per_device)
+                program = compile_unless_stopped(self.stop_requests, program, *arguments)
                 if program is None:
                     return False
-            self.state, metrics = program(self.state, per_device)
+            self.state, metrics = program(*arguments)
             self.metrics.add(metrics, leave=0)
         seconds, age = time.monotonic() - began, process_age()
         self.metrics.leave_untimed(**({} if self._steps else {"seconds_to_first_step": age}))
         self._steps[length] = program
-        self._flops[length] = model_flops(self.size, per_device.tokens.shape[1], length) // self.axis.row_group
+        frozen = self.model.tuning is not None
+        flops = model_flops(self.size, per_device.tokens.shape[1], length, frozen=frozen)
+        self._flops[length] = flops // self.axis.row_group
         self._predicted[length] = self._predict(program, length)
         log.info(
             "first step with sequences of %d tokens: %.1f s after the start; it took %.1f s and was %s",

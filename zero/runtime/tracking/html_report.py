@@ -62,6 +62,7 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
         False,
     ),
 )
+SETS = "loss of each validation set (nats per token)"
 TASKS = "tasks of lm-evaluation-harness"
 DASHES = ("solid", "dash", "dot", "dashdot")
 MOST_POINTS = 2_000  # of a curve
@@ -133,7 +134,9 @@ def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[
     logged = [read_metrics(directory / METRICS_FILE) for directory in directories]
     known = {metric for lines in logged for line in lines for metric in line}
     tasks = tuple(zip(sorted(metric for metric in known if metric.startswith("harness/")), cycle(DASHES)))
-    panels = [panel for panel in (*PANELS, (TASKS, tasks, False)) if any(metric in known for metric, _ in panel[1])]
+    of_sets = sorted(metric for metric in known if re.fullmatch("validation/[^/]+/loss", metric))
+    more = ((SETS, tuple(zip(of_sets, cycle(DASHES))), False), (TASKS, tasks, False))
+    panels = [panel for panel in (*PANELS, *more) if any(metric in known for metric, _ in panel[1])]
     if not panels:
         raise UserError(f"{directories[0] / METRICS_FILE}: holds no curve; expected a run that has made a step")
     rows = -(-len(panels) // 2)

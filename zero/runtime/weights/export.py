@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from zero.models.config import STACK, GPTConfig
+from zero.partition.collectives.axis import Axis
+from zero.partition.whole_state import to_host
 from zero.runtime.checkpoints.manager import Checkpoints
-from zero.runtime.errors import Unavailable, first_line
+from zero.runtime.errors import Unavailable, UserError, first_line
 from zero.runtime.text.chat_template import load_chat_template
 from zero.runtime.text.tokenizers import BYTES_END_OF_TEXT, FileTokenizer, Tokenizer, bytes_as_file, load_tokenizer
 from zero.runtime.weights.architecture import Architecture
@@ -30,7 +33,11 @@ from zero.runtime.weights.checkpoint_weights import (
 )
 from zero.runtime.weights.hf_config import write_config
 from zero.runtime.weights.hf_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+from zero.runtime.weights.hub import PREFIX
+from zero.runtime.weights.peft_folder import write_peft
+from zero.runtime.weights.warm_start import saved_base, saved_tuning, weights_of_step
 from zero.runtime.weights.with_code import CODE, ZERO, computed_keys
+from zero.training.sharded_gpt import ShardedGPT
 
 MAX_FILE_BYTES = 4 << 30  # a file is held in memory while it is written; a larger tensor gets a file of its own
 
@@ -53,15 +60,26 @@ class Form(NamedTuple):
     code: Path | None = None
 
 
-def export(place: str, folder: Path, step: int | None = None, *, ema: bool = False, with_code: bool = False) -> int:
+def export(
+    place: str,
+    folder: Path,
+    step: int | None = None,
+    *,
+    ema: bool = False,
+    merges: bool = False,
+    with_code: bool = False,
+) -> int:
     """Writes one checkpoint as a new Hugging Face folder in float32, with the tokenizer file and its chat template.
 
     The same checkpoint gives the same bytes. The folder appears once it is complete. With `ema` it holds the moving
     average of the weights, and `with_code` its own code for PyTorch, with which `transformers` loads models that equal
-    none of its architectures (`trust_remote_code=True`). Returns the step, which is the newest for None.
+    none of its architectures (`trust_remote_code=True`). Returns the step, which is the newest for None. Of a run that
+    trained adapters the folder is one of PEFT, or with `merges` one of its base with the adapters merged, for which the
+    host holds the whole model.
 
     Raises:
-      UserError: no architecture equals the model, there is no such step or no average, or the folder exists.
+      UserError: no architecture equals the model, there is no such step or no average, the folder exists, or there are
+        no adapters to merge.
     """
     with open_checkpoints(place) as checkpoints:
         step = choose_steps(checkpoints, None if step is None else [step])[-1]
@@ -70,8 +88,24 @@ def export(place: str, folder: Path, step: int | None = None, *, ema: bool = Fal
         tokenizer = load_tokenizer(meta["config"]["data"]["tokenizer"])
         prefix = weights_subtree(origin, meta, ema) + "/"
         leaves = [name.removeprefix(prefix) for name in meta["shapes"] if name.startswith(prefix)]
+        tuning = saved_tuning(meta)
+        if merges and tuning is None:
+            raise UserError(f"{origin}: holds no adapters to merge; zero-weights export writes its weights")
+
+        if with_code and tuning is not None and not merges:
+            raise UserError(f"{origin}: holds adapters; zero-weights merge --with-code writes their base with them")
+
+        read: Callable[[str], np.ndarray] = lambda leaf: checkpoints.read(step, prefix + leaf)  # noqa: E731
         with new_directory(folder) as unfinished:
-            tensors = _tensors(checkpoints, step, leaves, prefix, form)
+            if tuning is not None and not merges:
+                base = saved_base(origin, meta)["place"].removeprefix(PREFIX)
+                write_peft(unfinished, read, leaves, tuning.adapters, form.architecture, base)
+                _save_tokenizer(tokenizer, unfinished)
+                return step
+            if tuning is not None:
+                whole = _merged(checkpoints, step, form.size, prefix.rstrip("/"))
+                leaves, read = list(whole), whole.__getitem__
+            tensors = _tensors(read, leaves, form)
             _save_tensors(tensors, unfinished)
             _save_tokenizer(tokenizer, unfinished)
             ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
@@ -100,8 +134,15 @@ def _form_of_transformers(size: GPTConfig) -> Form:
     return Form(architecture_of(size), size, factor)
 
 
+def _merged(checkpoints: Checkpoints, step: int, size: GPTConfig, within: str) -> dict[str, np.ndarray]:
+    """The whole weights of a run that trained adapters, by leaf."""
+    model = ShardedGPT(size, Axis("zero", (1, jax.device_count())), 3)
+    whole = to_host(weights_of_step(checkpoints, step, model, within), model.layout, model.axis)
+    return {leaf.name: x for leaf, x in zip(model.layout.leaves, model.layout.leaves_of(whole), strict=True)}
+
+
 def _tensors(
-    checkpoints: Checkpoints, step: int, leaves: list[str], prefix: str, form: Form
+    read: Callable[[str], np.ndarray], leaves: list[str], form: Form
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Names and values in the order of the architecture's modules; the leaves of one tensor are read at a time."""
     architecture, size = form.architecture, form.size
@@ -112,8 +153,7 @@ def _tensors(
     makes_queries = f"{STACK}/query_norm/" if size.qk_norm else f"{STACK}/query/"
     for name, parts_of_tensor in parts.items():
         arrays = [
-            checkpoints.read(step, prefix + leaf).astype(np.float32)
-            * np.float32(form.query_factor if leaf.startswith(makes_queries) else 1)
+            read(leaf).astype(np.float32) * np.float32(form.query_factor if leaf.startswith(makes_queries) else 1)
             for leaf in parts_of_tensor
         ]
         tensor = architecture.pack(parts_of_tensor[0], arrays, size)
