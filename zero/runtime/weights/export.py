@@ -141,9 +141,7 @@ def _merged(checkpoints: Checkpoints, step: int, size: GPTConfig, within: str) -
     return {leaf.name: x for leaf, x in zip(model.layout.leaves, model.layout.leaves_of(whole), strict=True)}
 
 
-def _tensors(
-    read: Callable[[str], np.ndarray], leaves: list[str], form: Form
-) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(read: Callable[[str], np.ndarray], leaves: list[str], form: Form) -> Iterator[tuple[str, np.ndarray]]:
     """Names and values in the order of the architecture's modules; the leaves of one tensor are read at a time."""
     architecture, size = form.architecture, form.size
     order = list(architecture.modules)  # query, key, value
