@@ -50,10 +50,10 @@ def statistics(
     """Statistics of the newest update, the same on every device: scalars per leaf, `(layers,)` per activation.
 
     Per device: the weights before the update (shards of trained parameters, and the model's collections), the state
-    after it, its rows, and the shards of the frozen parameters of `model.tuning`, by default none. Activations are those
-    of all rows without dropout; of a model with experts every so many layers, an entry is one of the repeating groups of
-    layers. The gradient is computed again, as the update has computed it, and needs memory for its shards. Devices add
-    up their parts in one `psum`. Call inside pmap.
+    after it, its rows, and the shards of the frozen parameters of `model.tuning`, by default none. Activations are
+    those of all rows without dropout; of a model with experts every so many layers, an entry is one of the repeating
+    groups of layers. The gradient is computed again, as the update has computed it, and needs memory for its shards.
+    Devices add up their parts in one `psum`. Call inside pmap.
     """
     clock, axis = state.clock - 1, model.axis
     params, collections = model.split(before)
