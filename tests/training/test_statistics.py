@@ -11,11 +11,28 @@ import numpy as np
 import pytest
 
 import zero
-from tests.training.small_gpt import CONFIG, RATE, SEED, Setup, batch, first_params, named, setup, tokens
+from tests.training.small_gpt import (
+    CONFIG,
+    RATE,
+    SEED,
+    CountedRate,
+    Setup,
+    batch,
+    first_params,
+    named,
+    setup,
+    tokens,
+)
+from zero.models.adapters import Adapters
 from zero.models.config import STACK, GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.runtime.run.statistics import named as metrics_of
+from zero.training.optimizer import adamw
+from zero.training.parts import StepOptions
+from zero.training.programs import make_programs
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.tuning import Tuning
 
 SLOW = pytest.mark.slow
 CLOCK = 2  # updates before the one in question
@@ -125,3 +142,20 @@ def test_groups_change_no_statistic(on: Callable[[], Setup]) -> None:
     got, alone = found(made), found(setup(1, 0, config=made.model.config))
     assert got.keys() == alone.keys()
     assert_same(got, alone)
+
+
+def test_adapters_have_statistics() -> None:
+    """Adapters that start at nothing change no activation, and are the only leaves."""
+    axis, used = zero.Axis("zero", (1, 3)), tuple(jax.devices()[:3])
+    tuning = Tuning(Adapters(rank=2, alpha=4.0), "float32")
+    model = ShardedGPT(CONFIG, axis, 3, jnp.float32, tuning=tuning)
+    programs = make_programs(model, adamw(0.1), StepOptions(RATE, SEED), used)
+    on = Setup(model, programs, used, model.layout, CountedRate())
+    frozen = zero.from_host(first_params(), model.base.layout, axis, used)
+    state = programs.start(on.new_weights())
+    after = state._replace(clock=jnp.full(3, CLOCK + 1, jnp.int32))
+    got = metrics_of(jax.device_get(programs.statistics(on.weights(state), after, batch(on, 0), frozen)))
+    assert_same(got, {name: x for name, x in expected().items() if name.startswith("activation/")})
+    leaves = [name for name in got if name.startswith("change/")]
+    assert leaves and all(name.endswith(("lora_a", "lora_b")) and got[name] == 0 for name in leaves)
+    assert got["gradient_norm/blocks/query/lora_a"] == 0 < got["gradient_norm/blocks/query/lora_b"]

@@ -39,7 +39,8 @@ class Programs(NamedTuple):
       evaluate: `(weights, tokens)` to the shared sum of losses and number of tokens scored.
       verify: `(weights, tokens, first)`, one number per device, all alike, to the shared checksums of results.
       hold: weights to a copy of them, which outlives the step.
-      statistics: `(weights before a step, TrainState after it, Batch)` to its shared statistics per tensor.
+      statistics: `(trained weights before a step, TrainState after it, Batch)`, and frozen parameters if there are any,
+        to its shared statistics per tensor.
     """
 
     init: Any

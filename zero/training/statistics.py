@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
+from zero.models.adapters import AdaptedDense
 from zero.models.config import STACK
 from zero.models.elements import OffsetRMSNorm, ProjectionNorm
 from zero.models.experts import Experts
@@ -31,31 +32,37 @@ from zero.training.whole_gradient import loss_and_gradients
 ACTIVATION = "activation"  # of each module: the mean of |output|, float32 (layers,)
 CHANGE = "change"  # of each leaf: the mean of |after - before|, divided by the learning rate
 GRADIENT, WEIGHT = "gradient_norm", "weight_norm"  # of each leaf: the norm, of gradients before clipping
-_RECORDED = (nn.Dense, nn.LayerNorm, nn.RMSNorm, OffsetRMSNorm, ProjectionNorm, Experts)
+_RECORDED = (nn.Dense, AdaptedDense, nn.LayerNorm, nn.RMSNorm, OffsetRMSNorm, ProjectionNorm, Experts)
 _WITH_INPUT = ("attention_out", "mlp_out")  # modules whose inputs are no other module's output
 
 Statistics = dict[str, dict[str, jax.Array]]
 
 
 def statistics(
-    before: PyTree, state: TrainState, batch: Batch, *, model: ShardedGPT, options: StepOptions
+    before: PyTree,
+    state: TrainState,
+    batch: Batch,
+    frozen: PyTree = None,
+    *,
+    model: ShardedGPT,
+    options: StepOptions,
 ) -> Statistics:
     """Statistics of the newest update, the same on every device: scalars per leaf, `(layers,)` per activation.
 
-    Per device: the weights before the update (shards of parameters, and the model's collections), the state after it,
-    and its rows. Activations are those of all rows without dropout; of a model with experts every so many layers, an
-    entry is one of the repeating groups of layers. The gradient is computed again, as the update has computed it, and
-    needs memory for its shards. Devices add up their parts in one `psum`. Call inside pmap.
+    Per device: the weights before the update (shards of trained parameters, and the model's collections), the state
+    after it, its rows, and the shards of the frozen parameters of `model.tuning`, by default none. Activations are
+    those of all rows without dropout; of a model with experts every so many layers, an entry is one of the repeating
+    groups of layers. The gradient is computed again, as the update has computed it, and needs memory for its shards.
+    Devices add up their parts in one `psum`. Call inside pmap.
     """
     clock, axis = state.clock - 1, model.axis
     params, collections = model.split(before)
-    params, frozen = model.trained(params)
     key = jax.random.fold_in(jax.random.key(options.seed), clock)
     old = state._replace(params=params, averages={**state.averages, **collections})
     _, grads, _, _ = loss_and_gradients(model, old, frozen, batch, key, options.micro_batches)
-    leaves = model.layout.leaves
+    leaves, weights = model.layout.leaves, model.weights(params, collections, frozen)
     of_leaves = [model.layout.shards_of(tree) for tree in (params, state.params, grads)]
-    sums: dict[str, Any] = {ACTIVATION: _over_devices(_activations(model, before, batch, options.micro_batches), axis)}
+    sums: dict[str, Any] = {ACTIVATION: _over_devices(_activations(model, weights, batch, options.micro_batches), axis)}
     for kind in (CHANGE, GRADIENT, WEIGHT):
         sums[kind] = {}
     for leaf, old_x, new_x, grad in zip(leaves, *of_leaves, strict=True):

@@ -134,7 +134,7 @@ class ActiveRun:
         per_device, length = split_batch(sequences, jax.process_index(), self.axis.row_group), sequences.shape[1]
         self.profiler.before(step)
         if self.statistics.is_due(step):
-            self.statistics.before(self.weights)
+            self.statistics.before(self.model.weights(self.state.params, self.state.averages))
         if length in self._steps:
             self.state, metrics = self._steps[length](self.state, per_device, self.frozen)
             is_waited_for = self.profiler.is_last(step)
@@ -147,7 +147,7 @@ class ActiveRun:
                 self.profiler.stop()
         if self.statistics.is_due(step):
             with self.goodput.phase("evaluation"):
-                self.statistics.after(self.state, per_device)
+                self.statistics.after(self.state, per_device, self.frozen)
         if self.verifier.is_due(step):
             with self.goodput.phase("evaluation"):
                 self.verifier.check(step, self.weights, per_device.tokens)

@@ -31,12 +31,12 @@ class StatisticsRecorder:
         return self._every is not None and step % self._every == 0
 
     def before(self, weights: PyTree) -> None:
-        """Keeps a copy of the weights before a step, which overwrites them."""
+        """Keeps a copy of the trained weights before a step, which overwrites them."""
         self._before = self._programs.hold(weights)
 
-    def after(self, state: TrainState, batch: Batch) -> None:
+    def after(self, state: TrainState, batch: Batch, frozen: PyTree) -> None:
         """Computes the statistics of this step from its result and the rows of this host's devices, and waits."""
-        found = jax.device_get(self._programs.statistics(self._before, state, batch))
+        found = jax.device_get(self._programs.statistics(self._before, state, batch, frozen))
         self._before = None
         self._found = named(found)
 
