@@ -40,6 +40,13 @@ CHANGES = {
     "optimizer.update_rms": "0.1",
     "optimizer.adam_b1": "0.5",
     "optimizer.adam_b2": "0.5",
+    "tuning.method": "lora",
+    "tuning.rank": "2",
+    "tuning.alpha": "1",
+    "tuning.dropout": "0.1",
+    "tuning.targets": "[query]",
+    "tuning.base_dtype": "bfloat16",
+    "tuning.adapter": "other",
 }
 
 

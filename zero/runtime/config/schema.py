@@ -14,6 +14,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from zero.models.adapters import PRODUCTS
 from zero.models.attention.blockwise import CHOICES as ATTENTION
 from zero.models.stack import REMAT
 from zero.runtime.config.constraints import (
@@ -45,6 +46,7 @@ from zero.training.schedules import SCHEDULES
 
 DTYPES = ("float32", "bfloat16")
 STATE_DTYPES = (*DTYPES, "int8")
+BASE_DTYPES = DTYPES
 _PATHS = "the path of an index file, or a list of them"
 _SETS = "{name: one of these, ...} with letters, digits, and . - _ between them in names"
 _STAGES = "[[steps, tokens per sequence], ...]"
@@ -80,6 +82,7 @@ class Training:
     skip_spikes: float | None = positive()
     max_skipped_in_a_row: int = at_least(1)
     verify_every: int | None = at_least(1)
+    statistics: int | None = at_least(1)
     log_frequency: int = at_least(1)
     sample_tokens: int = at_least(0)
     ema: float | None = checked(lambda value: 0 < value < ONE, "more than 0, less than 1 in float32")
@@ -156,6 +159,17 @@ class Optimizer:
         """The hyperparameters that are not null."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {key: value for key, value in values.items() if key not in ("name", "state_dtype") and value is not None}
+
+
+@dataclass
+class Tuning:
+    method: str = one_of("all", "lora")
+    rank: int = at_least(1)
+    alpha: float = positive()
+    dropout: float = fraction_below_one()
+    targets: list[str] | None = list_of(one_of(*PRODUCTS))
+    base_dtype: str = one_of(*BASE_DTYPES)
+    adapter: str | None = not_empty()
 
 
 @dataclass
@@ -274,6 +288,7 @@ class Config:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    tuning: Tuning = field(default_factory=Tuning)
     schedule: Schedule = field(default_factory=Schedule)
     zero: Zero = field(default_factory=Zero)
     evaluate: Evaluate = field(default_factory=Evaluate)

@@ -30,7 +30,7 @@ def validation_metrics(run: ActiveRun) -> dict[str, float] | None:
     averages = run.state.averages
     weights = {"loss": run.weights}
     if EMA in averages:
-        weights["ema_loss"] = run.model.weights(averages[EMA], averages)
+        weights["ema_loss"] = run.model.weights(averages[EMA], averages, run.frozen)
     is_named = "" not in run.validation
     sizes = _byte_sizes(run) if is_named else None
     metrics: dict[str, float] = {}

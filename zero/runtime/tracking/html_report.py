@@ -24,6 +24,7 @@ from zero.runtime.run_directory import (
 )
 from zero.runtime.tracking.goodput import describe
 from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
+from zero.runtime.tracking.tensor_panels import tensor_panels
 
 REPORT_FILE = "report.html"
 # Panel, its curves as (metric, dash), and whether the axis is logarithmic.
@@ -101,6 +102,7 @@ def write_report(directories: Sequence[Path], page: Path) -> Path:
         *(f"<p>{html.escape(line)}</p>" for line in summary(directories)),
         curves,
         *_sweep(configs, directories),
+        *_tensors(directories, names),
         "<h2>Configuration</h2>",
         _differences(configs, names),
         *(
@@ -169,6 +171,15 @@ def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[
     figure.update_layout(shapes=resume_lines)
     figure.update_layout(height=290 * rows, template="plotly_white", margin={"t": 40, "l": 50, "r": 20, "b": 40})
     return figure
+
+
+def _tensors(directories: Sequence[Path], names: Sequence[str]) -> list[str]:
+    """The statistics per tensor of each run that has logged them."""
+    parts: list[str] = []
+    for directory, name in zip(directories, names, strict=True):
+        if figures := tensor_panels(read_metrics(directory / METRICS_FILE)):
+            parts += [f"<h2>Statistics of tensors: {html.escape(name)}</h2>", *figures]
+    return parts
 
 
 def _sweep(configs: Sequence[dict[str, str]], directories: Sequence[Path]) -> list[str]:
