@@ -106,8 +106,8 @@ def prepare(
         ("minimum_tokens", minimum_tokens),
         ("deduplicate", deduplicate),
     ):
-        if opened.is_one_text and is_given:
-            raise UserError(f"{source} is one document, and {option} expects several: a folder or JSON lines")
+        if not opened.has_documents and is_given:
+            raise UserError(f"{source} is one long text, and {option} expects documents: a folder or JSON lines")
     arguments: dict[str, Any] = {
         "source": str(source),
         "source_files": opened.fingerprint,

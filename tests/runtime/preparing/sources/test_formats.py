@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import pickle
 import random
 import signal
 import struct
@@ -129,6 +130,25 @@ def test_arrays_without_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     train, validation = (tokens_of(index, 10) for index in (corpus.train_index, corpus.validation_index))
     assert [t for t in train.ravel().tolist() if t > 0] == [*range(100, 180), *range(1000, 1080)]
     assert [t for t in validation.ravel().tolist() if t > 0] == [*range(180, 200), *range(1080, 1100)]
+
+
+@pytest.mark.parametrize("kind", ["npy", "nanoGPT"])
+def test_arrays_have_no_documents(kind: str, tmp_path: Path) -> None:
+    """What counts documents is refused: the pieces in which an array is read would be taken for them."""
+    source = write(tmp_path / "source", kind)
+    for option in ({"deduplicate": True}, {"minimum_tokens": 9}, {"one_document_per_row": True}):
+        with pytest.raises(UserError, match=f"is one long text, and {next(iter(option))} expects documents"):
+            make(source, tmp_path, **option)
+
+
+def test_slices_of_tables_are_small(tmp_path: Path) -> None:
+    """A unit takes no more of a table to a worker than its own rows."""
+    table = sources.pyarrow.table({"text": ["x" * 1000] * 4000})
+    with sources.pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as file:
+        with sources.pyarrow.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    sizes = [len(pickle.dumps(unit)) for unit in Source(str(tmp_path / "a.arrow"), "text", 0.1).units()]
+    assert len(sizes) == 4 and max(sizes) < 1_200_000
 
 
 def test_bucket_folders_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,13 +38,17 @@ class _Array(NamedTuple):
 
 def array_units(path: str, validation_fraction: float | None) -> Iterator[Unit]:
     """The tokens of a file; of an array without documents the last part is for validation, unless that is None."""
+    index = megatron_index(path)
+    if index is not None:
+        return _megatron_units(path, index)
+    array = _npy(path) if path.lower().endswith(".npy") else _bin(path)
+    return _flat_units(array, validation_fraction)
+
+
+def megatron_index(path: str) -> str | None:
+    """The index of Megatron-LM beside a .bin file; None without one."""
     index = path[:-4] + ".idx"
-    if path.lower().endswith(".npy"):
-        yield from _flat_units(_npy(path), validation_fraction)
-    elif storage.exists(index):
-        yield from _megatron_units(path, index)
-    else:
-        yield from _flat_units(_bin(path), validation_fraction)
+    return index if path.lower().endswith(".bin") and storage.exists(index) else None
 
 
 def _npy(path: str) -> _Array:

@@ -10,7 +10,6 @@ from typing import Literal
 
 import numpy as np
 
-from zero.runtime.errors import UserError
 from zero.runtime.preparing.sources.documents import Document, Unit
 
 Documents = Callable[[], Iterator[Document | None]]
@@ -46,13 +45,11 @@ def _marked(documents: Documents, places: frozenset[int]) -> Iterator[Document |
 
 def digests(unit: Unit, wanted: tuple[bool, ...]) -> list[bytes | None]:
     """A digest of the contents of each document of a unit; None for one that is not UTF-8."""
-    return [None if document is None else _digest(document) for document in unit.documents()]
+    return [document and _digest(document.content) for document in unit.documents()]
 
 
-def _digest(document: Document) -> bytes:
-    if not document.ends:
-        raise UserError(f"{document.name or 'the source'}: one long text, and --deduplicate expects documents")
-    return hashlib.blake2b(content_bytes(document.content), digest_size=_DIGEST).digest()
+def _digest(content: str | np.ndarray) -> bytes:
+    return hashlib.blake2b(content_bytes(content), digest_size=_DIGEST).digest()
 
 
 def content_bytes(content: str | np.ndarray) -> bytes:

@@ -57,12 +57,19 @@ def _arrays(path: str, options: Options) -> Iterator[Unit]:
     return array_units(path, options.validation_fraction)
 
 
+def _arrays_have_documents(path: str) -> bool:
+    from zero.runtime.preparing.sources.arrays import megatron_index
+
+    return megatron_index(path) is not None
+
+
 class Format(NamedTuple):
-    """The files of one format: their names, their units, whether they hold token ids, and JSON objects or rows."""
+    """The files of one format: their names, their units, and whether they hold ids, documents, and objects of JSON."""
 
     names: re.Pattern[str]
     units: Callable[[str, Options], Iterator[Unit]]
     has_ids: Callable[[str], bool] = lambda path: False
+    has_documents: Callable[[str], bool] = lambda path: True
     has_objects: bool = False  # which a reader of completions takes
 
 
@@ -75,7 +82,7 @@ FORMATS = (
     Format(_names(r"\.(parquet|arrow|feather)"), _tables, has_objects=True),
     Format(_names(r"(\.tar|\.tar\.gz|\.tar\.xz|\.tgz)"), _tars, _tars_have_ids, has_objects=True),
     Format(_names(r"\.tfrecords?(-\d+-of-\d+)?"), _tfrecords, lambda path: True),
-    Format(_names(r"\.(npy|bin)"), _arrays, lambda path: True),
+    Format(_names(r"\.(npy|bin)"), _arrays, lambda path: True, _arrays_have_documents),
 )
 
 

@@ -65,6 +65,9 @@ class Source:
             raise UserError(f"{name} holds both files of tokens and text; expected one or the other")
         self.has_ids = any(holds_ids)
         self.is_one_text = formats == [None]
+        self.has_documents = not self.is_one_text and all(
+            one is None or one.has_documents(file.path) for file, one in zip(self._files, formats, strict=True)
+        )
         if self._sizes and not self.is_one_text:
             raise UserError(f"{name}: --splits with numbers of bytes expects one file of text")
         if normalise and (self.has_ids or reader is not None):

@@ -32,7 +32,9 @@ def table_units(path: str, reader: Reader) -> Iterator[Unit]:
         def unit(share: float) -> Unit:
             nonlocal told
             before, told = told, share
-            return Unit(round(whole * share) - round(whole * before), partial(_documents, path, first, group, reader))
+            return Unit(
+                round(whole * share) - round(whole * before), partial(_documents, path, first, _packed(group), reader)
+            )
 
         with reading(f"{path} is not a complete Parquet or Arrow file", pyarrow.ArrowException):
             for batch, share in batches(file, reader):
@@ -43,6 +45,18 @@ def table_units(path: str, reader: Reader) -> Iterator[Unit]:
                     first, group, size = first + sum(part.num_rows for part in group), [], 0
         if group or told < 1:
             yield unit(1)
+
+
+def _packed(batches: list[Any]) -> bytes:
+    """Batches as an Arrow stream. Pickled as they are, a slice would take all of its file along."""
+    import pyarrow
+
+    packed = pyarrow.BufferOutputStream()
+    if batches:
+        with pyarrow.ipc.new_stream(packed, batches[0].schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+    return packed.getvalue().to_pybytes()
 
 
 def _parquet(file: BinaryIO, reader: Reader) -> Iterator[tuple[Any, float]]:
@@ -76,9 +90,11 @@ def _arrow(file: BinaryIO, reader: Reader) -> Iterator[tuple[Any, float]]:
             yield batch.slice(start, _ROWS), share
 
 
-def _documents(path: str, number: int, batches: list[Any], reader: Reader) -> Iterator[Document | None]:
+def _documents(path: str, number: int, packed: bytes, reader: Reader) -> Iterator[Document | None]:
     """The rows of some batches, of which the first has this number."""
-    for batch in batches:
+    import pyarrow
+
+    for batch in pyarrow.ipc.open_stream(packed) if packed else ():
         for row in batch.to_pylist():
             yield reader(row, f"{path}, row {number}")
             number += 1
