@@ -24,7 +24,7 @@ PAGES = [
 SCRIPTS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
 TRAINERS = ("main_zero.py", "zero-train", "zero-plan", "trainLoop.sh")
 # What is not ours, or was tested with a stub, by its first word.
-OTHERS = {"cd", "export", "gcloud", "patch", "pip", "source", "sphinx-build", "srun", "tmux", "xprof"}
+OTHERS = {"cd", "export", "gcloud", "hf", "patch", "pip", "source", "sphinx-build", "srun", "tmux", "xprof"}
 
 
 def commands(page: Path) -> list[list[str]]:

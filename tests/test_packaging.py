@@ -113,6 +113,7 @@ def test_dependencies(wheel: Path) -> None:
         "cuda12",
         "cuda13",
         "hub",
+        "parquet",
         "huggingface",
         "lm-eval",
         "tensorboard",

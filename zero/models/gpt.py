@@ -22,6 +22,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
+from zero.models.adapters import Adapters
 from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
 from zero.models.elements import Lift, dropout, make_norm, position_numbers, sinusoids
 from zero.models.experts import ResidualStream, Routing, no_routing
@@ -126,8 +127,8 @@ class GPT(nn.Module):
     """Tokens in, negative log-likelihoods out.
 
     Attributes:
-      config, dtype, blockwise_from, cut, group, kernel, drops: as for `Layer`. Parameters are float32, and whole
-        after `init`.
+      config, dtype, blockwise_from, cut, group, kernel, drops, adapters: as for `Layer`. Parameters are float32, and
+        whole after `init`.
       lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
       remat: what the backward pass recomputes, an entry of `zero.models.stack.REMAT`: "nested" for all but the inputs
         of spans of layers, "full" for all but the inputs of layers. "attention" stores the output of attention as well,
@@ -144,6 +145,7 @@ class GPT(nn.Module):
     group: ExpertParallel = ALONE
     kernel: str | None = None
     drops: bool = True
+    adapters: Adapters | None = None
 
     def setup(self) -> None:
         config = self.config
@@ -284,8 +286,8 @@ class GPT(nn.Module):
     def layer(self, cut: ModelParallel, window: int | None = None) -> Layer:
         """The module of one entry of the stack of layers, to apply to its own variables."""
         lifted: Any = self.lift(scanned_layer(self.config), STACK)
-        options: Any = {"cut": cut, "group": self.group, "kernel": self.kernel, "drops": self.drops}
-        layer: Layer = lifted(self.config, self.dtype, self.blockwise_from, window, **options, parent=None)
+        options: Any = {name: getattr(self, name) for name in ("group", "kernel", "drops", "adapters")}
+        layer: Layer = lifted(self.config, self.dtype, self.blockwise_from, window, cut, **options, parent=None)
         return layer
 
     def embed(

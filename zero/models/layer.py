@@ -6,6 +6,7 @@ import flax.linen as nn
 from jax.typing import DTypeLike
 
 from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
+from zero.models.adapters import Adapters
 from zero.models.config import GPTConfig
 
 
@@ -22,6 +23,7 @@ class Layer(nn.Module):
       group: the devices among which experts are divided.
       kernel: attention kernel, as `kernel_of` returns it; None for none.
       drops: whether the capacity of experts applies; False for scoring and generation.
+      adapters: of the products of a layer; None for none.
     """
 
     config: GPTConfig
@@ -32,3 +34,4 @@ class Layer(nn.Module):
     group: ExpertParallel = ALONE
     kernel: str | None = None
     drops: bool = True
+    adapters: Adapters | None = None

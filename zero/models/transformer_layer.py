@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from zero.model_parallel import WHOLE, ModelParallel
+from zero.models.adapters import AdaptedDense
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.attention.dense import dense_attention
 from zero.models.attention.kernel import kernel_attention, missing_in
@@ -97,16 +98,16 @@ class TransformerLayer(Layer):
         (x_BTD, routing), cache = carry
         if keys_B is not None:
             keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, layer)
-        site_keys = [None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, i) for i in range(3)]
+        site_keys = [None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, i) for i in range(4)]
 
         h_BTD = self.cut.gather_positions(self._norm("norm_attention", x_BTD))
-        attended_BTD, cache = self._attention(h_BTD, cache, layer, position, starts_BT, site_keys[0])
+        attended_BTD, cache = self._attention(h_BTD, cache, layer, position, starts_BT, site_keys[0], site_keys[3])
         attended_BTD = self._norm("norm_attention", attended_BTD, is_after=True) * config.residual_multiplier
         sum_BTD = x_BTD + dropout(attended_BTD, config.residual_drop_rate, site_keys[1], self.cut.of_positions)
         h_BTD = self._norm("norm_mlp", x_BTD if config.parallel_residual else sum_BTD)
         h_BTD = self.cut.gather_positions(h_BTD)
         if config.experts is None or self.is_dense:
-            h_BTD = self._mlp(h_BTD)
+            h_BTD = self._mlp(h_BTD, site_keys[3])
         else:
             h_BTD, decided = self._experts(h_BTD, layer)
             routing = jax.tree.map(jnp.add, routing, decided)
@@ -121,18 +122,20 @@ class TransformerLayer(Layer):
         normed: jax.Array = make_norm(self.config, self.dtype, name + "_after" * is_after)(x)
         return normed
 
-    def _dense(self, features: int, name: str, use_bias: bool, product: Any = None) -> nn.Dense:
-        init = kernel_init(self.config, name)
-        return nn.Dense(features, use_bias, dtype=self.dtype, kernel_init=init, dot_general=product, name=name)
+    def _dense(self, features: int, name: str, use_bias: bool, keys_B: jax.Array | None, total: Any = None) -> Any:
+        """A dense layer; `total` sums partial products before the bias is added, `keys_B` are for its adapter."""
+        options: Any = {"dtype": self.dtype, "kernel_init": kernel_init(self.config, name), "name": name}
+        if self.adapters is not None and name in self.adapters.targets:
+            return AdaptedDense(features, use_bias, adapters=self.adapters, keys_B=keys_B, total=total, **options)
 
-    def _residual_dense(self, name: str, use_bias: bool) -> nn.Dense:
-        """A dense layer whose input is cut: partial products are summed before the bias is added."""
+        def product(*arguments: Any, **options: Any) -> Any:
+            return total(lax.dot_general(*arguments, **options))
 
-        def summed_product(*arguments: Any, **options: Any) -> jax.Array:
-            product_BTD: jax.Array = self.cut.sum_positions(lax.dot_general(*arguments, **options))
-            return product_BTD
+        return nn.Dense(features, use_bias, dot_general=None if total is None else product, **options)
 
-        return self._dense(self.config.embedding_dim, name, use_bias, summed_product)
+    def _residual_dense(self, name: str, use_bias: bool, keys_B: jax.Array | None) -> Any:
+        """A dense layer whose input is cut."""
+        return self._dense(self.config.embedding_dim, name, use_bias, keys_B, self.cut.sum_positions)
 
     def _attention(
         self,
@@ -142,12 +145,13 @@ class TransformerLayer(Layer):
         position: jax.Array | int,
         starts_BT: jax.Array | None,
         keys_B: jax.Array | None,
+        adapter_keys_B: jax.Array | None,
     ) -> tuple[jax.Array, Cache | None]:
         config = self.config
 
         def heads(name: str, count: int) -> jax.Array:
             own = count // self.cut.size
-            x_BTD = self._dense(own * config.head_width, name, config.qkv_bias)(h_BTD)
+            x_BTD = self._dense(own * config.head_width, name, config.qkv_bias, adapter_keys_B)(h_BTD)
             return x_BTD.reshape(*x_BTD.shape[:2], own, config.head_width)
 
         q_BTHK, k_BSGK = heads("query", config.num_head), heads("key", config.key_heads)
@@ -179,7 +183,7 @@ class TransformerLayer(Layer):
         attended_BTHK = self._by_window(cut, layer, q_BTHK, k_BSGK, v_BSGK, position, bias_CH, keys_B, starts_BT)
         if swap is not None:
             attended_BTHK = swap.to_positions(attended_BTHK)
-        out = self._residual_dense("attention_out", config.out_bias)
+        out = self._residual_dense("attention_out", config.out_bias, adapter_keys_B)
         return checkpoint_name(out(attended_BTHK.reshape(*h_BTD.shape[:2], -1)), PROJECTIONS), cache
 
     def _by_window(self, cut: ModelParallel, layer: jax.Array, *arguments: Any) -> jax.Array:
@@ -225,16 +229,17 @@ class TransformerLayer(Layer):
         attend = blockwise_attention if is_blockwise else dense_attention
         return attend(q_BTHK, k_BSGK, v_BSGK, position, form=form, bias_CH=bias_CH, keys_B=keys_B, starts_BT=starts_BT)
 
-    def _mlp(self, h_BTD: jax.Array) -> jax.Array:
+    def _mlp(self, h_BTD: jax.Array, adapter_keys_B: jax.Array | None) -> jax.Array:
         config = self.config
         own_width = config.mlp_width // self.cut.size
-        h_BTF = self._dense(own_width, "mlp_in", config.mlp_bias)(h_BTD)
+        h_BTF = self._dense(own_width, "mlp_in", config.mlp_bias, adapter_keys_B)(h_BTD)
         if config.gated:
-            gate_BTF = self._dense(own_width, "mlp_gate", config.mlp_bias)(h_BTD)
+            gate_BTF = self._dense(own_width, "mlp_gate", config.mlp_bias, adapter_keys_B)(h_BTD)
             h_BTF = ACTIVATIONS[config.activation](gate_BTF) * h_BTF
         else:
             h_BTF = ACTIVATIONS[config.activation](h_BTF)
-        return self._residual_dense("mlp_out", config.mlp_bias)(h_BTF)
+        out_BTD: jax.Array = self._residual_dense("mlp_out", config.mlp_bias, adapter_keys_B)(h_BTF)
+        return out_BTD
 
     def _experts(self, h_BTD: jax.Array, layer: jax.Array) -> tuple[jax.Array, Routing]:
         experts = Experts(self.config, self.dtype, self.cut, self.group, name="experts")
@@ -251,7 +256,7 @@ class Period(Layer):
     ) -> tuple[tuple[ResidualStream, Cache | None], None]:
         """As `TransformerLayer`; `number` is that of the period."""
         every = self.config.experts_every
-        fields = ("window", "cut", "group", "kernel", "drops")
+        fields = ("window", "cut", "group", "kernel", "drops", "adapters")
         options: dict[str, Any] = {field: getattr(self, field) for field in fields}
         for i in range(every):
             name, is_dense = f"layer_{i}", i + 1 < every

@@ -207,7 +207,7 @@ def fully_shard(
     def whole(shards: PyTree, gathered: PyTree | None, gradients: PyTree | None) -> PyTree:
         on = checked_axis(layout, axis)
         if gathered is None:
-            full = gather(_pinned(shards, dtype), layout, on, dtype, wire_dtype=gather_dtype)
+            full = gather(pinned(shards, dtype), layout, on, dtype, wire_dtype=gather_dtype)
         else:
             layout.shards_of(shards)
             full = layout.treedef.unflatten(layout.gathered_of(gathered))
@@ -269,7 +269,7 @@ def _as_held(full: PyTree, layout: Layout) -> PyTree:
     return layout.map(lambda leaf, x: x.astype(leaf.dtype), full)
 
 
-def _pinned(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
+def pinned(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
     """The same shards, on which XLA for TPU cannot hoist work out of a loop over layers.
 
     Before the loop it would transpose the shards of all layers, if products with gathered weights prefer that, or round

@@ -28,6 +28,7 @@ from zero.training.programs import Programs, make_programs
 from zero.training.schedules import LearningRate
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import state_layout
+from zero.training.tuning import make_tuning
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +68,11 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
             positions=config.data.max_context,
             has_alibi=size.alibi_attn,
         ),
+        tuning=make_tuning(dataclasses.asdict(config.tuning)),
     )
     if config.model.attention == "kernel":
         _warn_of_no_kernel(config, model)
-    for leaf in model.layout_by_parts.leaves:
+    for leaf in (*model.base.layout_by_parts.leaves, *model.layout_by_parts.leaves):
         if leaf.is_cut and leaf.path[0] == STACK and leaf.splits[0].padding:
             raise UserError(
                 f"zero.tensor_shards={zero.tensor_shards}: {leaf.splits[0].size}, the size of {leaf.name} along which "

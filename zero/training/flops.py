@@ -14,10 +14,11 @@ from zero.models.config import GPTConfig
 from zero.models.gpt import GPT, variable_shapes
 
 
-def model_flops(config: GPTConfig, rows: int, context: int) -> int:
+def model_flops(config: GPTConfig, rows: int, context: int, *, frozen: bool = False) -> int:
     """FLOPs of the forward and backward pass on `rows` sequences of `context` tokens, without rematerialisation.
 
-    The backward pass of a matrix product is two products of the same size, so this is three times the forward pass.
+    The backward pass of a matrix product is two products of the same size, so this is three times the forward pass; it
+    is one where the parameters are `frozen`, whose adapters are not counted.
     Attention counts all positions of the row, as in the source, or those of the window.
 
     Source: "model FLOPs" of Chowdhery et al., PaLM, arXiv 2204.02311, appendix B.
@@ -29,7 +30,7 @@ def model_flops(config: GPTConfig, rows: int, context: int) -> int:
     tokens = jax.ShapeDtypeStruct((rows, context), jnp.int32)
     unseen = sum(context - min(context, window or context) for window in config.windows) * config.N
     local = 2 * 2 * rows * context * (unseen // len(config.windows)) * config.num_head * config.head_width
-    return 3 * (matmul_flops(jax.make_jaxpr(model.apply)(variables, tokens, tokens).jaxpr) - local)
+    return (2 if frozen else 3) * (matmul_flops(jax.make_jaxpr(model.apply)(variables, tokens, tokens).jaxpr) - local)
 
 
 def matmul_flops(jaxpr: Any) -> int:

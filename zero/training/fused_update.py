@@ -44,6 +44,8 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
     """
     if model.collections:
         raise ValueError(f"fused_update does not sum what {' and '.join(model.collections)} needs")
+    if model.tuning is not None:
+        raise ValueError("fused_update is for gradients as large as the model, those of adapters are small")
     policy = REMAT[model.remat](model.config.scanned_layers)
     keeps_inputs = policy == Scanned() or isinstance(policy, Nested)
     if model.stage != 3 or not keeps_inputs or options.micro_batches > 1 or options.skip_spikes is not None:
@@ -51,7 +53,7 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
     model = dataclasses.replace(model, sums_copies=True)
     size = policy.size if isinstance(policy, Nested) else 1
 
-    def run(state: TrainState, batch: Batch, rate: jax.Array, key: jax.Array) -> Tried:
+    def run(state: TrainState, frozen: PyTree, batch: Batch, rate: jax.Array, key: jax.Array) -> Tried:
         keys, scored = model.dropout_keys(key, batch), model.count_all_scored(batch.tokens)
         tokens_in, targets, starts = model.inputs(batch.tokens)
         module: Any = model.gpt.layer(model.cut)

@@ -18,6 +18,7 @@ import optax
 import optax.contrib
 from jax.typing import DTypeLike
 
+from zero.models.adapters import MATRICES
 from zero.models.config import HEAD, STACK, VOCABULARY
 from zero.partition.layout import Layout, PyTree
 from zero.partition.quantised_optimizers import convert_adam, rounded_updates, scale_by_adam, scale_by_lion
@@ -30,7 +31,7 @@ B1, B2, EPS = 0.9, 0.95, 1e-8  # AdamW; b2 as in GPT-3, arXiv 2005.14165, append
 def decayed(params: PyTree) -> PyTree:
     """Which leaves weight decay applies to: matrices, vocabulary and head, not norms, biases or positions."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key == "kernel" or path[0].key in (VOCABULARY, HEAD), params
+        lambda path, _: path[-1].key in MATRICES or path[0].key in (VOCABULARY, HEAD), params
     )
 
 
@@ -150,7 +151,7 @@ def _matrices(params: PyTree) -> PyTree:
     """Muon's dimension numbers for matrices of layers and experts; None leaves the vocabulary and vectors to Adam."""
     numbers = {2: optax.contrib.MuonDimensionNumbers(), 3: optax.contrib.MuonDimensionNumbers(1, 2)}
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: numbers.get(x.ndim) if path[0].key == STACK and path[-1].key == "kernel" else None, params
+        lambda path, x: numbers.get(x.ndim) if path[0].key == STACK and path[-1].key in MATRICES else None, params
     )
 
 

@@ -108,12 +108,12 @@ class Attempt(NamedTuple):
     """How an update is computed.
 
     Attributes:
-      run: `(state, this device's rows, learning rate, the step's random key)` to a `Tried`.
+      run: `(state, frozen parameters, this device's rows, learning rate, the step's random key)` to a `Tried`.
       settle: `(is_skipped, tried, state)` to the parameters and optimizer state to keep: the old ones if skipped.
         `is_skipped` is a traced bool, or the constant False where nothing is ever skipped.
     """
 
-    run: Callable[[TrainState, Batch, jax.Array, jax.Array], Tried]
+    run: Callable[[TrainState, PyTree, Batch, jax.Array, jax.Array], Tried]
     settle: Callable[[jax.Array | bool, Tried, TrainState], tuple[PyTree, PyTree]]
 
 

@@ -1,13 +1,16 @@
 """Which parameters of a GPT tensor groups cut and expert groups divide: the rules that `zero.make_layout` takes."""
 
+from zero.models.adapters import LORA_A, LORA_B
 from zero.models.config import HEAD, VOCABULARY
 
-# By module: -1 cuts the output (its bias too), -2 the input. The queries and keys of a gated unit stay whole.
+# By module: -1 cuts the output (its bias too), -2 the input; of an adapter the matrix on that side.
+# The queries and keys of a gated unit stay whole.
 _CUT_ALONG = {
     **dict.fromkeys(("query", "key", "value", "gate", "mlp_in", "mlp_gate"), -1),
     **dict.fromkeys(("attention_out", "mlp_out", VOCABULARY, HEAD), -2),
 }
 _WHOLE_IN_UNITS = ("query", "key")
+_WHOLE_BESIDE_CUT = ((-2, "bias"), (-2, LORA_B), (-1, LORA_A))
 
 
 def tensor_dim(name: str) -> int | None:
@@ -20,7 +23,7 @@ def tensor_dim(name: str) -> int | None:
     """
     *_, parent, module, leaf = ("", "", *name.split("/"))
     dim = None if parent.startswith("unit_") and module in _WHOLE_IN_UNITS else _CUT_ALONG.get(module)
-    return None if dim == -2 and leaf == "bias" else dim
+    return None if (dim, leaf) in _WHOLE_BESIDE_CUT else dim
 
 
 def is_expert_leaf(name: str) -> bool:

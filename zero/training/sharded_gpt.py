@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import flax.linen as nn
@@ -15,6 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
+from zero.models.adapters import combine, split_adapters
 from zero.models.collections import Collection, collections_of
 from zero.models.config import GPTConfig
 from zero.models.experts import Routing, no_routing, routing_metrics
@@ -25,10 +26,11 @@ from zero.partition.collectives.expert_group import ExpertGroup
 from zero.partition.collectives.tensor_group import TensorGroup
 from zero.partition.layout import Layout, PyTree, make_layout
 from zero.partition.sharded_optimizer import global_norm
-from zero.partition.stages import fully_shard, gather, scatter_sum, shard, sum_copies
+from zero.partition.stages import fully_shard, gather, pinned, scatter_sum, shard, sum_copies
 from zero.training.batch import Batch, document_starts, next_tokens, row_keys, token_ids
 from zero.training.optimizer import decayed
 from zero.training.placements import is_expert_leaf, tensor_dim
+from zero.training.tuning import FROZEN, Tuning, with_frozen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,8 @@ class ShardedGPT:
         needs, instead of once per step.
       kernel: for attention, as for `GPT`.
       drops: whether the capacity of experts applies, as in training.
+      tuning: adapters, which are trained, beside the frozen parameters of `base`; None where all parameters are
+        trained. `layout` and `init` are those of the trained parameters.
     """
 
     config: GPTConfig
@@ -71,6 +75,7 @@ class ShardedGPT:
     sums_copies: bool = False
     kernel: str | None = None
     drops: bool = True
+    tuning: Tuning | None = None
 
     @property
     def cut(self) -> ModelParallel:
@@ -85,8 +90,20 @@ class ShardedGPT:
         return ExpertGroup(self.axis) if self.axis.expert > 1 else ALONE
 
     @cached_property
-    def _sharded_by_parts(self) -> Layout:
+    def base(self) -> ShardedGPT:
+        """The model without adapters, whose parameters are frozen."""
+        if self.tuning is None:
+            return self
+        return dataclasses.replace(self, tuning=None, master_dtype=self.tuning.base_dtype)
+
+    @cached_property
+    def _trained_shapes(self) -> PyTree:
         params = variable_shapes(self.config)["params"]
+        return params if self.tuning is None else self.tuning.adapters.shapes(params)
+
+    @cached_property
+    def _sharded_by_parts(self) -> Layout:
+        params = self._trained_shapes
         held = jax.tree.map(
             lambda p, is_matrix: jax.ShapeDtypeStruct(p.shape, self.master_dtype if is_matrix else p.dtype),
             params,
@@ -98,7 +115,8 @@ class ShardedGPT:
     def layout_options(self) -> dict[str, Any]:
         """Arguments of `zero.make_layout` and `zero.memory` for this model."""
         tensor = {"tensor": self.axis.tensor, "tensor_dim": tensor_dim}
-        return {"stacked": self.config.stacked, **tensor, "expert": self.axis.expert, "is_expert": is_expert_leaf}
+        stacked = [name for name in self.config.stacked if name in self._trained_shapes]
+        return {"stacked": stacked, **tensor, "expert": self.axis.expert, "is_expert": is_expert_leaf}
 
     @cached_property
     def layout_by_parts(self) -> Layout:
@@ -115,24 +133,45 @@ class ShardedGPT:
         """How this stage splits them."""
         return self.layout_by_parts.without_parts()
 
-    def _lift(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
+    def _lift_shards(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
         dtypes: Any = {"dtype": self.compute_dtype, "wire_dtype": self.wire_dtype, "reduce_dtype": self.reduce_dtype}
         axis = dataclasses.replace(self.axis, sums_copies=self.sums_copies)
         return fully_shard(module_class, self.layout_by_parts.at(name), axis, gather_dtype=self.gather_dtype, **dtypes)
 
+    def _lift(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
+        """The class as a step computes with it: on shards at stages 2 and 3, and with its frozen parameters."""
+        if self.tuning is not None:
+            module_class = with_frozen(module_class, partial(self._thaw, name=name))
+        has_shards = self.stage >= 2 and name in self._trained_shapes
+        return self._lift_shards(module_class, name) if has_shards else module_class
+
+    def _thaw(self, frozen: PyTree, name: str) -> PyTree:
+        """The whole parameters of a part of the base; stages 0 to 2 have gathered it already."""
+        return self.base.gather(pinned(frozen, self.compute_dtype), name) if self.stage == 3 else frozen
+
+    def gather(self, params: PyTree, name: str | None = None) -> PyTree:
+        """Whole parameters from shards, in `compute_dtype`; of the part `name`, or all."""
+        layout = self.layout_by_parts if name is None else self.layout_by_parts.at(name)
+        return gather(params, layout, self.axis, self.compute_dtype, wire_dtype=self.gather_dtype)
+
     @cached_property
     def gpt(self) -> GPT:
         """The model, on shards at stages 2 and 3, on whole parameters at stages 0 and 1."""
-        lift: Any = {"lift": self._lift} if self.stage >= 2 else {}
-        return self._gpt(**lift)
+        return self._gpt(lift=self._lift)
 
     def _gpt(self, **lift: Any) -> GPT:
         options: Any = {"cut": self.cut, "group": self.group, "kernel": self.kernel, "drops": self.drops, **lift}
+        options["adapters"] = None if self.tuning is None else self.tuning.adapters
         return GPT(self.config, self.compute_dtype, remat=self.remat, blockwise_from=self.blockwise_from, **options)
 
     def init(self, key: jax.Array) -> PyTree:
         """New weights, made layer by layer; their values do not depend on the number of devices."""
-        params = self._gpt(lift=self._lift).init(key, jnp.zeros((1, 2), jnp.int32), None, method="hidden")["params"]
+        if self.tuning is not None:
+            new = self.tuning.adapters.init(key, self._trained_shapes)
+            return shard(self.layout.map(lambda leaf, x: x.astype(leaf.dtype), new), self.layout, self.axis)
+        params = self._gpt(lift=self._lift_shards).init(key, jnp.zeros((1, 2), jnp.int32), None, method="hidden")[
+            "params"
+        ]
         return {**params, **self.new_collections(key)}
 
     @cached_property
@@ -153,16 +192,24 @@ class ShardedGPT:
     def weight_shapes(self) -> PyTree:
         """Shapes of the weights on one device, as `jax.ShapeDtypeStruct`s."""
         collections = {name: layout.shard_shapes() for name, layout in self.collection_layouts.items()}
-        return {**self.layout.shard_shapes(), **collections}
+        return {**combine(self.frozen_shapes(), self.layout.shard_shapes()), **collections}
 
-    def weights(self, params: PyTree, averages: Mapping[str, PyTree]) -> PyTree:
-        """The input of inference: shards of parameters, and the model's collections."""
-        return {**params, **{name: averages[name] for name in self.collections}}
+    def frozen_shapes(self) -> PyTree:
+        """Shapes of the frozen parameters on one device; empty where all parameters are trained."""
+        return {} if self.tuning is None else self.base.layout.shard_shapes()
+
+    def weights(self, params: PyTree, averages: Mapping[str, PyTree], frozen: PyTree | None = None) -> PyTree:
+        """The input of inference: shards of trained and frozen parameters, and the model's collections."""
+        return {**combine(frozen or {}, params), **{name: averages[name] for name in self.collections}}
 
     def split(self, weights: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
         """Parameters and collections of `weights`."""
         collections = {name: weights[name] for name in self.collections}
         return {name: tree for name, tree in weights.items() if name not in collections}, collections
+
+    def trained(self, params: PyTree) -> tuple[PyTree, PyTree | None]:
+        """Trained and frozen parameters; the latter are None where all are trained."""
+        return (params, None) if self.tuning is None else split_adapters(params)
 
     @property
     def differentiated(self) -> str:
@@ -175,12 +222,14 @@ class ShardedGPT:
         return "params" if self.stage < 2 or is_own else "gradients"
 
     def gather_params(self, weights: PyTree) -> dict[str, PyTree]:
-        """Flax variables for a step, from shards of the parameters and the model's collections."""
-        params, collections = self.split(weights)
-        variables = {"params": params, **collections}
+        """Flax variables for a step, from `weights`: shards of the parameters and the model's collections."""
+        params, variables = self.split(weights)
+        params, frozen = self.trained(params)
+        if frozen is not None:
+            variables[FROZEN] = frozen if self.stage == 3 else self.base.gather(frozen)
+        variables["params"] = params
         if self.stage < 3:
-            full = gather(params, self.layout_by_parts, self.axis, self.compute_dtype, wire_dtype=self.gather_dtype)
-            variables["gathered" if self.stage == 2 else "params"] = full
+            variables["gathered" if self.stage == 2 else "params"] = self.gather(params)
         if self.differentiated == "gradients":
             variables["gradients"] = jax.tree.map(lambda p: jnp.zeros(p.shape, self.gradient_dtype), params)
         return variables
@@ -240,7 +289,8 @@ class ShardedGPT:
 
     def dropout_keys(self, key: jax.Array, batch: Batch) -> jax.Array | None:
         """One key per row from the step's key, or None for a model without dropout."""
-        return row_keys(key, batch) if self.config.has_dropout else None
+        drops = self.config.has_dropout or (self.tuning is not None and self.tuning.adapters.dropout > 0)
+        return row_keys(key, batch) if drops else None
 
     def nothing_observed(self, rows: int) -> Routing | None:
         """The zero of routing statistics for this many rows."""

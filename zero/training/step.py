@@ -21,11 +21,13 @@ from zero.training.parts import Average, StepOptions, TrainState, unless
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.whole_gradient import whole_gradient
 
-Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+Step = Callable[..., tuple[TrainState, dict[str, jax.Array]]]
 
 
 def make_step(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> Step:
     """Composes the step: one attempted update from a device's rows, and metrics that are the same on every device.
+
+    Its third argument are the frozen parameters of `model.tuning`, by default none.
 
     Raises:
       ValueError: options cannot be combined.
@@ -36,10 +38,10 @@ def make_step(model: ShardedGPT, tx: optax.GradientTransformation, options: Step
     attempt = (fused_update if options.fused_update else whole_gradient)(model, tx, options)
     guard, averages = make_guard(options), averages_of(model, options)
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(state: TrainState, batch: Batch, frozen: PyTree = None) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.key(options.seed), state.clock)
         rate = options.learning_rate(state.clock)
-        tried = attempt.run(state, batch, rate, key)
+        tried = attempt.run(state, frozen, batch, rate, key)
         is_skipped, guard_state = guard.judge(state.guard, tried)
         params, opt_state = attempt.settle(is_skipped, tried, state)
         updates = state.clock + 1 - state.guard.skipped_steps

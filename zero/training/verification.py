@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import cached_property
 
 import flax.linen as nn
 import jax
@@ -17,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zero.models.gpt import GPT
 from zero.partition.checksums import checksum
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import PyTree
@@ -99,11 +97,7 @@ class _Tapped(ShardedGPT):
 
     def _lift(self, module_class: type[nn.Module], name: str) -> type[nn.Module]:
         tapped = nn.map_variables(module_class, ["params", TAP], _tap, mutable=False)
-        return super()._lift(tapped, name) if self.stage >= 2 else tapped
-
-    @cached_property
-    def gpt(self) -> GPT:
-        return self._gpt(lift=self._lift)
+        return super()._lift(tapped, name)
 
 
 def _tap(variables: PyTree) -> PyTree:

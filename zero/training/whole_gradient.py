@@ -26,8 +26,8 @@ def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options:
       NotElementwiseError: `tx` would be wrong on shards.
     """
 
-    def run(state: TrainState, batch: Batch, rate: jax.Array, key: jax.Array) -> Tried:
-        loss, grads, found, observed = _loss_and_gradients(model, state, batch, key, options.micro_batches)
+    def run(state: TrainState, frozen: PyTree, batch: Batch, rate: jax.Array, key: jax.Array) -> Tried:
+        loss, grads, found, observed = loss_and_gradients(model, state, frozen, batch, key, options.micro_batches)
         norm = model.gradient_norm(grads)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         if options.max_gradient_norm is not None:
@@ -49,8 +49,8 @@ def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options:
     return Attempt(run, settle)
 
 
-def _loss_and_gradients(
-    model: ShardedGPT, state: TrainState, batch: Batch, key: jax.Array, micro_batches: int
+def loss_and_gradients(
+    model: ShardedGPT, state: TrainState, frozen: PyTree, batch: Batch, key: jax.Array, micro_batches: int
 ) -> tuple[jax.Array, PyTree, dict[str, PyTree], Any]:
     """The mean loss of the global batch, its gradient as shards (whole at stage 0) in `gradient_dtype`, and more.
 
@@ -59,7 +59,7 @@ def _loss_and_gradients(
     tokens, keys, scored = batch.tokens, model.dropout_keys(key, batch), model.count_all_scored(batch.tokens)
     positions = model.axis.size // model.axis.row_group * tokens.size
     prepared = {name: one.prepare(state.averages[name], positions) for name, one in model.collections.items()}
-    variables = model.gather_params({**state.params, **prepared})
+    variables = model.gather_params(model.weights(state.params, prepared, frozen))
 
     def loss_of(differentiated: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None) -> tuple[jax.Array, Any]:
         loss, observed = model.losses({**variables, **differentiated}, tokens, keys)

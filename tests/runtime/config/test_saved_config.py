@@ -23,6 +23,7 @@ CHANGES = {
     "data.train_samples": "9",
     "data.index_path_train": "[a.index,b.index]",
     "data.shuffle_shards": "4",
+    "data.crop": "all",
     "optimizer.name": "lion",
     "optimizer.b1": "0.8",
     "optimizer.b2": "0.8",
@@ -39,6 +40,13 @@ CHANGES = {
     "optimizer.update_rms": "0.1",
     "optimizer.adam_b1": "0.5",
     "optimizer.adam_b2": "0.5",
+    "tuning.method": "lora",
+    "tuning.rank": "2",
+    "tuning.alpha": "1",
+    "tuning.dropout": "0.1",
+    "tuning.targets": "[query]",
+    "tuning.base_dtype": "bfloat16",
+    "tuning.adapter": "other",
 }
 
 

@@ -108,3 +108,45 @@ def test_bad_mixtures(three: list[str]):
         loader({three[0]: 0, three[1]: 1})
     with pytest.raises(UserError, match="takes no train_samples"):
         loader({three[0]: 1}, train_samples=3)
+
+
+CURVES = ([[0, 0.5], [10, 0], [25, 1]], 0.25, [[0, 0.25], [25, 0]])  # stages from batches 0, 10 and 25 on
+
+
+def test_weights_that_change(three: list[str]):
+    """Each stage keeps its weights from its step on, and no corpus begins again."""
+    data = loader(dict(zip(three, CURVES, strict=True)), global_rows=16)
+    batches = list(itertools.islice(data.batches(), 40))
+    counts = mixed(batches, BOUNDS)
+    for stage, shares in ((slice(0, 10), (8, 4, 4)), (slice(10, 25), (0, 8, 8)), (slice(25, 40), (12.8, 3.2, 0))):
+        assert (np.abs(counts[stage] - shares) <= 3).all()
+        assert (counts[stage][:, np.equal(shares, 0)] == 0).all()
+    assert data.rows_seen(40) == dict(zip(("c0", "c1", "c2"), counts.sum(0).tolist(), strict=True))
+    assert data.epochs_seen(40)["c2"] == counts[:, 2].sum() / 70
+    rows = np.concatenate([batch.tokens[:, 0] for batch in batches])
+    for low, total in zip(BOUNDS, (240, 75, 70), strict=True):
+        own = rows[(rows >= low) & (rows < low + 20_000)][: total - 16]
+        assert len(set(own.tolist())) == len(own)
+
+
+@PATIENT
+@given(position=st.integers(0, 40), hosts=st.sampled_from([1, 2, 4]))
+def test_changing_weights_resume_exactly(three: list[str], position: int, hosts: int):
+    """From any cursor, before, at and after a change, on any number of hosts."""
+    mixture = dict(zip(three, CURVES, strict=True))
+    batches = list(itertools.islice(loader(mixture, global_rows=8).batches(), position + 4))
+    cursor = batches[position - 1].cursor if position else None
+    parts = [loader(mixture, global_rows=8, host=host, hosts=hosts).batches(cursor) for host in range(hosts)]
+    for expected in batches[position:]:
+        np.testing.assert_array_equal(np.concatenate([next(part).tokens for part in parts]), expected.tokens)
+
+
+def test_other_changes_are_another_order(three: list[str]):
+    """A cursor belongs to the steps of the changes too; constant weights are as before."""
+    cursor = next(loader({three[0]: [[0, 1], [5, 2]], three[1]: 1}).batches()).cursor
+    with pytest.raises(UserError, match="cursor belongs to other shards"):
+        next(loader({three[0]: [[0, 1], [6, 2]], three[1]: 1}).batches(cursor))
+    plain = next(loader({three[0]: 1, three[1]: 1}).batches()).cursor
+    next(loader({three[0]: [[0, 1]], three[1]: 1}).batches(plain))
+    with pytest.raises(UserError, match="weights of a mixture must be positive"):
+        loader({three[0]: [[0, 1], [5, 0]], three[1]: [[0, 1], [5, 0]]})

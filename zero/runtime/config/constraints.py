@@ -6,13 +6,17 @@ The type of a key determines whether it may be null; null is not checked.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from omegaconf import MISSING
+
+from zero.runtime.streaming.order import weight_stages
 
 # Programs compute in float32: values that round to 0, 1 or infinity there would divide by zero.
 SMALLEST, LARGEST, ONE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max), 1 - 2.0**-25
@@ -101,11 +105,36 @@ def is_paths(value: Any) -> bool:
     return bool(paths) and all(isinstance(path, str) and path for path in paths)
 
 
+def is_sets(value: Any) -> bool:
+    """Whether a value is names of validation sets, each with the path of an index file or a list of them."""
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name) for name in value)
+        and all(map(is_paths, value.values()))
+    )
+
+
 def is_stages(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(stage, list) and len(stage) == 2 and all(type(x) is int and 1 <= x <= INT32 for x in stage)
         for stage in value
     )
+
+
+def _is_weight(value: Any, lowest: float = 0) -> bool:
+    return type(value) in (int, float) and lowest <= value < math.inf
+
+
+def _is_curve(value: Any) -> bool:
+    """Whether a value is [[step, weight], ...] with rising steps from 0 on, and a weight above 0 among them."""
+    if not isinstance(value, list) or not value:
+        return False
+    pairs = [pair for pair in value if isinstance(pair, list) and len(pair) == 2]
+    if len(pairs) < len(value) or not all(type(step) is int and _is_weight(weight) for step, weight in pairs):
+        return False
+    steps, weights = zip(*pairs, strict=True)
+    return steps[0] == 0 and all(a < b <= INT32 for a, b in itertools.pairwise(steps)) and max(weights) > 0
 
 
 def is_mixture(value: Any) -> bool:
@@ -114,9 +143,10 @@ def is_mixture(value: Any) -> bool:
     is_whole = all(
         entry.keys() == {"index", "weight"}
         and isinstance(entry["index"], str)
-        and type(entry["weight"]) in (int, float)
-        and 0 < entry["weight"] < math.inf
+        and (_is_weight(entry["weight"], lowest=SMALLEST) or _is_curve(entry["weight"]))
         for entry in value
     )
+    if not is_whole or not all(sum(weights) > 0 for _, weights in weight_stages(entry["weight"] for entry in value)):
+        return False
     # The metrics name a corpus by the stem of its index file.
-    return is_whole and len({Path(entry["index"]).stem for entry in value}) == len(value)
+    return len({Path(entry["index"]).stem for entry in value}) == len(value)

@@ -22,6 +22,7 @@ def mistakes(config: Config, size: GPTConfig) -> Mistakes:
         model_rules,
         data_rules,
         optimizer_rules,
+        tuning_rules,
         schedule_rules,
         zero_rules,
         evaluate_rules,
@@ -67,6 +68,7 @@ def data_rules(config: Config, size: GPTConfig) -> Mistakes:
         for key, value, expected in (
             ("training.max_epochs", config.training.max_epochs, None),
             ("data.train_samples", data.train_samples, None),
+            ("data.crop", data.crop, "first"),
             ("data.isolate_documents", data.isolate_documents, False),
             ("training.loss_on", config.training.loss_on, "all"),
         ):
@@ -93,6 +95,37 @@ def optimizer_rules(config: Config, size: GPTConfig) -> Mistakes:
         yield "optimizer.name", f"{' or '.join(MULTIPLIABLE)}, as model.size={config.model.size} is in mup"
     if optimizer.name not in ELEMENTWISE and config.zero.fused_update:
         yield "optimizer.name", f"{', '.join(ELEMENTWISE)}, as zero.fused_update=true updates one layer at a time"
+
+
+def tuning_rules(config: Config, size: GPTConfig) -> Mistakes:
+    tuning, zero = config.tuning, config.zero
+    if tuning.method == "all":
+        if tuning.adapter is not None:
+            yield "tuning.adapter", "null, as tuning.method=all"
+        return
+    if config.mode not in ("train", "plan"):
+        return
+    of_model, given = f"model.size={config.model.size}", f"tuning.method={tuning.method}"
+    if config.mode == "train" and not config.model.warm_start:
+        yield "model.warm_start", f"true, as {given} adapts the weights of model.model_path"
+    if size.layer == "gated_units":
+        yield "tuning.method", f"all, as {of_model} has gated units"
+    if size.parametrization != "standard":
+        yield (
+            "tuning.method",
+            f"all, as {of_model} is in {size.parametrization}, with learning rates for whole matrices",
+        )
+    if zero.fused_update:
+        yield "zero.fused_update", f"false, as {given} has only small gradients"
+    lacking = {"mlp_gate"} if not size.gated else set[str]()
+    if size.experts is not None and size.experts_every == 1:
+        lacking |= {"mlp_in", "mlp_gate", "mlp_out"}
+    for name in sorted(lacking & {*(tuning.targets or ())}):
+        why = "its MLP has no gate" if size.experts is None else "adapters are not for experts"
+        yield "tuning.targets", f"products without {name}, as {why} in {of_model}"
+    for key in ("tensor_shards", "context_shards"):
+        if tuning.dropout and getattr(zero, key) > 1:
+            yield "tuning.dropout", f"0, as zero.{key}={getattr(zero, key)} divides the inputs of adapters"
 
 
 def schedule_rules(config: Config, size: GPTConfig) -> Mistakes:
@@ -199,7 +232,7 @@ def evaluate_rules(config: Config, size: GPTConfig) -> Mistakes:
     evaluate = config.evaluate
     if config.mode == "evaluate" and not (evaluate.validation or evaluate.harness):
         yield "evaluate.validation", "true, or tasks in evaluate.harness"
-    elif config.mode == "evaluate" and evaluate.validation and not config.has_validation_set:
+    elif config.mode == "evaluate" and evaluate.validation and not (evaluate.index or config.has_validation_set):
         data, path = config.data, shown(config.data.index_path_validation)
         given = f"data.corpus={shown(data.corpus)} and data.index_path_validation={path}"
         yield "evaluate.validation", f"false, as {given} hold no validation set"

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from zero.runtime.config.check import check, describe
 from zero.runtime.config.constraints import shown
 from zero.runtime.config.files import conf_directory, load_sizes
-from zero.runtime.config.schema import Optimizer
+from zero.runtime.config.schema import Optimizer, Tuning
 from zero.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,9 @@ FIXED_KEYS = (
     "data.train_samples",
     "data.index_path_train",
     "data.shuffle_shards",
+    "data.crop",
     *(f"optimizer.{field.name}" for field in dataclasses.fields(Optimizer) if field.name != "state_dtype"),
+    *(f"tuning.{field.name}" for field in dataclasses.fields(Tuning)),
 )
 
 

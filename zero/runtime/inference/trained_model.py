@@ -22,10 +22,10 @@ from zero.runtime.text.tokenizers import Tokenizer, load_tokenizer
 from zero.runtime.weights.checkpoint_weights import (
     UNSEEN_IN_CHECKPOINTS,
     check_unseen,
-    restore_weights,
     trained_size,
     weights_subtree,
 )
+from zero.runtime.weights.warm_start import weights_of_step
 from zero.training.sharded_gpt import ShardedGPT
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ def open_model(config: Config, size: GPTConfig, rows: int) -> TrainedModel:
     check_same_configuration(config, size)
     # One copy, over however many devices there are now, and whole rows.
     model = make_model(replace(config, zero=replace(config.zero, replicas=1, context_shards=1)), size)
+    model = replace(model, tuning=None)  # adapters are merged
     whole = model.layout.whole().bytes_per_device()
     if config.zero.replicate or (config.zero.replicate is None and 2 * whole <= startup.device_memory()):
         devices = min(rows, jax.device_count()) if hosts == 1 else jax.device_count()
@@ -77,7 +78,7 @@ def load_weights(run: Path, model: ShardedGPT, step: int | None, ema: bool = Fal
     with Checkpoints(directory, keep=None) as checkpoints:
         step = checkpoints.choose(step)
         origin, meta = f"{directory}, step {step}", checkpoints.meta(step)
-        weights = restore_weights(checkpoints, step, model, weights_subtree(origin, meta, ema))
+        weights = weights_of_step(checkpoints, step, model, weights_subtree(origin, meta, ema))
         check_unseen(origin, asdict(trained_size(origin, meta)), model.config, UNSEEN_IN_CHECKPOINTS)
     log.info("weights from step %d of %s", step, directory)
     return weights, step

@@ -85,25 +85,25 @@ def compile_step(request: Request) -> Row:
     sent: list[Collective] | None = None  # of a step that fits
     predicted: Prediction | None = None
     peaks: dict[str, int | None] = {"evaluation": None, "sampling": None}
-    sharded = job.model.sharded_layout
+    sharded, trained = job.model.base.sharded_layout, job.model.sharded_layout
     by_stage = memory(
         sharded.shapes(),
         job.tx,
         sharded.shards,
-        **job.model.layout_options,
+        **job.model.base.layout_options,
         compute_dtypes=[job.model.compute_dtype],
     ).rows[zero.stage]
     gradients = by_stage.gradients
-    if zero.stage >= 2:
-        held = sum(math.prod(leaf.shard_shape) for leaf in sharded.leaves)
+    if job.model.tuning is not None or zero.stage >= 2:
+        held = sum(math.prod(leaf.shard_shape) for leaf in trained.leaves)
         gradients = 0 if zero.fused_update else held * jnp.dtype(zero.gradient_dtype).itemsize
     is_estimate = isinstance(devices[0], formula.Gpu)
     if is_estimate:
         activations = formula.activation_bytes(job.model, request.size, request.micro_batch, config.data.max_context)
-        peak = state.bytes_per_device() + by_stage.gathered + gradients + activations
+        peak = _held_bytes(job) + by_stage.gathered + gradients + activations
         sent = formula.collectives_of(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr, len(devices))
-    elif state.bytes_per_device() > available:  # the step needs more than this, and is not compiled
-        peak = state.bytes_per_device()
+    elif _held_bytes(job) > available:  # the step needs more than this, and is not compiled
+        peak = _held_bytes(job)
     else:
         try:
             compiled = job.programs.step.lower(*arguments).compile(compiler_options(config, devices))
@@ -114,7 +114,7 @@ def compile_step(request: Request) -> Row:
             text = compiled.as_text()
             sent, predicted = collectives(text), predict(text, devices)
             if peak <= available:
-                peaks = _pause_peaks(request, job, state, devices)
+                peaks = _pause_peaks(request, job, devices)
     seconds = time.monotonic() - started
 
     parameters = sum(math.prod(leaf.shape) for leaf in sharded.leaves)
@@ -138,7 +138,7 @@ def compile_step(request: Request) -> Row:
         **{key: getattr(zero, key) for key in PLACEMENT_KEYS},
         "grid": list(job.model.axis.shape),
         "fits": sent is not None and max([peak, *filter(None, peaks.values())]) <= available,
-        "state_bytes": state.bytes_per_device(),
+        "state_bytes": _held_bytes(job),
         "state_bytes_per_parameter": _bytes_per_parameter(state, sharded),
         "gradient_bytes": gradients,
         "gathered_bytes": by_stage.gathered,
@@ -162,8 +162,14 @@ def _tokens(request: Request, job: Job) -> int:
     return axis.size // axis.row_group * request.rows * request.config.data.max_context
 
 
+def _held_bytes(job: Job) -> int:
+    """Bytes per device held between steps: the state, and frozen parameters."""
+    frozen = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(job.model.frozen_shapes()))
+    return job.layout.bytes_per_device() + frozen
+
+
 def _bytes_per_parameter(state: Layout, params: Layout) -> float:
-    """Bytes of the logical arrays, without padding and copies, per parameter."""
+    """Bytes of the logical arrays of the training state, without padding and copies, per parameter."""
     held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in state.leaves)
     return held / sum(math.prod(leaf.shape) for leaf in params.leaves)
 
@@ -177,7 +183,7 @@ def step_arguments(job: Job, rows: int, context: int) -> Any:
     """Shapes of the step's arguments on all devices, for `rows` sequences per device."""
     state = job.layout.shard_shapes()
     batch = jax.eval_shape(lambda: Batch(jnp.zeros((rows, context), jnp.int32), jnp.int32(0)))
-    return _on_devices((state, batch), job)
+    return _on_devices((state, batch, job.model.frozen_shapes()), job)
 
 
 def evaluation_arguments(job: Job, request: Request) -> Any:
@@ -207,13 +213,13 @@ def _peak(analysis: Any, platform: str) -> int:
     return held + analysis.temp_size_in_bytes
 
 
-def _pause_peaks(request: Request, job: Job, state: Layout, devices: list[Any]) -> dict[str, int | None]:
+def _pause_peaks(request: Request, job: Job, devices: list[Any]) -> dict[str, int | None]:
     """Peaks while a run evaluates and samples between two steps.
 
     These programs take only the weights, but the rest of the state stays in memory.
     """
     weights = jax.tree.leaves(job.model.weight_shapes())
-    rest = state.bytes_per_device() - sum(x.size * x.dtype.itemsize for x in weights)
+    rest = _held_bytes(job) - sum(x.size * x.dtype.itemsize for x in weights)
 
     def peak(program: Any, *arguments: Any) -> int:
         try:
@@ -249,12 +255,13 @@ def _traffic(sent: list[Collective] | None, devices: list[Any]) -> Row:
 def _operations(request: Request, job: Job, arguments: Any, sent: list[Collective], devices: list[Any]) -> Row:
     """Operations of a step, and a lower bound on its time from published peaks."""
     flops = matmul_flops(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr)
-    of_group = model_flops(request.size, request.rows, request.config.data.max_context)
+    frozen = job.model.tuning is not None
+    of_group = model_flops(request.size, request.rows, request.config.data.max_context, frozen=frozen)
     speed, bound = SPEEDS.get(devices[0].device_kind), None
     if speed is not None:
         total = sum(collective.sent for collective in sent)
         alone = sum(collective.sent for collective in sent if not collective.is_hidden)
-        held = 2 * job.layout.bytes_per_device()  # read and written once
+        held = 2 * _held_bytes(job)  # read and written once
         bound = max(flops / speed.flops + alone / speed.network, held / speed.memory, total / speed.network)
     return {"flops": flops, "model_flops": of_group // job.model.axis.row_group, "seconds_lower_bound": bound}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +13,13 @@ from zero.runtime import storage
 from zero.runtime.errors import UserError
 from zero.runtime.parsing import reading
 from zero.runtime.preparing import directory
+from zero.runtime.text.chat_template import CONFIG, TEMPLATE
 from zero.runtime.text.tokenizers import FileTokenizer, Tokenizer
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
-SPLITS = ("train", "validation")
+SPLITS = ("train", "validation")  # of every corpus
+ALL_SPLITS = (*SPLITS, "test")
 NO_HASH = 2**64  # higher than any hash
 
 
@@ -29,6 +31,8 @@ class Counts(NamedTuple):
     bytes: int = 0
     skipped: int = 0  # files of both splits
     lowest: int = NO_HASH  # of the documents' hashes
+    short: int = 0  # documents that were left out
+    duplicates: int = 0  # of both splits
 
     def plus(self, other: Counts) -> Counts:
         return Counts(
@@ -37,6 +41,8 @@ class Counts(NamedTuple):
             self.bytes + other.bytes,
             self.skipped + other.skipped,
             min(self.lowest, other.lowest),
+            self.short + other.short,
+            self.duplicates + other.duplicates,
         )
 
 
@@ -48,6 +54,11 @@ class UnitPosition(NamedTuple):
     counts: Counts = Counts()  # of the units before
 
 
+def splits_of(manifest: dict[str, Any]) -> tuple[str, ...]:
+    """The splits of a corpus."""
+    return tuple(split for split in ALL_SPLITS if split in SPLITS or split in manifest)
+
+
 def find_usable(place: str, arguments: dict[str, Any], source_state: str, overwrite: bool) -> dict[str, Any] | None:
     """The manifest of an earlier call with the same arguments, if all of its shards exist.
 
@@ -56,7 +67,7 @@ def find_usable(place: str, arguments: dict[str, Any], source_state: str, overwr
     if not storage.exists(storage.join(place, MANIFEST)):
         return None
     manifest = load(place)
-    shards = [shard["name"] for split in SPLITS for shard in manifest[split]["shards"]]
+    shards = [shard["name"] for split in splits_of(manifest) for shard in manifest[split]["shards"]]
     for key, value in arguments.items():
         if manifest.get(key) != value:
             if overwrite or not shards:
@@ -86,7 +97,7 @@ def _check_form(manifest: dict[str, Any]) -> None:
     """Raises one of `zero.runtime.parsing.MALFORMED` if a value is missing or of another type."""
     is_done = "unfinished" not in manifest
     expected: list[tuple[Any, type]] = [(manifest["tokenizer"], str)]
-    for split in SPLITS:
+    for split in splits_of(manifest):
         expected.append((manifest[split]["shards"], list))
         expected += [(shard["name"], str) for shard in manifest[split]["shards"]]
         expected += [(shard["rows"], int) for shard in manifest[split]["shards"]]
@@ -128,21 +139,26 @@ def begin(
     source_state: str,
     threshold: int,
     tokenizer: Tokenizer,
+    splits: Sequence[str],
 ) -> dict[str, Any]:
     """Removes an earlier corpus and writes a manifest without shards; hashes below `threshold` are for validation."""
     remove_corpus(place, indices)
     if isinstance(tokenizer, FileTokenizer):
         directory.write(storage.join(place, TOKENIZER), tokenizer.data)
-    manifest: dict[str, Any] = arguments | {split: {"shards": []} for split in SPLITS}
+        for name in (CONFIG, TEMPLATE):  # data.tokenizer is the copy, beside which sampling and export look for them
+            beside = storage.join(storage.parent(tokenizer.path), name)
+            if storage.exists(beside) and beside != storage.join(place, name):
+                directory.write(storage.join(place, name), directory.read(beside))
+    manifest: dict[str, Any] = arguments | {split: {"shards": []} for split in splits}
     manifest["unfinished"] = {"source_state": source_state, "threshold": threshold}
-    manifest["unfinished"] |= {split: UnitPosition() for split in SPLITS}
+    manifest["unfinished"] |= {split: UnitPosition() for split in splits}
     save(place, manifest)
     return manifest
 
 
-def finish(place: str, manifest: dict[str, Any], counts: tuple[Counts, Counts], has_ids: bool) -> None:
+def finish(place: str, manifest: dict[str, Any], counts: Sequence[Counts], has_ids: bool) -> None:
     del manifest["unfinished"]
-    for split, count in zip(SPLITS, counts, strict=True):
+    for split, count in zip(splits_of(manifest), counts, strict=True):
         manifest[split] = {
             "documents": count.documents,
             "tokens": count.tokens,
@@ -151,20 +167,23 @@ def finish(place: str, manifest: dict[str, Any], counts: tuple[Counts, Counts], 
             "shards": manifest[split]["shards"],
         }
     manifest["skipped"] = counts[0].skipped
+    manifest["short"] = sum(count.short for count in counts)
+    manifest["duplicates"] = counts[0].duplicates
     save(place, manifest)
 
 
 def remove_corpus(place: str, indices: dict[str, str]) -> None:
-    """Index files first: no index ever lists a shard that does not exist."""
+    """`indices` are those of all splits. Index files first: no index ever lists a shard that does not exist."""
     for index in indices.values():
         storage.remove(index)
-    for name in [MANIFEST, TOKENIZER, *shard_names(directory.file_names(place))]:
+    for name in [MANIFEST, TOKENIZER, CONFIG, TEMPLATE, *shard_names(directory.file_names(place))]:
         storage.remove(storage.join(place, name))
 
 
 def shard_names(names: Iterable[str]) -> set[str]:
     """The names that have the form of a shard's."""
-    return {name for name in names if re.fullmatch(r"(train|validation)-\d{5,}\.tar", name)}
+    splits = "|".join(ALL_SPLITS)
+    return {name for name in names if re.fullmatch(rf"({splits})-\d{{5,}}\.tar", name)}
 
 
 def index_text(index: str, place: str, split: str, summary: dict[str, Any]) -> bytes:

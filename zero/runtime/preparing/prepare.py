@@ -19,10 +19,12 @@ from zero.runtime import storage
 from zero.runtime.errors import UserError
 from zero.runtime.preparing import directory as directories
 from zero.runtime.preparing import manifest as manifests
-from zero.runtime.preparing.manifest import NO_HASH, SPLITS, TOKENIZER
+from zero.runtime.preparing.manifest import ALL_SPLITS, NO_HASH, SPLITS, TOKENIZER
+from zero.runtime.preparing.sources.changes import digests, repeated
 from zero.runtime.preparing.sources.completions import CompletionReader
 from zero.runtime.preparing.sources.source import Source
-from zero.runtime.preparing.writer import write_shards
+from zero.runtime.preparing.workers import map_in_order
+from zero.runtime.preparing.writer import useful_workers, write_shards
 from zero.runtime.text.chat_template import load_chat_template
 from zero.runtime.text.tokenizers import FileTokenizer, Tokenizer, train_tokenizer
 
@@ -50,6 +52,10 @@ class Corpus:
     train: SplitSummary
     validation: SplitSummary
     skipped: int  # files that are not UTF-8
+    short: int = 0  # documents that --minimum-tokens has left out
+    duplicates: int = 0  # documents that --deduplicate has left out
+    test_index: str | None = None
+    test: SplitSummary | None = None  # of a source that has one
 
 
 def prepare(
@@ -66,6 +72,11 @@ def prepare(
     rows_per_shard: int = 8192,
     key: str = "text",
     completions: bool = False,
+    splits: str | None = None,
+    minimum_tokens: int = 0,
+    normalise: str | None = None,
+    deduplicate: bool = False,
+    tokenizer_source: str | None = None,
     workers: int | None = None,
     overwrite: bool = False,
     progress: bool = True,
@@ -79,6 +90,7 @@ def prepare(
     After an interruption the next call with these arguments continues after the finished shards; a finished corpus is
     kept. At no time does an index list a shard that does not exist.
 
+    `tokenizer_source` is recorded: where the tokenizer comes from, such as hf:NAME@COMMIT. Its chat template is copied.
     The options are those of `zero-prepare --help`; `tokenizer` may also be a number of tokens, to train one of that
     size on the source and save it as `directory/name/tokenizer.json`. A few shards are held in memory.
 
@@ -87,9 +99,15 @@ def prepare(
     """
     _check(name, row_tokens, validation_fraction, rows_per_member, rows_per_shard, workers)
     template = load_chat_template(tokenizer.path) if completions and isinstance(tokenizer, FileTokenizer) else None
-    opened = Source(str(source), key, validation_fraction, CompletionReader(template) if completions else None)
-    if opened.is_one_text and one_document_per_row:
-        raise UserError(f"{source} is one document, and one_document_per_row expects several: a folder or JSON lines")
+    reader = CompletionReader(template) if completions else None
+    opened = Source(str(source), key, validation_fraction, reader, splits, normalise)
+    for option, is_given in (
+        ("one_document_per_row", one_document_per_row),
+        ("minimum_tokens", minimum_tokens),
+        ("deduplicate", deduplicate),
+    ):
+        if not opened.has_documents and is_given:
+            raise UserError(f"{source} is one long text, and {option} expects documents: a folder or JSON lines")
     arguments: dict[str, Any] = {
         "source": str(source),
         "source_files": opened.fingerprint,
@@ -103,18 +121,26 @@ def prepare(
         # Null, as in manifests of earlier versions, where nothing is recorded.
         "completions": completions or None,
         "chat_template": template and template.digest,
+        "splits": splits,
+        "minimum_tokens": minimum_tokens or None,
+        "normalise": normalise,
+        "deduplicate": deduplicate or None,
+        "tokenizer_source": tokenizer_source,
     }
     place = storage.join(directory, name)
-    indices = {split: storage.join(index_directory, f"{name}_{split}.index") for split in SPLITS}
+    indices = {split: storage.join(index_directory, f"{name}_{split}.index") for split in ALL_SPLITS}
     if storage.is_remote(indices["train"]) and not storage.is_remote(place):
         raise UserError(f"index_directory {index_directory}: an index in a bucket cannot list shards in {place}")
     hidden = None if progress else True  # None: hidden unless there is a terminal
     with directories.locked(place), tqdm(desc=name, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
         manifest = _prepare_locked(opened, place, indices, arguments, tokenizer, workers, overwrite, bar)
-    train, validation = (
-        SplitSummary(**(manifest[split] | {"shards": len(manifest[split]["shards"])})) for split in SPLITS
+    train, validation, *test = (
+        SplitSummary(**(manifest[split] | {"shards": len(manifest[split]["shards"])}))
+        for split in manifests.splits_of(manifest)
     )
-    return Corpus(place, indices["train"], indices["validation"], train, validation, manifest["skipped"])
+    left_out = (manifest.get(key, 0) for key in ("skipped", "short", "duplicates"))
+    of_test = (indices["test"], test[0]) if test else ()
+    return Corpus(place, indices["train"], indices["validation"], train, validation, *left_out, *of_test)
 
 
 def _check(
@@ -133,7 +159,7 @@ def _check(
             f"rows_per_member {rows_per_member}"
         )
     if not re.fullmatch(r"\w[\w.-]*", name):
-        raise UserError(f"name {name}: expected letters, digits, and . - _ between them")
+        raise UserError(f"name {name}: expected letters, digits, and . - _ between them; --name gives another one")
     if workers is not None and workers < 1:
         raise UserError(f"workers must be at least 1, not {workers}")
 
@@ -156,15 +182,19 @@ def _prepare_locked(
     if manifest is not None:
         manifest = manifests.find_usable(place, arguments, source.state, overwrite)
     threshold = int(arguments["validation_fraction"] * 2**64)
+    splits = ALL_SPLITS[: source.splits]
     if manifest is None:
-        manifest = manifests.begin(place, indices, arguments, source.state, threshold, tokenizer)
+        manifest = manifests.begin(place, indices, arguments, source.state, threshold, tokenizer, splits)
     directories.remove_temporary_files(place, "*")
     for index in indices.values():
         directories.remove_temporary_files(storage.parent(index), directories.base_name(index))
+    if "unfinished" in manifest and arguments["deduplicate"]:
+        _leave_out_duplicates(source, workers, bar)
     while "unfinished" in manifest:
-        train, validation = write_shards(source, place, manifest, tokenizer, workers, bar)
-        if train.documents and validation.documents:
-            manifests.finish(place, manifest, (train, validation), source.has_ids)
+        counts = write_shards(source, place, manifest, tokenizer, workers, bar)
+        train, validation = counts[: len(SPLITS)]
+        if all(count.documents for count in counts):
+            manifests.finish(place, manifest, counts, source.has_ids)
             break
         # With few documents one split may get none: then the document with the lowest hash is for validation.
         threshold = min(train.lowest, validation.lowest) + 1
@@ -174,11 +204,25 @@ def _prepare_locked(
             raise UserError(
                 f"{arguments['source']} holds {some if train.documents + validation.documents else 'no text'}"
             )
-        manifest = manifests.begin(place, indices, arguments, source.state, threshold, tokenizer)
+        manifest = manifests.begin(place, indices, arguments, source.state, threshold, tokenizer, splits)
     for split, index in indices.items():
-        if not storage.exists(index):
+        if split in manifest and not storage.exists(index):
             directories.write(index, manifests.index_text(index, place, split, manifest[split]))
     return manifest
+
+
+def _leave_out_duplicates(source: Source, workers: int | None, bar: tqdm) -> None:
+    """Reads the whole source once: what comes again in a later unit is known before anything is tokenized."""
+    bar.set_description("duplicates")
+    bar.reset(source.size)
+
+    def found() -> Iterator[list[bytes | None]]:
+        tasks = ((unit, ()) for unit in source.units())
+        for unit, one in map_in_order(tasks, digests, workers or useful_workers(source)):
+            yield one
+            bar.update(unit.size)
+
+    source.leave_out(repeated(found()))
 
 
 def _load_or_train_tokenizer(

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from zero.runtime.errors import UserError
-from zero.runtime.preparing.manifest import NO_HASH, SPLITS, Counts
+from zero.runtime.preparing.manifest import NO_HASH, Counts
+from zero.runtime.preparing.sources.changes import content_bytes
 from zero.runtime.preparing.sources.documents import Document, Unit
 from zero.runtime.text.tokenizers import Tokenizer
 
@@ -45,33 +46,39 @@ class UnitTokenizer:
     one_document_per_row: bool
     has_completions: bool
     threshold: int  # documents with a hash below it are for validation
+    minimum_tokens: int = 0  # of a document, its end of text included; shorter ones are left out
 
     def __call__(self, unit: Unit, wanted: tuple[bool, ...]) -> list[SplitTokens | None]:
-        counts = [Counts(), Counts()]
-        documents: list[list[Tokens]] = [[], []]
+        counts = [Counts() for _ in wanted]
+        documents: list[list[Tokens]] = [[] for _ in wanted]
         for document in unit.documents():
             if document is None:
                 counts = [count.plus(Counts(skipped=1)) for count in counts]
                 continue
-            text, split, ends = document.content, document.is_validation, document.ends
+            text, split, ends = document.content, document.split, document.ends
+            if document.is_duplicate:
+                counts = [count.plus(Counts(duplicates=1)) for count in counts]
             if not len(text):
                 continue
-            # JSON can hold lone surrogates, which strict UTF-8 refuses; nothing of a document should be lost.
-            data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text.tobytes()
+            data = content_bytes(text)
             value = NO_HASH
             if split is None:
                 # A hash of the text, not of the name, so that copies of a document are in one split.
                 value = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
                 split = value < self.threshold
             if wanted[split]:
-                documents[split].append(self._tokens(document))
-                tokens = len(documents[split][-1].ids)
-                counts[split] = counts[split].plus(Counts(int(ends), tokens, len(data), lowest=value))
-        return [self._join(documents[i], counts[i]) if wanted[i] else None for i in range(len(SPLITS))]
+                found = self._tokens(document)
+                if len(found.ids) < self.minimum_tokens:
+                    counts[split] = counts[split].plus(Counts(short=1))
+                    continue
+                documents[split].append(found)
+                counts[split] = counts[split].plus(Counts(int(ends), len(found.ids), len(data), lowest=value))
+        return [self._join(documents[i], counts[i]) if wanted[i] else None for i in range(len(wanted))]
 
     def _tokens(self, document: Document) -> Tokens:
         if document.completions is None:
-            return Tokens(self._ids(document.content, document.ends, document.name), None)
+            adds_end = document.ends and not document.is_complete
+            return Tokens(self._ids(document.content, adds_end, document.name), None)
         assert isinstance(document.content, str)
         end_of_text = self.tokenizer.end_of_text
         ids, ends = self.tokenizer.encode_with_ends(document.content, document.has_special)

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from zero.runtime import storage
 from zero.runtime.errors import UserError
 from zero.runtime.preparing import directory, manifest
-from zero.runtime.preparing.manifest import SPLITS, TOKENIZER
+from zero.runtime.preparing.manifest import TOKENIZER, splits_of
 from zero.runtime.text.tokenizers import Tokenizer
 
 
@@ -32,7 +32,8 @@ def verify(place: str, tokenizer: Tokenizer | None = None) -> list[str]:
     found = []
     if index:
         split = index.removesuffix(".index").rpartition("_")[2]
-        if split not in SPLITS or directory.read(index) != manifest.index_text(index, place, split, loaded[split]):
+        is_known = split in splits_of(loaded)
+        if not is_known or directory.read(index) != manifest.index_text(index, place, split, loaded[split]):
             found.append(f"{index} does not list the shards of {place} as its manifest does")
     found += _shard_differences(place, loaded)
     found += _tokenizer_differences(place, loaded["tokenizer"], tokenizer)
@@ -50,7 +51,7 @@ def _directory_of(index: str) -> str:
 
 def _shard_differences(place: str, loaded: dict[str, Any]) -> Iterator[str]:
     existing = directory.file_names(place)
-    listed = {shard["name"]: shard for split in SPLITS for shard in loaded[split]["shards"]}
+    listed = {shard["name"]: shard for split in splits_of(loaded) for shard in loaded[split]["shards"]}
     for name in sorted(manifest.shard_names(existing) - set(listed)):
         yield f"{storage.join(place, name)} is not in the manifest"
     for name, shard in tqdm(listed.items(), desc="verifying", unit="shard", disable=None, leave=False):

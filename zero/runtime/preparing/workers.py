@@ -7,28 +7,30 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from zero.runtime.errors import Unavailable
 from zero.runtime.hosts.signals import end_with_parent
 from zero.runtime.preparing.sources.documents import Unit
-from zero.runtime.preparing.tokenize_documents import SplitTokens, UnitTokenizer
+
+_Result = TypeVar("_Result")
 
 
 def map_in_order(
-    tasks: Iterable[tuple[Unit, tuple[bool, ...]]], tokenize: UnitTokenizer, workers: int
-) -> Iterator[tuple[Unit, list[SplitTokens | None]]]:
-    """Each unit and its tokens, in the order of the units."""
+    tasks: Iterable[tuple[Unit, tuple[bool, ...]]], work: Callable[[Unit, tuple[bool, ...]], _Result], workers: int
+) -> Iterator[tuple[Unit, _Result]]:
+    """Each unit and its result, such as its tokens, in the order of the units; `work` can be pickled."""
     if workers == 1:
         for unit, wanted in tasks:
-            yield unit, tokenize(unit, wanted)
+            yield unit, work(unit, wanted)
         return
     # Not forked: the caller may have threads, jax's among them.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (tokenize,))
-    ahead: deque[tuple[Unit, Future[list[SplitTokens | None]]]] = deque()
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (work,))
+    ahead: deque[tuple[Unit, Future[_Result]]] = deque()
     try:
         for unit, wanted in tasks:
             with _delayed_interrupts():
@@ -44,18 +46,18 @@ def map_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-_tokenize_in_worker: UnitTokenizer
+_work_here: Callable[[Unit, tuple[bool, ...]], Any]
 
 
-def _start_worker(tokenize: UnitTokenizer) -> None:
-    global _tokenize_in_worker
-    _tokenize_in_worker = tokenize
+def _start_worker(work: Callable[[Unit, tuple[bool, ...]], Any]) -> None:
+    global _work_here
+    _work_here = work
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     end_with_parent()
 
 
-def _work(unit: Unit, wanted: tuple[bool, ...]) -> list[SplitTokens | None]:
-    return _tokenize_in_worker(unit, wanted)
+def _work(unit: Unit, wanted: tuple[bool, ...]) -> Any:
+    return _work_here(unit, wanted)
 
 
 @contextmanager

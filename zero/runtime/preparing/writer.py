@@ -20,7 +20,7 @@ from tqdm import tqdm
 from zero.runtime import storage
 from zero.runtime.preparing import directory
 from zero.runtime.preparing import manifest as manifests
-from zero.runtime.preparing.manifest import SPLITS, Counts, UnitPosition
+from zero.runtime.preparing.manifest import Counts, UnitPosition
 from zero.runtime.preparing.sources.documents import Unit
 from zero.runtime.preparing.sources.source import Source
 from zero.runtime.preparing.tokenize_documents import SplitTokens, UnitTokenizer, padded_rows
@@ -40,16 +40,16 @@ def write_shards(
         manifest["one_document_per_row"],
         bool(manifest.get("completions")),
         manifest["unfinished"]["threshold"],
+        manifest.get("minimum_tokens") or 0,
     )
-    if workers is None:
-        # Bytes and ids need less time than it takes to send them to another process.
-        is_cheap = source.has_ids or isinstance(tokenizer, ByteTokenizer)
-        useful = 1 if is_cheap else (source.size or 1 << 62) // _BYTES_PER_WORKER
-        workers = max(1, min(os.cpu_count() or 1, useful))
+    # Bytes and ids need less time than it takes to send them to another process.
+    is_cheap = source.has_ids or isinstance(tokenizer, ByteTokenizer)
+    workers = workers or (1 if is_cheap else useful_workers(source))
     bar.set_description(directory.base_name(place))
     bar.reset(source.size)
     with _ShardPublisher(place, manifest) as publisher:
-        writers = [_SplitWriter(split, manifest, tokenizer, publisher) for split in SPLITS]
+        splits = manifests.splits_of(manifest)
+        writers = [_SplitWriter(split, manifest, tokenizer, publisher) for split in splits]
 
         def tasks() -> Iterator[tuple[Unit, tuple[bool, ...]]]:
             for number, unit in enumerate(source.units()):
@@ -69,6 +69,11 @@ def write_shards(
         for writer in writers:
             writer.close(number)
     return [writer.counts for writer in writers]
+
+
+def useful_workers(source: Source) -> int:
+    """One process per core, fewer for a small source."""
+    return max(1, min(os.cpu_count() or 1, (source.size or 1 << 62) // _BYTES_PER_WORKER))
 
 
 class _ShardPublisher:
@@ -101,7 +106,8 @@ class _ShardPublisher:
         shards.append({"name": name, "rows": rows, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()})
         self._manifest["unfinished"][split] = position
         # After each hundredth of the shards: the time to save after each shard would grow with their square.
-        count = sum(len(self._manifest[split]["shards"]) for split in SPLITS)
+        splits = manifests.splits_of(self._manifest)
+        count = sum(len(self._manifest[split]["shards"]) for split in splits)
         if count >= 1.01 * self._recorded:
             manifests.save(self._place, self._manifest)
             self._recorded = count

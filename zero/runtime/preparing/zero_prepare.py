@@ -1,10 +1,14 @@
 """Text to token shards and index files: zero-prepare <source> [options]
 
 A source is
-  a folder            of text and source files, of JSON lines, or of TFRecords of token ids; the suffixes decide
-  a .jsonl file       of objects with a "text" (--key for another one), also as .jsonl.gz or .jsonl.zst;
+  a folder or glob    of text and source files, or of the formats below; the suffixes decide; here or gs://
+  .jsonl, .json.gz    JSON lines: objects with a "text" (--key for another one), also as .gz, .xz or .zst;
                       with --completions of "prompt" and "completion", or of chat "messages"
-  a .tfrecord file    of token ids that --tokenizer made
+  .parquet, .arrow    tables, whose rows are such objects
+  .tar, .tar.gz       samples of webdataset: .txt, .json, or token ids in a .pth of torch.save
+  .tfrecord           token ids that --tokenizer made, as in the next two
+  .bin, .npy          an array of token ids, nanoGPT's and llm.c's too: its last part is for validation
+  .bin with .idx      documents of Megatron-LM
   any other file      one text: its last part is for validation
   hf:name             a dataset of the Hugging Face hub, streamed: hf:name, hf:name:config, hf:name:config:split
   stdlib              the standard library of the running Python
@@ -21,10 +25,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from zero.runtime.errors import exit_on_error
+from zero.runtime.preparing.hub_tokenizer import hub_tokenizer, is_hub
+from zero.runtime.preparing.peek import peek
 from zero.runtime.preparing.prepare import prepare
 from zero.runtime.preparing.prepare_if_missing import DIRECTORY, INDEX_DIRECTORY
+from zero.runtime.preparing.sources.changes import FORMS
 from zero.runtime.preparing.verify import verify
-from zero.runtime.text.tokenizers import load_tokenizer
+from zero.runtime.text.tokenizers import Tokenizer, load_tokenizer
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,7 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = vars(_parser().parse_args(arguments))
     try:
         with exit_on_error():
-            (_verify if options.pop("verify") else _prepare)(**options)
+            is_verify, rows = options.pop("verify"), options.pop("peek")
+            if rows is not None:
+                _peek(rows, **options)
+            else:
+                (_verify if is_verify else _prepare)(**options)
     except KeyboardInterrupt:
         sys.exit("stopped; the same call continues")
 
@@ -55,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("source", help="what to prepare, or with --verify, what to check")
     parser.add_argument("--name", help="of the corpus; default: the last part of the source")
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--tokenizer", help='"bytes" (the default), or a file of the tokenizers library (.json)')
+    kind.add_argument(
+        "--tokenizer", help='"bytes" (the default), a file of the tokenizers library (.json), or hf:NAME@REVISION'
+    )
     kind.add_argument("--train-tokenizer", type=int, metavar="TOKENS", help="train one of that size on the source")
     parser.add_argument(
         "--row-tokens", type=int, default=1024, help="tokens per row, the longest context to train with (1024)"
@@ -66,6 +79,16 @@ def _parser() -> argparse.ArgumentParser:
         help="pad the rows of each document, instead of joining documents",
     )
     parser.add_argument("--validation-fraction", type=float, default=0.05, help="of the documents (0.05)")
+    parser.add_argument(
+        "--splits",
+        help="official: files or splits of a dataset named train, validation and test; or the bytes of the parts of "
+        "one text, such as 90000000,5000000,5000000",
+    )
+    parser.add_argument(
+        "--minimum-tokens", type=int, default=0, help="of a document, its end of text included; others are left out"
+    )
+    parser.add_argument("--normalise", choices=sorted(FORMS), help="Unicode normalisation of all text")
+    parser.add_argument("--deduplicate", action="store_true", help="leave out documents equal to an earlier one")
     parser.add_argument("--rows-per-member", type=int, default=256, help="rows in one array of a shard (256)")
     parser.add_argument("--rows-per-shard", type=int, default=8192, help="rows in a shard (8192)")
     parser.add_argument("--key", default="text", help='of the text in an object or of the ids in a TFRecord ("text")')
@@ -82,6 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--workers", type=int, help="processes; default: one per core; the result is the same")
     parser.add_argument("--overwrite", action="store_true", help="replace a corpus that was made with other options")
+    parser.add_argument(
+        "--peek", type=int, metavar="ROWS", help="print the first rows of an index file, as text, and what they hold"
+    )
     parser.add_argument(
         "--verify", action="store_true", help="compare a corpus, or one of its index files, with its manifest"
     )
@@ -100,20 +126,44 @@ def _prepare(
     if name is None:
         path = Path(source.removeprefix("hf:").partition(":")[0]).resolve()
         name = path.name if path.is_dir() else path.name.partition(".")[0]
+    used: Tokenizer | int
+    tokenizer_source = None
+    if tokenizer is not None and is_hub(tokenizer):
+        used, tokenizer_source = hub_tokenizer(tokenizer)
+        print(f"tokenizer {tokenizer} is {tokenizer_source}")
+    else:
+        used = train_tokenizer or load_tokenizer(tokenizer or "bytes")
     corpus = prepare(
         source,
         name,
-        tokenizer=train_tokenizer or load_tokenizer(tokenizer or "bytes"),
+        tokenizer=used,
+        tokenizer_source=tokenizer_source,
         row_tokens=row_tokens,
         **options,  # type: ignore[arg-type]
     )
-    for index, split in ((corpus.train_index, corpus.train), (corpus.validation_index, corpus.validation)):
+    for index, split in (
+        (corpus.train_index, corpus.train),
+        (corpus.validation_index, corpus.validation),
+        (corpus.test_index, corpus.test),
+    ):
+        if split is None:
+            continue
         print(
             f"{index}: {split.documents} documents, {split.tokens} tokens, {split.rows} rows of {row_tokens}, "
             f"{split.shards} shards"
         )
     if corpus.skipped:
         print(f"{corpus.skipped} files were left out because they are not UTF-8")
+    if corpus.short:
+        print(f"{corpus.short} documents were left out because they have fewer tokens than --minimum-tokens")
+    if corpus.duplicates:
+        print(f"{corpus.duplicates} documents were left out because they equal an earlier one")
+
+
+def _peek(rows: int, source: str, tokenizer: str | None, **_: object) -> None:
+    """Prints the first rows of an index file."""
+    for line in peek(source, rows, load_tokenizer(tokenizer) if tokenizer else None):
+        print(line)
 
 
 def _verify(source: str, tokenizer: str | None, **_: object) -> None:

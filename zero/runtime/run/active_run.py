@@ -34,6 +34,7 @@ from zero.runtime.inference.trained_model import TrainedModel
 from zero.runtime.planning.predict import predict
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.restore import TrainingPosition
+from zero.runtime.run.statistics import StatisticsRecorder
 from zero.runtime.run.step_metrics import StepMetrics, peak_memory
 from zero.runtime.run.verification import Verifier
 from zero.runtime.run_directory import mirror
@@ -77,7 +78,7 @@ class ActiveRun:
     layout: Layout
     context: SequenceLengths
     loader: AnyLoader
-    validation: Loader | None
+    validation: dict[str, Loader]  # by the names of the sets; a set without a name is ""
     checkpoints: Checkpoints
     emergency: EmergencyCheckpoints | None
     tracker: Tracker | None  # of host 0
@@ -88,7 +89,9 @@ class ActiveRun:
     metrics: StepMetrics
     profiler: Profiler
     verifier: Verifier
+    statistics: StatisticsRecorder
     state: TrainState
+    frozen: PyTree  # parameters that are not trained
     position: TrainingPosition
     last_step: int  # of the schedule, or of the data if that ends earlier
     in_flight: int  # steps that may be dispatched before the host waits for their metrics
@@ -106,12 +109,12 @@ class ActiveRun:
     @property
     def weights(self) -> PyTree:
         """The part of the state that inference needs."""
-        return self.model.weights(self.state.params, self.state.averages)
+        return self.model.weights(self.state.params, self.state.averages, self.frozen)
 
     @property
     def has_evaluation(self) -> bool:
         """Whether an evaluation computes anything."""
-        return self.validation is not None or self.config.training.harness_frequency is not None
+        return bool(self.validation) or self.config.training.harness_frequency is not None
 
     def batches(self) -> Generator[tuple[int, HostBatch]]:
         """Each step with this host's rows, to the last step or until a stop request comes during a wait for data."""
@@ -130,8 +133,10 @@ class ActiveRun:
         sequences = self.context.cut(batch.tokens, step - 1)  # rows, or pieces of them
         per_device, length = split_batch(sequences, jax.process_index(), self.axis.row_group), sequences.shape[1]
         self.profiler.before(step)
+        if self.statistics.is_due(step):
+            self.statistics.before(self.model.weights(self.state.params, self.state.averages))
         if length in self._steps:
-            self.state, metrics = self._steps[length](self.state, per_device)
+            self.state, metrics = self._steps[length](self.state, per_device, self.frozen)
             is_waited_for = self.profiler.is_last(step)
             leave = 0 if is_waited_for else self.in_flight
             self.metrics.add(metrics, leave, self._flops[length], self._predicted[length])
@@ -140,6 +145,9 @@ class ActiveRun:
         if self.profiler.is_last(step):
             with self.goodput.phase("evaluation"):
                 self.profiler.stop()
+        if self.statistics.is_due(step):
+            with self.goodput.phase("evaluation"):
+                self.statistics.after(self.state, per_device, self.frozen)
         if self.verifier.is_due(step):
             with self.goodput.phase("evaluation"):
                 self.verifier.check(step, self.weights, per_device.tokens)
@@ -152,17 +160,19 @@ class ActiveRun:
         """Compiles and runs the first step of this sequence length; waits for it, and times it separately."""
         began = time.monotonic()
         with CacheHits().counting() as cache_hits:
-            program = self.programs.step
+            program, arguments = self.programs.step, (self.state, per_device, self.frozen)
             if jax.process_count() == 1:
-                program = compile_unless_stopped(self.stop_requests, program, self.state, per_device)
+                program = compile_unless_stopped(self.stop_requests, program, *arguments)
                 if program is None:
                     return False
-            self.state, metrics = program(self.state, per_device)
+            self.state, metrics = program(*arguments)
             self.metrics.add(metrics, leave=0)
         seconds, age = time.monotonic() - began, process_age()
         self.metrics.leave_untimed(**({} if self._steps else {"seconds_to_first_step": age}))
         self._steps[length] = program
-        self._flops[length] = model_flops(self.size, per_device.tokens.shape[1], length) // self.axis.row_group
+        frozen = self.model.tuning is not None
+        flops = model_flops(self.size, per_device.tokens.shape[1], length, frozen=frozen)
+        self._flops[length] = flops // self.axis.row_group
         self._predicted[length] = self._predict(program, length)
         log.info(
             "first step with sequences of %d tokens: %.1f s after the start; it took %.1f s and was %s",
@@ -200,6 +210,7 @@ class ActiveRun:
         every = self.config.data.save_every
         is_save |= is_evaluation if every is None else step % every == 0 or step == self.last_step
         is_log = is_evaluation or is_save or is_protect or is_stop or step % training.log_frequency == 0
+        is_log |= self.statistics.is_due(step)
         return Due(is_log, is_evaluation, is_save, is_protect, is_stop)
 
     def poll(self) -> tuple[bool, bool]:
@@ -229,9 +240,12 @@ class ActiveRun:
             "tokens_seen": position.step * position.global_rows * row_tokens,
             "samples_checksum": position.samples_checksum,
             **peak_memory(),
+            **self.statistics.read(),
         }
         for corpus, rows_seen in self.loader.rows_seen(position.cursor["batches"]).items():
             line[f"tokens_seen/{corpus}"] = rows_seen * row_tokens
+        for corpus, epochs in self.loader.epochs_seen(position.cursor["batches"]).items():
+            line[f"epochs/{corpus}"] = epochs
         if self.config.data.max_skipped_rows:
             line["skipped_rows"] = position.skipped_rows
         check_limits(self.config, line, self.metrics.skipped_in_a_row)

@@ -33,6 +33,7 @@ class TrainingPosition:
     skipped_rows: int = 0
     samples_checksum: int = 0
     unevaluated: dict[str, Any] | None = None  # metrics of this step, if a signal came before its evaluation
+    base: dict[str, Any] | None = None  # the weights that adapters are for: their place and checksum
 
 
 def restore(

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from zero.models.config import GPTConfig
+from zero.partition.layout import PyTree
 from zero.partition.memory import memory
 from zero.runtime import run_directory as run_files
 from zero.runtime import storage
@@ -36,10 +37,11 @@ from zero.runtime.preparing.prepare_if_missing import prepare_if_missing
 from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.restore import TrainingPosition, restore
+from zero.runtime.run.statistics import StatisticsRecorder
 from zero.runtime.run.step_metrics import StepMetrics
 from zero.runtime.run.verification import Verifier
 from zero.runtime.streaming.cache import ShardCache
-from zero.runtime.streaming.index_files import index_paths
+from zero.runtime.streaming.index_files import index_paths, named_sets
 from zero.runtime.streaming.loader import Loader
 from zero.runtime.streaming.synthetic import SYNTHETIC, AnyLoader, SyntheticLoader
 from zero.runtime.text.tokenizers import Tokenizer, load_tokenizer
@@ -47,10 +49,12 @@ from zero.runtime.tracking.goodput import Goodput
 from zero.runtime.tracking.html_report import EVALUATED
 from zero.runtime.tracking.metrics_file import read_metrics
 from zero.runtime.tracking.tracker import Tracker
-from zero.runtime.weights.warm_start import warm_start
+from zero.runtime.weights.peft_folder import read_peft
+from zero.runtime.weights.warm_start import base_checksum, check_base, warm_start
 from zero.training.parts import TrainState
 from zero.training.programs import make_inference
 from zero.training.schedules import SequenceLengths
+from zero.training.sharded_gpt import ShardedGPT
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +108,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             log.info("nothing left to do: the run is at step %d of %d", position.step, last_step)
             yield None
             return
+        frozen = load_base(config, model, position) if model.tuning is not None else {}
         if state is None:
             state = _new_state(config, job)
         tracker, goodput = None, Goodput(startup.process_age())
@@ -149,7 +154,9 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             metrics=StepMetrics(position.global_rows * config.data.max_context, count, peak, goodput),
             profiler=profiler,
             verifier=Verifier(job.programs.verify, job.model.axis, config.training.verify_every),
+            statistics=StatisticsRecorder(job.programs, config.training.statistics),
             state=state,
+            frozen=frozen,
             position=position,
             last_step=last_step,
             in_flight=in_flight,
@@ -270,16 +277,17 @@ def _prepare_corpus(config: Config, tokenizer: Tokenizer) -> Config:
     data, is_first = config.data, jax.process_index() == 0
     if data.corpus in SYNTHETIC:
         return config
-    keys = [key for key in ("index_path_train", "index_path_validation") if getattr(data, key) is not None]
-    indices = [index_paths(getattr(data, key), data.bucket_path) for key in keys]
-    paths = [path for index in indices for path in ([index] if isinstance(index, str) else index)]
+    indices: dict[str, Any] = {"index_path_train": index_paths(data.index_path_train, data.bucket_path)}
+    sets = named_sets(data.index_path_validation, data.bucket_path)
+    indices |= {"index_path_validation": sets[""]} if "" in sets else {f"validation set {x}": sets[x] for x in sets}
+    paths = [path for index in indices.values() for path in ([index] if isinstance(index, str) else index)]
     for is_turn in (is_first, not is_first):  # hosts that share a disk find the corpus of the first one
         if is_turn and data.corpus:
             used = prepare_if_missing(data.corpus, paths, tokenizer, data.max_context)
             if used:
                 log.info("data.corpus=%s has shorter rows: %s in place of it", data.corpus, ", ".join(used.values()))
                 new: dict[str, Any] = {
-                    key: used[path] for key, path in zip(keys, indices, strict=True) if isinstance(path, str)
+                    key: used[path] for key, path in indices.items() if isinstance(path, str) and hasattr(data, key)
                 }
                 config = replace(config, data=replace(data, **new))
         agreement.wait_for_all()
@@ -325,8 +333,8 @@ def staged_context(config: Config) -> SequenceLengths:
 
 def _loaders(
     config: Config, size: GPTConfig, tokenizer: Tokenizer, global_rows: int
-) -> tuple[AnyLoader, Loader | None]:
-    """The loaders of the training and of the validation set, if there is one.
+) -> tuple[AnyLoader, dict[str, Loader]]:
+    """The loaders of the training set and of each validation set.
 
     Raises:
       UserError: the data does not fit the configuration.
@@ -335,7 +343,7 @@ def _loaders(
     host, hosts = jax.process_index(), jax.process_count()
     if data.corpus is not None and data.corpus in SYNTHETIC:
         rows = (global_rows, data.max_context, size.vocab_size, config.seed)
-        return SyntheticLoader(data.corpus, *rows, host, hosts), None
+        return SyntheticLoader(data.corpus, *rows, host, hosts), {}
     cache = ShardCache(Path(data.cache_directory), data.cache_bytes) if data.cache_directory else None
     only_completions = config.training.loss_on == "completion"
     training = Loader(
@@ -352,11 +360,13 @@ def _loaders(
         skip_bad=data.max_skipped_rows > 0,
         cache=cache,
         only_completions=only_completions,
+        crop=data.crop,
     )
-    validation = None
-    if config.has_validation_set and config.training.maximum_evaluation_steps:
-        validation = Loader(
-            index_paths(data.index_path_validation, data.bucket_path),
+    validation: dict[str, Loader] = {}
+    is_validated = config.has_validation_set and config.training.maximum_evaluation_steps
+    for name, index in named_sets(data.index_path_validation, data.bucket_path).items() if is_validated else ():
+        validation[name] = Loader(
+            index,
             global_rows=global_rows,
             context=data.max_context,
             vocab_size=size.vocab_size,
@@ -366,9 +376,10 @@ def _loaders(
             hosts=hosts,
             cache=cache,
             only_completions=only_completions,
+            crop="first" if data.crop == "first" else "all",  # not at random: evaluations are compared
         )
     if data.isolate_documents:
-        corpora = [*training.corpora, *(validation.corpora if validation is not None else ())]
+        corpora = [corpus for loader in (training, *validation.values()) for corpus in loader.corpora]
         check_end_of_text([shard.path for corpus in corpora for shard, _ in corpus.shards], tokenizer)
     return training, validation
 
@@ -404,10 +415,26 @@ def _line_of(run_directory: Path, step: int) -> dict[str, Any] | None:
 def _new_state(config: Config, job: Job) -> TrainState:
     """The state of a fresh start, made on the devices, in shards; its weights are random or those of a warm start."""
     programs = job.programs
-    if config.model.warm_start:
+    if config.tuning.adapter is not None:
+        return programs.start(read_peft(Path(config.tuning.adapter), job.model))
+    if config.model.warm_start and job.model.tuning is None:
         return programs.start(warm_start(str(config.model.model_path), job.model, ema=config.model.ema))
     key = np.asarray(jax.random.key_data(jax.random.key(config.seed)))
     return programs.start(programs.init(np.stack([key] * jax.local_device_count())))
+
+
+def load_base(config: Config, model: ShardedGPT, position: TrainingPosition) -> PyTree:
+    """The frozen weights of a run, whose checksum enters its checkpoints.
+
+    Raises:
+      UserError: they are not those of the run before.
+    """
+    place, ema = str(config.model.model_path), config.model.ema if position.base is None else position.base["ema"]
+    frozen = warm_start(place, model.base, ema=ema)
+    checksum = base_checksum(frozen, model)
+    check_base(place, checksum, position.base)
+    position.base = {"place": place, "ema": ema, "checksum": checksum}
+    return frozen
 
 
 def _write_run_files(run_directory: Path, config: Config, job: Job, forked_at: int | None) -> None:
@@ -422,8 +449,10 @@ def _write_run_files(run_directory: Path, config: Config, job: Job, forked_at: i
     if config.training.ema is not None:  # counted as optimizer state
         tx = optax.GradientTransformation(lambda params, init=tx.init: (init(params), params), tx.update)
     table = memory(shapes, tx, shards, compute_dtypes=[model.compute_dtype], **model.layout_options)
+    frozen = "" if model.tuning is None else f"frozen: {model.base.layout}\n\n"
     (run_directory / run_files.LAYOUT_FILE).write_text(
-        f"{model.layout}\n\nbytes per device without activations; this run is at stage {model.stage}\n{table}\n"
+        f"{model.layout}\n\n{frozen}bytes per device without activations, of parameters that are trained; this run is "
+        f"at stage {model.stage}\n{table}\n"
     )
 
 

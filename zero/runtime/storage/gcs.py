@@ -53,6 +53,11 @@ def stat(url: str | Path) -> ObjectStat:
 
 
 def list_files(directory: str | Path) -> list[str]:
+    return sorted(list_stats(directory))
+
+
+def list_stats(directory: str | Path) -> dict[str, ObjectStat]:
+    """All objects below a directory, by URL."""
     bucket, name = split(directory)
     prefix = name.rstrip("/") + "/" if name.rstrip("/") else ""
     try:
@@ -60,7 +65,7 @@ def list_files(directory: str | Path) -> list[str]:
             blobs = list(client(os.getpid()).list_blobs(bucket, prefix=prefix, timeout=TIMEOUT, retry=_retry()))
     except FileNotFoundError:
         raise NoSuchBucket(f"{directory}: no such bucket") from None
-    return sorted(f"{SCHEME}{bucket}/{blob.name}" for blob in blobs)
+    return {f"{SCHEME}{bucket}/{blob.name}": ObjectStat(blob.size, blob.generation, blob.crc32c) for blob in blobs}
 
 
 def move(directory: str | Path, target: str | Path) -> None:

@@ -15,7 +15,7 @@ A position is one number, and any position is found in the same time (reasons: d
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -103,7 +103,7 @@ class Mixture:
         left, weight = row + np.arange(1 + count), Fraction(1)
         counts = []
         for own in self.weights[:-1]:
-            share = own / weight
+            share = own / weight if own else own  # no weight is left after the last corpus that has one
             step, whole = share.numerator * self.streams, share.denominator * self.streams
             first = int(left[0])  # exact, however large: Python's integers
             taken, rest = divmod(first * step + stream * share.denominator, whole)
@@ -112,9 +112,55 @@ class Mixture:
         return np.stack([*counts, left])
 
 
-def exact_weights(weights: list[float]) -> tuple[Fraction, ...]:
+@dataclass(frozen=True)
+class StagedMixture:
+    """Mixtures one after the other: the first row of a stream that each determines, from 0 on, and its weights."""
+
+    stages: tuple[tuple[int, Mixture], ...]
+
+    def counts(self, stream: int, row: int, count: int = 0) -> np.ndarray:
+        """As `Mixture.counts`; each stage counts on from where the one before ended.
+
+        >>> half, first = Mixture(exact_weights([1, 1]), 1), Mixture(exact_weights([1, 0]), 1)
+        >>> StagedMixture(((0, half), (4, first))).counts(0, 2, 5).tolist()
+        [[1, 1, 2, 3, 4, 5], [1, 2, 2, 2, 2, 2]]
+        """
+        total: np.ndarray | None = None
+        ends = [first for first, _ in self.stages[1:]] + [row + count]
+        for (first, mixture), end in zip(self.stages, ends, strict=True):
+            start, stop = (min(max(one, first), max(end, first)) - first for one in (row, row + count))
+            before = min(max(first - row, 0), count)
+            after = count - before - (stop - start)
+            part = np.pad(mixture.counts(stream, start, stop - start), ((0, 0), (before, after)), mode="edge")
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+
+Weight = float | Sequence[Sequence[float]]  # of a corpus: a number, or [[step, weight], ...] with steps from 0 on
+
+
+def weight_stages(weights: Iterable[Weight]) -> list[tuple[int, list[float]]]:
+    """The steps from which other weights hold, and the weight of each corpus from then on.
+
+    >>> weight_stages([0.7, [[0, 0.3], [500, 1]]])
+    [(0, [0.7, 0.3]), (500, [0.7, 1])]
+    """
+    curves: list[list[tuple[int, float]]] = [
+        [(0, weight)] if isinstance(weight, int | float) else [(int(step), one) for step, one in weight]
+        for weight in weights
+    ]
+    for curve in curves:
+        lowest = min(weight for _, weight in curve)
+        if lowest < 0 or not any(weight for _, weight in curve):
+            raise UserError(f"the weights of a mixture must be positive, not {lowest}")
+    steps = sorted({step for curve in curves for step, _ in curve})
+    return [(step, [[weight for first, weight in curve if first <= step][-1] for curve in curves]) for step in steps]
+
+
+def exact_weights(weights: Sequence[float]) -> tuple[Fraction, ...]:
     """The weights, to a millionth as they are written in decimal, divided by their sum."""
     exact = [Fraction(str(weight)).limit_denominator(10**6) for weight in weights]
-    if min(exact) <= 0:
-        raise UserError(f"the weights of a mixture must be positive, not {min(weights)}")
+    if not sum(exact):
+        raise UserError("the weights of a mixture must be positive, one of them at least at each step")
     return tuple(weight / sum(exact) for weight in exact)

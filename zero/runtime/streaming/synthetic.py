@@ -67,6 +67,10 @@ class SyntheticLoader:
         """The rows of each corpus of a mixture: there is none."""
         return {}
 
+    def epochs_seen(self, batches: int) -> dict[str, float]:
+        """Passes over each corpus of a mixture: there is none."""
+        return {}
+
     def batches(self, cursor: dict[str, int] | None = None) -> Generator[HostBatch, None, None]:
         """Batches from the beginning, or from just after the one that `cursor` came with.
 

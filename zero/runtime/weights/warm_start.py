@@ -1,15 +1,29 @@
-"""Starts training from the weights of a run or of a Hugging Face folder, also of a model with fewer layers."""
+"""Starts training from the weights of a run or of a Hugging Face folder, also of a model with fewer layers.
+
+The weights of a run that trained adapters are those of its base, with the adapters merged.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from zero.partition.checksums import checksums
 from zero.partition.global_arrays import from_global
 from zero.partition.layout import PyTree
+from zero.partition.pmapped import pmap
+from zero.runtime.checkpoints.damage import DamagedCheckpoint
+from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 from zero.runtime.weights.checkpoint_weights import (
     check_unseen,
@@ -23,6 +37,7 @@ from zero.runtime.weights.hf_folder import CONFIG_FILE, HuggingFaceFolder
 from zero.runtime.weights.hub import PREFIX, hub_folder
 from zero.training.programs import repeat_layers
 from zero.training.sharded_gpt import ShardedGPT
+from zero.training.tuning import Tuning, make_tuning, merge_shards
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +72,7 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
             size, within = dataclasses.asdict(trained_size(origin, meta)), weights_subtree(origin, meta, ema)
 
             def read(model: ShardedGPT) -> PyTree:
-                return restore_weights(checkpoints, step, model, within)
+                return weights_of_step(checkpoints, step, model, within)
 
         check_unseen(origin, size, model.config)
         differ = len(model.config.windows) > 1 or model.config.experts_every > 1 or model.config.unrotated_every
@@ -71,6 +86,63 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
         log.info("grown from %d layers to %d, which repeat layers %s", size["N"], model.config.N, order)
         params = repeat_layers(params, order, model.axis)
     return params
+
+
+def weights_of_step(checkpoints: Checkpoints, step: int, model: ShardedGPT, within: str) -> PyTree:
+    """Weights in shards for a pmap from a checkpoint; adapters are merged into the base that they were trained for.
+
+    Raises as `restore_weights`, and:
+      UserError: the base is not at its place, or has changed.
+    """
+    meta = checkpoints.meta(step)
+    tuning = saved_tuning(meta)
+    if tuning is None:
+        return restore_weights(checkpoints, step, model, within)
+    tuned, saved = dataclasses.replace(model, tuning=tuning), saved_base(f"{checkpoints.directory}, step {step}", meta)
+    frozen = warm_start(saved["place"], tuned.base, ema=saved["ema"])
+    check_base(saved["place"], base_checksum(frozen, tuned), saved)
+    adapters = restore_weights(checkpoints, step, tuned, within)
+    scale, dtypes = tuning.adapters.scale, model.layout.map(lambda leaf: leaf.dtype)
+    merge = partial(merge_shards, layout=model.layout, low=tuned.layout, axis=model.axis, scale=scale)
+
+    def merged(frozen: PyTree, adapters: PyTree) -> PyTree:
+        both = merge(jax.tree.map(lambda x: x.astype(jnp.float32), frozen), adapters)
+        return jax.tree.map(lambda x, dtype: x.astype(dtype), both, dtypes)
+
+    return pmap(merged, model.axis.name, donate_argnums=0)(frozen, adapters)
+
+
+def saved_tuning(meta: Mapping[str, Any]) -> Tuning | None:
+    """What the run of a checkpoint trained, from its metadata; None for all parameters."""
+    keys = meta["config"].get("tuning")  # absent in runs of earlier versions
+    return None if keys is None else make_tuning(keys)
+
+
+def saved_base(origin: str, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The base of the adapters of a checkpoint: its `place`, whether its `ema` was taken, and its `checksum`.
+
+    Raises:
+      DamagedCheckpoint: the metadata name none; `origin` begins the message.
+    """
+    base = meta.get("base")
+    if not isinstance(base, dict) or base.keys() != {"place", "ema", "checksum"}:
+        raise DamagedCheckpoint(f"{origin}: its metadata name no base for its adapters")
+    return base
+
+
+def base_checksum(frozen: PyTree, model: ShardedGPT) -> int:
+    """A checksum of the frozen parameters as they are held, the same for any number of devices."""
+    sums = checksums(frozen, model.base.layout, model.axis)
+    return zlib.crc32(json.dumps(sums, sort_keys=True).encode())
+
+
+def check_base(place: str, checksum: int, saved: Mapping[str, Any] | None) -> None:
+    """Raises UserError if the weights at `place` are not those that adapters were trained for."""
+    if saved is not None and saved["checksum"] != checksum:
+        raise UserError(
+            f"model.model_path={place}: the adapters were trained for other weights, those of {saved['place']} with "
+            f"checksum {saved['checksum']:08x}; these have {checksum:08x}"
+        )
 
 
 def repeated_layers(layers: int, deeper: int, origin: str) -> list[int]:

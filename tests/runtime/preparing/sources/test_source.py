@@ -58,10 +58,10 @@ def test_a_lone_text(tmp_path_factory: pytest.TempPathFactory, text: str, unit: 
         patch.setattr(documents, "UNIT_BYTES", unit)
         assert "".join(map(str, contents(path))) == text
         parts = [part for unit in Source(str(path), "text", 0.2).units() for part in unit.documents() if part]
-    kinds = [bool(part.is_validation) for part in parts]
+    kinds = [bool(part.split) for part in parts]
     assert kinds == sorted(kinds)
     for is_validation in set(kinds):  # each half is ended once, by its last part
-        assert [part.ends for part in parts if part.is_validation is is_validation][::-1] == [
+        assert [part.ends for part in parts if bool(part.split) is is_validation][::-1] == [
             i == 0 for i in range(kinds.count(is_validation))
         ]
 
@@ -85,7 +85,7 @@ def test_records(tmp_path: Path):
         (tmp_path / f"train.tfrecord-0000{part}-of-00002").write_bytes(data)
     assert contents(tmp_path, "ids") == [[1, 2], [3], [4]]
     (tmp_path / "note.txt").write_text("about them")
-    with pytest.raises(UserError, match="holds both TFRecords of tokens and text"):
+    with pytest.raises(UserError, match="holds both files of tokens and text"):
         contents(tmp_path)
 
 

@@ -13,7 +13,7 @@ from zero.runtime.preparing.sources.tfrecords import record_units
 
 
 def read_all(path: Path, size: int = 100) -> list[np.ndarray]:
-    documents = [document for unit in record_units(path, "ids", size) for document in unit.documents()]
+    documents = [document for unit in record_units(str(path), "ids", size) for document in unit.documents()]
     return [np.asarray(document.content) for document in documents if document is not None]
 
 
@@ -21,7 +21,7 @@ def read_all(path: Path, size: int = 100) -> list[np.ndarray]:
 def test_integers_come_back(tmp_path_factory: pytest.TempPathFactory, lists: list[list[int]], size: int):
     path = tmp_path_factory.mktemp("records") / "a.tfrecord"
     path.write_bytes(b"".join(record(example(ids=ids, weight=[0.5], other=[7], name=[b"x"])) for ids in lists))
-    units = list(record_units(path, "ids", size))
+    units = list(record_units(str(path), "ids", size))
     assert sum(unit.size for unit in units) == path.stat().st_size
     assert all(unit.size >= size for unit in units[:-1])
     assert [ids.tolist() for ids in read_all(path, size=size)] == lists

@@ -1,11 +1,13 @@
-"""The contents of plain, .gz and .zst files as blocks of bytes (zstandard)."""
+"""The contents of plain, .gz, .xz and .zst files as blocks of bytes (zstandard)."""
 
 from __future__ import annotations
 
 import gzip
+import lzma
+import os
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
 from typing import BinaryIO
 
 import zstandard
@@ -15,20 +17,33 @@ from zero.runtime.errors import UserError
 _COMPRESSED_BYTES = 1 << 16  # decompressed at once
 
 
-def decompressed_blocks(file: BinaryIO, path: Path, size: int) -> Iterator[bytes]:
+def decompressed_blocks(file: BinaryIO, path: str, size: int) -> Iterator[bytes]:
     """The contents of a file in blocks of about `size` bytes, decompressed by its suffix."""
+    with damage_named(path):
+        if os.path.splitext(path)[1].lower() == ".zst":
+            yield from _decompress_zstd(file)
+        else:
+            content = decompressed(file, path)
+            while block := content.read(size):
+                yield block
+
+
+def decompressed(file: BinaryIO, path: str) -> BinaryIO:
+    """A .gz, .tgz or .xz file to read decompressed; any other as it is. Use it within `damage_named`."""
+    match os.path.splitext(path)[1].lower():
+        case ".gz" | ".tgz":
+            return gzip.open(file)  # type: ignore[return-value]
+        case ".xz":
+            return lzma.open(file)  # type: ignore[return-value]
+    return file
+
+
+@contextmanager
+def damage_named(path: str) -> Iterator[None]:
+    """Raises UserError, which names the file, for what decompressors raise."""
     try:
-        match path.suffix.lower():
-            case ".gz":
-                with gzip.open(file) as content:
-                    while block := content.read(size):
-                        yield block
-            case ".zst":
-                yield from _decompress_zstd(file)
-            case _:
-                while block := file.read(size):
-                    yield block
-    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+        yield
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, zstandard.ZstdError) as error:
         raise UserError(f"{path} is truncated or damaged: {error}") from error
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from zero.runtime.errors import UserError
 
+TRAIN, VALIDATION, TEST = range(3)  # splits, in the order of `zero.runtime.preparing.manifest.ALL_SPLITS`
 UNIT_BYTES = 1 << 20  # of a source per unit: a fraction of a second for a tokenizer
 
 
@@ -17,11 +18,13 @@ class Document(NamedTuple):
     """A text, or the ids of its tokens, or a part of either."""
 
     content: str | np.ndarray
-    is_validation: bool | None = None  # None: decided by its hash
+    split: int | None = None  # None: decided by its hash
     ends: bool = True  # False: the next unit continues it
     name: str = ""  # where it is, for errors
     completions: tuple[tuple[int, int], ...] | None = None  # first and past last characters; None: nothing is a prompt
     has_special: bool = False  # the text spells special tokens
+    is_complete: bool = False  # rows of another program, that are joined without an end of text between them
+    is_duplicate: bool = False  # of an earlier one; then its content is empty
 
 
 class Reader(Protocol):

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from zero.runtime.parsing import reading
 from zero.runtime.preparing.sources import documents
 from zero.runtime.preparing.sources.compression import decompressed_blocks
 from zero.runtime.preparing.sources.documents import Document, Reader, Unit
-from zero.runtime.preparing.sources.files import named_errors
+from zero.runtime.preparing.sources.files import open_file
 
 
 @dataclass(frozen=True)
 class JsonLines:
-    path: Path
+    path: str
     first: int  # number of the first line
     lines: bytes
     reader: Reader
@@ -32,10 +31,10 @@ class JsonLines:
             yield self.reader(entry, name)
 
 
-def json_lines(path: Path, reader: Reader) -> Iterator[Unit]:
+def json_lines(path: str, reader: Reader) -> Iterator[Unit]:
     """The lines of a file, cut into units."""
     first, seen, pending = 1, 0, bytearray()
-    with named_errors(path), open(path, "rb") as file:
+    with open_file(path) as file:
         for block in decompressed_blocks(file, path, documents.UNIT_BYTES):
             pending += block
             cut = pending.rfind(b"\n", len(pending) - len(block)) + 1

@@ -1,89 +1,134 @@
-"""A source of documents by its name: opens files, datasets and TFRecords, and cuts them into units."""
+"""A source of documents by its name: opens files, datasets and token arrays, and cuts them into units."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 
 from zero.runtime.errors import UserError
 from zero.runtime.preparing.sources import documents
-from zero.runtime.preparing.sources.documents import Reader, TextReader, Unit
-from zero.runtime.preparing.sources.files import find_files, is_json_lines, is_tfrecords, stat
+from zero.runtime.preparing.sources.changes import FORMS, normalised, without
+from zero.runtime.preparing.sources.documents import VALIDATION, Reader, TextReader, Unit
+from zero.runtime.preparing.sources.files import SourceFile, find_files
+from zero.runtime.preparing.sources.formats import Options, format_of
 from zero.runtime.preparing.sources.hub import HubDataset
-from zero.runtime.preparing.sources.json_lines import json_lines
+from zero.runtime.preparing.sources.splits import OFFICIAL, in_split, official_splits, part_sizes
 from zero.runtime.preparing.sources.text import text_parts, whole_files
 
 
 class Source:
-    """A folder or a file, `hf:` and a dataset, or `"stdlib"`, the library of the running Python.
+    """A file, folder or glob, here or in a bucket; `hf:` and a dataset; or `"stdlib"`, the library of this Python.
 
     Args:
-        name: the suffix of a file decides: TFRecords, JSON lines, plain or as .gz or .zst, else one text per file.
-        key: of the text in an object of JSON or a row of a dataset, of the ids in a TFRecord.
-        validation_fraction: how much of a single text is set aside for validation, its last part.
-        reader: of objects of JSON and rows of a dataset, where they are not a text under `key`; then the source holds
+        name: the suffix of a file decides its format (`formats.py`); without one of these it is one text.
+        key: of the text in an object of JSON or a row of a table, of the ids in a TFRecord.
+        validation_fraction: how much of a single text, or of an array of tokens, is set aside, its last part.
+        splits: None; "official", by the names of its files or of the splits of a dataset; or the sizes of the parts of
+            one text, in bytes.
+        normalise: a key of `FORMS`, the Unicode normalisation form of all text; None: as it is.
+        reader: of objects of JSON and rows of a table, where they are not a text under `key`; then the source holds
             nothing else.
 
     Raises:
         UserError: there is no such source, or nothing in it can be read.
     """
 
-    def __init__(self, name: str, key: str, validation_fraction: float, reader: Reader | None = None):
-        self._key, self._validation_fraction = key, validation_fraction
-        self._reader = reader or TextReader(key)
-        self._hub = HubDataset(name.removeprefix("hf:"), self._reader) if name.startswith("hf:") else None
-        root = Path(sysconfig.get_paths()["stdlib"]) if name == "stdlib" else Path(name)
-        self._files = [] if self._hub else find_files(root, name)
-        records = sum(map(is_tfrecords, self._files))
-        if 0 < records < len(self._files):
-            raise UserError(f"{name} holds both TFRecords of tokens and text; expected one or the other")
-        others = [file for file in self._files if not is_json_lines(file)]
-        if reader is not None and others:
-            raise UserError(f"{others[0]}: expected JSON lines, as --completions reads prompts with their completions")
-        self.has_ids = records > 0
-        self.is_one_text = len(self._files) == 1 and not records and not is_json_lines(self._files[0])
-        stats = [(os.path.relpath(file, root), stat(file)) for file in self._files]
-        self.size = None if self._hub else sum(status.st_size for _, status in stats)  # bytes; None is unknown
+    def __init__(
+        self,
+        name: str,
+        key: str,
+        validation_fraction: float,
+        reader: Reader | None = None,
+        splits: str | None = None,
+        normalise: str | None = None,
+    ):
+        self._validation_fraction, self._form = validation_fraction, normalise and FORMS[normalise]
+        is_official = splits == OFFICIAL
+        self._options = Options(key, reader or TextReader(key), None if is_official else validation_fraction)
+        self._sizes = part_sizes(splits) if splits and not is_official else None
+        self._duplicates: Mapping[int, frozenset[int]] = {}
+        is_hub = name.startswith("hf:")
+        opened = HubDataset(name.removeprefix("hf:"), self._options.reader, is_official) if is_hub else None
+        self._hub = opened
+        self._files = [] if is_hub else find_files(name, lambda path: format_of(path) is not None)
+        formats = [format_of(file.path) for file in self._files]
+        if reader is not None:
+            for file, one in zip(self._files, formats, strict=True):
+                if one is None or not one.has_objects:
+                    raise UserError(
+                        f"{file.path}: expected JSON lines, as --completions reads prompts with their completions"
+                    )
+        holds_ids = [one is not None and one.has_ids(file.path) for file, one in zip(self._files, formats, strict=True)]
+        if any(holds_ids) and not all(holds_ids):
+            raise UserError(f"{name} holds both files of tokens and text; expected one or the other")
+        self.has_ids = any(holds_ids)
+        self.is_one_text = formats == [None]
+        self.has_documents = not self.is_one_text and all(
+            one is None or one.has_documents(file.path) for file, one in zip(self._files, formats, strict=True)
+        )
+        if self._sizes and not self.is_one_text:
+            raise UserError(f"{name}: --splits with numbers of bytes expects one file of text")
+        if normalise and (self.has_ids or reader is not None):
+            held = "tokens" if self.has_ids else "completions, which are marked in the text as it is"
+            raise UserError(f"{name}: --normalise expects text; the source holds {held}")
+        self._of_files = (
+            official_splits(name, (file.relative for file in self._files)) if is_official and not is_hub else []
+        )
+        official = opened.splits if opened else self._of_files
+        self.splits = len(self._sizes) if self._sizes else 1 + max([VALIDATION, *official])
+        self.size = None if self._hub else sum(file.size for file in self._files)  # bytes; None is unknown
         # A hash of names and sizes, which a copy shares; the state of an unfinished corpus also depends on the times.
-        sizes = [(path, status.st_size) for path, status in stats]
+        sizes = [(file.relative, file.size) for file in self._files]
         self.fingerprint = self._hub.fingerprint if self._hub else _digest(sizes)
-        times = [(path, status.st_mtime_ns) for path, status in stats]
+        times = [(file.relative, file.changed) for file in self._files]
         self.state = _digest([(self.fingerprint, documents.UNIT_BYTES), *times])
+
+    def leave_out(self, duplicates: Mapping[int, frozenset[int]]) -> None:
+        """From now on the documents at these places, by the number of their unit, are marked as duplicates."""
+        self._duplicates = duplicates
 
     def units(self) -> Iterator[Unit]:
         """All units, the same ones at every call."""
         if self._hub:
-            yield from self._hub.units()
+            units = self._hub.units()
         elif self.is_one_text:
-            yield from text_parts(self._files[0], self._validation_fraction)
-        elif self.has_ids:
-            # protobuf takes a tenth of a second to import
-            from zero.runtime.preparing.sources.tfrecords import record_units
-
-            for file in self._files:
-                yield from record_units(file, self._key, documents.UNIT_BYTES)
+            units = text_parts(self._files[0].path, self._validation_fraction, self._sizes)
         else:
-            yield from self._text_units()
+            units = self._file_units()
+        if self._form:
+            units = normalised(units, self._form)
+        return without(units, self._duplicates)
 
-    def _text_units(self) -> Iterator[Unit]:
-        group: list[Path] = []
+    def _file_units(self) -> Iterator[Unit]:
+        if self._of_files:
+            for split in sorted(set(self._of_files)):
+                files = [file for file, own in zip(self._files, self._of_files, strict=True) if own == split]
+                yield from in_split(self._units_of(files), split)
+        else:
+            yield from self._units_of(self._files)
+
+    def _units_of(self, files: list[SourceFile]) -> Iterator[Unit]:
+        group: list[SourceFile] = []
         size = 0
-        for file in self._files:
-            if group and (is_json_lines(file) or size >= documents.UNIT_BYTES):
-                yield Unit(size, partial(whole_files, tuple(group)))
+        for file in files:
+            one = format_of(file.path)
+            if group and (one is not None or size >= documents.UNIT_BYTES):
+                yield _texts(group)
                 group, size = [], 0
-            if is_json_lines(file):
-                yield from json_lines(file, self._reader)
+            if one is not None:
+                yield from one.units(file.path, self._options)
             else:
                 group.append(file)
-                size += stat(file).st_size
+                size += file.size
         if group:
-            yield Unit(size, partial(whole_files, tuple(group)))
+            yield _texts(group)
+
+
+def _texts(files: list[SourceFile]) -> Unit:
+    """Files that are one document each."""
+    return Unit(sum(file.size for file in files), partial(whole_files, tuple(file.path for file in files)))
 
 
 def _digest(facts: list[tuple[str, int]]) -> str:

@@ -3,46 +3,56 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
+from typing import BinaryIO
 
 from zero.runtime.errors import UserError
 from zero.runtime.preparing.sources import documents
 from zero.runtime.preparing.sources.documents import Document, Unit
-from zero.runtime.preparing.sources.files import named_errors
+from zero.runtime.preparing.sources.files import open_file
 
 
-def whole_files(paths: Iterable[Path]) -> Iterator[Document | None]:
+def whole_files(paths: Iterable[str]) -> Iterator[Document | None]:
     """Files that are one document each."""
     for path in paths:
-        with named_errors(path):
-            data = path.read_bytes()
+        with open_file(path) as file:
+            data = file.read()
         try:
             yield Document(data.decode("utf-8-sig"))
         except UnicodeDecodeError:
             yield None
 
 
-def _text_part(path: Path, text: bytes, is_validation: bool, ends: bool) -> Iterator[Document | None]:
+def _text_part(path: str, text: bytes, split: int, ends: bool) -> Iterator[Document | None]:
     """Some lines of a single text, which makes one document for training and one for validation."""
     try:
-        yield Document(text.decode("utf-8"), is_validation, ends)
+        yield Document(text.decode("utf-8"), split, ends)
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8: {error}") from error
 
 
-def text_parts(path: Path, validation_fraction: float) -> Iterator[Unit]:
-    """A single text, cut at line breaks, or between two characters where no line ends within a unit."""
-    with named_errors(path), open(path, "rb") as file:
+def text_parts(path: str, validation_fraction: float, sizes: Sequence[int] | None = None) -> Iterator[Unit]:
+    """A single text, cut at line breaks, or between two characters where no line ends within a unit.
+
+    The splits are parts of these sizes in bytes, each begun at the beginning of a character; or the last part is for
+    validation, from the beginning of a line.
+    """
+    with open_file(path) as file:
         start = len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
         end = file.seek(0, os.SEEK_END)
-        cut = max(start, int(end * (1 - validation_fraction)))
-        before = max(start, cut - documents.UNIT_BYTES)
-        file.seek(before)
-        cut = before + _whole_lines(file.read(cut - before))
-        for is_validation, position, stop in ((False, start, cut), (True, cut, end)):
+        if sizes is None:
+            cut = max(start, int(end * (1 - validation_fraction)))
+            before = max(start, cut - documents.UNIT_BYTES)
+            file.seek(before)
+            cuts = [before + _whole_lines(file.read(cut - before))]
+        else:
+            if sum(sizes) != end:
+                raise UserError(f"{path} has {end} bytes, and --splits {','.join(map(str, sizes))} is {sum(sizes)}")
+            cuts = [_character(file, cut) for cut in itertools.accumulate(sizes[:-1])]
+        for split, (position, stop) in enumerate(itertools.pairwise([start, *cuts, end])):
             file.seek(position)
             while position < stop:
                 text = file.read(min(documents.UNIT_BYTES, stop - position))
@@ -52,7 +62,17 @@ def text_parts(path: Path, validation_fraction: float) -> Iterator[Unit]:
                     text = text[: _whole_lines(text)]
                 position += len(text)
                 file.seek(position)
-                yield Unit(len(text), partial(_text_part, path, text, is_validation, position == stop))
+                yield Unit(len(text), partial(_text_part, path, text, split, position == stop))
+
+
+def _character(file: BinaryIO, position: int) -> int:
+    """The beginning of the character that this byte belongs to."""
+    file.seek(max(0, position - 3))
+    before = file.read(min(3, position) + 1)
+    back = 0
+    while back < len(before) - 1 and before[-1 - back] & 0xC0 == 0x80:
+        back += 1
+    return position - back
 
 
 def _whole_lines(text: bytes) -> int:

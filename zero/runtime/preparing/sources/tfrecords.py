@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import google_crc32c
@@ -19,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from zero.runtime.errors import UserError
 from zero.runtime.preparing.sources.documents import Document, Unit
-from zero.runtime.preparing.sources.files import named_errors
+from zero.runtime.preparing.sources.files import open_file
 
 # Part of tensorflow/core/example/example.proto. Its map of features has the same bytes as a list of entries.
 _EXAMPLE = """
@@ -34,9 +33,9 @@ message_type { name: "Example" field { name: "features" number: 1 type_name: "Fe
 """
 
 
-def record_units(path: Path, key: str, size: int) -> Iterator[Unit]:
+def record_units(path: str, key: str, size: int) -> Iterator[Unit]:
     """All records of a file in units of about `size` bytes; reads and checks only their lengths."""
-    with named_errors(path), open(path, "rb") as file:
+    with open_file(path) as file:
         end = file.seek(0, 2)
         start = position = first = number = 0
         while position < end:
@@ -50,12 +49,12 @@ def record_units(path: Path, key: str, size: int) -> Iterator[Unit]:
                 start, first = position, number
 
 
-def _documents(path: Path, key: str, number: int, start: int, stop: int) -> Iterator[Document | None]:
+def _documents(path: str, key: str, number: int, start: int, stop: int) -> Iterator[Document | None]:
     """The records from byte `start` to `stop`, of which the first has this number: a list of integers of each.
 
     Raises UserError, with the number of the record, for a checksum that does not match or any other content.
     """
-    with named_errors(path), open(path, "rb") as file:
+    with open_file(path) as file:
         file.seek(start)
         while file.tell() < stop:
             name = f"{path}, record {number}"

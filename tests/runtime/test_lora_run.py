@@ -1,0 +1,214 @@
+"""A run that trains adapters of a folder of transformers: resumed, evaluated, merged, exported as PEFT has it."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.helpers import cli
+from tests.runtime.config.composing import Only, compose
+from zero.models.config import GPTConfig
+from zero.models.families import FAMILIES
+from zero.runtime.checkpoints.manager import Checkpoints
+from zero.runtime.config.check import check
+from zero.runtime.config.saved_config import merge_resumed
+from zero.runtime.config.schema import Config
+from zero.runtime.errors import UserError
+from zero.runtime.inference.evaluate import evaluate
+from zero.runtime.job import make_model
+from zero.runtime.run_directory import saved_config
+from zero.runtime.tracking.metrics_file import read_metrics
+from zero.runtime.train import train
+from zero.runtime.weights.export import export
+from zero.runtime.weights.peft_folder import read_peft
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+
+STEPS = 8
+LLAMA: dict[str, Any] = {**FAMILIES["llama"], "kv_heads": 2, "mlp_dim": 61}
+SIZE = GPTConfig(embedding_dim=48, vocab_size=300, num_head=6, block_size=64, dropout=0.0, N=2, **LLAMA)
+JOB = (
+    *(
+        option
+        for option in cli.TINY
+        if not option.startswith(("model.", "training.total", "training.eval", "training.max"))
+    ),
+    "model.size=mine",
+    "model.warm_start=true",
+    "model.model_path=folder",
+    "tuning.method=lora",
+    "tuning.rank=4",
+    "tuning.alpha=8",
+    "tuning.targets=[query,value,attention_out,mlp_in,mlp_gate]",
+    "training.peak_learning_rate=1e-2",
+    f"training.total_steps={STEPS}",
+    f"training.evaluation_frequency={STEPS // 2}",
+    "training.maximum_evaluation_steps=100",
+)
+MODULES = {
+    "query": "self_attn.q_proj",
+    "value": "self_attn.v_proj",
+    "attention_out": "self_attn.o_proj",
+    "mlp_in": "mlp.up_proj",
+    "mlp_gate": "mlp.gate_proj",
+}
+
+
+def configured(*overrides: str) -> Config:
+    return check(compose(*JOB, *overrides), Only(SIZE))
+
+
+class Place(NamedTuple):
+    """A workplace with a folder of transformers, and a run that trained adapters for it."""
+
+    root: Path
+    run: Path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    import transformers
+
+    root = cli.make_workplace(tmp_path_factory.mktemp("lora"))
+    shape: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 61, "num_hidden_layers": 2, "vocab_size": 300}
+    heads: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+    config = transformers.LlamaConfig(**shape, **heads, max_position_embeddings=64, initializer_range=0.2)
+    transformers.set_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(root / "folder")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        run = root / "run"
+        run.mkdir()
+        assert train(configured(), SIZE, run) == 0
+        yield Place(root, run)
+
+
+def fork(place: Place, to: Path, *more: str) -> list[dict[str, Any]]:
+    """The metrics of a run that continues from the middle of another."""
+    overrides = [f"data.resume_step={STEPS // 2}", "resume=run", *more]
+    config = check(merge_resumed(saved_config(place.run), compose(*JOB, *overrides), overrides), Only(SIZE))
+    to.mkdir()
+    assert train(config, SIZE, to) == 0
+    return list(read_metrics(to / "metrics.jsonl"))
+
+
+def torch_logits(folder: Path, adapters: Path | None = None) -> np.ndarray:
+    """Logits of transformers; with a folder of PEFT, of its formula, W + alpha / r B A, in PyTorch."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file
+
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(folder)
+    if adapters is not None:
+        config = json.loads((adapters / "adapter_config.json").read_text())
+        tensors = load_file(adapters / "adapter_model.safetensors")
+        names = {name.partition(".lora_")[0] for name in tensors}
+        assert {name.partition("layers.")[2].partition(".")[2] for name in names} == {*config["target_modules"]}
+        for name in names:
+            a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
+            weight = model.get_submodule(name.removeprefix("base_model.model.")).weight
+            assert a.shape == (config["r"], weight.shape[1]) and b.shape == (weight.shape[0], config["r"])
+            weight.data += config["lora_alpha"] / config["r"] * b @ a
+    tokens = torch.arange(40)[None] * 7 % 256
+    with torch.no_grad():
+        logits: np.ndarray = model(tokens).logits.numpy()
+    return logits
+
+
+def test_adapters_alone_in_checkpoint(place: Place) -> None:
+    """The checkpoint holds adapters and their moments, and names the base with its checksum."""
+    with Checkpoints(place.run / "checkpoints", None) as checkpoints:
+        meta = checkpoints.meta(STEPS)
+    params = [name for name in meta["shapes"] if name.startswith("params/")]
+    assert sorted(params) == sorted(f"params/blocks/{name}/lora_{half}" for name in MODULES for half in "ab")
+    assert not any(name.endswith("kernel") for name in meta["shapes"])
+    assert meta["base"]["place"] == "folder" and isinstance(meta["base"]["checksum"], int)
+    losses = [
+        line["validation/loss"] for line in read_metrics(place.run / "metrics.jsonl") if "validation/loss" in line
+    ]
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_resumed_bit_for_bit(place: Place, tmp_path: Path) -> None:
+    """A run that continues from the middle is the same, bit for bit; in copies of fewer shards to rounding."""
+    keys = ("step", "train/loss", "validation/loss", "gradient_norm", "samples_checksum")
+    expected = [[line.get(key) for key in keys] for line in read_metrics(place.run / "metrics.jsonl")]
+    assert [[line.get(key) for key in keys] for line in fork(place, tmp_path / "again")] == expected
+    other = fork(place, tmp_path / "other", "zero.replicas=2", "zero.stage=1")
+    assert [line["train/loss"] for line in other] == pytest.approx([line[1] for line in expected], rel=1e-5)
+
+
+def test_changed_base_is_refused(place: Place, tmp_path: Path) -> None:
+    """A resume with other weights under the adapters ends with both checksums."""
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(place.root / "folder")
+    model.model.norm.weight.data[0] += 1
+    model.save_pretrained(tmp_path / "changed")
+    with pytest.raises(UserError, match=r"trained for other weights, those of folder with checksum [0-9a-f]{8}; these"):
+        fork(place, tmp_path / "again", f"model.model_path={tmp_path / 'changed'}")
+
+
+def test_evaluated_merged(place: Place, tmp_path: Path) -> None:
+    """An evaluation of the run, which merges, has the loss of the run, which does not."""
+    config = configured("mode=evaluate", "model.model_path=run")
+    assert evaluate(config, SIZE, tmp_path) == 0
+    result = json.loads((tmp_path / "evaluation.json").read_text())
+    lines = list(read_metrics(place.run / "metrics.jsonl"))
+    assert result["loss"] == pytest.approx(lines[-1]["validation/loss"], rel=1e-5)
+
+
+def test_peft_folder_equals_merged(place: Place, tmp_path: Path) -> None:
+    """The exported adapters, applied in PyTorch as PEFT does, are the merged weights."""
+    assert export("run", tmp_path / "adapters") == STEPS
+    assert export("run", tmp_path / "merged", merges=True) == STEPS
+    by_peft, merged = torch_logits(place.root / "folder", tmp_path / "adapters"), torch_logits(tmp_path / "merged")
+    np.testing.assert_allclose(merged, by_peft, atol=1e-4)
+    assert np.abs(merged - torch_logits(place.root / "folder")).max() > 0.1
+
+
+def test_peft_folder_starts_run(place: Place, tmp_path: Path) -> None:
+    """A run may start from the adapters of a folder; keys that differ are refused by name."""
+    export("run", tmp_path / "adapters")
+    model = make_model(configured(f"tuning.adapter={tmp_path / 'adapters'}"), SIZE)
+    got = read_peft(tmp_path / "adapters", model)
+    with Checkpoints(place.run / "checkpoints", None) as checkpoints:
+        for leaf, x in zip(model.layout.leaves, model.layout.leaves_of(got), strict=True):
+            whole = np.concatenate(np.asarray(x), leaf.splits[0].dim)[tuple(slice(n) for n in leaf.shape)]
+            np.testing.assert_array_equal(whole, checkpoints.read(STEPS, f"params/{leaf.name}"))
+    for override, line in (
+        ("tuning.rank=2", "r is 4, expected tuning.rank=2"),
+        ("tuning.alpha=1", "lora_alpha is 8.0, expected tuning.alpha=1"),
+        ("tuning.targets=[query]", "tuning.targets names no product for it"),
+        (
+            "tuning.targets=[query,key]",
+            r"k_proj.lora_A.weight: holds nothing, leaf blocks/key/lora_a expects \(4, 48\)",
+        ),
+    ):
+        with pytest.raises(UserError, match=line):
+            read_peft(tmp_path / "adapters", make_model(configured(override), SIZE))
+    (tmp_path / "adapters" / "adapter_config.json").write_text('{"peft_type": "LORA", "use_dora": true}')
+    with pytest.raises(UserError, match="use_dora is True, expected False"):
+        read_peft(tmp_path / "adapters", model)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["model.warm_start=false"], "model.warm_start=false: expected true, as tuning.method=lora"),
+        (["zero.fused_update=true"], "zero.fused_update=true: expected false, as tuning.method=lora"),
+        (["tuning.dropout=0.1", "zero.tensor_shards=2"], "tuning.dropout=0.1: expected 0, as zero.tensor_shards=2"),
+        (["tuning.method=all", "tuning.adapter=x"], "tuning.adapter=x: expected null, as tuning.method=all"),
+        (["tuning.targets=[querry]"], "tuning.targets=.*: expected a list, each element one of query, key"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_contradictions_are_refused(overrides: list[str], line: str) -> None:
+    """Keys that do not fit adapters are refused by name."""
+    with pytest.raises(UserError, match=line):
+        configured(*overrides)

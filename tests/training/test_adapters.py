@@ -1,0 +1,196 @@
+"""LoRA on shards: the losses of a plain loop at any stage and N; what is frozen, and what is merged."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zero
+from tests.training.small_gpt import CLIP, CONFIG, KEY, MAX_NORM, RATE, ROWS, batch, first_params, named, tokens
+from zero.models.adapters import LORA_B, Adapters, combine, merged
+from zero.models.config import GPTConfig
+from zero.models.families import FAMILIES
+from zero.models.gpt import GPT
+from zero.partition.pmapped import pmap
+from zero.training.optimizer import adamw
+from zero.training.parts import StepOptions
+from zero.training.programs import Programs, make_programs
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.step import state_layout
+from zero.training.tuning import Tuning, merge_shards
+
+STEPS = 12
+LLAMA: dict[str, Any] = {**FAMILIES["llama"], "kv_heads": 2, "mlp_dim": 48}
+SIZE = GPTConfig(embedding_dim=32, vocab_size=101, num_head=4, block_size=12, dropout=0.0, N=2, vocab_chunks=2, **LLAMA)
+ADAPTERS = Adapters(rank=3, alpha=6.0)
+
+
+class Tuned(NamedTuple):
+    """The programs of a model with adapters, and its frozen parameters on the devices."""
+
+    model: ShardedGPT
+    programs: Programs
+    devices: tuple[jax.Device, ...]
+    frozen: Any
+
+
+@cache
+def tuned(
+    devices: int, stage: int, axis: zero.Axis | None = None, adapters: Adapters = ADAPTERS, **options: Any
+) -> Tuned:
+    own = {name: options.pop(name) for name in ("micro_batches",) if name in options}
+    dtype = options.pop("base_dtype", "float32")
+    axis = axis or zero.Axis("zero", (1, devices))
+    model = ShardedGPT(SIZE, axis, stage, jnp.float32, tuning=Tuning(adapters, dtype), **options)
+    used = tuple(jax.devices()[:devices])
+    base = model.base
+    whole = base.layout.map(lambda leaf, x: np.asarray(x, leaf.dtype), first_params(SIZE))
+    frozen = zero.from_host(whole, base.layout, base.axis, used)
+    chosen = StepOptions(RATE, max_gradient_norm=MAX_NORM, **own)
+    return Tuned(model, make_programs(model, adamw(0.1), chosen, used), used, frozen)
+
+
+@cache
+def first_adapters(adapters: Adapters = ADAPTERS) -> Any:
+    """Adapters in the middle of a training, whose B is not zero."""
+    shapes = adapters.shapes(first_params(SIZE))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), shapes)
+
+
+def losses_of(on: Tuned, steps: int = STEPS) -> tuple[list[float], Any]:
+    model = on.model
+    assert model.tuning is not None
+    first = first_adapters(model.tuning.adapters)
+    state = on.programs.start(zero.from_host(first, model.layout, model.axis, on.devices))
+    losses = []
+    for step in range(steps):
+        state, metrics = on.programs.step(state, batch(on, step % 2), on.frozen)  # type: ignore[arg-type]  # as of a Setup
+        losses.append(metrics["loss"].item())
+    return losses, state
+
+
+@cache
+def plain_losses(adapters: Adapters = ADAPTERS) -> tuple[list[float], dict[str, np.ndarray]]:
+    """One device, and nothing of zero but the model without adapters: its weights are W + scale A B."""
+    model, base = GPT(SIZE), first_params(SIZE)
+    tx = optax.chain(CLIP, optax.adamw(RATE, b2=0.95, weight_decay=0.1))
+
+    def weights(own: Any) -> Any:
+        blocks = dict(base["blocks"])
+        for name, ab in own["blocks"].items():
+            low = jnp.einsum("lir,lro->lio", ab["lora_a"], ab["lora_b"])
+            blocks[name] = {**blocks[name], "kernel": blocks[name]["kernel"] + adapters.alpha / adapters.rank * low}
+        return {**base, "blocks": blocks}
+
+    @jax.jit
+    def step(own: Any, state: Any, rows: jax.Array) -> Any:
+        def loss(own: Any) -> jax.Array:
+            targets = jnp.concatenate([rows[:, 1:], jnp.full((len(rows), 1), -1)], axis=1)
+            losses: Any = model.apply({"params": weights(own)}, jnp.where(rows < 0, ~rows, rows), targets)
+            return jnp.sum(losses * (targets >= 0)) / jnp.sum(targets >= 0)
+
+        value, grads = jax.value_and_grad(loss)(own)
+        updates, state = tx.update(grads, state, own)
+        return optax.apply_updates(own, updates), state, value
+
+    own = first_adapters(adapters)
+    state, losses = tx.init(own), []
+    for number in range(STEPS):
+        own, state, loss = step(own, state, tokens(number % 2))
+        losses.append(loss.item())
+    return losses, named(own)
+
+
+@pytest.mark.parametrize(("devices", "stage"), [(1, 3), (3, 1), (3, 3), (8, 0), (8, 1), (8, 2), (8, 3)])
+def test_losses_equal_plain_loop(devices: int, stage: int) -> None:
+    """Losses over 12 steps are those of an unsharded loop that differentiates by A and B."""
+    got, _ = losses_of(tuned(devices, stage))
+    np.testing.assert_allclose(got, plain_losses()[0], rtol=1e-4)
+    assert got[-1] < got[0] - 0.03
+
+
+def test_losses_equal_in_tensor_groups() -> None:
+    """Groups that cut the products cut their adapters, and micro-batches add up."""
+    axis = zero.Axis.with_tensor_groups("zero", 8, 2, 1)
+    got, _ = losses_of(tuned(8, 3, axis, micro_batches=3))
+    np.testing.assert_allclose(got, plain_losses()[0], rtol=1e-4)
+
+
+def test_losses_equal_in_context_groups() -> None:
+    """Groups that share sequences train the same adapters."""
+    got, _ = losses_of(tuned(8, 3, zero.Axis("zero", (2, 4), context=2)))
+    np.testing.assert_allclose(got, plain_losses()[0], rtol=1e-4)
+
+
+def test_state_holds_adapters_alone() -> None:
+    """Neither the state nor its layout has a leaf of the base, and the moments are those of adapters."""
+    on = tuned(8, 3)
+    layout = state_layout(on.model, adamw(0.1))
+    params = [leaf.name for leaf in layout.leaves if leaf.name.startswith("params/")]
+    assert len(params) == 2 * 7
+    assert all(name.endswith(("lora_a", "lora_b")) for name in params)
+    elements = sum(np.prod(leaf.shape) for leaf in on.model.layout.leaves)
+    held = sum(np.prod(leaf.shape) for leaf in layout.leaves)
+    assert held < 3 * elements + 20  # with two moments, counters and the statistics of the guard
+
+
+def test_new_adapters_change_nothing() -> None:
+    """With new adapters, whose B is zero, the model scores as its base does; A is the same for any N."""
+    found = []
+    for devices in (1, 8):
+        on = tuned(devices, 3)
+        new = on.programs.init(np.stack([KEY] * devices))
+        rows = tokens(0).reshape(devices, -1, 12)
+        sums = on.programs.evaluate(combine(on.frozen, new), rows)
+        base = make_programs(on.model.base, adamw(0.1), StepOptions(RATE), on.devices).evaluate(on.frozen, rows)
+        assert sums[0].item() == base[0].item()
+        whole = zero.to_host(new, on.model.layout, on.model.axis) if devices == 8 else new
+        found.append(named(jax.tree.map(lambda x: np.asarray(x).reshape(-1), whole)))
+    for name, x in found[0].items():
+        np.testing.assert_array_equal(found[1][name], x)
+        assert name.endswith(LORA_B) == (not x.any())
+
+
+def test_merged_weights_score_as_adapters() -> None:
+    """A base with the adapters' products added scores as the model with adapters does."""
+    on = tuned(8, 3)
+    model, base = on.model, on.model.base
+    own = zero.from_host(first_adapters(), model.layout, model.axis, on.devices)
+    rows = tokens(0).reshape(8, -1, 12)
+    adapted = on.programs.evaluate(combine(on.frozen, own), rows)[0].item()
+    merge = pmap(
+        lambda frozen, own: merge_shards(
+            frozen, own, layout=base.layout, low=model.layout, axis=model.axis, scale=ADAPTERS.scale
+        ),
+        "zero",
+        devices=on.devices,
+    )
+    plain = make_programs(base, adamw(0.1), StepOptions(RATE), on.devices)
+    together = merge(on.frozen, own)
+    np.testing.assert_allclose(plain.evaluate(together, rows)[0].item(), adapted, rtol=1e-5)
+    whole = named(merged(first_params(SIZE), first_adapters(), ADAPTERS.scale))
+    for name, x in named(zero.to_host(together, base.layout, base.axis)).items():
+        np.testing.assert_allclose(x, whole[name], atol=1e-6, err_msg=name)
+
+
+def test_adapter_dropout_is_per_row() -> None:
+    """Dropped inputs of adapters are the same for any number of devices, and differ from none."""
+    drops = Adapters(rank=3, alpha=6.0, dropout=0.5)
+    got = [losses_of(tuned(devices, 3, adapters=drops), 3)[0] for devices in (2, 8)]
+    np.testing.assert_allclose(got[0], got[1], rtol=1e-5)
+    assert abs(got[0][0] - plain_losses()[0][0]) > 1e-4
+
+
+def test_chosen_products_have_adapters() -> None:
+    """Only the products that are named have adapters; a model without one of them goes without."""
+    shapes = Adapters(2, 2.0, targets=("query", "mlp_gate")).shapes(first_params(SIZE))
+    assert set(named(jax.tree.map(lambda leaf: np.zeros(leaf.shape), shapes))) == {
+        f"blocks/{name}/{half}" for name in ("query", "mlp_gate") for half in ("lora_a", "lora_b")
+    }
+    assert "mlp_gate" not in Adapters(2, 2.0).shapes(first_params(CONFIG))["blocks"]
+    assert ROWS == len(tokens(0))

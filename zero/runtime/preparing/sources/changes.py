@@ -1,0 +1,78 @@
+"""What may be done to the documents of a source before they are tokenized: normalising them, dropping duplicates."""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Literal
+
+import numpy as np
+
+from zero.runtime.preparing.sources.documents import Document, Unit
+
+Documents = Callable[[], Iterator[Document | None]]
+Form = Literal["NFC", "NFKC"]
+FORMS: dict[str, Form] = {"nfc": "NFC", "nfkc": "NFKC"}
+_DIGEST = 16  # bytes: of a trillion documents, two different ones share a digest with a probability of 1e-15
+
+
+def normalised(units: Iterable[Unit], form: Form) -> Iterator[Unit]:
+    """The same units with their text in a Unicode normalisation form."""
+    for unit in units:
+        yield Unit(unit.size, partial(_normalised, unit.documents, form))
+
+
+def _normalised(documents: Documents, form: Form) -> Iterator[Document | None]:
+    for document in documents():
+        if document is not None and isinstance(document.content, str):
+            document = document._replace(content=unicodedata.normalize(form, document.content))
+        yield document
+
+
+def without(units: Iterable[Unit], duplicates: Mapping[int, frozenset[int]]) -> Iterator[Unit]:
+    """The same units; the documents at these places, by the number of the unit, are marked as duplicates."""
+    for number, unit in enumerate(units):
+        places = duplicates.get(number)
+        yield Unit(unit.size, partial(_marked, unit.documents, places)) if places else unit
+
+
+def _marked(documents: Documents, places: frozenset[int]) -> Iterator[Document | None]:
+    for place, document in enumerate(documents()):
+        yield document._replace(content="", is_duplicate=True) if document and place in places else document
+
+
+def digests(unit: Unit, wanted: tuple[bool, ...]) -> list[bytes | None]:
+    """A digest of the contents of each document of a unit; None for one that is not UTF-8."""
+    return [document and _digest(document.content) for document in unit.documents()]
+
+
+def _digest(content: str | np.ndarray) -> bytes:
+    return hashlib.blake2b(content_bytes(content), digest_size=_DIGEST).digest()
+
+
+def content_bytes(content: str | np.ndarray) -> bytes:
+    """The bytes of a document, for hashes."""
+    # JSON can hold lone surrogates, which strict UTF-8 refuses; nothing of a document should be lost.
+    return content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content.tobytes()
+
+
+def repeated(found: Iterable[list[bytes | None]]) -> dict[int, frozenset[int]]:
+    """The places of all documents but the first of each digest, by the number of their unit.
+
+    >>> repeated([[b"a", b"b"], [None, b"a", b"c", b"c"]])
+    {1: frozenset({1, 3})}
+    """
+    seen: set[bytes] = set()
+    duplicates: dict[int, frozenset[int]] = {}
+    for number, unit in enumerate(found):
+        places = set()
+        for place, digest in enumerate(unit):
+            if digest in seen:
+                places.add(place)
+            elif digest is not None:
+                seen.add(digest)
+        if places:
+            duplicates[number] = frozenset(places)
+    return duplicates

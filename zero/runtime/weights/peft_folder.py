@@ -1,0 +1,146 @@
+"""Adapters in the format of PEFT: `adapter_config.json` and `adapter_model.safetensors` (safetensors)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from zero.models.adapters import LORA_A, LORA_B, Adapters
+from zero.partition.global_arrays import from_global, global_shapes
+from zero.partition.layout import LeafLayout, PyTree
+from zero.runtime.errors import Unavailable, UserError, first_line
+from zero.runtime.parsing import json_object, reading
+from zero.runtime.weights.architecture import Architecture
+from zero.runtime.weights.architecture_table import architecture_of
+from zero.training.sharded_gpt import ShardedGPT
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of names: PEFT's model holds the model of transformers
+_HALVES = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}
+# Keys of adapter_config.json that change the computation, and the values with which it is that of zero.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+    "bias": ("none", None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": (None,),
+    "layer_replication": (None,),
+    "lora_bias": (False, None),
+    "use_qalora": (False, None),
+}
+
+
+def write_peft(
+    folder: Path,
+    read: Callable[[str], np.ndarray],
+    leaves: list[str],
+    adapters: Adapters,
+    architecture: Architecture,
+    base: str,
+) -> None:
+    """Writes adapters into an empty folder, in float32.
+
+    Args:
+      folder: an empty directory.
+      read: from the name of a leaf to its whole array.
+      leaves: names of all adapters, such as "blocks/query/lora_a".
+      adapters: their rank, alpha and dropout.
+      architecture: of the model that they are for.
+      base: name or path of its weights.
+
+    Raises:
+      UserError: a product shares its tensor with others in this architecture.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    for leaf in leaves:
+        name, whole = tensor_name(leaf, architecture), read(leaf).astype(np.float32)
+        for layer in range(len(whole)):
+            tensors[name.format(layer)] = np.ascontiguousarray(whole[layer].T)
+    modules = {architecture.modules[leaf.rpartition("/")[0]].partition("{}.")[2] for leaf in leaves}
+    config = {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": not architecture.is_transposed,
+        "inference_mode": True,
+        "lora_alpha": adapters.alpha,
+        "lora_dropout": adapters.dropout,
+        "peft_type": "LORA",
+        "r": adapters.rank,
+        "target_modules": sorted(modules),
+        "task_type": "CAUSAL_LM",
+    }
+    try:
+        save_file(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
+    except SafetensorError as error:  # a full disk among them
+        raise Unavailable(f"{folder.parent}: the adapters could not be written: {first_line(error)}") from error
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def tensor_name(leaf: str, architecture: Architecture) -> str:
+    """PEFT's name of the tensor of an adapter, with `{}` for the number of the layer.
+
+    Raises:
+      UserError: the product shares its tensor with others in this architecture.
+    """
+    module, _, half = leaf.rpartition("/")
+    name = architecture.modules[module]
+    if list(architecture.modules.values()).count(name) > 1:
+        raise UserError(
+            f"tuning.targets: {module.rpartition('/')[2]} shares the tensor {name} with other products in "
+            f"{architecture.model_type}, where PEFT has one adapter for all; zero-weights merge writes whole weights"
+        )
+    return f"{_PREFIX}{architecture.prefix}{name}.{_HALVES[half]}"
+
+
+def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
+    """Shards for a pmap of the adapters in a folder of PEFT, for a model with adapters of that form.
+
+    Raises:
+      UserError: a key or a tensor is not that of this model's adapters.
+    """
+    assert model.tuning is not None
+    path, adapters = folder / CONFIG_FILE, model.tuning.adapters
+    if not path.is_file():
+        raise UserError(f"tuning.adapter={folder}: expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
+    config = json_object(path.read_bytes(), str(path))
+    for key, values in _FIXED.items():
+        if config.get(key, values[-1]) not in values:
+            raise UserError(f"{path}: {key} is {config[key]!r}, expected {values[0]!r}")
+    for key, own in (("r", adapters.rank), ("lora_alpha", adapters.alpha)):
+        if config.get(key) != own:
+            name = {"r": "rank", "lora_alpha": "alpha"}[key]
+            raise UserError(f"{path}: {key} is {config.get(key)!r}, expected tuning.{name}={own:g}")
+    architecture = architecture_of(model.config)
+    with reading(f"{folder / WEIGHTS_FILE}: not a safetensors file", SafetensorError):
+        file = safe_open(folder / WEIGHTS_FILE, "numpy")
+    with file:
+        left_over = set(file.keys())
+
+        def read(leaf: LeafLayout, target: jax.ShapeDtypeStruct) -> jax.Array:
+            padded = np.zeros(leaf.padded_shape, leaf.dtype)
+            logical = padded[tuple(slice(length) for length in leaf.shape)]
+            pattern = tensor_name(leaf.name, architecture)
+            for layer in range(leaf.shape[0]):
+                name = pattern.format(layer)
+                expected = leaf.shape[:0:-1]
+                found = tuple(file.get_slice(name).get_shape()) if name in file.keys() else "nothing"  # noqa: SIM118
+                if found != expected:
+                    raise UserError(f"{folder}, tensor {name}: holds {found}, leaf {leaf.name} expects {expected}")
+                logical[layer] = file.get_tensor(name).T
+                left_over.discard(name)
+            return jax.make_array_from_callback(padded.shape, target.sharding, lambda index: padded[index])
+
+        whole = model.layout.map(read, global_shapes(model.layout, model.axis))
+    if left_over:
+        raise UserError(f"{folder}, tensor {min(left_over)}: tuning.targets names no product for it")
+    return from_global(whole, model.layout, model.axis, donate=True)
