@@ -136,7 +136,8 @@ def test_arrays_without_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_arrays_have_no_documents(kind: str, tmp_path: Path) -> None:
     """What counts documents is refused: the pieces in which an array is read would be taken for them."""
     source = write(tmp_path / "source", kind)
-    for option in ({"deduplicate": True}, {"minimum_tokens": 9}, {"one_document_per_row": True}):
+    options: list[dict[str, Any]] = [{"deduplicate": True}, {"minimum_tokens": 9}, {"one_document_per_row": True}]
+    for option in options:
         with pytest.raises(UserError, match=f"is one long text, and {next(iter(option))} expects documents"):
             make(source, tmp_path, **option)
 
