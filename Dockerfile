@@ -19,7 +19,7 @@ RUN pip install --no-cache-dir -c constraints.txt ".[${EXTRAS}]" \
     && useradd --uid 1000 --create-home zero \
     && install -d -o zero /zero
 
-USER zero
+USER 1000
 WORKDIR /zero
 ENV JAX_COMPILATION_CACHE_DIR=/zero/.cache
 # As process 1 a signal has no default action; zero-train handles SIGTERM and SIGINT from its first line on.

@@ -99,7 +99,7 @@ def setup(
     **options: Any,
 ) -> Setup:
     """A step that is compiled once per process, whichever test is the first to need it."""
-    return _setup(devices, stage, micro_batches, max_norm, dtype, **options)
+    return _setup(devices, stage, micro_batches, max_norm, dtype, **dict(sorted(options.items())))
 
 
 @cache

@@ -76,15 +76,10 @@ def in_groups(tensor: int, stage: int = 3, **options: Any) -> Run:
     return run_on(setup(8, stage, config=CUT, axis=axis, **options), data=data)
 
 
+@pytest.mark.slow  # its short form is test_choices_of_transformer_vq
 @pytest.mark.parametrize(
     ("tensor", "stage", "options"),
-    [
-        (4, 3, {}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [(2, 3, {}), (8, 2, {}), (2, 1, {"micro_batches": 3}), (4, 0, {}), (4, 3, {"remat": "nested"})]
-        ),
-    ],
+    [(4, 3, {}), (2, 3, {}), (8, 2, {}), (2, 1, {"micro_batches": 3}), (4, 0, {}), (4, 3, {"remat": "nested"})],
 )
 def test_tensor_groups_train_alike(tensor: int, stage: int, options: dict[str, Any]) -> None:
     """Groups that share the values of a unit have the losses of single devices, and count each key once."""
@@ -113,17 +108,17 @@ CHOICES = dataclasses.replace(
 
 
 def test_choices_of_transformer_vq() -> None:
-    """Its dropouts, positions, initialisers and scales train alike on one device and in groups of eight."""
+    """Its dropouts, positions, initialisers and scales train alike on one device and in groups of four."""
     data = partial(tokens, context=CUT.block_size)
     expected = run_on(setup(1, 3, config=CHOICES), data=data)
-    axis = zero.Axis.with_tensor_groups("zero", 8, 2)
+    axis = zero.Axis.with_tensor_groups("zero", 8, 4)
     got = run_on(setup(8, 3, config=CHOICES, axis=axis), data=data)
     np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-6)
     for name in METRICS:
         np.testing.assert_allclose(got.metrics[name], expected.metrics[name], rtol=1e-4, err_msg=name)
     assert_close(got, expected, 1e-4, CHOICES)
-    plain = run_on(setup(1, 3, config=dataclasses.replace(CHOICES, layer_dropout=0.0)), data=data)
-    assert np.ravel(plain.metrics["loss"])[0] != np.ravel(expected.metrics["loss"])[0]
+    for name, x in codebook(expected.state).items():
+        np.testing.assert_allclose(codebook(got.state)[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_metrics_of_a_codebook() -> None:
@@ -155,12 +150,12 @@ def test_text_of_tensor_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "micro_batches"),
-    [pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(3, 2, marks=pytest.mark.slow), (8, 3)],
+    ("devices", "stage", "micro_batches"),
+    [pytest.param(1, 3, 1, marks=pytest.mark.slow), pytest.param(3, 3, 2, marks=pytest.mark.slow), (8, 1, 3)],
 )
-def test_keys_count_once(devices: int, micro_batches: int) -> None:
+def test_keys_count_once(devices: int, stage: int, micro_batches: int) -> None:
     """Each key of the global batch counts once."""
-    on = setup(devices, 3, micro_batches, config=CONFIG)
+    on = setup(devices, stage, micro_batches, config=CONFIG)
     state = on.start()
     params, before = on.whole(state.params, on.model.layout), codebook(state)
     (after,) = [codebook(advance(on, state, range(1))[0])]
@@ -185,7 +180,7 @@ def test_keys_count_once(devices: int, micro_batches: int) -> None:
 
 def test_reported_loss_is_without_the_commitment() -> None:
     config = dataclasses.replace(CONFIG, dropout=0.0)
-    on = setup(8, 3, config=config)
+    on = setup(1, 3, config=config)
     state = on.start()
     losses, scored = on.programs.evaluate(on.weights(state), batch(on, 0).tokens)
     _, (metrics,) = advance(on, state, range(1))

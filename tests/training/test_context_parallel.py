@@ -12,7 +12,18 @@ import numpy as np
 import pytest
 
 import zero
-from tests.training.small_gpt import CONFIG, Run, Setup, assert_close, first_params, run_on, setup, shapes_of, tokens
+from tests.training.small_gpt import (
+    CONFIG,
+    ROWS,
+    Run,
+    Setup,
+    assert_close,
+    first_params,
+    run_on,
+    setup,
+    shapes_of,
+    tokens,
+)
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
@@ -61,7 +72,7 @@ EVERY = [
     ("dense_lm", 8, "stage 1"),
     *(("swap", context, case) for context, case in itertools.product((2, 4, 8), CASES)),
 ]
-QUICK = [("gemma2", 4, "stage 3"), ("swap_dense_lm", 4, "nested")]
+QUICK = [("swap_dense_lm", 4, "nested")]  # test_documents_are_kept_apart is another short form
 SLOW = sorted({*EVERY} - {*QUICK})
 
 
@@ -90,13 +101,14 @@ def test_equals_whole_rows(model: str, context: int, case: str) -> None:
         assert_close(got, expected, rtol=1e-6, config=ODD)
 
 
-def test_documents_are_kept_apart() -> None:
+@pytest.mark.parametrize("model", ["gemma2", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_documents_are_kept_apart(model: str) -> None:
     """Documents of a row are kept apart across the pieces of the row."""
-    options: dict[str, Any] = {"config": MODELS["gpt2"], "end_of_text": 7}
+    options: dict[str, Any] = {"config": MODELS[model], "end_of_text": 7}
     expected = trained(setup(8, 3, **options))
     got = trained(setup(8, 3, axis=axis(4), **options))
     np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-6)
-    assert expected.metrics["loss"] != trained(setup(8, 3, config=MODELS["gpt2"])).metrics["loss"]
+    assert (tokens(0, CONTEXT) == 7).sum() > ROWS / 4  # tests/training/test_documents.py shows what they change
 
 
 @pytest.mark.parametrize(
@@ -151,9 +163,7 @@ def test_memory_of_activations(heads: int) -> None:
         analysis: Any = on.programs.step.lower(shapes_of(on), batch).compile().memory_analysis()
         return int(analysis.temp_size_in_bytes)
 
-    whole = temporaries(1)
-    for context in (2, 8):
-        assert temporaries(context) < 1.25 * whole / context  # 1.21 with jaxlib 0.10.0, below 1.15 since
+    assert temporaries(8) < 1.25 * temporaries(1) / 8  # 1.21 with jaxlib 0.10.0, below 1.15 since
 
 
 WIDE = GPTConfig(256, 512, 8, 128, 0.0, 4, vocab_chunks=2)

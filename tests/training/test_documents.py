@@ -73,7 +73,7 @@ def test_uneven_counts() -> None:
         assert (alone(step)[:, 1:] >= 0).sum() == counts.sum() and len(set(counts.tolist())) > 5
 
 
-SOME = [(8, 1, 3), (3, 2, 4), (8, 3, 1)]
+SOME = [(8, 1, 3), (3, 2, 4)]
 ALL = [(n, stage, m) for n, m in ((1, 1), (1, 3), (3, 1), (3, 4), (8, 1), (8, 3)) for stage in range(4)]
 
 
@@ -85,7 +85,9 @@ def test_packed_documents_train_as_documents_alone(devices: int, stage: int, mic
     assert_close(run(devices, stage, micro_batches), expected(), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("config", "remat"), [(LEARNED, "full"), (DEEP, "nested"), (PLAIN, "none")])
+@pytest.mark.parametrize(
+    ("config", "remat"), [(LEARNED, "full"), (DEEP, "nested"), pytest.param(PLAIN, "none", marks=pytest.mark.slow)]
+)
 def test_every_pass_keeps_documents_apart(config: GPTConfig, remat: str) -> None:
     got, documents = run(8, 3, config=config, remat=remat), expected(config)
     np.testing.assert_allclose(got.metrics["loss"], documents.metrics["loss"], rtol=1e-5)
@@ -128,9 +130,10 @@ def test_scores_keep_documents_apart() -> None:
     params = on.new_weights()
     got, _ = make_inference(on.model).score(params, rows.reshape(8, 3, 12))
     read = np.where(rows < 0, ~rows, rows)
+    losses_of: Any = jax.jit(GPT(LEARNED).apply)
     for row, losses in zip(read, np.asarray(got), strict=True):
         documents = apart(row[None])
-        expected: Any = jax.jit(GPT(LEARNED).apply)(
+        expected = losses_of(
             {"params": first_params(LEARNED)},
             np.pad(np.maximum(documents, 0), ((0, 12 - len(documents)), (0, 0))),
             np.pad(np.roll(documents, -1, axis=1), ((0, 12 - len(documents)), (0, 0))),

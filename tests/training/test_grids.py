@@ -1,6 +1,7 @@
 """Whole steps with copies of the state over groups of devices, and with phases, against one group in one phase."""
 
 import itertools
+from functools import cache
 from typing import Any
 
 import jax
@@ -9,9 +10,8 @@ import numpy as np
 import pytest
 
 import zero
-from tests.training.small_gpt import assert_close, run_on, setup, shapes_of
+from tests.training.small_gpt import Run, assert_close, batch, run_on, setup
 from zero.runtime.planning.hlo import across_hosts, bytes_by_kind, collectives
-from zero.training.batch import Batch
 
 GRIDS = {
     "two copies": zero.Axis("zero", (2, 4)),
@@ -29,6 +29,14 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 QUICK = [("two copies", "stage 3"), ("two copies", "fused"), ("two phases in another order", "stage 3")]
 
 
+@cache
+def compiled(stage: int, **options: Any) -> tuple[Run, str]:
+    """A run whose gradients are not clipped, and the text of the compiled step."""
+    on = setup(8, stage, max_norm=None, **options)
+    step = on.programs.step.lower(on.start(), batch(on, 0)).compile()
+    return run_on(on._replace(programs=on.programs._replace(step=step))), step.as_text()
+
+
 @pytest.mark.parametrize(
     ("grid", "case"),
     QUICK
@@ -36,22 +44,22 @@ QUICK = [("two copies", "stage 3"), ("two copies", "fused"), ("two phases in ano
 )
 def test_every_grid_trains_as_one_group(grid: str, case: str) -> None:
     stage, options = CASES[case]
-    expected = run_on(setup(8, stage, max_norm=None, **options))
-    got = run_on(setup(8, stage, max_norm=None, axis=GRIDS[grid], **options))
+    expected, _ = compiled(stage, **options)
+    got, _ = compiled(stage, axis=GRIDS[grid], **options)
     assert_close(got, expected, rtol=1e-6)
 
 
 def test_copies_of_the_state() -> None:
     """Copies are equal bit for bit, and each device holds more state."""
     flat, on = setup(8, 3, max_norm=None), setup(8, 3, max_norm=None, axis=GRIDS["two copies"])
-    state = run_on(on).state
+    state = compiled(3, axis=GRIDS["two copies"])[0].state
     assert state is not None
     for x in jax.tree.leaves(state):
         np.testing.assert_array_equal(np.asarray(x)[:4], np.asarray(x)[4:])
     assert on.layout.bytes_per_device() > 1.9 * flat.layout.bytes_per_device()
 
 
-INT8: dict[str, Any] = {"max_norm": None, "wire_dtype": jnp.int8, "gather_dtype": jnp.int8}
+INT8: dict[str, Any] = {"wire_dtype": jnp.int8, "gather_dtype": jnp.int8}
 
 
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
@@ -60,13 +68,10 @@ def test_int8_between_devices(stage: int) -> None:
 
     An element is off by at most its block's largest / 254, of parameters and of each summand of a gradient.
     """
-    plain, short = setup(8, stage, max_norm=None), setup(8, stage, **INT8)
-    expected, got = run_on(plain), run_on(short)
+    (expected, plain), (got, short) = compiled(stage), compiled(stage, **INT8)
     assert got.metrics["loss"] != expected.metrics["loss"]
     np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=3e-3)
-    batch = Batch(np.zeros((8, 3, 12), np.int32), np.zeros(8, np.int32))
-    programs = [on.programs.step.lower(shapes_of(on), batch).compile().as_text() for on in (plain, short)]
-    sent = [sum(collective.sent for collective in collectives(text)) for text in programs]
+    sent = [sum(collective.sent for collective in collectives(text)) for text in (plain, short)]
     assert sent[1] < 0.5 * sent[0]  # not a fourth: the smallest leaves fill less than a block each
 
 
@@ -76,9 +81,9 @@ def test_int8_at_every_stage() -> None:
 
     Blocks of a stack of layers are others than those of its layers.
     """
-    high = run_on(setup(8, 3, **INT8))
-    for other in (setup(8, 1, **INT8), setup(8, 2, **INT8), setup(8, 3, axis=GRIDS["two copies"], **INT8)):
-        np.testing.assert_allclose(run_on(other).metrics["loss"], high.metrics["loss"], rtol=3e-3)
+    high, _ = compiled(3, **INT8)
+    for other, _ in (compiled(1, **INT8), compiled(2, **INT8), compiled(3, axis=GRIDS["two copies"], **INT8)):
+        np.testing.assert_allclose(other.metrics["loss"], high.metrics["loss"], rtol=3e-3)
 
 
 def test_one_sum_over_copies() -> None:
@@ -86,11 +91,12 @@ def test_one_sum_over_copies() -> None:
 
     Whatever the number of layers and of micro-batches.
     """
-    batch = Batch(np.zeros((8, 3, 12), np.int32), np.zeros(8, np.int32))
-    on = [setup(8, 3, parts, max_norm=None, axis=GRIDS["two copies"]) for parts in (1, 3)]
-    programs = [each.programs.step.lower(shapes_of(each), batch).compile().as_text() for each in on]
+    axis = GRIDS["two copies"]
+    programs = compiled(3, axis=axis)[1], compiled(3, axis=axis, micro_batches=3)[1]
     once, thrice = (
         bytes_by_kind(across_hosts(collectives(text), [0] * 4 + [1] * 4))["all-reduce"] for text in programs
     )
-    shards = 4 * sum(int(np.prod(leaf.shard_shape)) for leaf in on[0].model.layout.leaves)
+    shards = 4 * sum(
+        int(np.prod(leaf.shard_shape)) for leaf in setup(8, 3, max_norm=None, axis=axis).model.layout.leaves
+    )
     assert shards <= once < 1.1 * shards and thrice == pytest.approx(once, rel=0.01)

@@ -126,8 +126,8 @@ def test_unreached_limit() -> None:
 
 def test_shuffled_tokens_are_skipped() -> None:
     """Shuffled tokens are skipped once enough updates were made and after a checkpoint."""
-    on = setup(8, 3, skip_spikes=6.0)
-    text = batch(on, 0)._replace(tokens=np.broadcast_to(np.arange(12, dtype=np.int32), (8, 3, 12)))
+    on = setup(3, 1, skip_spikes=6.0)
+    text = batch(on, 0)._replace(tokens=np.broadcast_to(np.arange(12, dtype=np.int32), (3, 8, 12)))
     noise = text._replace(tokens=np.random.default_rng(0).permuted(text.tokens, axis=-1))
     # The model has learnt the text before the statistics begin; what is left is the noise of dropout.
     state = on.start()

@@ -17,7 +17,6 @@ from tests.training.small_gpt import (
     RATE,
     Run,
     assert_close,
-    assert_equal,
     first_params,
     reference,
     run_on,
@@ -80,7 +79,7 @@ def trained(devices: int, stage: int, name: str = "adamw", state_dtype: Any = jn
     return run_on(setup(devices, stage, config=MUP, tx=transform(name, state_dtype), **options))
 
 
-QUICK = [("adamw", 8, 3), ("adamw", 3, 1), ("lion", 8, 3)]
+QUICK = [("adamw", 8, 3), ("lion", 3, 1)]
 SLOW = {(n, d, s) for n in MULTIPLIABLE for d in (1, 3, 8) for s in range(4)} - {*QUICK}
 
 
@@ -121,9 +120,14 @@ def test_parts_equal_whole_matrix(tensor: int) -> None:
 def test_base_width() -> None:
     """At the base width nothing is multiplied."""
     base = dataclasses.replace(MUP, mup_base_width=MUP.embedding_dim)
-    same = run_on(setup(8, 3, config=base, tx=transform("adamw", config=base)))
-    plain = run_on(setup(8, 3, config=base, tx=make_optimizer("adamw", DECAY)))
-    assert_equal(same, plain)
+    params = first_params(base)
+    grads = jax.tree.map(lambda p: jnp.linspace(-1, 2, p.size).reshape(p.shape), params)
+    same, plain, multiplied = (
+        tx.update(grads, tx.init(params), params)[0]
+        for tx in (transform("adamw", config=base), make_optimizer("adamw", DECAY), transform("adamw"))
+    )
+    jax.tree.map(np.testing.assert_array_equal, same, plain)
+    assert any((x != y).any() for x, y in zip(jax.tree.leaves(multiplied), jax.tree.leaves(plain), strict=True))
 
 
 @pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=lambda dtype: dtype.__name__)

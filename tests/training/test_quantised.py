@@ -46,7 +46,6 @@ def test_stages_2_and_3_agree() -> None:
     high, low = (run_on(quantised("and bfloat16 weights", 8, stage)) for stage in (3, 2))
     assert_equal(low, high)
     assert_other_devices_agree(run_on(quantised("and bfloat16 weights", 3, 3)), high)
-    np.testing.assert_allclose(high.metrics["loss"], setup_losses(), rtol=2e-3)
 
 
 @pytest.mark.slow
@@ -79,8 +78,7 @@ def test_fused_update_holds_same_bytes() -> None:
 
     Random bits of a layer are those of its place in the stack.
     """
-    options: dict[str, Any] = {"skip_bad_steps": False}
-    plain, fused = (quantised("int8 moments", 8, 3, fused_update=f, **options) for f in (False, True))
+    plain, fused = quantised("int8 moments", 8, 3), quantised("int8 moments", 8, 3, fused_update=True)
     expected, got = run_on(plain), run_on(fused)
     assert_close(got, expected, rtol=1e-6)
     assert expected.state is not None and got.state is not None

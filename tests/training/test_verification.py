@@ -68,7 +68,7 @@ def results(on: Setup) -> np.ndarray:
 @pytest.mark.parametrize("devices", [1, 3, 8])
 def test_stages_raise_no_alarm(devices: int) -> None:
     """Stages have the same results and raise no alarm."""
-    found = [results(setup(devices, stage)) for stage in ((0, 1, 2, 3) if devices == 3 else (0, 3))]
+    found = [results(setup(devices, stage)) for stage in ((0, 1, 2, 3) if devices == 3 else (3,))]
     for one in found:
         np.testing.assert_array_equal(one, found[0])
         np.testing.assert_array_equal(one[1], np.roll(one[0], -1))
@@ -125,7 +125,7 @@ def test_group_of_failing_device(faulty_device: Callable[[int], None]) -> None:
 def test_differing_copy_of_weights() -> None:
     """A copy of the weights that differs is named."""
     on = setup(3, 0)
-    weights = on.weights(on.start())
+    weights = jax.tree.map(np.asarray, on.weights(on.start()))  # all on the host: one program for all that is damaged
     for name in weights:
         changed = jax.tree.map(np.array, weights[name])
         jax.tree.leaves(changed)[0][1].flat[0] += 0.5

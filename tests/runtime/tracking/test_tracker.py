@@ -132,7 +132,6 @@ def test_wandb_offline(tmp_path: Path, no_login: None, capfd: pytest.CaptureFixt
     run = tmp_path / "run"
     run.mkdir()
     track(run, range(1, 4), project="zero-tests")
-    assert "wandb.sdk.launch" not in sys.modules  # seconds of imports, for jobs that W&B itself starts
     first_id = (run / "wandb_run_id").read_text()
     time.sleep(1)  # W&B names its directories by the second
     track(run, range(3, 5), project="zero-tests", resumed_from=2)

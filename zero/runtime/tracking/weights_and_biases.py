@@ -38,10 +38,6 @@ def weights_and_biases(run_directory: Path, project: str, config: dict[str, Any]
         fresh.write_text(secrets.token_hex(4))
         fresh.rename(id_file)
 
-    # Before its first run wandb would import all of its job launcher, which takes two seconds, to look for inputs that
-    # only a program that had imported it could have left there.
-    wandb.Run._detect_and_apply_job_inputs = lambda self: None  # type: ignore[method-assign]
-
     try:
         settings = wandb.setup().settings
         offline = settings.mode == "online" and not (_has_login(settings.base_url) and _is_reachable(settings.base_url))

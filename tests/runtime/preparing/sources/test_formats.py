@@ -336,7 +336,7 @@ def test_duplicates_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(documents, "UNIT_BYTES", 100)
     lines = [f"document {i % 20}" for i in range(50)] + ["ﬁne", "fine", "a", "b"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    options: dict[str, Any] = {"deduplicate": True, "normalise": "nfkc", "minimum_tokens": 3, "workers": 2}
+    options: dict[str, Any] = {"deduplicate": True, "normalise": "nfkc", "minimum_tokens": 3}
     corpus = make(tmp_path / "a.jsonl", tmp_path, **options)
     assert (corpus.duplicates, corpus.short) == (31, 2)
     assert corpus.train.documents + corpus.validation.documents == 21

@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from tests.helpers.corpora import both, make, run
+from tests.helpers.corpora import both, documents_of, make, run
 from zero.runtime.errors import UserError
 from zero.runtime.preparing.sources.documents import TextReader
 from zero.runtime.preparing.sources.hub import HubDataset
@@ -99,3 +99,18 @@ def test_without_the_library():
     hidden = f"import sys; sys.modules['datasets'] = None; {use}"
     done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
     assert re.search(r"hf:x: the datasets library is missing; pip install -e '.*\[hub\]'", done.stderr)
+
+
+def test_official_splits_of_a_dataset(dataset: Path, tmp_path: Path):
+    """--splits official reads all splits of a dataset, each as its own; without validation it is refused."""
+    with pytest.raises(UserError, match="of which the first two are needed; found train, test"):
+        make(f"hf:{dataset}", tmp_path, splits="official")
+    table = pyarrow.table({"text": [f"validation {i}" for i in range(4)], "number": list(range(4))})
+    parquet.write_table(table, dataset / "validation-00000-of-00001.parquet")
+    corpus = make(f"hf:{dataset}", tmp_path, splits="official")
+    assert corpus.test_index is not None
+    counts = {"train": 50, "validation": 4, "test": 3}
+    for split, index in zip(counts, (corpus.train_index, corpus.validation_index, corpus.test_index), strict=True):
+        assert documents_of(index, 16) == [f"{split} {i}" for i in range(counts[split])]
+    with pytest.raises(UserError, match="names a split, and --splits official reads all of them"):
+        make(f"hf:{dataset}::train", tmp_path, splits="official")

@@ -73,7 +73,9 @@ class Source:
         if normalise and (self.has_ids or reader is not None):
             held = "tokens" if self.has_ids else "completions, which are marked in the text as it is"
             raise UserError(f"{name}: --normalise expects text; the source holds {held}")
-        self._of_files = official_splits(name, (file.relative for file in self._files)) if is_official else []
+        self._of_files = (
+            official_splits(name, (file.relative for file in self._files)) if is_official and not is_hub else []
+        )
         official = opened.splits if opened else self._of_files
         self.splits = len(self._sizes) if self._sizes else 1 + max([VALIDATION, *official])
         self.size = None if self._hub else sum(file.size for file in self._files)  # bytes; None is unknown
