@@ -92,6 +92,10 @@ AFTER = {  # what a row needs besides
     "profile.steps=[20,25]": ("profile.steps=[1,2]",),
     "training.statistics=100": ("training.statistics=2",),
     "zero.compute_dtype=bfloat16": ("distributed.compilation_cache=cache",),
+    "data.isolate_documents": (
+        *("data.corpus=null", f"data.index_path_train={cli.INDICES[0]}"),
+        f"data.index_path_validation={cli.INDICES[1]}",
+    ),
     "index: a.index": (f"data.index_path_validation={cli.INDICES[1]}", "data.corpus=null"),
 }
 ELSEWHERE = {  # rows that need a bucket or several hosts, and the tests that have them
@@ -109,7 +113,7 @@ QUICK_ROWS = (
 
 def tiny_row(command: str) -> tuple[str, ...]:
     """A command of the page with a model that takes seconds."""
-    words = shlex.split(command.replace("a.index", cli.INDICES[0]).replace("b.index", cli.INDICES[1]))
+    words = shlex.split(command.replace(": a.index", f": {cli.INDICES[0]}").replace(": b.index", f": {cli.INDICES[1]}"))
     (*sizes,) = (word.removeprefix("model.size=") for word in words if word.startswith("model.size="))
     own = OF_SIZE.get(sizes[-1] if sizes else "", HEADS)
     return (*ROW, *own, *words, *(key for part, keys in AFTER.items() if part in command for key in keys))

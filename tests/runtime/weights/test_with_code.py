@@ -62,6 +62,7 @@ SINUSOIDS = dataclasses.replace(
     activation="selu",
     scale_embedding=True,
     final_norm=False,
+    output_scale=0.1,  # without a norm logits are large, and so are their last digits
 )
 OWN = {"plain": PLAIN, "mup": MUP, "mixed": MIXED, "sinusoids": SINUSOIDS}
 OTHERS = {name: size for name, size in SIZES.items() if size.experts is None}
