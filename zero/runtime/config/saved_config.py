@@ -69,7 +69,7 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
             merged.distributed[key] = config.distributed[key]
         for key in [override.lstrip("+~").split("=", 1)[0] for override in overrides]:
             if key.partition(".")[0] in merged:  # others are Hydra's own, or the name of a config group
-                OmegaConf.update(merged, key, OmegaConf.select(config, key), merge=False)  # also named validation sets
+                OmegaConf.update(merged, key, OmegaConf.select(config, key))
     except OmegaConfBaseException as error:
         raise UserError(f"configuration of the run: {describe(error)}") from error
     fixed = (*FIXED_KEYS, "optimizer.state_dtype") if merged.optimizer.name == "lion" else FIXED_KEYS
