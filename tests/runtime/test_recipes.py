@@ -104,6 +104,15 @@ ELSEWHERE = {  # rows that need a bucket or several hosts, and the tests that ha
     "+recipe=": "test_recipe_trains_tiny",
 }
 ROWS = [command for command in commands(PAGE) if not command.startswith(tuple(ELSEWHERE))]
+MINE = """mine:
+  embedding_dim: 16
+  vocab_size: 257
+  num_head: 2
+  block_size: 32
+  dropout: 0.0
+  N: 2
+  alibi_attn: true
+"""
 QUICK_ROWS = (
     "model.size=bytes_vq model.override.init=fan_in",
     "model.override.init=lingvo model.override.attention_scale=none",
@@ -130,7 +139,7 @@ def test_row_trains_tiny(command: str, forks: cli.Forks) -> None:
             if name == "FOLDER":
                 export(str(run), forks.workplace / name)
     if "my.yaml" in command:
-        (forks.workplace / "my.yaml").write_text("mine: {embedding_dim: 16, num_head: 2, N: 2, dropout: 0.0}\n")
+        (forks.workplace / "my.yaml").write_text(MINE)
     run = forks.train(f"row-{ROWS.index(command)}", *tiny_row(command))
     lines = cli.metrics(run)
     assert lines and all(math.isfinite(line["train/loss"]) for line in lines)
