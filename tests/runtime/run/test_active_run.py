@@ -58,8 +58,8 @@ def make_run(directory: Path, tracker: Tracker | None, **metrics: float) -> Acti
         evaluate=SimpleNamespace(harness=["a.yaml"]),
     )
     run.directory, run.tracker, run.checkpoints = directory, tracker, NoCheckpoints()
-    run.model = SimpleNamespace(axis=Axis("zero", (1, 8)), weights=lambda params, averages: params)
-    run.state = SimpleNamespace(params=0.0, averages={})
+    run.model = SimpleNamespace(axis=Axis("zero", (1, 8)), weights=lambda params, averages, frozen: params)
+    run.state, run.frozen = SimpleNamespace(params=0.0, averages={}), None
     run.position = TrainingPosition(8, step=3, cursor={"batches": 3})
     run.loader = SimpleNamespace(rows_seen=lambda batches: {})
     run.context, run.last_step, run.stop_requests = SequenceLengths(16), 10, [15]
