@@ -61,7 +61,8 @@ def make_run(directory: Path, tracker: Tracker | None, **metrics: float) -> Acti
     run.model = SimpleNamespace(axis=Axis("zero", (1, 8)), weights=lambda params, averages, frozen: params)
     run.state, run.frozen = SimpleNamespace(params=0.0, averages={}), None
     run.position = TrainingPosition(8, step=3, cursor={"batches": 3})
-    run.loader = SimpleNamespace(rows_seen=lambda batches: {})
+    run.loader = SimpleNamespace(rows_seen=lambda batches: {}, epochs_seen=lambda batches: {})
+    run.statistics = SimpleNamespace(read=dict)
     run.context, run.last_step, run.stop_requests = SequenceLengths(16), 10, [15]
     run.goodput = in_steps()
     run.metrics = StepMetrics(128, 8, peak_flops=1e6, goodput=run.goodput)
