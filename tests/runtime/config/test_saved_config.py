@@ -89,6 +89,17 @@ def test_resume_step_is_forgotten() -> None:
     assert merge_resumed(saved, compose(*RESUMED, *again), again).data.resume_step == 10
 
 
+def test_other_validation_sets() -> None:
+    """Validation sets that are given now take the place of those of the run; they do not join them."""
+    saved = compose("data.index_path_validation={a: a.index}")
+    assert merge_resumed(saved, compose(*RESUMED), []).data.index_path_validation == {"a": "a.index"}
+    for given in ("{b: b.index}", "c.index"):
+        override = f"data.index_path_validation={given}"
+        merged = merge_resumed(saved, compose(*RESUMED, override), [override])
+        expected = "c.index" if given == "c.index" else {"b": "b.index"}
+        assert merged.data.index_path_validation == expected
+
+
 def test_configuration_without_a_new_key() -> None:
     """A resume reads a configuration from before a key existed."""
     saved = compose()

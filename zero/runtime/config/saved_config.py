@@ -62,14 +62,16 @@ def merge_resumed(saved: DictConfig, config: DictConfig, overrides: list[str]) -
     try:
         earlier = OmegaConf.merge(default_config(), saved)  # a run of an earlier version lacks the keys that came later
         # Only mode=plan reads the section plan, and it reads no saved configuration: earlier versions had other keys.
-        merged = OmegaConf.merge(config, OmegaConf.masked_copy(saved, [str(key) for key in saved if key != "plan"]))
+        current = config.copy()
+        current.data.index_path_validation = None  # else sets that are named now would be joined by those of the run
+        merged = OmegaConf.merge(current, OmegaConf.masked_copy(saved, [str(key) for key in saved if key != "plan"]))
         merged.model.ema = False  # it was chosen for that start
         merged.data.resume_step = None  # it was meant for that start
         for key in ("coordinator_address", "num_processes", "process_id"):  # they belong to the machines of that start
             merged.distributed[key] = config.distributed[key]
         for key in [override.lstrip("+~").split("=", 1)[0] for override in overrides]:
             if key.partition(".")[0] in merged:  # others are Hydra's own, or the name of a config group
-                OmegaConf.update(merged, key, OmegaConf.select(config, key))
+                OmegaConf.update(merged, key, OmegaConf.select(config, key), merge=False)
     except OmegaConfBaseException as error:
         raise UserError(f"configuration of the run: {describe(error)}") from error
     fixed = (*FIXED_KEYS, "optimizer.state_dtype") if merged.optimizer.name == "lion" else FIXED_KEYS
