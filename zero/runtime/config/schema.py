@@ -39,12 +39,13 @@ from zero.runtime.config.constraints import (
     zero_or_more,
 )
 from zero.runtime.streaming.synthetic import SYNTHETIC
+from zero.training.block_codes import FORMS
 from zero.training.optimizer import NAMES
 from zero.training.schedules import SCHEDULES
 
 DTYPES = ("float32", "bfloat16")
 STATE_DTYPES = (*DTYPES, "int8")
-BASE_DTYPES = DTYPES
+BASE_DTYPES = (*DTYPES, *FORMS)
 _PATHS = "the path of an index file, or a list of them"
 _STAGES = "[[steps, tokens per sequence], ...]"
 _PROMPTS = "a text, quoted as '\"2024\"' if it looks like a number, or a list of texts"
