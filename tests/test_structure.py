@@ -30,6 +30,7 @@ BELONGS_TO = {
     "google_crc32c": "google",
     "gcsfs": "fsspec",
     "tensorstore": "orbax",
+    "torch": "transformers",
 }
 SETS_ENVIRONMENT = {"zero.virtual_devices"}  # which XLA reads once, when jax starts its devices
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

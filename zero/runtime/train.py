@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 from contextlib import closing
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from zero.models.config import GPTConfig
@@ -18,12 +16,9 @@ from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.generate import generate
 from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.setup import open_run
+from zero.runtime.run.validation import validation_metrics
 from zero.runtime.run_directory import SAMPLES_FILE, mirror
-from zero.runtime.streaming.loader import Loader
-from zero.runtime.streaming.prefetch import prefetch
 from zero.runtime.tracking.goodput import counts_as
-from zero.training.ema import EMA
-from zero.training.programs import split_rows
 
 log = logging.getLogger(__name__)
 
@@ -106,9 +101,9 @@ def _evaluate_and_log(run: ActiveRun, line: dict[str, Any]) -> bool:
 
 @counts_as("evaluation")
 def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
-    """Adds losses in nats per token to the metrics, and the results of tasks if they are due; False if stopped."""
-    if run.validation is not None:
-        losses = _validation_losses(run, run.validation)
+    """Adds the losses on validation sets to the metrics, and the results of tasks if they are due; False if stopped."""
+    if run.validation:
+        losses = validation_metrics(run)
         if losses is None:
             return False
         line |= losses
@@ -118,28 +113,6 @@ def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
         if is_last or line["step"] % (frequency * training.evaluation_frequency) == 0:
             line |= run.harness_results()
     return True
-
-
-def _validation_losses(run: ActiveRun, loader: Loader) -> dict[str, float] | None:
-    """The losses of the weights and of their moving average on the validation set; None if the run was stopped."""
-    weights = {"validation/loss": run.weights}
-    averages = run.state.averages
-    if EMA in averages:
-        weights["validation/ema_loss"] = run.model.weights(averages[EMA], averages, run.frozen)
-    training, losses, scored = run.config.training, dict.fromkeys(weights, 0.0), 0
-    with closing(prefetch(loader.batches())) as batches:
-        for batch in islice(batches, training.maximum_evaluation_steps):
-            rows = split_rows(batch.tokens, jax.local_device_count(), run.axis.row_group)
-            for name, params in weights.items():
-                loss, tokens = jax.device_get(run.programs.evaluate(params, rows))
-                losses[name] += loss.item()
-            scored += tokens.item()
-            is_stop, _ = run.poll()
-            if is_stop:
-                return None
-    if not scored:
-        raise UserError(f"training.loss_on={training.loss_on}: the rows of the evaluation hold no token to score")
-    return {name: loss / scored for name, loss in losses.items()}
 
 
 @counts_as("evaluation")

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -21,6 +22,7 @@ from zero.training.averages import averages_of
 from zero.training.inference import Sampling, evaluate_step, extend, prefill, score, score_on
 from zero.training.parts import StepOptions, TrainState
 from zero.training.sharded_gpt import ShardedGPT
+from zero.training.statistics import statistics
 from zero.training.step import make_step, new_state
 from zero.training.verification import verify
 
@@ -36,6 +38,9 @@ class Programs(NamedTuple):
       step: `(TrainState, Batch)`, the state donated, to the next state and shared metrics.
       evaluate: `(weights, tokens)` to the shared sum of losses and number of tokens scored.
       verify: `(weights, tokens, first)`, one number per device, all alike, to the shared checksums of results.
+      hold: weights to a copy of them, which outlives the step.
+      statistics: `(trained weights before a step, TrainState after it, Batch)`, and frozen parameters if there are any,
+        to its shared statistics per tensor.
     """
 
     init: Any
@@ -43,6 +48,8 @@ class Programs(NamedTuple):
     step: Any
     evaluate: Any
     verify: Any
+    hold: Any
+    statistics: Any
 
 
 def make_programs(
@@ -71,6 +78,8 @@ def make_programs(
         step=pmap(step, donate_argnums=0, out_axes=(0, None)),
         evaluate=pmap(partial(evaluate_step, model=scoring, micro_batches=options.micro_batches), out_axes=None),
         verify=pmap(partial(verify, model=model, micro_batches=options.micro_batches), out_axes=None),
+        hold=pmap(partial(jax.tree.map, jnp.copy)),
+        statistics=pmap(partial(statistics, model=model, options=options), out_axes=None),
     )
 
 

@@ -233,6 +233,10 @@ class ShardedGPT:
         collections = {name: weights[name] for name in self.collections}
         return {name: tree for name, tree in weights.items() if name not in collections}, collections
 
+    def trained(self, params: PyTree) -> tuple[PyTree, PyTree | None]:
+        """Trained and frozen parameters; the latter are None where all are trained."""
+        return (params, None) if self.tuning is None else split_adapters(params)
+
     @property
     def differentiated(self) -> str:
         """The collection of variables to differentiate.
@@ -246,8 +250,8 @@ class ShardedGPT:
     def gather_params(self, weights: PyTree) -> dict[str, PyTree]:
         """Flax variables for a step, from `weights`: shards of the parameters and the model's collections."""
         params, variables = self.split(weights)
-        if self.tuning is not None:
-            params, frozen = split_adapters(params)
+        params, frozen = self.trained(params)
+        if frozen is not None:
             variables[FROZEN] = frozen if self.stage == 3 else self.gather_frozen(frozen)
         variables["params"] = params
         if self.stage < 3:

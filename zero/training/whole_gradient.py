@@ -27,7 +27,7 @@ def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options:
     """
 
     def run(state: TrainState, frozen: PyTree, batch: Batch, rate: jax.Array, key: jax.Array) -> Tried:
-        loss, grads, found, observed = _loss_and_gradients(model, state, frozen, batch, key, options.micro_batches)
+        loss, grads, found, observed = loss_and_gradients(model, state, frozen, batch, key, options.micro_batches)
         norm = model.gradient_norm(grads)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         if options.max_gradient_norm is not None:
@@ -49,7 +49,7 @@ def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options:
     return Attempt(run, settle)
 
 
-def _loss_and_gradients(
+def loss_and_gradients(
     model: ShardedGPT, state: TrainState, frozen: PyTree, batch: Batch, key: jax.Array, micro_batches: int
 ) -> tuple[jax.Array, PyTree, dict[str, PyTree], Any]:
     """The mean loss of the global batch, its gradient as shards (whole at stage 0) in `gradient_dtype`, and more.

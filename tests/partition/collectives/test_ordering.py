@@ -14,7 +14,7 @@ from jax import lax
 
 import zero
 from tests.helpers import cli
-from tests.helpers.ordering import unordered
+from tests.helpers.ordering import unordered, unordered_when_compiled
 
 REPRODUCTION = Path(__file__).parents[3] / "benchmarks" / "collective_order.py"
 
@@ -65,6 +65,21 @@ def remat_with_a_constant(x: jax.Array) -> Any:
     return jax.checkpoint(part)(x), jax.grad(lambda x: jax.checkpoint(part)(x).sum())(x), lax.pmean(x, "batch")
 
 
+def loop_then_unrolled_loop(x: jax.Array) -> Any:
+    """As a model of few layers whose vocabulary is cut into chunks: jax unrolls the second loop."""
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.sin(x + lax.all_gather(w, "batch").sum(0)), None
+
+    return lax.scan(layer, gathers_in_scan(x), x, unroll=len(x))[0]
+
+
+def unrolled_while(x: jax.Array) -> Any:
+    """XLA removes a loop of one iteration."""
+    total = gathers_in_scan(x)
+    return lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, c[1] + lax.pmean(x[0], "batch")), (0, total))
+
+
 def mean_of_loop_and_of_input(x: jax.Array) -> Any:
     return lax.pmean((gathers_in_scan(x), x), "batch")
 
@@ -78,6 +93,8 @@ PROGRAMS = [
     gradient_through_remat,
     remat_with_a_constant,
     loop_in_a_loop,
+    loop_then_unrolled_loop,
+    unrolled_while,
 ]
 
 
@@ -86,12 +103,14 @@ def test_same_results_in_order(program):
     """With in_order a program has the same results, and its collectives wait for each other."""
     x = np.random.default_rng(0).normal(size=(8, 3, 5)).astype(np.float32)
     ordered = zero.in_order(program)
-    got = jax.pmap(ordered, axis_name="batch")(x)
+    compiled = jax.pmap(ordered, axis_name="batch").lower(x).compile()
+    got = compiled(x)
     # Arrays this small are not split over threads, so that the loops end before they return and the order is right.
     expected = jax.pmap(program, axis_name="batch")(x)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(one, other)
     assert unordered(jax.make_jaxpr(ordered, axis_env=[("batch", 8)])(x[0]).jaxpr) == []
+    assert unordered_when_compiled(compiled.as_text()) == []
 
 
 @pytest.mark.parametrize("program", [loop_then_mean, mean_of_loop_and_of_input])
@@ -99,6 +118,12 @@ def test_checker_sees_unordered_collective(program: Any) -> None:
     """The check of this file sees a collective that does not wait."""
     x = np.ones((3, 5), np.float32)
     assert ("scan", "psum") in unordered(jax.make_jaxpr(program, axis_env=[("batch", 8)])(x).jaxpr)
+
+
+def test_checker_sees_unordered_unrolled_loop() -> None:
+    """The check of compiled programs sees layers that do not wait for the loop before them."""
+    compiled = jax.pmap(loop_then_unrolled_loop, axis_name="batch").lower(np.ones((8, 3, 5), np.float32)).compile()
+    assert unordered_when_compiled(compiled.as_text())
 
 
 def test_flat_programs_are_left_alone():

@@ -23,6 +23,7 @@ CHANGES = {
     "data.train_samples": "9",
     "data.index_path_train": "[a.index,b.index]",
     "data.shuffle_shards": "4",
+    "data.crop": "all",
     "optimizer.name": "lion",
     "optimizer.b1": "0.8",
     "optimizer.b2": "0.8",

@@ -196,3 +196,36 @@ def test_isolated_documents_of_another_tokenizer(forks: cli.Forks) -> None:
     assert done.returncode == 2, done.stderr
     last = done.stderr.splitlines()[-1]
     assert "data.isolate_documents=true needs data.tokenizer of the corpus" in last and str(place) in last
+
+
+def test_named_sets_and_their_total(forks: cli.Forks) -> None:
+    """Named sets have entries, during training and after; the total equals that of the merged list."""
+    train, text = cli.INDICES
+    both = f"data.index_path_validation={{val: {text}, part: [{train}]}}"
+    merged = f"data.index_path_validation=[{text}, {train}]"
+    found = {}
+    for name, index in (("named", both), ("merged", merged)):
+        short = ("training.total_steps=2", "training.evaluation_frequency=2", "training.maximum_evaluation_steps=1000")
+        run = forks.train(f"run-{name}", *cli.TINY, *short, "training.warmup_steps=1", index)
+        found[name] = cli.metrics(run)[-1]
+        assert [line["step"] for line in cli.metrics(run)] == [1, 2]
+    named, total = found["named"], found["merged"]["validation/loss"]
+    assert named["validation/loss"] == pytest.approx(total, rel=1e-6)
+    assert not [key for key in found["merged"] if key.startswith("validation/") and key != "validation/loss"]
+    losses = [named[f"validation/{name}/loss"] for name in ("val", "part")]
+    assert min(losses) < total < max(losses)
+    assert named["validation/val/bits_per_byte"] > losses[0] / math.log(2)  # an end of text has no bytes
+
+    options = ("model.model_path=run-named", "evaluate.context=32")
+    result = json.loads((forks.train("scored", "mode=evaluate", *options) / "evaluation.json").read_text())
+    assert result["sets"].keys() == {"val", "part"}
+    for name in ("val", "part"):
+        one = result["sets"][name]
+        assert one["loss"] == pytest.approx(named[f"validation/{name}/loss"], rel=1e-5)
+        assert one["bits_per_byte"] == pytest.approx(named[f"validation/{name}/bits_per_byte"], rel=1e-5)
+    assert result["bits_per_byte"] == pytest.approx(named["validation/bits_per_byte"], rel=1e-5)
+    assert result["tokens"] == sum(one["tokens"] for one in result["sets"].values())
+    test_set = json.loads(
+        (forks.train("test-set", "mode=evaluate", *options, f"evaluate.index={text}") / "evaluation.json").read_text()
+    )
+    assert "sets" not in test_set and test_set["loss"] == result["sets"]["val"]["loss"]

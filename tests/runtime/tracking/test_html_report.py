@@ -1,6 +1,7 @@
 """The page about runs, in a real browser: the curves are there, nothing is wrong, and nothing leaves the page."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -15,6 +16,8 @@ from zero.models.experts import METRICS
 from zero.runtime import run_directory
 from zero.runtime.config.saved_config import default_config
 from zero.runtime.tracking.html_report import MOST_POINTS, PANELS, TASKS, write_report
+from zero.runtime.tracking.metrics_file import read_metrics
+from zero.runtime.tracking.tensor_panels import tensor_panels
 from zero.runtime.tracking.tracker import Tracker
 
 EVALUATED = ("validation/ema_loss", "harness/choice/acc", "harness/lambada/acc")
@@ -51,6 +54,28 @@ def page(tmp_path: Path) -> Path:
     first = make_run(tmp_path / "first", 0.5)
     make_run(first, 0.5, resumed_from=20)
     return write_report([first, make_run(tmp_path / "second", 0.25)], tmp_path / "page.html")
+
+
+def test_statistics_of_tensors(tmp_path: Path) -> None:
+    """A page has heat maps of activations and curves of leaves."""
+    run = make_run(tmp_path / "run", 0.5)
+    before = write_report([run], tmp_path / "page.html").read_text(encoding="utf-8")
+    with Tracker(run, project=None, config={}, resumed_from=20) as tracker:
+        for step in (25, 30):
+            places = [(name, layer) for name in ("query", "stream") for layer in (0, 1)]
+            sizes = {f"activation/{name}/{layer}": step * 10.0**-layer for name, layer in places}
+            leaves = {f"{kind}/norm/scale": 2.0 for kind in ("change", "gradient_norm", "weight_norm")}
+            tracker.log({"step": step, "train/loss": 1.0, **sizes, **leaves})
+    page = write_report([run], tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "Statistics of tensors" in page and "Statistics of tensors" not in before
+    maps, curves = tensor_panels(read_metrics(run / "metrics.jsonl"))
+    shown, drawn = (
+        json.loads(re.findall(r"Plotly\.newPlot\(\s*\S+,\s*(\[.*?\]),\s*\{", figure, re.DOTALL)[0])
+        for figure in (maps, curves)
+    )
+    assert [trace["x"] for trace in shown] == [[25, 30]] * 2
+    assert shown[0]["z"][1] == pytest.approx([math.log10(2.5), math.log10(3)])
+    assert [(trace["name"], trace["y"]) for trace in drawn] == [("norm/scale", [2.0, 2.0])] * 3
 
 
 def test_differences_and_samples(page: Path) -> None:

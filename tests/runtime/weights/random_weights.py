@@ -106,7 +106,8 @@ def save(
     model = model_of(size)
 
     def one(leaf: zero.LeafLayout, target: jax.ShapeDtypeStruct, x: np.ndarray) -> jax.Array:
-        padded = np.pad(x, [(0, p - n) for n, p in zip(leaf.shape, leaf.padded_shape, strict=True)])
+        pads = [(0, p - n) for n, p in zip(leaf.shape, leaf.padded_shape, strict=True)]
+        padded = np.pad(x, pads) if pads else x
         return jax.device_put(padded, target.sharding)
 
     def padded(tree: Any) -> Any:

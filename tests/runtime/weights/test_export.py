@@ -5,7 +5,6 @@ import json
 import os
 import resource
 import sys
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
+from tests.runtime.weights.greedy import greedy
 from tests.runtime.weights.random_weights import (
     ALIBI,
     BOTH,
@@ -31,7 +30,6 @@ from tests.runtime.weights.random_weights import (
 )
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
-from zero.models.transformer_layer import init_cache
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
 from zero.runtime.weights import export as exporting
@@ -40,23 +38,7 @@ from zero.runtime.weights.export import export
 from zero.runtime.weights.warm_start import warm_start
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
-
-
-@cache
-def greedy(size: GPTConfig, prompt: tuple[int, ...], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens `(length,)` and the logits `(length, V)` that they were chosen by, one device, with a cache."""
-    apply: Any = jax.jit(partial(GPT(size, drops=False).apply, {"params": params(size)}, method="logits"))
-    cache = init_cache(size, 1, len(prompt) + length, jnp.float32)
-    first = apply(jnp.asarray([prompt]), cache)
-
-    def write(carry: Any, position: jax.Array) -> Any:
-        logits_BV, cache = carry
-        token_B = jnp.argmax(logits_BV, axis=-1)
-        return apply(token_B[:, None], cache, position), (token_B[0], logits_BV[0])
-
-    positions = jnp.arange(len(prompt), len(prompt) + length)
-    _, (tokens, logits) = jax.jit(partial(lax.scan, write))(first, positions)
-    return np.asarray(tokens), np.asarray(logits)
+FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
 
 @EACH
@@ -104,7 +86,7 @@ def test_round_trip_of_an_export(size: GPTConfig, tmp_path: Path) -> None:
     save(tmp_path / "second", size, 9, values=whole(shards, model))
     export(str(tmp_path / "second"), tmp_path / "again")
     assert contents(tmp_path / "again") == contents(tmp_path / "hf")
-    assert sorted(contents(tmp_path / "hf")) == ["config.json", "model.safetensors"]
+    assert sorted(contents(tmp_path / "hf")) == FILES
 
 
 @BOTH
@@ -180,7 +162,7 @@ def test_failed_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         export(str(tmp_path / "run"), tmp_path / "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     export(str(tmp_path / "run"), tmp_path / "hf")
-    assert sorted(contents(tmp_path / "hf")) == ["config.json", "model.safetensors"]
+    assert sorted(contents(tmp_path / "hf")) == FILES
 
 
 def test_export_of_the_average(tmp_path: Path) -> None:

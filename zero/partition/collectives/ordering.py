@@ -2,7 +2,8 @@
 
 XLA runs the operations of a CPU program as their inputs become ready. Collectives of one computation wait for each
 other, but a loop counts as done when it has *started*, so a later collective that does not use its result runs with the
-collectives inside the loop. jax gives all of them one channel, so they share a rendezvous: devices hang, abort, or
+collectives inside the loop; and a program read from jax's persistent cache has lost the order between loops and
+collectives altogether. jax gives all of them one channel, so they share a rendezvous: devices hang, abort, or
 exchange the wrong arrays (docs/decisions/virtual-devices.md). The backend drops an `optimization_barrier` before it
 orders operations, so dependencies are made by arithmetic.
 """
@@ -69,7 +70,9 @@ class _Runner:
         self.is_tied = any(_is_nested(eqn) for eqn in _level(jaxpr))
         self.zero: jax.Array | None = None  # uint32, computed from the results of the last collective
 
-    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], carry: Sequence[int] = ()) -> list[Any]:
+        if carry:  # an unrolled loop has no loop that waits, only its first collective
+            self.zero = _zeros_of([args[index] for index in carry])
         values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Any) -> Any:
@@ -87,18 +90,19 @@ class _Runner:
             return self.run(closed.jaxpr, closed.consts, args)
         if not _has_collective(eqn):
             return _bind(eqn, eqn.params, args)
-        if self.is_tied and self.zero is not None:
+        if self.zero is not None:
             args = [_tie(x, self.zero) if index in _waiting(eqn) else x for index, x in enumerate(args)]
         constants: list[Any] = []
         is_remat = eqn.primitive.name in ("remat2", "checkpoint")
-        params = {name: _map_jaxprs(value, constants, is_remat) for name, value in eqn.params.items()}
+        params = {
+            name: _map_jaxprs(value, constants, is_remat, _carry(eqn, name)) for name, value in eqn.params.items()
+        }
         if constants and not is_remat:
             raise ValueError(
                 f"in_order: a jax.jit inside {eqn.primitive.name} uses an array from outside; pass it as an argument"
             )
         results = _bind(eqn, params, [*args, *constants])
-        if self.is_tied:
-            self.zero = sum((_zero_of(x) for x in results), jnp.uint32(0))
+        self.zero = _zeros_of(results) if self.is_tied else None
         return results
 
 
@@ -121,30 +125,32 @@ def _has_collective(eqn: JaxprEqn) -> bool:
     )
 
 
-def _map_jaxprs(value: Any, constants: list[Any], is_remat: bool) -> Any:
-    """The value with every jaxpr in it ordered.
+def _map_jaxprs(value: Any, constants: list[Any], is_remat: bool, carry: Sequence[int]) -> Any:
+    """The value with every jaxpr in it ordered; its first collective waits for the inputs `carry`.
 
     A jaxpr that cannot hold constants (that of `jax.checkpoint`) gets those of inlined functions as further inputs;
     their values are appended to `constants`.
     """
     if isinstance(value, ClosedJaxpr) and not is_remat:  # in jax 0.12 every Jaxpr is a ClosedJaxpr
-        return _ordered_jaxpr(value.jaxpr, value.consts)
+        return _ordered_jaxpr(value.jaxpr, value.consts, carry)
     if isinstance(value, Jaxpr):
-        closed = _ordered_jaxpr(value, ())
+        closed = _ordered_jaxpr(value, (), carry)
         constants += closed.consts
         inputs = [*closed.jaxpr.invars, *closed.jaxpr.constvars]
         info = closed.jaxpr.debug_info.with_unknown_names() if closed.consts else closed.jaxpr.debug_info
         return closed.jaxpr.replace(constvars=[], invars=inputs, debug_info=info)
-    return tuple(_map_jaxprs(one, constants, is_remat) for one in value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return tuple(_map_jaxprs(one, constants, is_remat, carry) for one in value)
+    return value
 
 
-def _ordered_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
+def _ordered_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], carry: Sequence[int]) -> ClosedJaxpr:
     if not any(_has_collective(eqn) for eqn in jaxpr.eqns):
         return ClosedJaxpr(jaxpr, consts)
     avals: list[Any] = [var.aval for var in jaxpr.invars]
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
     run = partial(_Runner(jaxpr).run, jaxpr, consts)
-    return jax.make_jaxpr(lambda *args: run(args))(*shapes)
+    return jax.make_jaxpr(lambda *args: run(args, carry))(*shapes)
 
 
 def _waiting(eqn: JaxprEqn) -> range:
@@ -156,6 +162,16 @@ def _waiting(eqn: JaxprEqn) -> range:
     if eqn.primitive.name == "while":
         return range(params["cond_nconsts"] + params["body_nconsts"], count)
     return range(1) if eqn.primitive.name == "cond" else range(count)
+
+
+def _carry(eqn: JaxprEqn, name: str) -> Sequence[int]:
+    """Which inputs of a loop's body, or of its condition, are the carry; `name` is the parameter that holds it."""
+    if eqn.primitive.name == "scan":
+        return scan_carry(eqn.params)
+    if eqn.primitive.name == "while":
+        consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        return range(consts[name == "body_jaxpr"], len(eqn.invars) - consts[name != "body_jaxpr"])
+    return ()
 
 
 def scan_carry(params: dict[str, Any]) -> range:
@@ -180,6 +196,10 @@ def _zero_of(x: jax.Array) -> jax.Array:
         return jnp.uint32(0)
     first = _bits(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()))
     return (first >> (8 * x.dtype.itemsize - 1) >> 1).astype(jnp.uint32)
+
+
+def _zeros_of(arrays: Sequence[Any]) -> jax.Array:
+    return sum(map(_zero_of, arrays), jnp.uint32(0))
 
 
 def _tie(x: Any, zero: jax.Array) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,6 +100,16 @@ def is_paths(value: Any) -> bool:
     """Whether a value is the path of an index file or a list of them, and not a mixture."""
     paths = value if isinstance(value, list) else [value]
     return bool(paths) and all(isinstance(path, str) and path for path in paths)
+
+
+def is_sets(value: Any) -> bool:
+    """Whether a value is names of validation sets, each with the path of an index file or a list of them."""
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name) for name in value)
+        and all(map(is_paths, value.values()))
+    )
 
 
 def is_stages(value: Any) -> bool:

@@ -69,6 +69,7 @@ def data_rules(config: Config, size: GPTConfig) -> Mistakes:
         for key, value, expected in (
             ("training.max_epochs", config.training.max_epochs, None),
             ("data.train_samples", data.train_samples, None),
+            ("data.crop", data.crop, "first"),
             ("data.isolate_documents", data.isolate_documents, False),
             ("training.loss_on", config.training.loss_on, "all"),
         ):
@@ -237,7 +238,7 @@ def evaluate_rules(config: Config, size: GPTConfig) -> Mistakes:
     evaluate = config.evaluate
     if config.mode == "evaluate" and not (evaluate.validation or evaluate.harness):
         yield "evaluate.validation", "true, or tasks in evaluate.harness"
-    elif config.mode == "evaluate" and evaluate.validation and not config.has_validation_set:
+    elif config.mode == "evaluate" and evaluate.validation and not (evaluate.index or config.has_validation_set):
         data, path = config.data, shown(config.data.index_path_validation)
         given = f"data.corpus={shown(data.corpus)} and data.index_path_validation={path}"
         yield "evaluate.validation", f"false, as {given} hold no validation set"

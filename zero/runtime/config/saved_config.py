@@ -32,6 +32,7 @@ FIXED_KEYS = (
     "data.train_samples",
     "data.index_path_train",
     "data.shuffle_shards",
+    "data.crop",
     *(f"optimizer.{field.name}" for field in dataclasses.fields(Optimizer) if field.name != "state_dtype"),
     *(f"tuning.{field.name}" for field in dataclasses.fields(Tuning)),
 )

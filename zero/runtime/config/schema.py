@@ -30,6 +30,7 @@ from zero.runtime.config.constraints import (
     is_mixture,
     is_paths,
     is_prompts,
+    is_sets,
     is_stages,
     list_of,
     not_empty,
@@ -38,6 +39,7 @@ from zero.runtime.config.constraints import (
     random_seed,
     zero_or_more,
 )
+from zero.runtime.streaming.crop import CROPS
 from zero.runtime.streaming.synthetic import SYNTHETIC
 from zero.training.block_codes import FORMS
 from zero.training.optimizer import NAMES
@@ -47,9 +49,14 @@ DTYPES = ("float32", "bfloat16")
 STATE_DTYPES = (*DTYPES, "int8")
 BASE_DTYPES = (*DTYPES, *FORMS)
 _PATHS = "the path of an index file, or a list of them"
+_SETS = "{name: one of these, ...} with letters, digits, and . - _ between them in names"
 _STAGES = "[[steps, tokens per sequence], ...]"
 _PROMPTS = "a text, quoted as '\"2024\"' if it looks like a number, or a list of texts"
 _MIXTURE = "[{index: path, weight: 0.7}, ...] of files of different names"
+
+
+def _is_validation(value: Any) -> bool:
+    return value is None or is_paths(value) or is_sets(value)
 
 
 @dataclass
@@ -74,6 +81,7 @@ class Training:
     skip_spikes: float | None = positive()
     max_skipped_in_a_row: int = at_least(1)
     verify_every: int | None = at_least(1)
+    statistics: int | None = at_least(1)
     log_frequency: int = at_least(1)
     sample_tokens: int = at_least(0)
     ema: float | None = checked(lambda value: 0 < value < ONE, "more than 0, less than 1 in float32")
@@ -105,12 +113,13 @@ class Data:
     max_context: Any = checked(  # an integer, once it is checked
         lambda value: value is None or (isinstance(value, int) and 2 <= value <= INT32), "at least 2, or null"
     )
+    crop: str = one_of(*CROPS)
     isolate_documents: Any = boolean()
     train_samples: int | None = at_least(1, INT64)
     checkpoint_directory: str = not_empty()
     bucket_path: str | None = not_empty()
     index_path_train: Any = checked(lambda value: is_paths(value) or is_mixture(value), f"{_PATHS}, or {_MIXTURE}")
-    index_path_validation: Any = checked(lambda value: value is None or is_paths(value), f"{_PATHS}, or null")
+    index_path_validation: Any = checked(_is_validation, f"{_PATHS}, {_SETS}, or null")
     shuffle_shards: int = at_least(1)
     max_skipped_rows: int = zero_or_more()
     cache_directory: str | None = not_empty()
@@ -193,6 +202,7 @@ class Zero:
 @dataclass
 class Evaluate:
     validation: Any = boolean()
+    index: Any = checked(_is_validation, f"{_PATHS}, {_SETS}, or null")
     harness: list[str] = MISSING
     context: int | None = at_least(2)
     stride: int | None = at_least(1)

@@ -12,10 +12,10 @@ from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.harness_tasks import run_tasks
-from zero.runtime.inference.scoring import Scorer, score_validation_set
+from zero.runtime.inference.scoring import Scorer, score_sets
 from zero.runtime.inference.trained_model import open_model
 from zero.runtime.preparing.manifest import check_end_of_text
-from zero.runtime.streaming.index_files import index_paths, read_index
+from zero.runtime.streaming.index_files import named_sets, read_index
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +41,13 @@ def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
     scorer = Scorer(trained, context, config.training.batch_size)
     result: dict[str, Any] = {"run": str(config.model.model_path), "step": trained.step, "context": context}
     if config.evaluate.validation:
-        index = index_paths(config.data.index_path_validation, config.data.bucket_path)
-        assert not isinstance(index, dict)  # which the check of the configuration refuses
+        index = config.evaluate.index or config.data.index_path_validation
+        sets = named_sets(index, config.data.bucket_path)
         if config.data.isolate_documents:
-            paths = [index] if isinstance(index, str) else index
+            paths = [path for one in sets.values() for path in ([one] if isinstance(one, str) else one)]
             check_end_of_text([shard.path for path in paths for shard in read_index(path)], trained.tokenizer)
         stride = None if config.evaluate.carry else config.evaluate.stride or -(-context // 2)
-        result |= score_validation_set(scorer, index, context, stride, config.training.loss_on == "completion")
+        result |= score_sets(scorer, sets, context, stride, config.training.loss_on == "completion")
     if config.evaluate.harness:
         result["harness"] = run_tasks(scorer, context, config.evaluate.harness)
     if trained.host == 0:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -115,10 +116,40 @@ def windows(tokens: np.ndarray, context: int, stride: int) -> Iterator[Passage]:
         scored = end
 
 
+class Sums(NamedTuple):
+    """The losses of a set of texts, and what was scored."""
+
+    nats: float = 0.0
+    tokens: int = 0
+    bytes: int = 0
+
+    def plus(self, other: Sums) -> Sums:
+        return Sums(self.nats + other.nats, self.tokens + other.tokens, self.bytes + other.bytes)
+
+    def means(self) -> dict[str, Any]:
+        """Loss in nats per token, perplexity and bits per byte; None without bytes."""
+        loss = self.nats / self.tokens
+        bits = self.nats / math.log(2) / self.bytes if self.bytes else None
+        means = {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": bits}
+        return {**means, "tokens": self.tokens, "bytes": self.bytes}
+
+
+def score_sets(
+    scorer: Scorer, sets: Mapping[str, str | list[str]], context: int, stride: int | None, only_completions: bool
+) -> dict[str, Any]:
+    """The means over the tokens of all sets, and under "sets" those of each set that has a name."""
+    sums = {
+        name: score_validation_set(scorer, index, context, stride, only_completions) for name, index in sets.items()
+    }
+    total = functools.reduce(Sums.plus, sums.values())
+    named = {name: one.means() for name, one in sums.items() if name}
+    return {**total.means(), "stride": stride, **({"sets": named} if named else {})}
+
+
 def score_validation_set(
     scorer: Scorer, index: str | list[str], context: int, stride: int | None, only_completions: bool = False
-) -> dict[str, Any]:
-    """Loss, perplexity and bits per byte over every token but the first of each row, each token scored once.
+) -> Sums:
+    """The losses over every token but the first of each row, each token scored once.
 
     Longer rows than `context` are scored in passages `stride` tokens apart; with None, as if seen at once. With
     `only_completions`, as for a `Loader`, only these tokens count.
@@ -154,22 +185,12 @@ def score_validation_set(
             texts.append(row[1:])
             yield row
 
-    nats, tokens, num_bytes = 0.0, 0, 0
+    sums = Sums()
     for score in scorer.scores_of_whole(whole_rows()) if stride is None else scorer.scores(passages(stride)):
         text = texts.popleft()
         is_scored = text >= 0
-        nats, tokens, num_bytes = (
-            nats + score.losses[is_scored].sum(),
-            tokens + int(is_scored.sum()),
-            num_bytes + int(lengths[text[is_scored]].sum()),
-        )
-    if not tokens:
+        count, size = int(is_scored.sum()), int(lengths[text[is_scored]].sum())
+        sums = sums.plus(Sums(score.losses[is_scored].sum(), count, size))
+    if not sums.tokens:
         raise UserError(f"{index}: its rows hold no token to score")
-    return {
-        "loss": nats / tokens,
-        "perplexity": math.exp(nats / tokens),
-        "bits_per_byte": nats / math.log(2) / num_bytes,
-        "tokens": tokens,
-        "bytes": num_bytes,
-        "stride": stride,
-    }
+    return sums

@@ -34,6 +34,7 @@ from zero.runtime.inference.trained_model import TrainedModel
 from zero.runtime.planning.predict import predict
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.restore import TrainingPosition
+from zero.runtime.run.statistics import StatisticsRecorder
 from zero.runtime.run.step_metrics import StepMetrics, peak_memory
 from zero.runtime.run.verification import Verifier
 from zero.runtime.run_directory import mirror
@@ -77,7 +78,7 @@ class ActiveRun:
     layout: Layout
     context: SequenceLengths
     loader: AnyLoader
-    validation: Loader | None
+    validation: dict[str, Loader]  # by the names of the sets; a set without a name is ""
     checkpoints: Checkpoints
     emergency: EmergencyCheckpoints | None
     tracker: Tracker | None  # of host 0
@@ -88,6 +89,7 @@ class ActiveRun:
     metrics: StepMetrics
     profiler: Profiler
     verifier: Verifier
+    statistics: StatisticsRecorder
     state: TrainState
     frozen: PyTree  # parameters that are not trained
     position: TrainingPosition
@@ -112,7 +114,7 @@ class ActiveRun:
     @property
     def has_evaluation(self) -> bool:
         """Whether an evaluation computes anything."""
-        return self.validation is not None or self.config.training.harness_frequency is not None
+        return bool(self.validation) or self.config.training.harness_frequency is not None
 
     def batches(self) -> Generator[tuple[int, HostBatch]]:
         """Each step with this host's rows, to the last step or until a stop request comes during a wait for data."""
@@ -131,6 +133,8 @@ class ActiveRun:
         sequences = self.context.cut(batch.tokens, step - 1)  # rows, or pieces of them
         per_device, length = split_batch(sequences, jax.process_index(), self.axis.row_group), sequences.shape[1]
         self.profiler.before(step)
+        if self.statistics.is_due(step):
+            self.statistics.before(self.model.weights(self.state.params, self.state.averages))
         if length in self._steps:
             self.state, metrics = self._steps[length](self.state, per_device, self.frozen)
             is_waited_for = self.profiler.is_last(step)
@@ -141,6 +145,9 @@ class ActiveRun:
         if self.profiler.is_last(step):
             with self.goodput.phase("evaluation"):
                 self.profiler.stop()
+        if self.statistics.is_due(step):
+            with self.goodput.phase("evaluation"):
+                self.statistics.after(self.state, per_device, self.frozen)
         if self.verifier.is_due(step):
             with self.goodput.phase("evaluation"):
                 self.verifier.check(step, self.weights, per_device.tokens)
@@ -203,6 +210,7 @@ class ActiveRun:
         every = self.config.data.save_every
         is_save |= is_evaluation if every is None else step % every == 0 or step == self.last_step
         is_log = is_evaluation or is_save or is_protect or is_stop or step % training.log_frequency == 0
+        is_log |= self.statistics.is_due(step)
         return Due(is_log, is_evaluation, is_save, is_protect, is_stop)
 
     def poll(self) -> tuple[bool, bool]:
@@ -232,6 +240,7 @@ class ActiveRun:
             "tokens_seen": position.step * position.global_rows * row_tokens,
             "samples_checksum": position.samples_checksum,
             **peak_memory(),
+            **self.statistics.read(),
         }
         for corpus, rows_seen in self.loader.rows_seen(position.cursor["batches"]).items():
             line[f"tokens_seen/{corpus}"] = rows_seen * row_tokens

@@ -39,10 +39,11 @@ from zero.runtime.preparing.prepare_if_missing import prepare_if_missing
 from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.restore import TrainingPosition, restore
+from zero.runtime.run.statistics import StatisticsRecorder
 from zero.runtime.run.step_metrics import StepMetrics
 from zero.runtime.run.verification import Verifier
 from zero.runtime.streaming.cache import ShardCache
-from zero.runtime.streaming.index_files import index_paths
+from zero.runtime.streaming.index_files import index_paths, named_sets
 from zero.runtime.streaming.loader import Loader
 from zero.runtime.streaming.synthetic import SYNTHETIC, AnyLoader, SyntheticLoader
 from zero.runtime.text.tokenizers import Tokenizer, load_tokenizer
@@ -156,6 +157,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             metrics=StepMetrics(position.global_rows * config.data.max_context, count, peak, goodput),
             profiler=profiler,
             verifier=Verifier(job.programs.verify, job.model.axis, config.training.verify_every),
+            statistics=StatisticsRecorder(job.programs, config.training.statistics),
             state=state,
             frozen=frozen,
             position=position,
@@ -278,16 +280,17 @@ def _prepare_corpus(config: Config, tokenizer: Tokenizer) -> Config:
     data, is_first = config.data, jax.process_index() == 0
     if data.corpus in SYNTHETIC:
         return config
-    keys = [key for key in ("index_path_train", "index_path_validation") if getattr(data, key) is not None]
-    indices = [index_paths(getattr(data, key), data.bucket_path) for key in keys]
-    paths = [path for index in indices for path in ([index] if isinstance(index, str) else index)]
+    indices: dict[str, Any] = {"index_path_train": index_paths(data.index_path_train, data.bucket_path)}
+    sets = named_sets(data.index_path_validation, data.bucket_path)
+    indices |= {"index_path_validation": sets[""]} if "" in sets else {f"validation set {x}": sets[x] for x in sets}
+    paths = [path for index in indices.values() for path in ([index] if isinstance(index, str) else index)]
     for is_turn in (is_first, not is_first):  # hosts that share a disk find the corpus of the first one
         if is_turn and data.corpus:
             used = prepare_if_missing(data.corpus, paths, tokenizer, data.max_context)
             if used:
                 log.info("data.corpus=%s has shorter rows: %s in place of it", data.corpus, ", ".join(used.values()))
                 new: dict[str, Any] = {
-                    key: used[path] for key, path in zip(keys, indices, strict=True) if isinstance(path, str)
+                    key: used[path] for key, path in indices.items() if isinstance(path, str) and hasattr(data, key)
                 }
                 config = replace(config, data=replace(data, **new))
         agreement.wait_for_all()
@@ -333,8 +336,8 @@ def staged_context(config: Config) -> SequenceLengths:
 
 def _loaders(
     config: Config, size: GPTConfig, tokenizer: Tokenizer, global_rows: int
-) -> tuple[AnyLoader, Loader | None]:
-    """The loaders of the training and of the validation set, if there is one.
+) -> tuple[AnyLoader, dict[str, Loader]]:
+    """The loaders of the training set and of each validation set.
 
     Raises:
       UserError: the data does not fit the configuration.
@@ -343,7 +346,7 @@ def _loaders(
     host, hosts = jax.process_index(), jax.process_count()
     if data.corpus is not None and data.corpus in SYNTHETIC:
         rows = (global_rows, data.max_context, size.vocab_size, config.seed)
-        return SyntheticLoader(data.corpus, *rows, host, hosts), None
+        return SyntheticLoader(data.corpus, *rows, host, hosts), {}
     cache = ShardCache(Path(data.cache_directory), data.cache_bytes) if data.cache_directory else None
     only_completions = config.training.loss_on == "completion"
     training = Loader(
@@ -360,11 +363,13 @@ def _loaders(
         skip_bad=data.max_skipped_rows > 0,
         cache=cache,
         only_completions=only_completions,
+        crop=data.crop,
     )
-    validation = None
-    if config.has_validation_set and config.training.maximum_evaluation_steps:
-        validation = Loader(
-            index_paths(data.index_path_validation, data.bucket_path),
+    validation: dict[str, Loader] = {}
+    is_validated = config.has_validation_set and config.training.maximum_evaluation_steps
+    for name, index in named_sets(data.index_path_validation, data.bucket_path).items() if is_validated else ():
+        validation[name] = Loader(
+            index,
             global_rows=global_rows,
             context=data.max_context,
             vocab_size=size.vocab_size,
@@ -374,9 +379,10 @@ def _loaders(
             hosts=hosts,
             cache=cache,
             only_completions=only_completions,
+            crop="first" if data.crop == "first" else "all",  # not at random: evaluations are compared
         )
     if data.isolate_documents:
-        corpora = [*training.corpora, *(validation.corpora if validation is not None else ())]
+        corpora = [corpus for loader in (training, *validation.values()) for corpus in loader.corpora]
         check_end_of_text([shard.path for corpus in corpora for shard, _ in corpus.shards], tokenizer)
     return training, validation
 

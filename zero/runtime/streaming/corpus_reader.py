@@ -2,14 +2,17 @@
 
 A row that cannot be read (its shard is missing, its sample is damaged) keeps its place in the order and has no tokens.
 
+What the order counts as rows are the sequences that a crop makes of the rows in the shards.
+
 Shapes: n rows of a shuffle buffer, T tokens (the context).
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 import numpy as np
@@ -17,11 +20,14 @@ import numpy as np
 from zero.runtime import storage
 from zero.runtime.errors import UserError, file_error
 from zero.runtime.streaming.cache import ShardCache
+from zero.runtime.streaming.crop import Crop
 from zero.runtime.streaming.index_files import Shard
 from zero.runtime.streaming.order import Order, RowRange, ShuffleBuffer, permutation
-from zero.runtime.streaming.shards import BadData, Rows, decode, read_samples
+from zero.runtime.streaming.shards import BadData, Decoded, Rows, decode, read_samples
 
 SKIPPED = -1  # the length of a row that could not be read
+DISCARDED = 0.01  # share of the tokens that a crop may leave out without a warning
+_OFFSETS = 1  # last number of the key of random offsets: keys of permutations have fewer numbers
 _log = logging.getLogger(__name__)
 
 
@@ -29,13 +35,15 @@ _log = logging.getLogger(__name__)
 class CorpusReader:
     """The shards of one corpus and how their rows are read."""
 
-    shards: list[tuple[Shard, int]]  # each with the number of its rows that are used
+    shards: list[tuple[Shard, int]]  # each with the number of its sequences that are used
     order: Order
     context: int
     vocab_size: int
     skip_bad: bool
     cache: ShardCache | None
     only_completions: bool
+    crop: Crop
+    _unchecked: threading.Lock = field(default_factory=threading.Lock)  # taken by the first sample that is decoded
 
     @property
     def rows(self) -> int:
@@ -54,18 +62,20 @@ class CorpusReader:
         lengths = np.empty(count, np.int32)
         for part in buffer.ranges:
             own, slots = np.split(slots, [part.stop - part.start])
-            for problem in self._fill(part, own, tokens, lengths):
+            for problem in self._fill(part, buffer.key, own, tokens, lengths):
                 _log.warning("skipped: %s", problem)
         return tokens[buffer.skip :], lengths[buffer.skip :]
 
-    def _fill(self, part: RowRange, slots: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> list[str]:
+    def _fill(
+        self, part: RowRange, key: tuple[int, ...], slots: np.ndarray, tokens: np.ndarray, lengths: np.ndarray
+    ) -> list[str]:
         """Puts the rows of a range into these slots of `tokens` and `lengths`; returns the skipped problems."""
         shard, _ = self.shards[part.shard]
         problems: list[str] = []
         filled = 0
         try:
             with (self.cache or storage).open_reader(shard.path) as stream:
-                for rows, row_lengths in self._read(part, stream, problems):
+                for rows, row_lengths in self._read(part, key, stream, problems):
                     into = slots[filled : filled + len(rows)]
                     tokens[into], lengths[into] = rows, row_lengths
                     filled += len(rows)
@@ -78,13 +88,21 @@ class CorpusReader:
         tokens[slots[filled:]], lengths[slots[filled:]] = 0, SKIPPED
         return problems
 
-    def _read(self, part: RowRange, stream: BinaryIO, problems: list[str]) -> Iterator[Rows]:
+    def _read(self, part: RowRange, key: tuple[int, ...], stream: BinaryIO, problems: list[str]) -> Iterator[Rows]:
         """The rows of a range and their lengths, sample by sample; a bad sample joins `problems`, or is raised.
 
         The rows after a bad sample move up: the place of a row depends only on the contents of its shard.
         """
         shard, _ = self.shards[part.shard]
-        seen = 0  # rows of the shard so far
+        total = shard.rows * self.crop.sequences
+        seen = 0  # sequences of the shard so far
+        (seed, epoch, *_) = key
+
+        def draw(count: int) -> np.ndarray:
+            """Raw bits for the rows from `seen` on, of a generator per shard: they depend on (seed, epoch, row)."""
+            generator = np.random.PCG64((seed, epoch, part.shard, 0, _OFFSETS))
+            return generator.advance(seen // self.crop.sequences).random_raw(count)
+
         samples = read_samples(shard.path, stream)
         while True:
             try:
@@ -92,17 +110,35 @@ class CorpusReader:
                 if sample is None:
                     break
                 name = f"shard {shard.path}, sample {sample['__key__']}"
-                rows, lengths = decode(sample, name, self.context, self.vocab_size, self.only_completions)
+                decoded = decode(sample, name, self.context, self.vocab_size, self.crop, draw, self.only_completions)
             except BadData as error:
                 if not self.skip_bad:
                     raise
                 problems.append(str(error))
                 continue
+            self._warn_of_discarded(shard, decoded)
             inside = slice(max(0, part.start - seen), max(0, part.stop - seen))
-            seen += len(rows)
-            if len(rows[inside]):
-                yield rows[inside], lengths[inside]
-            if part.stop <= seen and part.stop < shard.rows:
+            seen += len(decoded.tokens)
+            if len(decoded.tokens[inside]):
+                yield decoded.tokens[inside], decoded.lengths[inside]
+            if part.stop <= seen and part.stop < total:
                 return  # the rest belongs to another stream
-        if seen > shard.rows or (seen < shard.rows and not problems):
-            raise UserError(f"shard {shard.path} holds {seen} rows, but the index file records {shard.rows}")
+        if seen > total or (seen < total and not problems):
+            rows = seen // self.crop.sequences
+            raise UserError(f"shard {shard.path} holds {rows} rows, but the index file records {shard.rows}")
+
+    def _warn_of_discarded(self, shard: Shard, decoded: Decoded) -> None:
+        """Warns once, at the first sample, where sequences leave out much of their rows."""
+        # At random all tokens are read, in the long run.
+        if self.crop.name == "random" or not self._unchecked.acquire(blocking=False):
+            return
+        left_out = 1 - int(decoded.lengths.sum()) / max(1, decoded.total)
+        if left_out > DISCARDED:
+            _log.warning(
+                "data.crop=%s with data.max_context=%d leaves out %.1f%% of the tokens of %s (longer rows); %s",
+                self.crop.name,
+                self.context,
+                100 * left_out,
+                storage.parent(shard.path),
+                "data.crop=all or random uses them" if self.crop.name == "first" else "data.crop=random uses them",
+            )

@@ -72,7 +72,7 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
 
 
 def index_paths(value: Any, bucket_path: str | None) -> str | list[str] | dict[str, float]:
-    """A Loader's `index` from `data.index_path_train` or `..._validation`: index files, or their weights.
+    """A Loader's `index` from `data.index_path_train`, or of a validation set: index files, or their weights.
 
     Relative paths are in the bucket, if there is one.
     """
@@ -81,6 +81,18 @@ def index_paths(value: Any, bucket_path: str | None) -> str | list[str] | dict[s
     if all(isinstance(entry, str) for entry in value):
         return [str(index_paths(entry, bucket_path)) for entry in value]
     return {str(index_paths(entry["index"], bucket_path)): entry["weight"] for entry in value}
+
+
+def named_sets(value: Any, bucket_path: str | None) -> dict[str, Any]:
+    """The index file, or the list of them, of each validation set; the only name is "" where sets have none.
+
+    >>> named_sets({"pile_cc": "a.index", "arxiv": ["b.index"]}, None)
+    {'pile_cc': 'a.index', 'arxiv': ['b.index']}
+    >>> named_sets(["a.index"], "bucket"), named_sets(None, None)
+    ({'': ['gs://bucket/a.index']}, {})
+    """
+    sets = value if isinstance(value, dict) else {} if value is None else {"": value}
+    return {name: index_paths(index, bucket_path) for name, index in sets.items()}
 
 
 def _can_hold(path: str, rows: str) -> bool:

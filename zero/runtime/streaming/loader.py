@@ -22,11 +22,14 @@ import numpy as np
 from zero.runtime.errors import UserError
 from zero.runtime.streaming.cache import ShardCache
 from zero.runtime.streaming.corpus_reader import SKIPPED, CorpusReader
+from zero.runtime.streaming.crop import CROPS, Crop
 from zero.runtime.streaming.index_files import Shard, read_index
 from zero.runtime.streaming.order import Mixture, Order, exact_weights
 from zero.runtime.streaming.prefetch import RowStream
+from zero.runtime.streaming.shards import BadData, row_tokens
 
 _REMOTE_THREADS = 16  # at most; they wait for the network, not for Python
+_EARLIER = {"crop": 0}  # what cursors of versions without these parts belong to
 _log = logging.getLogger(__name__)
 
 
@@ -41,13 +44,13 @@ class HostBatch(NamedTuple):
 class Loader:
     """Batches of token rows from the shards of one or several index files.
 
-    The sequence of global batches depends only on the index files, `global_rows`, `seed`, `shuffle_shards`, `shuffle`
-    and `train_samples`. Each of `hosts` loaders, of which this is number `host`, gives its own part of every batch.
+    The sequence of global batches depends only on the index files, `global_rows`, `seed`, `shuffle_shards`, `shuffle`,
+    `train_samples` and `crop`. Each of `hosts` loaders, of which this is number `host`, gives its part of every batch.
 
     Args:
         index: the .index file, local or in a bucket; several that count as one; or a mixture, index files with weights.
         global_rows: rows of a batch over all hosts.
-        context: tokens read of each row; longer rows are cut.
+        context: tokens of a sequence.
         vocab_size: token ids must be below it.
         seed: of the order.
         shuffle: False reads the rows in the order of the shards.
@@ -61,6 +64,9 @@ class Loader:
             batch. The index files must record the number of rows of each shard.
         cache: keeps shards of a bucket on this machine.
         only_completions: tokens that completion.npy does not count among the completions are not predicted.
+        crop: how longer rows are cut: "first", their first `context` tokens; "all", floor(R / context) sequences of a
+            row of R tokens, each of which counts as a row of the order; "random", one sequence at an offset that
+            depends on the seed, the epoch and the row.
 
     Raises:
         UserError: the data is wrong (file and sample are named), or a batch does not divide over the hosts.
@@ -83,22 +89,29 @@ class Loader:
         skip_bad: bool = False,
         cache: ShardCache | None = None,
         only_completions: bool = False,
+        crop: str = "first",
     ):
         if global_rows % hosts:
             raise UserError(f"a global batch of {global_rows} rows does not divide over {hosts} hosts")
         is_mixture = isinstance(index, Mapping)
         if is_mixture and not (shuffle and train_samples is None):
             raise UserError("a mixture of index files is shuffled, and takes no train_samples")
-        used = [_used_shards(group, train_samples, skip_bad) for group in _corpora(index)]
+        whole = [_used_shards(group, train_samples, skip_bad) for group in _corpora(index)]
+        crops = [_crop(crop, shards, context, skip_bad) for shards in whole]
+        used = [
+            [(shard, rows * one.sequences) for shard, rows in shards] for shards, one in zip(whole, crops, strict=True)
+        ]
         # One stream per shard to mix, so that hosts share as few shards as possible.
         most = min(shuffle_shards, max(map(len, used))) if shuffle else 1
         streams = max(s for s in range(1, most + 1) if global_rows % s == 0)
         buffer_shards = max(1, shuffle_shards // streams) if shuffle else 1
         order_seed = seed if shuffle else None
         self.corpora = []
-        for shards in used:
+        for shards, one in zip(used, crops, strict=True):
             order = Order(tuple(rows for _, rows in shards), streams, buffer_shards, order_seed, max_epochs)
-            self.corpora.append(CorpusReader(shards, order, context, vocab_size, skip_bad, cache, only_completions))
+            self.corpora.append(
+                CorpusReader(shards, order, context, vocab_size, skip_bad, cache, only_completions, one)
+            )
         self.rows = sum(corpus.rows for corpus in self.corpora)
         self._names = [Path(name).stem for name in index] if isinstance(index, Mapping) else []
         weights: list[float] = list(index.values()) if isinstance(index, Mapping) else [1]
@@ -117,6 +130,7 @@ class Loader:
             "seed": seed,
             "shuffle": int(shuffle),
             "shuffle_shards": shuffle_shards,
+            "crop": list(CROPS).index(crop),
         }
 
     def _batches_of(self, epochs: int, fill_up: bool) -> int:
@@ -197,10 +211,11 @@ class Loader:
         if cursor is None:
             return 0
         for key, value in self._identity.items():
-            if cursor.get(key) != value:
+            before = cursor.get(key, _EARLIER.get(key))
+            if before != value:
                 if key == "shards":
                     raise UserError("the saved data cursor belongs to other shards than the index file lists now")
-                raise UserError(f"the saved data cursor belongs to {key}={cursor.get(key)}, not to {key}={value}")
+                raise UserError(f"the saved data cursor belongs to {key}={before}, not to {key}={value}")
         return cursor["batches"]
 
 
@@ -223,6 +238,19 @@ def _used_shards(indices: list[str | Path], train_samples: int | None, skip_bad:
     if not used:
         raise UserError(f"index file {', '.join(map(str, indices))}: the shards hold no rows")
     return used
+
+
+def _crop(name: str, used: list[tuple[Shard, int]], context: int, skip_bad: bool) -> Crop:
+    """The cut of a corpus; what depends on the length of its rows is known from the first one that can be read."""
+    if name != "all":
+        return Crop(name)
+    for shard, _ in used:
+        try:
+            return Crop.of_rows(name, row_tokens(shard.path), context)
+        except BadData:
+            if not skip_bad:
+                raise
+    raise UserError(f"data.crop={name}: none of {len(used)} shards holds a row that can be read")
 
 
 def _fingerprint(used: list[list[tuple[Shard, int]]], mixture: Mixture | None) -> int:

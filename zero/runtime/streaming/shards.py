@@ -1,6 +1,6 @@
 """The rows of one shard: a tar file of .npy arrays in webdataset's convention, every sample checked.
 
-Shapes: n rows of a sample, T tokens that the model reads of a row (the context).
+Shapes: n rows of a sample, R tokens of a row, T tokens of a sequence (the context), k sequences of a row.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import numpy as np
 from zero.runtime import storage
 from zero.runtime.errors import UserError, file_error
 from zero.runtime.parsing import MALFORMED, reading
+from zero.runtime.streaming.crop import Crop, Draw, cut, lengths_after
 
 _NPY_HEADER = 1024  # bytes to read for it; numpy writes 128
 _MEMBER = re.compile(r"((?:.*/|)[^.]+)\.([^/]*)")  # the key and the suffix of a file
-Rows = tuple[np.ndarray, np.ndarray]  # tokens (n, T), and the number of tokens in each row (n,)
+Rows = tuple[np.ndarray, np.ndarray]  # tokens (n, T), and the number of tokens in each of them (n,)
 
 
 class BadData(UserError):
@@ -49,10 +50,21 @@ def count_rows(path: str | Path) -> int:
 
 
 def row_tokens(path: str) -> int:
-    """The number of tokens per row, according to the first sample of a shard."""
-    with storage.open_reader(path) as stream:
-        sample = next(read_samples(path, stream))
-    return _array(sample, "input_id.npy", f"shard {path}, sample {sample['__key__']}").shape[-1]
+    """The number of tokens per row, according to the first sample of a shard.
+
+    Raises:
+      BadData: the shard is missing, or its first sample holds no rows.
+    """
+    try:
+        with storage.open_reader(path) as stream:
+            sample = next(read_samples(path, stream), None)
+    except FileNotFoundError:
+        raise BadData(f"shard {path} is missing") from None
+    except OSError as error:
+        raise file_error(f"shard {path} cannot be read: {error}", error) from error
+    if sample is None:
+        raise BadData(f"shard {path} holds no sample")
+    return _rows(sample, f"shard {path}, sample {sample['__key__']}").shape[1]
 
 
 def read_samples(path: str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
@@ -80,29 +92,54 @@ def read_samples(path: str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
         raise BadData(f"shard {path} is truncated or damaged: {error.args[0]}") from error
 
 
-def decode(sample: dict[str, Any], name: str, context: int, vocab_size: int, only_completions: bool = False) -> Rows:
-    """The rows (n, T) of a sample and the number of tokens in each (n,), both in the sample's dtype.
-
-    With `only_completions` a token t for which completion.npy has 0 is ~t, and the rows are int32. Every token id that
-    the model would read is checked here: BadData, with `name`, for one outside the vocabulary.
-    """
+def _rows(sample: dict[str, Any], name: str) -> np.ndarray:
+    """The rows (n, R) of a sample."""
     rows = _array(sample, "input_id.npy", name)
     if rows.ndim not in (1, 2):
         raise BadData(f"{name}: input_id.npy must have 1 or 2 dimensions, not {rows.ndim}")
-    rows = np.atleast_2d(rows)
+    return np.atleast_2d(rows)
+
+
+class Decoded(NamedTuple):
+    """The sequences (n * k, T) of a sample, and the number of tokens in each (n * k,)."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    total: int  # tokens of the rows that they were cut from, without padding
+
+
+def decode(
+    sample: dict[str, Any],
+    name: str,
+    context: int,
+    vocab_size: int,
+    crop: Crop,
+    draw: Draw,
+    only_completions: bool = False,
+) -> Decoded:
+    """The sequences of a sample, in its dtype.
+
+    With `only_completions` a token t for which completion.npy has 0 is ~t, and they are int32. Every token id that
+    the model would read is checked here: BadData, with `name`, for one outside the vocabulary.
+    """
+    rows = _rows(sample, name)
     if rows.shape[1] < context:
         raise BadData(
             f"{name} has rows of {rows.shape[1]} tokens, and the model reads {context}: "
             f"prepare the corpus again: zero-prepare <source> --row-tokens {context} --overwrite"
         )
-    is_learned = _completions(sample, name, rows.shape)[:, :context] if only_completions else None
-    rows = rows[:, :context]
-    lengths = np.full(len(rows), context)
+    is_learned = _completions(sample, name, rows.shape) if only_completions else None
+    lengths = np.full(len(rows), rows.shape[1])
     if "length.npy" in sample:
         given = _array(sample, "length.npy", name).reshape(-1)
         if given.shape != lengths.shape or (given.size and given.min() < 0):
             raise BadData(f"{name}: length.npy must hold one length for each of {len(rows)} rows")
-        lengths = np.minimum(given, context)
+        lengths = np.minimum(given, rows.shape[1]).astype(np.int64)
+    total = int(lengths.sum())
+    with reading(f"{name}: data.crop={crop.name} expects rows of one length; these give", kind=BadData):
+        starts = crop.starts(lengths, rows.shape[1], context, draw)
+    rows, lengths = cut(rows, starts, context), lengths_after(lengths, starts, context)
+    if "length.npy" in sample:
         rows = np.where(np.arange(context) < lengths[:, None], rows, np.zeros((), rows.dtype))
     info = np.iinfo(rows.dtype)
     if rows.size and (info.min < 0 or info.max >= vocab_size):  # else no value of this dtype is outside
@@ -112,8 +149,8 @@ def decode(sample: dict[str, Any], name: str, context: int, vocab_size: int, onl
             raise BadData(f"{name} holds token {token}, outside the vocabulary of {vocab_size}")
     if is_learned is not None:
         rows = rows.astype(np.int32)
-        rows = np.where(is_learned, rows, ~rows)
-    return rows, lengths
+        rows = np.where(cut(is_learned, starts, context), rows, ~rows)
+    return Decoded(rows, lengths, total)
 
 
 def _completions(sample: dict[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 # Names of the token between two documents in published tokenizers, most specific first.
 MOST_TOKENS = 1 << 24  # of a vocabulary: tables of a number for each token fit into memory
-_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+BYTES_END_OF_TEXT = "<|endoftext|>"  # of bytes, in a file
+_END_OF_TEXT = (BYTES_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
 class Tokenizer(Protocol):
@@ -76,6 +78,27 @@ class ByteTokenizer:
 
     def byte_lengths(self) -> np.ndarray:
         return np.where(np.arange(256) == self.end_of_text, 0, 1)
+
+
+def bytes_as_file() -> bytes:
+    """`ByteTokenizer` as a file of Hugging Face's `tokenizers`; the end of text is `BYTES_END_OF_TEXT`.
+
+    In such files a byte that is no printable character of Latin-1 stands as one from code point 256 on, by their order.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    names = {byte: chr(256 + others.index(byte)) if byte in others else chr(byte) for byte in range(256)}
+    end, level = ByteTokenizer.end_of_text, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    names[end] = BYTES_END_OF_TEXT  # a NUL inside a text is unknown, and dropped
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content = {
+        "version": "1.0",
+        "added_tokens": [{"id": end, "content": BYTES_END_OF_TEXT, **flags, "special": True}],
+        "pre_tokenizer": {**level, "use_regex": False},
+        "decoder": {**level, "use_regex": False},
+        "model": {"type": "BPE", "vocab": {name: byte for byte, name in names.items()}, "merges": []},
+    }
+    return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
 
 
 class FileTokenizer:

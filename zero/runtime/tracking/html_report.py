@@ -24,6 +24,7 @@ from zero.runtime.run_directory import (
 )
 from zero.runtime.tracking.goodput import describe
 from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
+from zero.runtime.tracking.tensor_panels import tensor_panels
 
 REPORT_FILE = "report.html"
 # Panel, its curves as (metric, dash), and whether the axis is logarithmic.
@@ -61,6 +62,7 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
         False,
     ),
 )
+SETS = "loss of each validation set (nats per token)"
 TASKS = "tasks of lm-evaluation-harness"
 DASHES = ("solid", "dash", "dot", "dashdot")
 MOST_POINTS = 2_000  # of a curve
@@ -100,6 +102,7 @@ def write_report(directories: Sequence[Path], page: Path) -> Path:
         *(f"<p>{html.escape(line)}</p>" for line in summary(directories)),
         curves,
         *_sweep(configs, directories),
+        *_tensors(directories, names),
         "<h2>Configuration</h2>",
         _differences(configs, names),
         *(
@@ -131,7 +134,9 @@ def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[
     logged = [read_metrics(directory / METRICS_FILE) for directory in directories]
     known = {metric for lines in logged for line in lines for metric in line}
     tasks = tuple(zip(sorted(metric for metric in known if metric.startswith("harness/")), cycle(DASHES)))
-    panels = [panel for panel in (*PANELS, (TASKS, tasks, False)) if any(metric in known for metric, _ in panel[1])]
+    of_sets = sorted(metric for metric in known if re.fullmatch("validation/[^/]+/loss", metric))
+    more = ((SETS, tuple(zip(of_sets, cycle(DASHES))), False), (TASKS, tasks, False))
+    panels = [panel for panel in (*PANELS, *more) if any(metric in known for metric, _ in panel[1])]
     if not panels:
         raise UserError(f"{directories[0] / METRICS_FILE}: holds no curve; expected a run that has made a step")
     rows = -(-len(panels) // 2)
@@ -166,6 +171,15 @@ def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[
     figure.update_layout(shapes=resume_lines)
     figure.update_layout(height=290 * rows, template="plotly_white", margin={"t": 40, "l": 50, "r": 20, "b": 40})
     return figure
+
+
+def _tensors(directories: Sequence[Path], names: Sequence[str]) -> list[str]:
+    """The statistics per tensor of each run that has logged them."""
+    parts: list[str] = []
+    for directory, name in zip(directories, names, strict=True):
+        if figures := tensor_panels(read_metrics(directory / METRICS_FILE)):
+            parts += [f"<h2>Statistics of tensors: {html.escape(name)}</h2>", *figures]
+    return parts
 
 
 def _sweep(configs: Sequence[dict[str, str]], directories: Sequence[Path]) -> list[str]:

@@ -7,7 +7,8 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from zero.partition.whole_state import to_host
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import Unavailable, UserError, first_line
 from zero.runtime.text.chat_template import load_chat_template
-from zero.runtime.text.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
+from zero.runtime.text.tokenizers import BYTES_END_OF_TEXT, FileTokenizer, Tokenizer, bytes_as_file, load_tokenizer
 from zero.runtime.weights.architecture import Architecture
 from zero.runtime.weights.architecture_table import architecture_of
 from zero.runtime.weights.checkpoint_weights import (
@@ -35,17 +36,46 @@ from zero.runtime.weights.hf_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from zero.runtime.weights.hub import PREFIX
 from zero.runtime.weights.peft_folder import write_peft
 from zero.runtime.weights.warm_start import saved_base, saved_tuning, weights_of_step
+from zero.runtime.weights.with_code import CODE, ZERO, computed_keys
 from zero.training.sharded_gpt import ShardedGPT
 
 MAX_FILE_BYTES = 4 << 30  # a file is held in memory while it is written; a larger tensor gets a file of its own
 
 
-def export(place: str, folder: Path, step: int | None = None, *, ema: bool = False, merges: bool = False) -> int:
+class Form(NamedTuple):
+    """How a model is written.
+
+    Attributes:
+      architecture: the names and layout of its tensors.
+      size: the model that they make.
+      query_factor: the factor of its queries.
+      keys: of config.json, beside those of the architecture.
+      code: a file that goes with it; None for none.
+    """
+
+    architecture: Architecture
+    size: GPTConfig
+    query_factor: float = 1.0
+    keys: Mapping[str, Any] = MappingProxyType({})
+    code: Path | None = None
+
+
+def export(
+    place: str,
+    folder: Path,
+    step: int | None = None,
+    *,
+    ema: bool = False,
+    merges: bool = False,
+    with_code: bool = False,
+) -> int:
     """Writes one checkpoint as a new Hugging Face folder in float32, with the tokenizer file and its chat template.
 
     The same checkpoint gives the same bytes. The folder appears once it is complete. With `ema` it holds the moving
-    average of the weights. Returns the step, which is the newest for None. Of a run that trained adapters the folder is
-    one of PEFT, or with `merges` one of its base with the adapters merged, for which the host holds the whole model.
+    average of the weights, and `with_code` its own code for PyTorch, with which `transformers` loads models that equal
+    none of its architectures (`trust_remote_code=True`). Returns the step, which is the newest for None. Of a run that
+    trained adapters the folder is one of PEFT, or with `merges` one of its base with the adapters merged, for which the
+    host holds the whole model.
 
     Raises:
       UserError: no architecture equals the model, there is no such step or no average, the folder exists, or there are
@@ -54,8 +84,7 @@ def export(place: str, folder: Path, step: int | None = None, *, ema: bool = Fal
     with open_checkpoints(place) as checkpoints:
         step = choose_steps(checkpoints, None if step is None else [step])[-1]
         origin, meta = f"{checkpoints.directory}, step {step}", checkpoints.meta(step)
-        size, query_factor = _with_standard_scores(trained_size(origin, meta))
-        architecture = architecture_of(size)
+        form = (_own_form if with_code else _form_of_transformers)(trained_size(origin, meta))
         tokenizer = load_tokenizer(meta["config"]["data"]["tokenizer"])
         prefix = weights_subtree(origin, meta, ema) + "/"
         leaves = [name.removeprefix(prefix) for name in meta["shapes"] if name.startswith(prefix)]
@@ -63,35 +92,46 @@ def export(place: str, folder: Path, step: int | None = None, *, ema: bool = Fal
         if merges and tuning is None:
             raise UserError(f"{origin}: holds no adapters to merge; zero-weights export writes its weights")
 
+        if with_code and tuning is not None and not merges:
+            raise UserError(f"{origin}: holds adapters; zero-weights merge --with-code writes their base with them")
+
         read: Callable[[str], np.ndarray] = lambda leaf: checkpoints.read(step, prefix + leaf)  # noqa: E731
         with new_directory(folder) as unfinished:
             if tuning is not None and not merges:
                 base = saved_base(origin, meta)["place"].removeprefix(PREFIX)
-                write_peft(unfinished, read, leaves, tuning.adapters, architecture, base)
+                write_peft(unfinished, read, leaves, tuning.adapters, form.architecture, base)
                 _save_tokenizer(tokenizer, unfinished)
                 return step
             if tuning is not None:
-                whole = _merged(checkpoints, step, size, prefix.rstrip("/"))
+                whole = _merged(checkpoints, step, form.size, prefix.rstrip("/"))
                 leaves, read = list(whole), whole.__getitem__
-            tensors = _tensors(read, leaves, architecture, size, query_factor)
+            tensors = _tensors(read, leaves, form)
             _save_tensors(tensors, unfinished)
             _save_tokenizer(tokenizer, unfinished)
             ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
-            _write_json(unfinished / CONFIG_FILE, write_config(architecture, size) | ends)
+            keys = {**write_config(form.architecture, form.size), **form.keys, **ends}
+            _write_json(unfinished / CONFIG_FILE, keys)
+            if form.code is not None:
+                (unfinished / form.code.name).write_bytes(form.code.read_bytes())
     return step
 
 
-def _with_standard_scores(size: GPTConfig) -> tuple[GPTConfig, float]:
-    """The model that computes the same with standard scores, and the factor of its queries.
+def _own_form(size: GPTConfig) -> Form:
+    return Form(ZERO, size, keys=computed_keys(size), code=CODE)
+
+
+def _form_of_transformers(size: GPTConfig) -> Form:
+    """The form in which `transformers` computes the same with an architecture of its own, whose scores are standard.
 
     Scores divided by the head dimension, as in mup, are those of smaller queries divided by its root. Only where the
     factor is a power of two, so that no digit of a weight, a product or a sum changes.
     """
     factor = size.head_width**-0.5
     if size.attention_scale != "linear" or not math.log2(factor).is_integer():
-        return size, 1.0
+        return Form(architecture_of(size), size)
     changes: dict[str, Any] = {"parametrization": "standard", "mup_base_width": None, "attention_scale": "sqrt"}
-    return dataclasses.replace(size, **changes), factor
+    size = dataclasses.replace(size, **changes)
+    return Form(architecture_of(size), size, factor)
 
 
 def _merged(checkpoints: Checkpoints, step: int, size: GPTConfig, within: str) -> dict[str, np.ndarray]:
@@ -101,14 +141,9 @@ def _merged(checkpoints: Checkpoints, step: int, size: GPTConfig, within: str) -
     return {leaf.name: x for leaf, x in zip(model.layout.leaves, model.layout.leaves_of(whole), strict=True)}
 
 
-def _tensors(
-    read: Callable[[str], np.ndarray],
-    leaves: list[str],
-    architecture: Architecture,
-    size: GPTConfig,
-    query_factor: float,
-) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(read: Callable[[str], np.ndarray], leaves: list[str], form: Form) -> Iterator[tuple[str, np.ndarray]]:
     """Names and values in the order of the architecture's modules; the leaves of one tensor are read at a time."""
+    architecture, size = form.architecture, form.size
     order = list(architecture.modules)  # query, key, value
     parts: dict[str, list[str]] = {}
     for leaf in sorted(leaves, key=lambda leaf: order.index(leaf.rpartition("/")[0])):
@@ -116,7 +151,7 @@ def _tensors(
     makes_queries = f"{STACK}/query_norm/" if size.qk_norm else f"{STACK}/query/"
     for name, parts_of_tensor in parts.items():
         arrays = [
-            read(leaf).astype(np.float32) * np.float32(query_factor if leaf.startswith(makes_queries) else 1)
+            read(leaf).astype(np.float32) * np.float32(form.query_factor if leaf.startswith(makes_queries) else 1)
             for leaf in parts_of_tensor
         ]
         tensor = architecture.pack(parts_of_tensor[0], arrays, size)
@@ -154,14 +189,14 @@ def _save_tensors(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> No
 
 
 def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    if isinstance(tokenizer, FileTokenizer):
-        token = tokenizer.end_of_text_token
-        (folder / "tokenizer.json").write_bytes(tokenizer.data)
-        # The tokenizer classes of GPT-2 and BLOOM would add rules of their own.
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": token, "eos_token": token}
-        if template := load_chat_template(tokenizer.path):
-            config |= {**dict(template.special_tokens), "chat_template": template.text}
-        _write_json(folder / "tokenizer_config.json", config)
+    token = tokenizer.end_of_text_token if isinstance(tokenizer, FileTokenizer) else BYTES_END_OF_TEXT
+    data = tokenizer.data if isinstance(tokenizer, FileTokenizer) else bytes_as_file()
+    (folder / "tokenizer.json").write_bytes(data)
+    # The tokenizer classes of GPT-2 and BLOOM would add rules of their own.
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": token, "eos_token": token}
+    if isinstance(tokenizer, FileTokenizer) and (template := load_chat_template(tokenizer.path)):
+        config |= {**dict(template.special_tokens), "chat_template": template.text}
+    _write_json(folder / "tokenizer_config.json", config)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -33,6 +33,9 @@ def main() -> None:
         exporting.add_argument("folder", type=Path, help="the folder to create")
         exporting.add_argument("--step", type=int, help="default: the newest")
         exporting.add_argument("--ema", action="store_true", help="the moving average of the weights (training.ema)")
+        exporting.add_argument(
+            "--with-code", action="store_true", help="with its own code for PyTorch, for models that transformers lacks"
+        )
     averaging = commands.add_parser("average", help="write a run directory with the mean of several checkpoints")
     averaging.add_argument("run", help="a run directory, or a directory of checkpoints")
     averaging.add_argument("new_run", type=Path, help="the run directory to create")
@@ -45,7 +48,8 @@ def main() -> None:
     with exit_on_error():
         if arguments.command in ("export", "merge"):
             merges = arguments.command == "merge"
-            step = export(arguments.run, arguments.folder, arguments.step, ema=arguments.ema, merges=merges)
+            options = {"ema": arguments.ema, "merges": merges, "with_code": arguments.with_code}
+            step = export(arguments.run, arguments.folder, arguments.step, **options)
             print(f"step {step} is in {arguments.folder}")
         else:
             steps = arguments.steps

@@ -1,0 +1,161 @@
+"""Statistics per tensor on shards are those of the unsharded model, whatever the stage, the devices and the groups."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zero
+from tests.training.small_gpt import (
+    CONFIG,
+    RATE,
+    SEED,
+    CountedRate,
+    Setup,
+    batch,
+    first_params,
+    named,
+    setup,
+    tokens,
+)
+from zero.models.adapters import Adapters
+from zero.models.config import STACK, GPTConfig
+from zero.models.families import FAMILIES
+from zero.models.gpt import GPT
+from zero.runtime.run.statistics import named as metrics_of
+from zero.training.optimizer import adamw
+from zero.training.parts import StepOptions
+from zero.training.programs import make_programs
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.tuning import Tuning
+
+SLOW = pytest.mark.slow
+CLOCK = 2  # updates before the one in question
+GROUPS = dataclasses.replace(CONFIG, embedding_dim=48, num_head=8, block_size=16, vocab_chunks=1)
+EXPERTS = dataclasses.replace(
+    CONFIG, mlp_bias=False, experts=8, experts_per_token=2, normalise_router=True, expert_capacity=1.0
+)
+VQ = GPTConfig(
+    embedding_dim=42,
+    vocab_size=101,
+    block_size=12,
+    dropout=0.1,
+    N=2,
+    vocab_chunks=3,
+    codes=6,
+    vq_block=3,
+    key_width=10,
+    **FAMILIES["vq"],
+)
+
+
+def changed(x: Any) -> Any:
+    """The parameters after the update, of which these are those before."""
+    return 1.5 * x + 0.125
+
+
+def found(on: Setup) -> dict[str, float]:
+    """The statistics of an update after which every parameter, padding too, is `changed`."""
+    state = on.start()
+    count, before = len(on.devices), on.programs.hold(on.weights(state))
+    clock = jnp.full(count, CLOCK + 1, jnp.int32)
+    after = state._replace(clock=clock, params=jax.tree.map(changed, state.params))
+    data = partial(tokens, context=on.model.config.block_size)
+    return metrics_of(jax.device_get(on.programs.statistics(before, after, batch(on, 0, data))))
+
+
+@cache
+def expected() -> dict[str, float]:
+    """The same from the model alone, on one device."""
+    model, params, rows = GPT(CONFIG), first_params(), jnp.asarray(tokens(0))
+    targets = jnp.concatenate([rows[:, 1:], jnp.full((len(rows), 1), -1)], axis=1)
+    read = jnp.where(rows < 0, ~rows, rows)
+    step_key = jax.random.fold_in(jax.random.key(SEED), CLOCK)
+    keys = jnp.stack([jax.random.fold_in(step_key, row) for row in range(len(rows))])
+
+    def loss(params: Any) -> jax.Array:
+        losses: Any = model.apply({"params": params}, read, targets, keys)
+        return jnp.sum(losses * (targets >= 0)) / jnp.sum(targets >= 0)
+
+    stream: Any = model.apply({"params": params}, read, method="embed")
+    result = {"activation/embedding/0": float(jnp.abs(stream[0]).mean())}
+    layer = model.layer(model.cut)
+    for number in range(CONFIG.N):
+        own = jax.tree.map(lambda x, number=number: x[number], params[STACK])
+        arguments = ({"params": own}, (stream, None), jnp.int32(number), None, 0)
+        ((stream, _), _), seen = layer.apply(*arguments, capture_intermediates=True, mutable=["intermediates"])
+        modules = {name: of["__call__"][0] for name, of in seen["intermediates"].items() if name != "__call__"}
+        for name, out in {**modules, "stream": stream[0]}.items():
+            result[f"activation/{name}/{number}"] = float(jnp.abs(out).mean())
+    for name, grad in named(jax.jit(jax.grad(loss))(params)).items():
+        result[f"gradient_norm/{name}"] = float(np.linalg.norm(grad))
+    for name, x in named(params).items():
+        result[f"weight_norm/{name}"] = float(np.linalg.norm(x))
+        result[f"change/{name}"] = float(np.abs(changed(x) - x).mean() / RATE(CLOCK))
+    return result
+
+
+def assert_same(got: dict[str, float], of: dict[str, float]) -> None:
+    for name, value in of.items():
+        if not name.endswith("key/bias") or name.startswith(("change/", "weight_norm/")):  # else nothing but rounding
+            np.testing.assert_allclose(got[name], value, rtol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("devices", "stages"),
+    [(3, (0, 1, 2, 3)), (8, (2, 3)), pytest.param(1, (0, 1, 2, 3), marks=SLOW), pytest.param(8, (0, 1), marks=SLOW)],
+)
+def test_equal_to_the_unsharded_model(devices: int, stages: tuple[int, ...]) -> None:
+    """Values are those of the unsharded model."""
+    for stage in stages:
+        got = found(setup(devices, stage))
+        assert_same(got, expected())
+        more = got.keys() - expected().keys()
+        inputs = ("attention_out/input", "mlp_out/input")
+        assert more == {f"activation/{name}/{layer}" for name in inputs for layer in range(CONFIG.N)}
+        assert min(got[name] for name in more) > 0
+
+
+def test_micro_batches_change_no_statistic() -> None:
+    """Micro-batches change no value."""
+    assert_same(found(setup(3, 3, 4)), expected())
+
+
+@pytest.mark.parametrize(
+    "on",
+    [
+        partial(setup, 8, 3, config=GROUPS, axis=zero.Axis.with_tensor_groups("zero", 8, 2)),
+        partial(setup, 8, 1, config=GROUPS, axis=zero.Axis("zero", (2, 4), context=2), blockwise_from=4),
+        partial(setup, 8, 3, config=EXPERTS, axis=zero.Axis.with_expert_groups("zero", 8, 4)),
+        partial(setup, 3, 2, config=VQ),
+    ],
+    ids=["tensor", "context", "expert", "vq"],
+)
+def test_groups_change_no_statistic(on: Callable[[], Setup]) -> None:
+    """Groups of devices change no value."""
+    made = on()
+    got, alone = found(made), found(setup(1, 0, config=made.model.config))
+    assert got.keys() == alone.keys()
+    assert_same(got, alone)
+
+
+def test_adapters_have_statistics() -> None:
+    """Adapters that start at nothing change no activation, and are the only leaves."""
+    axis, used = zero.Axis("zero", (1, 3)), tuple(jax.devices()[:3])
+    tuning = Tuning(Adapters(rank=2, alpha=4.0), "float32")
+    model = ShardedGPT(CONFIG, axis, 3, jnp.float32, tuning=tuning)
+    programs = make_programs(model, adamw(0.1), StepOptions(RATE, SEED), used)
+    on = Setup(model, programs, used, model.layout, CountedRate())
+    frozen = zero.from_host(first_params(), model.base.layout, axis, used)
+    state = programs.start(on.new_weights())
+    after = state._replace(clock=jnp.full(3, CLOCK + 1, jnp.int32))
+    got = metrics_of(jax.device_get(programs.statistics(on.weights(state), after, batch(on, 0), frozen)))
+    assert_same(got, {name: x for name, x in expected().items() if name.startswith("activation/")})
+    leaves = [name for name in got if name.startswith("change/")]
+    assert leaves and all(name.endswith(("lora_a", "lora_b")) and got[name] == 0 for name in leaves)
+    assert got["gradient_norm/blocks/query/lora_a"] == 0 < got["gradient_norm/blocks/query/lora_b"]
