@@ -167,7 +167,7 @@ def test_coded_run_is_merged(place: Place, tmp_path: Path) -> None:
     """A run on a base of 4 bits ends, and an evaluation merges the weights that its codes stand for."""
     run = tmp_path / "coded"
     run.mkdir()
-    assert train(configured("tuning.base_dtype=nf4", "training.total_steps=2"), SIZE, run) == 0
+    assert train(configured("tuning.base_dtype=nf4", "training.total_steps=4"), SIZE, run) == 0
     lines = list(read_metrics(run / "metrics.jsonl"))
     (tmp_path / "evaluation").mkdir()
     config = configured("mode=evaluate", f"model.model_path={run}", "tuning.base_dtype=nf4")

@@ -142,7 +142,7 @@ def test_coded_base_equals_its_weights(form: str, devices: int, stage: int) -> N
     on = tuned(devices, stage, base_dtype=form)
     got, _ = losses_of(on)
     np.testing.assert_allclose(got, plain_losses(form)[0], rtol=1e-4)
-    assert abs(got[0] - plain_losses()[0][0]) > 1e-4
+    assert abs(got[0] - plain_losses()[0][0]) > 1e-5
     bits = 8 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(on.frozen["blocks"]["mlp_in"]["kernel"]))
     assert bits / (SIZE.N * 32 * 48) < {"int8": 9.4, "nf4": 8}[form]  # matrices of 32 x 48 hardly fill a block
 

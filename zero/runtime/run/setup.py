@@ -441,7 +441,7 @@ def load_base(config: Config, model: ShardedGPT, position: TrainingPosition) -> 
         return base
     layouts: Any = {"layout": model.base.layout, "held": model.frozen_layout}
     coded = partial(hold_shards, **layouts, axis=model.axis, form=model.tuning.base_dtype)
-    return pmap(coded, model.axis.name, donate_argnums=0)(base)
+    return pmap(coded, model.axis.name)(base)
 
 
 def _write_run_files(run_directory: Path, config: Config, job: Job, forked_at: int | None) -> None:

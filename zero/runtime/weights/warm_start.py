@@ -104,7 +104,7 @@ def weights_of_step(checkpoints: Checkpoints, step: int, model: ShardedGPT, with
     def merged(base: PyTree, adapters: PyTree) -> PyTree:
         return model.layout.map(lambda leaf, x: x.astype(leaf.dtype), merge(base, adapters))
 
-    return pmap(merged, model.axis.name, donate_argnums=0)(base, adapters)
+    return pmap(merged, model.axis.name)(base, adapters)
 
 
 def saved_tuning(meta: Mapping[str, Any]) -> Tuning | None:
