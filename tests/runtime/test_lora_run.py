@@ -163,6 +163,19 @@ def test_evaluated_merged(place: Place, tmp_path: Path) -> None:
     assert result["loss"] == pytest.approx(lines[-1]["validation/loss"], rel=1e-5)
 
 
+def test_coded_run_is_merged(place: Place, tmp_path: Path) -> None:
+    """A run on a base of 4 bits ends, and an evaluation merges the weights that its codes stand for."""
+    run = tmp_path / "coded"
+    run.mkdir()
+    assert train(configured("tuning.base_dtype=nf4", "training.total_steps=4"), SIZE, run) == 0
+    lines = list(read_metrics(run / "metrics.jsonl"))
+    (tmp_path / "evaluation").mkdir()
+    config = configured("mode=evaluate", f"model.model_path={run}", "tuning.base_dtype=nf4")
+    assert evaluate(config, SIZE, tmp_path / "evaluation") == 0
+    result = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
+    assert result["loss"] == pytest.approx(lines[-1]["validation/loss"], rel=1e-5)
+
+
 def test_peft_folder_equals_merged(place: Place, tmp_path: Path) -> None:
     """The exported adapters, applied in PyTorch as PEFT does, are the merged weights."""
     assert export("run", tmp_path / "adapters") == STEPS
@@ -201,6 +214,7 @@ def test_peft_folder_starts_run(place: Place, tmp_path: Path) -> None:
     ("overrides", "line"),
     [
         (["model.warm_start=false"], "model.warm_start=false: expected true, as tuning.method=lora"),
+        (["tuning.base_dtype=nf4", "zero.tensor_shards=2"], "tuning.base_dtype=nf4: expected float32 or bfloat16"),
         (["zero.fused_update=true"], "zero.fused_update=true: expected false, as tuning.method=lora"),
         (["tuning.dropout=0.1", "zero.tensor_shards=2"], "tuning.dropout=0.1: expected 0, as zero.tensor_shards=2"),
         (["tuning.method=all", "tuning.adapter=x"], "tuning.adapter=x: expected null, as tuning.method=all"),

@@ -1,6 +1,6 @@
 """LoRA on shards: the losses of a plain loop at any stage and N; what is frozen, and what is merged."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +16,13 @@ from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.partition.pmapped import pmap
+from zero.training.block_codes import FORMS, hold, thaw
 from zero.training.optimizer import adamw
 from zero.training.parts import StepOptions
 from zero.training.programs import Programs, make_programs
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import state_layout
-from zero.training.tuning import Tuning, merge_shards
+from zero.training.tuning import Tuning, hold_shards, merge_shards
 
 STEPS = 12
 LLAMA: dict[str, Any] = {**FAMILIES["llama"], "kv_heads": 2, "mlp_dim": 48}
@@ -50,6 +51,9 @@ def tuned(
     base = model.base
     whole = base.layout.map(lambda leaf, x: np.asarray(x, leaf.dtype), first_params(SIZE))
     frozen = zero.from_host(whole, base.layout, base.axis, used)
+    if dtype in FORMS:
+        layouts: Any = {"layout": base.layout, "held": model.frozen_layout, "axis": axis}
+        frozen = pmap(partial(hold_shards, **layouts, form=dtype), "zero", devices=used)(frozen)
     chosen = StepOptions(RATE, max_gradient_norm=MAX_NORM, **own)
     return Tuned(model, make_programs(model, adamw(0.1), chosen, used), used, frozen)
 
@@ -75,9 +79,20 @@ def losses_of(on: Tuned, steps: int = STEPS) -> tuple[list[float], Any]:
 
 
 @cache
-def plain_losses(adapters: Adapters = ADAPTERS) -> tuple[list[float], dict[str, np.ndarray]]:
+def coded_params(form: str) -> Any:
+    """The weights of which the codes of a base in bfloat16 are, with its vocabulary; norms stay float32."""
+    rounded = jax.tree_util.tree_map_with_path(
+        lambda path, x: x if path[-1].key == "scale" else x.astype(jnp.bfloat16).astype(jnp.float32), first_params(SIZE)
+    )
+    blocks, held = rounded["blocks"], hold(rounded["blocks"], form)
+    return {**rounded, "blocks": jax.tree.map(lambda x, held: thaw(x.shape, held, form, jnp.float32), blocks, held)}
+
+
+@cache
+def plain_losses(form: str = "float32") -> tuple[list[float], dict[str, np.ndarray]]:
     """One device, and nothing of zero but the model without adapters: its weights are W + scale A B."""
-    model, base = GPT(SIZE), first_params(SIZE)
+    adapters = ADAPTERS
+    model, base = GPT(SIZE), first_params(SIZE) if form == "float32" else coded_params(form)
     tx = optax.chain(CLIP, optax.adamw(RATE, b2=0.95, weight_decay=0.1))
 
     def weights(own: Any) -> Any:
@@ -119,6 +134,17 @@ def test_losses_equal_in_tensor_groups() -> None:
     axis = zero.Axis.with_tensor_groups("zero", 8, 2, 1)
     got, _ = losses_of(tuned(8, 3, axis, micro_batches=3))
     np.testing.assert_allclose(got, plain_losses()[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize(("form", "devices", "stage"), [("int8", 8, 3), ("nf4", 3, 3), ("nf4", 8, 1), ("nf4", 8, 3)])
+def test_coded_base_equals_its_weights(form: str, devices: int, stage: int) -> None:
+    """With a base in codes, losses are those of a plain loop on the weights that the codes stand for."""
+    on = tuned(devices, stage, base_dtype=form)
+    got, _ = losses_of(on)
+    np.testing.assert_allclose(got, plain_losses(form)[0], rtol=1e-4)
+    assert abs(got[0] - plain_losses()[0][0]) > 1e-5
+    bits = 8 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(on.frozen["blocks"]["mlp_in"]["kernel"]))
+    assert bits / (SIZE.N * 32 * 48) < {"int8": 9.4, "nf4": 8}[form]  # matrices of 32 x 48 hardly fill a block
 
 
 def test_losses_equal_in_context_groups() -> None:
@@ -165,7 +191,7 @@ def test_merged_weights_score_as_adapters() -> None:
     adapted = on.programs.evaluate(combine(on.frozen, own), rows)[0].item()
     merge = pmap(
         lambda frozen, own: merge_shards(
-            frozen, own, layout=base.layout, low=model.layout, axis=model.axis, scale=ADAPTERS.scale
+            frozen, own, layout=base.layout, low=model.layout, axis=model.axis, tuning=Tuning(ADAPTERS)
         ),
         "zero",
         devices=on.devices,

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 from zero.models.adapters import combine, split_adapters
 from zero.models.collections import Collection, collections_of
-from zero.models.config import GPTConfig
+from zero.models.config import STACK, GPTConfig
 from zero.models.experts import Routing, no_routing, routing_metrics
 from zero.models.gpt import GPT, variable_shapes
 from zero.partition.collectives.axis import Axis
@@ -28,6 +28,7 @@ from zero.partition.layout import Layout, PyTree, make_layout
 from zero.partition.sharded_optimizer import global_norm
 from zero.partition.stages import fully_shard, gather, pinned, scatter_sum, shard, sum_copies
 from zero.training.batch import Batch, document_starts, next_tokens, row_keys, token_ids
+from zero.training.block_codes import hold, thaw
 from zero.training.optimizer import decayed
 from zero.training.placements import is_expert_leaf, tensor_dim
 from zero.training.tuning import FROZEN, Tuning, with_frozen
@@ -94,7 +95,25 @@ class ShardedGPT:
         """The model without adapters, whose parameters are frozen."""
         if self.tuning is None:
             return self
-        return dataclasses.replace(self, tuning=None, master_dtype=self.tuning.base_dtype)
+        # Before it is coded; the vocabulary stays so.
+        return dataclasses.replace(
+            self, tuning=None, master_dtype="bfloat16" if self.tuning.is_coded else self.tuning.base_dtype
+        )
+
+    @cached_property
+    def frozen_by_parts(self) -> Layout:
+        """How the frozen parameters are held and gathered."""
+        if self.tuning is None or not self.tuning.is_coded:
+            return self.base.layout_by_parts
+        shapes = self.base.layout_by_parts.shapes()
+        held = jax.eval_shape(partial(hold, form=self.tuning.base_dtype), shapes[STACK])
+        layout = make_layout({**shapes, STACK: held}, self.axis.shards, **self.base.layout_options)
+        return layout if self.stage else layout.whole()
+
+    @property
+    def frozen_layout(self) -> Layout:
+        """How the frozen parameters are held."""
+        return self.frozen_by_parts.without_parts()
 
     @cached_property
     def _trained_shapes(self) -> PyTree:
@@ -146,13 +165,20 @@ class ShardedGPT:
         return self._lift_shards(module_class, name) if has_shards else module_class
 
     def _thaw(self, frozen: PyTree, name: str) -> PyTree:
-        """The whole parameters of a part of the base; stages 0 to 2 have gathered it already."""
-        return self.base.gather(pinned(frozen, self.compute_dtype), name) if self.stage == 3 else frozen
+        """The whole parameters of a part of the base; stages 0 to 2 have gathered it already, as it is held."""
+        assert self.tuning is not None
+        if self.stage == 3:
+            frozen = self.gather_frozen(frozen, name)
+        form, dtype = self.tuning.base_dtype, self.compute_dtype
+        return self.base.layout_by_parts.at(name).map(lambda leaf, x: thaw(leaf.gathered_shape, x, form, dtype), frozen)
 
-    def gather(self, params: PyTree, name: str | None = None) -> PyTree:
-        """Whole parameters from shards, in `compute_dtype`; of the part `name`, or all."""
-        layout = self.layout_by_parts if name is None else self.layout_by_parts.at(name)
-        return gather(params, layout, self.axis, self.compute_dtype, wire_dtype=self.gather_dtype)
+    def gather_frozen(self, frozen: PyTree, name: str | None = None) -> PyTree:
+        """The frozen parameters whole, as they are held or in `compute_dtype` if that is narrower."""
+        layout = self.frozen_by_parts if name is None else self.frozen_by_parts.at(name)
+        is_coded = self.tuning is not None and self.tuning.is_coded
+        dtype, wire_dtype = (None, None) if is_coded else (self.compute_dtype, self.gather_dtype)
+        frozen = frozen if name is None else pinned(frozen, dtype)
+        return gather(frozen, layout, self.axis, dtype, wire_dtype=wire_dtype)
 
     @cached_property
     def gpt(self) -> GPT:
@@ -196,7 +222,7 @@ class ShardedGPT:
 
     def frozen_shapes(self) -> PyTree:
         """Shapes of the frozen parameters on one device; empty where all parameters are trained."""
-        return {} if self.tuning is None else self.base.layout.shard_shapes()
+        return {} if self.tuning is None else self.frozen_layout.shard_shapes()
 
     def weights(self, params: PyTree, averages: Mapping[str, PyTree], frozen: PyTree | None = None) -> PyTree:
         """The input of inference: shards of trained and frozen parameters, and the model's collections."""
@@ -226,10 +252,11 @@ class ShardedGPT:
         params, variables = self.split(weights)
         params, frozen = self.trained(params)
         if frozen is not None:
-            variables[FROZEN] = frozen if self.stage == 3 else self.base.gather(frozen)
+            variables[FROZEN] = frozen if self.stage == 3 else self.gather_frozen(frozen)
         variables["params"] = params
         if self.stage < 3:
-            variables["gathered" if self.stage == 2 else "params"] = self.gather(params)
+            full = gather(params, self.layout_by_parts, self.axis, self.compute_dtype, wire_dtype=self.gather_dtype)
+            variables["gathered" if self.stage == 2 else "params"] = full
         if self.differentiated == "gradients":
             variables["gradients"] = jax.tree.map(lambda p: jnp.zeros(p.shape, self.gradient_dtype), params)
         return variables

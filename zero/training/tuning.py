@@ -21,6 +21,7 @@ from zero.models.config import STACK
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, PyTree
 from zero.partition.stages import gather, shard
+from zero.training.block_codes import FORMS, hold, thaw
 
 FROZEN = "frozen"  # the collection of variables that are not differentiated
 
@@ -31,11 +32,16 @@ class Tuning:
 
     Attributes:
       adapters: the parameters that are trained.
-      base_dtype: dtype in which matrices of the base are held; the others are float32.
+      base_dtype: dtype in which matrices of the base are held, the others are float32; or an entry of
+        `block_codes.FORMS`, in which products of layers are held, beside a vocabulary in bfloat16.
     """
 
     adapters: Adapters
     base_dtype: str = "float32"
+
+    @property
+    def is_coded(self) -> bool:
+        return self.base_dtype in FORMS
 
 
 def make_tuning(keys: Mapping[str, Any]) -> Tuning | None:
@@ -57,17 +63,24 @@ def with_frozen(module_class: type[nn.Module], thaw: Callable[[PyTree], PyTree])
     return lifted
 
 
-def merge_shards(base: PyTree, adapters: PyTree, *, layout: Layout, low: Layout, axis: Axis, scale: float) -> PyTree:
+def hold_shards(base: PyTree, *, layout: Layout, held: Layout, axis: Axis, form: str) -> PyTree:
+    """Shards of the base as it is held, from float shards; one layer is whole at a time. Call inside pmap."""
+    layout, held = layout.at(STACK), held.at(STACK)
+    return {**base, STACK: lax.map(lambda own: shard(hold(gather(own, layout, axis), form), held, axis), base[STACK])}
+
+
+def merge_shards(base: PyTree, adapters: PyTree, *, layout: Layout, low: Layout, axis: Axis, tuning: Tuning) -> PyTree:
     """Shards of the parameters of the model without adapters that computes the same, in float32.
 
-    Per device: float32 shards of the base and of the adapters in, with their layouts; one layer's products of adapters
-    are whole at a time. Call inside pmap.
+    Per device: float shards of the base, before it is coded, and of the adapters in, with their layouts; one layer is
+    whole at a time. Call inside pmap.
     """
-    stack, own_layout, low_layout = base[STACK], layout.at(STACK), low.at(STACK)
+    layout, low, form = layout.at(STACK), low.at(STACK), tuning.base_dtype
 
     def one(own: PyTree, adapters: PyTree) -> PyTree:
-        zeros = own_layout.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32))
-        change = merged(zeros, gather(adapters, low_layout, axis), scale)
-        return jax.tree.map(jnp.add, own, shard(change, own_layout, axis))
+        held = hold(gather(own, layout, axis), form)
+        whole = layout.map(lambda leaf, x: thaw(leaf.shape, x, form, jnp.float32), held)
+        return shard(merged(whole, gather(adapters, low, axis), tuning.adapters.scale), layout, axis)
 
-    return {**base, STACK: lax.map(lambda xs: one(*xs), (stack, adapters[STACK]))}
+    rest = jax.tree.map(lambda x: x.astype(jnp.float32), base)
+    return {**rest, STACK: lax.map(lambda xs: one(*xs), (base[STACK], adapters[STACK]))}

@@ -10,6 +10,7 @@ from zero.models.stack import span_size
 from zero.runtime.config.constraints import is_paths, shown
 from zero.runtime.config.schema import Config
 from zero.runtime.streaming.synthetic import SYNTHETIC
+from zero.training.block_codes import FORMS
 from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE, hyperparameters
 
 Mistakes = Iterator[tuple[str, str]]  # key, and what was expected
@@ -123,6 +124,11 @@ def tuning_rules(config: Config, size: GPTConfig) -> Mistakes:
     for name in sorted(lacking & {*(tuning.targets or ())}):
         why = "its MLP has no gate" if size.experts is None else "adapters are not for experts"
         yield "tuning.targets", f"products without {name}, as {why} in {of_model}"
+    if tuning.base_dtype in FORMS and zero.tensor_shards > 1:
+        yield (
+            "tuning.base_dtype",
+            f"float32 or bfloat16, as zero.tensor_shards={zero.tensor_shards} cuts blocks of codes",
+        )
     for key in ("tensor_shards", "context_shards"):
         if tuning.dropout and getattr(zero, key) > 1:
             yield "tuning.dropout", f"0, as zero.{key}={getattr(zero, key)} divides the inputs of adapters"

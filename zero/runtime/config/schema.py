@@ -41,12 +41,13 @@ from zero.runtime.config.constraints import (
 )
 from zero.runtime.streaming.crop import CROPS
 from zero.runtime.streaming.synthetic import SYNTHETIC
+from zero.training.block_codes import FORMS
 from zero.training.optimizer import NAMES
 from zero.training.schedules import SCHEDULES
 
 DTYPES = ("float32", "bfloat16")
 STATE_DTYPES = (*DTYPES, "int8")
-BASE_DTYPES = DTYPES
+BASE_DTYPES = (*DTYPES, *FORMS)
 _PATHS = "the path of an index file, or a list of them"
 _SETS = "{name: one of these, ...} with letters, digits, and . - _ between them in names"
 _STAGES = "[[steps, tokens per sequence], ...]"

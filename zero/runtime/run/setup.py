@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from zero.models.config import GPTConfig
 from zero.partition.layout import PyTree
 from zero.partition.memory import memory
+from zero.partition.pmapped import pmap
 from zero.runtime import run_directory as run_files
 from zero.runtime import storage
 from zero.runtime.checkpoints.emergency import EmergencyCheckpoints
@@ -55,6 +57,7 @@ from zero.training.parts import TrainState
 from zero.training.programs import make_inference
 from zero.training.schedules import SequenceLengths
 from zero.training.sharded_gpt import ShardedGPT
+from zero.training.tuning import hold_shards
 
 log = logging.getLogger(__name__)
 
@@ -430,11 +433,15 @@ def load_base(config: Config, model: ShardedGPT, position: TrainingPosition) -> 
       UserError: they are not those of the run before.
     """
     place, ema = str(config.model.model_path), config.model.ema if position.base is None else position.base["ema"]
-    frozen = warm_start(place, model.base, ema=ema)
-    checksum = base_checksum(frozen, model)
+    base = warm_start(place, model.base, ema=ema)
+    checksum = base_checksum(base, model)
     check_base(place, checksum, position.base)
     position.base = {"place": place, "ema": ema, "checksum": checksum}
-    return frozen
+    if model.tuning is None or not model.tuning.is_coded:
+        return base
+    layouts: Any = {"layout": model.base.layout, "held": model.frozen_layout}
+    coded = partial(hold_shards, **layouts, axis=model.axis, form=model.tuning.base_dtype)
+    return pmap(coded, model.axis.name)(base)
 
 
 def _write_run_files(run_directory: Path, config: Config, job: Job, forked_at: int | None) -> None:
@@ -449,7 +456,7 @@ def _write_run_files(run_directory: Path, config: Config, job: Job, forked_at: i
     if config.training.ema is not None:  # counted as optimizer state
         tx = optax.GradientTransformation(lambda params, init=tx.init: (init(params), params), tx.update)
     table = memory(shapes, tx, shards, compute_dtypes=[model.compute_dtype], **model.layout_options)
-    frozen = "" if model.tuning is None else f"frozen: {model.base.layout}\n\n"
+    frozen = "" if model.tuning is None else f"frozen: {model.frozen_layout}\n\n"
     (run_directory / run_files.LAYOUT_FILE).write_text(
         f"{model.layout}\n\n{frozen}bytes per device without activations, of parameters that are trained; this run is "
         f"at stage {model.stage}\n{table}\n"

@@ -15,9 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from zero.partition.checksums import checksums
 from zero.partition.global_arrays import from_global
 from zero.partition.layout import PyTree
@@ -99,17 +96,15 @@ def weights_of_step(checkpoints: Checkpoints, step: int, model: ShardedGPT, with
     if tuning is None:
         return restore_weights(checkpoints, step, model, within)
     tuned, saved = dataclasses.replace(model, tuning=tuning), saved_base(f"{checkpoints.directory}, step {step}", meta)
-    frozen = warm_start(saved["place"], tuned.base, ema=saved["ema"])
-    check_base(saved["place"], base_checksum(frozen, tuned), saved)
+    base = warm_start(saved["place"], tuned.base, ema=saved["ema"])
+    check_base(saved["place"], base_checksum(base, tuned), saved)
     adapters = restore_weights(checkpoints, step, tuned, within)
-    scale, dtypes = tuning.adapters.scale, model.layout.map(lambda leaf: leaf.dtype)
-    merge = partial(merge_shards, layout=model.layout, low=tuned.layout, axis=model.axis, scale=scale)
+    merge = partial(merge_shards, layout=tuned.base.layout, low=tuned.layout, axis=model.axis, tuning=tuning)
 
-    def merged(frozen: PyTree, adapters: PyTree) -> PyTree:
-        both = merge(jax.tree.map(lambda x: x.astype(jnp.float32), frozen), adapters)
-        return jax.tree.map(lambda x, dtype: x.astype(dtype), both, dtypes)
+    def merged(base: PyTree, adapters: PyTree) -> PyTree:
+        return model.layout.map(lambda leaf, x: x.astype(leaf.dtype), merge(base, adapters))
 
-    return pmap(merged, model.axis.name, donate_argnums=0)(frozen, adapters)
+    return pmap(merged, model.axis.name)(base, adapters)
 
 
 def saved_tuning(meta: Mapping[str, Any]) -> Tuning | None:
@@ -130,9 +125,9 @@ def saved_base(origin: str, meta: Mapping[str, Any]) -> dict[str, Any]:
     return base
 
 
-def base_checksum(frozen: PyTree, model: ShardedGPT) -> int:
-    """A checksum of the frozen parameters as they are held, the same for any number of devices."""
-    sums = checksums(frozen, model.base.layout, model.axis)
+def base_checksum(base: PyTree, model: ShardedGPT) -> int:
+    """A checksum of the weights under adapters, before they are coded; the same for any number of devices."""
+    sums = checksums(base, model.base.layout, model.axis)
     return zlib.crc32(json.dumps(sums, sort_keys=True).encode())
 
 

@@ -1,0 +1,135 @@
+"""Matrices held as codes of 8 or 4 bits in blocks, each with a scale, for weights that are not trained.
+
+A block is 64 inputs of one output: neighbours in the memory of a product's weight as PyTorch holds it. A held matrix
+is a dict of arrays, which are sharded and gathered as they are; a layer is decoded where it computes.
+
+Source: QLoRA (Dettmers et al., arXiv 2305.14314), section 3: 4-bit NormalFloat and double quantisation; its scales of
+scales are linear here, in int8.
+
+Shapes are named by suffix:
+  I inputs, O outputs, N blocks of inputs, M blocks of outputs; leading dimensions (layers, experts) are kept
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+BLOCK, SCALE_BLOCK = 64, 256  # elements per scale, and scales per scale of scales; as in the source, section 3
+# Quantiles of a normal distribution, scaled to [-1, 1], with an exact zero: the source, appendix E.
+NF4 = np.asarray(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ],
+    np.float32,
+)
+Held = dict[str, jax.Array]
+
+
+class Form(NamedTuple):
+    """How matrices `(..., I, O)` are held.
+
+    Attributes:
+      hold: from a float matrix to a dict of arrays.
+      thaw: from that dict and the number of inputs to the float32 matrix that it stands for.
+    """
+
+    hold: Callable[[jax.Array], Held]
+    thaw: Callable[[Held, int], jax.Array]
+
+
+def _hold_int8(x_IO: jax.Array) -> Held:
+    """One byte per element: at most half of 1 / 127 of the block's largest off."""
+    scales_NO = _largest(x_IO, BLOCK) / 127
+    codes_IO = jnp.round(_divided(x_IO, scales_NO, BLOCK)).astype(jnp.int8)
+    return {"codes": codes_IO, "scales": scales_NO}
+
+
+def _thaw_int8(held: Held, inputs: int) -> jax.Array:
+    return held["codes"].astype(jnp.float32) * _spread(held["scales"], BLOCK, inputs)
+
+
+def _hold_nf4(x_IO: jax.Array) -> Held:
+    """Half a byte per element, the nearest entry of `NF4`; the first half of the inputs are the upper bits."""
+    scales_NO = _largest(x_IO, BLOCK)
+    offset = jnp.mean(scales_NO, axis=(-2, -1), keepdims=True)
+    deviations_ON = jnp.swapaxes(scales_NO - offset, -1, -2)
+    steps_MN = _largest(deviations_ON, SCALE_BLOCK) / 127
+    scale_codes_ON = jnp.round(_divided(deviations_ON, steps_MN, SCALE_BLOCK)).astype(jnp.int8)
+    held = {"scale_codes": scale_codes_ON, "scale_steps": steps_MN, "scale_offset": offset}
+    # By the scales as they will be read, so that their rounding is not added to that of the elements.
+    unit_IO = _divided(x_IO, _nf4_scales(held), BLOCK)
+    numbers_IO = sum((unit_IO > middle).astype(jnp.uint8) for middle in (NF4[1:] + NF4[:-1]) / 2)
+    half = -(-x_IO.shape[-2] // 2)
+    upper, lower = numbers_IO[..., :half, :], _padded(numbers_IO[..., half:, :], half)
+    return {"codes": upper << 4 | lower, **held}
+
+
+def _thaw_nf4(held: Held, inputs: int) -> jax.Array:
+    numbers_IO = jnp.concatenate([held["codes"] >> 4, held["codes"] & 15], axis=-2)[..., :inputs, :]
+    unit_IO = jnp.full(numbers_IO.shape, NF4[0])
+    for number, value in enumerate(NF4[1:], start=1):  # a gather from a table is slow on TPU
+        unit_IO = jnp.where(numbers_IO >= number, value, unit_IO)
+    return unit_IO * _spread(_nf4_scales(held), BLOCK, inputs)
+
+
+def _nf4_scales(held: Held) -> jax.Array:
+    codes_ON = held["scale_codes"].astype(jnp.float32)
+    deviations_ON = codes_ON * _spread(held["scale_steps"], SCALE_BLOCK, codes_ON.shape[-2])
+    return jnp.swapaxes(deviations_ON, -1, -2) + held["scale_offset"]
+
+
+FORMS: dict[str, Form] = {"int8": Form(_hold_int8, _thaw_int8), "nf4": Form(_hold_nf4, _thaw_nf4)}
+
+
+def _largest(x_IO: jax.Array, block: int) -> jax.Array:
+    """The largest absolute value of each block of rows, float32."""
+    blocks = -(-x_IO.shape[-2] // block)
+    x_IO = _padded(jnp.abs(x_IO.astype(jnp.float32)), blocks * block)
+    return x_IO.reshape(*x_IO.shape[:-2], blocks, block, x_IO.shape[-1]).max(-2)
+
+
+def _spread(scales_NO: jax.Array, block: int, rows: int) -> jax.Array:
+    """Each scale for all rows of its block."""
+    shape = (*scales_NO.shape[:-1], block, scales_NO.shape[-1])
+    return jnp.broadcast_to(scales_NO[..., None, :], shape).reshape(*shape[:-3], -1, shape[-1])[..., :rows, :]
+
+
+def _divided(x_IO: jax.Array, scales_NO: jax.Array, block: int) -> jax.Array:
+    spread_IO = _spread(scales_NO, block, x_IO.shape[-2])
+    return x_IO.astype(jnp.float32) / jnp.where(spread_IO > 0, spread_IO, 1)
+
+
+def _padded(x_IO: jax.Array, rows: int) -> jax.Array:
+    return jnp.pad(x_IO, [(0, 0)] * (x_IO.ndim - 2) + [(0, rows - x_IO.shape[-2]), (0, 0)])
+
+
+def hold(params: Any, form: str) -> Any:
+    """A part of a model with its kernels held in this form; other leaves, and the kernel of a router, stay as they are.
+
+    >>> held = hold({"query": {"kernel": jnp.ones((64, 2)), "bias": jnp.ones(2)}}, "int8")
+    >>> jax.tree.map(lambda x: (x.dtype.name, x.shape), held)["query"]
+    {'bias': ('float32', (2,)), 'kernel': {'codes': ('int8', (64, 2)), 'scales': ('float32', (1, 2))}}
+    """
+    if form not in FORMS:
+        return params
+
+    def one(path: Any, x: Any) -> Any:
+        is_held = path[-1].key == "kernel" and not any(key.key == "router" for key in path)
+        return FORMS[form].hold(x) if is_held else x
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def thaw(leaf_shape: tuple[int, ...], x: Any, form: str, dtype: DTypeLike) -> jax.Array:
+    """The float array of a leaf of this shape, from what `hold` made of it."""
+    whole = FORMS[form].thaw(x, leaf_shape[-2]) if isinstance(x, dict) else x
+    return whole.astype(dtype)
