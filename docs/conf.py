@@ -11,7 +11,15 @@ from typing import Any
 # In the order in which a stranger needs them. Pages of decisions belong to docs/README.md, which lists them by subject.
 NAVIGATION = {
     "Start": ["README", "docs/stages", "docs/pmap-programs", "examples/README", "docs/shard-map"],
-    "Train": ["docs/training", "data/README", "docs/launching", "docs/planning", "docs/groups", "docs/performance"],
+    "Train": [
+        "docs/training",
+        "docs/fine-tuning",
+        "data/README",
+        "docs/launching",
+        "docs/planning",
+        "docs/groups",
+        "docs/performance",
+    ],
     "Models": ["docs/families", "docs/mup", "docs/from-other-code"],
     "The project": ["docs/api", "CONTRIBUTING", "CHANGELOG"],
     "Decisions": [f"docs/decisions/{path.stem}" for path in sorted(Path(__file__).parent.glob("decisions/*.md"))],
