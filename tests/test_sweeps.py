@@ -38,7 +38,7 @@ def killed(forks: cli.Forks) -> Path:
 )
 def test_repeated_sweep(arguments: tuple[str, ...], killed: Path, forks: cli.Forks) -> None:
     """A repeated sweep skips, resumes and starts its jobs."""
-    shutil.copytree(killed, backup := killed.with_name("backup"))
+    shutil.copytree(killed, backup := forks.workplace / "backup")  # where no sweep is looked for
     try:
         finished = cli.contents(killed / "0")
         done = forks.check(*arguments)
