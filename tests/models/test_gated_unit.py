@@ -1,5 +1,6 @@
 """Gated units with vector-quantised keys, against a loop over positions that keeps every key."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gated_unit import (
     CODEBOOK,
+    GatedLayer,
     GatedUnit,
     Heads,
     Memory,
@@ -235,6 +237,21 @@ def test_commitment_gradient() -> None:
     for got, y in zip(jax.tree.leaves(with_grads), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, y, rtol=1e-4, atol=1e-5)
     assert float(jnp.abs(with_grads["key"]["kernel"] - grads["key"]["kernel"]).max()) > 1e-3
+
+
+def test_layer_dropout_skips_units() -> None:
+    """A row skips each of the two units of a layer with this probability; without keys none does."""
+    layer = GatedLayer(dataclasses.replace(CONFIG, layer_dropout=0.5), jnp.float32)
+    x_BTD = jax.random.normal(jax.random.key(0), (64, 3, CONFIG.embedding_dim))
+    carry = (x_BTD, None), None
+    variables = jax.jit(layer.init)(jax.random.key(1), carry, 0, None, 0)
+
+    def unchanged(keys_B: Any) -> int:
+        ((out_BTD, _), _), _ = jax.jit(layer.apply)(variables, carry, 0, keys_B, 0)
+        return int((out_BTD == x_BTD).all((1, 2)).sum())
+
+    assert unchanged(None) == 0
+    assert 6 <= unchanged(jax.random.split(jax.random.key(2), 64)) <= 28  # a quarter, within 3 standard deviations
 
 
 def test_state_of_constant_size() -> None:
