@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import multiprocessing
 import os
 import pickle
 import random
@@ -70,6 +71,31 @@ def checksum(corpus: Corpus) -> int:
 _CHECKSUMS: set[int] = set()
 
 
+def make_and_die(method: str, *args: Any, **options: Any) -> None:
+    """`make` in another process, killed by SIGKILL at the eighth file that it renames.
+
+    Not by a fork of this process, whose jax has threads. A "forkserver" imports only once, in its first environment.
+    """
+    context: Any = multiprocessing.get_context(method)
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=_make_and_die, args=args, kwargs=options)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def _make_and_die(*args: Any, **options: Any) -> None:
+    documents.UNIT_BYTES = 300
+    renames = itertools.count()
+
+    def count(event: str, _: Any) -> None:
+        if event == "os.rename" and next(renames) == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    make(*args, **options)
+
+
 @pytest.mark.parametrize("kind", WRITERS)
 def test_same_rows_from_every_format(
     kind: str, expected: dict[str, list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,18 +121,7 @@ def test_interrupted_and_called_again(kind: str, tmp_path: Path, monkeypatch: py
     source = write(tmp_path / "source", kind)
     options: dict[str, Any] = {"splits": "official", "key": "ids" if kind == "tfrecord" else "text"}
     whole = make(source, tmp_path / "whole", **options)
-    child = os.fork()
-    if child == 0:  # kill -9 at the fourth file that is renamed
-        renames = itertools.count()
-
-        def count(event: str, _: Any) -> None:
-            if event == "os.rename" and next(renames) == 7:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(count)
-        make(source, tmp_path / "parts", **options)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    make_and_die("forkserver", source, tmp_path / "parts", **options)
     assert list((tmp_path / "parts").rglob("*.tar")) and not list((tmp_path / "parts").rglob("*.index"))
     parts = make(source, tmp_path / "parts", **options)
     assert parts.train == whole.train
@@ -177,18 +192,7 @@ def test_bucket_folders_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             with pytest.raises(UserError, match="no such file or folder"):
                 make(f"gs://{bucket.BUCKET}/root{wrong}", tmp_path, "wrong")
         half = tmp_path / "half"
-        child = os.fork()
-        if child == 0:
-            renames = itertools.count()
-
-            def stop(event: str, _: Any) -> None:
-                if event == "os.rename" and next(renames) == 7:
-                    os._exit(9)
-
-            sys.addaudithook(stop)
-            make(f"gs://{bucket.BUCKET}/root/a", half, "n0")
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        make_and_die("spawn", f"gs://{bucket.BUCKET}/root/a", half, "n0")
         again = make(f"gs://{bucket.BUCKET}/root/a", half, "n0")
         assert again.train == make(root / "a", tmp_path / "near", "n0").train
 
