@@ -74,14 +74,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if is_test else True
 
 
-MOST_MAPPINGS = 40_000  # of the 65,530 that Linux allows a process
+MOST_MAPPINGS = 20_000  # of the 65,530 that Linux allows a process; with so many it holds about 5 GB
 EVERY = 10  # tests
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Drops compiled programs before they use up the memory mappings of a process, of which XLA takes hundreds each.
 
-    Where none is left the compiler ends the process by a segmentation fault.
+    Where none is left the compiler ends the process by a segmentation fault; before that, workers would fill the memory.
     """
     mappings = Path("/proc/self/maps")
     item.session.stash[TESTS] = count = item.session.stash.get(TESTS, 0) + 1
