@@ -81,7 +81,7 @@ EVERY = 10  # tests
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Drops compiled programs before they use up the memory mappings of a process, of which XLA takes hundreds each.
 
-    Where none is left the compiler ends the process by a segmentation fault; before that, workers would fill the memory.
+    Where none is left the compiler ends the process by a segmentation fault; before that, workers fill the memory.
     """
     mappings = Path("/proc/self/maps")
     item.session.stash[TESTS] = count = item.session.stash.get(TESTS, 0) + 1
