@@ -197,8 +197,8 @@ def diverging(config, size, make=setup.make_job):
     job = make(config, size)
     whole_step = job.programs.step.__wrapped__
 
-    def step(state, batch):
-        state, metrics = whole_step(state, batch)
+    def step(state, batch, frozen):
+        state, metrics = whole_step(state, batch, frozen)
         is_bad = (jax.lax.axis_index("zero") == 3) & (state.clock == 7)
         table = state.params["vocabulary"]["table"]
         params = {{**state.params, "vocabulary": {{"table": table + is_bad * 1e-6}}}}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,7 +206,8 @@ def test_chat_template(place: Place, tmp_path: Path) -> None:
         assert sample(config, SIZE, tmp_path / str(number)) == 0
         texts.append(json.loads((tmp_path / str(number) / "samples.jsonl").read_text())["text"])
     assert texts[0] == texts[1] != texts[2]
-    config.sample.chat, config.data.tokenizer = True, "data/corpus/questions/tokenizer.json"
+    without = shutil.copy("data/corpus/questions/tokenizer.json", tmp_path / "tokenizer.json")
+    config.sample.chat, config.data.tokenizer = True, str(without)
     with pytest.raises(UserError, match=r"sample\.chat=true: data\.tokenizer=.* has no chat template beside it"):
         sample(config, SIZE, tmp_path)
 
