@@ -1,7 +1,8 @@
 """Training steps of a small GPT on shards, and one unsharded device to compare them with.
 
 - `setup(devices, stage, ...)`: a `Setup`, the compiled programs of a model, with `start()` and `whole(tree, layout)`;
-  compiled once per process. `CONFIG` is the default model; `ROWS`, `STEPS`, `SEED`, `MAX_NORM`, `RATE` are the job.
+  compiled once per process. `CONFIG` is the default model, `EXPERTS` and `VQ` are others; `ROWS`,
+  `STEPS`, `SEED`, `MAX_NORM`, `RATE` are the job.
 - `tokens(step)`: rows of a global batch, some of them padded; `batch(setup, step)`: the same, split over devices.
 - `run(devices, stage)`, `run_on(setup)`: a `Run`, the metrics, parameters and state after `STEPS` steps.
   `advance(setup, state, steps)`: some more steps.
@@ -10,6 +11,7 @@
 - `named(tree)`: leaves by name; `shapes_of(setup)`: shapes of the state on 8 devices; `bits(tree)`: leaves as integers.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ from jax.typing import ArrayLike
 
 import zero
 from zero.models.config import GPTConfig
+from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.training.averages import averages_of
 from zero.training.batch import Batch
@@ -41,6 +44,21 @@ CONFIG = GPTConfig(
     N=2,
     vocab_chunks=3,
     embedding_norm=True,
+)
+EXPERTS = dataclasses.replace(
+    CONFIG, mlp_bias=False, experts=8, experts_per_token=2, normalise_router=True, expert_capacity=1.0
+)
+VQ = GPTConfig(
+    embedding_dim=42,
+    vocab_size=101,
+    block_size=12,
+    dropout=0.1,
+    N=2,
+    vocab_chunks=3,
+    codes=6,
+    vq_block=3,
+    key_width=10,
+    **FAMILIES["vq"],
 )
 ROWS, STEPS, SEED, MAX_NORM = 24, 4, 7, 0.65
 RATE = LearningRate(peak=1e-2, end=1e-3, warmup_steps=2, total_steps=6)

@@ -9,28 +9,26 @@ import numpy as np
 import pytest
 
 import zero
-from tests.training.small_gpt import ROWS, Run, advance, assert_close, batch, bits, run_on, setup, tokens
+from tests.training.small_gpt import (
+    ROWS,
+    VQ,
+    Run,
+    advance,
+    assert_close,
+    batch,
+    bits,
+    run_on,
+    setup,
+    tokens,
+)
 from zero.models.codebook import METRICS, codebook_metrics
-from zero.models.config import GPTConfig
-from zero.models.families import FAMILIES
 from zero.models.gated_unit import CODEBOOK
 from zero.models.gpt import GPT
 from zero.runtime.inference.generate import generate
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference, split_rows
 
-CONFIG = GPTConfig(
-    embedding_dim=42,
-    vocab_size=101,
-    block_size=12,
-    dropout=0.1,
-    N=2,
-    vocab_chunks=3,
-    codes=6,
-    vq_block=3,
-    key_width=10,
-    **FAMILIES["vq"],
-)
+CONFIG = VQ
 
 
 def codebook(state: Any) -> dict[str, np.ndarray]:

@@ -13,8 +13,10 @@ import pytest
 import zero
 from tests.training.small_gpt import (
     CONFIG,
+    EXPERTS,
     RATE,
     SEED,
+    VQ,
     CountedRate,
     Setup,
     batch,
@@ -24,8 +26,7 @@ from tests.training.small_gpt import (
     tokens,
 )
 from zero.models.adapters import Adapters
-from zero.models.config import STACK, GPTConfig
-from zero.models.families import FAMILIES
+from zero.models.config import STACK
 from zero.models.gpt import GPT
 from zero.runtime.run.statistics import named as metrics_of
 from zero.training.optimizer import adamw
@@ -37,21 +38,6 @@ from zero.training.tuning import Tuning
 SLOW = pytest.mark.slow
 CLOCK = 2  # updates before the one in question
 GROUPS = dataclasses.replace(CONFIG, embedding_dim=48, num_head=8, block_size=16, vocab_chunks=1)
-EXPERTS = dataclasses.replace(
-    CONFIG, mlp_bias=False, experts=8, experts_per_token=2, normalise_router=True, expert_capacity=1.0
-)
-VQ = GPTConfig(
-    embedding_dim=42,
-    vocab_size=101,
-    block_size=12,
-    dropout=0.1,
-    N=2,
-    vocab_chunks=3,
-    codes=6,
-    vq_block=3,
-    key_width=10,
-    **FAMILIES["vq"],
-)
 
 
 def changed(x: Any) -> Any:

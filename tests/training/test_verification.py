@@ -12,9 +12,15 @@ import pytest
 
 import zero
 from tests.helpers.faulty_device import install
-from tests.training.small_gpt import CONFIG, Setup, batch, setup, tokens
-from zero.models.config import GPTConfig
-from zero.models.families import FAMILIES
+from tests.training.small_gpt import (
+    CONFIG,
+    EXPERTS,
+    VQ,
+    Setup,
+    batch,
+    setup,
+    tokens,
+)
 from zero.models.gpt import GPT
 from zero.partition import pmapped
 from zero.runtime.errors import Unavailable, UserError
@@ -22,21 +28,6 @@ from zero.runtime.run.verification import Verifier
 from zero.training.verification import suspects, verify
 
 GROUPS = dataclasses.replace(CONFIG, embedding_dim=48, num_head=8, block_size=16)
-EXPERTS = dataclasses.replace(
-    CONFIG, mlp_bias=False, experts=8, experts_per_token=2, normalise_router=True, expert_capacity=1.0
-)
-VQ = GPTConfig(
-    embedding_dim=42,
-    vocab_size=101,
-    block_size=12,
-    dropout=0.1,
-    N=2,
-    vocab_chunks=3,
-    codes=6,
-    vq_block=3,
-    key_width=10,
-    **FAMILIES["vq"],
-)
 
 
 def program_of(on: Setup) -> Any:

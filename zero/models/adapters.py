@@ -33,7 +33,7 @@ PRODUCTS = ("query", "key", "value", "attention_out", "mlp_in", "mlp_gate", "mlp
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-    """Which products of a model have adapters, and of what size.
+    """The products of a model that have adapters, and the rank, scale and dropout of these.
 
     Attributes:
       rank: the inner dimension R.

@@ -115,7 +115,7 @@ def _activations(model: ShardedGPT, weights: PyTree, batch: Batch, micro_batches
 
 
 def _recorder(found: dict[str, jax.Array]) -> Callable[..., Any]:
-    """An interceptor of Flax that writes the sizes of what modules return to `found`, by their path in the layer."""
+    """A Flax interceptor that records the mean absolute output of each module in `found`, by its path in the layer."""
 
     def record(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         out, module = call(*args, **kwargs), context.module
