@@ -177,9 +177,9 @@ def test_bucket_folders_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (root / "a" / "image.png").write_bytes(b"no text")
     with bucket.serving() as address:
         bucket.use(monkeypatch, address)
-        bucket.upload(root, f"gs://{bucket.BUCKET}/root")
+        bucket.upload(root, f"gs://{bucket.BUCKET}/files")
         for number, place in enumerate(["/a", "/**/*.parquet", "/[!b]/train.*", "/?/val.jsonl.gz", "/c/train.bin"]):
-            remote, local = f"gs://{bucket.BUCKET}/root{place}", f"{root}{place}"
+            remote, local = f"gs://{bucket.BUCKET}/files{place}", f"{root}{place}"
             name = f"n{number}"
             if "train.*" in place:
                 with pytest.raises(UserError, match="both files of tokens and text"):
@@ -190,10 +190,10 @@ def test_bucket_folders_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert tokens_of(far.train_index, 16).tolist() == tokens_of(near.train_index, 16).tolist()
         for wrong in ("/nothing", "/*.none"):
             with pytest.raises(UserError, match="no such file or folder"):
-                make(f"gs://{bucket.BUCKET}/root{wrong}", tmp_path, "wrong")
+                make(f"gs://{bucket.BUCKET}/files{wrong}", tmp_path, "wrong")
         half = tmp_path / "half"
-        make_and_die("spawn", f"gs://{bucket.BUCKET}/root/a", half, "n0")
-        again = make(f"gs://{bucket.BUCKET}/root/a", half, "n0")
+        make_and_die("spawn", f"gs://{bucket.BUCKET}/files/a", half, "n0")
+        again = make(f"gs://{bucket.BUCKET}/files/a", half, "n0")
         assert again.train == make(root / "a", tmp_path / "near", "n0").train
 
 
