@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 import zero
-from tests.helpers import cli
+from tests.helpers import cli, llama
 from tests.helpers.corpora import call
 from tests.runtime.config.composing import Only, compose
-from zero.models.config import GPTConfig
-from zero.models.families import FAMILIES
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.check import check
 from zero.runtime.config.saved_config import merge_resumed
@@ -39,8 +37,7 @@ from zero.training.step import state_layout
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 CONTEXT, STEPS = 48, 6
-LLAMA: dict[str, Any] = {**FAMILIES["llama"], "kv_heads": 2, "mlp_dim": 61}
-SIZE = GPTConfig(embedding_dim=48, vocab_size=300, num_head=6, block_size=CONTEXT, dropout=0.1, N=2, **LLAMA)
+SIZE = llama.size(CONTEXT, dropout=0.1)
 TEMPLATE = (
     "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -77,15 +74,9 @@ class Place(NamedTuple):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    import transformers
-
     root = tmp_path_factory.mktemp("fine_tune")
     folder = root / "folder"
-    shape: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 61, "num_hidden_layers": 2, "vocab_size": 300}
-    heads: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
-    config = transformers.LlamaConfig(**shape, **heads, max_position_embeddings=CONTEXT, initializer_range=0.2)
-    transformers.set_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    llama.save(folder, CONTEXT)
     (folder / "tokenizer.json").write_bytes(train_tokenizer(["user: assistant: What is plus?"] * 9, 300))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     lines: list[dict[str, Any]] = [

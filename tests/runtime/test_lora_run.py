@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from tests.helpers import cli
+from tests.helpers import cli, llama
 from tests.runtime.config.composing import Only, compose
-from zero.models.config import GPTConfig
-from zero.models.families import FAMILIES
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.check import check
 from zero.runtime.config.saved_config import merge_resumed
@@ -28,8 +26,7 @@ from zero.runtime.weights.peft_folder import read_peft
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 STEPS = 8
-LLAMA: dict[str, Any] = {**FAMILIES["llama"], "kv_heads": 2, "mlp_dim": 61}
-SIZE = GPTConfig(embedding_dim=48, vocab_size=300, num_head=6, block_size=64, dropout=0.0, N=2, **LLAMA)
+SIZE = llama.size(64)
 JOB = (
     *(
         option
@@ -70,14 +67,8 @@ class Place(NamedTuple):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    import transformers
-
     root = cli.make_workplace(tmp_path_factory.mktemp("lora"))
-    shape: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 61, "num_hidden_layers": 2, "vocab_size": 300}
-    heads: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
-    config = transformers.LlamaConfig(**shape, **heads, max_position_embeddings=64, initializer_range=0.2)
-    transformers.set_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(root / "folder")
+    llama.save(root / "folder", 64)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         run = root / "run"
