@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from zero.models.config import GPTConfig
-from zero.partition.layout import PyTree
 from zero.partition.memory import memory
-from zero.partition.pmapped import pmap
 from zero.runtime import run_directory as run_files
 from zero.runtime import storage
 from zero.runtime.checkpoints.emergency import EmergencyCheckpoints
@@ -37,6 +34,7 @@ from zero.runtime.job import Job, make_job
 from zero.runtime.preparing.manifest import check_end_of_text
 from zero.runtime.preparing.prepare_if_missing import prepare_if_missing
 from zero.runtime.run.active_run import ActiveRun
+from zero.runtime.run.frozen_base import load_base
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.restore import TrainingPosition, restore
 from zero.runtime.run.statistics import StatisticsRecorder
@@ -52,12 +50,10 @@ from zero.runtime.tracking.html_report import EVALUATED
 from zero.runtime.tracking.metrics_file import read_metrics
 from zero.runtime.tracking.tracker import Tracker
 from zero.runtime.weights.peft_folder import read_peft
-from zero.runtime.weights.warm_start import base_checksum, check_base, warm_start
+from zero.runtime.weights.warm_start import warm_start
 from zero.training.parts import TrainState
 from zero.training.programs import make_inference
 from zero.training.schedules import SequenceLengths
-from zero.training.sharded_gpt import ShardedGPT
-from zero.training.tuning import hold_shards
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +107,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             log.info("nothing left to do: the run is at step %d of %d", position.step, last_step)
             yield None
             return
-        frozen = load_base(config, model, position) if model.tuning is not None else {}
+        frozen = load_base(config, model, position)
         if state is None:
             state = _new_state(config, job)
         tracker, goodput = None, Goodput(startup.process_age())
@@ -424,24 +420,6 @@ def _new_state(config: Config, job: Job) -> TrainState:
         return programs.start(warm_start(str(config.model.model_path), job.model, ema=config.model.ema))
     key = np.asarray(jax.random.key_data(jax.random.key(config.seed)))
     return programs.start(programs.init(np.stack([key] * jax.local_device_count())))
-
-
-def load_base(config: Config, model: ShardedGPT, position: TrainingPosition) -> PyTree:
-    """The frozen weights of a run, whose checksum enters its checkpoints.
-
-    Raises:
-      UserError: they are not those of the run before.
-    """
-    place, ema = str(config.model.model_path), config.model.ema if position.base is None else position.base["ema"]
-    base = warm_start(place, model.base, ema=ema)
-    checksum = base_checksum(base, model)
-    check_base(place, checksum, position.base)
-    position.base = {"place": place, "ema": ema, "checksum": checksum}
-    if model.tuning is None or not model.tuning.is_coded:
-        return base
-    layouts: Any = {"layout": model.base.layout, "held": model.frozen_layout}
-    coded = partial(hold_shards, **layouts, axis=model.axis, form=model.tuning.base_dtype)
-    return pmap(coded, model.axis.name)(base)
 
 
 def _write_run_files(run_directory: Path, config: Config, job: Job, forked_at: int | None) -> None:
