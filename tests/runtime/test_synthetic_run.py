@@ -83,13 +83,20 @@ def test_without_validation(key: str, forks: cli.Forks) -> None:
 
 @pytest.mark.slow
 def test_on_two_hosts(forks: cli.Forks) -> None:
-    """Two hosts train on the same rows as one."""
+    """Two hosts train on the same rows as one, with the same statistics of tensors."""
     job = ("training.batch_size=8", "training.gradient_accumulation_steps=1", "distributed.cpu_devices=2")
-    done = hosts.finish(hosts.start([forks.workplace] * 2, *COMPUTED, *job, "hydra.run.dir=two"))
+    computed = (*COMPUTED, "training.statistics=6")
+    done = hosts.finish(hosts.start([forks.workplace] * 2, *computed, *job, "hydra.run.dir=two"))
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
-    two, one = (forks.workplace / place for place in ("two", "whole"))
+    two, one = forks.workplace / "two", forks.train("one", *computed)
     np.testing.assert_allclose(cli.losses(two), cli.losses(one), rtol=1e-5)
     assert cli.losses(two, "samples_checksum") == cli.losses(one, "samples_checksum")
+    kinds = ("activation/", "weight_norm/")
+    names = [name for name in read_metrics(one / "metrics.jsonl")[5] if name.startswith(kinds)]
+    names = [name for name in names if not name.endswith("key/bias")]  # whose gradient is nothing but rounding
+    assert len(names) > 20
+    for name in names:
+        np.testing.assert_allclose(cli.losses(two, name), cli.losses(one, name), rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("kind", SYNTHETIC)

@@ -21,13 +21,14 @@ from zero.runtime.config.files import load_sizes
 from zero.runtime.config.saved_config import default_config
 from zero.runtime.config.schema import Config
 from zero.runtime.hosts.speeds import SPEEDS
+from zero.runtime.planning.compile import PAUSES
 from zero.runtime.planning.page import page
 from zero.runtime.planning.table import DETAILS, RESULTS, SETTINGS, WIDTH, breakdown_table, table, training_command
 
 KEYS = {"stage", "micro_batch", "accumulation", "remat", "context", "gradient_dtype", "clipping", "fused_update"}
 KEYS |= {"fits", "state_bytes", "peak_bytes", "available_bytes", "collective_bytes", "flops", "seconds_lower_bound"}
 KEYS |= {"state_dtype", "master_dtype", "state_bytes_per_parameter"}
-KEYS |= {"compile_seconds", "is_estimate", "evaluation_peak_bytes", "sampling_peak_bytes", "model_flops"}
+KEYS |= {"compile_seconds", "is_estimate", *(f"{name}_peak_bytes" for name in PAUSES), "model_flops"}
 KEYS |= {"seconds", "tokens_per_second", "mfu", "exposed_bytes", "exposed_seconds", "breakdown"}
 
 
@@ -43,6 +44,7 @@ def test_plan_of_a_v3_8(tmp_path: Path) -> None:
     pytest.importorskip("libtpu")
     grid = ("plan.search=fastest", "plan.grid.stage=[0,3]", "plan.grid.accumulation=[1]", "plan.grid.remat=[full]")
     price = ("plan.dollars_per_hour=12", "plan.breakdown=true", "training.total_steps=1_000_000")
+    price += ("training.statistics=100",)
     slice_of_8 = ("plan.topology=v3-8", "plan.processes=2")
     result = plan(tmp_path, *slice_of_8, *grid, *price, "model.size=test", "plan.grid.micro_batch=[2]")
     rows = result["rows"]
@@ -72,6 +74,7 @@ def test_plan_of_a_v3_8(tmp_path: Path) -> None:
         # The optimizer's two moments stay while the parameters are used.
         moments = 2 * row["state_bytes"] // 3
         assert moments < row["evaluation_peak_bytes"] < row["peak_bytes"] and moments < row["sampling_peak_bytes"]
+        assert row["statistics_peak_bytes"] >= row["peak_bytes"] + row["state_bytes"] // 3 - 16  # a copy of the weights
     assert 0.9 < plain["model_flops"] / (6 * 69024 * 2 * 64) < 1.3
     # 8 operations per parameter and token: forward, forward again, and twice that backward; attention comes on top.
     assert 0.9 < plain["flops"] / (8 * 69024 * 2 * 64) < 1.3
@@ -124,6 +127,7 @@ def test_plan_of_four_bytes_per_parameter(tmp_path: Path) -> None:
     (row,) = plan(tmp_path, "plan.topology=v3-8", "plan.processes=1", *state, *small)["rows"]
     assert (row["stage"], row["remat"], row["master_dtype"], row["state_dtype"]) == (3, "nested", "bfloat16", "int8")
     assert row["fits"] and row["fused_update"] and row["clipping"] and row["skipping"]
+    assert row["statistics_peak_bytes"] is None
     assert 4 < row["state_bytes_per_parameter"] < 4.1  # norms and biases have 12
     assert row["state_bytes"] < row["evaluation_peak_bytes"] < row["peak_bytes"]
 
@@ -156,7 +160,8 @@ def test_a_signal_leaves_no_compiler_behind(number: int, tmp_path: Path) -> None
 def planned_rows(**changes: Any) -> dict[str, Any]:
     """A plan of two rows that differ in the stage and in `changes` of the second."""
     row = dict.fromkeys(("state_bytes", "gradient_bytes", "gathered_bytes", "evaluation_peak_bytes"), 2**30)
-    row |= {"peak_bytes": 2**32, "sampling_peak_bytes": 5 * 2**30, "available_bytes": 2**33, "parameters": 10**9}
+    row |= {"peak_bytes": 2**32, "sampling_peak_bytes": 5 * 2**30, "statistics_peak_bytes": None}
+    row |= {"available_bytes": 2**33, "parameters": 10**9}
     row |= {"stage": 3, "micro_batch": 2, "accumulation": 1, "context": 64, "tokens": 1024, "flops": 10**12}
     found: dict[str, Any] = row | {"remat": "full", "fused_update": False, "fits": True, "collective_bytes": None}
     found |= {"state_bytes_per_parameter": 12.0, "tensor_shards": 2, "context_shards": 1, "expert_shards": 1}

@@ -14,7 +14,13 @@ from zero.runtime.planning.compile import Request
 
 # What is known of a step before it is compiled, and after.
 SAME = {"tokens": 100, "seconds": None, "seconds_lower_bound": 1.0}
-PEAKS = {"peak_bytes": 50, "evaluation_peak_bytes": 10, "sampling_peak_bytes": None, "available_bytes": 100}
+PEAKS = {
+    "peak_bytes": 50,
+    "evaluation_peak_bytes": 10,
+    "sampling_peak_bytes": None,
+    "statistics_peak_bytes": None,
+    "available_bytes": 100,
+}
 FITTING: dict[str, Any] = SAME | PEAKS | {"fits": True, "parameters": 1}
 
 
@@ -163,7 +169,12 @@ def test_deepest_that_fits(fits_up_to: int, remat: str, monkeypatch: pytest.Monk
         tried.append(layers)
         peak = 1000 + 100 * layers + (layers % 3) * 2  # a line, but for rounding
         available = 1000 + 100 * fits_up_to + 50
-        peaks = {"peak_bytes": peak, "evaluation_peak_bytes": None, "sampling_peak_bytes": None}
+        peaks = {
+            "peak_bytes": peak,
+            "evaluation_peak_bytes": None,
+            "sampling_peak_bytes": None,
+            "statistics_peak_bytes": None,
+        }
         return peaks | {"fits": layers <= fits_up_to, "available_bytes": available, "layers": layers}
 
     monkeypatch.setattr(search, "compile_step", compile_step)

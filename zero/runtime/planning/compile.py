@@ -32,6 +32,8 @@ Row = dict[str, Any]  # of plan.json
 # Keys of the section `zero` that are also keys of a row: how state and sequences are placed on the devices.
 PLACEMENT_KEYS = ("tensor_shards", "context_shards", "expert_shards", "replicas", "phases", "overlap_gathers")
 
+PAUSES = ("evaluation", "sampling", "statistics")  # programs that run between two steps
+
 
 @dataclass(frozen=True)
 class Request:
@@ -74,7 +76,7 @@ def outline(request: Request) -> Row:
 def compile_step(request: Request) -> Row:
     """The costs of a training run: bytes and operations per device, operations, traffic and seconds per step.
 
-    Compiles the step and, if that fits, the evaluation and the sampling between steps.
+    Compiles the step and, if that fits, the evaluation, the sampling and the statistics between steps.
     """
     config, training, zero = request.config, request.config.training, request.config.zero
     devices = find_devices(config.plan.topology)
@@ -84,7 +86,7 @@ def compile_step(request: Request) -> Row:
     started = time.monotonic()
     sent: list[Collective] | None = None  # of a step that fits
     predicted: Prediction | None = None
-    peaks: dict[str, int | None] = {"evaluation": None, "sampling": None}
+    peaks: dict[str, int | None] = dict.fromkeys(PAUSES)
     sharded, trained = job.model.base.sharded_layout, job.model.sharded_layout
     by_stage = memory(
         sharded.shapes(),
@@ -114,7 +116,7 @@ def compile_step(request: Request) -> Row:
             text = compiled.as_text()
             sent, predicted = collectives(text), predict(text, devices)
             if peak <= available:
-                peaks = _pause_peaks(request, job, devices)
+                peaks |= _pause_peaks(request, job, devices, arguments, peak)
     seconds = time.monotonic() - started
 
     parameters = sum(math.prod(leaf.shape) for leaf in sharded.leaves)
@@ -175,8 +177,8 @@ def _bytes_per_parameter(state: Layout, params: Layout) -> float:
 
 
 def highest_peak(row: Row) -> int:
-    """The highest peak per device in bytes, in a step, an evaluation or sampling."""
-    return max(row[key] or 0 for key in ("peak_bytes", "evaluation_peak_bytes", "sampling_peak_bytes"))
+    """The highest peak per device in bytes, in a step or in a program between two steps."""
+    return max(row[key] or 0 for key in ("peak_bytes", *(f"{name}_peak_bytes" for name in PAUSES)))
 
 
 def step_arguments(job: Job, rows: int, context: int) -> Any:
@@ -213,27 +215,38 @@ def _peak(analysis: Any, platform: str) -> int:
     return held + analysis.temp_size_in_bytes
 
 
-def _pause_peaks(request: Request, job: Job, devices: list[Any]) -> dict[str, int | None]:
-    """Peaks while a run evaluates and samples between two steps.
+def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, step_peak: int) -> dict[str, int | None]:
+    """Peaks of the programs that this run has between two steps; what they do not take stays in memory beside them.
 
-    These programs take only the weights, but the rest of the state stays in memory.
+    Statistics need a copy of the trained weights, which is also there during the step before them.
     """
-    weights = jax.tree.leaves(job.model.weight_shapes())
-    rest = _held_bytes(job) - sum(x.size * x.dtype.itemsize for x in weights)
+    training, weights = request.config.training, job.model.weight_shapes()
 
-    def peak(program: Any, *arguments: Any) -> int:
+    def peak(program: Any, *arguments: Any, taken: int) -> int:
+        rest = _held_bytes(job) - taken
         try:
             compiled = program.lower(*arguments).compile(compiler_options(request.config, devices))
             return rest + _peak(compiled.memory_analysis(), devices[0].platform)
         except jax.errors.JaxRuntimeError as error:
             return rest + out_of_memory(error)[0]
 
-    evaluation = peak(job.programs.evaluate, *evaluation_arguments(job, request))
-    if not request.config.training.sample_tokens:
-        return {"evaluation": evaluation, "sampling": None}
-    inference = make_inference(job.model, devices=devices)
-    sampling = peak(inference.extend, *sampling_arguments(job, inference, request.config.training.sample_tokens))
-    return {"evaluation": evaluation, "sampling": sampling}
+    def size(tree: Any) -> int:
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+    of_weights = size(weights)
+    peaks: dict[str, int | None] = {
+        "evaluation": peak(job.programs.evaluate, *evaluation_arguments(job, request), taken=of_weights)
+    }
+    if training.sample_tokens:
+        inference = make_inference(job.model, devices=devices)
+        arguments = sampling_arguments(job, inference, training.sample_tokens)
+        peaks["sampling"] = peak(inference.extend, *arguments, taken=of_weights)
+    if training.statistics is not None:
+        before = job.model.weights(job.layout.shard_shapes().params, job.layout.shard_shapes().averages)
+        arguments = (_on_devices(before, job), *of_step)
+        after = peak(job.programs.statistics, *arguments, taken=_held_bytes(job))
+        peaks["statistics"] = max(step_peak + size(before), after)
+    return peaks
 
 
 def compiler_options(config: Config, devices: list[Any]) -> dict[str, bool] | None:

@@ -194,6 +194,7 @@ DETAILS: dict[str, Callable[[Row], str]] = {  # GiB per device, GB per step and 
     "activations": _activations,
     "evaluation": _number("evaluation_peak_bytes", "{:.3f}", GIB),
     "sampling": _number("sampling_peak_bytes", "{:.3f}", GIB),
+    "statistics": _number("statistics_peak_bytes", "{:.3f}", GIB),
     "traffic": _traffic,
     "across hosts": _number("collective_bytes_across_hosts", "{:.2f}", 1e9),
     "gathers hidden": _number("gathers_hidden", "{:.0%}"),
