@@ -97,6 +97,11 @@ AFTER = {  # what a row needs besides
         f"data.index_path_validation={cli.INDICES[1]}",
     ),
     "index: a.index": (f"data.index_path_validation={cli.INDICES[1]}", "data.corpus=null"),
+    "pile_cc: a.index": ("data.corpus=null", f"data.index_path_train={cli.INDICES[0]}"),
+    "data.crop=random": (
+        *("data.corpus=null", f"data.index_path_train={cli.INDICES[0]}", "data.max_context=16"),
+        f"data.index_path_validation={cli.INDICES[1]}",
+    ),
 }
 ELSEWHERE = {  # rows that need a bucket or several hosts, and the tests that have them
     "data.bucket_path=my-bucket": "tests/test_bucket_run.py",
