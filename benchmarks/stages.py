@@ -32,7 +32,7 @@ from zero.training.step import state_layout
 from zero.virtual_devices import use_cpu_devices
 
 ROOT = Path(__file__).parent.parent
-SIZES = load_sizes(ROOT / "conf/model_config.yaml")
+SIZES = load_sizes()
 GIB = 2**30
 CORES = 32
 HBM = 15.48  # GiB that the compiler has of a v3 core's 16

@@ -211,7 +211,7 @@ setup.make_job = diverging
 root = Path("{cli.MAIN.parent}")
 with hydra.initialize_config_dir(str(root / "conf"), version_base="1.3"):
     config = hydra.compose("config", sys.argv[1:])
-sizes = load_sizes(root / "conf" / "model_config.yaml")
+sizes = load_sizes()
 Path("diverged").mkdir()
 try:
     train(check(config, sizes), sizes["test"], Path("diverged"))

@@ -20,7 +20,7 @@ from zero.models.transformer_layer import init_cache
 from zero.runtime.config.files import load_sizes
 
 SIZES_FILE = Path(__file__).parents[2] / "conf" / "model_config.yaml"
-SIZES = load_sizes(SIZES_FILE)
+SIZES = load_sizes()
 ODD = GPTConfig(embedding_dim=42, vocab_size=101, num_head=3, block_size=12, dropout=0.0, N=2, vocab_chunks=3)
 LEARNED = dataclasses.replace(ODD, alibi_attn=False, vocab_chunks=1)
 NORMED = dataclasses.replace(ODD, embedding_norm=True, norm_epsilon=1e-2)  # one that shows

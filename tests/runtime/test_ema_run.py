@@ -17,7 +17,7 @@ from zero.runtime.weights.average import average
 from zero.training.optimizer import adamw
 from zero.training.sharded_gpt import ShardedGPT
 
-SIZE = load_sizes(cli.MAIN.parent / "conf" / "model_config.yaml")["test"]
+SIZE = load_sizes()["test"]
 LAST = 8
 EMA = (
     *cli.TINY,

@@ -26,7 +26,7 @@ from zero.training.optimizer import adamw
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import state_layout
 
-SIZE = load_sizes(cli.MAIN.parent / "conf" / "model_config.yaml")["test"]
+SIZE = load_sizes()["test"]
 LAST = 40
 JOB = (*cli.TINY, f"training.total_steps={LAST}", "training.evaluation_frequency=20", "training.staged_warmup_steps=6")
 pytestmark = pytest.mark.timeout(400)  # of which most is for machines that do much else

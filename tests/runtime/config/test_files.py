@@ -39,13 +39,12 @@ def test_packaged_conf() -> None:
 def test_mistakes_in_sizes(tmp_path: Path, old: str, new: str, named: list[str]) -> None:
     """A mistake in a size names the file, the size and the key."""
     path = tmp_path / "sizes.yaml"
-    text = (CONF / "model_config.yaml").read_text()
+    text, *_ = (CONF / "model_config.yaml").read_text().partition('"124m":')
     assert old in text
     path.write_text(text.replace(old, new, 1))
-    for part in ["sizes.yaml", *named]:
-        with pytest.raises(UserError, match=part) as caught:
-            load_sizes(path)
-    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError) as caught:
+        load_sizes(path)
+    assert all(part in str(caught.value) for part in ["sizes.yaml", *named]) and "\n" not in str(caught.value)
 
 
 def test_missing_sizes_are_named(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from zero.runtime.streaming.loader import Loader
 from zero.runtime.text.tokenizers import ByteTokenizer
 from zero.training.sharded_gpt import ShardedGPT
 
-SIZE = load_sizes(cli.MAIN.parent / "conf" / "model_config.yaml")["test"]
+SIZE = load_sizes()["test"]
 RUN = "trained"
 
 

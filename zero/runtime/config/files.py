@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +39,32 @@ def read_yaml(path: Path, message: str, kind: type[UserError] = UserError) -> di
     return content
 
 
-class Sizes(dict[str, GPTConfig]):
-    """Model sizes by name, and their entries as they are written, which overrides are merged over.
+class Sizes(Mapping[str, GPTConfig]):
+    """Model sizes by name, each made when it is asked for, as there are many and a run needs one.
 
     Attributes:
       path: the file that they were read from.
-      entries: the keys of each size, without those of its family.
+      entries: the keys of each size as they are written, which overrides are merged over, without those of its family.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises UserError, with a line for every size that is wrong."""
+        """Raises UserError where there is no such file, or not one of names with values."""
         if not path.is_file():
             raise UserError(f"{path}: not found; expected the model sizes")
         self.path, self.entries = path, read_yaml(path, f"{path}: expected the model sizes")
-        mistakes = []
-        for name, entry in self.entries.items():
-            try:
-                self[name] = _make_size(entry or {})
-            except ValueError as error:
-                mistakes.append(f"{path}: size {name!r}: {error}")
-        if mistakes:
-            raise UserError("\n".join(mistakes))
+
+    def __getitem__(self, name: str) -> GPTConfig:
+        """Raises UserError where the entry is wrong, and KeyError where there is none."""
+        try:
+            return _make_size(self.entries[name] or {})
+        except ValueError as error:
+            raise UserError(f"{self.path}: size {name!r}: {error}") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
 
     def chosen(self, model: Model) -> GPTConfig:
         """The size that these keys name: its entry, in `model.sizes` if it has one there, and `model.override` over it.
@@ -66,7 +72,7 @@ class Sizes(dict[str, GPTConfig]):
         Raises:
           UserError: there is no such size, a file is wrong, or the model is impossible with these overrides.
         """
-        files = [self, *([] if model.sizes is None else [Sizes(Path(model.sizes))])]
+        files = [self, *([] if model.sizes is None else [load_sizes(Path(model.sizes))])]
         entries = {name: entry for file in files for name, entry in file.entries.items()}
         if model.size not in entries:
             places = " and ".join(["conf/model_config.yaml", *([] if model.sizes is None else [model.sizes])])
@@ -78,13 +84,23 @@ class Sizes(dict[str, GPTConfig]):
 
 
 def load_sizes(path: Path | None = None) -> Sizes:
-    """The model sizes of `conf/model_config.yaml`, or of another such file.
+    """The model sizes of `conf/model_config.yaml`, which tests check, or of another such file, checked here.
 
     Raises:
       UserError: the file or a key of a size is missing, unknown, of another type, or impossible; every size that is
         wrong has a line.
     """
-    return Sizes(conf_directory() / "model_config.yaml" if path is None else path)
+    if path is None:
+        return Sizes(conf_directory() / "model_config.yaml")
+    sizes, mistakes = Sizes(path), []
+    for name in sizes:
+        try:
+            sizes[name]
+        except UserError as error:
+            mistakes.append(str(error))
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+    return sizes
 
 
 def _make_size(entry: Any) -> GPTConfig:
