@@ -44,8 +44,7 @@ def test_plan_of_a_v3_8(tmp_path: Path) -> None:
     pytest.importorskip("libtpu")
     grid = ("plan.search=fastest", "plan.grid.stage=[0,3]", "plan.grid.accumulation=[1]", "plan.grid.remat=[full]")
     price = ("plan.dollars_per_hour=12", "plan.breakdown=true", "training.total_steps=1_000_000")
-    price += ("training.statistics=100",)
-    slice_of_8 = ("plan.topology=v3-8", "plan.processes=2")
+    slice_of_8 = ("plan.topology=v3-8", "plan.processes=2", "training.statistics=100")
     result = plan(tmp_path, *slice_of_8, *grid, *price, "model.size=test", "plan.grid.micro_batch=[2]")
     rows = result["rows"]
     assert (result["devices"], result["parameters"], [row["stage"] for row in rows]) == (8, 69024, [0, 3])
@@ -160,14 +159,13 @@ def test_a_signal_leaves_no_compiler_behind(number: int, tmp_path: Path) -> None
 def planned_rows(**changes: Any) -> dict[str, Any]:
     """A plan of two rows that differ in the stage and in `changes` of the second."""
     row = dict.fromkeys(("state_bytes", "gradient_bytes", "gathered_bytes", "evaluation_peak_bytes"), 2**30)
-    row |= {"peak_bytes": 2**32, "sampling_peak_bytes": 5 * 2**30, "statistics_peak_bytes": None}
-    row |= {"available_bytes": 2**33, "parameters": 10**9}
+    row |= {"peak_bytes": 2**32, "sampling_peak_bytes": 5 * 2**30, "available_bytes": 2**33, "parameters": 10**9}
     row |= {"stage": 3, "micro_batch": 2, "accumulation": 1, "context": 64, "tokens": 1024, "flops": 10**12}
     found: dict[str, Any] = row | {"remat": "full", "fused_update": False, "fits": True, "collective_bytes": None}
     found |= {"state_bytes_per_parameter": 12.0, "tensor_shards": 2, "context_shards": 1, "expert_shards": 1}
     found |= {"collective_bytes_across_hosts": None, "gathers_hidden": None, "grid": [1, 2, 4]}
     found |= {"master_dtype": "float32", "state_dtype": "float32", "overlap_gathers": True, "compile_seconds": 3.0}
-    found |= {"is_estimate": False}
+    found |= {"is_estimate": False, "statistics_peak_bytes": None}
     found |= {"seconds": 0.512, "seconds_lower_bound": 0.25, "tokens_per_second": 2000.0, "mfu": 0.456}
     found |= {"exposed_bytes": 5.8e9, "exposed_seconds": 0.1}
     found |= {"breakdown": [["MLP", "forward", 0.128], ["MLP", "backward", 0.256], ["<softmax>", "forward", 0.128]]}
