@@ -26,6 +26,7 @@ from zero.runtime.planning.topology import (
         ("v5litepod-8", "v5e:2x4"),
         ("v5p-128", "v5p:4x4x4"),
         ("v6e-256", "v6e:16x16"),
+        ("tpu7x-8", "tpu7x:2x2x1"),
     ],
 )
 def test_names_of_slices(name: str, shape: str) -> None:
@@ -69,7 +70,7 @@ def test_misfit_is_read_from_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "devices", "gib"), [("v3-8", 8, 15.48), ("v4-32", 16, 30.75), ("v5e-16", 16, 15.75), ("v6e-8", 8, 31.25)]
+    ("name", "devices", "gib"), [("v3-8", 8, 15.48), ("v4-32", 16, 30.75), ("v5e-16", 16, 15.75), ("v6e-8", 8, 31.25), ("tpu7x-8", 8, 94.75)]
 )
 def test_slices_equal_jax(name: str, devices: int, gib: float) -> None:
     """Slices are those that jax will see."""

@@ -36,7 +36,8 @@ _MXU = 2 * 128 * 128  # operations per cycle of a matrix unit
 # speed of one row. v2: Jouppi et al., A Domain-Specific Supercomputer for Training Deep Neural Networks, CACM 63(7),
 # table 3: four links of 496 Gbit/s. Rings (jax-ml.github.io/scaling-book/tpus): v2 and v3 the whole pod, v5e and v6e
 # 16 chips, v4 and v5p every four chips. Shares of kernels: docs/decisions/predicted-time.md.
-# TPU7x: cloud.google.com/tpu/docs/tpu7x, half a chip, which is one device; its cycles are not used.
+# TPU7x: cloud.google.com/tpu/docs/tpu7x, half a chip, which is one device; its two units are a v6e's, by the cycles that
+# the compiler gives products, and so is its share of kernels.
 # NVIDIA: data sheets of H200, H100 (SXM), A100, L4, T4 and HGX B200, and appendix A of the Ada GPU architecture paper:
 # dense bfloat16 with float32 sums, NVLink in one direction, or PCIe (x16) where there is none. T4 has no bfloat16: its
 # float16 peak, which bfloat16 does not reach.
@@ -47,7 +48,7 @@ SPEEDS = {
     "TPU v5 lite": Speed(197e12, 819e9, 51.2e12 / 256, per_cycle=4 * _MXU, dims=2, ring=16, kernels=0.85),
     "TPU v5": Speed(459e12, 2765e9, 600e9, per_cycle=8 * _MXU, dims=3, ring=4, kernels=0.83),
     "TPU v6 lite": Speed(918e12, 1640e9, 102.4e12 / 256, per_cycle=16 * _MXU, dims=2, ring=16, kernels=0.33),
-    "TPU7x": Speed(2307e12 / 2, 7380e9 / 2, 600e9 / 2, dims=3, ring=4, devices=2),
+    "TPU7x": Speed(2307e12 / 2, 7380e9 / 2, 600e9 / 2, per_cycle=16 * _MXU, dims=3, ring=4, devices=2, kernels=0.33),
     "NVIDIA A100-SXM4-40GB": Speed(312e12, 1555e9, 300e9),
     "NVIDIA A100-SXM4-80GB": Speed(312e12, 2039e9, 300e9),
     "NVIDIA B200": Speed(2250e12, 8000e9, 900e9),

@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 # For each generation: how many of the numbered units of a slice's name a chip has, and the dimensions of its torus.
-GENERATIONS = {"v2": (2, 2), "v3": (2, 2), "v4": (2, 3), "v5e": (1, 2), "v5p": (2, 3), "v6e": (1, 2)}
+GENERATIONS = {"v2": (2, 2), "v3": (2, 2), "v4": (2, 3), "v5e": (1, 2), "v5p": (2, 3), "v6e": (1, 2), "tpu7x": (2, 3)}
 ALIASES = {"v5litepod": "v5e", "v5lite": "v5e"}
 
 
@@ -33,7 +33,7 @@ def slice_shape(name: str) -> str:
     >>> slice_shape("v3-32"), slice_shape("v4-32"), slice_shape("v5litepod-16"), slice_shape("v3:2x2")
     ('v3:4x4', 'v4:2x2x4', 'v5e:4x4', 'v3:2x2')
     """
-    match = re.fullmatch(r"(v\w+)-(\d+)", name)
+    match = re.fullmatch(r"(v\w+|tpu7x)-(\d+)", name)
     if match is None and ":" not in name:
         raise UserError(f"plan.topology={name}: expected a slice such as v3-32 or v3:4x4, or one of {', '.join(LOCAL)}")
     if match is None:
