@@ -70,7 +70,8 @@ def test_misfit_is_read_from_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "devices", "gib"), [("v3-8", 8, 15.48), ("v4-32", 16, 30.75), ("v5e-16", 16, 15.75), ("v6e-8", 8, 31.25), ("tpu7x-8", 8, 94.75)]
+    ("name", "devices", "gib"),
+    [("v3-8", 8, 15.48), ("v4-32", 16, 30.75), ("v5e-16", 16, 15.75), ("v6e-8", 8, 31.25), ("tpu7x-8", 8, 94.75)],
 )
 def test_slices_equal_jax(name: str, devices: int, gib: float) -> None:
     """Slices are those that jax will see."""

@@ -36,8 +36,8 @@ _MXU = 2 * 128 * 128  # operations per cycle of a matrix unit
 # speed of one row. v2: Jouppi et al., A Domain-Specific Supercomputer for Training Deep Neural Networks, CACM 63(7),
 # table 3: four links of 496 Gbit/s. Rings (jax-ml.github.io/scaling-book/tpus): v2 and v3 the whole pod, v5e and v6e
 # 16 chips, v4 and v5p every four chips. Shares of kernels: docs/decisions/predicted-time.md.
-# TPU7x: cloud.google.com/tpu/docs/tpu7x, half a chip, which is one device; its two units are a v6e's, by the cycles that
-# the compiler gives products, and so is its share of kernels.
+# TPU7x: cloud.google.com/tpu/docs/tpu7x, half a chip, which is one device; its two units are a v6e's, by the cycles
+# that the compiler gives products, and so is its share of kernels.
 # NVIDIA: data sheets of H200, H100 (SXM), A100, L4, T4 and HGX B200, and appendix A of the Ada GPU architecture paper:
 # dense bfloat16 with float32 sums, NVLink in one direction, or PCIe (x16) where there is none. T4 has no bfloat16: its
 # float16 peak, which bfloat16 does not reach.
