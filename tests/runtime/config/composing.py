@@ -3,10 +3,15 @@
 `Only` stands for the sizes in conf/model_config.yaml where a test has a model of its own.
 """
 
+import copy
+from functools import cache
 from typing import NamedTuple
 
 import hydra
-from omegaconf import DictConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ValidationError
 
 import zero.runtime.config.schema  # noqa: F401  declares the keys
 from zero.models.config import GPTConfig
@@ -16,9 +21,25 @@ from zero.runtime.config.schema import Model
 CONF = conf_directory()
 
 
-def compose(*overrides: str) -> DictConfig:
+@cache
+def _composed(*overrides: str) -> DictConfig:
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         return hydra.compose("config", list(overrides))
+
+
+def compose(*overrides: str) -> DictConfig:
+    """Hydra composes anew where files are chosen, keys are new or types wrong; else a copy is changed."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    plain = {one.key_or_group: one.value() for one in parsed if one.type == OverrideType.CHANGE}
+    if len(plain) < len(overrides) or any(OmegaConf.select(_composed(), key) is None for key in plain):
+        return copy.deepcopy(_composed(*overrides))
+    config = copy.deepcopy(_composed())
+    try:
+        for key, value in plain.items():
+            OmegaConf.update(config, key, value, merge=True)
+    except ValidationError:
+        return copy.deepcopy(_composed(*overrides))
+    return config
 
 
 class Only(NamedTuple):
