@@ -10,20 +10,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import psutil
 import pytest
 from omegaconf import OmegaConf
 
 from tests.helpers import cli
 from tests.runtime.config.composing import compose
+from zero.models.config import GPTConfig
 from zero.runtime.config.check import check
 from zero.runtime.config.files import load_sizes
 from zero.runtime.config.saved_config import default_config
 from zero.runtime.config.schema import Config
 from zero.runtime.hosts.speeds import SPEEDS
-from zero.runtime.planning.compile import PAUSES
+from zero.runtime.job import make_job
+from zero.runtime.planning.compile import PAUSES, step_arguments
 from zero.runtime.planning.page import page
 from zero.runtime.planning.table import DETAILS, RESULTS, SETTINGS, WIDTH, breakdown_table, table, training_command
+from zero.runtime.run.active_run import split_batch
 
 KEYS = {"stage", "micro_batch", "accumulation", "remat", "context", "gradient_dtype", "clipping", "fused_update"}
 KEYS |= {"fits", "state_bytes", "peak_bytes", "available_bytes", "collective_bytes", "flops", "seconds_lower_bound"}
@@ -79,6 +84,7 @@ def test_plan_of_a_v3_8(tmp_path: Path) -> None:
     assert 0.9 < plain["flops"] / (8 * 69024 * 2 * 64) < 1.3
 
 
+@pytest.mark.slow  # test_topology.py reads the compiler's error
 @pytest.mark.timeout(300)
 def test_row_of_misfits(tmp_path: Path) -> None:
     """A program that does not fit into memory has a row too."""
@@ -89,10 +95,22 @@ def test_row_of_misfits(tmp_path: Path) -> None:
     assert not row["fits"] and row["peak_bytes"] > row["available_bytes"] and result["best"] is None
 
 
+def test_plan_lowers_the_step_of_training() -> None:
+    """Shapes that a plan compiles for and arrays of a run lower to the same program, to the letter."""
+    config = check(compose("plan.topology=cpu", "data.max_context=64", "training.sample_tokens=0"), load_sizes())
+    size = GPTConfig(embedding_dim=16, vocab_size=64, num_head=2, block_size=64, dropout=0.0, N=2, vocab_chunks=2)
+    job = make_job(config, size)
+    key = np.asarray(jax.random.key_data(jax.random.key(0)))
+    state = job.programs.start(job.programs.init(np.stack([key] * 8)))
+    lowered = job.programs.step.lower(state, split_batch(np.ones((32, 64), np.int32), 0, 1))
+    assert lowered.as_text() == job.programs.step.lower(*step_arguments(job, 4, 64)).as_text()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "arguments",
-    [("zero.stage=1",), pytest.param(("zero.gradient_dtype=bfloat16",), marks=pytest.mark.slow)],
+    [("zero.stage=1",), ("zero.gradient_dtype=bfloat16",)],
     ids=lambda a: a[0],
 )
 def test_planned_bytes_equal_real_step(arguments: tuple[str, ...]) -> None:

@@ -76,7 +76,7 @@ def test_round_trip_of_an_export(size: GPTConfig, tmp_path: Path) -> None:
     """A model that is exported, imported and exported again has the same bytes."""
     save(tmp_path / "first", size, 3, 7)
     export(str(tmp_path / "first"), tmp_path / "hf", 3)
-    for devices, stage in [(8, 3), (1, 2)] if size is ALIBI else [(3, 1), (8, 0)]:
+    for devices, stage in [(8, 3), (1, 2), (3, 1)] if size is ALIBI else [(8, 0)]:
         model = model_of(size, devices, stage)
         shards = warm_start(str(tmp_path / "hf"), model)
         assert_same(
