@@ -11,11 +11,12 @@ import pytest
 
 import zero
 from tests.training.small_gpt import CLIP, CONFIG, KEY, MAX_NORM, RATE, ROWS, batch, first_params, named, tokens
-from zero.models.adapters import LORA_B, Adapters, combine, merged
+from zero.models.adapters import LORA_B, MATRICES, Adapters, combine, merged
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.partition.pmapped import pmap
+from zero.training.batch import Batch
 from zero.training.block_codes import FORMS, hold, thaw
 from zero.training.optimizer import adamw
 from zero.training.parts import StepOptions
@@ -220,3 +221,61 @@ def test_chosen_products_have_adapters() -> None:
     }
     assert "mlp_gate" not in Adapters(2, 2.0).shapes(first_params(CONFIG))["blocks"]
     assert ROWS == len(tokens(0))
+
+
+def kernels_alone() -> optax.GradientTransformation:
+    """Gradient descent on what adapters of all products change: the kernels of layers."""
+
+    def mask(path: Any, x: jax.Array) -> jax.Array:
+        return x if path[-1].key in MATRICES and path[0].key == "blocks" else jnp.zeros_like(x)
+
+    return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(mask, updates))
+
+
+def descended(rank: int | None, steps: int, rate: float) -> tuple[list[float], Any]:
+    """Losses and whole weights of gradient descent on all kernels, or on adapters of all products, of scale 1.
+
+    A starts with orthonormal rows, or columns where the rank is too low for that; B at zero.
+    """
+    tuning = None if rank is None else Tuning(Adapters(rank, alpha=rank))
+    axis, devices, first = zero.Axis("zero", (1, 8)), tuple(jax.devices()), first_params(SIZE)
+    model = ShardedGPT(SIZE, axis, 3, tuning=tuning)
+    programs = make_programs(model, kernels_alone(), StepOptions(lambda step: jnp.float32(rate)), devices)
+    start, frozen = first, {}
+    if tuning is not None:
+        frozen = zero.from_host(first, model.base.layout, axis, devices)
+
+        def new(path: Any, leaf: Any) -> np.ndarray:
+            if path[-1].key == LORA_B:
+                return np.zeros(leaf.shape, np.float32)
+            random = np.random.default_rng(0).normal(size=leaf.shape)
+            left, _, right = np.linalg.svd(random, full_matrices=False)
+            return np.asarray(left @ right, np.float32)
+
+        start = jax.tree_util.tree_map_with_path(new, tuning.adapters.shapes(first))
+    state, losses = programs.start(zero.from_host(start, model.layout, axis, devices)), []
+    for _ in range(steps):
+        state, metrics = programs.step(state, Batch(tokens(0).reshape(8, -1, 12), np.arange(0, ROWS, 3)), frozen)
+        losses.append(metrics["loss"].item())
+    whole = zero.to_host(state.params, model.layout, axis)
+    return losses, whole if tuning is None else merged(first, whole, tuning.adapters.scale)
+
+
+def test_full_rank_takes_the_step_of_full_fine_tuning() -> None:
+    """At full rank every change of a kernel is a product A B, and with A A^T = 1 and B = 0 the gradient is the same.
+
+    The step of B is -rate A^T G, that of A is zero, so W changes by -rate A A^T G = -rate G, for any G.
+    """
+    _, whole = descended(48, 1, 0.5)
+    _, expected = descended(None, 1, 0.5)
+    first, expected = named(first_params(SIZE)), named(expected)
+    for name, x in named(whole).items():
+        step = expected[name] - first[name]
+        np.testing.assert_allclose(x - first[name], step, atol=2e-5 * np.abs(step).max() + 1e-8, err_msg=name)
+
+
+def test_full_rank_approaches_full_fine_tuning() -> None:
+    """Losses at full rank stay near those of full fine-tuning, and those at rank 1 do not."""
+    full, high, low = (descended(rank, 30, 0.5)[0] for rank in (None, 48, 1))
+    fallen = full[0] - full[-1]
+    assert fallen > 0.2 and abs(high[-1] - full[-1]) < 0.01 * fallen and low[-1] - full[-1] > 0.5 * fallen
