@@ -23,7 +23,9 @@ from zero.runtime.run_directory import saved_config
 from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 from zero.runtime.train import train
 from zero.runtime.weights.export import export
+from zero.runtime.weights.hf_folder import HuggingFaceFolder
 from zero.runtime.weights.peft_folder import read_peft
+from zero.training.sharded_gpt import ShardedGPT
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
@@ -242,3 +244,65 @@ def test_contradictions_are_refused(overrides: list[str], line: str) -> None:
     """Keys that do not fit adapters are refused by name."""
     with pytest.raises(UserError, match=line):
         configured(*overrides)
+
+
+TASK = """
+task: choice
+dataset_path: json
+dataset_kwargs: {data_files: {validation: choice.jsonl}}
+validation_split: validation
+output_type: multiple_choice
+doc_to_text: text
+doc_to_choice: choices
+doc_to_target: gold
+metric_list: [{metric: acc}]
+"""
+
+
+def test_several_adapters_in_one_evaluation(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each set of adapters, a run or a folder of PEFT, has the entry of its own evaluation; the base is read once."""
+    other = tmp_path / "other"
+    other.mkdir()
+    job = ("training.total_steps=4", "tuning.targets=[value]", "tuning.rank=2", "tuning.base_dtype=bfloat16")
+    assert train(configured(*job), SIZE, other) == 0
+    export("run", tmp_path / "adapters")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("folder", "corpus"):
+        (tmp_path / name).symlink_to(place.root / name)
+    lines = [{"text": "shard", "choices": [" gather", " scatter"], "gold": i % 2} for i in range(4)]
+    Path("choice.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    Path("choice.yaml").write_text(TASK)
+    reads, params = [], HuggingFaceFolder.params
+
+    def counted(folder: HuggingFaceFolder, model: ShardedGPT) -> Any:
+        reads.append(folder.path)
+        return params(folder, model)
+
+    monkeypatch.setattr(HuggingFaceFolder, "params", counted)
+    adapters = [str(place.run), str(other), "adapters"]
+    use = ("mode=evaluate", f"model.model_path={place.run}")
+    together = tmp_path / "together"
+    together.mkdir()
+    config = configured(*use, f"evaluate.adapters=[{','.join(adapters)}]", "evaluate.harness=[choice.yaml]")
+    assert evaluate(config, SIZE, together) == 0
+    entries = json.loads((together / "evaluation.json").read_text())["adapters"]
+    assert len(reads) == 1
+    assert list(entries) == adapters
+    assert [entry["step"] for entry in entries.values()] == [STEPS, 4, None]
+    for run in (place.run, other):
+        alone = tmp_path / f"alone-{run.name}"
+        alone.mkdir()
+        keys = ("tuning.base_dtype=bfloat16",) if run is other else ()
+        assert evaluate(configured("mode=evaluate", f"model.model_path={run}", *keys), SIZE, alone) == 0
+        assert entries[str(run)]["loss"] == json.loads((alone / "evaluation.json").read_text())["loss"]
+    assert entries["adapters"]["loss"] == pytest.approx(entries[str(place.run)]["loss"], rel=1e-6)
+    assert entries["adapters"]["harness"] == entries[str(place.run)]["harness"]
+    assert entries["adapters"]["loss"] != entries[str(other)]["loss"]
+
+
+def test_adapters_of_another_base_are_refused(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation of adapters names a run that trained all weights."""
+    config = configured("mode=evaluate", "model.model_path=run", "evaluate.adapters=[nothing]")
+    with pytest.raises(UserError, match="nothing: no weights; expected a run directory"):
+        evaluate(config, SIZE, tmp_path)

@@ -206,6 +206,7 @@ class Evaluate:
     validation: Any = boolean()
     index: Any = checked(_is_validation, f"{_PATHS}, {_SETS}, or null")
     harness: list[str] = MISSING
+    adapters: list[str] | None = list_of(not_empty())
     context: int | None = at_least(2)
     stride: int | None = at_least(1)
     carry: Any = boolean()

@@ -28,7 +28,7 @@ def load_base(config: Config, model: ShardedGPT, position: TrainingPosition) -> 
     place, ema = str(config.model.model_path), config.model.ema if position.base is None else position.base["ema"]
     base = warm_start(place, model.base, ema=ema)
     checksum = base_checksum(base, model)
-    check_base(place, checksum, position.base)
+    check_base(f"model.model_path={place}", checksum, position.base)
     position.base = {"place": place, "ema": ema, "checksum": checksum}
     if not model.tuning.is_coded:
         return base

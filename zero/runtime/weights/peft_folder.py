@@ -12,7 +12,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from zero.models.adapters import LORA_A, LORA_B, Adapters
+from zero.models.adapters import LORA_A, LORA_B, PRODUCTS, Adapters
+from zero.models.config import STACK, GPTConfig
 from zero.partition.global_arrays import from_global, global_shapes
 from zero.partition.layout import LeafLayout, PyTree
 from zero.runtime.errors import Unavailable, UserError, first_line
@@ -102,6 +103,30 @@ def tensor_name(leaf: str, architecture: Architecture) -> str:
     return f"{_PREFIX}{architecture.prefix}{name}.{_HALVES[half]}"
 
 
+def peft_adapters(folder: Path, size: GPTConfig) -> Adapters:
+    """The rank, the scale and the products of the adapters in a folder of PEFT, without dropout.
+
+    Raises:
+      UserError: it holds none for this model.
+    """
+    path, architecture = folder / CONFIG_FILE, architecture_of(size)
+    config = json_object(path.read_bytes(), str(path))
+    with reading(f"{path}: expected numbers r and lora_alpha"):
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    with _opened(folder) as file:
+        names = set(file.keys())
+    targets = [name for name in PRODUCTS if f"{STACK}/{name}" in architecture.modules]
+    found = [name for name in targets if tensor_name(f"{STACK}/{name}/{LORA_A}", architecture).format(0) in names]
+    if not found:
+        raise UserError(f"{folder}: holds no adapter of a product of {architecture.model_type}")
+    return Adapters(rank, alpha, targets=tuple(found))
+
+
+def _opened(folder: Path) -> Any:
+    with reading(f"{folder / WEIGHTS_FILE}: not a safetensors file", SafetensorError):
+        return safe_open(folder / WEIGHTS_FILE, "numpy")
+
+
 def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
     """Shards for a pmap of the adapters in a folder of PEFT, for a model with adapters of that form.
 
@@ -121,9 +146,7 @@ def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
             name = {"r": "rank", "lora_alpha": "alpha"}[key]
             raise UserError(f"{path}: {key} is {config.get(key)!r}, expected tuning.{name}={own:g}")
     architecture = architecture_of(model.config)
-    with reading(f"{folder / WEIGHTS_FILE}: not a safetensors file", SafetensorError):
-        file = safe_open(folder / WEIGHTS_FILE, "numpy")
-    with file:
+    with _opened(folder) as file:
         left_over = set(file.keys())
 
         def read(leaf: LeafLayout, target: jax.ShapeDtypeStruct) -> jax.Array:
