@@ -203,6 +203,22 @@ def test_peft_folder_equals_merged(place: Place, tmp_path: Path) -> None:
     assert np.abs(merged - torch_logits(place.root / "folder")).max() > 0.1
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_run_with_magnitudes(place: Place, tmp_path: Path) -> None:
+    """A run of DoRA starts where the base is; its folder, loaded by peft, computes as the merged weights."""
+    run = tmp_path / "dora"
+    run.mkdir()
+    assert train(configured("tuning.method=dora", "training.total_steps=4"), SIZE, run) == 0
+    first = cli.losses(run)[0]
+    assert first == pytest.approx(cli.losses(place.run)[0], rel=1e-5)
+    export(str(run), tmp_path / "adapters")
+    export(str(run), tmp_path / "merged", merges=True)
+    assert json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())["use_dora"] is True
+    by_peft, merged = torch_logits(place.root / "folder", tmp_path / "adapters"), torch_logits(tmp_path / "merged")
+    np.testing.assert_allclose(merged, by_peft, atol=1e-4)
+    assert np.abs(merged - torch_logits(place.root / "folder")).max() > 0.1
+
+
 def test_peft_folder_starts_run(place: Place, tmp_path: Path) -> None:
     """A run may start from the adapters of a folder; keys that differ are refused by name."""
     export("run", tmp_path / "adapters")
@@ -223,8 +239,10 @@ def test_peft_folder_starts_run(place: Place, tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=line):
             read_peft(tmp_path / "adapters", make_model(configured(override), SIZE))
-    (tmp_path / "adapters" / "adapter_config.json").write_text('{"peft_type": "LORA", "use_dora": true}')
-    with pytest.raises(UserError, match="use_dora is True, expected False"):
+    with pytest.raises(UserError, match=r"use_dora is False, expected with tuning.method=lora"):
+        read_peft(tmp_path / "adapters", make_model(configured("tuning.method=dora"), SIZE))
+    (tmp_path / "adapters" / "adapter_config.json").write_text('{"peft_type": "LORA", "use_rslora": true}')
+    with pytest.raises(UserError, match="use_rslora is True, expected False"):
         read_peft(tmp_path / "adapters", model)
 
 
@@ -235,6 +253,7 @@ def test_peft_folder_starts_run(place: Place, tmp_path: Path) -> None:
         (["tuning.base_dtype=nf4", "zero.tensor_shards=2"], "tuning.base_dtype=nf4: expected float32 or bfloat16"),
         (["zero.fused_update=true"], "zero.fused_update=true: expected false, as tuning.method=lora"),
         (["tuning.dropout=0.1", "zero.tensor_shards=2"], "tuning.dropout=0.1: expected 0, as zero.tensor_shards=2"),
+        (["tuning.method=dora", "tuning.dropout=0.1"], "tuning.dropout=0.1: expected 0, as tuning.method=dora"),
         (["tuning.method=all", "tuning.adapter=x"], "tuning.adapter=x: expected null, as tuning.method=all"),
         (["tuning.targets=[querry]"], "tuning.targets=.*: expected a list, each element one of query, key"),
     ],

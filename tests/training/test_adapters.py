@@ -11,11 +11,12 @@ import pytest
 
 import zero
 from tests.training.small_gpt import CLIP, CONFIG, KEY, MAX_NORM, RATE, ROWS, batch, first_params, named, tokens
-from zero.models.adapters import LORA_B, MATRICES, Adapters, combine, merged
+from zero.models.adapters import LORA_B, MAGNITUDE, MATRICES, Adapters, combine, merged
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.partition.pmapped import pmap
+from zero.runtime.run.frozen_base import fit_to_base
 from zero.training.batch import Batch
 from zero.training.block_codes import FORMS, hold, thaw
 from zero.training.optimizer import adamw
@@ -29,6 +30,7 @@ STEPS = 12
 LLAMA: dict[str, Any] = {**FAMILIES["llama"], "kv_heads": 2, "mlp_dim": 48}
 SIZE = GPTConfig(embedding_dim=32, vocab_size=101, num_head=4, block_size=12, dropout=0.0, N=2, vocab_chunks=2, **LLAMA)
 ADAPTERS = Adapters(rank=3, alpha=6.0)
+DORA = Adapters(rank=3, alpha=6.0, has_magnitudes=True)
 
 
 class Tuned(NamedTuple):
@@ -64,7 +66,12 @@ def first_adapters(adapters: Adapters = ADAPTERS) -> Any:
     """Adapters in the middle of a training, whose B is not zero."""
     shapes = adapters.shapes(first_params(SIZE))
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), shapes)
+
+    def one(path: Any, leaf: Any) -> np.ndarray:
+        x = rng.normal(0, 0.1, leaf.shape).astype(np.float32)
+        return x + np.float32(path[-1].key == MAGNITUDE)
+
+    return jax.tree_util.tree_map_with_path(one, shapes)
 
 
 def losses_of(on: Tuned, steps: int = STEPS) -> tuple[list[float], Any]:
@@ -90,17 +97,24 @@ def coded_params(form: str) -> Any:
 
 
 @cache
-def plain_losses(form: str = "float32") -> tuple[list[float], dict[str, np.ndarray]]:
-    """One device, and nothing of zero but the model without adapters: its weights are W + scale A B."""
-    adapters = ADAPTERS
+def plain_losses(form: str = "float32", adapters: Adapters = ADAPTERS) -> tuple[list[float], dict[str, np.ndarray]]:
+    """One device, and nothing of zero but the model without adapters: its weights are W + scale A B.
+
+    With magnitudes (DoRA, arXiv 2402.09353, equation 11) times m over the norm of their columns, a constant.
+    """
     model, base = GPT(SIZE), first_params(SIZE) if form == "float32" else coded_params(form)
-    tx = optax.chain(CLIP, optax.adamw(RATE, b2=0.95, weight_decay=0.1))
+    mask = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != MAGNITUDE, first_adapters(adapters))
+    tx = optax.chain(CLIP, optax.adamw(RATE, b2=0.95, weight_decay=0.1, mask=mask))
 
     def weights(own: Any) -> Any:
         blocks = dict(base["blocks"])
         for name, ab in own["blocks"].items():
             low = jnp.einsum("lir,lro->lio", ab["lora_a"], ab["lora_b"])
-            blocks[name] = {**blocks[name], "kernel": blocks[name]["kernel"] + adapters.alpha / adapters.rank * low}
+            kernel = blocks[name]["kernel"] + adapters.alpha / adapters.rank * low
+            if adapters.has_magnitudes:
+                norms = jax.lax.stop_gradient(jnp.sqrt((kernel**2).sum(1, keepdims=True)))
+                kernel = ab["magnitude"][:, None] / norms * kernel
+            blocks[name] = {**blocks[name], "kernel": kernel}
         return {**base, "blocks": blocks}
 
     @jax.jit
@@ -130,11 +144,20 @@ def test_losses_equal_plain_loop(devices: int, stage: int) -> None:
     assert got[-1] < got[0] - 0.03
 
 
-def test_losses_equal_in_tensor_groups() -> None:
+@pytest.mark.parametrize(("devices", "stage"), [(1, 3), (3, 3), (8, 0), (8, 3)])
+def test_magnitudes_equal_plain_loop(devices: int, stage: int) -> None:
+    """With magnitudes too, on shards of any number of devices."""
+    got, _ = losses_of(tuned(devices, stage, adapters=DORA))
+    np.testing.assert_allclose(got, plain_losses(adapters=DORA)[0], rtol=1e-4)
+    assert abs(got[0] - plain_losses()[0][0]) > 1e-3
+
+
+@pytest.mark.parametrize("adapters", [ADAPTERS, DORA], ids=["lora", "dora"])
+def test_losses_equal_in_tensor_groups(adapters: Adapters) -> None:
     """Groups that cut the products cut their adapters, and micro-batches add up."""
     axis = zero.Axis.with_tensor_groups("zero", 8, 2, 1)
-    got, _ = losses_of(tuned(8, 3, axis, micro_batches=3))
-    np.testing.assert_allclose(got, plain_losses()[0], rtol=1e-4)
+    got, _ = losses_of(tuned(8, 3, axis, adapters, micro_batches=3))
+    np.testing.assert_allclose(got, plain_losses(adapters=adapters)[0], rtol=1e-4)
 
 
 @pytest.mark.parametrize(("form", "devices", "stage"), [("int8", 8, 3), ("nf4", 3, 3), ("nf4", 8, 1), ("nf4", 8, 3)])
@@ -183,16 +206,28 @@ def test_new_adapters_change_nothing() -> None:
         assert name.endswith(LORA_B) == (not x.any())
 
 
-def test_merged_weights_score_as_adapters() -> None:
-    """A base with the adapters' products added scores as the model with adapters does."""
-    on = tuned(8, 3)
+@pytest.mark.parametrize("form", ["float32", "nf4"])
+def test_first_magnitudes_change_nothing(form: str) -> None:
+    """New magnitudes are the norms of the columns of the base as it is held."""
+    on = tuned(8, 3, adapters=DORA, base_dtype=form)
+    model = on.model
+    fitted = fit_to_base(on.programs.init(np.stack([KEY] * 8)), on.frozen, model)
+    whole = coded_params(form)["blocks"] if form in FORMS else first_params(SIZE)["blocks"]
+    for name, x in zero.to_host(fitted, model.layout, model.axis)["blocks"].items():
+        np.testing.assert_allclose(x["magnitude"], np.linalg.norm(whole[name]["kernel"], axis=1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("adapters", [ADAPTERS, DORA], ids=["lora", "dora"])
+def test_merged_weights_score_as_adapters(adapters: Adapters) -> None:
+    """A base with the adapters merged scores as the model with adapters does."""
+    on = tuned(8, 3, adapters=adapters)
     model, base = on.model, on.model.base
-    own = zero.from_host(first_adapters(), model.layout, model.axis, on.devices)
+    own = zero.from_host(first_adapters(adapters), model.layout, model.axis, on.devices)
     rows = tokens(0).reshape(8, -1, 12)
     adapted = on.programs.evaluate(combine(on.frozen, own), rows)[0].item()
     merge = pmap(
         lambda frozen, own: merge_shards(
-            frozen, own, layout=base.layout, low=model.layout, axis=model.axis, tuning=Tuning(ADAPTERS)
+            frozen, own, layout=base.layout, low=model.layout, axis=model.axis, tuning=Tuning(adapters)
         ),
         "zero",
         devices=on.devices,
@@ -200,7 +235,7 @@ def test_merged_weights_score_as_adapters() -> None:
     plain = make_programs(base, adamw(0.1), StepOptions(RATE), on.devices)
     together = merge(on.frozen, own)
     np.testing.assert_allclose(plain.evaluate(together, rows)[0].item(), adapted, rtol=1e-5)
-    whole = named(merged(first_params(SIZE), first_adapters(), ADAPTERS.scale))
+    whole = named(merged(first_params(SIZE), first_adapters(adapters), adapters.scale))
     for name, x in named(zero.to_host(together, base.layout, base.axis)).items():
         np.testing.assert_allclose(x, whole[name], atol=1e-6, err_msg=name)
 

@@ -126,7 +126,8 @@ class TransformerLayer(Layer):
         """A dense layer; `total` sums partial products before the bias is added, `keys_B` are for its adapter."""
         options: Any = {"dtype": self.dtype, "kernel_init": kernel_init(self.config, name), "name": name}
         if self.adapters is not None and name in self.adapters.targets:
-            return AdaptedDense(features, use_bias, adapters=self.adapters, keys_B=keys_B, total=total, **options)
+            options |= {"total": total, "stack": None if total is None else self.cut.stack}
+            return AdaptedDense(features, use_bias, adapters=self.adapters, keys_B=keys_B, **options)
 
         def product(*arguments: Any, **options: Any) -> Any:
             return total(lax.dot_general(*arguments, **options))

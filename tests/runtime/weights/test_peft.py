@@ -11,8 +11,8 @@ import pytest
 
 import zero
 from tests.helpers import llama
-from zero.models.adapters import PRODUCTS, Adapters
-from zero.runtime.weights.peft_folder import read_peft
+from zero.models.adapters import PRODUCTS
+from zero.runtime.weights.peft_folder import peft_adapters, read_peft
 from zero.runtime.weights.warm_start import warm_start
 from zero.training.batch import Batch
 from zero.training.optimizer import adamw
@@ -42,8 +42,8 @@ def rows() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 300, (STEPS, 8, 1, CONTEXT), np.int32)
 
 
-@pytest.fixture(scope="module")
-def trained_by_peft(tmp_path_factory: pytest.TempPathFactory) -> Peft:
+@pytest.fixture(scope="module", params=["lora", "dora"])
+def trained_by_peft(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Peft:
     import peft
     import torch
     import transformers
@@ -51,14 +51,22 @@ def trained_by_peft(tmp_path_factory: pytest.TempPathFactory) -> Peft:
     place = tmp_path_factory.mktemp("peft")
     llama.save(place / "base", CONTEXT)
     auto: Any = transformers.AutoModelForCausalLM
-    config = peft.LoraConfig(
-        r=4, lora_alpha=6, target_modules=MODULES, init_lora_weights=False, task_type="CAUSAL_LM"
-    )  # A and B are random
+    # A and B are random.
+    options: dict[str, Any] = {"init_lora_weights": False, "use_dora": request.param == "dora"}
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=MODULES, task_type="CAUSAL_LM", **options)
     torch.manual_seed(1)
     model = peft.get_peft_model(auto.from_pretrained(place / "base"), config)
-    model.save_pretrained(place / "adapters")
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if "magnitude" in name:
+                x.mul_(1 + 0.1 * torch.randn_like(x))
+    model.save_pretrained(str(place / "adapters"))
     trained = [x for x in model.parameters() if x.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=DECAY)
+    groups: Any = [
+        {"params": [x for x in trained if x.ndim > 1], "weight_decay": DECAY},
+        {"params": [x for x in trained if x.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
     losses = []
     for batch in rows():
         tokens = torch.tensor(batch.reshape(-1, CONTEXT)).long()
@@ -72,8 +80,10 @@ def trained_by_peft(tmp_path_factory: pytest.TempPathFactory) -> Peft:
 
 def test_losses_equal_peft(trained_by_peft: Peft) -> None:
     """Losses over 20 steps on 8 devices at stage 3 are those of peft, from the same adapters."""
-    tuning = Tuning(Adapters(rank=4, alpha=6.0, targets=PRODUCTS))
-    model = ShardedGPT(llama.size(CONTEXT), zero.Axis("zero", (1, 8)), 3, tuning=tuning)
+    size = llama.size(CONTEXT)
+    adapters = peft_adapters(trained_by_peft.adapters, size)
+    assert (adapters.rank, adapters.alpha, adapters.targets) == (4, 6.0, PRODUCTS)
+    model = ShardedGPT(size, zero.Axis("zero", (1, 8)), 3, tuning=Tuning(adapters))
     devices = tuple(jax.devices())
     programs = make_programs(model, adamw(DECAY), StepOptions(lambda step: jnp.float32(RATE)), devices)
     frozen = warm_start(str(trained_by_peft.base), model.base)

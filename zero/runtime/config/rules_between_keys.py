@@ -124,6 +124,8 @@ def tuning_rules(config: Config, size: GPTConfig) -> Mistakes:
     for name in sorted(lacking & {*(tuning.targets or ())}):
         why = "its MLP has no gate" if size.experts is None else "adapters are not for experts"
         yield "tuning.targets", f"products without {name}, as {why} in {of_model}"
+    if tuning.dropout and tuning.method == "dora":
+        yield "tuning.dropout", "0, as tuning.method=dora scales the products of base and adapters together"
     if tuning.base_dtype in FORMS and zero.tensor_shards > 1:
         yield (
             "tuning.base_dtype",

@@ -164,7 +164,7 @@ class Optimizer:
 
 @dataclass
 class Tuning:
-    method: str = one_of("all", "lora")
+    method: str = one_of("all", "lora", "dora")
     rank: int = at_least(1)
     alpha: float = positive()
     dropout: float = fraction_below_one()

@@ -11,7 +11,7 @@ from zero.runtime.config.schema import Config
 from zero.runtime.run.restore import TrainingPosition
 from zero.runtime.weights.warm_start import base_checksum, check_base, warm_start
 from zero.training.sharded_gpt import ShardedGPT
-from zero.training.tuning import hold_shards
+from zero.training.tuning import hold_shards, measure_shards
 
 
 def load_base(config: Config, model: ShardedGPT, position: TrainingPosition) -> PyTree:
@@ -35,3 +35,12 @@ def load_base(config: Config, model: ShardedGPT, position: TrainingPosition) -> 
     layouts: Any = {"layout": model.base.layout, "held": model.frozen_layout}
     coded = partial(hold_shards, **layouts, axis=model.axis, form=model.tuning.base_dtype)
     return pmap(coded, model.axis.name)(base)
+
+
+def fit_to_base(adapters: PyTree, frozen: PyTree, model: ShardedGPT) -> PyTree:
+    """New adapters, which change nothing of this base: magnitudes are the norms of its columns."""
+    if model.tuning is None or not model.tuning.adapters.has_magnitudes:
+        return adapters
+    layouts: Any = {"layout": model.base.layout, "held": model.frozen_layout, "low": model.layout}
+    measure = partial(measure_shards, **layouts, axis=model.axis, tuning=model.tuning)
+    return pmap(measure, model.axis.name)(frozen, adapters)

@@ -104,8 +104,8 @@ def weights_of_step(checkpoints: Checkpoints, step: int, model: ShardedGPT, with
 def merged_weights(base: PyTree, adapters: PyTree, tuned: ShardedGPT, model: ShardedGPT) -> PyTree:
     """Weights in shards for a pmap of `model`, which has no adapters, from those of `tuned`, which has."""
     assert tuned.tuning is not None
-    layouts: Any = {"layout": tuned.base.layout, "low": tuned.layout}
-    merge = partial(merge_shards, **layouts, axis=model.axis, tuning=tuned.tuning)
+    layout = tuned.base.layout
+    merge = partial(merge_shards, layout=layout, low=tuned.layout, axis=model.axis, tuning=tuned.tuning)
 
     def merged(base: PyTree, adapters: PyTree) -> PyTree:
         return model.layout.map(lambda leaf, x: x.astype(leaf.dtype), merge(base, adapters))
