@@ -57,6 +57,8 @@ def _is_scaling(scaling: tuple[Any, ...]) -> bool:
         "linear": len(numbers) == 1,
         "llama3": len(numbers) == 4 and numbers[1:2] < numbers[2:3],
         "yarn": len(numbers) == 5 and numbers[3:4] < numbers[2:3],
+        "dynamic": len(numbers) == 2,
+        "longrope": len(numbers) >= 4 and len(numbers) % 2 == 0,
     }.get(kind, False)
 
 
@@ -82,7 +84,10 @@ class GPTConfig:
       rotary_fraction: fraction of a head's dimensions that is rotated.
       rotary_scaling: factor, low and high frequency factor and original context of Llama 3.1 (arXiv 2407.21783);
         ("linear", factor) (arXiv 2306.15595); ("yarn", factor, original context, fast and slow turns, factor of cosines
-        and sines) (arXiv 2309.00071, section 3); None for none.
+        and sines) (arXiv 2309.00071, section 3); ("dynamic", factor, original context), whose base grows with the
+        number of positions beyond the original context (NTK-aware); ("longrope", original context, factor of cosines
+        and sines, then for each pair a divisor in rows of up to the original context, then one in longer rows) (arXiv
+        2402.13753); None for none. The last two depend on the number of positions of a row, padding included.
       local_rotary_base: base in layers with a window, without scaling; None: they are as the others.
       unrotated_every: the last of every so many layers has no rotary positions (arXiv 2501.18795); None: all have.
       norm: "layer", "rms" (arXiv 1910.07467), or "rms_offset", whose gains are stored less 1.
@@ -298,8 +303,15 @@ class GPTConfig:
         if self.rotary_scaling is not None and not _is_scaling(self.rotary_scaling):
             llama3 = "factor, low and high frequency factor, original context"
             yarn = "yarn, factor, original context, fast turns, slow turns, factor of cosines and sines"
+            others = "dynamic, factor, original context], [longrope, original context, factor of cosines and sines, ..."
             raise ValueError(
-                f"rotary_scaling must be [{llama3}], [linear, factor] or [{yarn}], got {list(self.rotary_scaling)}"
+                f"rotary_scaling must be [{llama3}], [linear, factor], [{yarn}] or [{others}], got "
+                f"{list(self.rotary_scaling)}"
+            )
+        if self.rotary_kind == "longrope" and len(self.rotary_numbers) != 2 + 2 * (int(rotated) // 2):
+            raise ValueError(
+                f"rotary_scaling longrope must have 2 x {int(rotated) // 2} divisors, for the pairs of {int(rotated)} "
+                f"rotated dimensions, got {len(self.rotary_numbers) - 2}"
             )
         if self.unrotated_every is not None and self.N % self.unrotated_every:
             raise ValueError(f"N {self.N} must be a multiple of unrotated_every {self.unrotated_every}")
@@ -345,6 +357,25 @@ class GPTConfig:
         for name, needed in (("parametrization", "standard"), ("init", "gpt2")):
             if getattr(self, name) != needed:
                 raise ValueError(f"experts need {name}: {needed}, got {getattr(self, name)}")
+
+    @property
+    def rotary_kind(self) -> str | None:
+        """The name of `rotary_scaling`, which Llama 3.1's does not have; None without one."""
+        if self.rotary_scaling is None:
+            return None
+        return self.rotary_scaling[0] if isinstance(self.rotary_scaling[0], str) else "llama3"
+
+    @property
+    def rotary_numbers(self) -> tuple[float, ...]:
+        """`rotary_scaling` without its name."""
+        scaling = self.rotary_scaling or ()
+        return scaling[1:] if scaling and isinstance(scaling[0], str) else scaling
+
+    @property
+    def rotary_switch(self) -> int | None:
+        """The number of positions beyond which the length of a row changes rotary frequencies; None for none."""
+        index = {"dynamic": 1, "longrope": 0}.get(self.rotary_kind or "")
+        return None if index is None else int(self.rotary_numbers[index])
 
     @property
     def scanned_layers(self) -> int:

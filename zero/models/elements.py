@@ -124,21 +124,21 @@ class Rotation(NamedTuple):
     length: jax.Array | float
 
 
-def rotation_of(config: GPTConfig, layer: jax.Array | int) -> Rotation:
-    """The rotary positions of a layer, whose number may be traced.
+def rotation_of(config: GPTConfig, layer: jax.Array | int, positions: int) -> Rotation:
+    """The rotary positions of a layer, whose number may be traced, in rows of this many positions.
 
-    >>> rotation_of(GPTConfig(8, 10, 2, 16, 0.0, 1, alibi_attn=False, positions="rotary"), 0).frequencies_R.tolist()
+    >>> rotation_of(GPTConfig(8, 10, 2, 16, 0.0, 1, alibi_attn=False, positions="rotary"), 0, 16).frequencies_R.tolist()
     [1.0, 0.009999999776482582]
     """
     period = math.lcm(len(config.windows) if config.local_rotary_base else 1, config.unrotated_every or 1)
-    kinds = [_rotation(config, number) for number in range(period)]
+    kinds = [_rotation(config, number, positions) for number in range(period)]
     if period == 1:
         return kinds[0]
     frequencies_LR, length_L = np.stack([kind.frequencies_R for kind in kinds]), np.asarray([x.length for x in kinds])
     return Rotation(jnp.asarray(frequencies_LR)[layer % period], jnp.asarray(length_L, jnp.float32)[layer % period])
 
 
-def _rotation(config: GPTConfig, layer: int) -> Rotation:
+def _rotation(config: GPTConfig, layer: int, positions: int) -> Rotation:
     """Source: RoFormer, arXiv 2104.09864, section 3.2.2; SmolLM3's layers without positions: arXiv 2501.18795."""
     rotated = int(config.rotary_fraction * config.head_width)
     is_local = config.local_rotary_base is not None and config.windows[layer % len(config.windows)] > 0
@@ -147,9 +147,9 @@ def _rotation(config: GPTConfig, layer: int) -> Rotation:
     if config.unrotated_every is not None and (layer + 1) % config.unrotated_every == 0:
         return Rotation(np.zeros_like(frequencies_R, np.float32), 1.0)  # to turn by nothing is exact
     if config.rotary_scaling is not None and not is_local:
-        is_named = isinstance(config.rotary_scaling[0], str)
-        kind, *numbers = config.rotary_scaling if is_named else ("llama3", *config.rotary_scaling)
-        frequencies_R, length = SCALINGS[kind](frequencies_R, base, *numbers)
+        length_of_row = () if config.rotary_switch is None else (positions,)
+        scaled = SCALINGS[str(config.rotary_kind)]
+        frequencies_R, length = scaled(frequencies_R, base, *length_of_row, *config.rotary_numbers)
     return Rotation(frequencies_R.astype(np.float32), length)
 
 
@@ -189,8 +189,33 @@ def _yarn(
     return frequencies_R * (1 - stretched_R + stretched_R / factor), length
 
 
-# From frequencies, base and the numbers of a scaling to scaled frequencies and the factor of cosines and sines.
-SCALINGS: dict[str, Callable[..., tuple[np.ndarray, float]]] = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
+def _dynamic(
+    frequencies_R: np.ndarray, base: float, positions: int, factor: float, original: float
+) -> tuple[np.ndarray, float]:
+    """The base grows with the positions beyond the original context, as transformers has it (NTK-aware, dynamic)."""
+    rotated = 2 * len(frequencies_R)
+    growth = (factor * max(positions, original) / original - (factor - 1)) ** (rotated / (rotated - 2))
+    return frequencies_R * growth ** -(np.arange(0, rotated, 2) / rotated), 1.0
+
+
+def _longrope(
+    frequencies_R: np.ndarray, base: float, positions: int, original: float, length: float, *divisors: float
+) -> tuple[np.ndarray, float]:
+    """LongRoPE (arXiv 2402.13753, section 3.2): divisors for rows of up to the original context, then for longer."""
+    pairs = len(frequencies_R)
+    chosen_R = divisors[pairs:] if positions > original else divisors[:pairs]
+    return frequencies_R / np.asarray(chosen_R), length
+
+
+# From frequencies, base and the numbers of a scaling to scaled frequencies and the factor of cosines and sines; the
+# last two take the number of positions as well, before the numbers.
+SCALINGS: dict[str, Callable[..., tuple[np.ndarray, float]]] = {
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "dynamic": _dynamic,
+    "longrope": _longrope,
+}
 
 
 def position_numbers(position: jax.Array | int, count: int) -> jax.Array:

@@ -161,7 +161,8 @@ class TransformerLayer(Layer):
             q_BTHK = make_head_norm(config, self.dtype, "query_norm", self.cut)(q_BTHK)
             k_BSGK = make_head_norm(config, self.dtype, "key_norm", self.cut)(k_BSGK)
         if config.position_kind == "rotary":
-            rotation = rotation_of(config, layer)
+            positions = h_BTD.shape[1] * self.cut.ring if cache is None else cache.k_LBSGK.shape[2]
+            rotation = rotation_of(config, layer, positions)
             numbers = self.cut.attended_numbers(position, h_BTD.shape[1])
             q_BTHK, k_BSGK = (rotate(x, numbers, rotation, starts_BT) for x in (q_BTHK, k_BSGK))
         q_BTHK, k_BSGK, v_BSGK = (checkpoint_name(x, PROJECTIONS) for x in (q_BTHK, k_BSGK, v_BSGK))

@@ -216,8 +216,8 @@ def test_rope_scaling_replaces_rope_parameters(mistral: Path, tmp_path: Path) ->
     place = edited(mistral, tmp_path / "yarn", rope_scaling={"rope_type": "yarn", "factor": 4.0})
     with pytest.raises(UserError, match=r"rotary_scaling is \('yarn', 4.0, 128.0, 32.0, 1.0, 1.138\d+\)"):
         warm_start(str(place), model_of(SIZES["mistral"]))
-    place = edited(mistral, tmp_path / "longrope", rope_scaling={"rope_type": "longrope", "factor": 4.0})
-    with pytest.raises(UserError, match="rope_scaling has rope_type 'longrope'"):
+    place = edited(mistral, tmp_path / "mrope", rope_scaling={"rope_type": "mrope", "factor": 4.0})
+    with pytest.raises(UserError, match="rope_scaling has rope_type 'mrope'"):
         warm_start(str(place), model_of(SIZES["mistral"]))
     place = edited(mistral, tmp_path / "theta", rope_scaling={"rope_theta": 500.0}, rope_parameters={"rope_theta": 7.0})
     warm_start(str(place), model_of(dataclasses.replace(SIZES["mistral"], rotary_base=500.0)))

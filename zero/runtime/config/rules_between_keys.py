@@ -77,6 +77,9 @@ def data_rules(config: Config, size: GPTConfig) -> Mistakes:
                 yield key, f"{shown(expected)}, {has_rows}"
     if data.isolate_documents and size.layer == "gated_units":
         yield "data.isolate_documents", f"false, as model.size={config.model.size} has gated units"
+    switch = size.rotary_switch
+    if switch is not None and data.isolate_documents and data.max_context > switch:
+        yield "data.isolate_documents", f"false, as rotary frequencies depend on the length of rows beyond {switch}"
     if data.resume_step is not None and config.resume is None and config.mode == "train":
         yield "data.resume_step", "null without --resume"
 

@@ -41,7 +41,8 @@ class Architecture:
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys
     written: Mapping[str, Any] = field(default_factory=dict)  # keys of an export that do not concern the weights
     rotary: tuple[str, str | None] | None = None  # keys of the base of rotary positions and of the rotated fraction
-    scales_rotary: bool = True  # rotary positions may be scaled by `rotary_scaling`
+    scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "dynamic", "longrope")  # kinds of `rotary_scaling`
+    scaling_aliases: Mapping[str, str] = field(default_factory=dict)  # other names of these
     local_rotary: tuple[str, float] | None = None  # key and default of the base in layers with windows
     unrotated: int | None = None  # the default of no_rope_layer_interval
     window_period: int = 2  # where layer_types are absent, the last of so many layers has no window
@@ -61,7 +62,7 @@ class Architecture:
         free = {*self.keys.values(), *(("windows",) if self.windows else ())}
         if self.rotary is not None:
             free |= {"rotary_base", *(("rotary_fraction",) if self.rotary[1] else ())}
-            free |= {"rotary_scaling"} if self.scales_rotary else set()
+            free |= {"rotary_scaling"} if size.rotary_kind in self.scalings else set()
         free |= {"local_rotary_base"} if self.local_rotary else set()
         free |= {"unrotated_every"} if self.unrotated else set()
         if free & {"score_width", "score_multiplier"} and not isinstance(size.attention_scale, str):

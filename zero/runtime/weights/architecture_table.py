@@ -304,7 +304,8 @@ PHI3 = Architecture(
     fixed={"hidden_act": "silu", "embd_pdrop": 0.0},
     windows="sliding_window",
     written={"pad_token_id": None},
-    scales_rotary=False,  # to transformers "yarn" is longrope here
+    scalings=("longrope",),
+    scaling_aliases={"su": "longrope", "yarn": "longrope"},  # as transformers has it for this one
     fused="rows",
     **{
         **_LLAMA_SHARED,
