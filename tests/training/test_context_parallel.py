@@ -55,6 +55,8 @@ MODELS = {
     "plain": ODD,
     "swap": dataclasses.replace(ODD, embedding_dim=48, num_head=8),
     "swap_dense_lm": _of("dense_lm", embedding_dim=48, num_head=8, kv_heads=4),
+    "gpt_oss": _of("gpt_oss", **_GROUPED, windows=(5, 0), experts=5, experts_per_token=2),
+    "swap_gpt_oss": _of("gpt_oss", **_GROUPED | {"num_head": 8, "kv_heads": 4}, experts=5, experts_per_token=2),
     "swap_gemma2": _of(
         "gemma2", **_GROUPED | {"num_head": 8, "kv_heads": 4}, N=4, windows=(5, 0), attention_cap=0.5, logit_cap=0.5
     ),

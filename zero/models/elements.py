@@ -33,6 +33,20 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+def _clamped_swiglu(gate: jax.Array, x: jax.Array) -> jax.Array:
+    gate, x = jnp.minimum(gate, 7), jnp.clip(x, -7, 7)
+    return gate * nn.sigmoid(1.702 * gate) * (x + 1)
+
+
+# Of a gate and an input, where it is not the activation of the gate times the input.
+_GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {"clamped_swiglu": _clamped_swiglu}
+
+
+def gated(activation: str, gate: jax.Array, x: jax.Array) -> jax.Array:
+    """The hidden values of a gated MLP."""
+    return _GATED[activation](gate, x) if activation in _GATED else ACTIVATIONS[activation](gate) * x
+
+
 class OffsetRMSNorm(nn.Module):
     """RMSNorm that multiplies by 1 + scale, as in Gemma."""
 
@@ -172,7 +186,15 @@ def _llama3(
 
 
 def _yarn(
-    frequencies_R: np.ndarray, base: float, factor: float, original: float, fast: float, slow: float, length: float
+    frequencies_R: np.ndarray,
+    base: float,
+    factor: float,
+    original: float,
+    fast: float,
+    slow: float,
+    length: float,
+    *,
+    is_rounded: bool = True,
 ) -> tuple[np.ndarray, float]:
     """YaRN (arXiv 2309.00071, sections 3.2 and 3.3), with the ends of its ramp rounded outwards, as in its own code.
 
@@ -184,7 +206,9 @@ def _yarn(
     def pair_of(turns: float) -> float:
         return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(base)
 
-    first, last = max(math.floor(pair_of(fast)), 0), min(math.ceil(pair_of(slow)), 2 * pairs - 1)
+    ends = pair_of(fast), pair_of(slow)
+    ends = (math.floor(ends[0]), math.ceil(ends[1])) if is_rounded else ends
+    first, last = max(ends[0], 0), min(ends[1], 2 * pairs - 1)
     stretched_R = np.clip((np.arange(pairs) - first) / max(last - first, 0.001), 0, 1)
     return frequencies_R * (1 - stretched_R + stretched_R / factor), length
 
@@ -213,6 +237,7 @@ SCALINGS: dict[str, Callable[..., tuple[np.ndarray, float]]] = {
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "yarn_unrounded": partial(_yarn, is_rounded=False),
     "dynamic": _dynamic,
     "longrope": _longrope,
 }

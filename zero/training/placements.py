@@ -32,4 +32,4 @@ def is_expert_leaf(name: str) -> bool:
     >>> is_expert_leaf("blocks/experts/mlp_in/kernel"), is_expert_leaf("blocks/experts/router/kernel")
     (True, False)
     """
-    return "experts" in name.split("/") and not name.endswith("router/kernel")
+    return "experts" in name.split("/") and "router" not in name.split("/")

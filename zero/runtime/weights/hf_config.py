@@ -119,7 +119,7 @@ def _read_rotary(origin: str, config: Mapping[str, Any], architecture: Architect
     assert architecture.rotary is not None
     base, fraction = architecture.rotary
     name, found = "rope_scaling" if config.get("rope_scaling") else "rope_parameters", dict[str, Any]()
-    parameters = config.get(name) or {}
+    parameters = config.get(name) or architecture.absent.get("rope_parameters") or {}
     if architecture.local_rotary is not None:
         by_type = config.get("rope_parameters") or {}
         parameters = {**(by_type.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
@@ -150,8 +150,6 @@ def _numbers(origin: str, kind: str, parameters: Mapping[str, Any], keys: tuple[
 
 
 def _read_yarn(origin: str, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Any, ...]:
-    if not parameters.get("truncate", True):
-        raise UserError(f"{origin}: truncate of rope_type 'yarn' is false, a GPT of zero has true")
     context = config.get("max_position_embeddings")
     original = config.get(_ORIGINAL) or parameters.get(_ORIGINAL) or context
     factor = parameters.get("factor") or float(context or 0) / float(original or 1)
@@ -162,7 +160,8 @@ def _read_yarn(origin: str, parameters: Mapping[str, Any], config: Mapping[str, 
         over, under = scales if all(scales) else (1.0, 0.0)
         length = _yarn_length(float(factor), float(over or 1)) / _yarn_length(float(factor), float(under or 0))
     given |= {"beta_fast": parameters.get("beta_fast") or 32, "beta_slow": parameters.get("beta_slow") or 1}
-    return ("yarn", *_numbers(origin, "yarn", given | {"attention_factor": length}, _YARN))
+    kind = "yarn" if parameters.get("truncate", True) else "yarn_unrounded"
+    return (kind, *_numbers(origin, "yarn", given | {"attention_factor": length}, _YARN))
 
 
 def _read_dynamic(origin: str, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -193,7 +192,13 @@ _ORIGINAL, _CONTEXT = "original_max_position_embeddings", "max_position_embeddin
 _DIVISORS = ("short_factor", "long_factor")
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
 _YARN = ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor")
-_KEYS = {"linear": ("factor",), "llama3": _LLAMA3, "yarn": _YARN, "dynamic": ("factor", _CONTEXT)}
+_KEYS = {
+    "linear": ("factor",),
+    "llama3": _LLAMA3,
+    "yarn": _YARN,
+    "yarn_unrounded": _YARN,
+    "dynamic": ("factor", _CONTEXT),
+}
 _SCALINGS: dict[str, Callable[[str, Mapping[str, Any], Mapping[str, Any]], tuple[Any, ...] | None]] = {
     "default": lambda origin, parameters, config: None,
     "linear": lambda origin, parameters, config: ("linear", *_numbers(origin, "linear", parameters, ("factor",))),
@@ -230,7 +235,8 @@ def _scaling_keys(size: GPTConfig) -> dict[str, Any]:
         pairs = len(divisors) // 2
         by_length = dict(zip(_DIVISORS, (divisors[:pairs], divisors[pairs:]), strict=True))
         return {"rope_type": kind, _ORIGINAL: int(original), "attention_factor": length, **by_length}
-    scaling: dict[str, Any] = {"rope_type": kind, **dict(zip(_KEYS[kind], numbers, strict=True))}
+    named = {"rope_type": "yarn", "truncate": False} if kind == "yarn_unrounded" else {"rope_type": kind}
+    scaling: dict[str, Any] = {**named, **dict(zip(_KEYS[kind], numbers, strict=True))}
     return scaling | {key: int(scaling[key]) for key in (_ORIGINAL, _CONTEXT) if key in scaling}
 
 
