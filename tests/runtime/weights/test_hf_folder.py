@@ -19,6 +19,7 @@ from zero.models.gpt import GPT
 from zero.runtime.errors import UserError
 from zero.runtime.weights.architecture_table import ARCHITECTURES
 from zero.runtime.weights.export import export
+from zero.runtime.weights.hf_config import read_choices, write_config
 from zero.runtime.weights.warm_start import warm_start
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
@@ -311,6 +312,20 @@ def test_unusable_weight_map(index: dict[str, Any], hf: Path, tmp_path: Path) ->
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=r"index\.json: expected a weight_map from the names of tensors"):
         warm_start(str(tmp_path), model_of(LEARNED))
+
+
+def test_no_scaling_is_stated() -> None:
+    """A gpt-oss without scaling says so, because its class scales where the file says nothing."""
+    import transformers
+
+    architecture, size = ARCHITECTURES["gpt_oss"], dataclasses.replace(SIZES["gpt_oss"], rotary_scaling=None)
+    config = write_config(architecture, size)
+    assert transformers.GptOssConfig(**config).rope_parameters["rope_type"] == "default"
+    assert read_choices("config.json", config, architecture, size.N)["rotary_scaling"] is None
+    del config["rope_parameters"]
+    assert transformers.GptOssConfig(**config).rope_parameters["rope_type"] == "yarn"
+    scaling = read_choices("config.json", config, architecture, size.N)["rotary_scaling"]
+    assert scaling == FAMILIES["gpt_oss"]["rotary_scaling"]
 
 
 def test_mxfp4_is_read(tmp_path: Path) -> None:

@@ -80,6 +80,8 @@ def data_rules(config: Config, size: GPTConfig) -> Mistakes:
     switch = size.rotary_switch
     if switch is not None and data.isolate_documents and data.max_context > switch:
         yield "data.isolate_documents", f"false, as rotary frequencies depend on the length of rows beyond {switch}"
+    if switch is not None and config.training.sample_tokens >= switch:
+        yield "training.sample_tokens", f"less than {switch}, beyond which rotary frequencies depend on the length"
     if data.resume_step is not None and config.resume is None and config.mode == "train":
         yield "data.resume_step", "null without --resume"
 

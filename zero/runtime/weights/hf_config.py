@@ -222,6 +222,8 @@ def _write_rotary(architecture: Architecture, size: GPTConfig) -> dict[str, Any]
         local = {"rope_type": "default", "rope_theta": size.local_rotary_base}
         return {"rope_parameters": {"full_attention": full, "sliding_attention": local}, **beside}
     content = {base: size.rotary_base} | ({} if fraction is None else {fraction: size.rotary_fraction})
+    if not scaling and "rope_parameters" in architecture.absent:  # else the class would scale
+        return content | {"rope_parameters": {"rope_type": "default", "rope_theta": size.rotary_base}}
     return content | ({"rope_scaling": scaling} if scaling else {}) | beside
 
 
