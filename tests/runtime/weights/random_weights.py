@@ -78,7 +78,8 @@ SIZES = {
         experts=5,
         experts_per_token=2,
         windows=(9, 0),
-        rotary_scaling=("yarn_unrounded", 8.0, 16.0, 32.0, 1.0, 1.2),
+        rotary_base=500.0,
+        rotary_scaling=("yarn_unrounded", 8.0, 64.0, 4.0, 1.0, 1.2),
     ),
     "gemma2": _of("gemma2", N=4, windows=(9, 0), attention_cap=3.0, logit_cap=5.0),
     "gemma3": _of(
