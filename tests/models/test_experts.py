@@ -281,7 +281,7 @@ def test_only_every_second_layer_has_experts() -> None:
         ({"experts_every": 2, "windows": (0, 3)}, "experts_every 2 needs one window"),
         ({"expert_capacity": 0.0}, "expert_capacity must be more than 0"),
         ({"balance_loss": -1.0}, "balance_loss must be at least 0"),
-        ({"mlp_bias": True}, "experts need mlp_bias: false"),
+        ({"activation": "clamped_swiglu"}, "activation: clamped_swiglu needs gated: true"),
         (
             {"parametrization": "mup", "mup_base_width": 4, "tied": False, "attention_scale": "linear"},
             "experts need parametrization: standard",

@@ -106,7 +106,7 @@ def test_rotary_positions_in_segments() -> None:
 
     Only differences count, but angles at high positions are rounded: a far segment would lose the last bits.
     """
-    rotation = rotation_of(dataclasses.replace(CONFIG, alibi_attn=False, positions="rotary"), 0)
+    rotation = rotation_of(dataclasses.replace(CONFIG, alibi_attn=False, positions="rotary"), 0, 0)
     x = jax.random.normal(jax.random.key(0), (1, 6, 3, 14))
     far, starts = 100_000, jnp.full((1, 6), 100_000)
     np.testing.assert_array_equal(rotate(x, far, rotation, starts), rotate(x, 0, rotation))

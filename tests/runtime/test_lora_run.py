@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +20,12 @@ from zero.runtime.errors import UserError
 from zero.runtime.inference.evaluate import evaluate
 from zero.runtime.job import make_model
 from zero.runtime.run_directory import saved_config
-from zero.runtime.tracking.metrics_file import read_metrics
+from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 from zero.runtime.train import train
 from zero.runtime.weights.export import export
+from zero.runtime.weights.hf_folder import HuggingFaceFolder
 from zero.runtime.weights.peft_folder import read_peft
+from zero.training.sharded_gpt import ShardedGPT
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
@@ -87,23 +91,17 @@ def fork(place: Place, to: Path, *more: str) -> list[dict[str, Any]]:
 
 
 def torch_logits(folder: Path, adapters: Path | None = None) -> np.ndarray:
-    """Logits of transformers; with a folder of PEFT, of its formula, W + alpha / r B A, in PyTorch."""
+    """Logits of transformers, with the adapters of a folder in peft."""
+    import peft
     import torch
     import transformers
-    from safetensors.torch import load_file
 
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_pretrained(folder)
     if adapters is not None:
+        model = peft.PeftModel.from_pretrained(model, adapters)  # warns of tensors that are missing or left over
         config = json.loads((adapters / "adapter_config.json").read_text())
-        tensors = load_file(adapters / "adapter_model.safetensors")
-        names = {name.partition(".lora_")[0] for name in tensors}
-        assert {name.partition("layers.")[2].partition(".")[2] for name in names} == {*config["target_modules"]}
-        for name in names:
-            a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
-            weight = model.get_submodule(name.removeprefix("base_model.model.")).weight
-            assert a.shape == (config["r"], weight.shape[1]) and b.shape == (weight.shape[0], config["r"])
-            weight.data += config["lora_alpha"] / config["r"] * b @ a
+        assert sorted(config["target_modules"]) == sorted(MODULES.values())
     tokens = torch.arange(40)[None] * 7 % 256
     with torch.no_grad():
         logits: np.ndarray = model(tokens).logits.numpy()
@@ -131,6 +129,34 @@ def test_resumed_bit_for_bit(place: Place, tmp_path: Path) -> None:
     assert [[line.get(key) for key in keys] for line in fork(place, tmp_path / "again")] == expected
     other = fork(place, tmp_path / "other", "zero.replicas=2", "zero.stage=1")
     assert [line["train/loss"] for line in other] == pytest.approx([line[1] for line in expected], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_killed_run_is_resumed(place: Place) -> None:
+    """A run of adapters that is killed in the middle and resumed writes and exports what an undisturbed one does."""
+    forks = cli.Forks(place.root)
+    shape = {key: getattr(SIZE, key) for key in ("embedding_dim", "num_head", "kv_heads", "mlp_dim", "N", "vocab_size")}
+    job = (
+        *(option for option in JOB if not option.startswith(("model.size", "training."))),
+        *(option for option in cli.TINY if option.startswith("training.") and "total" not in option),
+        "model.size=llama3_8b",
+        *(f"model.override.{key}={value}" for key, value in shape.items()),
+        "model.override.rotary_base=1e4",
+        "model.override.rotary_scaling=null",
+        "training.total_steps=60",
+    )
+    undisturbed, killed = forks.train("undisturbed", *job), place.root / "killed"
+    process = forks.start(*job, "hydra.run.dir=killed")
+    while process.poll() is None and not (killed / "checkpoints" / "6").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.finish().returncode == -signal.SIGKILL
+    forks.check("--resume", "hydra.run.dir=killed")
+    assert 0 < read_resumes(killed / "metrics.jsonl")[0] < 60
+    assert cli.metrics(killed) == cli.metrics(undisturbed)
+    for run in (undisturbed, killed):
+        export(str(run), place.root / f"{run.name}-adapters")
+    assert cli.contents(place.root / "killed-adapters") == cli.contents(place.root / "undisturbed-adapters")
 
 
 def test_changed_base_is_refused(place: Place, tmp_path: Path) -> None:
@@ -167,10 +193,27 @@ def test_coded_run_is_merged(place: Place, tmp_path: Path) -> None:
     assert result["loss"] == pytest.approx(lines[-1]["validation/loss"], rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of transformers, which peft asks
 def test_peft_folder_equals_merged(place: Place, tmp_path: Path) -> None:
-    """The exported adapters, applied in PyTorch as PEFT does, are the merged weights."""
+    """The exported adapters, loaded by peft, compute as the merged weights in transformers."""
     assert export("run", tmp_path / "adapters") == STEPS
     assert export("run", tmp_path / "merged", merges=True) == STEPS
+    by_peft, merged = torch_logits(place.root / "folder", tmp_path / "adapters"), torch_logits(tmp_path / "merged")
+    np.testing.assert_allclose(merged, by_peft, atol=1e-4)
+    assert np.abs(merged - torch_logits(place.root / "folder")).max() > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_run_with_magnitudes(place: Place, tmp_path: Path) -> None:
+    """A run of DoRA starts where the base is; its folder, loaded by peft, computes as the merged weights."""
+    run = tmp_path / "dora"
+    run.mkdir()
+    assert train(configured("tuning.method=dora", "training.total_steps=4"), SIZE, run) == 0
+    first = cli.losses(run)[0]
+    assert first == pytest.approx(cli.losses(place.run)[0], rel=1e-5)
+    export(str(run), tmp_path / "adapters")
+    export(str(run), tmp_path / "merged", merges=True)
+    assert json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())["use_dora"] is True
     by_peft, merged = torch_logits(place.root / "folder", tmp_path / "adapters"), torch_logits(tmp_path / "merged")
     np.testing.assert_allclose(merged, by_peft, atol=1e-4)
     assert np.abs(merged - torch_logits(place.root / "folder")).max() > 0.1
@@ -196,8 +239,10 @@ def test_peft_folder_starts_run(place: Place, tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=line):
             read_peft(tmp_path / "adapters", make_model(configured(override), SIZE))
-    (tmp_path / "adapters" / "adapter_config.json").write_text('{"peft_type": "LORA", "use_dora": true}')
-    with pytest.raises(UserError, match="use_dora is True, expected False"):
+    with pytest.raises(UserError, match=r"use_dora is False, expected with tuning.method=lora"):
+        read_peft(tmp_path / "adapters", make_model(configured("tuning.method=dora"), SIZE))
+    (tmp_path / "adapters" / "adapter_config.json").write_text('{"peft_type": "LORA", "use_rslora": true}')
+    with pytest.raises(UserError, match="use_rslora is True, expected False"):
         read_peft(tmp_path / "adapters", model)
 
 
@@ -208,6 +253,7 @@ def test_peft_folder_starts_run(place: Place, tmp_path: Path) -> None:
         (["tuning.base_dtype=nf4", "zero.tensor_shards=2"], "tuning.base_dtype=nf4: expected float32 or bfloat16"),
         (["zero.fused_update=true"], "zero.fused_update=true: expected false, as tuning.method=lora"),
         (["tuning.dropout=0.1", "zero.tensor_shards=2"], "tuning.dropout=0.1: expected 0, as zero.tensor_shards=2"),
+        (["tuning.method=dora", "tuning.dropout=0.1"], "tuning.dropout=0.1: expected 0, as tuning.method=dora"),
         (["tuning.method=all", "tuning.adapter=x"], "tuning.adapter=x: expected null, as tuning.method=all"),
         (["tuning.targets=[querry]"], "tuning.targets=.*: expected a list, each element one of query, key"),
     ],
@@ -217,3 +263,65 @@ def test_contradictions_are_refused(overrides: list[str], line: str) -> None:
     """Keys that do not fit adapters are refused by name."""
     with pytest.raises(UserError, match=line):
         configured(*overrides)
+
+
+TASK = """
+task: choice
+dataset_path: json
+dataset_kwargs: {data_files: {validation: choice.jsonl}}
+validation_split: validation
+output_type: multiple_choice
+doc_to_text: text
+doc_to_choice: choices
+doc_to_target: gold
+metric_list: [{metric: acc}]
+"""
+
+
+def test_several_adapters_in_one_evaluation(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each set of adapters, a run or a folder of PEFT, has the entry of its own evaluation; the base is read once."""
+    other = tmp_path / "other"
+    other.mkdir()
+    job = ("training.total_steps=4", "tuning.targets=[value]", "tuning.rank=2", "tuning.base_dtype=bfloat16")
+    assert train(configured(*job), SIZE, other) == 0
+    export("run", tmp_path / "adapters")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("folder", "corpus"):
+        (tmp_path / name).symlink_to(place.root / name)
+    lines = [{"text": "shard", "choices": [" gather", " scatter"], "gold": i % 2} for i in range(4)]
+    Path("choice.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    Path("choice.yaml").write_text(TASK)
+    reads, params = [], HuggingFaceFolder.params
+
+    def counted(folder: HuggingFaceFolder, model: ShardedGPT) -> Any:
+        reads.append(folder.path)
+        return params(folder, model)
+
+    monkeypatch.setattr(HuggingFaceFolder, "params", counted)
+    adapters = [str(place.run), str(other), "adapters"]
+    use = ("mode=evaluate", f"model.model_path={place.run}")
+    together = tmp_path / "together"
+    together.mkdir()
+    config = configured(*use, f"evaluate.adapters=[{','.join(adapters)}]", "evaluate.harness=[choice.yaml]")
+    assert evaluate(config, SIZE, together) == 0
+    entries = json.loads((together / "evaluation.json").read_text())["adapters"]
+    assert len(reads) == 1
+    assert list(entries) == adapters
+    assert [entry["step"] for entry in entries.values()] == [STEPS, 4, None]
+    for run in (place.run, other):
+        alone = tmp_path / f"alone-{run.name}"
+        alone.mkdir()
+        keys = ("tuning.base_dtype=bfloat16",) if run is other else ()
+        assert evaluate(configured("mode=evaluate", f"model.model_path={run}", *keys), SIZE, alone) == 0
+        assert entries[str(run)]["loss"] == json.loads((alone / "evaluation.json").read_text())["loss"]
+    assert entries["adapters"]["loss"] == pytest.approx(entries[str(place.run)]["loss"], rel=1e-6)
+    assert entries["adapters"]["harness"] == entries[str(place.run)]["harness"]
+    assert entries["adapters"]["loss"] != entries[str(other)]["loss"]
+
+
+def test_adapters_of_another_base_are_refused(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation of adapters names a run that trained all weights."""
+    config = configured("mode=evaluate", "model.model_path=run", "evaluate.adapters=[nothing]")
+    with pytest.raises(UserError, match="nothing: no weights; expected a run directory"):
+        evaluate(config, SIZE, tmp_path)

@@ -24,6 +24,7 @@ MODELS = {
     "mistral": _of("mistral", **_GROUPED, windows=(5,)),
     "qwen3": _of("qwen3", **_GROUPED),
     "gemma2": _of("gemma2", **_GROUPED, N=4, windows=(5, 0), attention_cap=0.5, logit_cap=0.5),
+    "gpt_oss": _of("gpt_oss", **_GROUPED, windows=(5, 0), experts=8, experts_per_token=2),
     "dense_lm": _of("dense_lm", z_loss=0.1),
     "plain": DIVISIBLE,
 }

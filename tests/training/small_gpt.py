@@ -230,7 +230,7 @@ def reference(
     """One device, nothing of `zero` but the model: what DESIGN.md says a step is. By default the optimizer is AdamW."""
     model = GPT(config)
     params = first_params(config)
-    no_decay = {"bias", "scale"}
+    no_decay = {"bias", "scale", "logits"}
     mask = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in no_decay, params)
     tx = optax.chain(clip, optimizer or optax.adamw(RATE, b2=0.95, weight_decay=0.1, mask=mask))
 

@@ -11,11 +11,13 @@ import pytest
 
 import zero
 from tests.training.small_gpt import CLIP, CONFIG, KEY, MAX_NORM, RATE, ROWS, batch, first_params, named, tokens
-from zero.models.adapters import LORA_B, Adapters, combine, merged
+from zero.models.adapters import LORA_B, MAGNITUDE, MATRICES, Adapters, combine, merged
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.partition.pmapped import pmap
+from zero.runtime.run.frozen_base import fit_to_base
+from zero.training.batch import Batch
 from zero.training.block_codes import FORMS, hold, thaw
 from zero.training.optimizer import adamw
 from zero.training.parts import StepOptions
@@ -28,6 +30,7 @@ STEPS = 12
 LLAMA: dict[str, Any] = {**FAMILIES["llama"], "kv_heads": 2, "mlp_dim": 48}
 SIZE = GPTConfig(embedding_dim=32, vocab_size=101, num_head=4, block_size=12, dropout=0.0, N=2, vocab_chunks=2, **LLAMA)
 ADAPTERS = Adapters(rank=3, alpha=6.0)
+DORA = Adapters(rank=3, alpha=6.0, has_magnitudes=True)
 
 
 class Tuned(NamedTuple):
@@ -63,7 +66,12 @@ def first_adapters(adapters: Adapters = ADAPTERS) -> Any:
     """Adapters in the middle of a training, whose B is not zero."""
     shapes = adapters.shapes(first_params(SIZE))
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), shapes)
+
+    def one(path: Any, leaf: Any) -> np.ndarray:
+        x = rng.normal(0, 0.1, leaf.shape).astype(np.float32)
+        return x + np.float32(path[-1].key == MAGNITUDE)
+
+    return jax.tree_util.tree_map_with_path(one, shapes)
 
 
 def losses_of(on: Tuned, steps: int = STEPS) -> tuple[list[float], Any]:
@@ -89,17 +97,24 @@ def coded_params(form: str) -> Any:
 
 
 @cache
-def plain_losses(form: str = "float32") -> tuple[list[float], dict[str, np.ndarray]]:
-    """One device, and nothing of zero but the model without adapters: its weights are W + scale A B."""
-    adapters = ADAPTERS
+def plain_losses(form: str = "float32", adapters: Adapters = ADAPTERS) -> tuple[list[float], dict[str, np.ndarray]]:
+    """One device, and nothing of zero but the model without adapters: its weights are W + scale A B.
+
+    With magnitudes (DoRA, arXiv 2402.09353, equation 11) times m over the norm of their columns, a constant.
+    """
     model, base = GPT(SIZE), first_params(SIZE) if form == "float32" else coded_params(form)
-    tx = optax.chain(CLIP, optax.adamw(RATE, b2=0.95, weight_decay=0.1))
+    mask = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != MAGNITUDE, first_adapters(adapters))
+    tx = optax.chain(CLIP, optax.adamw(RATE, b2=0.95, weight_decay=0.1, mask=mask))
 
     def weights(own: Any) -> Any:
         blocks = dict(base["blocks"])
         for name, ab in own["blocks"].items():
             low = jnp.einsum("lir,lro->lio", ab["lora_a"], ab["lora_b"])
-            blocks[name] = {**blocks[name], "kernel": blocks[name]["kernel"] + adapters.alpha / adapters.rank * low}
+            kernel = blocks[name]["kernel"] + adapters.alpha / adapters.rank * low
+            if adapters.has_magnitudes:
+                norms = jax.lax.stop_gradient(jnp.sqrt((kernel**2).sum(1, keepdims=True)))
+                kernel = ab["magnitude"][:, None] / norms * kernel
+            blocks[name] = {**blocks[name], "kernel": kernel}
         return {**base, "blocks": blocks}
 
     @jax.jit
@@ -129,11 +144,20 @@ def test_losses_equal_plain_loop(devices: int, stage: int) -> None:
     assert got[-1] < got[0] - 0.03
 
 
-def test_losses_equal_in_tensor_groups() -> None:
+@pytest.mark.parametrize(("devices", "stage"), [(1, 3), (3, 3), (8, 0), (8, 3)])
+def test_magnitudes_equal_plain_loop(devices: int, stage: int) -> None:
+    """With magnitudes too, on shards of any number of devices."""
+    got, _ = losses_of(tuned(devices, stage, adapters=DORA))
+    np.testing.assert_allclose(got, plain_losses(adapters=DORA)[0], rtol=1e-4)
+    assert abs(got[0] - plain_losses()[0][0]) > 1e-3
+
+
+@pytest.mark.parametrize("adapters", [ADAPTERS, DORA], ids=["lora", "dora"])
+def test_losses_equal_in_tensor_groups(adapters: Adapters) -> None:
     """Groups that cut the products cut their adapters, and micro-batches add up."""
     axis = zero.Axis.with_tensor_groups("zero", 8, 2, 1)
-    got, _ = losses_of(tuned(8, 3, axis, micro_batches=3))
-    np.testing.assert_allclose(got, plain_losses()[0], rtol=1e-4)
+    got, _ = losses_of(tuned(8, 3, axis, adapters, micro_batches=3))
+    np.testing.assert_allclose(got, plain_losses(adapters=adapters)[0], rtol=1e-4)
 
 
 @pytest.mark.parametrize(("form", "devices", "stage"), [("int8", 8, 3), ("nf4", 3, 3), ("nf4", 8, 1), ("nf4", 8, 3)])
@@ -182,16 +206,28 @@ def test_new_adapters_change_nothing() -> None:
         assert name.endswith(LORA_B) == (not x.any())
 
 
-def test_merged_weights_score_as_adapters() -> None:
-    """A base with the adapters' products added scores as the model with adapters does."""
-    on = tuned(8, 3)
+@pytest.mark.parametrize("form", ["float32", "nf4"])
+def test_first_magnitudes_change_nothing(form: str) -> None:
+    """New magnitudes are the norms of the columns of the base as it is held."""
+    on = tuned(8, 3, adapters=DORA, base_dtype=form)
+    model = on.model
+    fitted = fit_to_base(on.programs.init(np.stack([KEY] * 8)), on.frozen, model)
+    whole = coded_params(form)["blocks"] if form in FORMS else first_params(SIZE)["blocks"]
+    for name, x in zero.to_host(fitted, model.layout, model.axis)["blocks"].items():
+        np.testing.assert_allclose(x["magnitude"], np.linalg.norm(whole[name]["kernel"], axis=1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("adapters", [ADAPTERS, DORA], ids=["lora", "dora"])
+def test_merged_weights_score_as_adapters(adapters: Adapters) -> None:
+    """A base with the adapters merged scores as the model with adapters does."""
+    on = tuned(8, 3, adapters=adapters)
     model, base = on.model, on.model.base
-    own = zero.from_host(first_adapters(), model.layout, model.axis, on.devices)
+    own = zero.from_host(first_adapters(adapters), model.layout, model.axis, on.devices)
     rows = tokens(0).reshape(8, -1, 12)
     adapted = on.programs.evaluate(combine(on.frozen, own), rows)[0].item()
     merge = pmap(
         lambda frozen, own: merge_shards(
-            frozen, own, layout=base.layout, low=model.layout, axis=model.axis, tuning=Tuning(ADAPTERS)
+            frozen, own, layout=base.layout, low=model.layout, axis=model.axis, tuning=Tuning(adapters)
         ),
         "zero",
         devices=on.devices,
@@ -199,7 +235,7 @@ def test_merged_weights_score_as_adapters() -> None:
     plain = make_programs(base, adamw(0.1), StepOptions(RATE), on.devices)
     together = merge(on.frozen, own)
     np.testing.assert_allclose(plain.evaluate(together, rows)[0].item(), adapted, rtol=1e-5)
-    whole = named(merged(first_params(SIZE), first_adapters(), ADAPTERS.scale))
+    whole = named(merged(first_params(SIZE), first_adapters(adapters), adapters.scale))
     for name, x in named(zero.to_host(together, base.layout, base.axis)).items():
         np.testing.assert_allclose(x, whole[name], atol=1e-6, err_msg=name)
 
@@ -220,3 +256,61 @@ def test_chosen_products_have_adapters() -> None:
     }
     assert "mlp_gate" not in Adapters(2, 2.0).shapes(first_params(CONFIG))["blocks"]
     assert ROWS == len(tokens(0))
+
+
+def kernels_alone() -> optax.GradientTransformation:
+    """Gradient descent on what adapters of all products change: the kernels of layers."""
+
+    def mask(path: Any, x: jax.Array) -> jax.Array:
+        return x if path[-1].key in MATRICES and path[0].key == "blocks" else jnp.zeros_like(x)
+
+    return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(mask, updates))
+
+
+def descended(rank: int | None, steps: int, rate: float) -> tuple[list[float], Any]:
+    """Losses and whole weights of gradient descent on all kernels, or on adapters of all products, of scale 1.
+
+    A starts with orthonormal rows, or columns where the rank is too low for that; B at zero.
+    """
+    tuning = None if rank is None else Tuning(Adapters(rank, alpha=rank))
+    axis, devices, first = zero.Axis("zero", (1, 8)), tuple(jax.devices()), first_params(SIZE)
+    model = ShardedGPT(SIZE, axis, 3, tuning=tuning)
+    programs = make_programs(model, kernels_alone(), StepOptions(lambda step: jnp.float32(rate)), devices)
+    start, frozen = first, {}
+    if tuning is not None:
+        frozen = zero.from_host(first, model.base.layout, axis, devices)
+
+        def new(path: Any, leaf: Any) -> np.ndarray:
+            if path[-1].key == LORA_B:
+                return np.zeros(leaf.shape, np.float32)
+            random = np.random.default_rng(0).normal(size=leaf.shape)
+            left, _, right = np.linalg.svd(random, full_matrices=False)
+            return np.asarray(left @ right, np.float32)
+
+        start = jax.tree_util.tree_map_with_path(new, tuning.adapters.shapes(first))
+    state, losses = programs.start(zero.from_host(start, model.layout, axis, devices)), []
+    for _ in range(steps):
+        state, metrics = programs.step(state, Batch(tokens(0).reshape(8, -1, 12), np.arange(0, ROWS, 3)), frozen)
+        losses.append(metrics["loss"].item())
+    whole = zero.to_host(state.params, model.layout, axis)
+    return losses, whole if tuning is None else merged(first, whole, tuning.adapters.scale)
+
+
+def test_full_rank_takes_the_step_of_full_fine_tuning() -> None:
+    """At full rank every change of a kernel is a product A B, and with A A^T = 1 and B = 0 the gradient is the same.
+
+    The step of B is -rate A^T G, that of A is zero, so W changes by -rate A A^T G = -rate G, for any G.
+    """
+    _, whole = descended(48, 1, 0.5)
+    _, expected = descended(None, 1, 0.5)
+    first, expected = named(first_params(SIZE)), named(expected)
+    for name, x in named(whole).items():
+        step = expected[name] - first[name]
+        np.testing.assert_allclose(x - first[name], step, atol=2e-5 * np.abs(step).max() + 1e-8, err_msg=name)
+
+
+def test_full_rank_approaches_full_fine_tuning() -> None:
+    """Losses at full rank stay near those of full fine-tuning, and those at rank 1 do not."""
+    full, high, low = (descended(rank, 30, 0.5)[0] for rank in (None, 48, 1))
+    fallen = full[0] - full[-1]
+    assert fallen > 0.2 and abs(high[-1] - full[-1]) < 0.01 * fallen and low[-1] - full[-1] > 0.5 * fallen

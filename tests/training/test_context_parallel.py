@@ -47,7 +47,7 @@ MODELS = {
     "bloom": _of("bloom"),
     "gpt_neo": _of("gpt_neo", windows=(0, 5)),
     "gpt_neox": _of("gpt_neox"),
-    "llama": _of("llama", **_GROUPED, rotary_scaling=(8.0, 1.0, 4.0, 6.0)),
+    "llama": _of("llama", **_GROUPED, rotary_scaling=("dynamic", 4.0, 6.0)),  # of whole rows
     "mistral": _of("mistral", **_GROUPED, windows=(9,)),
     "qwen3": _of("qwen3", **_GROUPED),
     "gemma2": _of("gemma2", **_GROUPED, N=4, windows=(5, 0), attention_cap=0.5, logit_cap=0.5),
@@ -55,6 +55,8 @@ MODELS = {
     "plain": ODD,
     "swap": dataclasses.replace(ODD, embedding_dim=48, num_head=8),
     "swap_dense_lm": _of("dense_lm", embedding_dim=48, num_head=8, kv_heads=4),
+    "gpt_oss": _of("gpt_oss", **_GROUPED, windows=(5, 0), experts=5, experts_per_token=2),
+    "swap_gpt_oss": _of("gpt_oss", **_GROUPED | {"num_head": 8, "kv_heads": 4}, experts=5, experts_per_token=2),
     "swap_gemma2": _of(
         "gemma2", **_GROUPED | {"num_head": 8, "kv_heads": 4}, N=4, windows=(5, 0), attention_cap=0.5, logit_cap=0.5
     ),

@@ -42,7 +42,9 @@ CAPPED = dataclasses.replace(DROPLESS, expert_capacity=1.0)
 SWITCH = dataclasses.replace(CAPPED, experts_per_token=1, normalise_router=False, N=4, experts_every=2)
 GROUPED: dict[str, Any] = {"num_head": 6, "head_dim": 10, "kv_heads": 3, "embedding_norm": False}
 QWEN3 = dataclasses.replace(CONFIG, **{**FAMILIES["qwen3_moe"], **GROUPED, "mlp_dim": 13, "experts": 16})
-CONFIGS = {"dropless": DROPLESS, "capped": CAPPED, "switch": SWITCH, "qwen3_moe": QWEN3}
+_GPT_OSS: dict[str, Any] = {**FAMILIES["gpt_oss"], **GROUPED, "windows": (5, 0), "mlp_dim": 13}
+GPT_OSS = dataclasses.replace(CONFIG, **_GPT_OSS | {"experts": 8, "experts_per_token": 2, "expert_capacity": 1.0})
+CONFIGS = {"gpt_oss": GPT_OSS, "dropless": DROPLESS, "capped": CAPPED, "switch": SWITCH, "qwen3_moe": QWEN3}
 ROUTING = ("expert_share_max", "expert_share_min", "dropped_share", "router_entropy")
 
 
@@ -78,7 +80,9 @@ def test_routing_metrics() -> None:
     assert_same_training(trained("switch", 3, 3), trained("switch", 8, 3))
 
 
-IN_GROUPS = [(name, stage, experts) for name in ("capped", "switch") for stage in range(4) for experts in (2, 4, 8)]
+IN_GROUPS = [("gpt_oss", 3, 4)] + [
+    (name, stage, experts) for name in ("capped", "switch") for stage in range(4) for experts in (2, 4, 8)
+]
 QUICK_GROUPS = [("switch", 3, 4), ("switch", 0, 4)]
 
 

@@ -41,6 +41,7 @@ TRAINED = {
     "gemma": _of("gemma", **_GROUPED),
     "gemma3": _of("gemma3", **_GROUPED, N=4, windows=(5, 0), logit_cap=0.5, attention_scale=0.25),
     "gemma2": _of("gemma2", **_GROUPED, N=4, windows=(5, 0), attention_cap=0.5, logit_cap=0.5),
+    "gpt_oss": _of("gpt_oss", **_GROUPED, windows=(5, 0), experts=5, experts_per_token=2),
     "dense_lm": _of("dense_lm", **{**_GROUPED, "kv_heads": 1}, z_loss=0.1),
     "others": _of(
         "gpt2", positions="none", norm="rms", norm_place="after", activation="squared_relu", attention_scale="linear",
@@ -56,7 +57,7 @@ def trained(family: str, devices: int, stage: int, **options: Any) -> Run:
 
 
 # The others have nothing that these do not, but the order of a layer's sums, which tests/models compares.
-QUICK = [(family, 8, 3) for family in ("olmo3", "gemma2", "dense_lm", "dropouts")]
+QUICK = [(family, 8, 3) for family in ("olmo3", "gemma2", "gpt_oss", "dense_lm", "dropouts")]
 SLOW = {(family, devices, stage) for family in TRAINED for devices in (1, 3, 8) for stage in range(4)} - {*QUICK}
 
 

@@ -3,7 +3,11 @@
 A product x W becomes x W + alpha / rank (x A) B. W is frozen, A and B are trained; B starts at zero, so the model
 starts as it was. They are leaves beside the kernel, `lora_a` and `lora_b`.
 
-Source: LoRA (Hu et al., arXiv 2106.09685), section 4.1. Initial values are those of PEFT.
+With magnitudes m, also trained, the column of each output has the norm m: W' = m (W + alpha / rank A B) / its norm. The
+norm is a constant to the gradient. A magnitude is a leaf `magnitude`; it starts as the norm of the column of W.
+
+Source: LoRA (Hu et al., arXiv 2106.09685), section 4.1; DoRA (Liu et al., arXiv 2402.09353), sections 4.1 and 4.3.
+Initial values are those of PEFT.
 
 Shapes are named by suffix:
   B rows, I inputs and O outputs of a product, R rank, L layers
@@ -25,7 +29,8 @@ from jax.typing import DTypeLike
 
 from zero.models.elements import dropout
 
-LORA_A, LORA_B = "lora_a", "lora_b"
+LORA_A, LORA_B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
+LEAVES = (LORA_A, LORA_B, MAGNITUDE)
 MATRICES = ("kernel", LORA_A, LORA_B)  # names of leaves that are matrices of products
 # The products of a layer, in the order of their numbers for dropout.
 PRODUCTS = ("query", "key", "value", "attention_out", "mlp_in", "mlp_gate", "mlp_out")
@@ -40,12 +45,14 @@ class Adapters:
       alpha: the products of adapters are multiplied by alpha / rank.
       dropout: dropout rate of the input of an adapter.
       targets: names of products, of `PRODUCTS`; those that a model does not have, and those of experts, are left out.
+      has_magnitudes: whether columns have trained norms (DoRA).
     """
 
     rank: int
     alpha: float
     dropout: float = 0.0
     targets: tuple[str, ...] = PRODUCTS
+    has_magnitudes: bool = False
 
     @property
     def scale(self) -> float:
@@ -64,22 +71,21 @@ class Adapters:
         def below(tree: Any, name: str) -> Any:
             if name in self.targets and "kernel" in tree:
                 *layers, inputs, outputs = tree["kernel"].shape
-                return {
-                    LORA_A: jax.ShapeDtypeStruct((*layers, inputs, self.rank), jnp.float32),
-                    LORA_B: jax.ShapeDtypeStruct((*layers, self.rank, outputs), jnp.float32),
-                }
+                shapes: dict[str, tuple[int, ...]] = {LORA_A: (inputs, self.rank), LORA_B: (self.rank, outputs)}
+                shapes |= {MAGNITUDE: (outputs,)} if self.has_magnitudes else {}
+                return {leaf: jax.ShapeDtypeStruct((*layers, *own), jnp.float32) for leaf, own in shapes.items()}
             subtrees = {key: below(one, key) for key, one in tree.items() if isinstance(one, dict) and key != "experts"}
             return {key: one for key, one in subtrees.items() if one}
 
         return below(params, "")
 
     def init(self, key: jax.Array, shapes: Any) -> Any:
-        """Whole new adapters of these shapes: A uniform within 1 / sqrt(I), B zero."""
+        """Whole new adapters of these shapes: A uniform within 1 / sqrt(I), B and magnitudes zero."""
         numbers = itertools.count()
 
         def new(path: Any, leaf: Any) -> jax.Array:
             own = jax.random.fold_in(key, next(numbers))
-            if path[-1].key == LORA_B:
+            if path[-1].key in (LORA_B, MAGNITUDE):
                 return jnp.zeros(leaf.shape)
             bound = 1 / math.sqrt(leaf.shape[-2])
             return jax.random.uniform(own, leaf.shape, minval=-bound, maxval=bound)
@@ -95,6 +101,7 @@ class AdaptedDense(nn.Module):
       adapters: the rank, the scale and the dropout rate.
       keys_B: one dropout key per row, or None for no dropout.
       total: sums partial products over devices that each have a part of the inputs; None where they have all.
+      stack: where they have a part, the arrays of all these devices in a new leading dimension.
     """
 
     features: int
@@ -104,6 +111,7 @@ class AdaptedDense(nn.Module):
     adapters: Adapters
     keys_B: jax.Array | None = None
     total: Callable[[jax.Array], jax.Array] | None = None
+    stack: Callable[[jax.Array], jax.Array] | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -118,6 +126,12 @@ class AdaptedDense(nn.Module):
         low = _times(_times(dropout(x, self.adapters.dropout, keys_B), a_IR), b_RO)
         y = _times(x, kernel_IO) + self.adapters.scale * low
         y = y if self.total is None else self.total(y)
+        if self.adapters.has_magnitudes:
+            magnitude_O = self.param(MAGNITUDE, nn.initializers.zeros, (self.features,)).astype(jnp.float32)
+            squares_O = column_squares(kernel_IO, a_IR, b_RO, self.adapters.scale)
+            squares_O = squares_O if self.stack is None else self.stack(squares_O).sum(0)
+            ratio_O = magnitude_O / lax.stop_gradient(jnp.sqrt(squares_O))
+            y = y * ratio_O.astype(self.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
         if self.use_bias:
             bias_O = self.param("bias", nn.initializers.zeros, (self.features,)).astype(self.dtype)
             y = y + bias_O.reshape((1,) * (y.ndim - 1) + (-1,))
@@ -128,6 +142,12 @@ def _times(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
 
 
+def column_squares(kernel_IO: jax.Array, a_IR: jax.Array, b_RO: jax.Array, scale: float) -> jax.Array:
+    """The squared norm of each column of W + scale A B, float32; leading dimensions stay."""
+    kernel_IO, a_IR, b_RO = (x.astype(jnp.float32) for x in (kernel_IO, a_IR, b_RO))
+    return jnp.sum(jnp.square(kernel_IO + scale * jnp.matmul(a_IR, b_RO, precision=lax.Precision.HIGHEST)), axis=-2)
+
+
 def split_adapters(params: Any) -> tuple[Any, Any]:
     """The adapters of a tree of parameters, and the tree without them; neither has empty subtrees.
 
@@ -136,7 +156,7 @@ def split_adapters(params: Any) -> tuple[Any, Any]:
     """
     found: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for name, one in params.items():
-        parts = split_adapters(one) if isinstance(one, dict) else ((one, {}) if name in (LORA_A, LORA_B) else ({}, one))
+        parts = split_adapters(one) if isinstance(one, dict) else ((one, {}) if name in LEAVES else ({}, one))
         for tree, part in zip(found, parts, strict=True):
             if not isinstance(part, dict) or part:
                 tree[name] = part
@@ -156,7 +176,9 @@ def combine(params: Any, others: Any) -> Any:
 
 
 def merged(params: Any, adapters: Any, scale: float) -> Any:
-    """The parameters, whole, of a model without adapters that computes the same: W + scale A B, in float32.
+    """The parameters, whole, of a model without adapters that computes the same, in float32.
+
+    W + scale A B, or with magnitudes its columns of these norms.
 
     >>> adapters = {"query": {"lora_a": jnp.ones((1, 2)), "lora_b": jnp.ones((2, 1))}}
     >>> merged({"query": {"kernel": jnp.ones((1, 1))}}, adapters, 0.5)["query"]["kernel"].tolist()
@@ -164,5 +186,23 @@ def merged(params: Any, adapters: Any, scale: float) -> Any:
     """
     if LORA_A in adapters:
         low = jnp.matmul(adapters[LORA_A], adapters[LORA_B], precision=lax.Precision.HIGHEST)
-        return {**params, "kernel": params["kernel"] + scale * low.astype(jnp.float32)}
+        kernel_IO = params["kernel"] + scale * low.astype(jnp.float32)
+        if MAGNITUDE in adapters:
+            norms_O = jnp.linalg.norm(kernel_IO, axis=-2)
+            kernel_IO = kernel_IO * (adapters[MAGNITUDE] / norms_O)[..., None, :]
+        return {**params, "kernel": kernel_IO}
     return {name: merged(one, adapters[name], scale) if name in adapters else one for name, one in params.items()}
+
+
+def measured(params: Any, adapters: Any, scale: float) -> Any:
+    """The adapters, whole, with the norms of the columns of W + scale A B as magnitudes: those do not change it.
+
+    >>> adapters = {"query": {"lora_a": jnp.zeros((2, 1)), "lora_b": jnp.zeros((1, 1)), "magnitude": jnp.zeros(1)}}
+    >>> measured({"query": {"kernel": jnp.asarray([[3.0], [4.0]])}}, adapters, 1.0)["query"]["magnitude"].tolist()
+    [5.0]
+    """
+    if MAGNITUDE in adapters:
+        squares_O = column_squares(params["kernel"], adapters[LORA_A], adapters[LORA_B], scale)
+        return {**adapters, MAGNITUDE: jnp.sqrt(squares_O)}
+    below = {name: measured(params[name], one, scale) for name, one in adapters.items() if isinstance(one, dict)}
+    return {**adapters, **below}

@@ -9,12 +9,13 @@ from typing import Any
 # exists where the vocabulary is not tied.
 STACK, VOCABULARY, HEAD = "blocks", "vocabulary", "head"
 
-_CHOICES: dict[str, tuple[str | None, ...]] = {
+_CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "positions": ("learned", "rotary", "t5", "sinusoidal", "none"),
     "norm": ("layer", "rms", "rms_offset"),
     "norm_place": ("before", "after", "both"),
     "qk_norm_over": ("head", "projection"),
-    "activation": ("gelu", "gelu_exact", "relu", "squared_relu", "selu", "silu"),
+    "extra_logit": (False, True, "learned"),
+    "activation": ("gelu", "gelu_exact", "relu", "squared_relu", "selu", "silu", "clamped_swiglu"),
     "parametrization": ("standard", "mup", "mup_absolute"),
     "init": ("gpt2", "fan_in", "lingvo"),
     "head_init": ("mup", "fan_in", "zero", None),
@@ -57,6 +58,9 @@ def _is_scaling(scaling: tuple[Any, ...]) -> bool:
         "linear": len(numbers) == 1,
         "llama3": len(numbers) == 4 and numbers[1:2] < numbers[2:3],
         "yarn": len(numbers) == 5 and numbers[3:4] < numbers[2:3],
+        "yarn_unrounded": len(numbers) == 5 and numbers[3:4] < numbers[2:3],
+        "dynamic": len(numbers) == 2,
+        "longrope": len(numbers) >= 4 and len(numbers) % 2 == 0,
     }.get(kind, False)
 
 
@@ -82,7 +86,11 @@ class GPTConfig:
       rotary_fraction: fraction of a head's dimensions that is rotated.
       rotary_scaling: factor, low and high frequency factor and original context of Llama 3.1 (arXiv 2407.21783);
         ("linear", factor) (arXiv 2306.15595); ("yarn", factor, original context, fast and slow turns, factor of cosines
-        and sines) (arXiv 2309.00071, section 3); None for none.
+        and sines) (arXiv 2309.00071, section 3), or "yarn_unrounded", with the ends of its ramp as they are;
+        ("dynamic", factor, original context), whose base grows with the number of positions beyond the original context
+        (NTK-aware); ("longrope", original context, factor of cosines and sines, then for each pair a divisor in rows of
+        up to the original context, then one in longer rows) (arXiv 2402.13753); None for none. The last two depend on
+        the number of positions of a row, padding included.
       local_rotary_base: base in layers with a window, without scaling; None: they are as the others.
       unrotated_every: the last of every so many layers has no rotary positions (arXiv 2501.18795); None: all have.
       norm: "layer", "rms" (arXiv 1910.07467), or "rms_offset", whose gains are stored less 1.
@@ -96,14 +104,16 @@ class GPTConfig:
       attention_scale: scores are divided by the root of K ("sqrt"), by K ("linear"), or by nothing ("none"), or
         multiplied by a number; None for "linear" with a parametrization of muP, else for "sqrt".
       attention_cap: scores s become `cap tanh(s / cap)` (Gemma 2, arXiv 2408.00118, section 2); None for none.
-      extra_logit: a further logit of 0 in the denominator of each softmax.
+      extra_logit: a further logit of 0 in the denominator of each softmax; "learned" for one that each head learns
+        (attention sinks, gpt-oss, arXiv 2508.10925).
       qkv_bias: whether queries, keys and values have biases.
       out_bias: whether the output of attention has one.
       parallel_residual: attention and MLP read the same stream (GPT-J, GPT-NeoX).
       mlp_dim: F; None for 4 D.
-      activation: "gelu" (by tanh), "gelu_exact", "relu", "squared_relu", "selu" or "silu".
+      activation: "gelu" (by tanh), "gelu_exact", "relu", "squared_relu", "selu", "silu", or with `gated`
+        "clamped_swiglu": SiLU of slope 1.702, input plus 1, both cut at 7 (gpt-oss, arXiv 2508.10925).
       gated: the activation multiplies a second product with the input (arXiv 2002.05202).
-      mlp_bias: whether the MLP has biases.
+      mlp_bias: whether the MLP has biases; with experts, each of them and the router.
       experts: E, number of MLPs among which each token is routed (GShard, arXiv 2006.16668); None for one MLP.
       experts_per_token: number of most likely experts whose outputs are added, weighted by their probabilities.
       experts_every: number of layers of which the last has experts; the others have one MLP.
@@ -179,7 +189,7 @@ class GPTConfig:
     windows: tuple[int, ...] = (0,)
     attention_scale: Any = None
     attention_cap: float | None = None
-    extra_logit: bool = False
+    extra_logit: bool | str = False
     qkv_bias: bool = True
     out_bias: bool = True
     parallel_residual: bool = False
@@ -265,6 +275,10 @@ class GPTConfig:
             raise ValueError(f"codebook_decay must lie in (0, 1), got {self.codebook_decay}")
         if self.alibi_attn and self.positions != "learned":
             raise ValueError(f"positions {self.positions!r} need alibi_attn: false")
+        if self.activation == "clamped_swiglu" and not self.gated:
+            raise ValueError("activation: clamped_swiglu needs gated: true")
+        if self.extra_logit == "learned" and self.attention_cap is not None:
+            raise ValueError(f"extra_logit: learned needs attention_cap: null, got {self.attention_cap}")
         self._check_layer()
         self._check_rotary()
         self._check_parametrization()
@@ -298,8 +312,15 @@ class GPTConfig:
         if self.rotary_scaling is not None and not _is_scaling(self.rotary_scaling):
             llama3 = "factor, low and high frequency factor, original context"
             yarn = "yarn, factor, original context, fast turns, slow turns, factor of cosines and sines"
+            others = "dynamic, factor, original context], [longrope, original context, factor of cosines and sines, ..."
             raise ValueError(
-                f"rotary_scaling must be [{llama3}], [linear, factor] or [{yarn}], got {list(self.rotary_scaling)}"
+                f"rotary_scaling must be [{llama3}], [linear, factor], [{yarn}] or [{others}], got "
+                f"{list(self.rotary_scaling)}"
+            )
+        if self.rotary_kind == "longrope" and len(self.rotary_numbers) != 2 + 2 * (int(rotated) // 2):
+            raise ValueError(
+                f"rotary_scaling longrope must have 2 x {int(rotated) // 2} divisors, for the pairs of {int(rotated)} "
+                f"rotated dimensions, got {len(self.rotary_numbers) - 2}"
             )
         if self.unrotated_every is not None and self.N % self.unrotated_every:
             raise ValueError(f"N {self.N} must be a multiple of unrotated_every {self.unrotated_every}")
@@ -340,11 +361,28 @@ class GPTConfig:
             raise ValueError(f"N {self.N} must be a multiple of experts_every {self.experts_every}")
         if self.experts_every > 1 and len(self.windows) > 1:
             raise ValueError(f"experts_every {self.experts_every} needs one window, got {list(self.windows)}")
-        if self.mlp_bias:
-            raise ValueError("experts need mlp_bias: false")
         for name, needed in (("parametrization", "standard"), ("init", "gpt2")):
             if getattr(self, name) != needed:
                 raise ValueError(f"experts need {name}: {needed}, got {getattr(self, name)}")
+
+    @property
+    def rotary_kind(self) -> str | None:
+        """The name of `rotary_scaling`, which Llama 3.1's does not have; None without one."""
+        if self.rotary_scaling is None:
+            return None
+        return self.rotary_scaling[0] if isinstance(self.rotary_scaling[0], str) else "llama3"
+
+    @property
+    def rotary_numbers(self) -> tuple[float, ...]:
+        """`rotary_scaling` without its name."""
+        scaling = self.rotary_scaling or ()
+        return scaling[1:] if scaling and isinstance(scaling[0], str) else scaling
+
+    @property
+    def rotary_switch(self) -> int | None:
+        """The number of positions beyond which the length of a row changes rotary frequencies; None for none."""
+        index = {"dynamic": 1, "longrope": 0}.get(self.rotary_kind or "")
+        return None if index is None else int(self.rotary_numbers[index])
 
     @property
     def scanned_layers(self) -> int:

@@ -33,6 +33,20 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+def _clamped_swiglu(gate: jax.Array, x: jax.Array) -> jax.Array:
+    gate, x = jnp.minimum(gate, 7), jnp.clip(x, -7, 7)
+    return gate * nn.sigmoid(1.702 * gate) * (x + 1)
+
+
+# Of a gate and an input, where it is not the activation of the gate times the input.
+_GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {"clamped_swiglu": _clamped_swiglu}
+
+
+def gated(activation: str, gate: jax.Array, x: jax.Array) -> jax.Array:
+    """The hidden values of a gated MLP."""
+    return _GATED[activation](gate, x) if activation in _GATED else ACTIVATIONS[activation](gate) * x
+
+
 class OffsetRMSNorm(nn.Module):
     """RMSNorm that multiplies by 1 + scale, as in Gemma."""
 
@@ -124,21 +138,21 @@ class Rotation(NamedTuple):
     length: jax.Array | float
 
 
-def rotation_of(config: GPTConfig, layer: jax.Array | int) -> Rotation:
-    """The rotary positions of a layer, whose number may be traced.
+def rotation_of(config: GPTConfig, layer: jax.Array | int, positions: int) -> Rotation:
+    """The rotary positions of a layer, whose number may be traced, in rows of this many positions.
 
-    >>> rotation_of(GPTConfig(8, 10, 2, 16, 0.0, 1, alibi_attn=False, positions="rotary"), 0).frequencies_R.tolist()
+    >>> rotation_of(GPTConfig(8, 10, 2, 16, 0.0, 1, alibi_attn=False, positions="rotary"), 0, 16).frequencies_R.tolist()
     [1.0, 0.009999999776482582]
     """
     period = math.lcm(len(config.windows) if config.local_rotary_base else 1, config.unrotated_every or 1)
-    kinds = [_rotation(config, number) for number in range(period)]
+    kinds = [_rotation(config, number, positions) for number in range(period)]
     if period == 1:
         return kinds[0]
     frequencies_LR, length_L = np.stack([kind.frequencies_R for kind in kinds]), np.asarray([x.length for x in kinds])
     return Rotation(jnp.asarray(frequencies_LR)[layer % period], jnp.asarray(length_L, jnp.float32)[layer % period])
 
 
-def _rotation(config: GPTConfig, layer: int) -> Rotation:
+def _rotation(config: GPTConfig, layer: int, positions: int) -> Rotation:
     """Source: RoFormer, arXiv 2104.09864, section 3.2.2; SmolLM3's layers without positions: arXiv 2501.18795."""
     rotated = int(config.rotary_fraction * config.head_width)
     is_local = config.local_rotary_base is not None and config.windows[layer % len(config.windows)] > 0
@@ -147,9 +161,9 @@ def _rotation(config: GPTConfig, layer: int) -> Rotation:
     if config.unrotated_every is not None and (layer + 1) % config.unrotated_every == 0:
         return Rotation(np.zeros_like(frequencies_R, np.float32), 1.0)  # to turn by nothing is exact
     if config.rotary_scaling is not None and not is_local:
-        is_named = isinstance(config.rotary_scaling[0], str)
-        kind, *numbers = config.rotary_scaling if is_named else ("llama3", *config.rotary_scaling)
-        frequencies_R, length = SCALINGS[kind](frequencies_R, base, *numbers)
+        length_of_row = () if config.rotary_switch is None else (positions,)
+        scaled = SCALINGS[str(config.rotary_kind)]
+        frequencies_R, length = scaled(frequencies_R, base, *length_of_row, *config.rotary_numbers)
     return Rotation(frequencies_R.astype(np.float32), length)
 
 
@@ -172,7 +186,15 @@ def _llama3(
 
 
 def _yarn(
-    frequencies_R: np.ndarray, base: float, factor: float, original: float, fast: float, slow: float, length: float
+    frequencies_R: np.ndarray,
+    base: float,
+    factor: float,
+    original: float,
+    fast: float,
+    slow: float,
+    length: float,
+    *,
+    is_rounded: bool = True,
 ) -> tuple[np.ndarray, float]:
     """YaRN (arXiv 2309.00071, sections 3.2 and 3.3), with the ends of its ramp rounded outwards, as in its own code.
 
@@ -184,13 +206,41 @@ def _yarn(
     def pair_of(turns: float) -> float:
         return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(base)
 
-    first, last = max(math.floor(pair_of(fast)), 0), min(math.ceil(pair_of(slow)), 2 * pairs - 1)
+    ends = pair_of(fast), pair_of(slow)
+    ends = (math.floor(ends[0]), math.ceil(ends[1])) if is_rounded else ends
+    first, last = max(ends[0], 0), min(ends[1], 2 * pairs - 1)
     stretched_R = np.clip((np.arange(pairs) - first) / max(last - first, 0.001), 0, 1)
     return frequencies_R * (1 - stretched_R + stretched_R / factor), length
 
 
-# From frequencies, base and the numbers of a scaling to scaled frequencies and the factor of cosines and sines.
-SCALINGS: dict[str, Callable[..., tuple[np.ndarray, float]]] = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
+def _dynamic(
+    frequencies_R: np.ndarray, base: float, positions: int, factor: float, original: float
+) -> tuple[np.ndarray, float]:
+    """The base grows with the positions beyond the original context, as transformers has it (NTK-aware, dynamic)."""
+    rotated = 2 * len(frequencies_R)
+    growth = (factor * max(positions, original) / original - (factor - 1)) ** (rotated / (rotated - 2))
+    return frequencies_R * growth ** -(np.arange(0, rotated, 2) / rotated), 1.0
+
+
+def _longrope(
+    frequencies_R: np.ndarray, base: float, positions: int, original: float, length: float, *divisors: float
+) -> tuple[np.ndarray, float]:
+    """LongRoPE (arXiv 2402.13753, section 3.2): divisors for rows of up to the original context, then for longer."""
+    pairs = len(frequencies_R)
+    chosen_R = divisors[pairs:] if positions > original else divisors[:pairs]
+    return frequencies_R / np.asarray(chosen_R), length
+
+
+# From frequencies, base and the numbers of a scaling to scaled frequencies and the factor of cosines and sines; the
+# last two take the number of positions as well, before the numbers.
+SCALINGS: dict[str, Callable[..., tuple[np.ndarray, float]]] = {
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "yarn_unrounded": partial(_yarn, is_rounded=False),
+    "dynamic": _dynamic,
+    "longrope": _longrope,
+}
 
 
 def position_numbers(position: jax.Array | int, count: int) -> jax.Array:

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 from zero.models.config import GPTConfig
-from zero.models.elements import ACTIVATIONS
+from zero.models.elements import ACTIVATIONS, gated
 from zero.models.parametrization import kernel_init
 
 
@@ -83,16 +83,22 @@ def capacity_of(config: GPTConfig, positions: int) -> int:
     return min(wanted, positions)  # a token chooses an expert at most once
 
 
-class _Kernel(nn.Module):
-    """A parameter named `kernel`, by which weight decay and learning rates select it."""
+class _Product(nn.Module):
+    """Parameters `kernel` and `bias`, by which weight decay and learning rates select them; no bias is None."""
 
     config: GPTConfig
     shape: tuple[int, ...]
 
     @nn.compact
-    def __call__(self) -> jax.Array:
+    def __call__(self) -> tuple[jax.Array, jax.Array | None]:
         kernel: jax.Array = self.param("kernel", kernel_init(self.config, str(self.name)), self.shape)
-        return kernel
+        if not self.config.mlp_bias:
+            return kernel, None
+        return kernel, self.param("bias", nn.initializers.zeros, (*self.shape[:-2], self.shape[-1]))
+
+
+# Of each expert `(E, I, O)` and `(E, O)`.
+Weights = dict[str, tuple[jax.Array, jax.Array | None]]
 
 
 class Experts(nn.Module):
@@ -131,24 +137,26 @@ class Experts(nn.Module):
         width, own = config.mlp_width // self.cut.size, config.experts // self.group.size
         into, out = (own, config.embedding_dim, width), (own, width, config.embedding_dim)
         names = {"mlp_in": into, "mlp_gate": into, "mlp_out": out} if config.gated else {"mlp_in": into, "mlp_out": out}
-        kernels = {name: _Kernel(config, shape, name=name)().astype(self.dtype) for name, shape in names.items()}
+        made = {name: _Product(config, shape, name=name)() for name, shape in names.items()}
+        weights: Weights = jax.tree.map(lambda x: x.astype(self.dtype), made)
         h_BTD, dropped = h_BTD.astype(self.dtype), jnp.float32(0)
         if self.group.size == 1 and (config.expert_capacity is None or not drops):
-            y_BTKD = self._sorted(h_BTD, chosen_BTK, kernels)
+            y_BTKD = self._sorted(h_BTD, chosen_BTK, weights)
         elif drops:
-            y_BTKD, dropped = self._in_places(h_BTD, chosen_BTK, kernels)
+            y_BTKD, dropped = self._in_places(h_BTD, chosen_BTK, weights)
         else:
-            y_BTKD = self._in_rounds(h_BTD, chosen_BTK, kernels)
+            y_BTKD = self._in_rounds(h_BTD, chosen_BTK, weights)
         y_BTD = jnp.einsum("BTKD,BTK->BTD", y_BTKD, gates_BTK.astype(self.dtype))
         return y_BTD, self._decided(logits_BTE, probabilities_BTE, chosen_BTK, dropped, layer)
 
     def _router_logits(self, h_BTD: jax.Array) -> jax.Array:
         config = self.config
         assert config.experts is not None
-        kernel_DE = _Kernel(config, (config.embedding_dim, config.experts), name="router")()
+        kernel_DE, bias_E = _Product(config, (config.embedding_dim, config.experts), name="router")()
         # In float32: rounded logits would change the chosen experts (Switch, arXiv 2101.03961, section 2.4).
         h_BTD, kernel_DE = h_BTD.astype(jnp.float32), kernel_DE.astype(jnp.float32)
-        return jnp.einsum("BTD,DE->BTE", h_BTD, kernel_DE, precision=lax.Precision.HIGHEST)
+        logits_BTE = jnp.einsum("BTD,DE->BTE", h_BTD, kernel_DE, precision=lax.Precision.HIGHEST)
+        return logits_BTE if bias_E is None else logits_BTE + bias_E.astype(jnp.float32)[None, None]
 
     def _decided(
         self,
@@ -169,17 +177,18 @@ class Experts(nn.Module):
         choices_LE = jnp.zeros((config.scanned_layers, experts)).at[layer].set(choices_BE.sum(0))
         return Routing(penalty_B, choices_LE, dropped, lax.stop_gradient(entropy))
 
-    def _sorted(self, h_BTD: jax.Array, chosen_BTK: jax.Array, kernels: dict[str, jax.Array]) -> jax.Array:
+    def _sorted(self, h_BTD: jax.Array, chosen_BTK: jax.Array, weights: Weights) -> jax.Array:
         """Outputs of all choices, `(B, T, K, D)`, from tokens sorted by expert."""
         chosen_M = chosen_BTK.reshape(-1)
         order_M = jnp.argsort(chosen_M)
         sizes_E = jnp.zeros(self.config.experts, jnp.int32).at[chosen_M].add(1)
         x_MD = lax.collapse(h_BTD, 0, 2)[order_M // self.config.experts_per_token]
-        y_MD = self._mlp(x_MD, kernels, partial(lax.ragged_dot, group_sizes=sizes_E))
+        product = partial(lax.ragged_dot, group_sizes=sizes_E)
+        y_MD = self._mlp(x_MD, weights, product, lambda bias_EO: bias_EO[chosen_M[order_M]])
         return y_MD[jnp.argsort(order_M)].reshape(*chosen_BTK.shape, -1)
 
     def _in_places(
-        self, h_BTD: jax.Array, chosen_BTK: jax.Array, kernels: dict[str, jax.Array], first: jax.Array | int = 0
+        self, h_BTD: jax.Array, chosen_BTK: jax.Array, weights: Weights, first: jax.Array | int = 0
     ) -> tuple[jax.Array, jax.Array]:
         """Outputs of all choices, `(B, T, K, D)`, zero if dropped, and the number of dropped choices.
 
@@ -195,12 +204,13 @@ class Experts(nn.Module):
         token_BS = token_BS.at[index_B, place_BTK].set(jnp.arange(positions)[None, :, None], mode="drop")
         x_BSD = jnp.take_along_axis(h_BTD, token_BS[..., None], axis=1, mode="fill", fill_value=0)
         x_BECD = self.group.to_experts(x_BSD.reshape(rows, experts, places, embedding))
-        y_BECD = self._mlp(x_BECD, kernels, partial(jnp.einsum, "BECI,EIO->BECO"))
+        product = partial(jnp.einsum, "BECI,EIO->BECO")
+        y_BECD = self._mlp(x_BECD, weights, product, lambda bias_EO: bias_EO[None, :, None])
         y_BSD = self.group.from_experts(y_BECD).reshape(rows, end, embedding)
         chosen_BSD = y_BSD.at[index_B, place_BTK].get(mode="fill", fill_value=0)
         return chosen_BSD, jnp.sum(place_BTK == end).astype(jnp.float32)
 
-    def _in_rounds(self, h_BTD: jax.Array, chosen_BTK: jax.Array, kernels: dict[str, jax.Array]) -> jax.Array:
+    def _in_rounds(self, h_BTD: jax.Array, chosen_BTK: jax.Array, weights: Weights) -> jax.Array:
         """Outputs of all choices, `(B, T, K, D)`, in as many rounds of places as the most chosen expert needs.
 
         In the memory of one round. Without a backward pass, because the number of rounds is not known before.
@@ -210,18 +220,25 @@ class Experts(nn.Module):
         rounds = self.group.most(-(-most // places))  # devices that exchange tokens take the same number
 
         def add(number: jax.Array, y_BTKD: jax.Array) -> jax.Array:
-            return y_BTKD + self._in_places(h_BTD, chosen_BTK, kernels, number * places)[0]
+            return y_BTKD + self._in_places(h_BTD, chosen_BTK, weights, number * places)[0]
 
         y_BTKD = jnp.zeros((*chosen_BTK.shape, h_BTD.shape[-1]), self.dtype)
         return lax.fori_loop(0, rounds, add, y_BTKD)
 
-    def _mlp(self, x: jax.Array, kernels: dict[str, jax.Array], product: Any) -> jax.Array:
-        """The MLP of each expert, on its own tokens."""
-        act = ACTIVATIONS[self.config.activation]
-        hidden = product(x, kernels["mlp_in"])
-        hidden = act(product(x, kernels["mlp_gate"])) * hidden if self.config.gated else act(hidden)
-        y: jax.Array = product(hidden, kernels["mlp_out"])
-        return y
+    def _mlp(self, x: jax.Array, weights: Weights, product: Any, spread: Any) -> jax.Array:
+        """The MLP of each expert, on its own tokens; `spread` gives each token the bias of its expert."""
+
+        def of(name: str, x: jax.Array, parts: int = 1) -> jax.Array:
+            kernel_EIO, bias_EO = weights[name]
+            y: jax.Array = product(x, kernel_EIO)
+            return y if bias_EO is None else y + spread(bias_EO / parts)
+
+        activation, hidden = self.config.activation, of("mlp_in", x)
+        if self.config.gated:
+            hidden = gated(activation, of("mlp_gate", x), hidden)
+        else:
+            hidden = ACTIVATIONS[activation](hidden)
+        return of("mlp_out", hidden, self.cut.size)  # a bias for the sum over the parts of the width
 
 
 def assign_places(

@@ -24,7 +24,7 @@ from zero.models.attention.dense import dense_attention
 from zero.models.attention.kernel import kernel_attention, missing_in
 from zero.models.attention.scores import T5_BUCKETS, Form
 from zero.models.config import GPTConfig
-from zero.models.elements import ACTIVATIONS, dropout, make_head_norm, make_norm, rotate, rotation_of
+from zero.models.elements import ACTIVATIONS, dropout, gated, make_head_norm, make_norm, rotate, rotation_of
 from zero.models.experts import Experts, ResidualStream, Routing
 from zero.models.gated_unit import GatedLayer, RecurrentState, init_recurrent
 from zero.models.layer import Layer
@@ -69,10 +69,21 @@ def attention_form(config: GPTConfig, window: int, cut: ModelParallel = WHOLE) -
         window=window,
         divisor=divisors[scale] if isinstance(scale, str) else 1 / scale,
         cap=config.attention_cap,
-        has_extra_logit=config.extra_logit,
+        has_extra_logit=bool(config.extra_logit),
         dropout_rate=config.attention_drop_rate,
         cut=cut,
     )
+
+
+class Sinks(nn.Module):
+    """A learned logit for each head, beside those of the keys."""
+
+    heads: int
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        logits_H: jax.Array = self.param("logits", nn.initializers.normal(0.02), (self.heads,))
+        return logits_H
 
 
 class TransformerLayer(Layer):
@@ -126,7 +137,8 @@ class TransformerLayer(Layer):
         """A dense layer; `total` sums partial products before the bias is added, `keys_B` are for its adapter."""
         options: Any = {"dtype": self.dtype, "kernel_init": kernel_init(self.config, name), "name": name}
         if self.adapters is not None and name in self.adapters.targets:
-            return AdaptedDense(features, use_bias, adapters=self.adapters, keys_B=keys_B, total=total, **options)
+            options |= {"total": total, "stack": None if total is None else self.cut.stack}
+            return AdaptedDense(features, use_bias, adapters=self.adapters, keys_B=keys_B, **options)
 
         def product(*arguments: Any, **options: Any) -> Any:
             return total(lax.dot_general(*arguments, **options))
@@ -160,7 +172,8 @@ class TransformerLayer(Layer):
             q_BTHK = make_head_norm(config, self.dtype, "query_norm", self.cut)(q_BTHK)
             k_BSGK = make_head_norm(config, self.dtype, "key_norm", self.cut)(k_BSGK)
         if config.position_kind == "rotary":
-            rotation = rotation_of(config, layer)
+            positions = h_BTD.shape[1] * self.cut.ring if cache is None else cache.k_LBSGK.shape[2]
+            rotation = rotation_of(config, layer, positions)
             numbers = self.cut.attended_numbers(position, h_BTD.shape[1])
             q_BTHK, k_BSGK = (rotate(x, numbers, rotation, starts_BT) for x in (q_BTHK, k_BSGK))
         q_BTHK, k_BSGK, v_BSGK = (checkpoint_name(x, PROJECTIONS) for x in (q_BTHK, k_BSGK, v_BSGK))
@@ -168,6 +181,9 @@ class TransformerLayer(Layer):
         if config.position_kind == "t5":
             bias_CH = self.param("relative_bias", nn.initializers.normal(0.02), (T5_BUCKETS, config.num_head))
             bias_CH = self.cut.part(bias_CH, 1)
+        sinks_H = None
+        if config.extra_logit == "learned":
+            sinks_H = self.cut.part(Sinks(config.num_head, name="sinks")(), 0)
         if cache is not None:
             # The whole cache is carried from layer to layer, so that only the new positions are written.
             start = (layer, 0, position, 0, 0)
@@ -178,9 +194,11 @@ class TransformerLayer(Layer):
         cut, swap = self.cut, self.cut.head_swap(config.num_head, config.key_heads)
         if swap is not None:
             cut, bias_CH = swap.cut, None if bias_CH is None else swap.cut.part(bias_CH, 1)
+            sinks_H = None if sinks_H is None else swap.cut.part(sinks_H, 0)
             q_BTHK, k_BSGK, v_BSGK = (swap.to_heads(x) for x in (q_BTHK, k_BSGK, v_BSGK))
             starts_BT = None if starts_BT is None else swap.whole_rows(starts_BT)
-        attended_BTHK = self._by_window(cut, layer, q_BTHK, k_BSGK, v_BSGK, position, bias_CH, keys_B, starts_BT)
+        seen = (position, bias_CH, sinks_H, keys_B, starts_BT)
+        attended_BTHK = self._by_window(cut, layer, q_BTHK, k_BSGK, v_BSGK, *seen)
         if swap is not None:
             attended_BTHK = swap.to_positions(attended_BTHK)
         out = self._residual_dense("attention_out", config.out_bias, adapter_keys_B)
@@ -205,6 +223,7 @@ class TransformerLayer(Layer):
         v_BSGK: jax.Array,
         position: jax.Array | int,
         bias_CH: jax.Array | None,
+        sinks_H: jax.Array | None,
         keys_B: jax.Array | None,
         starts_BT: jax.Array | None,
     ) -> jax.Array:
@@ -227,7 +246,8 @@ class TransformerLayer(Layer):
         earliest = [self.blockwise_from or queries + 1, *([max(2, 2 * window)] if window else [])]
         is_blockwise = cut.ring > 1 or (self.blockwise_from is not None and queries >= min(earliest))
         attend = blockwise_attention if is_blockwise else dense_attention
-        return attend(q_BTHK, k_BSGK, v_BSGK, position, form=form, bias_CH=bias_CH, keys_B=keys_B, starts_BT=starts_BT)
+        options: Any = {"form": form, "bias_CH": bias_CH, "sinks_H": sinks_H, "keys_B": keys_B, "starts_BT": starts_BT}
+        return attend(q_BTHK, k_BSGK, v_BSGK, position, **options)
 
     def _mlp(self, h_BTD: jax.Array, adapter_keys_B: jax.Array | None) -> jax.Array:
         config = self.config
@@ -235,7 +255,7 @@ class TransformerLayer(Layer):
         h_BTF = self._dense(own_width, "mlp_in", config.mlp_bias, adapter_keys_B)(h_BTD)
         if config.gated:
             gate_BTF = self._dense(own_width, "mlp_gate", config.mlp_bias, adapter_keys_B)(h_BTD)
-            h_BTF = ACTIVATIONS[config.activation](gate_BTF) * h_BTF
+            h_BTF = gated(config.activation, gate_BTF, h_BTF)
         else:
             h_BTF = ACTIVATIONS[config.activation](h_BTF)
         out_BTD: jax.Array = self._residual_dense("mlp_out", config.mlp_bias, adapter_keys_B)(h_BTF)

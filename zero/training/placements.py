@@ -1,6 +1,6 @@
 """Which parameters of a GPT tensor groups cut and expert groups divide: the rules that `zero.make_layout` takes."""
 
-from zero.models.adapters import LORA_A, LORA_B
+from zero.models.adapters import LORA_A, LORA_B, MAGNITUDE
 from zero.models.config import HEAD, VOCABULARY
 
 # By module: -1 cuts the output (its bias too), -2 the input; of an adapter the matrix on that side.
@@ -10,7 +10,7 @@ _CUT_ALONG = {
     **dict.fromkeys(("attention_out", "mlp_out", VOCABULARY, HEAD), -2),
 }
 _WHOLE_IN_UNITS = ("query", "key")
-_WHOLE_BESIDE_CUT = ((-2, "bias"), (-2, LORA_B), (-1, LORA_A))
+_WHOLE_BESIDE_CUT = ((-2, "bias"), (-2, MAGNITUDE), (-2, LORA_B), (-1, LORA_A))
 
 
 def tensor_dim(name: str) -> int | None:
@@ -32,4 +32,4 @@ def is_expert_leaf(name: str) -> bool:
     >>> is_expert_leaf("blocks/experts/mlp_in/kernel"), is_expert_leaf("blocks/experts/router/kernel")
     (True, False)
     """
-    return "experts" in name.split("/") and not name.endswith("router/kernel")
+    return "experts" in name.split("/") and "router" not in name.split("/")

@@ -94,6 +94,8 @@ class Inference(NamedTuple):
       extend: `(params, DecodeState, keys, count)`, the state donated, the count static, to the next `DecodeState` and
         the shared tokens of all rows.
       tensor: devices of a tensor group, which take the same rows.
+      switch: the number of positions beyond which rotary frequencies depend on their number; None if they never do.
+      grows: whether they then change with every position, and not only once.
     """
 
     score: Any
@@ -102,6 +104,8 @@ class Inference(NamedTuple):
     prefill: Any
     extend: Any
     tensor: int = 1
+    switch: int | None = None
+    grows: bool = False
 
 
 def make_inference(
@@ -130,6 +134,8 @@ def make_inference(
             out_axes=(0, None),
         ),
         tensor=model.axis.tensor,
+        switch=model.config.rotary_switch,
+        grows=model.config.rotary_kind == "dynamic",
     )
 
 

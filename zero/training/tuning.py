@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero.models.adapters import PRODUCTS, Adapters, combine, merged
+from zero.models.adapters import PRODUCTS, Adapters, combine, measured, merged
 from zero.models.config import STACK
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, PyTree
@@ -49,7 +49,8 @@ def make_tuning(keys: Mapping[str, Any]) -> Tuning | None:
     if keys["method"] == "all":
         return None
     targets = PRODUCTS if keys["targets"] is None else tuple(keys["targets"])
-    return Tuning(Adapters(keys["rank"], keys["alpha"], keys["dropout"], targets), keys["base_dtype"])
+    has_magnitudes = keys["method"] == "dora"
+    return Tuning(Adapters(keys["rank"], keys["alpha"], keys["dropout"], targets, has_magnitudes), keys["base_dtype"])
 
 
 def with_frozen(module_class: type[nn.Module], thaw: Callable[[PyTree], PyTree]) -> type[nn.Module]:
@@ -67,6 +68,23 @@ def hold_shards(base: PyTree, *, layout: Layout, held: Layout, axis: Axis, form:
     """Shards of the base as it is held, from float shards; one layer is whole at a time. Call inside pmap."""
     layout, held = layout.at(STACK), held.at(STACK)
     return {**base, STACK: lax.map(lambda own: shard(hold(gather(own, layout, axis), form), held, axis), base[STACK])}
+
+
+def measure_shards(
+    frozen: PyTree, adapters: PyTree, *, layout: Layout, held: Layout, low: Layout, axis: Axis, tuning: Tuning
+) -> PyTree:
+    """Shards of the adapters with the magnitudes of the base that they are for (`measured`).
+
+    Per device: shards of the base as it is held, and of the adapters, with the layouts of the base before it is coded,
+    of the base as it is held, and of the adapters; one layer is whole at a time. Call inside pmap.
+    """
+    layout, held, low, form = layout.at(STACK), held.at(STACK), low.at(STACK), tuning.base_dtype
+
+    def one(own: PyTree, adapters: PyTree) -> PyTree:
+        whole = layout.map(lambda leaf, x: thaw(leaf.shape, x, form, jnp.float32), gather(own, held, axis))
+        return shard(measured(whole, gather(adapters, low, axis), tuning.adapters.scale), low, axis)
+
+    return {**adapters, STACK: lax.map(lambda xs: one(*xs), (frozen[STACK], adapters[STACK]))}
 
 
 def merge_shards(base: PyTree, adapters: PyTree, *, layout: Layout, low: Layout, axis: Axis, tuning: Tuning) -> PyTree:

@@ -120,6 +120,33 @@ def test_dense_attention_equals_reference(change: dict[str, Any], segments: int)
     np.testing.assert_allclose(got, by_hand(q, k, v, bias, form, starts), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [0, 11])
+def test_learned_further_logits(window: int) -> None:
+    """A logit per head: outputs and gradients, its own too, are those of a softmax with one more column."""
+    form, starts = Form(window=window, divisor=2.0, has_extra_logit=True), starts_of(2, 41)
+    (q, weights), (k, v) = arrays(2, ROWS, 41, 6, 5), arrays(2, ROWS, 41, 2, 5)
+    sinks = 3 * jax.random.normal(jax.random.key(2), (6,))
+    assert starts is not None
+    t, s = jnp.arange(41)[None, :, None], jnp.arange(41)[None, None]
+    seen = (s <= t) & (s > t - (window or 41)) & (s >= starts[:, :, None])
+
+    def with_a_column(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+        k, v = (x.repeat(3, axis=2) for x in (k, v))
+        scores = jnp.where(seen[:, None], jnp.einsum("BTHK,BSHK->BHTS", q, k) / 2, -jnp.inf)
+        column = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+        probabilities = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1))[..., :-1]
+        return jnp.einsum("BHTS,BSHK->BTHK", probabilities, v)
+
+    expected = output_and_gradients(with_a_column, q, k, v, sinks, weights)
+    for attend in (dense_attention, partial(blockwise_attention, block=8)):
+        got = output_and_gradients(
+            lambda q, k, v, sinks, attend=attend: attend(q, k, v, form=form, sinks_H=sinks, starts_BT=starts),
+            *(q, k, v, sinks, weights),
+        )
+        for x, y in zip(got, expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5)
+
+
 def test_local_attention_cost() -> None:
     """The cost of local attention is proportional to its window."""
 

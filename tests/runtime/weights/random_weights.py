@@ -70,6 +70,17 @@ SIZES = {
     "qwen3_moe": _of(
         "qwen3_moe", N=2, embedding_dim=44, mlp_dim=12, experts=7, experts_per_token=3, normalise_router=False
     ),
+    "gpt_oss": _of(
+        "gpt_oss",
+        N=2,
+        embedding_dim=44,
+        mlp_dim=20,
+        experts=5,
+        experts_per_token=2,
+        windows=(9, 0),
+        rotary_base=500.0,
+        rotary_scaling=("yarn_unrounded", 8.0, 64.0, 4.0, 1.0, 1.2),
+    ),
     "gemma2": _of("gemma2", N=4, windows=(9, 0), attention_cap=3.0, logit_cap=5.0),
     "gemma3": _of(
         "gemma3", N=4, windows=(9, 0), logit_cap=5.0, rotary_scaling=("linear", 8.0), attention_scale=20**-0.5
@@ -88,7 +99,7 @@ def model_of(size: GPTConfig, devices: int = 8, stage: int = 3) -> ShardedGPT:
 def params(size: GPTConfig, seed: int = 0) -> Any:
     """Whole arrays; every leaf random and large enough to matter, scales of both signs against endless repetition."""
     rng = np.random.default_rng(seed)
-    spread = {"kernel": 0.5, "scale": 1.0, "bias": 0.1, "table": 0.1, "relative_bias": 1.0}
+    spread = {"kernel": 0.5, "scale": 1.0, "bias": 0.1, "table": 0.1, "relative_bias": 1.0, "logits": 1.0}
 
     def one(leaf: zero.LeafLayout) -> np.ndarray:
         return rng.normal(0, spread[leaf.path[-1]], leaf.shape).astype(leaf.dtype)

@@ -14,10 +14,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.runtime.weights.random_weights import ALIBI, LEARNED, SIZES, contents, model_of, save, whole
+from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.runtime.errors import UserError
 from zero.runtime.weights.architecture_table import ARCHITECTURES
 from zero.runtime.weights.export import export
+from zero.runtime.weights.hf_config import read_choices, write_config
 from zero.runtime.weights.warm_start import warm_start
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
@@ -90,6 +92,13 @@ THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"hidden_size": 44, "moe_intermediate_size": 12}
         | {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True},
         {"N": 4, "normalise_router": True, "rotary_base": 1e4},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        _LLAMA_SIZES
+        | {"hidden_size": 44, "num_local_experts": 5, "intermediate_size": 20, "num_experts_per_tok": 2}
+        | {"sliding_window": 9},
+        {"N": 4, "rotary_scaling": FAMILIES["gpt_oss"]["rotary_scaling"]},
     ),
     "qwen2": (
         "Qwen2Config",
@@ -178,6 +187,7 @@ def test_misfit_is_refused(change: dict[str, Any], line: str, tmp_path: Path, hf
     [
         ("model_type", "mamba", "model_type 'mamba': expected one of 'gpt2', 'bloom'"),
         ("model_type", "llama4_text", "'llama4_text' has shared experts, gates before experts"),
+        ("model_type", "gemma3", "'gemma3' has images"),
         ("model_type", "deepseek_v3", "'deepseek_v3' has latent attention"),
         ("activation_function", "relu", "activation_function is 'relu', a GPT of zero has 'gelu_new'"),
         ("tie_word_embeddings", False, "tie_word_embeddings is False"),
@@ -216,8 +226,8 @@ def test_rope_scaling_replaces_rope_parameters(mistral: Path, tmp_path: Path) ->
     place = edited(mistral, tmp_path / "yarn", rope_scaling={"rope_type": "yarn", "factor": 4.0})
     with pytest.raises(UserError, match=r"rotary_scaling is \('yarn', 4.0, 128.0, 32.0, 1.0, 1.138\d+\)"):
         warm_start(str(place), model_of(SIZES["mistral"]))
-    place = edited(mistral, tmp_path / "longrope", rope_scaling={"rope_type": "longrope", "factor": 4.0})
-    with pytest.raises(UserError, match="rope_scaling has rope_type 'longrope'"):
+    place = edited(mistral, tmp_path / "mrope", rope_scaling={"rope_type": "mrope", "factor": 4.0})
+    with pytest.raises(UserError, match="rope_scaling has rope_type 'mrope'"):
         warm_start(str(place), model_of(SIZES["mistral"]))
     place = edited(mistral, tmp_path / "theta", rope_scaling={"rope_theta": 500.0}, rope_parameters={"rope_theta": 7.0})
     warm_start(str(place), model_of(dataclasses.replace(SIZES["mistral"], rotary_base=500.0)))
@@ -302,3 +312,49 @@ def test_unusable_weight_map(index: dict[str, Any], hf: Path, tmp_path: Path) ->
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=r"index\.json: expected a weight_map from the names of tensors"):
         warm_start(str(tmp_path), model_of(LEARNED))
+
+
+def test_no_scaling_is_stated() -> None:
+    """A gpt-oss without scaling says so, because its class scales where the file says nothing."""
+    import transformers
+
+    architecture, size = ARCHITECTURES["gpt_oss"], dataclasses.replace(SIZES["gpt_oss"], rotary_scaling=None)
+    config = write_config(architecture, size)
+    assert transformers.GptOssConfig(**config).rope_parameters["rope_type"] == "default"
+    assert read_choices("config.json", config, architecture, size.N)["rotary_scaling"] is None
+    del config["rope_parameters"]
+    assert transformers.GptOssConfig(**config).rope_parameters["rope_type"] == "yarn"
+    scaling = read_choices("config.json", config, architecture, size.N)["rotary_scaling"]
+    assert scaling == FAMILIES["gpt_oss"]["rotary_scaling"]
+
+
+def test_mxfp4_is_read(tmp_path: Path) -> None:
+    """Experts in 4-bit floats, as gpt-oss is published, are the weights that transformers makes of them."""
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    size = dataclasses.replace(SIZES["gpt_oss"], embedding_dim=64, mlp_dim=32)
+    save(tmp_path / "run", size, 0)
+    export(str(tmp_path / "run"), tmp_path / "hf")
+    tensors, rng = load_file(tmp_path / "hf" / "model.safetensors"), np.random.default_rng(0)
+    expected = {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        scales = rng.integers(118, 131, blocks.shape[:-1], np.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        made = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales))
+        expected[name] = made.float().numpy()  # of bfloat16, which holds each value exactly
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    model = model_of(size)
+    experts = whole(warm_start(str(tmp_path / "hf"), model), model)["blocks"]["experts"]
+    for layer in range(size.N):
+        both = expected[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
+        np.testing.assert_array_equal(experts["mlp_gate"]["kernel"][layer], both[..., ::2])
+        np.testing.assert_array_equal(experts["mlp_in"]["kernel"][layer], both[..., 1::2])
+        down = expected[f"model.layers.{layer}.mlp.experts.down_proj"]
+        np.testing.assert_array_equal(experts["mlp_out"]["kernel"][layer], down)
+    del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(UserError, match=r"down_proj: holds nothing"):
+        warm_start(str(tmp_path / "hf"), model)

@@ -60,6 +60,7 @@ def blockwise_attention(
     *,
     form: Form = PLAIN,
     bias_CH: jax.Array | None = None,
+    sinks_H: jax.Array | None = None,
     keys_B: jax.Array | None = None,
     starts_BT: jax.Array | None = None,
     block: int = BLOCK,
@@ -98,7 +99,7 @@ def blockwise_attention(
     blocks = Blocks(form, queries, keys, min(block, max(queries, keys) // form.cut.pieces))
     in_blocks = (blocks.of(x) for x in (q_BTHK, k_BSGK, v_BSGK))
     starts_NBQ = None if starts_BT is None else blocks.of(starts_BT[:, :, None, None])[:, :, 0, :, 0]
-    out_NBHQK = _attend(blocks, *in_blocks, bias_CH, jnp.asarray(position), key_data_B2, starts_NBQ)
+    out_NBHQK = _attend(blocks, *in_blocks, bias_CH, sinks_H, jnp.asarray(position), key_data_B2, starts_NBQ)
     return blocks.joined(out_NBHQK, queries)
 
 
@@ -181,11 +182,12 @@ def _attend(
     k_NBGRK: jax.Array,
     v_NBGRK: jax.Array,
     bias_CH: jax.Array | None,
+    sinks_H: jax.Array | None,
     position: jax.Array,
     key_data_B2: jax.Array | None,
     starts_NBQ: jax.Array | None,
 ) -> jax.Array:
-    return _forward(blocks, q_NBHQK, k_NBGRK, v_NBGRK, bias_CH, position, key_data_B2, starts_NBQ)[0]
+    return _forward(blocks, q_NBHQK, k_NBGRK, v_NBGRK, bias_CH, sinks_H, position, key_data_B2, starts_NBQ)[0]
 
 
 def _forward(
@@ -194,6 +196,7 @@ def _forward(
     k_NBGRK: jax.Array,
     v_NBGRK: jax.Array,
     bias_CH: jax.Array | None,
+    sinks_H: jax.Array | None,
     position: jax.Array,
     key_data_B2: jax.Array | None,
     starts_NBQ: jax.Array | None,
@@ -217,19 +220,23 @@ def _forward(
 
     zeros_NBHQK = jnp.zeros(q_NBHQK.shape, jnp.float32)
     zeros_NBHQ = zeros_NBHQK[..., 0]
-    # A further logit of 0 is the initial maximum and sum.
+    # A further logit is the initial maximum, and its weight of 1 the initial sum.
     most, total = (0.0, 1.0) if blocks.form.has_extra_logit else (-jnp.inf, 0.0)
-    start = (zeros_NBHQK, jnp.full_like(zeros_NBHQ, most), jnp.full_like(zeros_NBHQ, total))
+    most_NBHQ = jnp.full_like(zeros_NBHQ, most)
+    if sinks_H is not None:
+        most_NBHQ = most_NBHQ + sinks_H.astype(jnp.float32)[None, None, :, None]
+    start = (zeros_NBHQK, most_NBHQ, jnp.full_like(zeros_NBHQ, total))
     (out_NBHQK, most_NBHQ, sum_NBHQ), _ = around_the_ring(blocks, pairs, add_pairs, start, (k_NBGRK, v_NBGRK))
     out_NBHQK = checkpoint_name((out_NBHQK / sum_NBHQ[..., None]).astype(q_NBHQK.dtype), ATTENTION)
     lse_NBHQ = checkpoint_name(most_NBHQ + jnp.log(sum_NBHQ), ATTENTION)
-    return out_NBHQK, (q_NBHQK, k_NBGRK, v_NBGRK, bias_CH, position, key_data_B2, starts_NBQ, out_NBHQK, lse_NBHQ)
+    saved = (q_NBHQK, k_NBGRK, v_NBGRK, bias_CH, sinks_H, position, key_data_B2, starts_NBQ, out_NBHQK, lse_NBHQ)
+    return out_NBHQK, saved
 
 
 def _backward(
     blocks: Blocks, saved: tuple[jax.Array, ...], out_grads_NBHQK: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None, None, None]:
-    q_NBHQK, k_NBGRK, v_NBGRK, bias_CH, position, key_data_B2, starts_NBQ, out_NBHQK, lse_NBHQ = saved
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None, None, None, None]:
+    q_NBHQK, k_NBGRK, v_NBGRK, bias_CH, sinks_H, position, key_data_B2, starts_NBQ, out_NBHQK, lse_NBHQ = saved
     dtype = q_NBHQK.dtype
     products_NBHQK = out_grads_NBHQK.astype(jnp.float32) * out_NBHQK.astype(jnp.float32)
     mean_NBHQ = products_NBHQK.sum(-1)
@@ -270,7 +277,11 @@ def _backward(
     k_grads_NBGRK, v_grads_NBGRK = (x.swapaxes(3, 4).astype(dtype) for x in kv_grads_NBGKR)
     if bias_CH is not None:
         bias_grads_CH = bias_grads_CH.astype(bias_CH.dtype)
-    return q_grads_NBHQK.astype(dtype), k_grads_NBGRK, v_grads_NBGRK, bias_grads_CH, None, None, None
+    sinks_grads_H = None
+    if sinks_H is not None:  # the value at a sink is 0
+        probabilities_NBHQ = jnp.exp(sinks_H.astype(jnp.float32)[None, None, :, None] - lse_NBHQ)
+        sinks_grads_H = -(probabilities_NBHQ * mean_NBHQ).sum((0, 1, 3)).astype(sinks_H.dtype)
+    return q_grads_NBHQK.astype(dtype), k_grads_NBGRK, v_grads_NBGRK, bias_grads_CH, sinks_grads_H, None, None, None
 
 
 _attend.defvjp(_forward, _backward)

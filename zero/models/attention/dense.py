@@ -25,6 +25,7 @@ def dense_attention(
     *,
     form: Form = PLAIN,
     bias_CH: jax.Array | None = None,
+    sinks_H: jax.Array | None = None,
     keys_B: jax.Array | None = None,
     starts_BT: jax.Array | None = None,
 ) -> jax.Array:
@@ -37,6 +38,7 @@ def dense_attention(
       position: position of the first query.
       form: the form of the scores.
       bias_CH: added to the scores by bucket of distance, as in T5.
+      sinks_H: the further logit of each head, if the form has one; None for 0.
       keys_B: one random key per row, or None for no dropout.
       starts_BT: the first key that each query sees, int32: the start of its segment; None for key 0.
     """
@@ -48,9 +50,11 @@ def dense_attention(
     scores_BHTS, _ = divided_and_capped(scores_BGXS.reshape(shape_BHTS), form, q_BTHK.shape[-1])
     scores_BHTS = biased_and_masked(scores_BHTS, t_T1, s_1S, form, bias_CH, starts_BT)
     if form.has_extra_logit:
-        most_BHT1 = jnp.maximum(lax.stop_gradient(scores_BHTS.max(-1, keepdims=True)), 0)
+        sinks_1H11 = jnp.zeros(1) if sinks_H is None else sinks_H.astype(jnp.float32)
+        sinks_1H11 = sinks_1H11[None, :, None, None]
+        most_BHT1 = lax.stop_gradient(jnp.maximum(scores_BHTS.max(-1, keepdims=True), sinks_1H11))
         weights_BHTS = jnp.exp(scores_BHTS - most_BHT1)
-        probabilities_BHTS = weights_BHTS / (weights_BHTS.sum(-1, keepdims=True) + jnp.exp(-most_BHT1))
+        probabilities_BHTS = weights_BHTS / (weights_BHTS.sum(-1, keepdims=True) + jnp.exp(sinks_1H11 - most_BHT1))
     else:
         probabilities_BHTS = jax.nn.softmax(scores_BHTS)
     probabilities_BHTS = dropout(probabilities_BHTS, form.dropout_rate, keys_B, form.cut.of_heads).astype(q_BTHK.dtype)

@@ -77,6 +77,11 @@ def data_rules(config: Config, size: GPTConfig) -> Mistakes:
                 yield key, f"{shown(expected)}, {has_rows}"
     if data.isolate_documents and size.layer == "gated_units":
         yield "data.isolate_documents", f"false, as model.size={config.model.size} has gated units"
+    switch = size.rotary_switch
+    if switch is not None and data.isolate_documents and data.max_context > switch:
+        yield "data.isolate_documents", f"false, as rotary frequencies depend on the length of rows beyond {switch}"
+    if switch is not None and config.training.sample_tokens >= switch:
+        yield "training.sample_tokens", f"less than {switch}, beyond which rotary frequencies depend on the length"
     if data.resume_step is not None and config.resume is None and config.mode == "train":
         yield "data.resume_step", "null without --resume"
 
@@ -124,6 +129,8 @@ def tuning_rules(config: Config, size: GPTConfig) -> Mistakes:
     for name in sorted(lacking & {*(tuning.targets or ())}):
         why = "its MLP has no gate" if size.experts is None else "adapters are not for experts"
         yield "tuning.targets", f"products without {name}, as {why} in {of_model}"
+    if tuning.dropout and tuning.method == "dora":
+        yield "tuning.dropout", "0, as tuning.method=dora scales the products of base and adapters together"
     if tuning.base_dtype in FORMS and zero.tensor_shards > 1:
         yield (
             "tuning.base_dtype",

@@ -164,7 +164,7 @@ class Optimizer:
 
 @dataclass
 class Tuning:
-    method: str = one_of("all", "lora")
+    method: str = one_of("all", "lora", "dora")
     rank: int = at_least(1)
     alpha: float = positive()
     dropout: float = fraction_below_one()
@@ -206,6 +206,7 @@ class Evaluate:
     validation: Any = boolean()
     index: Any = checked(_is_validation, f"{_PATHS}, {_SETS}, or null")
     harness: list[str] = MISSING
+    adapters: list[str] | None = list_of(not_empty())
     context: int | None = at_least(2)
     stride: int | None = at_least(1)
     carry: Any = boolean()

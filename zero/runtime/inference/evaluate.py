@@ -11,9 +11,10 @@ from zero.models.config import GPTConfig
 from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
+from zero.runtime.inference.adapted_models import adapted_models
 from zero.runtime.inference.harness_tasks import run_tasks
 from zero.runtime.inference.scoring import Scorer, score_sets
-from zero.runtime.inference.trained_model import open_model
+from zero.runtime.inference.trained_model import open_model, place_model
 from zero.runtime.preparing.manifest import check_end_of_text
 from zero.runtime.streaming.index_files import named_sets, read_index
 
@@ -26,33 +27,53 @@ RESULT_FILE = "evaluation.json"
 def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
     """Scores the whole validation set and the tasks of `evaluate.harness`; prints the result as JSON.
 
+    With `evaluate.adapters` once for each, merged into the base, whose weights are read once.
+
     Returns:
       The exit status, 0.
 
     Raises:
       UserError: there is no such run or task, or the context is longer than the model's.
     """
-    trained = open_model(config, size, rows=config.training.batch_size)
     context = config.evaluate.context or config.data.max_context
     if size.has_learned_positions and context > size.block_size:
         raise UserError(
             f"evaluate.context={context}: expected at most {size.block_size}, the learned positions of the model"
         )
-    scorer = Scorer(trained, context, config.training.batch_size)
-    result: dict[str, Any] = {"run": str(config.model.model_path), "step": trained.step, "context": context}
-    if config.evaluate.validation:
-        index = config.evaluate.index or config.data.index_path_validation
-        sets = named_sets(index, config.data.bucket_path)
-        if config.data.isolate_documents:
-            paths = [path for one in sets.values() for path in ([one] if isinstance(one, str) else one)]
-            check_end_of_text([shard.path for path in paths for shard in read_index(path)], trained.tokenizer)
-        stride = None if config.evaluate.carry else config.evaluate.stride or -(-context // 2)
-        result |= score_sets(scorer, sets, context, stride, config.training.loss_on == "completion")
-    if config.evaluate.harness:
-        result["harness"] = run_tasks(scorer, context, config.evaluate.harness)
-    if trained.host == 0:
+    result: dict[str, Any] = {"run": str(config.model.model_path)}
+    rows = config.training.batch_size
+    if config.evaluate.adapters is None:
+        trained = open_model(config, size, rows)
+        result |= {"step": trained.step, "context": context, **_scores(config, Scorer(trained, context, rows), context)}
+        host = trained.host
+    else:
+        model, host = place_model(config, size, rows)
+        result |= {"context": context, "adapters": {}}
+        scorer = None
+        for place, trained in adapted_models(config, model, host):
+            scorer = Scorer(trained, context, rows) if scorer is None else scorer.of(trained)
+            result["adapters"][place] = {"step": trained.step, **_scores(config, scorer, context)}
+            log.info("%s is scored", place)
+    if host == 0:
         text = json.dumps(result, indent=2)
         (run_directory / RESULT_FILE).write_text(text + "\n")
         print(text)
         log.info("written to %s", run_directory / RESULT_FILE)
     return 0
+
+
+def _scores(config: Config, scorer: Scorer, context: int) -> dict[str, Any]:
+    """The means of the validation set, and under "harness" the results of the tasks."""
+    result: dict[str, Any] = {}
+    if config.evaluate.validation:
+        index = config.evaluate.index or config.data.index_path_validation
+        sets = named_sets(index, config.data.bucket_path)
+        if config.data.isolate_documents:
+            paths = [path for one in sets.values() for path in ([one] if isinstance(one, str) else one)]
+            tokenizer = scorer.trained.tokenizer
+            check_end_of_text([shard.path for path in paths for shard in read_index(path)], tokenizer)
+        stride = None if config.evaluate.carry else config.evaluate.stride or -(-context // 2)
+        result |= score_sets(scorer, sets, context, stride, config.training.loss_on == "completion")
+    if config.evaluate.harness:
+        result["harness"] = run_tasks(scorer, context, config.evaluate.harness)
+    return result

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from zero.partition.layout import PyTree
+from zero.runtime.errors import UserError
 from zero.training.programs import Inference, split_rows
 
 SMALLEST_BUCKET = 16
@@ -33,13 +34,17 @@ def generate(
 
     `prompts` are token ids, at least one each. The sampled tokens depend on the seed, the row and the position, not
     on devices.
+
+    Raises:
+      UserError: the frequencies of rotary positions would change within a text.
     """
     local = len(jax.tree.leaves(params)[0])
     groups = local // programs.tensor * jax.process_count()
     shortest, longest = min(map(len, prompts)), max(map(len, prompts))
     chunks = -(-(longest + count - shortest) // chunk)
     rows = -(-len(prompts) // groups)
-    tokens = np.full((groups * rows, bucket(shortest + chunks * chunk)), -1, np.int32)
+    end = shortest + chunks * chunk
+    tokens = np.full((groups * rows, _width(programs, shortest, end)), -1, np.int32)
     tokens[:, :shortest] = 0
     for row, prompt in zip(tokens, prompts, strict=False):
         row[: len(prompt)] = prompt
@@ -54,3 +59,19 @@ def generate(
     for done in range(1, chunks + 1):
         state, every = programs.extend(params, state, split(keys), chunk)
         yield np.asarray(every)[: len(prompts), : shortest + done * chunk]
+
+
+def _width(programs: Inference, shortest: int, end: int) -> int:
+    """The positions of the cache for texts of up to `end`, which choose the frequencies of rotary positions."""
+    switch = programs.switch
+    if switch is None:
+        return bucket(end)
+    if end <= switch:
+        return min(bucket(end), switch)
+    if shortest <= switch or programs.grows:
+        longer = "" if programs.grows else f", or that all prompts are longer than {switch}"
+        raise UserError(
+            f"texts of up to {end} tokens: the model's rotary frequencies change beyond {switch} positions, where keys "
+            f"in the cache would have others; expected at most {switch} tokens with the prompt{longer}"
+        )
+    return bucket(end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections import deque
@@ -50,6 +51,12 @@ class Scorer:
         self._groups = trained.model.axis.size // trained.model.axis.tensor  # of devices that take the same rows
         self._rows = -(-rows * jax.process_count() // self._groups)  # per group
         self._programs = make_inference(trained.model)
+
+    def of(self, trained: TrainedModel) -> Scorer:
+        """The same programs for other weights of the same model."""
+        other = copy.copy(self)
+        other.trained = trained
+        return other
 
     @property
     def batch_rows(self) -> int:

@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 
 
 class TrainedModel(NamedTuple):
-    """A model with its weights on the devices."""
+    """A model with its weights on the devices; the step is None for weights that are no checkpoint's."""
 
     model: ShardedGPT
     params: PyTree
     tokenizer: Tokenizer
-    step: int
+    step: int | None
     host: int
 
 
@@ -47,6 +47,13 @@ def open_model(config: Config, size: GPTConfig, rows: int) -> TrainedModel:
     Sharded by `zero.stage`; or whole on every device that has a row, if `zero.replicate` is true, or null and two
     copies fit.
     """
+    model, host = place_model(config, size, rows)
+    params, step = load_weights(Path(str(config.model.model_path)), model, config.data.resume_step, config.model.ema)
+    return TrainedModel(model, params, load_tokenizer(config.data.tokenizer), step, host)
+
+
+def place_model(config: Config, size: GPTConfig, rows: int) -> tuple[ShardedGPT, int]:
+    """The model of `open_model` as it is placed on the devices, and the number of this host."""
     host, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
     check_same_configuration(config, size)
     # One copy, over however many devices there are now, and whole rows.
@@ -62,8 +69,7 @@ def open_model(config: Config, size: GPTConfig, rows: int) -> TrainedModel:
         "sharded over" if model.stage else "whole on",
         model.axis.size,
     )
-    params, step = load_weights(Path(str(config.model.model_path)), model, config.data.resume_step, config.model.ema)
-    return TrainedModel(model, params, load_tokenizer(config.data.tokenizer), step, host)
+    return model, host
 
 
 def load_weights(run: Path, model: ShardedGPT, step: int | None, ema: bool = False) -> tuple[PyTree, int]:

@@ -11,7 +11,7 @@ from zero.runtime.config.schema import Config
 from zero.runtime.run.restore import TrainingPosition
 from zero.runtime.weights.warm_start import base_checksum, check_base, warm_start
 from zero.training.sharded_gpt import ShardedGPT
-from zero.training.tuning import hold_shards
+from zero.training.tuning import hold_shards, measure_shards
 
 
 def load_base(config: Config, model: ShardedGPT, position: TrainingPosition) -> PyTree:
@@ -28,10 +28,19 @@ def load_base(config: Config, model: ShardedGPT, position: TrainingPosition) -> 
     place, ema = str(config.model.model_path), config.model.ema if position.base is None else position.base["ema"]
     base = warm_start(place, model.base, ema=ema)
     checksum = base_checksum(base, model)
-    check_base(place, checksum, position.base)
+    check_base(f"model.model_path={place}", checksum, position.base)
     position.base = {"place": place, "ema": ema, "checksum": checksum}
     if not model.tuning.is_coded:
         return base
     layouts: Any = {"layout": model.base.layout, "held": model.frozen_layout}
     coded = partial(hold_shards, **layouts, axis=model.axis, form=model.tuning.base_dtype)
     return pmap(coded, model.axis.name)(base)
+
+
+def fit_to_base(adapters: PyTree, frozen: PyTree, model: ShardedGPT) -> PyTree:
+    """New adapters, which change nothing of this base: magnitudes are the norms of its columns."""
+    if model.tuning is None or not model.tuning.adapters.has_magnitudes:
+        return adapters
+    layouts: Any = {"layout": model.base.layout, "held": model.frozen_layout, "low": model.layout}
+    measure = partial(measure_shards, **layouts, axis=model.axis, tuning=model.tuning)
+    return pmap(measure, model.axis.name)(frozen, adapters)

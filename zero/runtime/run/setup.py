@@ -19,6 +19,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from zero.models.config import GPTConfig
+from zero.partition.layout import PyTree
 from zero.partition.memory import memory
 from zero.runtime import run_directory as run_files
 from zero.runtime import storage
@@ -34,7 +35,7 @@ from zero.runtime.job import Job, make_job
 from zero.runtime.preparing.manifest import check_end_of_text
 from zero.runtime.preparing.prepare_if_missing import prepare_if_missing
 from zero.runtime.run.active_run import ActiveRun
-from zero.runtime.run.frozen_base import load_base
+from zero.runtime.run.frozen_base import fit_to_base, load_base
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.restore import TrainingPosition, restore
 from zero.runtime.run.statistics import StatisticsRecorder
@@ -109,7 +110,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             return
         frozen = load_base(config, model, position)
         if state is None:
-            state = _new_state(config, job)
+            state = _new_state(config, job, frozen)
         tracker, goodput = None, Goodput(startup.process_age())
         if host == 0:
             if config.resume is not None and not is_fork:
@@ -411,7 +412,7 @@ def _line_of(run_directory: Path, step: int) -> dict[str, Any] | None:
     return next((line for line in lines if line["step"] == step), None)
 
 
-def _new_state(config: Config, job: Job) -> TrainState:
+def _new_state(config: Config, job: Job, frozen: PyTree) -> TrainState:
     """The state of a fresh start, made on the devices, in shards; its weights are random or those of a warm start."""
     programs = job.programs
     if config.tuning.adapter is not None:
@@ -419,7 +420,8 @@ def _new_state(config: Config, job: Job) -> TrainState:
     if config.model.warm_start and job.model.tuning is None:
         return programs.start(warm_start(str(config.model.model_path), job.model, ema=config.model.ema))
     key = np.asarray(jax.random.key_data(jax.random.key(config.seed)))
-    return programs.start(programs.init(np.stack([key] * jax.local_device_count())))
+    new = programs.init(np.stack([key] * jax.local_device_count()))
+    return programs.start(fit_to_base(new, frozen, job.model))
 
 
 def _write_run_files(run_directory: Path, config: Config, job: Job, forked_at: int | None) -> None:

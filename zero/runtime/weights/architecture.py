@@ -41,15 +41,25 @@ class Architecture:
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys
     written: Mapping[str, Any] = field(default_factory=dict)  # keys of an export that do not concern the weights
     rotary: tuple[str, str | None] | None = None  # keys of the base of rotary positions and of the rotated fraction
-    scales_rotary: bool = True  # rotary positions may be scaled by `rotary_scaling`
+    scalings: tuple[str, ...] = (
+        "linear",
+        "llama3",
+        "yarn",
+        "yarn_unrounded",
+        "dynamic",
+        "longrope",
+    )  # kinds of `rotary_scaling`
+    scaling_aliases: Mapping[str, str] = field(default_factory=dict)  # other names of these
     local_rotary: tuple[str, float] | None = None  # key and default of the base in layers with windows
     unrotated: int | None = None  # the default of no_rope_layer_interval
     window_period: int = 2  # where layer_types are absent, the last of so many layers has no window
     legacy: Mapping[str, Any] = field(default_factory=dict)  # values of old folders that mean those of `fixed`
     windows: str = ""  # their key: "sliding_window", "layer_types", "attention_types", or "" for no windows
     is_transposed: bool = True  # kernels are stored `(out, in)`
-    # Modules with one name share a tensor: query, key and value head by head ("head"), or one after another ("rows").
+    # Modules with one name share a tensor: query, key and value head by head ("head"), or one after another ("rows"),
+    # or gate and input of the MLP in turn ("columns").
     fused: str | None = None
+    bare: tuple[str, ...] = ()  # modules that are tensors: `NAME` as zero has it, of all experts, and `NAME_bias`
     width_divides: bool = False  # transformers refuses an embedding_dim that does not divide by num_head
 
     def choices(self) -> dict[str, Any]:
@@ -61,7 +71,7 @@ class Architecture:
         free = {*self.keys.values(), *(("windows",) if self.windows else ())}
         if self.rotary is not None:
             free |= {"rotary_base", *(("rotary_fraction",) if self.rotary[1] else ())}
-            free |= {"rotary_scaling"} if self.scales_rotary else set()
+            free |= {"rotary_scaling"} if size.rotary_kind in self.scalings else set()
         free |= {"local_rotary_base"} if self.local_rotary else set()
         free |= {"unrotated_every"} if self.unrotated else set()
         if free & {"score_width", "score_multiplier"} and not isinstance(size.attention_scale, str):
@@ -100,7 +110,15 @@ class Architecture:
     def tensor_name(self, leaf: str) -> str:
         """`h.{}.attn.c_attn.weight` for `blocks/query/kernel`, with `{}` for the numbers of layer and expert."""
         module, _, kind = leaf.rpartition("/")
-        return f"{self.modules[module]}.{'bias' if kind == 'bias' else 'weight'}"
+        name = self.modules[module]
+        if name in self.bare:
+            return name + "_bias" * (kind == "bias")
+        return f"{name}.{'bias' if kind == 'bias' else 'weight'}"
+
+    def _is_turned(self, leaf: str) -> bool:
+        """Whether a tensor is `(out, in)`."""
+        module, _, kind = leaf.rpartition("/")
+        return self.is_transposed and kind == "kernel" and self.modules[module] not in self.bare
 
     def full_name(self, leaf: str) -> str:
         """`tensor_name` as it is in the files."""
@@ -112,7 +130,7 @@ class Architecture:
             return (size.vocab_size, size.embedding_dim)
         shape = leaf.shape[self.tensor_name(leaf.name).count("{}") :]
         shape = (*shape[:-1], sum(_width(part, size) for part in self._parts(leaf)) or shape[-1])
-        return shape[::-1] if self.is_transposed and leaf.path[-1] == "kernel" else shape
+        return shape[::-1] if self._is_turned(leaf.name) else shape
 
     def pack(self, leaf: str, arrays: Sequence[np.ndarray], size: GPTConfig) -> np.ndarray:
         """The tensor of a leaf, or of the leaves of query, key and value; leading dimensions stay."""
@@ -122,16 +140,18 @@ class Architecture:
         if len(arrays) > 1 and self.fused == "head":
             heads = [x.reshape(*x.shape[:-1], size.num_head, -1) for x in arrays]
             whole = np.stack(heads, axis=-2).reshape(*whole.shape[:-1], -1)
+        elif len(arrays) > 1 and self.fused == "columns":
+            whole = np.stack(arrays, axis=-1).reshape(*whole.shape[:-1], -1)
         elif len(arrays) > 1:
             whole = np.concatenate(arrays, axis=-1)
-        return whole.swapaxes(-1, -2) if self.is_transposed and leaf.endswith("kernel") else whole
+        return whole.swapaxes(-1, -2) if self._is_turned(leaf) else whole
 
     def unpack(self, leaf: LeafLayout, tensor: np.ndarray, size: GPTConfig) -> np.ndarray:
         """The leaf, or one layer and expert of it, from its tensor; the inverse of `pack`."""
         if leaf.path[0] in (VOCABULARY, HEAD):
             rows = size.vocab_chunks * size.chunk_rows - size.vocab_size
             return np.pad(tensor, ((0, rows), (0, 0))).reshape(leaf.shape)
-        if self.is_transposed and leaf.path[-1] == "kernel":
+        if self._is_turned(leaf.name):
             tensor = tensor.swapaxes(-1, -2)
         parts = self._parts(leaf)
         if not parts:
@@ -139,6 +159,8 @@ class Architecture:
         outer, place = tensor.shape[:-1], parts.index(leaf.path[-2])
         if self.fused == "head":
             return tensor.reshape(*outer, size.num_head, 3, -1).take(place, axis=-2).reshape(*outer, -1)
+        if self.fused == "columns":
+            return tensor[..., place :: len(parts)]
         first = sum(_width(part, size) for part in parts[:place])
         return tensor[..., first : first + _width(parts[place], size)]
 

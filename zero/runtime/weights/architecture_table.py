@@ -304,7 +304,8 @@ PHI3 = Architecture(
     fixed={"hidden_act": "silu", "embd_pdrop": 0.0},
     windows="sliding_window",
     written={"pad_token_id": None},
-    scales_rotary=False,  # to transformers "yarn" is longrope here
+    scalings=("longrope",),
+    scaling_aliases={"su": "longrope", "yarn": "longrope"},  # as transformers has it for this one
     fused="rows",
     **{
         **_LLAMA_SHARED,
@@ -406,6 +407,48 @@ QWEN3_MOE = Architecture(
         "modules": _expert_modules("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
     },
 )
+GPT_OSS = Architecture(
+    model_type="gpt_oss",
+    class_name="GptOssForCausalLM",
+    family="gpt_oss",
+    fixed={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    windows="layer_types",
+    scalings=("linear", "llama3", "yarn", "yarn_unrounded"),
+    fused="columns",
+    bare=("layers.{}.self_attn.sinks", "layers.{}.mlp.experts.gate_up_proj", "layers.{}.mlp.experts.down_proj"),
+    **{
+        **_LLAMA_SHARED,
+        "keys": {**_LLAMA_KEYS, "num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"},
+        "absent": {
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "rope_theta": 1.5e5,
+            "num_experts_per_tok": 4,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+                "rope_theta": 1.5e5,
+            },
+        },
+        "modules": _ATTENTION_MODULES
+        | _layers(
+            {
+                "sinks": "self_attn.sinks",
+                "experts/router": "mlp.router",
+                "experts/mlp_gate": "mlp.experts.gate_up_proj",
+                "experts/mlp_in": "mlp.experts.gate_up_proj",
+                "experts/mlp_out": "mlp.experts.down_proj",
+            },
+            "layers",
+        ),
+    },
+)
 GEMMA = Architecture(
     model_type="gemma",
     class_name="GemmaForCausalLM",
@@ -490,14 +533,13 @@ GEMMA3 = Architecture(
 )
 # If several equal a model, the first is exported.
 _LLAMAS = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, OLMO2, OLMO3, GRANITE, PHI3)
-_ALL = (GPT2, BLOOM, GPT_NEO, GPT_NEOX, *_LLAMAS, GEMMA, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE)
+_ALL = (GPT2, BLOOM, GPT_NEO, GPT_NEOX, *_LLAMAS, GEMMA, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS)
 ARCHITECTURES = {one.model_type: one for one in _ALL}
 # What models that are asked for have and no model of zero has.
 MISSING = {
     "deepseek_v2": "latent attention (compressed keys and values) and shared experts",
     "deepseek_v3": "latent attention (compressed keys and values), shared experts and routing by groups with biases",
     "gemma3": "images; a folder of the text alone (gemma3_text) is read",
-    "gpt_oss": "learned logits of attention sinks, biases of experts and a clamped SwiGLU",
     "llama4": "images; llama4_text has what is missing for text",
     "llama4_text": "shared experts, gates before experts, chunked attention and scaling of queries by position",
 }

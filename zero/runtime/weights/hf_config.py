@@ -119,7 +119,7 @@ def _read_rotary(origin: str, config: Mapping[str, Any], architecture: Architect
     assert architecture.rotary is not None
     base, fraction = architecture.rotary
     name, found = "rope_scaling" if config.get("rope_scaling") else "rope_parameters", dict[str, Any]()
-    parameters = config.get(name) or {}
+    parameters = config.get(name) or architecture.absent.get("rope_parameters") or {}
     if architecture.local_rotary is not None:
         by_type = config.get("rope_parameters") or {}
         parameters = {**(by_type.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
@@ -128,7 +128,8 @@ def _read_rotary(origin: str, config: Mapping[str, Any], architecture: Architect
             raise UserError(f"{origin}: rope_type of sliding_attention is {kind!r}, a GPT of zero has 'default'")
         found["local_rotary_base"] = float(local.get("rope_theta", config.get(key, default)))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    known = _SCALINGS if architecture.scales_rotary else ("default",)
+    kind = architecture.scaling_aliases.get(kind, kind)
+    known = ("default", *architecture.scalings)
     if kind not in known:
         raise UserError(
             f"{origin}: {name} has rope_type {kind!r}, with which these weights were trained; "
@@ -149,8 +150,6 @@ def _numbers(origin: str, kind: str, parameters: Mapping[str, Any], keys: tuple[
 
 
 def _read_yarn(origin: str, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Any, ...]:
-    if not parameters.get("truncate", True):
-        raise UserError(f"{origin}: truncate of rope_type 'yarn' is false, a GPT of zero has true")
     context = config.get("max_position_embeddings")
     original = config.get(_ORIGINAL) or parameters.get(_ORIGINAL) or context
     factor = parameters.get("factor") or float(context or 0) / float(original or 1)
@@ -161,7 +160,27 @@ def _read_yarn(origin: str, parameters: Mapping[str, Any], config: Mapping[str, 
         over, under = scales if all(scales) else (1.0, 0.0)
         length = _yarn_length(float(factor), float(over or 1)) / _yarn_length(float(factor), float(under or 0))
     given |= {"beta_fast": parameters.get("beta_fast") or 32, "beta_slow": parameters.get("beta_slow") or 1}
-    return ("yarn", *_numbers(origin, "yarn", given | {"attention_factor": length}, _YARN))
+    kind = "yarn" if parameters.get("truncate", True) else "yarn_unrounded"
+    return (kind, *_numbers(origin, "yarn", given | {"attention_factor": length}, _YARN))
+
+
+def _read_dynamic(origin: str, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The original context is `max_position_embeddings`, whatever other keys there are: what transformers reads."""
+    given = {**parameters, _CONTEXT: config.get(_CONTEXT)}
+    return ("dynamic", *_numbers(origin, "dynamic", given, ("factor", _CONTEXT)))
+
+
+def _read_longrope(origin: str, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Any, ...]:
+    context = config.get(_CONTEXT)
+    original = float(config.get(_ORIGINAL) or parameters.get(_ORIGINAL) or context or 0)
+    length = parameters.get("attention_factor")
+    if length is None:  # as transformers infers it
+        factor = float(parameters.get("factor") or float(context or 0) / (original or 1))
+        length = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    divisors = [float(x) for key in _DIVISORS for x in parameters.get(key) or ()]
+    if not divisors or len(parameters[_DIVISORS[0]]) != len(parameters[_DIVISORS[1]]):
+        raise UserError(f"{origin}: rope_type 'longrope' expects as many numbers in short_factor as in long_factor")
+    return ("longrope", original, float(length), *divisors)
 
 
 def _yarn_length(factor: float, scale: float) -> float:
@@ -169,36 +188,58 @@ def _yarn_length(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-_ORIGINAL = "original_max_position_embeddings"
+_ORIGINAL, _CONTEXT = "original_max_position_embeddings", "max_position_embeddings"
+_DIVISORS = ("short_factor", "long_factor")
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
 _YARN = ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor")
-_KEYS = {"linear": ("factor",), "yarn": _YARN}
+_KEYS = {
+    "linear": ("factor",),
+    "llama3": _LLAMA3,
+    "yarn": _YARN,
+    "yarn_unrounded": _YARN,
+    "dynamic": ("factor", _CONTEXT),
+}
 _SCALINGS: dict[str, Callable[[str, Mapping[str, Any], Mapping[str, Any]], tuple[Any, ...] | None]] = {
     "default": lambda origin, parameters, config: None,
     "linear": lambda origin, parameters, config: ("linear", *_numbers(origin, "linear", parameters, ("factor",))),
     "llama3": lambda origin, parameters, config: _numbers(origin, "llama3", parameters, _LLAMA3),
     "yarn": _read_yarn,
+    "dynamic": _read_dynamic,
+    "longrope": _read_longrope,
 }
 
 
 def _write_rotary(architecture: Architecture, size: GPTConfig) -> dict[str, Any]:
     if architecture.rotary is None:
         return {}
-    scaling = dict[str, Any]()
-    if size.rotary_scaling is not None:
-        kind, *numbers = size.rotary_scaling
-        keys = _KEYS[kind] if isinstance(kind, str) else _LLAMA3
-        values = numbers if isinstance(kind, str) else size.rotary_scaling
-        scaling = {"rope_type": kind if isinstance(kind, str) else "llama3", **dict(zip(keys, values, strict=True))}
-        if _ORIGINAL in scaling:
-            scaling[_ORIGINAL] = int(scaling[_ORIGINAL])
+    scaling = _scaling_keys(size)
+    beside = {_CONTEXT: scaling.pop(_CONTEXT)} if _CONTEXT in scaling else {}
+    if size.rotary_kind == "longrope":  # Phi-3's classes read it here only
+        beside[_ORIGINAL] = scaling[_ORIGINAL]
     base, fraction = architecture.rotary
     if architecture.local_rotary is not None:
         full = {"rope_type": "default", "rope_theta": size.rotary_base, **scaling}
         local = {"rope_type": "default", "rope_theta": size.local_rotary_base}
-        return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+        return {"rope_parameters": {"full_attention": full, "sliding_attention": local}, **beside}
     content = {base: size.rotary_base} | ({} if fraction is None else {fraction: size.rotary_fraction})
-    return content | ({"rope_scaling": scaling} if scaling else {})
+    if not scaling and "rope_parameters" in architecture.absent:  # else the class would scale
+        return content | {"rope_parameters": {"rope_type": "default", "rope_theta": size.rotary_base}}
+    return content | ({"rope_scaling": scaling} if scaling else {}) | beside
+
+
+def _scaling_keys(size: GPTConfig) -> dict[str, Any]:
+    """The keys of `rotary_scaling` in a config.json; empty without one."""
+    if size.rotary_scaling is None:
+        return {}
+    kind, numbers = str(size.rotary_kind), size.rotary_numbers
+    if kind == "longrope":
+        original, length, *divisors = numbers
+        pairs = len(divisors) // 2
+        by_length = dict(zip(_DIVISORS, (divisors[:pairs], divisors[pairs:]), strict=True))
+        return {"rope_type": kind, _ORIGINAL: int(original), "attention_factor": length, **by_length}
+    named = {"rope_type": "yarn", "truncate": False} if kind == "yarn_unrounded" else {"rope_type": kind}
+    scaling: dict[str, Any] = {**named, **dict(zip(_KEYS[kind], numbers, strict=True))}
+    return scaling | {key: int(scaling[key]) for key in (_ORIGINAL, _CONTEXT) if key in scaling}
 
 
 def _rotated(every: int, layers: int) -> list[int]:

@@ -17,6 +17,7 @@ from zero.partition.layout import LeafLayout, PyTree
 from zero.runtime.errors import UserError
 from zero.runtime.parsing import json_object, reading
 from zero.runtime.weights.hf_config import read_architecture, read_choices
+from zero.runtime.weights.mxfp4 import decoded
 from zero.training.sharded_gpt import ShardedGPT
 
 CONFIG_FILE = "config.json"
@@ -62,6 +63,7 @@ class HuggingFaceFolder:
                 file = stack.enter_context(safe_open(path, "numpy"))
             prefix = self.architecture.prefix
             tensors |= {key.removeprefix(prefix): file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+        tensors = decoded(tensors)
         head = self.architecture.modules.get(HEAD)
         if head is None or self._is_tied:
             # Some folders hold the output matrix although it is the embedding's.

@@ -12,7 +12,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from zero.models.adapters import LORA_A, LORA_B, Adapters
+from zero.models.adapters import LORA_A, LORA_B, MAGNITUDE, PRODUCTS, Adapters
+from zero.models.config import STACK, GPTConfig
 from zero.partition.global_arrays import from_global, global_shapes
 from zero.partition.layout import LeafLayout, PyTree
 from zero.runtime.errors import Unavailable, UserError, first_line
@@ -23,11 +24,10 @@ from zero.training.sharded_gpt import ShardedGPT
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of names: PEFT's model holds the model of transformers
-_HALVES = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}
+_PARTS = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 # Keys of adapter_config.json that change the computation, and the values with which it is that of zero.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "use_dora": (False, None),
     "use_rslora": (False, None),
     "bias": ("none", None),
     "modules_to_save": (None, []),
@@ -78,6 +78,7 @@ def write_peft(
         "r": adapters.rank,
         "target_modules": sorted(modules),
         "task_type": "CAUSAL_LM",
+        "use_dora": adapters.has_magnitudes,
     }
     try:
         save_file(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
@@ -92,14 +93,38 @@ def tensor_name(leaf: str, architecture: Architecture) -> str:
     Raises:
       UserError: the product shares its tensor with others in this architecture.
     """
-    module, _, half = leaf.rpartition("/")
+    module, _, part = leaf.rpartition("/")
     name = architecture.modules[module]
     if list(architecture.modules.values()).count(name) > 1:
         raise UserError(
             f"tuning.targets: {module.rpartition('/')[2]} shares the tensor {name} with other products in "
             f"{architecture.model_type}, where PEFT has one adapter for all; zero-weights merge writes whole weights"
         )
-    return f"{_PREFIX}{architecture.prefix}{name}.{_HALVES[half]}"
+    return f"{_PREFIX}{architecture.prefix}{name}.{_PARTS[part]}"
+
+
+def peft_adapters(folder: Path, size: GPTConfig) -> Adapters:
+    """The rank, the scale and the products of the adapters in a folder of PEFT, without dropout.
+
+    Raises:
+      UserError: it holds none for this model.
+    """
+    path, architecture = folder / CONFIG_FILE, architecture_of(size)
+    config = json_object(path.read_bytes(), str(path))
+    with reading(f"{path}: expected numbers r and lora_alpha"):
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    with _opened(folder) as file:
+        names = set(file.keys())
+    targets = [name for name in PRODUCTS if f"{STACK}/{name}" in architecture.modules]
+    found = [name for name in targets if tensor_name(f"{STACK}/{name}/{LORA_A}", architecture).format(0) in names]
+    if not found:
+        raise UserError(f"{folder}: holds no adapter of a product of {architecture.model_type}")
+    return Adapters(rank, alpha, targets=tuple(found), has_magnitudes=bool(config.get("use_dora")))
+
+
+def _opened(folder: Path) -> Any:
+    with reading(f"{folder / WEIGHTS_FILE}: not a safetensors file", SafetensorError):
+        return safe_open(folder / WEIGHTS_FILE, "numpy")
 
 
 def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
@@ -120,10 +145,11 @@ def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
         if config.get(key) != own:
             name = {"r": "rank", "lora_alpha": "alpha"}[key]
             raise UserError(f"{path}: {key} is {config.get(key)!r}, expected tuning.{name}={own:g}")
+    if bool(config.get("use_dora")) != adapters.has_magnitudes:
+        method = "lora" if adapters.has_magnitudes else "dora"
+        raise UserError(f"{path}: use_dora is {config.get('use_dora', False)}, expected with tuning.method={method}")
     architecture = architecture_of(model.config)
-    with reading(f"{folder / WEIGHTS_FILE}: not a safetensors file", SafetensorError):
-        file = safe_open(folder / WEIGHTS_FILE, "numpy")
-    with file:
+    with _opened(folder) as file:
         left_over = set(file.keys())
 
         def read(leaf: LeafLayout, target: jax.ShapeDtypeStruct) -> jax.Array:

@@ -97,9 +97,15 @@ def weights_of_step(checkpoints: Checkpoints, step: int, model: ShardedGPT, with
         return restore_weights(checkpoints, step, model, within)
     tuned, saved = dataclasses.replace(model, tuning=tuning), saved_base(f"{checkpoints.directory}, step {step}", meta)
     base = warm_start(saved["place"], tuned.base, ema=saved["ema"])
-    check_base(saved["place"], base_checksum(base, tuned), saved)
-    adapters = restore_weights(checkpoints, step, tuned, within)
-    merge = partial(merge_shards, layout=tuned.base.layout, low=tuned.layout, axis=model.axis, tuning=tuning)
+    check_base(f"model.model_path={saved['place']}", base_checksum(base, tuned), saved)
+    return merged_weights(base, restore_weights(checkpoints, step, tuned, within), tuned, model)
+
+
+def merged_weights(base: PyTree, adapters: PyTree, tuned: ShardedGPT, model: ShardedGPT) -> PyTree:
+    """Weights in shards for a pmap of `model`, which has no adapters, from those of `tuned`, which has."""
+    assert tuned.tuning is not None
+    layout = tuned.base.layout
+    merge = partial(merge_shards, layout=layout, low=tuned.layout, axis=model.axis, tuning=tuned.tuning)
 
     def merged(base: PyTree, adapters: PyTree) -> PyTree:
         return model.layout.map(lambda leaf, x: x.astype(leaf.dtype), merge(base, adapters))
@@ -131,11 +137,11 @@ def base_checksum(base: PyTree, model: ShardedGPT) -> int:
     return zlib.crc32(json.dumps(sums, sort_keys=True).encode())
 
 
-def check_base(place: str, checksum: int, saved: Mapping[str, Any] | None) -> None:
-    """Raises UserError if the weights at `place` are not those that adapters were trained for."""
+def check_base(origin: str, checksum: int, saved: Mapping[str, Any] | None) -> None:
+    """Raises UserError if the weights are not those that adapters were trained for; `origin` begins the message."""
     if saved is not None and saved["checksum"] != checksum:
         raise UserError(
-            f"model.model_path={place}: the adapters were trained for other weights, those of {saved['place']} with "
+            f"{origin}: the adapters were trained for other weights, those of {saved['place']} with "
             f"checksum {saved['checksum']:08x}; these have {checksum:08x}"
         )
 

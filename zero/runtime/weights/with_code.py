@@ -64,6 +64,9 @@ def computed_keys(size: GPTConfig) -> dict[str, Any]:
       UserError: `modeling_zero.py` does not compute this model.
     """
     missing = {"layer: gated_units": size.layer == "gated_units", "experts": size.experts is not None}
+    missing["extra_logit: learned"] = size.extra_logit == "learned"
+    missing["activation: clamped_swiglu"] = size.activation == "clamped_swiglu"
+    missing[f"rotary_scaling: {size.rotary_kind}"] = size.rotary_switch is not None
     for name, is_used in missing.items():
         if is_used:
             raise UserError(f"this model has {name}, which {CODE.name} does not compute: it cannot be exported")
@@ -81,5 +84,5 @@ def computed_keys(size: GPTConfig) -> dict[str, Any]:
 
 def _rotation(size: GPTConfig, layer: int) -> dict[str, Any]:
     """Scaled frequencies, so that the code needs no rule of any scaling."""
-    frequencies_R, length = rotation_of(size, layer)
+    frequencies_R, length = rotation_of(size, layer, size.block_size)
     return {"frequencies": np.asarray(frequencies_R, np.float64).tolist(), "length": float(length)}
