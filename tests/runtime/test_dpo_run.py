@@ -1,10 +1,12 @@
 """Direct preference optimization as a whole: JSON lines and a folder in; the reference's values, learned, resumed."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pytest
 import yaml
@@ -16,12 +18,15 @@ from zero.models.families import FAMILIES
 from zero.runtime.config.check import check
 from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
+from zero.runtime.job import make_job
+from zero.runtime.planning.compile import Request, evaluation_arguments, step_arguments
 from zero.runtime.streaming.loader import Loader
 from zero.training.dpo import METRICS
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 CONTEXT, STEPS = 24, 6
+SIZE = llama.size(CONTEXT)
 SHAPE = {"embedding_dim": 48, "vocab_size": 300, "num_head": 6, "kv_heads": 2, "mlp_dim": 61, "N": 2, "dropout": 0.0}
 TRAIN, VALIDATION = (f"data/index/pairs_{split}.index" for split in ("train", "validation"))
 JOB = (
@@ -139,9 +144,19 @@ def test_damaged_reference_is_named(place: Place, tmp_path: Path) -> None:
 
 
 def configured(*overrides: str) -> Config:
-    return check(
-        compose(*(o for o in JOB if "model.size" not in o), "model.size=mine", *overrides), Only(llama.size(24))
-    )
+    return check(compose(*(o for o in JOB if "model.size" not in o), "model.size=mine", *overrides), Only(SIZE))
+
+
+def test_plan_has_the_texts_of_pairs() -> None:
+    """A planned step and evaluation take two texts per pair of a micro-batch, and the values of the reference."""
+    config = configured("mode=plan", "plan.micro_batch=3")
+    request, job = Request(config, SIZE, 3), make_job(config, SIZE)
+    arguments = step_arguments(job, request.rows, CONTEXT)
+    assert arguments[1].tokens.shape == (8, 3 * 2 * 2, CONTEXT) and arguments[1].reference.shape == (8, 3 * 2 * 2)
+    _, metrics = jax.eval_shape(job.programs.step, *arguments)
+    assert set(METRICS) < set(metrics)
+    _, _, sums = jax.eval_shape(job.programs.evaluate, *evaluation_arguments(job, request))
+    assert set(sums) == set(METRICS)
 
 
 def test_contradictions_are_refused() -> None:
@@ -164,3 +179,7 @@ def test_contradictions_are_refused() -> None:
     ):
         configured("mode=evaluate")
     configured("data.max_skipped_rows=5", *LORA)
+    with pytest.raises(
+        UserError, match=r"objective=dpo: expected likelihood, as model\.size=mine has z_loss, with a loss"
+    ):
+        check(compose(*JOB), Only(dataclasses.replace(SIZE, z_loss=1e-4)))

@@ -37,6 +37,18 @@ INST = (
     "{% else %}{% generation %}{{ ' ' + message['content'] + ' <|im_end|>' }}{% endgeneration %}{% endif %}"
     "{% endfor %}"
 )
+BARE = (  # answers whose first and last tokens may be shared with what is beside them
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
+    "{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+SHARED = [
+    [{"role": role, "content": f"{text}{i}" if not j else text} for j, (role, text) in enumerate(chat)]
+    for i in range(3)
+    for chat in [
+        [("user", "It"), ("assistant", " is sha"), ("user", "rd")],
+        [("user", "It shard "), ("user", " sh"), ("assistant", "ard")],
+    ]
+]
 CHATS = [
     [{"role": "user", "content": f"What is {i}? é<|im_start|>"}, {"role": "assistant", "content": f"It is {i}.\n\n"}]
     for i in range(12)
@@ -171,7 +183,14 @@ def test_documents_in_own_rows(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("template", "is_file", "is_marked"),
-    [(CHATML, False, True), (CHATML, True, True), (INST, False, True), (CHATML, False, False), (INST, False, False)],
+    [
+        (CHATML, False, True),
+        (CHATML, True, True),
+        (INST, False, True),
+        (CHATML, False, False),
+        (INST, False, False),
+        (BARE, False, True),
+    ],
 )
 def test_conversations_are_those_of_transformers(
     tmp_path: Path, chat_tokenizer: Path, template: str, is_file: bool, is_marked: bool
@@ -180,10 +199,11 @@ def test_conversations_are_those_of_transformers(
     ours, theirs = with_template(chat_tokenizer, tmp_path / "chat", template, is_file)
     if not is_marked:
         ours, _ = with_template(chat_tokenizer, tmp_path / "plain", re.sub("{% (end)?generation %}", "", template))
-    source = json_lines(tmp_path / "a.jsonl", [{"messages": chat} for chat in CHATS])
+    chats = SHARED if template == BARE else CHATS
+    source = json_lines(tmp_path / "a.jsonl", [{"messages": chat} for chat in chats])
     corpus = make(source, tmp_path, tokenizer=ours, completions=True)
     expected = []
-    for chat in CHATS:
+    for chat in chats:
         found = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
         is_learned = np.asarray(found["assistant_masks"], bool)
         if (

@@ -70,7 +70,7 @@ def test_order_is_that_of_other_rows(tmp_path: Path) -> None:
     for batch, *parts in zip(batches[2:], *hosts, strict=True):
         np.testing.assert_array_equal(np.concatenate([part.tokens for part in parts]), batch.tokens)
         references = [part.reference for part in parts]
-        np.testing.assert_array_equal(np.concatenate(references), batch.reference)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(np.concatenate(references), batch.reference)
     for batch in batches:
         assert batch.reference is not None
         for row, own in zip(batch.tokens, batch.reference, strict=True):
@@ -101,6 +101,8 @@ def test_command(tmp_path: Path) -> None:
     assert "1 pairs were left out because a text has more tokens than --row-tokens 16" in done.stdout
     assert read(str(tmp_path / "index" / "a_train.index")).shape[1:] == (2, 16)
     assert call(source, "--preferences", "--completions", *places).returncode == 2
+    shown = call(tmp_path / "index" / "a_train.index", "--peek", "2").stdout
+    assert shown.count("row 1, chosen: ") == shown.count("row 1, rejected: ") == 1 and shown.count(" yes") == 2
 
 
 def test_messages() -> None:
