@@ -67,7 +67,7 @@ def _sums(
     sums = _no_sums(run, weights)
     with closing(prefetch(loader.batches())) as batches:
         for batch in islice(batches, run.config.training.maximum_evaluation_steps):
-            texts = batch.tokens.reshape(-1, run.context.full)
+            texts = batch.tokens.reshape(run.objective.rows * len(batch.tokens), -1)
             rows = split_rows(texts, jax.local_device_count(), run.axis.row_group)
             reference = run.reference(rows, batch.reference)
             for name, params in weights.items():
