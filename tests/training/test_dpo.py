@@ -150,13 +150,13 @@ TENSOR, CONTEXTS = zero.Axis.with_tensor_groups("zero", 8, 2, 1), zero.Axis("zer
 @pytest.mark.parametrize(
     ("devices", "stage", "options"),
     [
-        (1, 3, {}),
+        pytest.param(1, 3, {}, marks=pytest.mark.slow),
         (3, 1, {"micro_batches": 4}),
-        (8, 0, {}),
-        (8, 2, {"micro_batches": 3}),
+        pytest.param(8, 0, {}, marks=pytest.mark.slow),
+        pytest.param(8, 2, {"micro_batches": 3}, marks=pytest.mark.slow),
         (8, 3, {}),
         (8, 3, {"axis": TENSOR, "micro_batches": 2}),
-        (8, 3, {"axis": CONTEXTS}),
+        pytest.param(8, 3, {"axis": CONTEXTS}, marks=pytest.mark.slow),
     ],
 )
 def test_steps_equal_trl(devices: int, stage: int, options: dict[str, Any]) -> None:
@@ -202,6 +202,7 @@ def test_adapters_have_their_base_as_reference() -> None:
     )
 
 
+@pytest.mark.slow
 def test_fused_update_learns_pairs() -> None:
     """An update inside the backward pass has the same loss and metrics, and then a lower loss."""
     one = on(8, 3, fused_update=True, remat="full")
