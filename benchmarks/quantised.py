@@ -196,7 +196,7 @@ def train(form: Form, size: GPTConfig, steps: int, seed: int, factor: float) -> 
             if step % max(steps // CURVE, 1) == 0 or step == steps:
                 last = validation if step == steps else validation[:4]
                 sums = [programs.evaluate(state.params, tokens.reshape(1, -1, context)) for tokens in last]
-                curve.append((step, sum(float(s) for s, _ in sums) / sum(int(n) for _, n in sums)))
+                curve.append((step, sum(float(s) for s, *_ in sums) / sum(int(n) for _, n, _ in sums)))
     return {"loss": curve[-1][1], "curve": curve, "skipped": int(metrics["skipped_steps"])}
 
 

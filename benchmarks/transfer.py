@@ -72,7 +72,7 @@ def train(parametrization: str, width: int, rate: float, steps: int, seed: int) 
         state, _ = programs.step(state, Batch(batch.tokens.reshape(1, -1, CONTEXT), np.zeros(1, np.int32)))
     batches = zip(validation_rows.batches(None), range(VALIDATION_BATCHES), strict=False)
     sums = [programs.evaluate(state.params, batch.tokens.reshape(1, -1, CONTEXT)) for batch, _ in batches]
-    loss = sum(float(s) for s, _ in sums) / sum(int(n) for _, n in sums)
+    loss = sum(float(s) for s, *_ in sums) / sum(int(n) for _, n, _ in sums)
     return loss if math.isfinite(loss) else math.inf
 
 

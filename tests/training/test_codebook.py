@@ -180,7 +180,7 @@ def test_reported_loss_is_without_the_commitment() -> None:
     config = dataclasses.replace(CONFIG, dropout=0.0)
     on = setup(1, 3, config=config)
     state = on.start()
-    losses, scored = on.programs.evaluate(on.weights(state), batch(on, 0).tokens)
+    losses, scored, _ = on.programs.evaluate(on.weights(state), batch(on, 0).tokens)
     _, (metrics,) = advance(on, state, range(1))
     np.testing.assert_allclose(metrics["loss"], losses.item() / scored.item(), rtol=1e-6)
 

@@ -129,7 +129,7 @@ def test_evaluation_equals_whole_rows() -> None:
     rows = tokens(0, CONTEXT)
     for on in (setup(8, 3, config=ODD), setup(8, 3, config=ODD, axis=axis(4))):
         params = on.new_weights()
-        total, scored = on.programs.evaluate(params, split_rows(rows, 8, on.model.axis.row_group))
+        total, scored, _ = on.programs.evaluate(params, split_rows(rows, 8, on.model.axis.row_group))
         assert int(scored) == np.sum(rows[:, 1:] >= 0)
         totals.append(float(total))
     assert totals[1] == pytest.approx(totals[0], rel=1e-6)

@@ -118,7 +118,7 @@ def test_documents_in_evaluation_and_warmup(length: int) -> None:
     read = np.where(documents < 0, ~documents, documents)
     losses: Any = jax.jit(GPT(LEARNED).apply)({"params": first_params(LEARNED)}, read, targets)
     params = on.new_weights()
-    got, scored = on.programs.evaluate(params, rows.reshape(8, -1, length))
+    got, scored, _ = on.programs.evaluate(params, rows.reshape(8, -1, length))
     assert scored == (targets >= 0).sum()
     np.testing.assert_allclose(got, np.asarray(losses)[targets >= 0].sum(), rtol=1e-5)
 

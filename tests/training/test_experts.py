@@ -105,7 +105,7 @@ def test_scoring_drops_nothing(experts: int) -> None:
     params = jax.tree.map(lambda x: 8 * x, first_params(config))  # large enough for uneven choices
     shards = zero.from_host(params, on.model.layout, on.model.axis, on.devices)
     rows = batch(on, 0).tokens
-    losses, scored = on.programs.evaluate(shards, rows)
+    losses, scored, _ = on.programs.evaluate(shards, rows)
     flat = tokens(0)
     targets = np.concatenate([flat[:, 1:], np.full((ROWS, 1), -1)], axis=1)
     for capacity, is_same in ((None, True), (0.5, False)):

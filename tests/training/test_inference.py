@@ -118,7 +118,7 @@ def test_evaluation_has_no_dropout() -> None:
     """Evaluation has no dropout and counts the tokens that are scored."""
     rows = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (16, 12), np.int32)
     rows[np.arange(12) >= np.arange(16)[:, None]] = -1  # rows of 0 to 12 tokens
-    summed, scored = setup().programs.evaluate(setup().shards, rows.reshape(8, 2, 12))
+    summed, scored, _ = setup().programs.evaluate(setup().shards, rows.reshape(8, 2, 12))
     targets = np.concatenate([rows[:, 1:], np.full((16, 1), -1, np.int32)], axis=1)
     losses = jax.jit(GPT(CONFIG).apply)({"params": setup().whole}, np.maximum(rows, 0), targets)
     assert scored.item() == sum(max(0, min(row, 12) - 1) for row in range(16))

@@ -114,7 +114,7 @@ def test_losses_and_text(model: str) -> None:
         text = list(generate(programs, params, prompts, 6, seed=0, chunk=3))[-1]
         shown = split_rows(tokens(0, 13), 8, on.model.axis.tensor)
         found.append((np.asarray(losses), np.asarray(is_greedy), text))
-        total, scored = on.programs.evaluate(params, shown)
+        total, scored, _ = on.programs.evaluate(params, shown)
         assert int(scored) == np.sum(tokens(0, 13)[:, 1:] >= 0)
         totals.append(float(total))
     assert totals[1] == pytest.approx(totals[0], rel=1e-5)

@@ -22,6 +22,8 @@ from zero.runtime.config.schema import Config, Zero
 from zero.runtime.errors import UserError
 from zero.runtime.text.tokenizers import load_tokenizer
 from zero.training.averages import averages_of
+from zero.training.objective import Objective
+from zero.training.objectives import make_objective
 from zero.training.optimizer import make_optimizer
 from zero.training.parts import StepOptions
 from zero.training.programs import Programs, make_programs
@@ -34,12 +36,16 @@ log = logging.getLogger(__name__)
 
 
 class Job(NamedTuple):
-    """A model on an axis of devices, its optimizer, the programs made of them, and the layout of the whole state."""
+    """A model on an axis of devices, its optimizer, the programs made of them, and the layout of the whole state.
+
+    The objective is what the programs minimise.
+    """
 
     model: ShardedGPT
     tx: optax.GradientTransformation
     programs: Programs
     layout: Layout
+    objective: Objective
 
 
 def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> ShardedGPT:
@@ -128,6 +134,7 @@ def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
 def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> Job:
     """Binds a checked configuration to these devices, by default all. Nothing is compiled yet."""
     training, optimizer, hyperparameters = config.training, config.optimizer, config.optimizer.hyperparameters()
+    objective = make_objective(dataclasses.asdict(training))
     options = StepOptions(
         learning_rate(config),
         seed=config.seed,
@@ -137,6 +144,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         skip_spikes=training.skip_spikes,
         fused_update=config.zero.fused_update,
         ema_decay=training.ema,
+        objective=objective,
     )
     model = make_model(config, size, devices)
     tx = make_optimizer(
@@ -148,7 +156,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         **hyperparameters,
     )
     layout = state_layout(model, tx, averages_of(model, options))
-    return Job(model, tx, make_programs(model, tx, options, devices), layout)
+    return Job(model, tx, make_programs(model, tx, options, devices), layout, objective)
 
 
 def learning_rate(config: Config) -> LearningRate:

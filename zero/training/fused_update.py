@@ -54,7 +54,8 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
     size = policy.size if isinstance(policy, Nested) else 1
 
     def run(state: TrainState, frozen: PyTree, batch: Batch, rate: jax.Array, key: jax.Array) -> Tried:
-        keys, scored = model.dropout_keys(key, batch), model.count_all_scored(batch.tokens)
+        objective = options.objective
+        keys, terms = model.dropout_keys(key, batch), objective.count_all(model, batch.tokens)
         tokens_in, targets, starts = model.inputs(batch.tokens)
         module: Any = model.gpt.layer(model.cut)
 
@@ -67,9 +68,10 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
 
         def score(params: PyTree, stream: ResidualStream) -> tuple[jax.Array, Any]:
             scores = model.apply({"params": params}, stream, targets, method="score")
-            return model.sum_scored(scores.losses_BT, batch.tokens) / scored, scores.routing
+            total, sums = objective.total(model, scores.losses_BT, batch.tokens, batch.reference)
+            return total / terms, (scores.routing, sums)
 
-        loss, params, opt_state, norm, is_bad, observed = backward_and_update(
+        loss, params, opt_state, norm, is_bad, (routing, sums) = backward_and_update(
             embed,
             layer,
             score,
@@ -82,7 +84,8 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
             max_norm=options.max_gradient_norm,
             skips_bad=options.skip_bad_steps,
         )
-        return Tried(params, opt_state, loss, norm, is_bad, {}, model.metrics(observed, batch))
+        metrics = model.metrics(routing, batch) | objective.means(model, sums, terms)
+        return Tried(params, opt_state, loss, norm, is_bad, {}, metrics)
 
     return Attempt(run, lambda is_skipped, tried, state: (tried.params, tried.opt_state))
 

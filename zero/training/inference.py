@@ -15,15 +15,23 @@ from jax import lax
 from zero.models.transformer_layer import AnyCache, init_cache
 from zero.partition.layout import PyTree
 from zero.training.batch import document_starts, token_ids
+from zero.training.objective import LIKELIHOOD, Objective
 from zero.training.sharded_gpt import ShardedGPT
 
 
 def evaluate_step(
-    params: PyTree, tokens: jax.Array, *, model: ShardedGPT, micro_batches: int = 1
-) -> tuple[jax.Array, jax.Array]:
-    """Summed losses in nats and tokens scored, over all devices' rows; both the same on every device.
+    params: PyTree,
+    tokens: jax.Array,
+    reference: jax.Array | None = None,
+    *,
+    model: ShardedGPT,
+    objective: Objective = LIKELIHOOD,
+    micro_batches: int = 1,
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Sums over all devices' rows, the same on every device: of the objective's terms, their number, its metrics.
 
-    Per device: shards of parameters and int32 tokens `(R, T)` as in `Batch`. Call inside pmap.
+    Of the likelihood these are the losses in nats, the tokens scored, and no metrics. Per device: shards of parameters,
+    int32 tokens `(R, T)` and `(R,)` as in `Batch`. Call inside pmap.
 
     Args:
       micro_batches: parts that the rows are split into, one forward pass each, so that evaluation needs no more
@@ -31,13 +39,16 @@ def evaluate_step(
     """
     variables = model.gather_params(params)
 
-    def add(sums: tuple[jax.Array, jax.Array], rows: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
-        losses, _ = model.losses(variables, rows, None)
-        return (sums[0] + losses, sums[1] + model.count_scored(rows)), None
+    def add(sums: PyTree, rows: tuple[jax.Array, jax.Array | None]) -> tuple[PyTree, None]:
+        scores = model.scores(variables, rows[0], None)
+        total, more = objective.total(model, scores.losses_BT, *rows)
+        return jax.tree.map(jnp.add, sums, (total, objective.count(model, rows[0]), more)), None
 
-    parts = tokens.reshape(micro_batches, -1, tokens.shape[-1])
-    (losses, scored), _ = lax.scan(add, (jnp.float32(0), jnp.int32(0)), parts)
-    return lax.psum(losses, model.axis.name), lax.psum(scored, model.axis.name)
+    parts = jax.tree.map(lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), (tokens, reference))
+    zeros = jnp.float32(0), jnp.int32(0), dict.fromkeys(objective.metrics, jnp.float32(0))
+    total, terms, sums = lax.scan(add, zeros, parts)[0]
+    name = model.axis.name
+    return lax.psum(total, name), lax.psum(terms, name), {key: lax.psum(x, name) for key, x in sums.items()}
 
 
 def score(params: PyTree, tokens: jax.Array, *, model: ShardedGPT) -> tuple[jax.Array, jax.Array]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from zero.partition.layout import PyTree
 from zero.training.batch import Batch
+from zero.training.objective import LIKELIHOOD, Objective
 
 
 class GuardState(NamedTuple):
@@ -71,6 +72,7 @@ class StepOptions:
         deviations; None: never.
       fused_update: update each layer inside the backward pass.
       ema_decay: decay per update of a moving average of the parameters; None: no average.
+      objective: what a step minimises.
     """
 
     learning_rate: Callable[[jax.Array], jax.Array]
@@ -81,6 +83,7 @@ class StepOptions:
     skip_spikes: float | None = None
     fused_update: bool = False
     ema_decay: float | None = None
+    objective: Objective = LIKELIHOOD
 
 
 class Tried(NamedTuple):
@@ -88,7 +91,7 @@ class Tried(NamedTuple):
 
     Attributes:
       params, opt_state: shards.
-      loss: the mean over all tokens scored in the global batch.
+      loss: the objective, a mean over the global batch.
       norm: the gradient norm before clipping.
       is_bad: whether the gradient is not finite.
       found: the gradient of each of the model's collections, summed over devices.

@@ -19,6 +19,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.layout import PyTree
 from zero.partition.sharded_optimizer import on_shards
 from zero.training.averages import averages_of
+from zero.training.dpo import reference_step
 from zero.training.inference import Sampling, evaluate_step, extend, prefill, score, score_on
 from zero.training.parts import StepOptions, TrainState
 from zero.training.sharded_gpt import ShardedGPT
@@ -36,11 +37,13 @@ class Programs(NamedTuple):
       init: `(key data)`, one row per device, all alike, to weights: parameter shards, and the model's collections.
       start: weights, donated, to a new `TrainState`.
       step: `(TrainState, Batch)`, the state donated, to the next state and shared metrics.
-      evaluate: `(weights, tokens)` to the shared sum of losses and number of tokens scored.
+      evaluate: `(weights, tokens)`, and the reference's log-probabilities if the objective has one, to shared sums: of
+        the objective's terms, their number, and of its metrics. Of the likelihood: losses, and tokens scored.
       verify: `(weights, tokens, first)`, one number per device, all alike, to the shared checksums of results.
       hold: weights to a copy of them, which outlives the step.
       statistics: `(trained weights before a step, TrainState after it, Batch)`, and frozen parameters if there are any,
         to its shared statistics per tensor.
+      reference: `(weights, tokens)`, frozen parameters if there are any, to log-probabilities `(rows,)`.
     """
 
     init: Any
@@ -50,6 +53,7 @@ class Programs(NamedTuple):
     verify: Any
     hold: Any
     statistics: Any
+    reference: Any
 
 
 def make_programs(
@@ -71,15 +75,16 @@ def make_programs(
         return new_state(weights, on_shards(tx, model.layout, model.axis), model, averages)
 
     pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
-    scoring = dataclasses.replace(model, drops=False)
+    scoring: Any = {"model": dataclasses.replace(model, drops=False), "micro_batches": options.micro_batches}
     return Programs(
         init=pmap(lambda key_data: model.init(jax.random.wrap_key_data(key_data))),
         start=pmap(start, donate_argnums=0),
         step=pmap(step, donate_argnums=0, out_axes=(0, None)),
-        evaluate=pmap(partial(evaluate_step, model=scoring, micro_batches=options.micro_batches), out_axes=None),
+        evaluate=pmap(partial(evaluate_step, objective=options.objective, **scoring), out_axes=None),
         verify=pmap(partial(verify, model=model, micro_batches=options.micro_batches), out_axes=None),
         hold=pmap(partial(jax.tree.map, jnp.copy)),
         statistics=pmap(partial(statistics, model=model, options=options), out_axes=None),
+        reference=pmap(partial(reference_step, **scoring)),
     )
 
 

@@ -19,7 +19,7 @@ from zero.models.adapters import combine, split_adapters
 from zero.models.collections import Collection, collections_of
 from zero.models.config import STACK, GPTConfig
 from zero.models.experts import Routing, no_routing, routing_metrics
-from zero.models.gpt import GPT, variable_shapes
+from zero.models.gpt import GPT, Scores, variable_shapes
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
 from zero.partition.collectives.expert_group import ExpertGroup
@@ -286,9 +286,14 @@ class ShardedGPT:
 
         In a tensor or context group each device has its share of the losses, and the whole routing.
         """
-        tokens_in, targets, starts = self.inputs(tokens)
-        scores, _ = self.apply(variables, tokens_in, targets, keys, starts, method="scores")
+        scores = self.scores(variables, tokens, keys)
         return self.sum_scored(scores.losses_BT, tokens), scores.routing
+
+    def scores(self, variables: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None) -> Scores:
+        """The scores of all positions of whole rows; in a context group those of this device's positions."""
+        tokens_in, targets, starts = self.inputs(tokens)
+        scores: Scores = self.apply(variables, tokens_in, targets, keys, starts, method="scores")[0]
+        return scores
 
     def inputs(self, tokens: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """The model's inputs from whole rows: tokens, targets, document starts, cut by a context group.
@@ -301,18 +306,33 @@ class ShardedGPT:
 
     def sum_scored(self, losses: jax.Array, tokens: jax.Array | np.ndarray) -> jax.Array:
         """The sum of losses of scored positions; NaN, as are its gradients, if a token is past the vocabulary."""
+        scored, known = self._scored(losses, tokens)
+        return jnp.sum(scored) * known
+
+    def sum_rows(self, losses: jax.Array, tokens: jax.Array | np.ndarray) -> jax.Array:
+        """As `sum_scored`, of each row: `(rows,)`. In a tensor or context group a device has its share of each."""
+        scored, known = self._scored(losses, tokens)
+        return jnp.sum(scored, axis=1) * known
+
+    def _scored(self, losses: jax.Array, tokens: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """This device's losses of scored positions, zeros elsewhere; and 1, or NaN for a token past the vocabulary."""
         is_known = jnp.all(token_ids(tokens) < self.config.vocab_size)
         is_scored = self.cut.input_positions(next_tokens(tokens)) >= 0
-        scored = self.cut.counted_once(jnp.where(is_scored, losses, 0))
-        return jnp.sum(scored) * jnp.where(is_known, 1.0, jnp.nan)
+        return self.cut.counted_once(jnp.where(is_scored, losses, 0)), jnp.where(is_known, 1.0, jnp.nan)
+
+    def sum_over_group(self, x: jax.Array) -> jax.Array:
+        """The sum over the devices that take the same rows. It is not to be differentiated."""
+        if self.axis.row_group == 1:
+            return x
+        return lax.psum(x, self.axis.name, axis_index_groups=self.axis.row_groups())
+
+    def is_first_of_group(self) -> jax.Array:
+        """Whether this is the first of the devices that take the same rows."""
+        return lax.axis_index(self.axis.name) % self.axis.row_group == 0
 
     def count_scored(self, tokens: jax.Array | np.ndarray) -> jax.Array:
         """The number of positions with a target, int32."""
         return jnp.sum(self.cut.counted_once(self.cut.input_positions(next_tokens(tokens)) >= 0))
-
-    def count_all_scored(self, tokens: jax.Array | np.ndarray) -> jax.Array:
-        """`count_scored` over all devices, as a divisor: float32, at least 1."""
-        return jnp.maximum(lax.psum(self.count_scored(tokens), self.axis.name).astype(jnp.float32), 1)
 
     def dropout_keys(self, key: jax.Array, batch: Batch) -> jax.Array | None:
         """One key per row from the step's key, or None for a model without dropout."""

@@ -59,7 +59,7 @@ def statistics(
     params, collections = model.split(before)
     key = jax.random.fold_in(jax.random.key(options.seed), clock)
     old = state._replace(params=params, averages={**state.averages, **collections})
-    _, grads, _, _ = loss_and_gradients(model, old, frozen, batch, key, options.micro_batches)
+    _, grads, _, _ = loss_and_gradients(model, old, frozen, batch, key, options)
     leaves, weights = model.layout.leaves, model.weights(params, collections, frozen)
     of_leaves = [model.layout.shards_of(tree) for tree in (params, state.params, grads)]
     sums: dict[str, Any] = {ACTIVATION: _over_devices(_activations(model, weights, batch, options.micro_batches), axis)}

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
@@ -27,7 +26,7 @@ def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options:
     """
 
     def run(state: TrainState, frozen: PyTree, batch: Batch, rate: jax.Array, key: jax.Array) -> Tried:
-        loss, grads, found, observed = loss_and_gradients(model, state, frozen, batch, key, options.micro_batches)
+        loss, grads, found, metrics = loss_and_gradients(model, state, frozen, batch, key, options)
         norm = model.gradient_norm(grads)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         if options.max_gradient_norm is not None:
@@ -35,7 +34,6 @@ def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options:
         optimizer = on_shards(scaled(tx, rate, state.clock), model.layout, model.axis)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = model.metrics(observed, batch)
         for name, collection in model.collections.items():
             metrics |= collection.metrics(state.averages[name])
         return Tried(params, opt_state, loss, norm, ~jnp.isfinite(norm), found, metrics)
@@ -50,52 +48,59 @@ def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options:
 
 
 def loss_and_gradients(
-    model: ShardedGPT, state: TrainState, frozen: PyTree, batch: Batch, key: jax.Array, micro_batches: int
-) -> tuple[jax.Array, PyTree, dict[str, PyTree], Any]:
-    """The mean loss of the global batch, its gradient as shards (whole at stage 0) in `gradient_dtype`, and more.
+    model: ShardedGPT, state: TrainState, frozen: PyTree, batch: Batch, key: jax.Array, options: StepOptions
+) -> tuple[jax.Array, PyTree, dict[str, PyTree], dict[str, jax.Array]]:
+    """The objective of the global batch, its gradient as shards (whole at stage 0) in `gradient_dtype`, and more.
 
-    Further results: the gradients of the model's collections, summed over devices, and routing statistics.
+    Further results: the gradients of the model's collections, summed over devices, and metrics of routing and of the
+    objective.
     """
-    tokens, keys, scored = batch.tokens, model.dropout_keys(key, batch), model.count_all_scored(batch.tokens)
+    objective, micro_batches = options.objective, options.micro_batches
+    tokens, keys, terms = batch.tokens, model.dropout_keys(key, batch), objective.count_all(model, batch.tokens)
     positions = model.axis.size // model.axis.row_group * tokens.size
     prepared = {name: one.prepare(state.averages[name], positions) for name, one in model.collections.items()}
     variables = model.gather_params(model.weights(state.params, prepared, frozen))
 
-    def loss_of(differentiated: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None) -> tuple[jax.Array, Any]:
-        loss, observed = model.losses({**variables, **differentiated}, tokens, keys)
-        return loss / scored, observed
+    def loss_of(
+        differentiated: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None, reference: jax.Array | None
+    ) -> tuple[jax.Array, Any]:
+        scores = model.scores({**variables, **differentiated}, tokens, keys)
+        total, sums = objective.total(model, scores.losses_BT, tokens, reference)
+        return total / terms, (scores.routing, sums)
 
-    zeros = jnp.float32(0), model.nothing_observed(len(tokens) // micro_batches)
+    no_sums = dict.fromkeys(objective.metrics, jnp.float32(0))
+    zeros = jnp.float32(0), (model.nothing_observed(len(tokens) // micro_batches), no_sums)
     differentiated = {name: variables[name] for name in (model.differentiated, *model.collections)}
-    (loss, observed), grads = _accumulate(
-        jax.value_and_grad(loss_of, has_aux=True), zeros, differentiated, tokens, keys, micro_batches
+    (loss, (routing, sums)), grads = _accumulate(
+        jax.value_and_grad(loss_of, has_aux=True), zeros, differentiated, (tokens, keys, batch.reference), micro_batches
     )
     found = {name: lax.psum(grads[name], model.axis.name) for name in model.collections}
-    return lax.psum(loss, model.axis.name), model.reduce_grads(grads[model.differentiated]), found, observed
+    metrics = model.metrics(routing, batch) | objective.means(model, sums, terms)
+    return lax.psum(loss, model.axis.name), model.reduce_grads(grads[model.differentiated]), found, metrics
 
 
 def _accumulate(
     value_and_grad: Callable[..., tuple[PyTree, PyTree]],
     zeros: PyTree,
     params: PyTree,
-    tokens: jax.Array | np.ndarray,
-    keys: jax.Array | None,
+    rows: PyTree,
     micro_batches: int,
 ) -> tuple[PyTree, PyTree]:
     """Sums of values and gradients over micro-batches, in sequence; gradients are summed in float32.
 
     Args:
-      value_and_grad: function of parameters, tokens and keys of a micro-batch.
+      value_and_grad: function of parameters and the rows of a micro-batch.
       zeros: initial sums of the values.
-      params, tokens, keys: its arguments for all micro-batches.
+      params: its parameters.
+      rows: its further arguments for all micro-batches, arrays of `(rows, ...)` or None.
       micro_batches: their number.
     """
     if micro_batches == 1:
-        return value_and_grad(params, tokens, keys)
+        return value_and_grad(params, *rows)
 
-    def add(sums: tuple[PyTree, PyTree], micro_batch: tuple[jax.Array, jax.Array | None]) -> tuple[Any, None]:
+    def add(sums: tuple[PyTree, PyTree], micro_batch: PyTree) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, value_and_grad(params, *micro_batch)), None
 
     zero_grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    split = jax.tree.map(lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), (tokens, keys))
+    split = jax.tree.map(lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), rows)
     return lax.scan(add, (zeros, zero_grads), split)[0]

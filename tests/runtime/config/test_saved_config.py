@@ -18,6 +18,7 @@ CHANGES = {
     "model.size": "test",
     "model.sizes": "my.yaml",
     "model.override": "{N: 3}",
+    "training.objective": "dpo",
     "data.max_context": "128",
     "data.tokenizer": "other.json",
     "data.train_samples": "9",

@@ -1,6 +1,7 @@
 """Prompts with completions, and conversations: which tokens are learned, in shards and back, as transformers has it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,18 @@ INST = (
     "{% else %}{% generation %}{{ ' ' + message['content'] + ' <|im_end|>' }}{% endgeneration %}{% endif %}"
     "{% endfor %}"
 )
+BARE = (  # answers whose first and last tokens may be shared with what is beside them
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
+    "{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+SHARED = [
+    [{"role": role, "content": f"{text}{i}" if not j else text} for j, (role, text) in enumerate(chat)]
+    for i in range(3)
+    for chat in [
+        [("user", "It"), ("assistant", " is sha"), ("user", "rd")],
+        [("user", "It shard "), ("user", " sh"), ("assistant", "ard")],
+    ]
+]
 CHATS = [
     [{"role": "user", "content": f"What is {i}? é<|im_start|>"}, {"role": "assistant", "content": f"It is {i}.\n\n"}]
     for i in range(12)
@@ -44,6 +57,41 @@ CHATS += [
     [{"role": "user", "content": "One?"}, *CHATS[i][1:], {"role": "user", "content": "shard"}, *CHATS[i - 1][1:]]
     for i in range(12)
 ]
+AGENT = (
+    "{%- if tools or messages[0].role == 'system' %}{{ '<|im_start|>system\n' }}"
+    "{%- if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    "{%- if tools %}{{ '# Tools' }}{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}{% endif %}"
+    "{{- '<|im_end|>\n' }}{% endif %}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}{% generation %}{{ message.content or '' }}"
+    "{%- for call in message.tool_calls or [] %}{{ '<call>' + (call.function | tojson) }}{% endfor %}"
+    "{{- '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{%- elif message.role == 'tool' %}{{ '<|im_start|>tool\n' + message.content }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{%- elif message.role == 'user' %}{{ '<|im_start|>user\n' + message.content + '<|im_end|>\n' }}{% endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WEATHER: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of é", "parameters": WEATHER}}]
+CALL = '<call>{"name": "weather", "arguments": {"city": "Málaga 0"}}'
+CALLS: list[list[dict[str, Any]]] = [
+    [
+        {"role": "system", "content": "be short"},
+        {"role": "user", "content": "What is it?"},
+        {
+            "role": "assistant",
+            "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": f"Málaga {i}"}}}],
+        },
+        {"role": "tool", "content": "sun"},
+        {"role": "tool", "content": "no rain"},
+        {"role": "assistant", "content": "Sunny, I think."},
+        {"role": "user", "content": "And here?"},
+        {"role": "assistant", "content": "Shard."},
+    ]
+    for i in range(9)
+]
+TURNS = ("system", "user", "assistant", "tool", "assistant", "user", "assistant")
 
 
 def json_lines(path: Path, entries: list[Any]) -> Path:
@@ -133,21 +181,112 @@ def test_documents_in_own_rows(tmp_path: Path):
     assert (row < 0).sum() == len(pair["prompt"].encode())
 
 
-@pytest.mark.parametrize(("template", "is_file"), [(CHATML, False), (CHATML, True), (INST, False)])
+@pytest.mark.parametrize(
+    ("template", "is_file", "is_marked"),
+    [
+        (CHATML, False, True),
+        (CHATML, True, True),
+        (INST, False, True),
+        (CHATML, False, False),
+        (INST, False, False),
+        (BARE, False, True),
+    ],
+)
 def test_conversations_are_those_of_transformers(
-    tmp_path: Path, chat_tokenizer: Path, template: str, is_file: bool
+    tmp_path: Path, chat_tokenizer: Path, template: str, is_file: bool, is_marked: bool
 ) -> None:
+    """Where the template marks answers, and where it does not."""
     ours, theirs = with_template(chat_tokenizer, tmp_path / "chat", template, is_file)
-    source = json_lines(tmp_path / "a.jsonl", [{"messages": chat} for chat in CHATS])
+    if not is_marked:
+        ours, _ = with_template(chat_tokenizer, tmp_path / "plain", re.sub("{% (end)?generation %}", "", template))
+    chats = SHARED if template == BARE else CHATS
+    source = json_lines(tmp_path / "a.jsonl", [{"messages": chat} for chat in chats])
     corpus = make(source, tmp_path, tokenizer=ours, completions=True)
     expected = []
-    for chat in CHATS:
+    for chat in chats:
         found = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
         is_learned = np.asarray(found["assistant_masks"], bool)
-        if template == CHATML:  # and the line break behind an answer, which the template says after it
+        if (
+            template == CHATML and not is_marked
+        ):  # and the line break behind an answer, which the template says after it
             is_learned[1:] |= is_learned[:-1]
         expected.append(([*found["input_ids"], ours.end_of_text], [*is_learned.tolist(), True]))
     assert documents_of(corpus, ours.end_of_text, ours.vocab_size) == sorted(expected)
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), None], ids=["list", "json", "none"])
+def test_tools_are_those_of_transformers(tmp_path: Path, chat_tokenizer: Path, tools: Any) -> None:
+    """A system turn, tools of the line, calls and their answers: the masks of TRL's `assistant_only_loss`."""
+    ours, theirs = with_template(chat_tokenizer, tmp_path / "chat", AGENT)
+    lines = [{"messages": chat, "tools": tools} for chat in CALLS]
+    document = CompletionReader(load_chat_template(str(tmp_path / "chat" / "tokenizer.json")))(lines[0], "here")
+    assert ("# Tools" in str(document.content)) == (tools is not None) and '{"city": "Málaga 0"}' in document.content
+    corpus = make(json_lines(tmp_path / "a.jsonl", lines), tmp_path, tokenizer=ours, completions=True)
+    expected = []
+    for chat in CALLS:
+        given: dict[str, Any] = {"tools": tools and TOOLS, "return_dict": True, "return_assistant_tokens_mask": True}
+        found = theirs.apply_chat_template(chat, **given)
+        assert 0 < sum(found["assistant_masks"]) < len(found["input_ids"])
+        is_learned = [*map(bool, found["assistant_masks"]), True]
+        expected.append(([*found["input_ids"], ours.end_of_text], is_learned))
+    assert documents_of(corpus, ours.end_of_text, ours.vocab_size) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("roles", "learned"),
+    [
+        (("assistant",), ["{}<|im_end|>\n", "Sunny, I think.<|im_end|>\n"]),
+        (("user",), ["<|im_start|>user\nAnd here?<|im_end|>\n"]),
+        (("tool",), ["<|im_start|>tool\nsun<|im_start|>tool\nno rain<|im_end|>\n"]),
+        (("system", "tool"), ["be short", "sun<|im_start|>tool\nno rain<|im_end|>\n"]),
+    ],
+)
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_roles_are_learned(
+    tmp_path: Path, chat_tokenizer: Path, roles: tuple[str, ...], learned: list[str], is_marked: bool
+) -> None:
+    """The turns of the given roles are learned, those of others than the assistant with their headers."""
+    template = AGENT if is_marked else re.sub("{% (end)?generation %}", "", AGENT)
+    with_template(chat_tokenizer, tmp_path / "chat", template)
+    read = CompletionReader(load_chat_template(str(tmp_path / "chat" / "tokenizer.json")), roles)
+    document = read({"messages": CALLS[0]}, "here")
+    spans = document.completions
+    assert spans and len(spans) == sum(role in roles for role in TURNS)
+    found = "".join(str(document.content)[start:stop] for start, stop in spans)
+    for part in learned:
+        assert part.format(CALL) in (found if not is_marked else found.replace("<|im_end|>", "<|im_end|>\n"))
+    others = {"assistant": "Sunny, I", "user": "And here", "tool": "no rain", "system": "be short"}
+    assert [role for role, text in others.items() if text in found] == [role for role in others if role in roles]
+
+
+def test_mistakes_in_messages_are_named(tmp_path: Path, chat_tokenizer: Path) -> None:
+    """The file, the line, the key and the place in it."""
+    tokenizer, _ = with_template(chat_tokenizer, tmp_path / "chat", AGENT)
+    for entry, roles, message in [
+        (
+            {"messages": [{"content": "a"}]},
+            "assistant",
+            r'a.jsonl, line 2: messages\[0\]: expected .*"role"; found content',
+        ),
+        ({"messages": ["a"]}, "assistant", r'line 2: messages\[0\]: expected an object with a "role"; found str'),
+        (
+            {"messages": [*CHATS[0], {"role": "assistant", "tool_calls": {"name": "f"}}]},
+            "assistant",
+            r'line 2: messages\[2\].tool_calls: expected a list of objects; found {"name": "f"}',
+        ),
+        ({"messages": CHATS[0], "tools": "[1"}, "assistant", "line 2: tools: expected a list, or the JSON of one: "),
+        (
+            {"messages": CHATS[0], "tools": ["f"]},
+            "assistant",
+            r'line 2: tools: expected a list of objects; found \["f"\]',
+        ),
+        ({"messages": CHATS[0]}, "tool,system", 'line 2: no message has the role "tool" or "system"'),
+    ]:
+        source = json_lines(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b"}, entry])
+        with pytest.raises(UserError, match=message):
+            make(source, tmp_path, tokenizer=tokenizer, completions=True, loss_on=tuple(roles.split(",")))
+    with pytest.raises(UserError, match="--loss-on tool expects --completions"):
+        make(source, tmp_path, tokenizer=tokenizer, loss_on=("tool",))
 
 
 def test_what_cannot_be_learned_is_named(tmp_path: Path, chat_tokenizer: Path):

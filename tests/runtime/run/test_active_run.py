@@ -19,6 +19,7 @@ from zero.runtime.run import active_run
 from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.restore import TrainingPosition
 from zero.runtime.run.step_metrics import StepMetrics
+from zero.runtime.streaming.loader import HostBatch
 from zero.runtime.tracking import plot
 from zero.runtime.tracking.goodput import Goodput
 from zero.runtime.tracking.tracker import Tracker
@@ -176,9 +177,9 @@ def test_transfers_and_tasks_of_evaluation(
     run: Any = make_run(tmp_path, None)
     run.config.training.maximum_evaluation_steps, run.config.training.evaluation_frequency = 3, 20
     run.last_step = 70
-    batch = SimpleNamespace(tokens=np.zeros((8, 4), np.int32))
+    batch = HostBatch(np.zeros((8, 4), np.int32), {}, 0)
     run.validation = {"": SimpleNamespace(batches=lambda: iter([batch] * 5))}
-    run.programs = SimpleNamespace(evaluate=lambda params, rows: (jnp.float32(6.0), jnp.int32(4)))
+    run.programs = SimpleNamespace(evaluate=lambda *_: (jnp.float32(6.0), jnp.int32(4), {}))
     monkeypatch.setattr(ActiveRun, "poll", lambda run: (False, False))
     monkeypatch.setattr(ActiveRun, "harness_results", lambda run: {"harness/choice/acc": 0.5})
     line = {"step": step}

@@ -170,6 +170,10 @@ class Axis:
             raise ValueError(f"axis {self.name!r}: no phases of {self.shape} make groups of {over}, {apart} apart")
         return found[::-1]
 
+    def row_groups(self) -> list[list[int]]:
+        """Positions on the pmap axis of the devices that take the same rows."""
+        return np.arange(self.size).reshape(-1, self.row_group).tolist()
+
     def context_groups(self) -> list[list[int]]:
         """Positions on the pmap axis of the devices of each context group."""
         return np.arange(self.size).reshape(-1, self.context).tolist()

@@ -20,6 +20,7 @@ def mistakes(config: Config, size: GPTConfig) -> Mistakes:
     """The contradictions between keys, section by section."""
     for rules in (
         training_rules,
+        objective_rules,
         model_rules,
         data_rules,
         optimizer_rules,
@@ -46,6 +47,34 @@ def training_rules(config: Config, size: GPTConfig) -> Mistakes:
         yield "training.sample_tokens", f"at most {size.block_size - 1}, {learned}"
     if training.harness_frequency is not None and not config.evaluate.harness:
         yield "training.harness_frequency", "null, or tasks in evaluate.harness as well"
+
+
+def objective_rules(config: Config, size: GPTConfig) -> Mistakes:
+    """What an objective on pairs does not have: terms per token, rows that are cut or joined, other corpora."""
+    training, data = config.training, config.data
+    if training.objective == "likelihood":
+        return
+    of_model, given = f"model.size={config.model.size}", f"training.objective={training.objective}"
+    lacks = {"experts": size.experts is not None, "a codebook": size.has_codebook, "z_loss": size.z_loss != 0}
+    for what in (name for name, has_it in lacks.items() if has_it):
+        yield "training.objective", f"likelihood, as {of_model} has {what}, with a loss per token"
+    if config.mode == "evaluate" and config.evaluate.validation and not config.evaluate.index:
+        yield "evaluate.index", f"an index file of texts, as data.index_path_validation of {given} holds pairs"
+    if config.mode not in ("train", "plan"):
+        return
+    if config.mode == "train" and not config.model.warm_start:
+        yield "model.warm_start", f"true, as the reference of {given} is the model at model.model_path"
+    if training.context_stages is not None:
+        yield "training.context_stages", f"null, as {given} compares whole texts"
+    elif training.stages():
+        yield "training.staged_warmup_steps", f"0, as {given} compares whole texts"
+    if config.mode == "train" and data.corpus is not None:
+        yield "data.corpus", f"null, as zero-prepare --preferences makes the corpus of {given}"
+    for key, expected in (("crop", "first"), ("isolate_documents", False)):
+        if getattr(data, key) != expected:
+            yield f"data.{key}", f"{shown(expected)}, as a row is one text with {given}"
+    if data.max_skipped_rows and config.tuning.method == "all":
+        yield "data.max_skipped_rows", f"0, as {given} stores log-probabilities for rows by their number"
 
 
 def model_rules(config: Config, size: GPTConfig) -> Mistakes:

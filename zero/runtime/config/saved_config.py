@@ -27,6 +27,7 @@ FIXED_KEYS = (
     "model.sizes",
     "model.override",
     "training.ema",
+    "training.objective",
     "data.max_context",
     "data.tokenizer",
     "data.train_samples",

@@ -42,6 +42,7 @@ from zero.runtime.config.constraints import (
 from zero.runtime.streaming.crop import CROPS
 from zero.runtime.streaming.synthetic import SYNTHETIC
 from zero.training.block_codes import FORMS
+from zero.training.objectives import OBJECTIVES
 from zero.training.optimizer import NAMES
 from zero.training.schedules import SCHEDULES
 
@@ -89,6 +90,8 @@ class Training:
     ema: float | None = checked(lambda value: 0 < value < ONE, "more than 0, less than 1 in float32")
     harness_frequency: int | None = at_least(1)
     loss_on: str = one_of("all", "completion")
+    objective: str = one_of(*OBJECTIVES)
+    dpo_beta: float = positive()
 
     def stages(self) -> tuple[tuple[int, int], ...]:
         """Steps and tokens per sequence of each stage of the warmup; linear growth counts as one."""

@@ -110,7 +110,7 @@ def _chat_encoder(config: Config, tokenizer: Tokenizer) -> Callable[[str], np.nd
 
     def encode(prompt: str) -> np.ndarray:
         text = template.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
-        return tokenizer.encode_with_ends(text, has_special=True)[0]
+        return tokenizer.encode_with_spans(text, has_special=True)[0]
 
     return encode
 

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from zero.runtime.planning.predict import Prediction, predict
 from zero.runtime.planning.topology import available_bytes, find_devices, out_of_memory
 from zero.training.batch import Batch
 from zero.training.flops import matmul_flops, model_flops
+from zero.training.objectives import make_objective
 from zero.training.programs import Inference, make_inference
 
 Row = dict[str, Any]  # of plan.json
@@ -45,8 +46,12 @@ class Request:
 
     @property
     def rows(self) -> int:
-        """Sequences per step and device, or group of devices that take the same sequences."""
-        return self.micro_batch * self.config.training.gradient_accumulation_steps
+        """Sequences per step and device, or group of devices that take the same sequences.
+
+        For an objective on pairs, `micro_batch` counts these.
+        """
+        texts = make_objective(asdict(self.config.training)).rows
+        return texts * self.micro_batch * self.config.training.gradient_accumulation_steps
 
     def with_changes(self, micro_batch: int | None = None, **keys: Any) -> Request:
         """The same with other values of `accumulation`, `context`, `state_dtype`, or keys of the section `zero`."""
@@ -101,7 +106,9 @@ def compile_step(request: Request) -> Row:
         gradients = 0 if zero.fused_update else held * jnp.dtype(zero.gradient_dtype).itemsize
     is_estimate = isinstance(devices[0], formula.Gpu)
     if is_estimate:
-        activations = formula.activation_bytes(job.model, request.size, request.micro_batch, config.data.max_context)
+        activations = formula.activation_bytes(
+            job.model, request.size, request.rows // training.gradient_accumulation_steps, config.data.max_context
+        )
         peak = _held_bytes(job) + by_stage.gathered + gradients + activations
         sent = formula.collectives_of(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr, len(devices))
     elif _held_bytes(job) > available:  # the step needs more than this, and is not compiled
@@ -185,13 +192,16 @@ def step_arguments(job: Job, rows: int, context: int) -> Any:
     """Shapes of the step's arguments on all devices, for `rows` sequences per device."""
     state = job.layout.shard_shapes()
     batch = jax.eval_shape(lambda: Batch(jnp.zeros((rows, context), jnp.int32), jnp.int32(0)))
+    if job.objective.has_reference:
+        batch = batch._replace(reference=jax.ShapeDtypeStruct((rows,), jnp.float32))
     return _on_devices((state, batch, job.model.frozen_shapes()), job)
 
 
 def evaluation_arguments(job: Job, request: Request) -> Any:
     """Shapes of the arguments of an evaluation during training on all devices, in one call."""
     tokens = jax.ShapeDtypeStruct((request.rows, request.config.data.max_context), jnp.int32)
-    return _on_devices((job.model.weight_shapes(), tokens), job)
+    reference = [jax.ShapeDtypeStruct((request.rows,), jnp.float32)] * job.objective.has_reference
+    return _on_devices((job.model.weight_shapes(), tokens, *reference), job)
 
 
 def sampling_arguments(job: Job, inference: Inference, count: int) -> tuple[Any, ...]:

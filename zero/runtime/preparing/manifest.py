@@ -33,6 +33,7 @@ class Counts(NamedTuple):
     lowest: int = NO_HASH  # of the documents' hashes
     short: int = 0  # documents that were left out
     duplicates: int = 0  # of both splits
+    long: int = 0  # pairs that were left out
 
     def plus(self, other: Counts) -> Counts:
         return Counts(
@@ -43,6 +44,7 @@ class Counts(NamedTuple):
             min(self.lowest, other.lowest),
             self.short + other.short,
             self.duplicates + other.duplicates,
+            self.long + other.long,
         )
 
 
@@ -169,6 +171,8 @@ def finish(place: str, manifest: dict[str, Any], counts: Sequence[Counts], has_i
     manifest["skipped"] = counts[0].skipped
     manifest["short"] = sum(count.short for count in counts)
     manifest["duplicates"] = counts[0].duplicates
+    if manifest.get("preferences"):
+        manifest["long"] = sum(count.long for count in counts)
     save(place, manifest)
 
 

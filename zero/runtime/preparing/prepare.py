@@ -8,7 +8,7 @@ the next one begins: a second call continues from there. docs/decisions/preparin
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from zero.runtime.preparing import directory as directories
 from zero.runtime.preparing import manifest as manifests
 from zero.runtime.preparing.manifest import ALL_SPLITS, NO_HASH, SPLITS, TOKENIZER
 from zero.runtime.preparing.sources.changes import digests, repeated
-from zero.runtime.preparing.sources.completions import CompletionReader
+from zero.runtime.preparing.sources.completions import LEARNED, CompletionReader
+from zero.runtime.preparing.sources.documents import Reader
+from zero.runtime.preparing.sources.preferences import PreferenceReader
 from zero.runtime.preparing.sources.source import Source
 from zero.runtime.preparing.workers import map_in_order
 from zero.runtime.preparing.writer import useful_workers, write_shards
@@ -54,6 +56,7 @@ class Corpus:
     skipped: int  # files that are not UTF-8
     short: int = 0  # documents that --minimum-tokens has left out
     duplicates: int = 0  # documents that --deduplicate has left out
+    long: int = 0  # pairs that are longer than a row
     test_index: str | None = None
     test: SplitSummary | None = None  # of a source that has one
 
@@ -72,6 +75,8 @@ def prepare(
     rows_per_shard: int = 8192,
     key: str = "text",
     completions: bool = False,
+    preferences: bool = False,
+    loss_on: Sequence[str] = LEARNED,
     splits: str | None = None,
     minimum_tokens: int = 0,
     normalise: str | None = None,
@@ -98,8 +103,15 @@ def prepare(
         UserError: there is no text, it cannot be read, or a corpus of this name was made with other arguments.
     """
     _check(name, row_tokens, validation_fraction, rows_per_member, rows_per_shard, workers)
-    template = load_chat_template(tokenizer.path) if completions and isinstance(tokenizer, FileTokenizer) else None
-    reader = CompletionReader(template) if completions else None
+    if completions and preferences:
+        raise UserError("--completions and --preferences: expected one of them")
+    if not completions and tuple(loss_on) != LEARNED:
+        raise UserError(f"--loss-on {' '.join(loss_on)} expects --completions, whose roles it names")
+    has_template = (completions or preferences) and isinstance(tokenizer, FileTokenizer)
+    template = load_chat_template(tokenizer.path) if has_template and isinstance(tokenizer, FileTokenizer) else None
+    reader: Reader | None = CompletionReader(template, tuple(loss_on)) if completions else None
+    if preferences:
+        reader, one_document_per_row = PreferenceReader(template), True
     opened = Source(str(source), key, validation_fraction, reader, splits, normalise)
     for option, is_given in (
         ("one_document_per_row", one_document_per_row),
@@ -120,6 +132,8 @@ def prepare(
         "rows_per_shard": rows_per_shard,
         # Null, as in manifests of earlier versions, where nothing is recorded.
         "completions": completions or None,
+        "preferences": preferences or None,
+        "loss_on": None if tuple(loss_on) == LEARNED else list(loss_on),
         "chat_template": template and template.digest,
         "splits": splits,
         "minimum_tokens": minimum_tokens or None,
@@ -138,7 +152,7 @@ def prepare(
         SplitSummary(**(manifest[split] | {"shards": len(manifest[split]["shards"])}))
         for split in manifests.splits_of(manifest)
     )
-    left_out = (manifest.get(key, 0) for key in ("skipped", "short", "duplicates"))
+    left_out = (manifest.get(key, 0) for key in ("skipped", "short", "duplicates", "long"))
     of_test = (indices["test"], test[0]) if test else ()
     return Corpus(place, indices["train"], indices["validation"], train, validation, *left_out, *of_test)
 
@@ -200,6 +214,11 @@ def _prepare_locked(
         threshold = min(train.lowest, validation.lowest) + 1
         if source.is_one_text or threshold in (NO_HASH + 1, manifest["unfinished"]["threshold"]):
             manifests.remove_corpus(place, indices)
+            if long := sum(count.long for count in counts):
+                raise UserError(
+                    f"{arguments['source']}: {long} pairs have a text of more tokens than --row-tokens "
+                    f"{arguments['row_tokens']}, and too few are left"
+                )
             some = "too little text to set documents aside for validation"
             raise UserError(
                 f"{arguments['source']} holds {some if train.documents + validation.documents else 'no text'}"

@@ -24,8 +24,8 @@ _PIECE = 1 << 20  # characters of a document that are tokenized at once
 class SplitTokens(NamedTuple):
     """The tokens of a unit for one split."""
 
-    rows: np.ndarray  # tokens (n,), or rows (n, T) if each document has its own
-    lengths: np.ndarray | None  # of those rows, int32 (n,)
+    rows: np.ndarray  # tokens (n,), or rows (n, T) if each document has its own, (n, 2, T) for pairs
+    lengths: np.ndarray | None  # of those rows, int32 (n,), (n, 2) for pairs
     completions: np.ndarray | None  # 1 for each token of `rows` that is to be learned, uint8; None: not recorded
     counts: Counts
 
@@ -47,10 +47,11 @@ class UnitTokenizer:
     has_completions: bool
     threshold: int  # documents with a hash below it are for validation
     minimum_tokens: int = 0  # of a document, its end of text included; shorter ones are left out
+    has_pairs: bool = False  # each document is a pair of texts, and a row
 
     def __call__(self, unit: Unit, wanted: tuple[bool, ...]) -> list[SplitTokens | None]:
         counts = [Counts() for _ in wanted]
-        documents: list[list[Tokens]] = [[] for _ in wanted]
+        documents: list[list[list[Tokens]]] = [[] for _ in wanted]
         for document in unit.documents():
             if document is None:
                 counts = [count.plus(Counts(skipped=1)) for count in counts]
@@ -60,19 +61,23 @@ class UnitTokenizer:
                 counts = [count.plus(Counts(duplicates=1)) for count in counts]
             if not len(text):
                 continue
-            data = content_bytes(text)
+            data = content_bytes(document)
             value = NO_HASH
             if split is None:
                 # A hash of the text, not of the name, so that copies of a document are in one split.
                 value = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
                 split = value < self.threshold
             if wanted[split]:
-                found = self._tokens(document)
-                if len(found.ids) < self.minimum_tokens:
+                found = [self._tokens(one) for one in (document, document.rejected) if one is not None]
+                if min(len(one.ids) for one in found) < self.minimum_tokens:
                     counts[split] = counts[split].plus(Counts(short=1))
                     continue
+                if self.has_pairs and max(len(one.ids) for one in found) > self.row_tokens:
+                    counts[split] = counts[split].plus(Counts(long=1))
+                    continue
                 documents[split].append(found)
-                counts[split] = counts[split].plus(Counts(int(ends), len(found.ids), len(data), lowest=value))
+                size = sum(len(one.ids) for one in found)
+                counts[split] = counts[split].plus(Counts(int(ends), size, len(data), lowest=value))
         return [self._join(documents[i], counts[i]) if wanted[i] else None for i in range(len(wanted))]
 
     def _tokens(self, document: Document) -> Tokens:
@@ -81,11 +86,12 @@ class UnitTokenizer:
             return Tokens(self._ids(document.content, adds_end, document.name), None)
         assert isinstance(document.content, str)
         end_of_text = self.tokenizer.end_of_text
-        ids, ends = self.tokenizer.encode_with_ends(document.content, document.has_special)
-        # A token that a completion shares with its prompt is learned.
+        ids, spans = self.tokenizer.encode_with_spans(document.content, document.has_special)
+        starts, ends = spans.T
+        # A token that a completion shares with its prompt is learned, as transformers has it.
         is_learned = np.zeros(len(ids), bool)
         for start, stop in document.completions:
-            is_learned |= (ends > start) & (ends <= stop)
+            is_learned |= (ends > start) & (starts < stop)
         if end_of_text in ids[:-1] and not self.one_document_per_row:
             raise UserError(
                 f"{document.name}: its text contains the end of text, token {end_of_text}, which would divide it; "
@@ -109,24 +115,28 @@ class UnitTokenizer:
             ends = ends and text[-1] != end_of_text
         return np.concatenate([*ids, np.full(int(ends), end_of_text, dtype)])
 
-    def _join(self, documents: list[Tokens], counts: Counts) -> SplitTokens:
-        rows, lengths = self._joined([document.ids for document in documents], self.tokenizer.end_of_text)
+    def _join(self, documents: list[list[Tokens]], counts: Counts) -> SplitTokens:
+        texts = [one for document in documents for one in document]
+        rows, lengths = self._joined([one.ids for one in texts], self.tokenizer.end_of_text)
         dtype = np.min_scalar_type(self.tokenizer.vocab_size - 1)
         completions = None
         if self.has_completions:
-            learned = [document.is_learned for document in documents if document.is_learned is not None]
+            learned = [one.is_learned for one in texts if one.is_learned is not None]
             completions = self._joined(learned, 0)[0].astype(np.uint8)
         return SplitTokens(rows.astype(dtype, copy=False), lengths, completions, counts)
 
     def _joined(self, arrays: list[np.ndarray], filler: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """All documents as one array; or as separate rows for each document, and their lengths."""
+        """All texts as one array; or as separate rows for each text, and their lengths; two by two for pairs."""
         if not self.one_document_per_row:
             return np.concatenate(arrays or [np.zeros(0, np.uint8)]), None
         padded = [padded_rows(array, self.row_tokens, filler) for array in arrays]
         rows, lengths = zip(*padded, strict=True) if padded else ((), ())
+        joined = np.concatenate(rows or [np.zeros((0, self.row_tokens), np.uint8)])
+        all_lengths = np.concatenate([np.zeros(0, np.int32), *lengths])
         return (
-            np.concatenate(rows or [np.zeros((0, self.row_tokens), np.uint8)]),
-            np.concatenate([np.zeros(0, np.int32), *lengths]),
+            (joined.reshape(-1, 2, self.row_tokens), all_lengths.reshape(-1, 2))
+            if self.has_pairs
+            else (joined, all_lengths)
         )
 
 

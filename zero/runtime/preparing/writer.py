@@ -38,9 +38,10 @@ def write_shards(
         tokenizer,
         manifest["row_tokens"],
         manifest["one_document_per_row"],
-        bool(manifest.get("completions")),
+        bool(manifest.get("completions") or manifest.get("preferences")),
         manifest["unfinished"]["threshold"],
         manifest.get("minimum_tokens") or 0,
+        bool(manifest.get("preferences")),
     )
     # Bytes and ids need less time than it takes to send them to another process.
     is_cheap = source.has_ids or isinstance(tokenizer, ByteTokenizer)
@@ -167,13 +168,13 @@ def _concatenated(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
 def _tar(
     rows: np.ndarray, lengths: np.ndarray, completions: np.ndarray | None, first: int, rows_per_member: int
 ) -> bytes:
-    """Rows (n, T) as a shard; the key of a member is the number of its first row in the split."""
+    """Rows (n, T), or (n, 2, T), as a shard; the key of a member is the number of its first row in the split."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for start in range(0, len(rows), rows_per_member):
             own = slice(start, start + rows_per_member)
             arrays = {"input_id": rows[own]}
-            if (lengths[own] < rows.shape[1]).any():
+            if (lengths[own] < rows.shape[-1]).any():
                 arrays["length"] = lengths[own]
             if completions is not None:
                 arrays["completion"] = completions[own]

@@ -3,7 +3,8 @@
 A source is
   a folder or glob    of text and source files, or of the formats below; the suffixes decide; here or gs://
   .jsonl, .json.gz    JSON lines: objects with a "text" (--key for another one), also as .gz, .xz or .zst;
-                      with --completions of "prompt" and "completion", or of chat "messages"
+                      with --completions of "prompt" and "completion", or of chat "messages";
+                      with --preferences of "prompt", "chosen" and "rejected"
   .parquet, .arrow    tables, whose rows are such objects
   .tar, .tar.gz       samples of webdataset: .txt, .json, or token ids in a .pth of torch.save
   .tfrecord           token ids that --tokenizer made, as in the next two
@@ -30,6 +31,7 @@ from zero.runtime.preparing.peek import peek
 from zero.runtime.preparing.prepare import prepare
 from zero.runtime.preparing.prepare_if_missing import DIRECTORY, INDEX_DIRECTORY
 from zero.runtime.preparing.sources.changes import FORMS
+from zero.runtime.preparing.sources.completions import LEARNED
 from zero.runtime.preparing.verify import verify
 from zero.runtime.text.tokenizers import Tokenizer, load_tokenizer
 
@@ -97,6 +99,18 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help='read "prompt" and "completion", or "messages", and record what training.loss_on=completion learns',
     )
+    parser.add_argument(
+        "--loss-on",
+        default=LEARNED,
+        type=lambda roles: tuple(roles.split(",")),
+        metavar="ROLE,...",
+        help=f"of the messages that --completions marks as learned ({','.join(LEARNED)})",
+    )
+    parser.add_argument(
+        "--preferences",
+        action="store_true",
+        help='read pairs, "prompt", "chosen" and "rejected", texts or messages, for training.objective=dpo',
+    )
     parser.add_argument("--directory", default=DIRECTORY, help=f"of all corpora, a path or gs:// URL ({DIRECTORY})")
     parser.add_argument(
         "--index-directory",
@@ -156,6 +170,8 @@ def _prepare(
         print(f"{corpus.skipped} files were left out because they are not UTF-8")
     if corpus.short:
         print(f"{corpus.short} documents were left out because they have fewer tokens than --minimum-tokens")
+    if corpus.long:
+        print(f"{corpus.long} pairs were left out because a text has more tokens than --row-tokens {row_tokens}")
     if corpus.duplicates:
         print(f"{corpus.duplicates} documents were left out because they equal an earlier one")
 

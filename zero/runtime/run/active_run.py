@@ -46,6 +46,7 @@ from zero.runtime.tracking.goodput import Goodput, counts_as
 from zero.runtime.tracking.tracker import Tracker
 from zero.training.batch import Batch
 from zero.training.flops import model_flops
+from zero.training.objective import LIKELIHOOD, Objective
 from zero.training.parts import TrainState
 from zero.training.programs import Inference, Programs, split_rows
 from zero.training.schedules import SequenceLengths
@@ -95,6 +96,7 @@ class ActiveRun:
     position: TrainingPosition
     last_step: int  # of the schedule, or of the data if that ends earlier
     in_flight: int  # steps that may be dispatched before the host waits for their metrics
+    objective: Objective = LIKELIHOOD
     saved_at: float = field(default_factory=time.monotonic)  # start of the newest checkpoint
     _uncounted: tuple[int, int] = (0, 0)  # rows skipped and checksum of this host since the last line of metrics
     _steps: dict[int, Callable[..., Any]] = field(default_factory=dict)  # compiled, by the length of a sequence
@@ -132,6 +134,7 @@ class ActiveRun:
         """
         sequences = self.context.cut(batch.tokens, step - 1)  # rows, or pieces of them
         per_device, length = split_batch(sequences, jax.process_index(), self.axis.row_group), sequences.shape[1]
+        per_device = per_device._replace(reference=self.reference(per_device.tokens, batch.reference))
         self.profiler.before(step)
         if self.statistics.is_due(step):
             self.statistics.before(self.model.weights(self.state.params, self.state.averages))
@@ -154,6 +157,20 @@ class ActiveRun:
         self._count(step, batch)
         self.bar.update()
         return True
+
+    def reference(self, tokens: np.ndarray | jax.Array, stored: np.ndarray | None) -> np.ndarray | jax.Array | None:
+        """The log-probability of each row by the reference, `(devices, rows)`; None where the objective has none.
+
+        Args:
+          tokens: of this host's devices.
+          stored: those that the loader gave; None where the reference is the frozen base of adapters.
+        """
+        if stored is not None:
+            return split_rows(stored.reshape(-1), len(tokens), self.axis.row_group)
+        found: jax.Array | None = None
+        if self.objective.has_reference:
+            found = self.programs.reference(self.frozen, tokens)
+        return found
 
     @counts_as("compilation")
     def _first_step(self, length: int, per_device: Batch) -> bool:
@@ -231,7 +248,7 @@ class ActiveRun:
         """
         self.checkpoints.check()
         self._sum_counters()
-        position, row_tokens = self.position, self.context.full
+        position, row_tokens = self.position, self.objective.rows * self.context.full
         assert position.cursor is not None
         line = {
             "step": position.step,

@@ -37,6 +37,7 @@ from zero.runtime.preparing.prepare_if_missing import prepare_if_missing
 from zero.runtime.run.active_run import ActiveRun
 from zero.runtime.run.frozen_base import fit_to_base, load_base
 from zero.runtime.run.profiling import Profiler
+from zero.runtime.run.reference import load_references
 from zero.runtime.run.restore import TrainingPosition, restore
 from zero.runtime.run.statistics import StatisticsRecorder
 from zero.runtime.run.step_metrics import StepMetrics
@@ -52,6 +53,7 @@ from zero.runtime.tracking.metrics_file import read_metrics
 from zero.runtime.tracking.tracker import Tracker
 from zero.runtime.weights.peft_folder import read_peft
 from zero.runtime.weights.warm_start import warm_start
+from zero.training.objective import Objective
 from zero.training.parts import TrainState
 from zero.training.programs import make_inference
 from zero.training.schedules import SequenceLengths
@@ -100,7 +102,8 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
         if config.resume is not None:
             position, state = _resume(config, job, run_directory, is_fork, checkpoints, emergency)
         config = with_global_batch(config, position.global_rows)
-        loader, validation = _loaders(config, size, tokenizer, position.global_rows)
+        reference = load_references(config, job, position)
+        loader, validation = _loaders(config, size, tokenizer, position.global_rows, job.objective, reference)
         last_step = _last_step(config, loader)
         if position.unevaluated is not None and _is_evaluated(run_directory, position.step):
             position.unevaluated = None
@@ -151,7 +154,9 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             any_host=agreement.AnyHost(lag=in_flight),
             bar=bar,
             goodput=goodput,
-            metrics=StepMetrics(position.global_rows * config.data.max_context, count, peak, goodput),
+            metrics=StepMetrics(
+                position.global_rows * job.objective.rows * config.data.max_context, count, peak, goodput
+            ),
             profiler=profiler,
             verifier=Verifier(job.programs.verify, job.model.axis, config.training.verify_every),
             statistics=StatisticsRecorder(job.programs, config.training.statistics),
@@ -162,6 +167,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             in_flight=in_flight,
             context=staged_context(config),
             inference=make_inference(model),
+            objective=job.objective,
         )
 
 
@@ -332,9 +338,14 @@ def staged_context(config: Config) -> SequenceLengths:
 
 
 def _loaders(
-    config: Config, size: GPTConfig, tokenizer: Tokenizer, global_rows: int
+    config: Config,
+    size: GPTConfig,
+    tokenizer: Tokenizer,
+    global_rows: int,
+    objective: Objective,
+    reference: dict[str, np.ndarray] | None,
 ) -> tuple[AnyLoader, dict[str, Loader]]:
-    """The loaders of the training set and of each validation set.
+    """The loaders of the training set and of each validation set; with `load_references`, if there are any.
 
     Raises:
       UserError: the data does not fit the configuration.
@@ -342,10 +353,15 @@ def _loaders(
     data = config.data
     host, hosts = jax.process_index(), jax.process_count()
     if data.corpus is not None and data.corpus in SYNTHETIC:
-        rows = (global_rows, data.max_context, size.vocab_size, config.seed)
-        return SyntheticLoader(data.corpus, *rows, host, hosts), {}
+        shape = (global_rows, data.max_context, size.vocab_size, config.seed)
+        return SyntheticLoader(data.corpus, *shape, host, hosts), {}
     cache = ShardCache(Path(data.cache_directory), data.cache_bytes) if data.cache_directory else None
-    only_completions = config.training.loss_on == "completion"
+    pairs = objective.rows == 2
+    rows: dict[str, Any] = {
+        "only_completions": pairs or config.training.loss_on == "completion",
+        "pairs": pairs,
+        "reference": reference,
+    }
     training = Loader(
         index_paths(data.index_path_train, data.bucket_path),
         global_rows=global_rows,
@@ -359,8 +375,8 @@ def _loaders(
         shuffle_shards=data.shuffle_shards,
         skip_bad=data.max_skipped_rows > 0,
         cache=cache,
-        only_completions=only_completions,
         crop=data.crop,
+        **rows,
     )
     validation: dict[str, Loader] = {}
     is_validated = config.has_validation_set and config.training.maximum_evaluation_steps
@@ -375,7 +391,7 @@ def _loaders(
             host=host,
             hosts=hosts,
             cache=cache,
-            only_completions=only_completions,
+            **rows,
             crop="first" if data.crop == "first" else "all",  # not at random: evaluations are compared
         )
     if data.isolate_documents:

@@ -13,6 +13,7 @@ import jax
 from zero.models.codebook import METRICS as OF_CODEBOOKS
 from zero.models.experts import METRICS as OF_EXPERTS
 from zero.runtime.tracking.goodput import Goodput
+from zero.training.dpo import METRICS as OF_PAIRS
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class StepMetrics:
     def restart(self) -> None:
         """Begins a new line: steps from now on count for its mean loss and its times."""
         self._losses: list[float] = []
+        self._of_objective: list[dict[str, float]] = []
         self._untimed = 0
         self._flops = 0
         self._before = self._goodput.seconds
@@ -84,17 +86,22 @@ class StepMetrics:
         while len(self._unread) > leave:
             self._newest = {name: x.item() for name, x in jax.device_get(self._unread.pop(0)).items()}
             self._losses.append(self._newest["loss"])
+            self._of_objective.append({name: self._newest[name] for name in OF_PAIRS if name in self._newest})
         if flops:
             self._waited_for_devices += time.monotonic() - began
 
     def read(self) -> dict[str, float | int]:
-        """One line of metrics: the mean loss, and the newest value of everything else. Waits for all steps."""
+        """One line of metrics: means of what the objective computes, the newest value of everything else.
+
+        Waits for all steps.
+        """
         while self._unread:
             self.add(self._unread.pop(0), leave=0)
         losses, self._losses = self._losses, []
         of_model = [name for name in (*OF_EXPERTS, *OF_CODEBOOKS) if name in self._newest]
         newest = ("learning_rate", "gradient_norm", "skipped_steps", "skipped_spikes", *of_model)
         line = {"train/loss": fmean(losses), **{name: self._newest[name] for name in newest}, **self._next_line}
+        line |= {name: fmean(step[name] for step in self._of_objective) for name in self._of_objective[-1]}
         self._next_line = {}
         if steps := len(losses) - self._untimed:
             seconds = {phase: spent - self._before[phase] for phase, spent in self._goodput.seconds.items()}

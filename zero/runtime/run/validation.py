@@ -32,9 +32,9 @@ def validation_metrics(run: ActiveRun) -> dict[str, float] | None:
     if EMA in averages:
         weights["ema_loss"] = run.model.weights(averages[EMA], averages, run.frozen)
     is_named = "" not in run.validation
-    sizes = _byte_sizes(run) if is_named else None
+    sizes = _byte_sizes(run) if is_named and not run.objective.metrics else None
     metrics: dict[str, float] = {}
-    total = dict.fromkeys((*weights, "tokens", "bytes"), 0.0)
+    total = _no_sums(run, weights)
     for name, loader in run.validation.items():
         sums = _sums(run, loader, weights, sizes)
         if sums is None:
@@ -60,15 +60,22 @@ def _byte_sizes(run: ActiveRun) -> np.ndarray:
 def _sums(
     run: ActiveRun, loader: Loader, weights: dict[str, object], sizes: np.ndarray | None
 ) -> dict[str, float] | None:
-    """The sum of losses by each of `weights`, the scored tokens, and with `sizes` their bytes; None if stopped."""
-    sums = dict.fromkeys((*weights, "tokens", "bytes"), 0.0)
+    """The sum of losses by each of `weights`, the scored tokens, and with `sizes` their bytes; None if stopped.
+
+    For an objective on pairs, of the losses and metrics of pairs, which count in place of tokens.
+    """
+    sums = _no_sums(run, weights)
     with closing(prefetch(loader.batches())) as batches:
         for batch in islice(batches, run.config.training.maximum_evaluation_steps):
-            rows = split_rows(batch.tokens, jax.local_device_count(), run.axis.row_group)
+            texts = batch.tokens.reshape(run.objective.rows * len(batch.tokens), -1)
+            rows = split_rows(texts, jax.local_device_count(), run.axis.row_group)
+            reference = run.reference(rows, batch.reference)
             for name, params in weights.items():
-                loss, tokens = jax.device_get(run.programs.evaluate(params, rows))
+                loss, terms, of_objective = jax.device_get(run.programs.evaluate(params, rows, reference))
                 sums[name] += loss.item()
-            sums["tokens"] += tokens.item()
+                if name == "loss":
+                    sums["tokens"] += terms.item()
+                    sums |= {key: sums[key] + x.item() for key, x in of_objective.items()}
             if sizes is not None:
                 targets = batch.tokens[:, 1:]
                 sums["bytes"] += int(sizes[targets[targets >= 0]].sum())
@@ -79,6 +86,10 @@ def _sums(
         return sums
     high, low = agreement.sum_over_hosts(*divmod(int(sums["bytes"]), 2**16))  # each modulo 2^32
     return sums | {"bytes": float(high * 2**16 + low)}
+
+
+def _no_sums(run: ActiveRun, weights: dict[str, object]) -> dict[str, float]:
+    return dict.fromkeys((*weights, *run.objective.metrics, "tokens", "bytes"), 0.0)
 
 
 def _means(prefix: str, sums: dict[str, float]) -> dict[str, float]:

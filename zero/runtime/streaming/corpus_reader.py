@@ -2,9 +2,9 @@
 
 A row that cannot be read (its shard is missing, its sample is damaged) keeps its place in the order and has no tokens.
 
-What the order counts as rows are the sequences that a crop makes of the rows in the shards.
+What the order counts as rows are the sequences that a crop makes of the rows in the shards, or pairs of them.
 
-Shapes: n rows of a shuffle buffer, T tokens (the context).
+Shapes: n rows of a shuffle buffer, T tokens of a row: the context, or twice that for pairs.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class CorpusReader:
     cache: ShardCache | None
     only_completions: bool
     crop: Crop
+    pairs: bool = False  # rows are pairs of sequences
+    reference: np.ndarray | None = None  # float32 (rows, 2), for each row of the shards in order
     _unchecked: threading.Lock = field(default_factory=threading.Lock)  # taken by the first sample that is decoded
 
     @property
@@ -53,18 +55,27 @@ class CorpusReader:
     def is_remote(self) -> bool:
         return any(storage.is_remote(shard.path) for shard, _ in self.shards)
 
+    @property
+    def width(self) -> int:
+        """Tokens of a row."""
+        return 2 * self.context if self.pairs else self.context
+
     def read_buffer(self, buffer: ShuffleBuffer) -> Rows:
-        """Permuted rows (n, T) in the smallest dtype that holds them; the number of tokens in each (n,)."""
+        """Permuted rows (n, T), tokens in the smallest dtype that holds them."""
         count = sum(part.stop - part.start for part in buffer.ranges)
         slots = np.arange(count) if self.order.seed is None else permutation(count, *buffer.key)
         dtype = np.dtype(np.int32) if self.only_completions else np.min_scalar_type(self.vocab_size - 1)
-        tokens = np.empty((count, self.context), dtype)
+        tokens = np.empty((count, self.width), dtype)
         lengths = np.empty(count, np.int32)
+        reference = np.empty((count, 0 if self.reference is None else 2), np.float32)
         for part in buffer.ranges:
             own, slots = np.split(slots, [part.stop - part.start])
             for problem in self._fill(part, buffer.key, own, tokens, lengths):
                 _log.warning("skipped: %s", problem)
-        return tokens[buffer.skip :], lengths[buffer.skip :]
+            if self.reference is not None:
+                before = sum(self.order.rows[: part.shard])
+                reference[own] = self.reference[before + part.start : before + part.stop]
+        return Rows(tokens, lengths, reference).after(buffer.skip)
 
     def _fill(
         self, part: RowRange, key: tuple[int, ...], slots: np.ndarray, tokens: np.ndarray, lengths: np.ndarray
@@ -88,7 +99,9 @@ class CorpusReader:
         tokens[slots[filled:]], lengths[slots[filled:]] = 0, SKIPPED
         return problems
 
-    def _read(self, part: RowRange, key: tuple[int, ...], stream: BinaryIO, problems: list[str]) -> Iterator[Rows]:
+    def _read(
+        self, part: RowRange, key: tuple[int, ...], stream: BinaryIO, problems: list[str]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The rows of a range and their lengths, sample by sample; a bad sample joins `problems`, or is raised.
 
         The rows after a bad sample move up: the place of a row depends only on the contents of its shard.
@@ -110,7 +123,8 @@ class CorpusReader:
                 if sample is None:
                     break
                 name = f"shard {shard.path}, sample {sample['__key__']}"
-                decoded = decode(sample, name, self.context, self.vocab_size, self.crop, draw, self.only_completions)
+                marks = self.only_completions, self.pairs
+                decoded = decode(sample, name, self.context, self.vocab_size, self.crop, draw, *marks)
             except BadData as error:
                 if not self.skip_bad:
                     raise

@@ -26,7 +26,7 @@ from zero.runtime.streaming.crop import CROPS, Crop
 from zero.runtime.streaming.index_files import Shard, read_index
 from zero.runtime.streaming.order import Mixture, Order, StagedMixture, Weight, exact_weights, weight_stages
 from zero.runtime.streaming.prefetch import RowStream
-from zero.runtime.streaming.shards import BadData, row_tokens
+from zero.runtime.streaming.shards import BadData, Rows, row_tokens
 
 _REMOTE_THREADS = 16  # at most; they wait for the network, not for Python
 _EARLIER = {"crop": 0}  # what cursors of versions without these parts belong to
@@ -37,8 +37,10 @@ class HostBatch(NamedTuple):
     """One host's rows of a global batch, and the position of the data after it."""
 
     tokens: np.ndarray  # int32 (B / hosts, T); -1 where there is no token, ~t for a token t that is not predicted
+    # For pairs (B / hosts, 2 T), the first text and then the second one.
     cursor: dict[str, int]  # for `Loader.batches`; plain ints, so that JSON can hold it
     skipped: int  # rows of these that could not be read
+    reference: np.ndarray | None = None  # float32 (B / hosts, 2), where the loader has it
 
 
 class Loader:
@@ -68,6 +70,9 @@ class Loader:
         crop: how longer rows are cut: "first", their first `context` tokens; "all", floor(R / context) sequences of a
             row of R tokens, each of which counts as a row of the order; "random", one sequence at an offset that
             depends on the seed, the epoch and the row.
+        pairs: rows are pairs of texts, as zero-prepare --preferences writes them; for `only_completions` and the crop
+            "first".
+        reference: float32 `(rows, 2)` of each index file, by its name: a value for each text of each pair.
 
     Raises:
         UserError: the data is wrong (file and sample are named), or a batch does not divide over the hosts.
@@ -91,13 +96,16 @@ class Loader:
         cache: ShardCache | None = None,
         only_completions: bool = False,
         crop: str = "first",
+        pairs: bool = False,
+        reference: Mapping[str, np.ndarray] | None = None,
     ):
         if global_rows % hosts:
             raise UserError(f"a global batch of {global_rows} rows does not divide over {hosts} hosts")
         is_mixture = isinstance(index, Mapping)
         if is_mixture and not (shuffle and train_samples is None):
             raise UserError("a mixture of index files is shuffled, and takes no train_samples")
-        whole = [_used_shards(group, train_samples, skip_bad) for group in _corpora(index)]
+        groups = _corpora(index)
+        whole = [_used_shards(group, train_samples, skip_bad) for group in groups]
         crops = [_crop(crop, shards, context, skip_bad) for shards in whole]
         used = [
             [(shard, rows * one.sequences) for shard, rows in shards] for shards, one in zip(whole, crops, strict=True)
@@ -108,10 +116,11 @@ class Loader:
         buffer_shards = max(1, shuffle_shards // streams) if shuffle else 1
         order_seed = seed if shuffle else None
         self.corpora = []
-        for shards, one in zip(used, crops, strict=True):
+        for group, shards, one in zip(groups, used, crops, strict=True):
             order = Order(tuple(rows for _, rows in shards), streams, buffer_shards, order_seed, max_epochs)
+            values = None if reference is None else np.concatenate([reference[str(name)] for name in group])
             self.corpora.append(
-                CorpusReader(shards, order, context, vocab_size, skip_bad, cache, only_completions, one)
+                CorpusReader(shards, order, context, vocab_size, skip_bad, cache, only_completions, one, pairs, values)
             )
         self.rows = sum(corpus.rows for corpus in self.corpora)
         self._names = [Path(name).stem for name in index] if isinstance(index, Mapping) else []
@@ -120,7 +129,8 @@ class Loader:
         self._mixture = StagedMixture(
             tuple((step * part, Mixture(exact_weights(one), streams)) for step, one in weight_stages(weights))
         )
-        self._global_rows, self._host, self._hosts, self._context = global_rows, host, hosts, context
+        self._global_rows, self._host, self._hosts, self._width = global_rows, host, hosts, self.corpora[0].width
+        self._reference = 0 if reference is None else 2  # values of each row
         self._streams, self._stream_rows = streams, part
         self.total_batches = None if max_epochs is None else self._batches_of(max_epochs, fill_up=not shuffle)
         if self.total_batches == 0:
@@ -183,16 +193,19 @@ class Loader:
         try:
             streams = [self._open_stream(number, done * part, pool) for number in own_streams]
             while self.total_batches is None or done < self.total_batches:
-                tokens = np.empty((len(own_streams), part, self._context), np.int32)
+                tokens = np.empty((len(own_streams), part, self._width), np.int32)
                 lengths = np.empty((len(own_streams), part), np.int32)
+                reference = np.empty((len(own_streams), part, self._reference), np.float32)
                 for i, number in enumerate(own_streams):
-                    self._take(number, done * part, streams[i], tokens[i], lengths[i])
-                if lengths.min() < self._context:
-                    tokens[np.arange(self._context) >= lengths[..., None]] = -1
+                    self._take(number, done * part, streams[i], Rows(tokens[i], lengths[i], reference[i]))
+                if lengths.min() < self._width:
+                    tokens[np.arange(self._width) >= lengths[..., None]] = -1
                 skipped = int((lengths.reshape(-1)[first:last] == SKIPPED).sum())
                 done += 1
                 cursor = {**self._identity, "batches": done}
-                yield HostBatch(tokens.reshape(-1, self._context)[first:last], cursor, skipped)
+                own = tokens.reshape(-1, self._width)[first:last]
+                values = reference.reshape(-1, self._reference)[first:last] if self._reference else None
+                yield HostBatch(own, cursor, skipped, values)
         finally:
             pool.shutdown(cancel_futures=True)
         if self._dropped:
@@ -206,15 +219,18 @@ class Loader:
             for corpus, count in zip(self.corpora, counts, strict=True)
         ]
 
-    def _take(self, number: int, row: int, group: list[RowStream], tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Fills (rows, T) and (rows,) with the rows of a stream from its `row` on."""
+    def _take(self, number: int, row: int, group: list[RowStream], into: Rows) -> None:
+        """Fills these arrays with the rows of a stream from its `row` on."""
+        count = len(into.lengths)
         if len(group) == 1:
-            tokens[:], lengths[:] = group[0].take(len(lengths))
+            for array, values in zip(into, group[0].take(count), strict=True):
+                array[:] = values
             return
-        is_own = np.diff(self._mixture.counts(number, row, len(lengths))).astype(bool)
+        is_own = np.diff(self._mixture.counts(number, row, count)).astype(bool)
         for stream, own in zip(group, is_own, strict=True):
             if own.any():
-                tokens[own], lengths[own] = stream.take(int(own.sum()))
+                for array, values in zip(into, stream.take(int(own.sum())), strict=True):
+                    array[own] = values
 
     def _batches_done(self, cursor: dict[str, int] | None) -> int:
         if cursor is None:

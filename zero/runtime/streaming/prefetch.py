@@ -23,7 +23,7 @@ class RowStream:
     ):
         self._buffers, self._read, self._pool = buffers, read, pool
         self._next = self._read_ahead()
-        self._tokens, self._lengths = np.empty((0, 0)), np.empty(0)
+        self._rows = Rows(np.empty((0, 0)), np.empty(0), np.empty((0, 0)))
 
     def _read_ahead(self) -> Future[Rows] | None:
         buffer = next(self._buffers, None)
@@ -33,17 +33,16 @@ class RowStream:
         """The next rows; after the end of the data, rows without tokens."""
         parts: list[Rows] = []
         while count:
-            if not len(self._tokens) and self._next is None:
-                parts.append((np.zeros((count, self._tokens.shape[1]), self._tokens.dtype), np.zeros(count, np.int32)))
+            if not len(self._rows.tokens) and self._next is None:
+                parts.append(Rows(*(np.zeros((count, *x.shape[1:]), x.dtype) for x in self._rows)))
                 break
-            if not len(self._tokens) and self._next is not None:
-                self._tokens, self._lengths = self._next.result()
+            if not len(self._rows.tokens) and self._next is not None:
+                self._rows = self._next.result()
                 self._next = self._read_ahead()
-            parts.append((self._tokens[:count], self._lengths[:count]))
-            self._tokens, self._lengths = self._tokens[count:], self._lengths[count:]
-            count -= len(parts[-1][0])
-        tokens, lengths = zip(*parts, strict=True)
-        return (np.concatenate(tokens), np.concatenate(lengths)) if len(parts) > 1 else parts[0]
+            parts.append(self._rows.first(count))
+            self._rows = self._rows.after(count)
+            count -= len(parts[-1].tokens)
+        return Rows(*map(np.concatenate, zip(*parts, strict=True))) if len(parts) > 1 else parts[0]
 
 
 def prefetch(iterator: Iterator[_Item], depth: int = 2, stop: Sequence[Any] = ()) -> Generator[_Item, None, None]:

@@ -1,5 +1,7 @@
 """The rows of one shard: a tar file of .npy arrays in webdataset's convention, every sample checked.
 
+In a sample of pairs, `(n, 2, R)`, each row is two texts, of which the first one is preferred.
+
 Shapes: n rows of a sample, R tokens of a row, T tokens of a sequence (the context), k sequences of a row.
 """
 
@@ -24,7 +26,22 @@ from zero.runtime.streaming.crop import Crop, Draw, cut, lengths_after
 
 NPY_HEADER = 1024  # bytes to read for it; numpy writes 128
 _MEMBER = re.compile(r"((?:.*/|)[^.]+)\.([^/]*)")  # the key and the suffix of a file
-Rows = tuple[np.ndarray, np.ndarray]  # tokens (n, T), and the number of tokens in each of them (n,)
+
+
+class Rows(NamedTuple):
+    """Rows, with what belongs to each of them."""
+
+    tokens: np.ndarray  # (n, T), or (n, 2 T) for pairs
+    lengths: np.ndarray  # (n,), the number of tokens in each
+    reference: np.ndarray  # float32 (n, 2), log-probabilities of a pair by the reference model, or (n, 0)
+
+    def first(self, count: int) -> Rows:
+        """The first rows."""
+        return Rows(*(array[:count] for array in self))
+
+    def after(self, count: int) -> Rows:
+        """The rows after the first ones."""
+        return Rows(*(array[count:] for array in self))
 
 
 class BadData(UserError):
@@ -39,9 +56,9 @@ def count_rows(path: str | Path) -> int:
             for name, data, size in _tar_files(stream, most=NPY_HEADER):
                 if name.lower().endswith(".input_id.npy"):
                     shape = npy_header(data).shape
-                    if len(shape) == 2 and shape[0] > size:  # a row is a byte at least
+                    if len(shape) > 1 and shape[0] > size:  # a row is a byte at least
                         raise ValueError(f"{name} has the shape {shape} and {size} bytes")
-                    rows += shape[0] if len(shape) == 2 else 1
+                    rows += shape[0] if len(shape) > 1 else 1
     except FileNotFoundError:
         raise BadData(f"shard {path} is missing, and the index file does not record its number of rows") from None
     except OSError as error:
@@ -50,7 +67,7 @@ def count_rows(path: str | Path) -> int:
 
 
 def row_tokens(path: str) -> int:
-    """The number of tokens per row, according to the first sample of a shard.
+    """The number of tokens per row, or per text of a pair, according to the first sample of a shard.
 
     Raises:
       BadData: the shard is missing, or its first sample holds no rows.
@@ -64,7 +81,9 @@ def row_tokens(path: str) -> int:
         raise file_error(f"shard {path} cannot be read: {error}", error) from error
     if sample is None:
         raise BadData(f"shard {path} holds no sample")
-    return _rows(sample, f"shard {path}, sample {sample['__key__']}").shape[1]
+    name = f"shard {path}, sample {sample['__key__']}"
+    rows = _array(sample, "input_id.npy", name)
+    return rows.shape[-1] if rows.ndim == 3 else _rows(sample, name, pairs=False).shape[1]
 
 
 def read_samples(path: str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
@@ -92,12 +111,23 @@ def read_samples(path: str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
         raise BadData(f"shard {path} is truncated or damaged: {error.args[0]}") from error
 
 
-def _rows(sample: dict[str, Any], name: str) -> np.ndarray:
-    """The rows (n, R) of a sample."""
+def _rows(sample: dict[str, Any], name: str, pairs: bool) -> np.ndarray:
+    """The rows (n, R) of a sample; of one of pairs, both texts of each in turn, (2 n, R).
+
+    Raises UserError, not BadData, for a corpus of the other kind: it is not damaged.
+    """
     rows = _array(sample, "input_id.npy", name)
-    if rows.ndim not in (1, 2):
+    is_pairs = rows.ndim == 3 and rows.shape[1] == 2
+    if pairs and not is_pairs:
+        raise UserError(
+            f"{name}: input_id.npy has the shape {rows.shape}; training.objective=dpo expects (rows, 2, tokens), which "
+            "zero-prepare --preferences writes"
+        )
+    if is_pairs and not pairs:
+        raise UserError(f"{name} holds pairs of texts, which only training.objective=dpo reads")
+    if rows.ndim not in (1, 2) and not pairs:
         raise BadData(f"{name}: input_id.npy must have 1 or 2 dimensions, not {rows.ndim}")
-    return np.atleast_2d(rows)
+    return rows.reshape(2 * len(rows), rows.shape[2]) if pairs else np.atleast_2d(rows)
 
 
 class Decoded(NamedTuple):
@@ -116,13 +146,14 @@ def decode(
     crop: Crop,
     draw: Draw,
     only_completions: bool = False,
+    pairs: bool = False,
 ) -> Decoded:
-    """The sequences of a sample, in its dtype.
+    """The sequences of a sample, in its dtype; of a sample of `pairs` with `only_completions`, int32 (n, 2 T).
 
     With `only_completions` a token t for which completion.npy has 0 is ~t, and they are int32. Every token id that
     the model would read is checked here: BadData, with `name`, for one outside the vocabulary.
     """
-    rows = _rows(sample, name)
+    rows = _rows(sample, name, pairs)
     if rows.shape[1] < context:
         raise BadData(
             f"{name} has rows of {rows.shape[1]} tokens, and the model reads {context}: "
@@ -150,11 +181,15 @@ def decode(
     if is_learned is not None:
         rows = rows.astype(np.int32)
         rows = np.where(cut(is_learned, starts, context), rows, ~rows)
+    if pairs:  # a row of two texts is full, the shorter one ends in -1
+        discarded = total - int(lengths.sum())
+        rows = np.where(np.arange(context) < lengths[:, None], rows, -1).reshape(-1, 2 * context)
+        return Decoded(rows, np.full(len(rows), 2 * context), rows.size + discarded)
     return Decoded(rows, lengths, total)
 
 
 def _completions(sample: dict[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Whether each token of a sample is to be learned, bool of this shape.
+    """Whether each token of a sample is to be learned, bool of the shape of its rows.
 
     Raises UserError, not BadData, if it is not recorded: a corpus of another kind is not damaged.
     """
@@ -163,10 +198,10 @@ def _completions(sample: dict[str, Any], name: str, shape: tuple[int, ...]) -> n
             f"{name} has no member completion.npy, which marks the completions: training.loss_on=completion needs "
             "a corpus of zero-prepare --completions"
         )
-    given = np.atleast_2d(_array(sample, "completion.npy", name))
-    if given.shape != shape:
+    given = _array(sample, "completion.npy", name)
+    if given.shape[-1:] != shape[-1:] or given.size != math.prod(shape):
         raise BadData(f"{name}: completion.npy must have the shape {shape} of input_id.npy, not {given.shape}")
-    return given != 0
+    return given.reshape(shape) != 0
 
 
 # ---- tar -------------------------------------------------------------------------------------------------------------

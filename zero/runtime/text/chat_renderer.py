@@ -7,9 +7,12 @@ limits both. It does not import zero, which would take seconds.
 from __future__ import annotations
 
 import json
+import re
 import resource
+import secrets
 import signal
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NoReturn
 
@@ -22,10 +25,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 SECONDS = 2.0  # of computation for one conversation, which takes less than a millisecond
 MEMORY = 1 << 30  # bytes of address space
 LONGEST_ERROR = 300  # characters
+# Around what a template marks with {% generation %}, while it is rendered: no text holds them by chance.
+BEGIN, END = (f"<{secrets.token_hex(16)}{end}>" for end in ("", "/"))
 
 
 def main() -> None:
     """Answers each request `{"template": text, "variables": {...}}` with `{"text": ...}` or `{"error": ...}`.
+
+    Beside the text are, as `generated`, the first and past last characters of what `{% generation %}` marks.
 
     A request that takes longer than `SECONDS` ends the process by SIGPROF, also in the middle of one operation.
     """
@@ -37,7 +44,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
             request = json.loads(line)
-            answer = json.dumps({"text": compiled(request["template"]).render(**request["variables"])})
+            answer = json.dumps(divided(compiled(request["template"]).render(**request["variables"])))
         except Exception as error:  # noqa: BLE001  a template raises whatever its expressions do
             answer = json.dumps({"error": (str(error) or type(error).__name__)[:LONGEST_ERROR]})
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -45,13 +52,29 @@ def main() -> None:
 
 
 class Generation(Extension):
-    """`{% generation %}`, with which some templates mark the assistant's turns; it is rendered like any text."""
+    """`{% generation %}`, with which some templates mark the assistant's turns."""
 
     tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A call block, as in transformers: what is set inside is not set after it.
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        return BEGIN + caller() + END
+
+
+def divided(text: str) -> dict[str, Any]:
+    """The text without marks, and the first and past last characters of what they mark."""
+    plain, marks = "", []
+    for part in re.split(f"({BEGIN}|{END})", text):
+        if part in (BEGIN, END):
+            marks.append(len(plain))
+        else:
+            plain += part
+    return {"text": plain, "generated": list(zip(marks[::2], marks[1::2], strict=False))}
 
 
 @cache

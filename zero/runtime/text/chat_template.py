@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -38,18 +39,32 @@ class ChatTemplate:
         """A hash of everything that determines the rendered text."""
         return hashlib.sha256(json.dumps([self.text, self.special_tokens]).encode()).hexdigest()[:16]
 
-    def render(self, messages: Sequence[Any], add_generation_prompt: bool) -> str:
+    @property
+    def marks_generation(self) -> bool:
+        """Whether it marks the assistant's turns."""
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
+
+    def render(self, messages: Sequence[Any], add_generation_prompt: bool, tools: Sequence[Any] | None = None) -> str:
         """The text of a conversation; with `add_generation_prompt` up to where an answer begins.
 
-        Raises UserError for messages that the template does not accept, and for a template that fails or takes more
-        time or memory than `chat_renderer.py` allows.
+        `tools` are descriptions of functions that the assistant may call. Raises UserError for messages that the
+        template does not accept, and for a template that fails or takes more time or memory than `chat_renderer.py`
+        allows.
         """
+        text: str = self._ask(messages, add_generation_prompt, tools)["text"]
+        return text
+
+    def generated(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> list[tuple[int, int]]:
+        """The first and past last characters of what the template marks with `{% generation %}`; raises as `render`."""
+        return [(start, stop) for start, stop in self._ask(messages, False, tools)["generated"]]
+
+    def _ask(self, messages: Sequence[Any], add_generation_prompt: bool, tools: Sequence[Any] | None) -> dict[str, Any]:
         variables = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        variables |= {"tools": None, "documents": None, **dict(self.special_tokens)}
+        variables |= {"tools": tools, "documents": None, **dict(self.special_tokens)}
         answer = _renderer.ask({"template": self.text, "variables": variables})
         if "error" in answer:
             raise UserError(f"{self.path} cannot render these messages: {answer['error']}")
-        return answer["text"]
+        return answer
 
 
 class _Renderer:
@@ -58,7 +73,7 @@ class _Renderer:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
-    def ask(self, request: dict[str, Any]) -> dict[str, str]:
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._process is None:
             # -P: the modules beside the program must not be imported. A Ctrl-C is only for this process.
             self._process = subprocess.Popen(

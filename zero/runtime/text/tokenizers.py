@@ -35,8 +35,8 @@ class Tokenizer(Protocol):
         """A 1-D array of ids. `end_of_text` is never among them, even if the text spells it."""
         ...
 
-    def encode_with_ends(self, text: str, has_special: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, and for each the number of characters of the text up to its end.
+    def encode_with_spans(self, text: str, has_special: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Ids (n,), and (n, 2) the number of characters of the text before each and up to its end.
 
         With `has_special`, the spelling of a special token becomes that token, `end_of_text` included.
         """
@@ -69,9 +69,9 @@ class ByteTokenizer:
         # JSON can hold lone surrogates, which strict UTF-8 refuses; nothing of a document should be lost.
         return np.frombuffer(text.encode("utf-8", "surrogatepass").replace(b"\0", b""), np.uint8)
 
-    def encode_with_ends(self, text: str, has_special: bool) -> tuple[np.ndarray, np.ndarray]:
-        ends = [i for i, character in enumerate(text, 1) for _ in self.encode(character)]
-        return self.encode(text), np.asarray(ends, np.int64)
+    def encode_with_spans(self, text: str, has_special: bool) -> tuple[np.ndarray, np.ndarray]:
+        starts = np.asarray([i for i, character in enumerate(text) for _ in self.encode(character)], np.int64)
+        return self.encode(text), np.stack([starts, starts + 1], axis=1)
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in map(int, ids) if 0 < i < 256).decode("utf-8", "replace")
@@ -136,13 +136,12 @@ class FileTokenizer:
             (encoding,) = self._tokenizer.encode_batch_fast([_without_surrogates(text)], add_special_tokens=False)
         return np.asarray(encoding.ids, np.uint32)
 
-    def encode_with_ends(self, text: str, has_special: bool) -> tuple[np.ndarray, np.ndarray]:
+    def encode_with_spans(self, text: str, has_special: bool) -> tuple[np.ndarray, np.ndarray]:
         self._tokenizer.encode_special_tokens = not has_special
         with reading(f"tokenizer {self.path} cannot encode a text", Exception):
             encoding = self._tokenizer.encode(_without_surrogates(text), add_special_tokens=False)
         self._tokenizer.encode_special_tokens = True
-        ends = np.asarray([end for _, end in encoding.offsets], np.int64)
-        return np.asarray(encoding.ids, np.uint32), ends
+        return np.asarray(encoding.ids, np.uint32), np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Iterable[int]) -> str:
         known = [i for i in map(int, ids) if 0 <= i < self.vocab_size and i != self.end_of_text]

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Literal
 
-import numpy as np
-
 from zero.runtime.preparing.sources.documents import Document, Unit
 
 Documents = Callable[[], Iterator[Document | None]]
@@ -45,15 +43,18 @@ def _marked(documents: Documents, places: frozenset[int]) -> Iterator[Document |
 
 def digests(unit: Unit, wanted: tuple[bool, ...]) -> list[bytes | None]:
     """A digest of the contents of each document of a unit; None for one that is not UTF-8."""
-    return [document and _digest(document.content) for document in unit.documents()]
+    return [document and _digest(document) for document in unit.documents()]
 
 
-def _digest(content: str | np.ndarray) -> bytes:
-    return hashlib.blake2b(content_bytes(content), digest_size=_DIGEST).digest()
+def _digest(document: Document) -> bytes:
+    return hashlib.blake2b(content_bytes(document), digest_size=_DIGEST).digest()
 
 
-def content_bytes(content: str | np.ndarray) -> bytes:
-    """The bytes of a document, for hashes."""
+def content_bytes(document: Document) -> bytes:
+    """The bytes of a document, for hashes; of both texts of a pair."""
+    if document.rejected is not None:
+        return content_bytes(document._replace(rejected=None)) + b"\0" + content_bytes(document.rejected)
+    content = document.content
     # JSON can hold lone surrogates, which strict UTF-8 refuses; nothing of a document should be lost.
     return content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content.tobytes()
 

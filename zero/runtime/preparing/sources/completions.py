@@ -6,15 +6,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero.runtime.errors import UserError
+from zero.runtime.preparing.sources.conversations import (
+    ASSISTANT,
+    checked_messages,
+    checked_tools,
+    learned_spans,
+    needed,
+)
 from zero.runtime.preparing.sources.documents import Document, found
-from zero.runtime.text.chat_template import CONFIG, TEMPLATE, ChatTemplate
+from zero.runtime.text.chat_template import ChatTemplate
+
+LEARNED = (ASSISTANT,)  # roles, by default
 
 
 @dataclass(frozen=True)
 class CompletionReader:
-    """Reads `prompt` and `completion`, or `messages`, in which the assistant's turns are the completions."""
+    """Reads `prompt` and `completion`, or `messages`, in which the turns of `roles` are the completions."""
 
     template: ChatTemplate | None
+    roles: tuple[str, ...] = LEARNED
 
     def __call__(self, entry: Any, name: str) -> Document:
         given = entry if isinstance(entry, dict) else {}
@@ -26,26 +36,19 @@ class CompletionReader:
             raise UserError(
                 f'{name}: expected strings under "prompt" and "completion", or a list under "messages"; {found(entry)}'
             )
-        if self.template is None:
-            raise UserError(f"{name}: messages need a chat template, in {CONFIG} or {TEMPLATE} beside the tokenizer")
         try:
-            return self._conversation(messages, self.template, name)
+            return self._conversation(given, name)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
 
-    def _conversation(self, messages: list[Any], template: ChatTemplate, name: str) -> Document:
-        text, completions = template.render(messages, add_generation_prompt=False), []
-        for i, message in enumerate(messages):
-            if not isinstance(message, dict) or message.get("role") != "assistant":
-                continue
-            before = template.render(messages[:i], add_generation_prompt=True)
-            after = template.render(messages[: i + 1], add_generation_prompt=False)
-            if not (after.startswith(before) and text.startswith(after)):
-                raise UserError(
-                    f"{template.path} renders message {i} in another way when it is the last one: give each answer a "
-                    "line of its own, with the conversation up to it"
-                )
-            completions.append((len(before), len(after)))
-        if not completions:
-            raise UserError('no message has the role "assistant", so there is nothing to learn')
-        return Document(text, name=name, completions=tuple(completions), has_special=True)
+    def _conversation(self, entry: dict[str, Any], name: str) -> Document:
+        template, tools = needed(self.template), checked_tools(entry.get("tools"))
+        messages = checked_messages(entry["messages"], "messages")
+        if not any(message["role"] in self.roles for message in messages):
+            roles = " or ".join(f'"{role}"' for role in self.roles)
+            raise UserError(f"no message has the role {roles}, so there is nothing to learn")
+        text = template.render(messages, add_generation_prompt=False, tools=tools)
+        spans = tuple(learned_spans(text, messages, tools, template, self.roles))
+        if not spans:
+            raise UserError(f"{template.path} marks no text of these messages with {{% generation %}}")
+        return Document(text, name=name, completions=spans, has_special=True)

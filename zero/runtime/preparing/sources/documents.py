@@ -25,6 +25,7 @@ class Document(NamedTuple):
     has_special: bool = False  # the text spells special tokens
     is_complete: bool = False  # rows of another program, that are joined without an end of text between them
     is_duplicate: bool = False  # of an earlier one; then its content is empty
+    rejected: Document | None = None  # the other text of a pair, of which this one is preferred
 
 
 class Reader(Protocol):

@@ -58,7 +58,7 @@ class Source:
             for file, one in zip(self._files, formats, strict=True):
                 if one is None or not one.has_objects:
                     raise UserError(
-                        f"{file.path}: expected JSON lines, as --completions reads prompts with their completions"
+                        f"{file.path}: expected JSON lines, as --completions and --preferences read their objects"
                     )
         holds_ids = [one is not None and one.has_ids(file.path) for file, one in zip(self._files, formats, strict=True)]
         if any(holds_ids) and not all(holds_ids):

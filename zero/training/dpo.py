@@ -1,0 +1,101 @@
+"""Direct preference optimization: of two texts the chosen one becomes more likely than the rejected one.
+
+The loss of a pair is -log sigmoid(h), where h is beta times the difference of the log-ratios of both texts to a
+reference model (Rafailov et al., arXiv 2305.18290, equation 7). Metrics have the names of TRL's DPOTrainer.
+
+Shapes: R rows of one device, chosen and rejected texts in turn; P = R / 2 pairs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from zero.partition.layout import PyTree
+from zero.training.batch import next_tokens
+from zero.training.objective import Objective
+from zero.training.sharded_gpt import ShardedGPT
+
+METRICS = (
+    *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+    *("logps/chosen", "logps/rejected"),
+)
+
+
+def dpo(beta: float) -> Objective:
+    """The objective with this inverse temperature of the implicit rewards."""
+    return Objective(_count, partial(_total, beta=beta), METRICS, rows=2, has_reference=True)
+
+
+def pair_losses(logps_P2: jax.Array, reference_P2: jax.Array, beta: float) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss of each pair `(P,)` and its metrics, from log-probabilities of the chosen and the rejected text.
+
+    >>> losses, metrics = pair_losses(jnp.asarray([[-5.0, -9.0]]), jnp.asarray([[-6.0, -8.0]]), beta=0.5)
+    >>> round(losses[0].item(), 4), metrics["rewards/margins"].tolist(), metrics["rewards/accuracies"].tolist()
+    (0.3133, [1.0], [1.0])
+    """
+    rewards_P2 = beta * (logps_P2 - reference_P2)
+    chosen, rejected = rewards_P2.T
+    values = (chosen, rejected, (chosen > rejected).astype(jnp.float32), chosen - rejected, *logps_P2.T)
+    return -jax.nn.log_sigmoid(chosen - rejected), dict(zip(METRICS, values, strict=True))
+
+
+def _is_pair(tokens_RT: jax.Array | np.ndarray) -> jax.Array:
+    """Whether both texts of a pair have scored tokens, `(P,)`: a row that could not be read has none."""
+    return jnp.all(jnp.any(next_tokens(tokens_RT) >= 0, axis=1).reshape(-1, 2), axis=1)
+
+
+def _count(model: ShardedGPT, tokens_RT: jax.Array | np.ndarray) -> jax.Array:
+    return jnp.sum(_is_pair(tokens_RT) & model.is_first_of_group())
+
+
+def _total(
+    model: ShardedGPT,
+    losses: jax.Array,
+    tokens: jax.Array | np.ndarray,
+    reference: jax.Array | np.ndarray | None,
+    *,
+    beta: float,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """A pair's loss is no sum over tokens, and a device of a group has only some of the tokens of its rows.
+
+    So the loss and its slope by the log-probability of each row are computed from sums over the group, and each device
+    multiplies the slope by its own part.
+    """
+    assert reference is not None
+    own_R, is_pair_P, is_first = -model.sum_rows(losses, tokens), _is_pair(tokens), model.is_first_of_group()
+
+    def of_rows(logps_R: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        found = pair_losses(logps_R.reshape(-1, 2), jnp.reshape(reference, (-1, 2)), beta)
+        total, sums = jax.tree.map(lambda x_P: jnp.sum(jnp.where(is_pair_P, x_P, 0)), found)
+        return total, sums
+
+    (total, sums), slope_R = jax.value_and_grad(of_rows, has_aux=True)(model.sum_over_group(lax.stop_gradient(own_R)))
+    once = jax.tree.map(lambda x: jnp.where(is_first, x, 0), (total, sums))
+    return once[0] + jnp.sum(slope_R * (own_R - lax.stop_gradient(own_R))), once[1]
+
+
+def reference_step(weights: PyTree, tokens: jax.Array, *, model: ShardedGPT, micro_batches: int = 1) -> jax.Array:
+    """The log-probability in nats of the scored tokens of each row, by a reference model.
+
+    Per device: int32 tokens `(R, T)` as in `Batch`; float32 `(R,)` out, the same on all devices of a group. The
+    reference of adapters is the model without them, and `weights` are its frozen parameters, as they are held;
+    otherwise it is the model with these weights. Call inside pmap.
+
+    Args:
+      micro_batches: parts that the rows are split into, one forward pass each; divides R.
+    """
+    if model.tuning is not None:  # x W + s (x A) B with zeros for A and B
+        shapes = model.layout.shard_shapes()
+        weights = model.weights(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), {}, weights)
+    variables = model.gather_params(weights)
+
+    def of_rows(rows: jax.Array) -> jax.Array:
+        losses = model.scores(variables, rows, None).losses_BT
+        return model.sum_over_group(-model.sum_rows(losses, rows))
+
+    return lax.map(of_rows, tokens.reshape(micro_batches, -1, tokens.shape[-1])).reshape(-1)
