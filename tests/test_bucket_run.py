@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import bucket, cli
+from tests.helpers import bucket, cli, s3
 from zero.runtime import storage
 from zero.runtime.tracking.metrics_file import read_metrics
 
@@ -44,6 +44,19 @@ def test_bucket_run_equals_disk_run(run: Run, calm: list[float], tmp_path: Path)
     assert there.returncode == 0, there.stderr
     assert cli.losses(tmp_path / "run") == calm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "run"]  # nothing was downloaded
+
+
+@pytest.mark.slow
+def test_s3_run_equals_disk_run(
+    s3_server: str, workplace: Path, calm: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run with index files and shards on S3 is the run from disk; checkpoints are refused there."""
+    s3.use(monkeypatch, s3_server)
+    bucket.upload(workplace / "corpus", f"s3://{PLACE}/corpus")
+    job = (*JOB, f"data.bucket_path=s3://{PLACE}")
+    cli.check_refusal(cli.Forks(tmp_path).run(*job), "data.checkpoint_directory", f"save to s3://{PLACE}/checkpoints")
+    cli.Forks(tmp_path).check(*job, f"data.checkpoint_directory={tmp_path}/checkpoints")
+    assert cli.losses(tmp_path / "run") == calm
 
 
 @pytest.mark.slow

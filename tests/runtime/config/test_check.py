@@ -69,6 +69,8 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("data.index_path_validation={}", ["data.index_path_validation={}", "{name: one of these, ...}"]),
         ("data.index_path_validation={a/b: c.index}", ["data.index_path_validation", "letters, digits"]),
         ("evaluate.index={a: []}", ["evaluate.index={'a': []}", "or a list"]),
+        ("data.checkpoint_directory=s3://b/c", ["data.checkpoint_directory=s3://b/c", "orbax cannot save to s3://b/c"]),
+        ("data.bucket_path=s3://b/c", ["data.checkpoint_directory=checkpoints", "save to s3://b/c/checkpoints"]),
         ("data.crop=last", ["data.crop=last", "one of first, all, random"]),
         ("data.shuffle_shards=0", ["data.shuffle_shards=0", "at least 1"]),
         ("profile.steps=[5]", ["profile.steps=[5]", "[20,25], or null"]),

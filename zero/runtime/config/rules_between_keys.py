@@ -7,6 +7,7 @@ from typing import Any
 
 from zero.models.config import GPTConfig
 from zero.models.stack import span_size
+from zero.runtime import storage
 from zero.runtime.config.constraints import is_paths, shown
 from zero.runtime.config.schema import Config
 from zero.runtime.streaming.synthetic import SYNTHETIC
@@ -77,6 +78,12 @@ def data_rules(config: Config, size: GPTConfig) -> Mistakes:
                 yield key, f"{shown(expected)}, {has_rows}"
     if data.isolate_documents and size.layer == "gated_units":
         yield "data.isolate_documents", f"false, as model.size={config.model.size} has gated units"
+    place = storage.join(storage.bucket(data.bucket_path) if data.bucket_path else "", data.checkpoint_directory)
+    if config.mode == "train" and "://" in place and storage.scheme(place) != "gs":
+        yield (
+            "data.checkpoint_directory",
+            f"an absolute path or a gs:// URL, as orbax cannot save to {place} (docs/decisions/stores.md)",
+        )
     if data.resume_step is not None and config.resume is None and config.mode == "train":
         yield "data.resume_step", "null without --resume"
 

@@ -15,7 +15,7 @@ from zero.runtime.storage.files import (
 )
 from zero.runtime.storage.gcs import DEADLINE
 from zero.runtime.storage.objects import ObjectStat
-from zero.runtime.storage.urls import bucket, is_remote, join, parent
+from zero.runtime.storage.urls import bucket, is_remote, join, parent, scheme
 
 __all__ = [
     "DEADLINE",
@@ -35,6 +35,7 @@ __all__ = [
     "read_bytes",
     "read_object",
     "remove",
+    "scheme",
     "stat",
     "write",
 ]
