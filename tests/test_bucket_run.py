@@ -1,5 +1,6 @@
 """`python main_zero.py` with a corpus that lies in a bucket."""
 
+import json
 import shutil
 import time
 from collections.abc import Callable
@@ -57,6 +58,31 @@ def test_s3_run_equals_disk_run(
     cli.check_refusal(cli.Forks(tmp_path).run(*job), "data.checkpoint_directory", f"save to s3://{PLACE}/checkpoints")
     cli.Forks(tmp_path).check(*job, f"data.checkpoint_directory={tmp_path}/checkpoints")
     assert cli.losses(tmp_path / "run") == calm
+
+
+@pytest.mark.slow
+def test_follower_on_another_machine(run: Run, calm: list[float], tmp_path: Path) -> None:
+    """A follower that has only the bucket, killed and started again, scores each checkpoint once."""
+    place = f"gs://{PLACE}/followed"
+    own = ("mode=evaluate", f"model.model_path={place}", "evaluate.follow=true", "distributed.cpu_devices=2")
+    followers = tmp_path / "follower"
+    followers.mkdir()
+    follower = cli.start(followers, *own)
+    trainer = cli.start(tmp_path, *JOB, f"data.bucket_path={PLACE}", "data.checkpoint_directory=followed")
+    assert follower.stdout is not None
+    assert json.loads(follower.stdout.readline())["step"] == 6
+    follower.kill()
+    follower.communicate()
+    done = cli.run(followers, *own)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["step"] for line in done.stdout.splitlines()] == [12]
+    trained = cli.finish(trainer)
+    assert trained.returncode == 0, trained.stderr
+    assert cli.losses(tmp_path / "run") == calm
+    lines = [json.loads(line) for line in storage.read_bytes(f"{place}-run/evaluations.jsonl").splitlines()]
+    assert [line["step"] for line in lines] == [6, 12] and lines[1]["evaluation/loss"] < lines[0]["evaluation/loss"]
+    found = cli.Forks(followers).evaluate("once", f"model.model_path={place}", "distributed.cpu_devices=2")
+    assert found["loss"] == lines[1]["evaluation/loss"]
 
 
 @pytest.mark.slow

@@ -84,6 +84,10 @@ def test_every_size_can_be_trained(size: str) -> None:
             ["distributed.coordinator_address=host", "host:port"],
         ),
         ("mode=evaluate; evaluate.validation=false", ["evaluate.validation=false", "evaluate.harness"]),
+        (
+            "mode=evaluate; evaluate.follow=true; data.resume_step=6",
+            ["evaluate.follow=True", "false, as data.resume_step=6"],
+        ),
         ("evaluate.stride=256", ["evaluate.stride=256", "1 to 255"]),
         ("data.max_skipped_rows=-1", ["data.max_skipped_rows=-1", "zero or more"]),
         ("data.cache_bytes=0", ["data.cache_bytes=0", "at least 1"]),

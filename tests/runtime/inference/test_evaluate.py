@@ -20,6 +20,7 @@ from zero.runtime.inference.scoring import windows
 from zero.runtime.inference.trained_model import load_weights
 from zero.runtime.streaming.loader import Loader
 from zero.runtime.text.tokenizers import ByteTokenizer
+from zero.runtime.tracking.html_report import write_report
 from zero.training.sharded_gpt import ShardedGPT
 
 SIZE = load_sizes(cli.MAIN.parent / "conf" / "model_config.yaml")["test"]
@@ -196,6 +197,29 @@ def test_isolated_documents_of_another_tokenizer(forks: cli.Forks) -> None:
     assert done.returncode == 2, done.stderr
     last = done.stderr.splitlines()[-1]
     assert "data.isolate_documents=true needs data.tokenizer of the corpus" in last and str(place) in last
+
+
+def test_follower_scores_each_checkpoint_once(forks: cli.Forks) -> None:
+    """Up to the last step; after a kill between two checkpoints only what is missing; the report shows the results."""
+    file, options = forks.workplace / RUN / "evaluations.jsonl", ("evaluate.context=12", "evaluate.stride=6")
+    own = ("mode=evaluate", f"model.model_path={RUN}", "evaluate.follow=true", *options)
+    assert steps_of(forks.check(*own, "hydra.run.dir=follower").stdout) == [6, 12]
+    whole = file.read_bytes()
+    file.write_bytes(whole.splitlines(keepends=True)[0])
+    assert steps_of(forks.check(*own, "hydra.run.dir=again").stdout) == [12]
+    assert file.read_bytes() == whole
+    assert [line["step"] for line in cli.metrics(forks.workplace / "again")] == [12]
+    newest = evaluated(forks, "newest", *options)
+    assert json.loads(whole.splitlines()[1]) == {
+        "step": 12,
+        **{f"evaluation/{key}": newest[key] for key in ("loss", "perplexity", "bits_per_byte")},
+    }
+    page = write_report([forks.workplace / RUN], forks.workplace / "report.html").read_text()
+    assert f"{RUN}: evaluation\\u002floss" in page or f"{RUN}: evaluation/loss" in page
+
+
+def steps_of(output: str) -> list[int]:
+    return [json.loads(line)["step"] for line in output.splitlines()]
 
 
 def test_named_sets_and_their_total(forks: cli.Forks) -> None:

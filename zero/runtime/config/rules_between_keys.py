@@ -249,6 +249,8 @@ def evaluate_rules(config: Config, size: GPTConfig) -> Mistakes:
         data, path = config.data, shown(config.data.index_path_validation)
         given = f"data.corpus={shown(data.corpus)} and data.index_path_validation={path}"
         yield "evaluate.validation", f"false, as {given} hold no validation set"
+    if evaluate.follow and config.mode == "evaluate" and config.data.resume_step is not None:
+        yield "evaluate.follow", f"false, as data.resume_step={config.data.resume_step} names one checkpoint"
     context = evaluate.context or config.data.max_context
     if evaluate.stride is not None and evaluate.stride >= context:
         yield "evaluate.stride", f"1 to {context - 1}, or null"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from zero.models.config import GPTConfig
 from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
+from zero.runtime.inference.follow import follow, wait_for_checkpoint
 from zero.runtime.inference.harness_tasks import run_tasks
 from zero.runtime.inference.scoring import Scorer, score_sets
 from zero.runtime.inference.trained_model import open_model
@@ -26,12 +28,16 @@ RESULT_FILE = "evaluation.json"
 def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
     """Scores the whole validation set and the tasks of `evaluate.harness`; prints the result as JSON.
 
+    With `evaluate.follow` those of each checkpoint, as long as the run trains.
+
     Returns:
       The exit status, 0.
 
     Raises:
       UserError: there is no such run or task, or the context is longer than the model's.
     """
+    if config.evaluate.follow:
+        wait_for_checkpoint(Path(str(config.model.model_path)))
     trained = open_model(config, size, rows=config.training.batch_size)
     context = config.evaluate.context or config.data.max_context
     if size.has_learned_positions and context > size.block_size:
@@ -39,6 +45,21 @@ def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
             f"evaluate.context={context}: expected at most {size.block_size}, the learned positions of the model"
         )
     scorer = Scorer(trained, context, config.training.batch_size)
+    if config.evaluate.follow:
+        follow(config, scorer, partial(_result, config, scorer, context), run_directory)
+        return 0
+    result = _result(config, scorer, context)
+    if trained.host == 0:
+        text = json.dumps(result, indent=2)
+        (run_directory / RESULT_FILE).write_text(text + "\n")
+        print(text)
+        log.info("written to %s", run_directory / RESULT_FILE)
+    return 0
+
+
+def _result(config: Config, scorer: Scorer, context: int) -> dict[str, Any]:
+    """What evaluation.json holds, of the weights of the scorer."""
+    trained = scorer.trained
     result: dict[str, Any] = {"run": str(config.model.model_path), "step": trained.step, "context": context}
     if config.evaluate.validation:
         index = config.evaluate.index or config.data.index_path_validation
@@ -50,9 +71,4 @@ def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
         result |= score_sets(scorer, sets, context, stride, config.training.loss_on == "completion")
     if config.evaluate.harness:
         result["harness"] = run_tasks(scorer, context, config.evaluate.harness)
-    if trained.host == 0:
-        text = json.dumps(result, indent=2)
-        (run_directory / RESULT_FILE).write_text(text + "\n")
-        print(text)
-        log.info("written to %s", run_directory / RESULT_FILE)
-    return 0
+    return result
