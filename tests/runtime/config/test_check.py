@@ -86,7 +86,7 @@ def test_every_size_can_be_trained(size: str) -> None:
         ("mode=evaluate; evaluate.validation=false", ["evaluate.validation=false", "evaluate.harness"]),
         (
             "mode=evaluate; evaluate.follow=true; data.resume_step=6",
-            ["evaluate.follow=True", "false, as data.resume_step=6"],
+            ["evaluate.follow=true", "false, as data.resume_step=6"],
         ),
         ("evaluate.stride=256", ["evaluate.stride=256", "1 to 255"]),
         ("data.max_skipped_rows=-1", ["data.max_skipped_rows=-1", "zero or more"]),

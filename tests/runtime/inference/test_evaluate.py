@@ -18,6 +18,7 @@ from zero.partition.collectives.axis import Axis
 from zero.runtime.config.files import load_sizes
 from zero.runtime.inference.scoring import windows
 from zero.runtime.inference.trained_model import load_weights
+from zero.runtime.streaming.index_files import read_index
 from zero.runtime.streaming.loader import Loader
 from zero.runtime.text.tokenizers import ByteTokenizer
 from zero.runtime.tracking.html_report import write_report
@@ -223,13 +224,18 @@ def steps_of(output: str) -> list[int]:
 
 
 def test_named_sets_and_their_total(forks: cli.Forks) -> None:
-    """Named sets have entries, during training and after; the total equals that of the merged list."""
+    """Named sets have entries, during training and after; the total equals that of the merged list.
+
+    Also where the number of batches ends within a set: there it is enough for each set, but not for both.
+    """
     train, text = cli.INDICES
     both = f"data.index_path_validation={{val: {text}, part: [{train}]}}"
     merged = f"data.index_path_validation=[{text}, {train}]"
+    most = max(sum(shard.rows for shard in read_index(forks.workplace / index)) for index in cli.INDICES)
+    limit = f"training.maximum_evaluation_steps={-(-most // 16)}"
     found = {}
     for name, index in (("named", both), ("merged", merged)):
-        short = ("training.total_steps=2", "training.evaluation_frequency=2", "training.maximum_evaluation_steps=1000")
+        short = ("training.total_steps=2", "training.evaluation_frequency=2", limit)
         run = forks.train(f"run-{name}", *cli.TINY, *short, "training.warmup_steps=1", index)
         found[name] = cli.metrics(run)[-1]
         assert [line["step"] for line in cli.metrics(run)] == [1, 2]
@@ -247,7 +253,6 @@ def test_named_sets_and_their_total(forks: cli.Forks) -> None:
         one = result["sets"][name]
         assert one["loss"] == pytest.approx(named[f"validation/{name}/loss"], rel=1e-5)
         assert one["bits_per_byte"] == pytest.approx(named[f"validation/{name}/bits_per_byte"], rel=1e-5)
-    assert result["bits_per_byte"] == pytest.approx(named["validation/bits_per_byte"], rel=1e-5)
     assert result["tokens"] == sum(one["tokens"] for one in result["sets"].values())
     test_set = json.loads(
         (forks.train("test-set", "mode=evaluate", *options, f"evaluate.index={text}") / "evaluation.json").read_text()
