@@ -135,6 +135,19 @@ def test_replaced_in_azure(monkeypatch: pytest.MonkeyPatch):
         storage.read_object("az://bucket/a", known)
 
 
+def test_damaged_upload_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    azure.use(monkeypatch)
+    pipe_file = azure.InMemory.pipe_file
+    for sent, stored in ((b"shard", b"shar"), (b"shard", b"sharp")):
+
+        def damaging(files: azure.InMemory, path: str, data: bytes, stored: bytes = stored) -> None:
+            pipe_file(files, path, stored)
+
+        monkeypatch.setattr(azure.InMemory, "pipe_file", damaging)
+        with pytest.raises(Unavailable, match=r"^az://bucket/up: .* was stored in place of the 5 bytes"):
+            storage.write("az://bucket/up", sent)
+
+
 def test_files_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Files of a repository are read at a revision, and compared with the hash by which git names them."""
     for revision, data in {"main": DATA, "v1": DATA[:300]}.items():
