@@ -31,13 +31,8 @@ REPORT_FILE = "report.html"
 # Panel, its curves as (metric, dash), and whether the axis is logarithmic.
 PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
     (
-        "loss (nats per token), validation dashed, of averaged weights dotted, by evaluate.follow dash-dotted",
-        (
-            ("train/loss", "solid"),
-            ("validation/loss", "dash"),
-            ("validation/ema_loss", "dot"),
-            ("evaluation/loss", "dashdot"),
-        ),
+        "loss (nats per token), validation dashed, of averaged weights dotted",
+        (("train/loss", "solid"), ("validation/loss", "dash"), ("validation/ema_loss", "dot")),
         False,
     ),
     ("learning rate", (("learning_rate", "solid"),), False),
@@ -68,7 +63,7 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
         False,
     ),
 )
-SETS = "loss of each validation set (nats per token)"
+SETS = "loss of each validation set, and of evaluate.follow (nats per token)"
 TASKS = "tasks of lm-evaluation-harness"
 DASHES = ("solid", "dash", "dot", "dashdot")
 MOST_POINTS = 2_000  # of a curve
@@ -145,7 +140,9 @@ def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[
     tasks = tuple(
         zip(sorted(metric for metric in known if metric.startswith(("harness/", "evaluation/harness/"))), cycle(DASHES))
     )
-    of_sets = sorted(metric for metric in known if re.fullmatch("(validation|evaluation)/[^/]+/loss", metric))
+    of_sets = sorted(
+        metric for metric in known if re.fullmatch("validation/[^/]+/loss|evaluation/([^/]+/)?loss", metric)
+    )
     more = ((SETS, tuple(zip(of_sets, cycle(DASHES))), False), (TASKS, tasks, False))
     panels = [panel for panel in (*PANELS, *more) if any(metric in known for metric, _ in panel[1])]
     if not panels:
