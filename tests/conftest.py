@@ -102,6 +102,15 @@ def server() -> Iterator[str]:
         yield address
 
 
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The address of a server of S3's protocol on loopback (tests/helpers/s3.py)."""
+    from tests.helpers import s3
+
+    with s3.serving() as address:
+        yield address
+
+
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a small corpus, to start runs in; a module that needs more in it overrides this fixture."""

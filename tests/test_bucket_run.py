@@ -1,5 +1,6 @@
 """`python main_zero.py` with a corpus that lies in a bucket."""
 
+import json
 import shutil
 import time
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import bucket, cli
+from tests.helpers import bucket, cli, s3
 from zero.runtime import storage
 from zero.runtime.tracking.metrics_file import read_metrics
 
@@ -44,6 +45,44 @@ def test_bucket_run_equals_disk_run(run: Run, calm: list[float], tmp_path: Path)
     assert there.returncode == 0, there.stderr
     assert cli.losses(tmp_path / "run") == calm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "run"]  # nothing was downloaded
+
+
+@pytest.mark.slow
+def test_s3_run_equals_disk_run(
+    s3_server: str, workplace: Path, calm: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run with index files and shards on S3 is the run from disk; checkpoints are refused there."""
+    s3.use(monkeypatch, s3_server)
+    bucket.upload(workplace / "corpus", f"s3://{PLACE}/corpus")
+    job = (*JOB, f"data.bucket_path=s3://{PLACE}")
+    cli.check_refusal(cli.Forks(tmp_path).run(*job), "data.checkpoint_directory", f"save to s3://{PLACE}/checkpoints")
+    cli.Forks(tmp_path).check(*job, f"data.checkpoint_directory={tmp_path}/checkpoints")
+    assert cli.losses(tmp_path / "run") == calm
+
+
+@pytest.mark.slow
+def test_follower_on_another_machine(run: Run, calm: list[float], tmp_path: Path) -> None:
+    """A follower that has only the bucket, killed and started again, scores each checkpoint once."""
+    place = f"gs://{PLACE}/followed"
+    own = ("mode=evaluate", f"model.model_path={place}", "evaluate.follow=true", "distributed.cpu_devices=2")
+    followers = tmp_path / "follower"
+    followers.mkdir()
+    follower = cli.start(followers, *own)
+    trainer = cli.start(tmp_path, *JOB, f"data.bucket_path={PLACE}", "data.checkpoint_directory=followed")
+    assert follower.stdout is not None
+    assert json.loads(follower.stdout.readline())["step"] == 6
+    follower.kill()
+    follower.communicate()
+    done = cli.run(followers, *own)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["step"] for line in done.stdout.splitlines()] == [12]
+    trained = cli.finish(trainer)
+    assert trained.returncode == 0, trained.stderr
+    assert cli.losses(tmp_path / "run") == calm
+    lines = [json.loads(line) for line in storage.read_bytes(f"{place}-run/evaluations.jsonl").splitlines()]
+    assert [line["step"] for line in lines] == [6, 12] and lines[1]["evaluation/loss"] < lines[0]["evaluation/loss"]
+    found = cli.Forks(followers).evaluate("once", f"model.model_path={place}", "distributed.cpu_devices=2")
+    assert found["loss"] == lines[1]["evaluation/loss"]
 
 
 @pytest.mark.slow

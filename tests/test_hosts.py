@@ -1,5 +1,6 @@
 """Two hosts of one run, over gloo: joined, stopped together, resumed elsewhere, and ended together when one is lost."""
 
+import json
 import os
 import re
 import resource
@@ -15,6 +16,7 @@ import pytest
 from tests.helpers import cli, hosts
 from tests.helpers.shards import npy, write_tar
 from zero.runtime.run_directory import saved_config, saved_steps
+from zero.runtime.streaming.index_files import read_index
 from zero.runtime.tracking.metrics_file import read_metrics
 
 pytestmark = pytest.mark.timeout(400)
@@ -75,6 +77,43 @@ def test_tensor_groups_on_two_hosts(workplace: Path) -> None:
     for key in ("train/loss", "validation/loss"):
         values, others = ([line[key] for line in lines if key in line] for lines in (got, expected))
         np.testing.assert_allclose(values, others, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_named_sets_on_two_hosts(workplace: Path) -> None:
+    """Two hosts evaluate named sets, during training and after it, as one host does; the total is that of the list.
+
+    The batches of the total end within the second set, among the rows of the first host.
+    """
+    train, text = cli.INDICES
+    named, listed = (
+        f"data.index_path_validation={value}" for value in (f"{{a: {text}, b: {train}}}", f"[{text},{train}]")
+    )
+    rows = sum(shard.rows for shard in read_index(workplace / text))
+    assert 0 < -rows % 16 < 8  # of the second set, in the last batch of the list
+    steps = -(-rows // 16)
+    job = ("training.total_steps=2", "training.warmup_steps=1", f"training.maximum_evaluation_steps={steps}")
+    done = hosts.finish(start_hosts(workplace, *job, named, "hydra.run.dir=two"))
+    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+    forks, alone = cli.Forks(workplace), ("training.staged_warmup_steps=0", "training.gradient_accumulation_steps=1")
+    one, merged = (
+        cli.metrics(forks.train(name, *cli.TINY, *job, *alone, index))[-1]
+        for name, index in (("one", named), ("merged", listed))
+    )
+    two = cli.metrics(workplace / "two")[-1]
+    keys = {key for key in two if key.startswith("validation/")}
+    assert keys == {f"validation/{name}{key}" for name in ("", "a/", "b/") for key in ("loss", "bits_per_byte")}
+    assert {key: two[key] for key in keys} == pytest.approx({key: one[key] for key in keys}, rel=1e-5)
+    assert two["validation/loss"] == pytest.approx(merged["validation/loss"], rel=1e-5)
+
+    score = ("mode=evaluate", "model.model_path=two")
+    done = hosts.finish(hosts.start([workplace] * 2, *score, "distributed.cpu_devices=2", "hydra.run.dir=scored-two"))
+    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+    found = json.loads((workplace / "scored-two" / "evaluation.json").read_text())
+    expected = forks.evaluate("scored-one", "model.model_path=two")
+    assert {*found["sets"]} == {"a", "b"}
+    for left, right in ((found, expected), *((found["sets"][name], expected["sets"][name]) for name in "ab")):
+        assert left["tokens"] == right["tokens"] and left["loss"] == pytest.approx(right["loss"], rel=1e-6)
 
 
 @pytest.mark.slow

@@ -113,6 +113,8 @@ def test_dependencies(wheel: Path) -> None:
         "cuda12",
         "cuda13",
         "hub",
+        "s3",
+        "azure",
         "parquet",
         "huggingface",
         "lm-eval",

@@ -29,6 +29,7 @@ BELONGS_TO = {
     "yaml": "hydra",
     "google_crc32c": "google",
     "gcsfs": "fsspec",
+    "botocore": "fsspec",
     "tensorstore": "orbax",
     "torch": "transformers",
 }

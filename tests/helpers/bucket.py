@@ -25,10 +25,10 @@ from gcp_storage_emulator.handlers import objects
 from gcp_storage_emulator.server import create_server
 
 from zero.runtime import storage
-from zero.runtime.storage import gcs
+from zero.runtime.storage import fsspec_store, gcs
 
 BUCKET = "bucket"
-REFUSALS = ("429", "500", "503")  # of any request
+REFUSALS = ("429", "500", "503")  # of any request; other statuses may be given too
 BODY_FAULTS = ("reset", "truncated", "short", "stall", "wrong bytes")  # of a read
 
 
@@ -79,11 +79,12 @@ class Proxy:
         self.target = target.removeprefix("http://")
         self.budget, self.rate, self.faults = budget, rate, faults
         self.injected: Counter[str] = Counter()
+        self.ranges: list[str | None] = []  # of the reads, faults included
         self.lock, self.random, self.closed = threading.Lock(), random.Random(0), threading.Event()
 
     def draw(self, is_read: bool) -> str | None:
         """The fault of this request, if it gets one: the kind that was injected least often so far."""
-        faults = [fault for fault in self.faults if is_read or fault in REFUSALS]
+        faults = [fault for fault in self.faults if is_read or fault.isdigit()]
         with self.lock:
             if not faults or self.injected.total() >= self.budget or self.random.random() >= self.rate:
                 return None
@@ -98,16 +99,27 @@ def disturbed(proxy: Proxy) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if self.headers.get("Expect") == "100-continue":  # S3's library waits for it
+                self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            fault = proxy.draw(is_read=self.command == "GET" and "alt=media" in self.path)
-            if fault in REFUSALS:
-                self.send_response(int(str(fault)))
+            # Google's library and fsspec.
+            is_read = self.command == "GET" and ("alt=media" in self.path or "Range" in self.headers)
+            fault = proxy.draw(is_read)
+            if is_read:
+                proxy.ranges.append(self.headers.get("Range"))
+            if fault is not None and fault.isdigit():
+                self.send_response(int(fault))
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
             onward = http.client.HTTPConnection(proxy.target, timeout=20)
             # With its Host, which the server puts into the links it gives.
-            onward.request(self.command, self.path, body or None, dict(self.headers))
+            onward.request(
+                self.command,
+                self.path,
+                body or None,
+                {name: value for name, value in self.headers.items() if name != "Expect"},
+            )
             answer = onward.getresponse()
             data = answer.read()
             onward.close()
@@ -119,7 +131,8 @@ def disturbed(proxy: Proxy) -> Iterator[str]:
             for name, value in answer.getheaders():
                 if name.lower() not in ("server", "date", "content-length"):
                     self.send_header(name, value)
-            self.send_header("Content-Length", str(len(data)))
+            is_head = self.command == "HEAD"  # which states the length of a body that it does not send
+            self.send_header("Content-Length", answer.headers["Content-Length"] if is_head else str(len(data)))
             self.end_headers()
             if fault in ("reset", "truncated", "stall"):
                 self.wfile.write(data[: len(data) // 2])
@@ -133,7 +146,7 @@ def disturbed(proxy: Proxy) -> Iterator[str]:
             elif fault != "truncated":
                 self.wfile.write(data)
 
-        do_POST = do_PUT = do_DELETE = do_GET
+        do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -158,4 +171,5 @@ def disturbed(proxy: Proxy) -> Iterator[str]:
             server.server_close()
             thread.join()
             gcs.client.cache_clear()
+            fsspec_store.file_system.cache_clear()
             gc.collect()

@@ -18,6 +18,7 @@ import hydra
 import zero.runtime.main
 import zero.runtime.train  # noqa: F401  what takes long to import
 from zero.runtime.config.saved_config import default_config
+from zero.runtime.run_directory import save_config
 from zero.runtime.tracking import html_report, plot
 from zero.runtime.tracking.tracker import Tracker
 
@@ -27,6 +28,7 @@ with hydra.initialize_config_dir(str(Path(program).parent / "conf"), version_bas
 default_config()
 plot._plot([], [], "").savefig(io.BytesIO())  # the first picture finds fonts
 with tempfile.TemporaryDirectory() as place:  # and the first page imports what it consists of
+    save_config(Path(place), default_config())
     with Tracker(Path(place), project=None, config={}, resumed_from=1) as tracker:
         tracker.log({"step": 1, "train/loss": 1.0})
     html_report._curves([Path(place)], ["run"], ["black"]).to_html()

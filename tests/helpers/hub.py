@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -51,7 +52,11 @@ class Hub:
             content = {"id": model, "sha": commit, "siblings": [{"rfilename": file} for file in files]}
             return 200, {}, json.dumps(content).encode()
         if kind == "tree":
-            listed = [{"type": "file", "path": f, "size": len(x), "oid": _sum(x)} for f, x in files.items()]
+            folder = "/".join(part for part in rest if part)
+            below = {f: x for f, x in files.items() if not folder or f.startswith(f"{folder}/")}
+            if not below:
+                return 404, {"X-Error-Code": "EntryNotFound"}, b""
+            listed = [_listed(f, x) for f, x in below.items()]
             return 200, {}, json.dumps(listed).encode()
         data = files.get("/".join(part for part in rest if part))
         if data is None:
@@ -59,8 +64,17 @@ class Hub:
         return 200, {"ETag": f'"{_sum(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}, data
 
 
+def _listed(file: str, data: bytes) -> dict[str, Any]:
+    entry = {"type": "file", "path": file, "size": len(data), "oid": _sum(data)}
+    if not file.endswith(".tar"):
+        return entry
+    sha256 = hashlib.sha256(data).hexdigest()
+    return entry | {"oid": _sum(sha256.encode()), "lfs": {"oid": sha256, "size": len(data), "pointerSize": 134}}
+
+
 def _sum(data: bytes) -> str:
-    return hashlib.sha1(data).hexdigest()
+    """The hash by which git names a file with these bytes."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig
         if config.resume is not None:
             config = merge_resumed(saved_config(Path(config.resume)), config, overrides)
         elif config.mode in ("evaluate", "sample"):
-            config.model.model_path = str(trained_run(config.model.model_path))
+            config.model.model_path = str(trained_run(config.model.model_path, config.evaluate.follow is True))
             saved = saved_config(Path(config.model.model_path))
             config = merge_resumed(saved, config, [*overrides, "model.model_path"])
     except OmegaConfBaseException as error:  # one of these keys is missing or no value

@@ -21,6 +21,7 @@ from zero.runtime.config.files import read_yaml
 from zero.runtime.errors import UserError
 from zero.runtime.parsing import reading
 
+WAIT_SECONDS = 10  # between two looks for a run to start, or for its next checkpoint
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 LAYOUT_FILE = "layout.txt"
@@ -103,6 +104,20 @@ def saved_steps(run_directory: Path) -> list[int]:
 def is_outside(run_directory: Path, place: Path | str) -> bool:
     """Whether checkpoints are outside the run directory."""
     return not isinstance(place, Path) or not place.absolute().is_relative_to(run_directory.absolute())
+
+
+def shared_file(run_directory: Path, place: Path | str, name: str) -> str:
+    """The path of a file of a run that every machine sees: beside its checkpoints if they are outside the directory."""
+    return _mirror_path(place, name) if is_outside(run_directory, place) else str(run_directory / name)
+
+
+def fetch_config(run_directory: Path, place: str) -> bool:
+    """Copies the configuration of the run that mirrors itself beside these checkpoints; False if none does."""
+    mirrored = _mirror_path(place, CONFIG_FILE)
+    if not storage.exists(mirrored):
+        return False
+    storage.write(run_directory / CONFIG_FILE, storage.read_bytes(mirrored))
+    return True
 
 
 def mirror(run_directory: Path, place: Path | str) -> None:

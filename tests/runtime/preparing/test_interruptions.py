@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers import bucket
+from tests.helpers import bucket, s3
 from tests.helpers.corpora import COMMAND, REPOSITORY, both, call, digest, make
 from zero.runtime import storage
 from zero.runtime.errors import Unavailable, UserError
@@ -312,6 +312,45 @@ def test_a_bucket_gets_the_same_bytes(folder: Path, tmp_path: Path, monkeypatch:
         assert first == f"{place}/c/train-00000.tar # 4 rows"
         storage.remove(f"{place}/c/train-00001.tar")
         assert verify(away.train_index) == [f"{place}/c/train-00001.tar is missing"]
+
+
+KILLED = """
+import itertools, os, signal
+from zero.runtime.preparing.zero_prepare import main
+from zero.runtime.storage.fsspec_store import FsspecStore
+write, calls = FsspecStore.write, itertools.count()
+def dying(store, url, data):
+    if next(calls) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(store, url, data)
+FsspecStore.write = dying
+main()
+"""
+
+
+def test_killed_on_the_way_to_s3(folder: Path, tmp_path: Path, s3_server: str, monkeypatch: pytest.MonkeyPatch):
+    """From s3:// to s3://, killed between two shards and called again: the bytes of a preparation on disk."""
+    options = ["--name", "c", "--row-tokens", "2", "--rows-per-shard", "256", "--tokenizer", "bytes", "--workers", "1"]
+    near = ["--directory", str(tmp_path / "corpus"), "--index-directory", str(tmp_path / "corpus" / "index")]
+    root = f"s3://{s3.BUCKET}/killed"
+    far = ["--directory", f"{root}/corpus", "--index-directory", f"{root}/corpus/index"]
+    s3.use(monkeypatch, s3_server)
+    bucket.upload(folder, f"{root}/source")
+    command = [sys.executable, "-c", KILLED, f"{root}/source", *far, *options]
+    killed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    half = storage.list_files(f"{root}/corpus")
+    assert len(half) > 2 and not [url for url in half if url.endswith(".index")]
+    for source, places in ((f"{root}/source", far), (folder, near)):
+        done = call(source, *places, *options)
+        assert done.returncode == 0, done.stderr
+    urls = storage.list_files(f"{root}/corpus")
+    assert len(half) < len(urls) == len(storage.list_files(tmp_path / "corpus"))
+    for url in urls:
+        data = (tmp_path / url.removeprefix(f"{root}/")).read_bytes()
+        if url.endswith("manifest.json"):
+            data = data.replace(str(folder).encode(), f"{root}/source".encode())
+        assert storage.read_bytes(url) == data, url
 
 
 def test_full_disk_is_one_line(mixed: Path, tmp_path: Path):

@@ -9,13 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.helpers import bucket
+from tests.helpers import bucket, s3
 from tests.helpers.shards import loader, tokens_of, write_corpus
 from zero.runtime import storage
 from zero.runtime.errors import UserError
-from zero.runtime.storage import gcs
+from zero.runtime.storage import fsspec_store, gcs
 from zero.runtime.streaming.index_files import read_index
 from zero.runtime.streaming.shards import count_rows
+
+USE = {"gs": bucket.use, "s3": s3.use}
 
 
 @pytest.mark.parametrize("name", ["it", "absolute", "uncounted"])
@@ -46,8 +48,8 @@ def test_faults_are_named_as_on_disk(server: str, bucket_corpus, monkeypatch: py
         list(loader(f"{place}/it.index", max_epochs=1, global_rows=3).batches())
     with pytest.raises(UserError, match="truncated or damaged"):
         count_rows(f"{place}/a.tar")
-    storage.write(f"{place}/it.index", b"s3://other/a.tar # 3 rows\n")
-    with pytest.raises(UserError, match=r"it\.index: shard s3://other/a\.tar: expected a local path or gs://"):
+    storage.write(f"{place}/it.index", b"ftp://other/a.tar # 3 rows\n")
+    with pytest.raises(UserError, match=r"it\.index: shard ftp://other/a\.tar: expected a local path or gs://"):
         read_index(f"{place}/it.index")
     storage.write(f"{place}/it.index", b"b.tar # 6 rows\n")
     storage.write(f"{place}/b.tar", shard)
@@ -71,19 +73,27 @@ def test_failing_network_is_not_skipped(server: str, bucket_corpus, monkeypatch:
 
 
 @pytest.mark.parametrize(("shards", "faults"), [(15, 32), pytest.param(90, 200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_many_faults_change_nothing(
-    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int, faults: int
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scheme: str,
+    shards: int,
+    faults: int,
 ):
     """Every sample once and in the order without faults, although more than every second request fails."""
     index = write_corpus(tmp_path / f"storm{shards}", [24] * shards)
-    url = f"gs://{bucket.BUCKET}/storm{shards}"
-    bucket.use(monkeypatch, server)
+    url = f"{scheme}://{bucket.BUCKET}/storm{shards}"
+    server, use = request.getfixturevalue({"gs": "server", "s3": "s3_server"}[scheme]), USE[scheme]
+    use(monkeypatch, server)
     bucket.upload(index.parent, url)
-    monkeypatch.setattr(gcs, "CHECKSUM_ATTEMPTS", 20)  # at worst every eighth read
+    for module in (gcs, fsspec_store):
+        monkeypatch.setattr(module, "CHECKSUM_ATTEMPTS", 20)  # at worst every eighth read
     undisturbed = tokens_of(loader(index, max_epochs=1, global_rows=8))
     proxy = bucket.Proxy(server, budget=faults, rate=0.6)
     with bucket.disturbed(proxy) as address:
-        bucket.use(monkeypatch, address)
+        use(monkeypatch, address)
         disturbed = tokens_of(loader(f"{url}/it.index", max_epochs=1, global_rows=8))
     assert proxy.injected.total() == faults and set(proxy.injected) == {*bucket.REFUSALS, *bucket.BODY_FAULTS}
     assert disturbed == undisturbed

@@ -7,6 +7,7 @@ from typing import Any
 
 from zero.models.config import GPTConfig
 from zero.models.stack import span_size
+from zero.runtime import storage
 from zero.runtime.config.constraints import is_paths, shown
 from zero.runtime.config.schema import Config
 from zero.runtime.streaming.synthetic import SYNTHETIC
@@ -111,6 +112,12 @@ def data_rules(config: Config, size: GPTConfig) -> Mistakes:
         yield "data.isolate_documents", f"false, as rotary frequencies depend on the length of rows beyond {switch}"
     if switch is not None and config.training.sample_tokens >= switch:
         yield "training.sample_tokens", f"less than {switch}, beyond which rotary frequencies depend on the length"
+    place = storage.join(storage.bucket(data.bucket_path) if data.bucket_path else "", data.checkpoint_directory)
+    if config.mode == "train" and "://" in place and storage.scheme(place) != "gs":
+        yield (
+            "data.checkpoint_directory",
+            f"an absolute path or a gs:// URL, as orbax cannot save to {place} (docs/decisions/stores.md)",
+        )
     if data.resume_step is not None and config.resume is None and config.mode == "train":
         yield "data.resume_step", "null without --resume"
 
@@ -278,6 +285,10 @@ def evaluate_rules(config: Config, size: GPTConfig) -> Mistakes:
         data, path = config.data, shown(config.data.index_path_validation)
         given = f"data.corpus={shown(data.corpus)} and data.index_path_validation={path}"
         yield "evaluate.validation", f"false, as {given} hold no validation set"
+    if evaluate.follow and config.mode == "evaluate" and config.data.resume_step is not None:
+        yield "evaluate.follow", f"false, as data.resume_step={config.data.resume_step} names one checkpoint"
+    if evaluate.follow and evaluate.adapters is not None:
+        yield "evaluate.adapters", "null with evaluate.follow, which scores the checkpoints of one run"
     context = evaluate.context or config.data.max_context
     if evaluate.stride is not None and evaluate.stride >= context:
         yield "evaluate.stride", f"1 to {context - 1}, or null"

@@ -213,6 +213,7 @@ class Evaluate:
     context: int | None = at_least(2)
     stride: int | None = at_least(1)
     carry: Any = boolean()
+    follow: Any = boolean()
 
 
 @dataclass

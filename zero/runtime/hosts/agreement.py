@@ -25,6 +25,10 @@ def sum_over_hosts(*numbers: int) -> list[int]:
     return _sum()(_parts(numbers)).tolist()
 
 
+def is_host_0() -> bool:
+    return jax.process_index() == 0
+
+
 def broadcast(name: str, text: str) -> str:
     """The text of host 0, on all hosts; each calls it once per name."""
     if jax.process_count() == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
 from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.adapted_models import adapted_models
+from zero.runtime.inference.follow import follow, wait_for_checkpoint
 from zero.runtime.inference.harness_tasks import run_tasks
 from zero.runtime.inference.scoring import Scorer, score_sets
 from zero.runtime.inference.trained_model import open_model, place_model
@@ -27,7 +29,8 @@ RESULT_FILE = "evaluation.json"
 def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
     """Scores the whole validation set and the tasks of `evaluate.harness`; prints the result as JSON.
 
-    With `evaluate.adapters` once for each, merged into the base, whose weights are read once.
+    With `evaluate.adapters` once for each, merged into the base, whose weights are read once; with `evaluate.follow`
+    for each checkpoint, as long as the run trains.
 
     Returns:
       The exit status, 0.
@@ -40,19 +43,22 @@ def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
         raise UserError(
             f"evaluate.context={context}: expected at most {size.block_size}, the learned positions of the model"
         )
-    result: dict[str, Any] = {"run": str(config.model.model_path)}
     rows = config.training.batch_size
+    if config.evaluate.follow:
+        wait_for_checkpoint(Path(str(config.model.model_path)))
     if config.evaluate.adapters is None:
-        trained = open_model(config, size, rows)
-        result |= {"step": trained.step, "context": context, **_scores(config, Scorer(trained, context, rows), context)}
-        host = trained.host
+        scorer = Scorer(open_model(config, size, rows), context, rows)
+        if config.evaluate.follow:
+            follow(config, scorer, partial(_result, config, scorer, context), run_directory)
+            return 0
+        result, host = _result(config, scorer, context), scorer.trained.host
     else:
         model, host = place_model(config, size, rows)
-        result |= {"context": context, "adapters": {}}
-        scorer = None
+        result = {"run": str(config.model.model_path), "context": context, "adapters": {}}
+        one = None
         for place, trained in adapted_models(config, model, host):
-            scorer = Scorer(trained, context, rows) if scorer is None else scorer.of(trained)
-            result["adapters"][place] = {"step": trained.step, **_scores(config, scorer, context)}
+            one = Scorer(trained, context, rows) if one is None else one.of(trained)
+            result["adapters"][place] = {"step": trained.step, **_scores(config, one, context)}
             log.info("%s is scored", place)
     if host == 0:
         text = json.dumps(result, indent=2)
@@ -60,6 +66,12 @@ def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
         print(text)
         log.info("written to %s", run_directory / RESULT_FILE)
     return 0
+
+
+def _result(config: Config, scorer: Scorer, context: int) -> dict[str, Any]:
+    """What evaluation.json holds, of the weights of the scorer."""
+    step, scores = scorer.trained.step, _scores(config, scorer, context)
+    return {"run": str(config.model.model_path), "step": step, "context": context, **scores}
 
 
 def _scores(config: Config, scorer: Scorer, context: int) -> dict[str, Any]:

@@ -24,6 +24,16 @@ def run_tasks(scorer: Scorer, context: int, tasks: list[Any]) -> dict[str, dict[
     return _adapter_module().run(adapter(scorer, context), tasks)
 
 
+def numbers_of(results: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """The metrics of tasks as `harness/TASK/METRIC`, without their standard errors."""
+    return {
+        f"harness/{task}/{metric.partition(',')[0]}": value
+        for task, metrics in results.items()
+        for metric, value in metrics.items()
+        if isinstance(value, int | float) and "stderr" not in metric
+    }
+
+
 def adapter(scorer: Scorer, context: int) -> Any:
     """Wraps the model in the interface of the harness."""
     trained = scorer.trained

@@ -28,7 +28,7 @@ from zero.runtime.errors import UserError
 from zero.runtime.hosts import agreement, signals, watchdog
 from zero.runtime.hosts.interruptible_compilation import CacheHits, compile_unless_stopped
 from zero.runtime.hosts.startup import process_age
-from zero.runtime.inference.harness_tasks import run_tasks
+from zero.runtime.inference.harness_tasks import numbers_of, run_tasks
 from zero.runtime.inference.scoring import Scorer
 from zero.runtime.inference.trained_model import TrainedModel
 from zero.runtime.planning.predict import predict
@@ -280,12 +280,7 @@ class ActiveRun:
         trained = TrainedModel(self.model, self.weights, self.tokenizer, self.position.step, host)
         scorer = Scorer(trained, self.context.full, self.config.training.batch_size)
         results = run_tasks(scorer, self.context.full, self.config.evaluate.harness)
-        return {
-            f"harness/{task}/{metric.partition(',')[0]}": value
-            for task, metrics in results.items()
-            for metric, value in metrics.items()
-            if isinstance(value, int | float) and "stderr" not in metric
-        }
+        return numbers_of(results)
 
     def log(self, line: dict[str, Any]) -> None:
         """Records a line of metrics, on host 0."""
@@ -307,6 +302,7 @@ class ActiveRun:
         meta = {
             **asdict(self.position),
             "saved_at": saved_at,
+            "last_step": self.last_step,
             "checksums": sums,
             "config": asdict(self.config),
             "size": asdict(self.size),

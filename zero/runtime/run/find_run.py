@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from zero.runtime.errors import UserError
 from zero.runtime.run_directory import (
     CONFIG_FILE,
     LAYOUT_FILE,
+    WAIT_SECONDS,
     DamagedRun,
     checkpoint_directory,
+    fetch_config,
     rebuild,
     saved_checkpoint_directory,
     saved_steps,
@@ -54,16 +57,37 @@ def _last_started(run: Path) -> int:
     return config.stat().st_mtime_ns if config.exists() else 0
 
 
-def trained_run(place: str | None) -> Path:
-    """The run directory `place`, or the newest run, for evaluation and sampling.
+def trained_run(place: str | None, wait: bool = False) -> Path:
+    """A run directory, for evaluation and sampling: `place`, that of the checkpoints at this URL, or the newest run.
+
+    With `wait` it returns once a run has started there.
 
     Raises:
       UserError: there is no run with a checkpoint.
     """
-    run = newest_run(DEFAULT_ROOT) if place is None else Path(place)
-    if run is None:
-        raise UserError(f"{DEFAULT_ROOT} has no run with a checkpoint; name one in model.model_path")
-    return run
+    if place is None:
+        run = newest_run(DEFAULT_ROOT)
+        if run is None:
+            raise UserError(f"{DEFAULT_ROOT} has no run with a checkpoint; name one in model.model_path")
+        return run
+    while True:
+        run = _copied(place.rstrip("/")) if "://" in place else Path(place)
+        if run is not None and (not wait or (run / CONFIG_FILE).is_file()):
+            return run
+        if not wait:
+            missing = f"{place.rstrip('/')}-run/{CONFIG_FILE}"
+            raise UserError(f"model.model_path={place}: no run has its checkpoints here, {missing} is missing")
+        log.info("%s: waiting for a run to start here", place)
+        time.sleep(WAIT_SECONDS)
+
+
+def _copied(place: str) -> Path | None:
+    """A directory with the configuration of the run whose checkpoints are at this URL; None if there is none.
+
+    It is not the directory in which `--resume` would continue the run, which may train on this machine.
+    """
+    run = DEFAULT_ROOT / "evaluated" / place.partition("://")[2]
+    return run if fetch_config(run, place) else None
 
 
 def resume_overrides(arguments: Sequence[str]) -> list[str]:

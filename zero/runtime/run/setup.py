@@ -41,6 +41,7 @@ from zero.runtime.run.reference import load_references
 from zero.runtime.run.restore import TrainingPosition, restore
 from zero.runtime.run.statistics import StatisticsRecorder
 from zero.runtime.run.step_metrics import StepMetrics
+from zero.runtime.run.validation import uncovered
 from zero.runtime.run.verification import Verifier
 from zero.runtime.streaming.cache import ShardCache
 from zero.runtime.streaming.index_files import index_paths, named_sets
@@ -393,6 +394,13 @@ def _loaders(
             cache=cache,
             **rows,
             crop="first" if data.crop == "first" else "all",  # not at random: evaluations are compared
+        )
+    if names := uncovered(validation, config.training.maximum_evaluation_steps, global_rows):
+        log.warning(
+            "training.maximum_evaluation_steps=%d, counted over all sets one after the other, ends before %s: "
+            "validation/loss is without them, and so is the choice of the best checkpoint",
+            config.training.maximum_evaluation_steps,
+            ", ".join(names),
         )
     if data.isolate_documents:
         corpora = [corpus for loader in (training, *validation.values()) for corpus in loader.corpora]

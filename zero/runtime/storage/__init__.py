@@ -1,23 +1,41 @@
-"""Files on local disks and in buckets, by path or gs:// URL."""
+"""Files on local disks and in buckets, by path or URL."""
 
-from zero.runtime.storage.files import exists, list_files, move, open_reader, read_bytes, remove, write
-from zero.runtime.storage.gcs import DEADLINE, AccessDenied, NoSuchBucket, is_outage
-from zero.runtime.storage.urls import bucket, is_remote, join, parent
+from zero.runtime.storage.errors import AccessDenied, NoSuchBucket, is_outage
+from zero.runtime.storage.files import (
+    exists,
+    list_files,
+    list_stats,
+    move,
+    open_reader,
+    read_bytes,
+    read_object,
+    remove,
+    stat,
+    write,
+)
+from zero.runtime.storage.gcs import DEADLINE
+from zero.runtime.storage.objects import ObjectStat
+from zero.runtime.storage.urls import bucket, is_remote, join, parent, scheme
 
 __all__ = [
     "DEADLINE",
     "AccessDenied",
     "NoSuchBucket",
+    "ObjectStat",
     "bucket",
     "exists",
     "is_outage",
     "is_remote",
     "join",
     "list_files",
+    "list_stats",
     "move",
     "open_reader",
     "parent",
     "read_bytes",
+    "read_object",
     "remove",
+    "scheme",
+    "stat",
     "write",
 ]

@@ -1,7 +1,7 @@
-"""Files on local disks and in Google Cloud Storage through one set of functions: local paths and gs://bucket/name.
+"""Files on local disks and in buckets through one set of functions, by local path or URL.
 
 All of them raise FileNotFoundError for a file that does not exist, and UserError, which names the URL, where a bucket
-denies access or does not answer. Nothing of Google's libraries is imported before a gs:// URL is used.
+denies access or does not answer. The library of a store is not imported before a URL of it is used.
 """
 
 from __future__ import annotations
@@ -12,14 +12,34 @@ import secrets
 from pathlib import Path
 from typing import BinaryIO
 
-from zero.runtime.storage import gcs
-from zero.runtime.storage.urls import is_remote, join, parent
+from zero.runtime.storage.objects import ObjectStat
+from zero.runtime.storage.stores import STORES, Store
+from zero.runtime.storage.urls import is_remote, join, parent, scheme
+
+
+def _store(url: str | Path) -> Store:
+    return STORES[scheme(url)]
+
+
+def stat(url: str | Path) -> ObjectStat:
+    """Size, version and checksum of an object in a bucket."""
+    return _store(url).stat(url)
+
+
+def list_stats(directory: str | Path) -> dict[str, ObjectStat]:
+    """All objects below a directory in a bucket, by URL."""
+    return _store(directory).list_stats(directory)
+
+
+def read_object(url: str | Path, known: ObjectStat | None = None) -> bytes:
+    """The version of an object that is `known`, or else the newest, whose checksum is compared."""
+    return _store(url).read(url, known)
 
 
 def exists(url: str | Path) -> bool:
     """Whether this file exists."""
     try:
-        gcs.stat(url) if is_remote(url) else os.stat(url)
+        stat(url) if is_remote(url) else os.stat(url)
     except FileNotFoundError:
         return False
     return True
@@ -28,14 +48,14 @@ def exists(url: str | Path) -> bool:
 def list_files(directory: str | Path) -> list[str]:
     """All files below a directory, sorted; an empty list if the directory does not exist."""
     if is_remote(join(directory, "any")):
-        return gcs.list_files(directory)
+        return _store(directory).list_files(directory)
     return sorted(os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names)
 
 
 def move(directory: str | Path, target: str | Path) -> None:
     """Renames a directory. In a bucket the server copies every object before the first one is deleted."""
     if is_remote(directory):
-        gcs.move(directory, target)
+        _store(directory).move(directory, target)
         return
     os.rename(directory, target)
     opened = os.open(parent(target), os.O_RDONLY)
@@ -47,7 +67,7 @@ def move(directory: str | Path, target: str | Path) -> None:
 
 def open_reader(url: str | Path) -> BinaryIO:
     """A file to read from. An object of a bucket is read into memory first, and its checksum is compared."""
-    return io.BytesIO(gcs.read(url)) if is_remote(url) else open(url, "rb")
+    return io.BytesIO(read_object(url)) if is_remote(url) else open(url, "rb")
 
 
 def read_bytes(url: str | Path) -> bytes:
@@ -59,7 +79,7 @@ def read_bytes(url: str | Path) -> bytes:
 def write(url: str | Path, data: bytes) -> None:
     """Creates or replaces a file atomically: readers see all of the new contents or none of them."""
     if is_remote(url):
-        gcs.write(url, data)
+        _store(url).write(url, data)
         return
     path = Path(url)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,6 +98,6 @@ def write(url: str | Path, data: bytes) -> None:
 def remove(url: str | Path) -> None:
     """Deletes a file, if it exists."""
     if is_remote(url):
-        gcs.remove(url)
+        _store(url).remove(url)
     else:
         Path(url).unlink(missing_ok=True)

@@ -7,17 +7,17 @@ exponential back-off and jitter, until `DEADLINE`; a read continues at the byte 
 
 from __future__ import annotations
 
-import base64
 import functools
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from zero.runtime.errors import Unavailable, UserError, first_line
+from zero.runtime.errors import Unavailable, first_line
+from zero.runtime.storage.errors import AccessDenied, NoSuchBucket
+from zero.runtime.storage.objects import Checksum, ObjectStat
 from zero.runtime.storage.urls import SCHEME, split
 
 if TYPE_CHECKING:
@@ -29,27 +29,11 @@ CHECKSUM_ATTEMPTS = 5  # at reading an object whose bytes do not match its check
 _log = logging.getLogger(__name__)
 
 
-class AccessDenied(UserError):
-    """The credentials of this machine, or anonymous access, do not allow this operation on a bucket."""
-
-
-class NoSuchBucket(UserError):
-    """The bucket does not exist, or no longer."""
-
-
-class ObjectStat(NamedTuple):
-    """Size, generation and checksum of an object."""
-
-    size: int  # bytes
-    generation: int  # another one after every write
-    crc32c: str  # base64, as Google writes it
-
-
 def stat(url: str | Path) -> ObjectStat:
     blob = _blob(url)
     with _translated_errors(url):
         blob.reload(timeout=TIMEOUT, retry=_retry())
-    return ObjectStat(blob.size, blob.generation, blob.crc32c)
+    return _stat(blob)
 
 
 def list_files(directory: str | Path) -> list[str]:
@@ -65,7 +49,11 @@ def list_stats(directory: str | Path) -> dict[str, ObjectStat]:
             blobs = list(client(os.getpid()).list_blobs(bucket, prefix=prefix, timeout=TIMEOUT, retry=_retry()))
     except FileNotFoundError:
         raise NoSuchBucket(f"{directory}: no such bucket") from None
-    return {f"{SCHEME}{bucket}/{blob.name}": ObjectStat(blob.size, blob.generation, blob.crc32c) for blob in blobs}
+    return {f"{SCHEME}://{bucket}/{blob.name}": _stat(blob) for blob in blobs}
+
+
+def _stat(blob: storage.Blob) -> ObjectStat:
+    return ObjectStat(blob.size, blob.generation, Checksum("crc32c", blob.crc32c))
 
 
 def move(directory: str | Path, target: str | Path) -> None:
@@ -85,23 +73,17 @@ def move(directory: str | Path, target: str | Path) -> None:
 def read(url: str | Path, known: ObjectStat | None = None) -> bytes:
     """One generation of an object, compared with its checksum; `known` saves a request for its stat."""
     known = known or stat(url)
-    blob = _blob(url, known.generation)
+    assert known.checksum is not None
+    blob = _blob(url, int(known.version))
     for attempt in range(CHECKSUM_ATTEMPTS):
         with _translated_errors(url):
             # Google's library compares no checksum after a connection has broken.
             data = blob.download_as_bytes(raw_download=True, checksum=None, timeout=TIMEOUT, retry=_retry())
-        if (found := crc32c(data)) == known.crc32c:
+        if (found := known.checksum.of(data)) == known.checksum:
             return data
-        message = f"{url}: crc32c is {found}, expected {known.crc32c}"
+        message = f"{url}: crc32c is {found.value}, expected {known.checksum.value}"
         _log.warning("%s; attempt %d of %d", message, attempt + 1, CHECKSUM_ATTEMPTS)
     raise Unavailable(f"{message}, {CHECKSUM_ATTEMPTS} times in a row")
-
-
-def crc32c(data: bytes) -> str:
-    """The checksum that Google states for an object with these bytes."""
-    import google_crc32c
-
-    return base64.b64encode(google_crc32c.Checksum(data).digest()).decode()
 
 
 def write(url: str | Path, data: bytes) -> None:
@@ -142,18 +124,6 @@ def _retry() -> Any:
     from google.cloud.storage.retry import DEFAULT_RETRY
 
     return DEFAULT_RETRY.with_delay(initial=0.5, maximum=30, multiplier=2).with_timeout(DEADLINE)
-
-
-def is_outage(error: BaseException) -> bool:
-    """Whether this error comes from a disk, a network or a bucket rather than from a fault in the program."""
-    raised_by = {
-        "gcsfs.retry": "HttpError",
-        "google.api_core.exceptions": "GoogleAPIError",
-        "google.auth.exceptions": "GoogleAuthError",
-    }
-    # A library that was never imported cannot have raised the error.
-    classes = [getattr(sys.modules[module], name) for module, name in raised_by.items() if module in sys.modules]
-    return isinstance(error, (OSError, *classes))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Local paths and gs://bucket/name URLs as strings: telling them apart, joining, the parent directory."""
+"""Local paths and URLs of buckets as strings: telling them apart, joining, the parent directory."""
 
 from __future__ import annotations
 
@@ -8,21 +8,33 @@ from pathlib import Path
 
 from zero.runtime.errors import UserError
 
-SCHEME = "gs://"
+SCHEME = "gs"  # of a bucket that is named without one
+SCHEMES = (SCHEME, "s3", "az", "abfs", "hf")
 
 
 def is_remote(url: str | Path) -> bool:
     """Whether this is a file in a bucket.
 
     Raises:
-      UserError: a URL with another scheme, as s3://.
+      UserError: a URL with another scheme, as https://, or without a bucket or a name in it.
     """
     if "://" not in str(url):
         return False
     bucket_name, name = split(url)
-    if not str(url).startswith(SCHEME) or not bucket_name or not name:
-        raise UserError(f"{url}: expected a local path or gs://bucket/name")
+    if scheme(url) not in SCHEMES or not bucket_name or not name:
+        raise UserError(
+            f"{url}: expected a local path or gs://bucket/name (in place of gs also {', '.join(SCHEMES[1:])})"
+        )
     return True
+
+
+def scheme(url: str | Path) -> str:
+    """The scheme of a URL.
+
+    >>> scheme("s3://bucket/corpus/0.tar")
+    's3'
+    """
+    return str(url).partition("://")[0]
 
 
 def split(url: str | Path) -> tuple[str, str]:
@@ -31,17 +43,17 @@ def split(url: str | Path) -> tuple[str, str]:
     >>> split("gs://bucket/corpus/0.tar")
     ('bucket', 'corpus/0.tar')
     """
-    bucket_name, _, name = str(url).removeprefix(SCHEME).partition("/")
+    bucket_name, _, name = str(url).partition("://")[2].partition("/")
     return bucket_name, name
 
 
 def bucket(path: str) -> str:
-    """The URL of `data.bucket_path`: a bucket, or a directory in one, with or without gs://.
+    """The URL of `data.bucket_path`: a bucket, or a directory in one; without a scheme it is Google's.
 
-    >>> bucket("name/of/it/")
-    'gs://name/of/it'
+    >>> bucket("name/of/it/"), bucket("s3://name")
+    ('gs://name/of/it', 's3://name')
     """
-    return SCHEME + path.removeprefix(SCHEME).strip("/")
+    return path.rstrip("/") if "://" in path else f"{SCHEME}://{path.strip('/')}"
 
 
 def join(directory: str | Path, path: str | Path) -> str:

@@ -1,8 +1,8 @@
 """Shards of a bucket kept on a local disk, up to a number of bytes. Any number of processes may share one directory.
 
-A file is named after the URL and generation of its object; other files of the directory are never touched. Every read
-compares its checksum, so a damaged or incomplete file is never used. Errors of the disk are logged, and the shard is
-read from the bucket.
+A file is named after the URL and version of its object; other files of the directory are never touched. Every read
+compares its checksum, so a damaged or incomplete file is never used; where the store states none, the file ends with
+one of its own. Errors of the disk are logged, and the shard is read from the bucket.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import BinaryIO
 
 from zero.runtime import storage
 from zero.runtime.errors import UserError
-from zero.runtime.storage import gcs
+from zero.runtime.storage.objects import Checksum
 
 _SUFFIX, _PART, _LOCK = ".zero-cache", ".zero-cache.part", ".zero-cache.lock"  # whoever writes the part has the lock
+_DIGEST = hashlib.sha256().digest_size
 _log = logging.getLogger(__name__)
 
 
@@ -43,20 +44,23 @@ class ShardCache:
         """Like `storage.open_reader`: from this disk, or from the bucket, and then kept if there is room."""
         if not storage.is_remote(url):
             return storage.open_reader(url)
-        stat = gcs.stat(url)
-        name = hashlib.sha256(f"{url}#{stat.generation}".encode()).hexdigest()
+        stat = storage.stat(url)
+        name = hashlib.sha256(f"{url}#{stat.version}".encode()).hexdigest()
         path = self.directory / f"{name}{_SUFFIX}"
-        data = self._read(path, stat.crc32c)
+        data = self._read(path, stat.checksum)
         if data is None:
-            data = gcs.read(url, stat)
-            self._keep(path, data)
+            data = storage.read_object(url, stat)
+            self._keep(path, data if stat.checksum else data + hashlib.sha256(data).digest())
         return io.BytesIO(data)
 
-    def _read(self, path: Path, crc32c: str) -> bytes | None:
+    def _read(self, path: Path, checksum: Checksum | None) -> bytes | None:
         """The contents of a cached file; None if it is missing or damaged."""
         try:
             data = path.read_bytes()
-            if gcs.crc32c(data) == crc32c:
+            if checksum is None:
+                data, own = data[:-_DIGEST], data[-_DIGEST:]
+                checksum = Checksum("sha256", own.hex())
+            if (found := checksum.of(data)) == checksum:
                 os.utime(path)
                 return data
         except FileNotFoundError:  # also one that another process has deleted in the meantime
@@ -64,7 +68,8 @@ class ShardCache:
         except OSError as error:
             _log.warning("%s: %s; reading it from the bucket", path, error.strerror)
             return None
-        _log.warning("%s: crc32c is %s, expected %s; reading it from the bucket", path, gcs.crc32c(data), crc32c)
+        message = "%s: %s is %s, expected %s; reading it from the bucket"
+        _log.warning(message, path, checksum.algorithm, found.value, checksum.value)
         return None
 
     def _keep(self, path: Path, data: bytes) -> None:

@@ -22,6 +22,7 @@ from zero.runtime.run_directory import (
     SAMPLES_FILE,
     saved_config,
 )
+from zero.runtime.tracking.evaluations_file import read_evaluations
 from zero.runtime.tracking.goodput import describe
 from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 from zero.runtime.tracking.tensor_panels import tensor_panels
@@ -62,12 +63,12 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
         False,
     ),
 )
-SETS = "loss of each validation set (nats per token)"
+SETS = "loss of each validation set, and of evaluate.follow (nats per token)"
 TASKS = "tasks of lm-evaluation-harness"
 DASHES = ("solid", "dash", "dot", "dashdot")
 MOST_POINTS = 2_000  # of a curve
 COUNTS = ("sequence_length", "skipped_steps", "skipped_spikes")  # drawn as steps
-EVALUATED = ("validation/", "harness/")  # drawn with markers, as their points are far apart
+EVALUATED = ("validation/", "harness/", "evaluation/")  # drawn with markers, as their points are far apart
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse } td, th { border-bottom: 1px solid #ddd; padding: .2rem .8rem; text-align: left }
@@ -131,10 +132,17 @@ def summary(directories: Sequence[Path]) -> list[str]:
 
 def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[str]) -> go.Figure:
     """One panel per quantity that any of the runs has logged."""
-    logged = [read_metrics(directory / METRICS_FILE) for directory in directories]
+    logged = [
+        read_metrics(directory / METRICS_FILE) + read_evaluations(directory)  # each metric is in one of the two
+        for directory in directories
+    ]
     known = {metric for lines in logged for line in lines for metric in line}
-    tasks = tuple(zip(sorted(metric for metric in known if metric.startswith("harness/")), cycle(DASHES)))
-    of_sets = sorted(metric for metric in known if re.fullmatch("validation/[^/]+/loss", metric))
+    tasks = tuple(
+        zip(sorted(metric for metric in known if metric.startswith(("harness/", "evaluation/harness/"))), cycle(DASHES))
+    )
+    of_sets = sorted(
+        metric for metric in known if re.fullmatch("validation/[^/]+/loss|evaluation/([^/]+/)?loss", metric)
+    )
     more = ((SETS, tuple(zip(of_sets, cycle(DASHES))), False), (TASKS, tasks, False))
     panels = [panel for panel in (*PANELS, *more) if any(metric in known for metric, _ in panel[1])]
     if not panels:

@@ -1,6 +1,6 @@
 """The files of a source, on this machine or in a bucket: which of them count as text, and errors that name the file.
 
-A file is named by its path or gs:// URL. An object of a bucket is read whole into memory, and its checksum compared.
+A file is named by its path or URL. An object of a bucket is read whole into memory, and its checksum compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import BinaryIO, NamedTuple
 
 from zero.runtime import storage
 from zero.runtime.errors import UserError, file_error
-from zero.runtime.storage import gcs
 
 # Suffixes of text in a folder. A file with any other suffix can still be given as the source itself.
 _SUFFIXES = """
@@ -34,10 +33,10 @@ _NOT_TEXT = {"__pycache__", "node_modules"}
 class SourceFile(NamedTuple):
     """One file of a source."""
 
-    path: str  # or gs://bucket/name
+    path: str  # or the URL of an object
     relative: str  # to the source
     size: int
-    changed: int  # its modification time in ns, or the generation of an object
+    changed: int | str  # its modification time in ns, or the version of an object
 
 
 def find_files(source: str, has_format: Callable[[str], bool]) -> list[SourceFile]:
@@ -100,17 +99,17 @@ def _find_remote(root: str) -> tuple[list[SourceFile], bool]:
     """All objects, and whether they are those of a folder."""
     if _WILDCARD.search(root):
         base = _base(root)
-        found = gcs.list_stats(base)
+        found = storage.list_stats(base)
         # As in a shell, * does not match across folders, and ** does.
         pattern = re.compile("/".join(map(_segment, root.split("/"))).replace("\0/", "(?:.*/)?").replace("\0", ".*"))
         paths = [path for path in found if pattern.fullmatch(path)]
         return [SourceFile(path, path[len(base) :].lstrip("/"), *found[path][:2]) for path in paths], False
     try:
-        stat = gcs.stat(root)
-        return [SourceFile(root, ".", stat.size, stat.generation)], False
+        stat = storage.stat(root)
+        return [SourceFile(root, ".", stat.size, stat.version)], False
     except FileNotFoundError:
         base = root.rstrip("/")
-        found = gcs.list_stats(base)
+        found = storage.list_stats(base)
         return [SourceFile(path, path[len(base) + 1 :], *found[path][:2]) for path in found], bool(found)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from zero.runtime.errors import UserError
@@ -131,5 +131,5 @@ def _texts(files: list[SourceFile]) -> Unit:
     return Unit(sum(file.size for file in files), partial(whole_files, tuple(file.path for file in files)))
 
 
-def _digest(facts: list[tuple[str, int]]) -> str:
+def _digest(facts: Sequence[tuple[str, int | str]]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
