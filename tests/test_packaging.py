@@ -114,6 +114,7 @@ def test_dependencies(wheel: Path) -> None:
         "cuda13",
         "hub",
         "parquet",
+        "sentencepiece",
         "huggingface",
         "lm-eval",
         "tensorboard",

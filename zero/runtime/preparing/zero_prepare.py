@@ -67,7 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", help="of the corpus; default: the last part of the source")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
-        "--tokenizer", help='"bytes" (the default), a file of the tokenizers library (.json), or hf:NAME@REVISION'
+        "--tokenizer",
+        help='"bytes" (the default), a file of the tokenizers library (.json), of SentencePiece (.model) or of tiktoken '
+        "(cl100k_base.tiktoken), or hf:NAME@REVISION",
     )
     kind.add_argument("--train-tokenizer", type=int, metavar="TOKENS", help="train one of that size on the source")
     parser.add_argument(
