@@ -28,6 +28,7 @@ class SplitTokens(NamedTuple):
     lengths: np.ndarray | None  # of those rows, int32 (n,)
     completions: np.ndarray | None  # 1 for each token of `rows` that is to be learned, uint8; None: not recorded
     counts: Counts
+    starts: np.ndarray | None = None  # 1 for the first token of each document, uint8; None: rows are not packed
 
 
 class Tokens(NamedTuple):
@@ -47,6 +48,7 @@ class UnitTokenizer:
     has_completions: bool
     threshold: int  # documents with a hash below it are for validation
     minimum_tokens: int = 0  # of a document, its end of text included; shorter ones are left out
+    marks_starts: bool = False  # of documents, for a packing
 
     def __call__(self, unit: Unit, wanted: tuple[bool, ...]) -> list[SplitTokens | None]:
         counts = [Counts() for _ in wanted]
@@ -116,7 +118,11 @@ class UnitTokenizer:
         if self.has_completions:
             learned = [document.is_learned for document in documents if document.is_learned is not None]
             completions = self._joined(learned, 0)[0].astype(np.uint8)
-        return SplitTokens(rows.astype(dtype, copy=False), lengths, completions, counts)
+        starts = None
+        if self.marks_starts:
+            starts = np.zeros(len(rows), np.uint8)
+            starts[np.cumsum([0, *(len(document.ids) for document in documents[:-1])])[: len(documents)]] = 1
+        return SplitTokens(rows.astype(dtype, copy=False), lengths, completions, counts, starts)
 
     def _joined(self, arrays: list[np.ndarray], filler: int) -> tuple[np.ndarray, np.ndarray | None]:
         """All documents as one array; or as separate rows for each document, and their lengths."""

@@ -26,6 +26,7 @@ from typing import NoReturn
 
 from zero.runtime.errors import exit_on_error
 from zero.runtime.preparing.hub_tokenizer import hub_tokenizer, is_hub
+from zero.runtime.preparing.packing import PACKINGS
 from zero.runtime.preparing.peek import peek
 from zero.runtime.preparing.prepare import prepare
 from zero.runtime.preparing.prepare_if_missing import DIRECTORY, INDEX_DIRECTORY
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
         "--tokenizer",
-        help='"bytes" (the default), a file of the tokenizers library (.json), of SentencePiece (.model) or of tiktoken '
+        help='"bytes" (the default), a file of the tokenizers library (.json), SentencePiece (.model) or tiktoken '
         "(cl100k_base.tiktoken), or hf:NAME@REVISION",
     )
     kind.add_argument("--train-tokenizer", type=int, metavar="TOKENS", help="train one of that size on the source")
@@ -79,6 +80,11 @@ def _parser() -> argparse.ArgumentParser:
         "--one-document-per-row",
         action="store_true",
         help="pad the rows of each document, instead of joining documents",
+    )
+    parser.add_argument(
+        "--pack",
+        choices=PACKINGS,
+        help="best-fit: choose documents that fill a row together, so that only those longer than a row are cut",
     )
     parser.add_argument("--validation-fraction", type=float, default=0.05, help="of the documents (0.05)")
     parser.add_argument(
@@ -153,6 +159,7 @@ def _prepare(
         print(
             f"{index}: {split.documents} documents, {split.tokens} tokens, {split.rows} rows of {row_tokens}, "
             f"{split.shards} shards"
+            + ("" if split.truncations is None else f", documents cut {split.truncations} times")
         )
     if corpus.skipped:
         print(f"{corpus.skipped} files were left out because they are not UTF-8")

@@ -1,7 +1,7 @@
 """The pieces of byte-pair encodings as files of the `tokenizers` library have them: their merges, and their bytes.
 
 SentencePiece and tiktoken store pieces with priorities, and join the adjacent pair whose concatenation has the best
-priority, the leftmost of equals. A file of the `tokenizers` library lists the pairs. One pair per piece is exact: before
+priority, the leftmost of equals. Files of the `tokenizers` library list the pairs. One pair per piece is exact: before
 a piece is formed nothing was joined across its ends, so its last pair is that of the piece encoded on its own.
 """
 
