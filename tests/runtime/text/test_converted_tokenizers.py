@@ -33,10 +33,26 @@ LINES = [
 PARTS = (
     """<s> </s> <unk> <0x0A> <|endoftext|> ▁ abab bab 00 000 __ 's 'LL 'ſ re é zéro ß ﬁ Ω 日本 한 ¼ ٣ gathered -1 123"""
 )
-BLANKS = [" ", "  ", "\n\n", " \n", "\t ", "e\u0301", "\r\n", *"\U0001f600\u200b\x85\xa0\u2028\u3000\r\n\t\0"]
+BLANKS = [
+    " ",
+    "  ",
+    " " * 7,
+    " " * 15,
+    "\n\n",
+    " \n",
+    "\t ",
+    "e\u0301",
+    "\r\n",
+    *"\U0001f600\u200b\x85\xa0\u2028\u3000\r\n\t\0",
+]
 AWKWARD = st.lists(st.sampled_from(PARTS.split() + BLANKS) | st.text(max_size=3), max_size=12).map("".join)
 KINDS: dict[str, dict[str, Any]] = {
     "BPE as Llama's": {"model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False},
+    "BPE with runs of blanks": {
+        "model_type": "bpe",
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+    },
     "BPE": {"model_type": "bpe", "normalization_rule_name": "identity", "add_dummy_prefix": False},
     "BPE without bytes": {"model_type": "bpe", "normalization_rule_name": "identity", "byte_fallback": False},
     "BPE of NFKC": {"model_type": "bpe"},
@@ -59,12 +75,26 @@ def trained(**options: Any) -> bytes:
     return model.getvalue()
 
 
+def changed(change: Callable[[Any], None], **options: Any) -> bytes:
+    proto = SentencePiece("it.model", trained(**KINDS["BPE"] | options)).proto
+    change(proto)
+    return proto.SerializeToString()
+
+
+def _add_runs(proto: Any) -> None:
+    """Runs of blanks with one score, as in the models of Llama and Mistral; one length is missing there too."""
+    blank = next(piece for piece in proto.pieces if piece.piece == "▁")
+    for length in (2, 4, 8, 5, 6, 3, 9):
+        if not any(piece.piece == "▁" * length for piece in proto.pieces):
+            proto.pieces.add(piece="▁" * length, score=-1e9, type=blank.type)
+
+
 @pytest.fixture(scope="module")
 def models() -> dict[str, tuple[FileTokenizer, Any]]:
     """The converted file of each kind, without the library's help, and the library with the same model."""
     found = {}
     for kind, options in KINDS.items():
-        model = trained(**options)
+        model = changed(_add_runs, **options) if "runs" in kind else trained(**options)
         library = sentencepiece.SentencePieceProcessor(model_proto=model)
         found[kind] = (FileTokenizer("it.json", converted("it.model", SentencePiece("it.model", model).proto)), library)
     return found
@@ -168,12 +198,6 @@ def test_corpus_of_a_model(tmp_path: Path) -> None:
     assert kept.name.rpartition(":")[2] == tokenizer.name.rpartition(":")[2]
 
 
-def changed(change: Callable[[Any], None], **options: Any) -> bytes:
-    proto = SentencePiece("it.model", trained(**KINDS["BPE"] | options)).proto
-    change(proto)
-    return proto.SerializeToString()
-
-
 def _same_score(proto: Any) -> None:
     proto.pieces[-1].score = -1.0
     for piece in proto.pieces:
@@ -184,11 +208,14 @@ def _same_score(proto: Any) -> None:
 UNCONVERTIBLE: dict[str, Callable[[], bytes]] = {
     "its type is CHAR; expected UNIGRAM or BPE": lambda: trained(model_type="char"),
     "it marks blanks in another way": lambda: trained(**KINDS["BPE"], treat_whitespace_as_suffix=True),
-    "user-defined or unused pieces, such as '<mine>'": lambda: trained(**KINDS["BPE"], user_defined_symbols=["<mine>"]),
+    "it has unused pieces, such as 'z'": lambda: changed(
+        lambda proto: setattr(next(p for p in proto.pieces if p.piece == "z"), "type", 5)
+    ),
+    "its symbol '%' is one character": lambda: trained(**KINDS["BPE"], user_defined_symbols=["%"]),
     "'z' is a character of some pieces, and no piece": lambda: changed(
         lambda proto: setattr(next(p for p in proto.pieces if p.piece == "z"), "piece", "zzzz")
     ),
-    "two of its pieces have the same score": lambda: changed(_same_score),
+    "'.+' and '.+' have the same score": lambda: changed(_same_score),
     "is not a model of SentencePiece": lambda: b"\xff" * 99,
     "has no token that ends a text": lambda: trained(**KINDS["BPE"], eos_id=-1),
 }

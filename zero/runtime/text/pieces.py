@@ -12,14 +12,15 @@ from collections.abc import Iterator, Mapping
 
 
 def merges(priorities: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """The pair that each piece is joined from, the lowest priority value first; the values are unique.
+    """The pair that each piece is joined from, the lowest priority value first.
 
-    A piece that no sequence of joins leads to is left out.
+    A piece that no sequence of joins leads to is left out. Values are unique, but for runs of one character: then the
+    longest comes first, so that a run grows from its left end, as where the leftmost pair is joined.
 
     >>> list(merges({"a": 0, "b": 1, "ab": 2, "aba": 3, "bab": 4, "cc": 5}))
     [('a', 'b'), ('ab', 'a'), ('b', 'ab')]
     """
-    for piece in sorted(priorities, key=priorities.__getitem__):
+    for piece in sorted(priorities, key=lambda piece: (priorities[piece], -len(piece))):
         if len(piece) > 1 and (pair := _last_pair(piece, priorities)):
             yield pair
 

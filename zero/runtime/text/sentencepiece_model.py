@@ -47,7 +47,7 @@ def _converted(path: str, proto: Any) -> bytes:
     if proto.normalizer_spec.add_dummy_prefix:
         parts.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(parts)
-    special = [piece.piece for piece in proto.pieces if piece.type in (_UNKNOWN, _CONTROL)]
+    special = [piece.piece for piece in proto.pieces if piece.type in (_UNKNOWN, _CONTROL, _USER_DEFINED)]
     tokenizer.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in special])
     return tokenizer.to_str(pretty=True).encode()
 
@@ -57,19 +57,25 @@ def _check(path: str, proto: Any) -> None:
     spec, types = proto.trainer_spec, {piece.piece: piece.type for piece in proto.pieces}
     normal = [piece for piece in proto.pieces if piece.type == _NORMAL]
     characters = {character for piece in normal for character in piece.piece}
-    spelled = {name for name, kind in types.items() if kind in (_CONTROL, _BYTE, _UNKNOWN)}
-    joined = [piece.score for piece in normal if len(piece.piece) > 1]
+    spelled = {name for name, kind in types.items() if kind != _NORMAL}
+    tied: dict[float, list[str]] = {}  # joined pieces, by their score
+    for piece in normal:
+        if len(piece.piece) > 1:
+            tied.setdefault(piece.score, []).append(piece.piece)
+    ambiguous = [group for group in tied.values() if len(group) > 1 and len({*"".join(group)}) > 1]
     found = ""
     if spec.model_type not in (_UNIGRAM, _BPE):
         found = f"its type is {_TYPES.get(spec.model_type, spec.model_type)}; expected UNIGRAM or BPE"
     elif spec.treat_whitespace_as_suffix or not proto.normalizer_spec.escape_whitespaces:
         found = "it marks blanks in another way than by ▁ before a word"
-    elif others := [name for name, kind in types.items() if kind in (_USER_DEFINED, _UNUSED)]:
-        found = f"it has user-defined or unused pieces, such as {others[0]!r}"
+    elif others := [name for name, kind in types.items() if kind == _UNUSED]:
+        found = f"it has unused pieces, such as {others[0]!r}"
     elif missing := sorted(character for character in characters if types.get(character) != _NORMAL):
         found = f"{missing[0]!r} is a character of some pieces, and no piece"
-    elif spec.model_type == _BPE and (len(set(joined)) < len(joined) or any(len(name) == 1 for name in spelled)):
-        found = "two of its pieces have the same score, or a control symbol is one character"
+    elif spec.model_type == _BPE and ambiguous:
+        found = f"{' and '.join(map(repr, ambiguous[0][:2]))} have the same score"
+    elif spec.model_type == _BPE and (short := [name for name in spelled if len(name) == 1]):
+        found = f"its symbol {short[0]!r} is one character"
     if found:
         raise UserError(
             f"tokenizer {path} cannot be converted to a file of the tokenizers library: {found}; use the "

@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 # Names of the token between two documents in published tokenizers, most specific first.
 MOST_TOKENS = 1 << 24  # of a vocabulary: tables of a number for each token fit into memory
 BYTES_END_OF_TEXT = "<|endoftext|>"  # of bytes, in a file
-_END_OF_TEXT = (BYTES_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+_END_OF_TEXT = (
+    BYTES_END_OF_TEXT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|im_end|>",
+    "<｜end▁of▁sentence｜>",  # DeepSeek's
+    "[SEP]",
+)
 
 
 class Tokenizer(Protocol):
@@ -213,7 +221,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     try:
-        return _FORMATS.get(Path(name).suffix, FileTokenizer)(name, storage.read_bytes(name))
+        # The last suffix that is known: Mistral's models are called tokenizer.model.v3.
+        suffix = next((suffix for suffix in reversed(Path(name).suffixes) if suffix in _FORMATS), ".json")
+        return _FORMATS[suffix](name, storage.read_bytes(name))
     except (FileNotFoundError, IsADirectoryError):
         raise UserError(
             f'tokenizer {name}: no such file; expected "bytes" or the path of a tokenizers .json file, a SentencePiece '
@@ -226,6 +236,7 @@ def _tiktoken(path: str, data: bytes) -> FileTokenizer:
 
 
 _FORMATS: dict[str, Callable[[str, bytes], FileTokenizer]] = {
+    ".json": FileTokenizer,
     ".model": SentencePieceTokenizer,
     ".tiktoken": _tiktoken,
 }
