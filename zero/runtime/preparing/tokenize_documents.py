@@ -105,7 +105,10 @@ class UnitTokenizer:
             ids = [self.tokenizer.encode(piece).astype(dtype, copy=False) for piece in _pieces(text)]
         elif text.min() < 0 or text.max() >= size:
             bad = text.min() if text.min() < 0 else text.max()
-            raise UserError(f"{name} holds token {bad}, outside the vocabulary of {size} of {self.tokenizer.name}")
+            raise UserError(
+                f"{name} holds token {bad}, outside the vocabulary of {size} of "
+                f"{self.tokenizer.name}; --tokenizer names the one that made them"
+            )
         else:
             ids = [text.astype(dtype)]
             ends = ends and text[-1] != end_of_text

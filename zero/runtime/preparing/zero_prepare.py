@@ -114,7 +114,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, help="processes; default: one per core; the result is the same")
     parser.add_argument("--overwrite", action="store_true", help="replace a corpus that was made with other options")
     parser.add_argument(
-        "--peek", type=int, metavar="ROWS", help="print the first rows of an index file, as text, and what they hold"
+        "--peek",
+        type=int,
+        metavar="ROWS",
+        help="print so many rows, spread over an index file, as text: their ids, where documents begin, what was cut",
     )
     parser.add_argument(
         "--verify", action="store_true", help="compare a corpus, or one of its index files, with its manifest"
@@ -170,7 +173,7 @@ def _prepare(
 
 
 def _peek(rows: int, source: str, tokenizer: str | None, **_: object) -> None:
-    """Prints the first rows of an index file."""
+    """Prints some rows of an index file."""
     for line in peek(source, rows, load_tokenizer(tokenizer) if tokenizer else None):
         print(line)
 
