@@ -66,8 +66,6 @@ def _documents(path: str, key: str, number: int, start: int, stop: int) -> Itera
 
 def _length(file: BinaryIO, name: str) -> int:
     head = file.read(12)
-    if len(head) < 12:
-        raise UserError(f"{name}: the file ends within it; copy it again")
     _check(head[:8], head[8:], name)
     return struct.unpack("<Q", head[:8])[0]
 
