@@ -116,6 +116,7 @@ def test_dependencies(wheel: Path) -> None:
         "s3",
         "azure",
         "parquet",
+        "sentencepiece",
         "huggingface",
         "lm-eval",
         "tensorboard",

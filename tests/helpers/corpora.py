@@ -57,9 +57,9 @@ def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[s
     )
 
 
-def tokens_of(index: str, row_tokens: int) -> np.ndarray:
+def tokens_of(index: str, row_tokens: int, vocab_size: int = 1 << 16) -> np.ndarray:
     """The rows of a split, read back through the loader; -1 is padding."""
-    loader = Loader(index, global_rows=1, context=row_tokens, vocab_size=1 << 16, shuffle=False, max_epochs=1)
+    loader = Loader(index, global_rows=1, context=row_tokens, vocab_size=vocab_size, shuffle=False, max_epochs=1)
     return np.concatenate([batch.tokens for batch in loader.batches()])
 
 

@@ -60,7 +60,7 @@ def _tokenizer(place: Path, data: bytes) -> None:
     (place / "tokenizer.json").write_bytes(data)
     tokenizer = load_tokenizer(str(place / "tokenizer.json"))
     tokenizer.decode(tokenizer.encode("What is it?\ud800"))
-    tokenizer.encode_with_ends("What is it?", has_special=True)
+    tokenizer.encode_with_spans("What is it?", has_special=True)
     tokenizer.byte_lengths()
 
 

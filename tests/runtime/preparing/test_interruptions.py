@@ -47,7 +47,7 @@ class Stopping(ByteTokenizer):
     unit=st.integers(1, 200),
     rows_per_member=st.integers(1, 3),
     members=st.integers(1, 3),
-    one_document_per_row=st.booleans(),
+    rows_of=st.sampled_from([{}, {"one_document_per_row": True}, {"pack": "best-fit"}]),
     stops=st.lists(st.integers(0, 50), max_size=4),
 )
 def test_interrupted_anywhere_and_called_again(
@@ -56,7 +56,7 @@ def test_interrupted_anywhere_and_called_again(
     unit: int,
     rows_per_member: int,
     members: int,
-    one_document_per_row: bool,
+    rows_of: dict[str, Any],
     stops: list[int],
 ):
     root = tmp_path_factory.mktemp("stops")
@@ -66,8 +66,8 @@ def test_interrupted_anywhere_and_called_again(
         "row_tokens": 8,
         "rows_per_member": rows_per_member,
         "rows_per_shard": rows_per_member * members,
-        "one_document_per_row": one_document_per_row,
         "validation_fraction": 0.3,
+        **rows_of,
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "UNIT_BYTES", unit)
@@ -119,7 +119,7 @@ from zero.runtime.text.tokenizers import ByteTokenizer
 
 os.fsync = lambda _: None  # as in conftest.py
 
-def run(source, place, fatal):
+def run(source, place, fatal, options):
     calls = 0
     def count(event, arguments):
         nonlocal calls
@@ -128,8 +128,8 @@ def run(source, place, fatal):
                 os.kill(os.getpid(), signal.SIGKILL)
             calls += 1
     sys.addaudithook(count)
-    prepare(source, "c", directory=Path(place, "corpus"), index_directory=Path(place, "index"), row_tokens=32,
-            tokenizer=ByteTokenizer(), rows_per_member=4, rows_per_shard=8, overwrite=True)
+    prepare(source, "c", directory=Path(place, "corpus"), index_directory=Path(place, "index"),
+            tokenizer=ByteTokenizer(), rows_per_member=4, rows_per_shard=8, **options)
 
 for line in sys.stdin:  # a process for each, without importing everything again
     if (child := os.fork()) == 0:
@@ -144,14 +144,19 @@ def test_killed_prepare_leaves_no_index(folder: Path, tmp_path: Path):
 
     Killed by itself at the n-th renaming or removing of a file, for several n, with and without another corpus.
     """
-    options: dict[str, Any] = {"row_tokens": 32, "overwrite": True}
-    make(folder, tmp_path / "whole", **options)
     cases = [(0, False), (3, False), (20, False), (1000, False), (1, True), (20, True), (59, True), (1000, True)]
-    places = [tmp_path / f"killed{fatal}-{replaces}" for fatal, replaces in cases]
-    for place, (_, replaces) in zip(places, cases, strict=True):
+    runs: list[tuple[int, bool, dict[str, Any]]] = [(*case, {"row_tokens": 32, "overwrite": True}) for case in cases]
+    runs += [(20, False, {"row_tokens": 32, "overwrite": True, "pack": "best-fit"})]
+    for options in (runs[0][2], runs[-1][2]):
+        make(folder, tmp_path / f"whole{len(options)}", **options)
+    places = [tmp_path / f"killed{number}" for number in range(len(runs))]
+    for place, (_, replaces, _) in zip(places, runs, strict=True):
         if replaces:
             make(folder, place)
-    orders = [json.dumps([str(folder), str(place), fatal]) for place, (fatal, _) in zip(places, cases, strict=True)]
+    orders = [
+        json.dumps([str(folder), str(place), fatal, options])
+        for place, (fatal, _, options) in zip(places, runs, strict=True)
+    ]
     done = subprocess.run(
         [sys.executable, "-c", KILLED],
         input="\n".join(orders),
@@ -162,12 +167,12 @@ def test_killed_prepare_leaves_no_index(folder: Path, tmp_path: Path):
     )
     statuses = [int(line) for line in done.stdout.split()]
     assert set(statuses) == {0, -signal.SIGKILL} and 2 <= statuses.count(0) <= 3
-    for place, (fatal, replaces) in zip(places, cases, strict=True):
+    for place, (fatal, replaces, options) in zip(places, runs, strict=True):
         for index in (place / "index").glob("*.index"):
             read_index(index)  # raises if a shard is missing
         finished = {path: path.stat().st_mtime_ns for path in recorded_shards(place / "corpus/c")}
         make(folder, place, **options)
-        assert digest(place) == digest(tmp_path / "whole")  # and no temporary file is left
+        assert digest(place) == digest(tmp_path / f"whole{len(options)}")  # and no temporary file is left
         assert fatal < 20 or replaces or len(finished) > 3
         if not replaces:
             assert {path: path.stat().st_mtime_ns for path in finished} == finished

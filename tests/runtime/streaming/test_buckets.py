@@ -43,7 +43,8 @@ def test_faults_are_named_as_on_disk(server: str, bucket_corpus, monkeypatch: py
     shard = storage.read_bytes(storage.parent(storage.parent(bucket_corpus[1])) + "/shards/shard-3.tar")
     storage.write(f"{place}/a.tar", shard[:1200])
     with pytest.raises(
-        UserError, match=r"^shard gs://bucket/bad/a\.tar is truncated or damaged: unexpected end of file$"
+        UserError,
+        match=r"^shard gs://bucket/bad/a\.tar is truncated or damaged: unexpected end of file; copy it again$",
     ):
         list(loader(f"{place}/it.index", max_epochs=1, global_rows=3).batches())
     with pytest.raises(UserError, match="truncated or damaged"):

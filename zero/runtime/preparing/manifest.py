@@ -161,11 +161,13 @@ def begin(
 def finish(place: str, manifest: dict[str, Any], counts: Sequence[Counts], has_ids: bool) -> None:
     del manifest["unfinished"]
     for split, count in zip(splits_of(manifest), counts, strict=True):
+        cut = [shard["truncations"] for shard in manifest[split]["shards"] if "truncations" in shard]
         manifest[split] = {
             "documents": count.documents,
             "tokens": count.tokens,
             "bytes": None if has_ids else count.bytes,
             "rows": sum(shard["rows"] for shard in manifest[split]["shards"]),
+            **({"truncations": sum(cut)} if cut else {}),
             "shards": manifest[split]["shards"],
         }
     manifest["skipped"] = counts[0].skipped

@@ -2,58 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 
 from zero.runtime import storage
-from zero.runtime.errors import UserError
+from zero.runtime.errors import UserError, file_error
 from zero.runtime.preparing import manifest
 from zero.runtime.preparing.sources.preferences import ANSWERS
-from zero.runtime.streaming.index_files import read_index
+from zero.runtime.streaming.crop import Crop
+from zero.runtime.streaming.index_files import Shard, read_index
 from zero.runtime.streaming.index_files import row_tokens as tokens_of_row
-from zero.runtime.streaming.loader import Loader
-from zero.runtime.text.tokenizers import Tokenizer, load_tokenizer
-
-_LARGEST = 1 << 24  # vocabulary: ids are shown, whatever tokenizer they belong to
+from zero.runtime.streaming.shards import decode, read_samples
+from zero.runtime.text.tokenizers import MOST_TOKENS, Tokenizer, load_tokenizer
 
 
 def peek(index: str, rows: int, tokenizer: Tokenizer | None = None) -> Iterator[str]:
-    """Some lines for each of the first rows of an index file.
+    """Two lines for each of some rows that are spread over an index file, and one about all rows of their shards.
 
     Without a tokenizer it is the one that the manifest of the corpus records.
 
     Raises:
-      UserError: there is no such index file, or the corpus has another tokenizer.
+      UserError: there is no such index file, the corpus has another tokenizer, or a token is outside its vocabulary.
     """
-    place = storage.parent(read_index(index)[0].path)
+    if rows < 1:
+        raise UserError(f"--peek {rows}: expected at least one row")
+    shards = read_index(index)
+    place = storage.parent(shards[0].path)
     if tokenizer is None:
-        recorded = manifest.load(place)["tokenizer"]
-        tokenizer = load_tokenizer(recorded if recorded == "bytes" else storage.join(place, manifest.TOKENIZER))
+        given = manifest.load(place)["tokenizer"]
+        tokenizer = load_tokenizer(given if given == "bytes" else storage.join(place, manifest.TOKENIZER))
     manifest.check_tokenizer(place, tokenizer)
-    length = tokens_of_row(index)
-    has_manifest = storage.exists(storage.join(place, manifest.MANIFEST))
-    pairs = has_manifest and bool(manifest.load(place).get("preferences"))
-    options: dict[str, Any] = {"only_completions": pairs, "pairs": pairs, "shuffle": False, "max_epochs": 1}
-    data = Loader(index, global_rows=1, context=length, vocab_size=_LARGEST, **options)
-    for number, batch in zip(range(rows), data.batches(), strict=False):
-        for name, text in zip(ANSWERS if pairs else [""], batch.tokens.reshape(-1, length), strict=True):
-            ids = np.maximum(text, ~text)[text != -1]
-            yield from _described(f"row {number}{name and f', {name}'}", ids, length, tokenizer)
-    if data.rows < rows:
-        yield f"{index} has {data.rows} rows"
+    recorded = manifest.load(place) if storage.exists(storage.join(place, manifest.MANIFEST)) else {}
+    is_packed, names = recorded.get("pack") is not None, ANSWERS if recorded.get("preferences") else ("",)
+    total = sum(shard.rows for shard in shards)
+    shown = min(rows, total)
+    wanted = {number * total // shown for number in range(shown)}
+    seen, length, first = _Seen(), tokens_of_row(index), 0
+    for shard in shards:
+        own = {number - first for number in wanted if first <= number < first + shard.rows}
+        if own:
+            seen.shards += 1
+            begins = None if is_packed or first else True  # whether a document begins in the first column
+            for number, (name, ids) in zip(_repeated(len(names)), _texts(shard, length, names), strict=False):
+                seen.add(ids, length, tokenizer)
+                if number in own:
+                    of_row = f"row {first + number}{name and f', {name}'}"
+                    yield _described(of_row, ids, length, tokenizer, True if name else begins)
+                    yield f"  {tokenizer.decode(ids.tolist())!r}"
+                begins = None if is_packed else bool(len(ids)) and int(ids[-1]) == tokenizer.end_of_text
+        first += shard.rows
+    yield seen.described(len(shards), length, tokenizer)
+    if total < rows:
+        yield f"{index} has {total} rows"
 
 
-def _described(name: str, ids: np.ndarray, length: int, tokenizer: Tokenizer) -> Iterator[str]:
+def _texts(shard: Shard, length: int, names: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+    """The tokens of each row without padding; of a pair, those of both texts with their names."""
+    pairs = len(names) > 1
+    try:
+        with storage.open_reader(shard.path) as stream:
+            for sample in read_samples(shard.path, stream):
+                of_sample = f"shard {shard.path}, sample {sample['__key__']}"
+                found = decode(sample, of_sample, length, MOST_TOKENS, Crop(), np.zeros, pairs, pairs)
+                for row, size in zip(found.tokens, found.lengths, strict=True):
+                    for name, text in zip(names, row.reshape(len(names), -1), strict=True):
+                        yield name, np.maximum(text, ~text)[text != -1] if pairs else text[:size]
+    except OSError as error:
+        raise file_error(f"shard {shard.path} cannot be read: {error}", error) from error
+
+
+def _repeated(times: int) -> Iterator[int]:
+    """0, 1, 2, ..., each so many times."""
+    return (number for number in count() for _ in range(times))
+
+
+@dataclass
+class _Seen:
+    """All rows of the shards that were read."""
+
+    shards: int = 0
+    rows: int = 0
+    cut: int = 0  # rows that end within a document
+    padding: int = 0  # tokens
+    ids: list[int] = field(default_factory=list)  # the lowest and the highest, once there is one
+
+    def add(self, ids: np.ndarray, length: int, tokenizer: Tokenizer) -> None:
+        if len(ids):
+            self.ids = [min([*self.ids, int(ids.min())]), max([*self.ids, int(ids.max())])]
+            self.cut += int(ids[-1]) != tokenizer.end_of_text
+            if self.ids[1] >= tokenizer.vocab_size:
+                raise UserError(
+                    f"row {self.rows} of those read holds token {self.ids[1]}, outside the vocabulary of "
+                    f"{tokenizer.vocab_size}"
+                )
+        self.rows += 1
+        self.padding += length - len(ids)
+
+    def described(self, shards: int, length: int, tokenizer: Tokenizer) -> str:
+        return (
+            f"{self.shards} of {shards} shards: {self.rows} rows, ids {_span(self.ids)} of {tokenizer.vocab_size}; "
+            f"{self.cut} rows end within a document; {self.padding} of {self.rows * length} tokens are padding"
+        )
+
+
+def _described(name: str, ids: np.ndarray, length: int, tokenizer: Tokenizer, begins: bool | None) -> str:
     ends = np.flatnonzero(ids == tokenizer.end_of_text)
-    starts = [int(end) + 1 for end in ends if end + 1 < len(ids)]
-    lowest, highest = (int(ids.min()), int(ids.max())) if len(ids) else (None, None)
-    yield (
-        f"{name}: {len(ids)} of {length} tokens, ids {lowest} to {highest} of {tokenizer.vocab_size}; documents "
-        f"begin at {', '.join(map(str, starts)) or 'none of its tokens'} after an end of text; "
-        f"{'ends with one' if len(ends) and ends[-1] == len(ids) - 1 else 'the last document is cut'}"
-    )
-    if highest is not None and highest >= tokenizer.vocab_size:
-        raise UserError(f"{name} holds token {highest}, outside the vocabulary of {tokenizer.vocab_size}")
-    yield f"  {tokenizer.decode(ids.tolist())!r}"
+    starts = [0] * bool(begins) + [int(end) + 1 for end in ends if end + 1 < len(ids)]
+    found = [f"documents begin at {', '.join(map(str, starts))}" if starts else "no document begins"]
+    if begins is False:
+        found.append("the first one is the rest of a document")
+    elif begins is None:
+        found.append("column 0 begins a document, or the rest of one")
+    if len(ids) and (not len(ends) or ends[-1] != len(ids) - 1):
+        found.append("the last document is cut")
+    span = [int(ids.min()), int(ids.max())] if len(ids) else []
+    return f"{name}: {len(ids)} of {length} tokens, ids {_span(span)} of {tokenizer.vocab_size}; {'; '.join(found)}"
+
+
+def _span(ids: list[int]) -> str:
+    return f"{ids[0]} to {ids[1]}" if ids else "none"

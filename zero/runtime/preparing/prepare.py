@@ -42,6 +42,7 @@ class SplitSummary:
     bytes: int | None  # of the text in UTF-8; None if the source held token ids
     rows: int
     shards: int
+    truncations: int | None = None  # cuts of documents that are longer than a row; None: not packed
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def prepare(
     tokenizer: Tokenizer | int,
     row_tokens: int,
     one_document_per_row: bool = False,
+    pack: str | None = None,
     validation_fraction: float = 0.05,
     rows_per_member: int = 256,
     rows_per_shard: int = 8192,
@@ -90,7 +92,8 @@ def prepare(
 
     A hash of its text decides whether a document is for validation; if it decides so for none, the document with the
     lowest hash is. Of a single text it is the last part. Documents are joined with the tokenizer's end of text and cut
-    into rows without loss: the last row of a split is padded, as its length.npy records.
+    into rows without loss: the last row of a split is padded, as its length.npy records. With `pack`, a key of
+    `packing.PACKINGS`, the documents of each shard are packed into rows, and shards hold about `rows_per_shard`.
 
     After an interruption the next call with these arguments continues after the finished shards; a finished corpus is
     kept. At no time does an index list a shard that does not exist.
@@ -115,11 +118,15 @@ def prepare(
     opened = Source(str(source), key, validation_fraction, reader, splits, normalise)
     for option, is_given in (
         ("one_document_per_row", one_document_per_row),
+        ("pack", pack),
         ("minimum_tokens", minimum_tokens),
         ("deduplicate", deduplicate),
     ):
         if not opened.has_documents and is_given:
             raise UserError(f"{source} is one long text, and {option} expects documents: a folder or JSON lines")
+    if pack and one_document_per_row:
+        other = "preferences" if preferences else "one_document_per_row"
+        raise UserError(f"pack={pack} joins documents in a row, and {other} does not: choose one of them")
     arguments: dict[str, Any] = {
         "source": str(source),
         "source_files": opened.fingerprint,
@@ -131,6 +138,7 @@ def prepare(
         "rows_per_member": rows_per_member,
         "rows_per_shard": rows_per_shard,
         # Null, as in manifests of earlier versions, where nothing is recorded.
+        "pack": pack,
         "completions": completions or None,
         "preferences": preferences or None,
         "loss_on": None if tuple(loss_on) == LEARNED else list(loss_on),

@@ -28,6 +28,7 @@ class SplitTokens(NamedTuple):
     lengths: np.ndarray | None  # of those rows, int32 (n,), (n, 2) for pairs
     completions: np.ndarray | None  # 1 for each token of `rows` that is to be learned, uint8; None: not recorded
     counts: Counts
+    starts: np.ndarray | None = None  # 1 for the first token of each document, uint8; None: rows are not packed
 
 
 class Tokens(NamedTuple):
@@ -48,6 +49,7 @@ class UnitTokenizer:
     threshold: int  # documents with a hash below it are for validation
     minimum_tokens: int = 0  # of a document, its end of text included; shorter ones are left out
     has_pairs: bool = False  # each document is a pair of texts, and a row
+    marks_starts: bool = False  # of documents, for a packing
 
     def __call__(self, unit: Unit, wanted: tuple[bool, ...]) -> list[SplitTokens | None]:
         counts = [Counts() for _ in wanted]
@@ -109,7 +111,10 @@ class UnitTokenizer:
             ids = [self.tokenizer.encode(piece).astype(dtype, copy=False) for piece in _pieces(text)]
         elif text.min() < 0 or text.max() >= size:
             bad = text.min() if text.min() < 0 else text.max()
-            raise UserError(f"{name} holds token {bad}, outside the vocabulary of {size} of {self.tokenizer.name}")
+            raise UserError(
+                f"{name} holds token {bad}, outside the vocabulary of {size} of "
+                f"{self.tokenizer.name}; --tokenizer names the one that made them"
+            )
         else:
             ids = [text.astype(dtype)]
             ends = ends and text[-1] != end_of_text
@@ -123,7 +128,11 @@ class UnitTokenizer:
         if self.has_completions:
             learned = [one.is_learned for one in texts if one.is_learned is not None]
             completions = self._joined(learned, 0)[0].astype(np.uint8)
-        return SplitTokens(rows.astype(dtype, copy=False), lengths, completions, counts)
+        starts = None
+        if self.marks_starts:
+            starts = np.zeros(len(rows), np.uint8)
+            starts[np.cumsum([0, *(len(one.ids) for one in texts[:-1])])[: len(texts)]] = 1
+        return SplitTokens(rows.astype(dtype, copy=False), lengths, completions, counts, starts)
 
     def _joined(self, arrays: list[np.ndarray], filler: int) -> tuple[np.ndarray, np.ndarray | None]:
         """All texts as one array; or as separate rows for each text, and their lengths; two by two for pairs."""

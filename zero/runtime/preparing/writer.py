@@ -21,6 +21,7 @@ from zero.runtime import storage
 from zero.runtime.preparing import directory
 from zero.runtime.preparing import manifest as manifests
 from zero.runtime.preparing.manifest import Counts, UnitPosition
+from zero.runtime.preparing.packing import PACKINGS
 from zero.runtime.preparing.sources.documents import Unit
 from zero.runtime.preparing.sources.source import Source
 from zero.runtime.preparing.tokenize_documents import SplitTokens, UnitTokenizer, padded_rows
@@ -42,6 +43,7 @@ def write_shards(
         manifest["unfinished"]["threshold"],
         manifest.get("minimum_tokens") or 0,
         bool(manifest.get("preferences")),
+        manifest.get("pack") is not None,
     )
     # Bytes and ids need less time than it takes to send them to another process.
     is_cheap = source.has_ids or isinstance(tokenizer, ByteTokenizer)
@@ -95,16 +97,17 @@ class _ShardPublisher:
             for future in self._pending:
                 future.result()
 
-    def add(self, split: str, data: bytes, rows: int, position: UnitPosition) -> None:
+    def add(self, split: str, data: bytes, counts: dict[str, int], position: UnitPosition) -> None:
+        """`counts` of a shard are recorded beside its name, its rows among them."""
         if len(self._pending) > 1:
             self._pending.popleft().result()
-        self._pending.append(self._thread.submit(self._publish, split, data, rows, position))
+        self._pending.append(self._thread.submit(self._publish, split, data, counts, position))
 
-    def _publish(self, split: str, data: bytes, rows: int, position: UnitPosition) -> None:
+    def _publish(self, split: str, data: bytes, counts: dict[str, int], position: UnitPosition) -> None:
         shards = self._manifest[split]["shards"]
         name = f"{split}-{len(shards):05d}.tar"
         directory.write(storage.join(self._place, name), data)
-        shards.append({"name": name, "rows": rows, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+        shards.append({"name": name, **counts, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()})
         self._manifest["unfinished"][split] = position
         # After each hundredth of the shards: the time to save after each shard would grow with their square.
         splits = manifests.splits_of(self._manifest)
@@ -124,7 +127,8 @@ class _SplitWriter:
         self._split, self._publisher, self._filler = split, publisher, tokenizer.end_of_text
         self._row_tokens, self._rows_per_member = manifest["row_tokens"], manifest["rows_per_member"]
         self._size = manifest["rows_per_shard"] * (1 if manifest["one_document_per_row"] else self._row_tokens)
-        self._waiting: list[tuple[np.ndarray | None, ...]] = []  # rows, lengths, completions; less than a shard
+        self._pack = PACKINGS[manifest["pack"]] if manifest.get("pack") else None
+        self._waiting: list[tuple[np.ndarray | None, ...]] = []  # rows, lengths, completions, starts; less than a shard
         self._held = 0
         self._row = sum(shard["rows"] for shard in manifest[split]["shards"])
 
@@ -133,12 +137,14 @@ class _SplitWriter:
         at = self.start.skip if number == self.start.unit else 0
         while at < len(part.rows):
             stop = at + self._size - self._held
-            arrays = (part.rows, part.lengths, part.completions)
+            if part.starts is not None:  # a shard that is packed holds whole documents
+                stop += int(np.append(part.starts[stop:], 1).argmax())
+            arrays = (part.rows, part.lengths, part.completions, part.starts)
             self._waiting.append(tuple(None if array is None else array[at:stop] for array in arrays))
             count = min(stop, len(part.rows)) - at
             self._held += count
             at += count
-            if self._held == self._size:
+            if self._held >= self._size:
                 self._publish(UnitPosition(number, at, self.counts))
         self.counts = self.counts.plus(part.counts)
 
@@ -148,15 +154,22 @@ class _SplitWriter:
             self._publish(UnitPosition(units, 0, self.counts))
 
     def _publish(self, position: UnitPosition) -> None:
-        rows, lengths, completions = (_concatenated(arrays) for arrays in zip(*self._waiting, strict=True))
+        rows, lengths, completions, starts = (_concatenated(arrays) for arrays in zip(*self._waiting, strict=True))
         assert rows is not None
-        if rows.ndim == 1:
+        counts = {}
+        if self._pack is not None:
+            assert starts is not None
+            packed = self._pack(starts, self._row_tokens)
+            rows, lengths = packed.rows(rows, self._filler), packed.lengths
+            completions = None if completions is None else packed.rows(completions, 0)
+            counts = {"truncations": packed.truncations}
+        elif rows.ndim == 1:
             rows, lengths = padded_rows(rows, self._row_tokens, self._filler)
             completions = None if completions is None else padded_rows(completions, self._row_tokens, 0)[0]
         assert lengths is not None
         self._waiting, self._held = [], 0
         data = _tar(rows, lengths, completions, self._row, self._rows_per_member)
-        self._publisher.add(self._split, data, len(rows), position)
+        self._publisher.add(self._split, data, {"rows": len(rows), **counts}, position)
         self._row += len(rows)
 
 

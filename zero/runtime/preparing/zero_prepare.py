@@ -27,6 +27,7 @@ from typing import NoReturn
 
 from zero.runtime.errors import exit_on_error
 from zero.runtime.preparing.hub_tokenizer import hub_tokenizer, is_hub
+from zero.runtime.preparing.packing import PACKINGS
 from zero.runtime.preparing.peek import peek
 from zero.runtime.preparing.prepare import prepare
 from zero.runtime.preparing.prepare_if_missing import DIRECTORY, INDEX_DIRECTORY
@@ -69,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", help="of the corpus; default: the last part of the source")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
-        "--tokenizer", help='"bytes" (the default), a file of the tokenizers library (.json), or hf:NAME@REVISION'
+        "--tokenizer",
+        help='"bytes" (the default), a file of the tokenizers library (.json), SentencePiece (.model) or tiktoken '
+        "(cl100k_base.tiktoken), or hf:NAME@REVISION",
     )
     kind.add_argument("--train-tokenizer", type=int, metavar="TOKENS", help="train one of that size on the source")
     parser.add_argument(
@@ -79,6 +82,11 @@ def _parser() -> argparse.ArgumentParser:
         "--one-document-per-row",
         action="store_true",
         help="pad the rows of each document, instead of joining documents",
+    )
+    parser.add_argument(
+        "--pack",
+        choices=PACKINGS,
+        help="best-fit: choose documents that fill a row together, so that only those longer than a row are cut",
     )
     parser.add_argument("--validation-fraction", type=float, default=0.05, help="of the documents (0.05)")
     parser.add_argument(
@@ -120,7 +128,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, help="processes; default: one per core; the result is the same")
     parser.add_argument("--overwrite", action="store_true", help="replace a corpus that was made with other options")
     parser.add_argument(
-        "--peek", type=int, metavar="ROWS", help="print the first rows of an index file, as text, and what they hold"
+        "--peek",
+        type=int,
+        metavar="ROWS",
+        help="print so many rows, spread over an index file, as text: their ids, where documents begin, what was cut",
     )
     parser.add_argument(
         "--verify", action="store_true", help="compare a corpus, or one of its index files, with its manifest"
@@ -165,6 +176,7 @@ def _prepare(
         print(
             f"{index}: {split.documents} documents, {split.tokens} tokens, {split.rows} rows of {row_tokens}, "
             f"{split.shards} shards"
+            + ("" if split.truncations is None else f", documents cut {split.truncations} times")
         )
     if corpus.skipped:
         print(f"{corpus.skipped} files were left out because they are not UTF-8")
@@ -177,7 +189,7 @@ def _prepare(
 
 
 def _peek(rows: int, source: str, tokenizer: str | None, **_: object) -> None:
-    """Prints the first rows of an index file."""
+    """Prints some rows of an index file."""
     for line in peek(source, rows, load_tokenizer(tokenizer) if tokenizer else None):
         print(line)
 

@@ -108,7 +108,7 @@ def read_samples(path: str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
         if sample:
             yield sample
     except MALFORMED as error:
-        raise BadData(f"shard {path} is truncated or damaged: {error.args[0]}") from error
+        raise BadData(f"shard {path} is truncated or damaged: {error.args[0]}; copy it again") from error
 
 
 def _rows(sample: dict[str, Any], name: str, pairs: bool) -> np.ndarray:

@@ -1,11 +1,11 @@
-"""Text to tokens and back: bytes, or a file of Hugging Face's `tokenizers`, which can be trained here."""
+"""Text to tokens and back: bytes, or a file of Hugging Face's `tokenizers`, which can be trained or converted here."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,6 +14,9 @@ import numpy as np
 from zero.runtime import storage
 from zero.runtime.errors import UserError
 from zero.runtime.parsing import reading
+from zero.runtime.text import sentencepiece_model, tiktoken_file
+from zero.runtime.text.pieces import byte_spellings
+from zero.runtime.text.sentencepiece_library import SentencePiece
 
 if TYPE_CHECKING:
     import tokenizers
@@ -21,7 +24,15 @@ if TYPE_CHECKING:
 # Names of the token between two documents in published tokenizers, most specific first.
 MOST_TOKENS = 1 << 24  # of a vocabulary: tables of a number for each token fit into memory
 BYTES_END_OF_TEXT = "<|endoftext|>"  # of bytes, in a file
-_END_OF_TEXT = (BYTES_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+_END_OF_TEXT = (
+    BYTES_END_OF_TEXT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|im_end|>",
+    "<｜end▁of▁sentence｜>",  # DeepSeek's
+    "[SEP]",
+)
 
 
 class Tokenizer(Protocol):
@@ -81,13 +92,8 @@ class ByteTokenizer:
 
 
 def bytes_as_file() -> bytes:
-    """`ByteTokenizer` as a file of Hugging Face's `tokenizers`; the end of text is `BYTES_END_OF_TEXT`.
-
-    In such files a byte that is no printable character of Latin-1 stands as one from code point 256 on, by their order.
-    """
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    names = {byte: chr(256 + others.index(byte)) if byte in others else chr(byte) for byte in range(256)}
+    """`ByteTokenizer` as a file of Hugging Face's `tokenizers`; the end of text is `BYTES_END_OF_TEXT`."""
+    names = byte_spellings()
     end, level = ByteTokenizer.end_of_text, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     names[end] = BYTES_END_OF_TEXT  # a NUL inside a text is unknown, and dropped
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -160,6 +166,24 @@ class FileTokenizer:
         return lengths
 
 
+class SentencePieceTokenizer(FileTokenizer):
+    """Encodes documents with the sentencepiece library; all else is that of the converted file, kept beside a corpus.
+
+    Raises:
+      UserError: the library is missing, it is not such a model, or one that cannot be converted.
+    """
+
+    def __init__(self, path: str, model: bytes):
+        self._model, self._library = model, SentencePiece(path, model)
+        super().__init__(path, sentencepiece_model.converted(path, self._library.proto))
+
+    def __reduce__(self) -> tuple[type[FileTokenizer], tuple[str, bytes]]:
+        return SentencePieceTokenizer, (self.path, self._model)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.asarray(self._library.encode(_without_surrogates(text)), np.uint32)
+
+
 def _without_surrogates(text: str) -> str:
     """The text with a question mark for each lone surrogate, which cannot cross into Rust."""
     return text.encode("utf-8", "replace").decode("utf-8")
@@ -189,15 +213,29 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`"bytes"`, or the path or gs:// URL of a Hugging Face `tokenizers` .json file.
+    """`"bytes"`, or the path or gs:// URL of a file: of the `tokenizers` library, SentencePiece (.model) or tiktoken.
 
     Raises UserError if there is no such file or it cannot be used.
     """
     if name == "bytes":
         return ByteTokenizer()
     try:
-        return FileTokenizer(name, storage.read_bytes(name))
+        # The last suffix that is known: Mistral's models are called tokenizer.model.v3.
+        suffix = next((suffix for suffix in reversed(Path(name).suffixes) if suffix in _FORMATS), ".json")
+        return _FORMATS[suffix](name, storage.read_bytes(name))
     except (FileNotFoundError, IsADirectoryError):
         raise UserError(
-            f'tokenizer {name}: no such file; expected "bytes" or the path of a tokenizers .json file'
+            f'tokenizer {name}: no such file; expected "bytes" or the path of a tokenizers .json file, a SentencePiece '
+            ".model or a .tiktoken file"
         ) from None
+
+
+def _tiktoken(path: str, data: bytes) -> FileTokenizer:
+    return FileTokenizer(path, tiktoken_file.converted(path, data))
+
+
+_FORMATS: dict[str, Callable[[str, bytes], FileTokenizer]] = {
+    ".json": FileTokenizer,
+    ".model": SentencePieceTokenizer,
+    ".tiktoken": _tiktoken,
+}

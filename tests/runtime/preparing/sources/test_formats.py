@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import signal
-import struct
 import subprocess
 import sys
 import zipfile
@@ -197,55 +196,6 @@ def test_bucket_folders_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert again.train == make(root / "a", tmp_path / "near", "n0").train
 
 
-def damaged(data: bytes) -> bytes:
-    return data[: len(data) * 2 // 3]
-
-
-WRONG: tuple[tuple[str, Any, str], ...] = (  # name, contents or a format to be damaged, words of the message
-    ("a.parquet", b"PAR1 nothing PAR1", r"a\.parquet (is not a complete Parquet|cannot be read)"),
-    ("a.arrow", b"ARROW1\0\0nothing", r"a\.arrow is not a complete Parquet or Arrow file"),
-    ("a.feather", "feather", r"a\.feather is not a complete Parquet or Arrow file"),
-    ("a.json.xz", "json.xz", r"a\.json\.xz is truncated or damaged"),
-    ("a.json.xz", b"no xz", r"a\.json\.xz is truncated or damaged"),
-    ("a.tar.xz", "tar.xz", r"a\.tar\.xz is truncated or damaged"),
-    ("a.tar", "tar", r"a\.tar is truncated or damaged"),
-    ("a.tar", b"x" * 600, r"a\.tar is truncated or damaged"),
-    ("a.tar.gz", b"no gzip", r"a\.tar\.gz is truncated or damaged"),
-    ("a.tar.gz", "torch", r"a\.tar\.gz is truncated or damaged"),
-    ("a.tar", sources.tar({"7.jpg": b"x", "7.cls": b"1"}), r"sample 7: expected a member \.txt, .*found cls, jpg"),
-    ("a.tar", sources.tar({"7.json": b"{"}), r"sample 7, member json: expected a JSON object"),
-    ("a.tar", sources.tar({"7.json": b'{"body": 1}'}), r'sample 7: expected a string under "text"; found body'),
-    ("a.tar", sources.tar({"7.input_id.pth": b"text"}), r"sample 7, member input_id\.pth: expected a zip of torch"),
-    ("a.npy", b"\x93NUMPY", r"a\.npy is not a complete \.npy file"),
-    ("a.npy", "npy", r"a\.npy is not a complete \.npy file: it has \d+ bytes, and the shape"),
-    ("a.bin", b"abc", r"a\.bin has 3 bytes: expected tokens of 2 bytes each"),
-    ("a.bin", struct.pack("<3i", 20240520, 9, 1), r"a\.bin: a header of llm\.c with version 9"),
-    ("a.bin", "llm.c", r"a\.bin: a header of llm\.c with version 1 and \d+ tokens, in \d+ bytes"),
-    ("a.bin", "Megatron", r"a\.idx is not an index of Megatron-LM for .*: it lists \d+ tokens"),
-    ("a.idx", "Megatron", r"a\.idx is not an index of Megatron-LM for .*: it is truncated"),
-    ("a.idx", b"TNTIDX\0\0" + bytes(40), r"a\.idx is not an index of Megatron-LM for .*: expected MMIDIDX"),
-)
-
-
-@pytest.mark.parametrize(("name", "content", "message"), WRONG)
-def test_damage_is_named(name: str, content: Any, message: str, tmp_path: Path) -> None:
-    """One line that names the file, and no corpus that looks whole."""
-    source = tmp_path / "source"
-    source.mkdir()
-    if isinstance(content, str):
-        WRITERS[content](source / "a", texts("train"))
-        (source / name).write_bytes(damaged((source / name).read_bytes()))
-    elif name == "a.idx":
-        (source / "a.bin").write_bytes(b"ab")
-        (source / name).write_bytes(content)
-    else:
-        (source / name).write_bytes(content)
-    with pytest.raises(UserError, match=message) as caught:
-        make(source, tmp_path)
-    assert len(str(caught.value).splitlines()) == 1 and str(source) in str(caught.value)
-    assert not list(tmp_path.rglob("*.index"))
-
-
 def test_tensors_of_torch() -> None:
     """What torch.save writes is read, whatever its strides and integer type, and is what the tests write."""
     torch = pytest.importorskip("torch")
@@ -350,18 +300,6 @@ def test_duplicates_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert make(tmp_path / "a.jsonl", tmp_path, **options) == corpus
     with pytest.raises(UserError, match="was prepared with deduplicate=True, not deduplicate=None"):
         make(tmp_path / "a.jsonl", tmp_path, **(options | {"deduplicate": False}))
-
-
-def test_peek_shows_rows(tmp_path: Path) -> None:
-    """--peek prints rows as text, their ids, and where documents begin."""
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(30)))
-    corpus = make(tmp_path / "a.jsonl", tmp_path)
-    done = call(corpus.train_index, "--peek", "2")
-    assert done.returncode == 0 and len(done.stdout.splitlines()) == 4
-    first, text, second, _ = done.stdout.splitlines()
-    assert first.startswith("row 0: 16 of 16 tokens, ids 0 to 120 of 256; documents begin at 7, 14 after")
-    assert text.strip().startswith("'text ") and second.startswith("row 1: ")
-    assert call(tmp_path / "none.index", "--peek", "1").stderr.startswith("error: index file ")
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def _npy(path: str) -> _Array:
     with open_file(path) as file:
         size = file.seek(0, 2)
         file.seek(0)
-        with reading(f"{path} is not a complete .npy file"):
+        with reading(f"{path} is not a complete .npy file, copy or write it again"):
             header = npy_header(file.read(NPY_HEADER))
             count = math.prod(header.shape)
             if header.dtype.kind not in "ui" or header.is_fortran:
@@ -75,7 +75,10 @@ def _bin(path: str) -> _Array:
         _, version, count = struct.unpack("<3i", head)
         dtype = _LLM_C_DTYPES.get(version)
         if dtype is None or size != offset + count * np.dtype(dtype).itemsize:
-            raise UserError(f"{path}: a header of llm.c with version {version} and {count} tokens, in {size} bytes")
+            raise UserError(
+                f"{path}: a header of llm.c with version {version} and {count} tokens, in {size} bytes; expected "
+                "version 1 or 7, and all tokens: copy or write it again"
+            )
         return _Array(path, dtype, offset, count)
     if size % 2:
         raise UserError(
@@ -123,7 +126,7 @@ def _megatron_units(path: str, index: str) -> Iterator[Unit]:
         head, rest = file.read(34), file.read()
     with open_file(path) as file:
         size = file.seek(0, 2)
-    with reading(f"{index} is not an index of Megatron-LM for {path}", struct.error):
+    with reading(f"{index} is not an index of Megatron-LM for {path}, copy or write both again", struct.error):
         if head[:9] != _MEGATRON:
             raise ValueError("expected MMIDIDX at its beginning; indices before Megatron-LM 2.0 are not read")
         version, code, sequences, count = struct.unpack("<QBQQ", head[9:])

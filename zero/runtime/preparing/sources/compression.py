@@ -44,7 +44,7 @@ def damage_named(path: str) -> Iterator[None]:
     try:
         yield
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, zstandard.ZstdError) as error:
-        raise UserError(f"{path} is truncated or damaged: {error}") from error
+        raise UserError(f"{path} is truncated or damaged: {error}; copy it again") from error
 
 
 def _decompress_zstd(file: BinaryIO) -> Iterator[bytes]:

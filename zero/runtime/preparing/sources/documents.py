@@ -45,7 +45,7 @@ class TextReader:
     def __call__(self, entry: Any, name: str) -> Document:
         text = entry.get(self.key) if isinstance(entry, dict) else None
         if not isinstance(text, str):
-            raise UserError(f'{name}: expected a string under "{self.key}"; {found(entry)}')
+            raise UserError(f'{name}: expected a string under "{self.key}"; {found(entry)}; --key names another one')
         return Document(text)
 
 

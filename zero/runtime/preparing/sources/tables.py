@@ -36,7 +36,7 @@ def table_units(path: str, reader: Reader) -> Iterator[Unit]:
                 round(whole * share) - round(whole * before), partial(_documents, path, first, _packed(group), reader)
             )
 
-        with reading(f"{path} is not a complete Parquet or Arrow file", pyarrow.ArrowException):
+        with reading(f"{path} is not a complete Parquet or Arrow file, copy or write it again", pyarrow.ArrowException):
             for batch, share in batches(file, reader):
                 group.append(batch)
                 size += batch.nbytes

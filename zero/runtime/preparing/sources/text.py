@@ -31,7 +31,7 @@ def _text_part(path: str, text: bytes, split: int, ends: bool) -> Iterator[Docum
     try:
         yield Document(text.decode("utf-8"), split, ends)
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8: {error}") from error
+        raise UserError(f"{path} is not UTF-8, convert it with iconv: {error}") from error
 
 
 def text_parts(path: str, validation_fraction: float, sizes: Sequence[int] | None = None) -> Iterator[Unit]:

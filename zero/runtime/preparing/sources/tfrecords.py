@@ -43,7 +43,7 @@ def record_units(path: str, key: str, size: int) -> Iterator[Unit]:
             position += 12 + _length(file, f"{path}, record {number}") + 4
             number += 1
             if position > end:
-                raise UserError(f"{path}, record {number - 1}: the file ends within it")
+                raise UserError(f"{path}, record {number - 1}: the file ends within it; copy it again")
             if position - start >= size or position == end:
                 yield Unit(position - start, partial(_documents, path, key, first, start, position))
                 start, first = position, number
@@ -75,7 +75,7 @@ def _check(data: bytes, checksum: bytes, name: str) -> None:
     # TFRecord masks its checksums, so that no crc is taken of a crc.
     masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
     if checksum != struct.pack("<I", masked):
-        raise UserError(f"{name} does not match its checksum: not a TFRecord file, or a damaged one")
+        raise UserError(f"{name} does not match its checksum: not a TFRecord file, or a damaged one, to copy again")
 
 
 def _integers(data: bytes, key: str, name: str) -> np.ndarray:
@@ -83,7 +83,7 @@ def _integers(data: bytes, key: str, name: str) -> np.ndarray:
     try:
         features = _example_class().FromString(data).features.feature
     except DecodeError as error:
-        raise UserError(f"{name} is not a tf.train.Example") from error
+        raise UserError(f"{name} is not a tf.train.Example; expected one with a list of integers") from error
     found = {entry.key: entry.value.integers.value for entry in features if entry.value.HasField("integers")}
     if key not in found and len(found) != 1:
         raise UserError(
