@@ -169,6 +169,7 @@ def plan(
     from zero.runtime.job import Job
     from zero.runtime.planning.compile import step_arguments
     from zero.runtime.planning.topology import find_devices, out_of_memory
+    from zero.training.objective import LIKELIHOOD
     from zero.training.optimizer import adamw
     from zero.training.parts import StepOptions
     from zero.training.programs import make_programs
@@ -193,7 +194,7 @@ def plan(
         tx = adamw(0.1)
         step_options = StepOptions(lambda step: 1e-4 + 0 * step, max_gradient_norm=1.0)
         programs = make_programs(model, tx, step_options, devices)
-        job = Job(model, tx, programs, state_layout(model, tx))
+        job = Job(model, tx, programs, state_layout(model, tx), LIKELIHOOD)
         start = time.perf_counter()
         try:
             program = programs.step.lower(*step_arguments(job, 1, context)).compile()

@@ -136,14 +136,15 @@ def compare(method: str, remat: str, rounds: int) -> None:
         try:
             for number in range(rounds + 2):
                 for side, process in processes.items():
+                    assert process.stdout is not None
                     print(number, file=process.stdin, flush=True)
                     answers[side].append(json.loads(process.stdout.readline()))
         finally:
             for process in processes.values():
                 process.kill()
                 process.wait()
-    losses = [[answer["loss"] for answer in found] for found in answers.values()]
-    np.testing.assert_allclose(*losses, rtol=1e-4)
+    one, other = ([answer["loss"] for answer in found] for found in answers.values())
+    np.testing.assert_allclose(one, other, rtol=1e-4)
     table = {}
     for side, found in answers.items():
         seconds, cpu = (statistics.median(answer[key] for answer in found[2:]) for key in ("seconds", "cpu"))
