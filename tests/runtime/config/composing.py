@@ -11,7 +11,7 @@ import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ValidationError
+from omegaconf.errors import OmegaConfBaseException
 
 import zero.runtime.config.schema  # noqa: F401  declares the keys
 from zero.models.config import GPTConfig
@@ -37,7 +37,7 @@ def compose(*overrides: str) -> DictConfig:
     try:
         for key, value in plain.items():
             OmegaConf.update(config, key, value, merge=True)
-    except ValidationError:
+    except OmegaConfBaseException:
         return copy.deepcopy(_composed(*overrides))
     return config
 

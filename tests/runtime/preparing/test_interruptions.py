@@ -319,7 +319,7 @@ def test_a_bucket_gets_the_same_bytes(folder: Path, tmp_path: Path, monkeypatch:
         assert verify(away.train_index) == [f"{place}/c/train-00001.tar is missing"]
 
 
-KILLED = """
+KILLED_UPLOAD = """
 import itertools, os, signal
 from zero.runtime.preparing.zero_prepare import main
 from zero.runtime.storage.fsspec_store import FsspecStore
@@ -341,7 +341,7 @@ def test_killed_on_the_way_to_s3(folder: Path, tmp_path: Path, s3_server: str, m
     far = ["--directory", f"{root}/corpus", "--index-directory", f"{root}/corpus/index"]
     s3.use(monkeypatch, s3_server)
     bucket.upload(folder, f"{root}/source")
-    command = [sys.executable, "-c", KILLED, f"{root}/source", *far, *options]
+    command = [sys.executable, "-c", KILLED_UPLOAD, f"{root}/source", *far, *options]
     killed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     half = storage.list_files(f"{root}/corpus")

@@ -102,7 +102,7 @@ def test_command(tmp_path: Path) -> None:
     assert read(str(tmp_path / "index" / "a_train.index")).shape[1:] == (2, 16)
     assert call(source, "--preferences", "--completions", *places).returncode == 2
     shown = call(tmp_path / "index" / "a_train.index", "--peek", "2").stdout
-    assert shown.count("row 1, chosen: ") == shown.count("row 1, rejected: ") == 1 and shown.count(" yes") == 2
+    assert shown.count("row 19, chosen: ") == shown.count("row 19, rejected: ") == 1 and shown.count(" yes") == 2
 
 
 def test_messages() -> None:

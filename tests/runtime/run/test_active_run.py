@@ -178,7 +178,7 @@ def test_transfers_and_tasks_of_evaluation(
     run.config.training.maximum_evaluation_steps, run.config.training.evaluation_frequency = 3, 20
     run.last_step = 70
     batch = HostBatch(np.zeros((8, 4), np.int32), {}, 0)
-    run.validation = {"": SimpleNamespace(batches=lambda: iter([batch] * 5))}
+    run.validation = {"": SimpleNamespace(batches=lambda: iter([batch] * 5), rows=40)}
     run.programs = SimpleNamespace(evaluate=lambda *_: (jnp.float32(6.0), jnp.int32(4), {}))
     monkeypatch.setattr(ActiveRun, "poll", lambda run: (False, False))
     monkeypatch.setattr(ActiveRun, "harness_results", lambda run: {"harness/choice/acc": 0.5})

@@ -54,7 +54,7 @@ def peek(index: str, rows: int, tokenizer: Tokenizer | None = None) -> Iterator[
                     yield f"  {tokenizer.decode(ids.tolist())!r}"
                 begins = None if is_packed else bool(len(ids)) and int(ids[-1]) == tokenizer.end_of_text
         first += shard.rows
-    yield seen.described(len(shards), length, tokenizer)
+    yield seen.described(len(shards), length, tokenizer, "texts" if len(names) > 1 else "rows")
     if total < rows:
         yield f"{index} has {total} rows"
 
@@ -101,10 +101,10 @@ class _Seen:
         self.rows += 1
         self.padding += length - len(ids)
 
-    def described(self, shards: int, length: int, tokenizer: Tokenizer) -> str:
+    def described(self, shards: int, length: int, tokenizer: Tokenizer, unit: str) -> str:
         return (
-            f"{self.shards} of {shards} shards: {self.rows} rows, ids {_span(self.ids)} of {tokenizer.vocab_size}; "
-            f"{self.cut} rows end within a document; {self.padding} of {self.rows * length} tokens are padding"
+            f"{self.shards} of {shards} shards: {self.rows} {unit}, ids {_span(self.ids)} of {tokenizer.vocab_size}; "
+            f"{self.cut} {unit} end within a document; {self.padding} of {self.rows * length} tokens are padding"
         )
 
 
