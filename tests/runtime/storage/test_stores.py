@@ -71,7 +71,9 @@ def test_replaced_object_is_an_error(stored: str, monkeypatch: pytest.MonkeyPatc
                 storage.read_object(URL, known)
 
 
-def test_wrong_bytes_and_silence_are_told(stored: str, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_bytes_and_silence_are_told(
+    stored: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for fault, message in {
         "wrong bytes": r"md5 is .*, expected .*, 5 times in a row",
         "503": r"no answer within 1 s: ",
@@ -84,8 +86,10 @@ def test_wrong_bytes_and_silence_are_told(stored: str, monkeypatch: pytest.Monke
                 storage.read_bytes(URL)
             assert isinstance(caught.value, AccessDenied if fault == "403" else Unavailable)
     s3.use(monkeypatch, f"http://127.0.0.1:{hosts.free_port()}", deadline=0.3)
+    monkeypatch.setattr(fsspec_store, "TOLD_AFTER", 1)
     with pytest.raises(Unavailable, match=r"no answer within 0 s: Could not connect"):
         storage.read_bytes(URL)
+    assert f"{URL}: " in caplog.text and "asked again for up to 0 s" in caplog.text
 
 
 def test_uploaded_in_parts(s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -26,6 +26,7 @@ from zero.runtime.storage.objects import ObjectStat
 
 TIMEOUT = 10, 30  # seconds to connect, and without a byte while reading
 DEADLINE = 300.0  # seconds for one request and its repetitions
+TOLD_AFTER = 4  # attempts: from then on somebody may wonder what is waited for
 PAUSES = 0.5, 30.0  # seconds between repetitions: the first, doubled from then on, and the longest
 SLOWEST = 1e5  # bytes per second of an upload that is not taken for stalled
 RANGE = 8 << 20  # bytes of one request
@@ -159,8 +160,9 @@ class FsspecStore:
 
     def _repeated(self, url: str | Path, request: Callable[[], _Result]) -> _Result:
         """The result of a request; raises the errors that `zero.runtime.storage` documents."""
-        ends, (pause, longest) = time.monotonic() + DEADLINE, PAUSES
+        ends, (pause, longest), attempts = time.monotonic() + DEADLINE, PAUSES, 0
         while True:
+            attempts += 1
             try:
                 return request()
             except FileNotFoundError:
@@ -175,6 +177,8 @@ class FsspecStore:
                     raise Unavailable(f"{url}: request failed: {first_line(error)}") from error
                 if time.monotonic() + pause > ends:
                     raise Unavailable(f"{url}: no answer within {DEADLINE:.0f} s: {first_line(error)}") from error
+                if attempts == TOLD_AFTER:
+                    _log.warning("%s: %s; asked again for up to %.0f s", url, first_line(error), DEADLINE)
             time.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, longest)
 
