@@ -98,7 +98,7 @@ THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         _LLAMA_SIZES
         | {"hidden_size": 44, "num_local_experts": 5, "intermediate_size": 20, "num_experts_per_tok": 2}
         | {"sliding_window": 9},
-        {"N": 4, "rotary_scaling": FAMILIES["gpt_oss"]["rotary_scaling"]},
+        {"N": 4, "rotary_base": 150000.0, "rotary_scaling": FAMILIES["gpt_oss"]["rotary_scaling"]},
     ),
     "qwen2": (
         "Qwen2Config",
