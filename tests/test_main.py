@@ -120,6 +120,7 @@ def test_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
             ["training.batch_size=12", "data.index_path_train=absent.index", "data.corpus=absent"],
             ["training.batch_size", "12", "8 devices", "gradient_accumulation_steps=2", "16"],
         ),
+        (["zero.context_shards=16"], ["zero.context_shards=16", "a divisor of 8, the number of devices"]),
         (["data.resume_step=5"], ["data.resume_step=5", "--resume"]),
         (["data.tokenizer=none.json"], ["none.json"]),
         (["data.index_path_validation=none.index"], ["none.index"]),
