@@ -4,9 +4,8 @@
 Both processes have all cores, and take steps in turn. A Llama of 5M parameters in float32, 4 rows of 256 tokens, rank 8
 on all products of layers, AdamW. PyTorch has its fused attention and AdamW, and checkpoints layers with `--remat full`;
 zero has one device at stage 3. Prints the medians of seconds and of CPU seconds per step, the peaks of resident memory
-with all imports, and their ratios; losses must agree to 1e-4. Takes a minute. On a busy machine
-give both one core (`OMP_NUM_THREADS=1 taskset -c 1`), as PyTorch's threads seem to spin while they wait for one. Needs
-`pip install -e '.[test]'`.
+with all imports, and their ratios; losses must agree to 1e-4. Takes a minute, on an idle
+machine. Needs `pip install -e '.[test]'`.
 """
 
 from __future__ import annotations
