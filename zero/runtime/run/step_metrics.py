@@ -91,7 +91,7 @@ class StepMetrics:
             self._waited_for_devices += time.monotonic() - began
 
     def read(self) -> dict[str, float | int]:
-        """One line of metrics: means of what the objective computes, the newest value of everything else.
+        """One line of metrics: means of the objective and its metrics, and the newest value of the others.
 
         Waits for all steps.
         """

@@ -15,6 +15,7 @@ import os
 import random
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -36,7 +37,7 @@ _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
 
-class FsspecStore:
+class FsspecStore(ABC):
     """A kind of bucket; each subclass is one, and names its library, its credentials and its checksums."""
 
     package: ClassVar[str]
@@ -57,9 +58,9 @@ class FsspecStore:
         files.invalidate_cache()
         return files.info(path)
 
+    @abstractmethod
     def object_stat(self, info: dict[str, Any]) -> ObjectStat:
         """From what `info` or a list gives about a file."""
-        raise NotImplementedError
 
     def stat(self, url: str | Path) -> ObjectStat:
         files, path = self._open(url)

@@ -32,7 +32,7 @@ BEGIN, END = (f"<{secrets.token_hex(16)}{end}>" for end in ("", "/"))
 def main() -> None:
     """Answers each request `{"template": text, "variables": {...}}` with `{"text": ...}` or `{"error": ...}`.
 
-    Beside the text are, as `generated`, the first and past last characters of what `{% generation %}` marks.
+    Beside the text are, as `generated`, the spans `(start, stop)` of characters that `{% generation %}` marks.
 
     A request that takes longer than `SECONDS` ends the process by SIGPROF, also in the middle of one operation.
     """
@@ -67,7 +67,7 @@ class Generation(Extension):
 
 
 def divided(text: str) -> dict[str, Any]:
-    """The text without marks, and the first and past last characters of what they mark."""
+    """The text without marks, and the spans `(start, stop)` of characters that they mark."""
     plain, marks = "", []
     for part in re.split(f"({BEGIN}|{END})", text):
         if part in (BEGIN, END):

@@ -55,7 +55,7 @@ class ChatTemplate:
         return text
 
     def generated(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> list[tuple[int, int]]:
-        """The first and past last characters of what the template marks with `{% generation %}`; raises as `render`."""
+        """The spans `(start, stop)` of characters that `{% generation %}` marks; raises as `render`."""
         return [(start, stop) for start, stop in self._ask(messages, False, tools)["generated"]]
 
     def _ask(self, messages: Sequence[Any], add_generation_prompt: bool, tools: Sequence[Any] | None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A SentencePiece .model as a file of the `tokenizers` library.
 
-docs/decisions/preparing.md says what of a conversion is exact.
+docs/decisions/preparing.md says which conversions are exact.
 """
 
 from __future__ import annotations

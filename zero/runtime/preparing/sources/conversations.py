@@ -1,4 +1,4 @@
-"""Messages of a line of JSON: their form, and what of their rendered text each role has said."""
+"""Messages of a line of JSON: their form, and the spans of the rendered text that each role has said."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero.runtime.text.chat_template import CONFIG, TEMPLATE, ChatTemplate
 
 ASSISTANT = "assistant"
 Message = dict[str, Any]
-Span = tuple[int, int]  # first and past last characters
+Span = tuple[int, int]  # of characters: start, stop
 
 
 def needed(template: ChatTemplate | None) -> ChatTemplate:
