@@ -151,6 +151,50 @@ def test_links_of_a_group(members: tuple[int, ...], links: float) -> None:
     assert transfer_seconds(gather, places, V5E) == pytest.approx(sent / (links * V5E.link), rel=2e-2)
 
 
+@pytest.mark.parametrize(
+    ("members", "share"),
+    [
+        ((0, 1, 2, 3), 1.0),  # each of two chips sends half of its bytes over the link in the middle
+        ((0, 1), 0.5),
+        ((0, 2), 1.0),  # and the group of 1 and 3 uses the same link
+        (tuple(range(0, 64, 4)), 2.0),  # sixteen chips are a ring: 8 x a half, over two links
+        (tuple(range(64)), 2.0),  # the other dimension takes half as long
+    ],
+)
+def test_links_of_an_all_to_all(members: tuple[int, ...], share: float) -> None:
+    """The links in the middle of the longest dimension carry half of all bytes.
+
+    On a slice of 4 x 16 chips.
+    """
+    places = [(x, y, 0, 0) for y in range(16) for x in range(4)]
+    exchange = Instruction("a", "f32[64000000]{0}", "all-to-all", f"%x), replica_groups={groups(*members)}")
+    assert transfer_seconds(exchange, places, V5E) == pytest.approx(share * 4 * 64e6 / V5E.link, rel=2e-2)
+    cores = [(*place[:-1], core) for place in places[:4] for core in range(2)]
+    of_cores = exchange._replace(rest=f"%x), replica_groups={groups(*range(8))}")
+    assert transfer_seconds(of_cores, cores, V3) == pytest.approx(2 * 4 * 64e6 / V3.link, rel=2e-2)
+
+
+def test_ring_through_all_devices() -> None:
+    """A collective that the compiler sends around one ring uses two links, whatever dimensions its group spans."""
+    places = [(x, y, 0, 0) for y in range(16) for x in range(4)]
+    scatter = Instruction("s", "f32[1000000]{0}", "reduce-scatter", f"%x), replica_groups={groups(*range(64))}")
+    ring = scatter._replace(rest=scatter.rest + ', "debug":"\\nStrategyRing{colors:1 phases:1}"')
+    sent = 63 * 4 * 1e6
+    assert transfer_seconds(scatter, places, V5E) == pytest.approx(sent / (3 * V5E.link), rel=2e-2)
+    assert transfer_seconds(ring, places, V5E) == pytest.approx(sent / (2 * V5E.link), rel=2e-2)
+
+
+def test_call_on_a_sparse_core_hides_a_collective() -> None:
+    """What runs between the start and the done of a call hides the collective of the called computation."""
+    called = f"%s (p: f32[8]) -> f32[1250000] {{\n  %g = f32[1250000] all-gather(%p{LINE}\n}}"
+    alone = gather_seconds(5e6)
+    lines = ["%st = ((f32[8]), f32[1250000]) call-start(%x), calls=%s", "%d = f32[1250000] call-done(%st)"]
+    bare = predicted(*lines, fusion("a", 1), more=f"{PRODUCT}\n{called}")
+    assert bare.exposed_seconds == pytest.approx(alone, rel=1e-3)
+    hidden = predicted(lines[0], fusion("a", 1e3 * alone), lines[1], more=f"{PRODUCT}\n{called}")
+    assert hidden.exposed_seconds == pytest.approx(0, abs=1e-8) and hidden.seconds == pytest.approx(alone, rel=1e-3)
+
+
 def test_shared_links_and_memory() -> None:
     """Cores of a chip share its links or its memory."""
     places = [(chip, 0, 0, core) for chip in range(4) for core in range(2)]

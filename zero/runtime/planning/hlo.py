@@ -2,9 +2,10 @@
 
 XLA's own totals count the body of a loop once.
 
-XLA for TPU runs a collective beside other instructions in one of two ways. Either it has a start and a done, and runs
-beside the instructions between them. Or it is a chain of fusions that have the same `chain_id`: a start, fusions in
-each of which a matrix product and a part of the collective run, and a done; each of them contains the collective.
+XLA for TPU runs a collective beside other instructions in one of two ways. Either it, or the call of a computation that
+contains it, has a start and a done, and runs beside the instructions between them. Or it is a chain of fusions that
+have the same `chain_id`: a start, fusions in each of which a matrix product and a part of the collective run, and a
+done; each of them contains the collective.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _OPERAND = re.compile(r"%([\w.\-]+)")
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+ASYNC_CALLS = ("async-start", "call-start")  # of a computation; the latter on a SparseCore
 _PRODUCTS = ("dot", "convolution")
 # Targets of custom calls that multiply: of cuBLAS and cuDNN, and kernels of Pallas for TPU.
 _KERNELS = re.compile(r'custom_call_target="(__cublas|__cudnn|tpu_custom_call)')
@@ -87,6 +89,13 @@ def collectives(text: str) -> list[Collective]:
       ValueError: the iterations of a loop or the devices of a collective cannot be read.
     """
     bodies, entry = computations(text)
+    beside_call = {
+        called: _until_done(body, number)
+        for body in bodies.values()
+        for number, one in enumerate(body)
+        if one.op in ASYNC_CALLS
+        for called in one.called
+    }
     found: list[Collective] = []
     chains: dict[str, int] = {}  # the place among those found of each chain
     for name, runs in _runs(bodies, entry).items():
@@ -98,7 +107,7 @@ def collectives(text: str) -> list[Collective]:
             if instruction.op != kind:
                 beside = _until_done(bodies[name], number)
             else:
-                beside = bodies[name] if chain else []
+                beside = bodies[name] if chain else beside_call.get(name, [])
             is_hidden = any(_multiplies(other, bodies) for other in beside)
             if chain and chain in chains:
                 place = chains[chain]
@@ -166,7 +175,7 @@ def bytes_sent(instruction: Instruction) -> float:
     op, kind, sizes = instruction.op, kind_of(instruction), sizes_of(instruction.result)
     if op == "all-gather-start":  # (operands, results)
         size = sum(sizes[len(sizes) // 2 :])
-    elif op == "collective-permute-start":  # (operand, result, contexts)
+    elif op in ("collective-permute-start", "all-to-all-start"):  # (operand, result, contexts)
         size = sizes[1]
     else:
         size = sum(sizes)
@@ -226,7 +235,15 @@ def computations(text: str) -> tuple[Bodies, str]:
         name: [Instruction(*match.groups()) for line in found if (match := _INSTRUCTION.match(line))]
         for name, found in lines.items()
     }
-    return bodies, entry
+    return {name: _as_run(name, body) for name, body in bodies.items()}, entry
+
+
+def _as_run(name: str, body: list[Instruction]) -> list[Instruction]:
+    """The body of a fusion that XLA for TPU writes as an all-reduce and a slice, and runs as a reduce-scatter."""
+    if not name.startswith("all-reduce-scatter"):
+        return body
+    own = body[-1].result
+    return [one._replace(op="reduce-scatter", result=own) if one.op == "all-reduce" else one for one in body]
 
 
 def _runs(bodies: Bodies, entry: str) -> dict[str, int]:

@@ -97,14 +97,16 @@ def transfer_seconds(instruction: Instruction, places: Sequence[tuple[int, ...]]
     """Seconds of a collective on an idle network.
 
     Each dimension of the torus that a group spans carries its share of the bytes, over a line once, over a ring in both
-    directions. Groups that lie between each other on a line share its links, as do the cores of a chip that are in
-    different groups. `places` holds for each device of the program the coordinates of its chip and the core on it.
+    directions. An all-to-all takes as long as the links in the middle of the longest dimension, which half of all bytes
+    cross. Groups that lie between each other on a line share its links, as do the cores of a chip that are in different
+    groups. `places` holds for each device of the program the coordinates of its chip and the core on it.
     """
     group = [places[device] for device in hlo.groups_of(instruction.rest)[0]]
     chips = {place[:-1] for place in group}
+    sent, kind = hlo.bytes_sent(instruction), hlo.kind_of(instruction)
     if len(chips) == 1:  # the cores of a chip share its memory
-        return 2 * hlo.bytes_sent(instruction) / speed.memory
-    bandwidth, hops = 0.0, 0.0
+        return 2 * sent / speed.memory
+    rates, crossings, hops = [], [], 0.0  # of each dimension: bytes per second; bytes on a middle link, over `sent`
     sizes = [1 + max(place[dim] for place in places) for dim in range(speed.dims)]
     rings = [size % speed.ring == 0 for size in sizes]
     if speed.dims == 3:  # linked by optical switches, all dimensions or none
@@ -115,11 +117,16 @@ def transfer_seconds(instruction: Instruction, places: Sequence[tuple[int, ...]]
         if len(found) > 1:
             between = math.ceil(extent / len(found))
             is_ring &= len(found) * between == sizes[dim]
-            bandwidth += speed.link * (2 if is_ring else 1) / between
+            rates.append(speed.link * (2 if is_ring else 1) / between)
+            crossings.append(len(found) / 4 * len(group) / (len(group) - 1))
             hops += (extent - 1) / (2 if is_ring else 1)
-    cores = len(group) / len(chips)
-    passes = 2 if hlo.kind_of(instruction) == "all-reduce" else 1
-    return hlo.bytes_sent(instruction) / (bandwidth * cores / speed.devices) + passes * hops * HOP
+    if kind == "all-to-all":  # of all cores of a chip, each with bytes of its own
+        seconds = speed.devices * max(sent * part / rate for part, rate in zip(crossings, rates, strict=True))
+    else:  # the compiler notes where it uses one ring through all devices, in both directions
+        is_ring = "StrategyRing{colors:1 " in instruction.rest
+        rate = min(sum(rates), 2 * speed.link) if is_ring else sum(rates)
+        seconds = sent / rate * speed.devices * len(chips) / len(group)
+    return seconds + (2 if kind == "all-reduce" else 1) * hops * HOP
 
 
 def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
@@ -163,7 +170,7 @@ class _Schedule:
         free = {"network": 0.0, "memory": 0.0}
         running: dict[str, tuple[float, float, Instruction]] = {}  # end, seconds and start, by name or chain
         results = {one.name: one.result for one in body}
-        inner = {one.name: self._collectives_in(one) for one in body if one.op in ("fusion", "async-start")}
+        inner = {one.name: self._collectives_in(one) for one in body if one.op in ("fusion", *hlo.ASYNC_CALLS)}
         chains = {one.name: chain for one in body for c in inner.get(one.name, ()) if (chain := hlo.chain_of(c))}
         last = {chain: name for name, chain in chains.items()}
 
@@ -194,7 +201,7 @@ class _Schedule:
             elif op in ("copy-start", "slice-start"):
                 size = min(hlo.sizes_of(one.result)[:2])
                 start(one.name, "memory", size / self.speed.memory, one)
-            elif hlo.kind_of(one) or op == "async-start":
+            elif hlo.kind_of(one) or op in hlo.ASYNC_CALLS:
                 collective = one if hlo.kind_of(one) else within[0]
                 start(one.name, "network", transfer_seconds(collective, self.places, self.speed), collective)
                 if not op.endswith("-start"):
