@@ -6,15 +6,15 @@ import pytest
 
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT, variable_shapes
-from zero.models.stack import REMAT
+from zero.models.stack import REMAT, STORED
 from zero.training.flops import matmul_flops
 
-CONFIG = GPTConfig(embedding_dim=32, vocab_size=64, num_head=2, block_size=64, dropout=0.0, N=4)
+CONFIG = GPTConfig(embedding_dim=32, vocab_size=64, num_head=2, block_size=64, dropout=0.0, N=4, gated=True)
 
 
 @pytest.mark.parametrize("blockwise_from", [None, 2])
-def test_each_policy_recomputes_less(blockwise_from: int | None) -> None:
-    """From each policy to the next, what is stored in addition is not computed again."""
+def test_stored_values_are_not_computed_again(blockwise_from: int | None) -> None:
+    """Products that a policy stores are computed once."""
     tokens = jnp.zeros((2, 32), jnp.int32)
 
     def flops(remat: str) -> int:
@@ -24,7 +24,10 @@ def test_each_policy_recomputes_less(blockwise_from: int | None) -> None:
 
     counted = {remat: flops(remat) for remat in REMAT}
     per_layer = 2 * 2 * 32 * 32 * 32 * CONFIG.N  # one product of (2 x 32, 32) and (32, 32) in every layer
-    assert counted["full"] - counted["attention"] == per_layer * (1 if blockwise_from is None else 2)
-    assert counted["attention"] - counted["projections"] == 4 * per_layer
-    assert counted["projections"] - counted["dots"] == 4 * per_layer
-    assert list(counted.values()) == sorted(counted.values(), reverse=True)
+    of_attention = per_layer * (1 if blockwise_from is None else 2)
+    products = {"attention": of_attention, "projections": of_attention + 4 * per_layer}
+    of_mlp = {"mlp_in": 4 * per_layer, "mlp": 8 * per_layer}
+    products |= of_mlp | {f"{mlp}+{name}": of_mlp[mlp] + products[name] for mlp in of_mlp for name in products}
+    assert {remat: counted["full"] - counted[remat] for remat in STORED} == products
+    assert counted["mlp+projections"] == counted["dots"] >= counted["none"]
+    assert counted["nested"] > counted["full"]

@@ -1,5 +1,8 @@
 """What is bound from a configuration before any device is used."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +11,8 @@ import pytest
 from tests.runtime.config.composing import compose
 from zero.runtime.config.check import check
 from zero.runtime.config.files import load_sizes
-from zero.runtime.job import learning_rate, make_job, make_model
+from zero.runtime.job import exchanges_gradients, learning_rate, make_job, make_model
+from zero.runtime.planning.topology import find_devices
 
 
 @pytest.mark.parametrize(("warmup", "total"), [(2, 5), (0, 1), (19, 20), (20, 100)])
@@ -46,3 +50,57 @@ def test_kernel_falls_back_to_auto(attention: str, lacks: list[str], caplog: pyt
     assert said == [
         f"model.attention=kernel lacks {x}: attention is computed as with model.attention=auto" for x in lacks
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sides", "expected"),
+    [
+        ("TPU v3", (4, 4), True),  # both cores of a chip send
+        ("TPU v3", (8, 8), False),
+        ("TPU v4", (2, 2, 4), True),
+        ("TPU v4", (4, 4, 8), False),
+        ("TPU v5 lite", (4, 4), True),
+        ("TPU v5 lite", (16, 16), False),
+        ("TPU v5 lite", (1, 1), True),
+        ("TPU v6 lite", (2, 4), False),  # SparseCores run its reduce-scatters
+    ],
+)
+def test_slices_that_exchange_gradients(kind: str, sides: tuple[int, ...], expected: bool) -> None:
+    """An all-to-all may take twice as long as an all-reduce, which a long dimension exceeds."""
+    devices = [SimpleNamespace(device_kind=kind, coords=place) for place in np.ndindex(*sides)]
+    assert exchanges_gradients(devices) == expected
+
+
+def on_v5e(*overrides: str) -> Any:
+    config = check(compose("model.size=bytes", "zero.stage=3", "data.max_context=256", *overrides), load_sizes())
+    return make_model(config, load_sizes()["bytes"], find_devices("v5e-4"))
+
+
+def test_wire_of_a_slice() -> None:
+    """Where gradients are exchanged they travel in the dtype in which they are computed."""
+    for overrides, wire, exchanges in (
+        ((), "bfloat16", True),
+        (("zero.compute_dtype=float32",), "float32", True),
+        (("zero.wire_dtype=float32",), "float32", True),
+        (("zero.stage=1",), "float32", True),
+        (("zero.overlap_gathers=false",), "float32", False),
+    ):
+        model = on_v5e(*overrides)
+        phases = (4,) if exchanges else (2, 2)  # without overlap one along each dimension of the slice
+        assert (model.wire_dtype, model.axis.exchanges, model.axis.shape) == (wire, exchanges, (1, *phases))
+    here = make_model(check(compose(), load_sizes()), load_sizes()["bytes"])
+    assert here.wire_dtype == "float32" and not here.axis.exchanges
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(16, "mlp+attention"), (20, "mlp"), (32, "full")])
+def test_automatic_remat(rows: int, expected: str, caplog: pytest.LogCaptureFixture) -> None:
+    """On TPU the policy depends on the memory that a micro-batch leaves."""
+    caplog.set_level("INFO")
+    size, devices = load_sizes()["1_1b"], find_devices("v5e-16")
+    keys = ("model.size=1_1b", "zero.stage=3", "data.max_context=1024")
+    assert make_job(check(compose(*keys), load_sizes()), size, devices, rows).model.remat == expected
+    assert f"zero.remat=auto: {expected}" in caplog.messages
+    config = check(compose(*keys, "training.gradient_accumulation_steps=4"), load_sizes())
+    assert make_job(config, size, devices, rows).model.remat == "mlp+attention"
+    config = check(compose(*keys, "zero.remat=dots"), load_sizes())
+    assert make_job(config, size, devices, rows).model.remat == "dots"

@@ -18,6 +18,8 @@ GRIDS = {
     "a copy per device": zero.Axis("zero", (8, 1)),
     "copies of two phases": zero.Axis("zero", (2, 2, 2)),
     "two phases in another order": zero.Axis("zero", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7)),
+    "an exchange": zero.Axis("zero", (1, 8), exchanges=True),
+    "an exchange in two copies": zero.Axis("zero", (2, 4), exchanges=True),
 }
 
 
@@ -26,7 +28,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "micro-batches": (3, {"micro_batches": 3}),
     "fused": (3, {"fused_update": True, "skip_bad_steps": False}),
 }
-QUICK = [("two copies", "stage 3"), ("two copies", "fused"), ("two phases in another order", "stage 3")]
+QUICK = [
+    ("two copies", "stage 3"),
+    ("an exchange", "stage 3"),
+    ("two copies", "fused"),
+    ("two phases in another order", "stage 3"),
+]
 
 
 @cache

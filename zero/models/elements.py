@@ -47,6 +47,38 @@ def gated(activation: str, gate: jax.Array, x: jax.Array) -> jax.Array:
     return _GATED[activation](gate, x) if activation in _GATED else ACTIVATIONS[activation](gate) * x
 
 
+class Dense(nn.Module):
+    """`nn.Dense` of inputs and outputs that may have two dimensions, heads and their width; its kernel is a matrix.
+
+    Between a product with a matrix and a kernel of attention XLA for TPU copies heads to another place, forward and
+    backward; between one with two dimensions and the kernel it does not.
+
+    Attributes:
+      features: outputs, `(D,)` or `(H, K)`.
+      use_bias, dtype, kernel_init: as for `nn.Dense`.
+      total: sums partial products before the bias is added; None where they are whole.
+    """
+
+    features: tuple[int, ...]
+    use_bias: bool
+    dtype: DTypeLike
+    kernel_init: Any
+    total: Callable[[jax.Array], jax.Array] | None = None
+
+    @nn.compact
+    def __call__(self, x_BTX: jax.Array) -> jax.Array:
+        """`(B, T, D)` or `(B, T, H, K)` in, `(B, T, *features)` out."""
+        inputs = x_BTX.shape[2:]
+        kernel = self.param("kernel", self.kernel_init, (math.prod(inputs), math.prod(self.features)))
+        kernel = kernel.astype(self.dtype).reshape(*inputs, *self.features)
+        y_BTX = jnp.tensordot(x_BTX.astype(self.dtype), kernel, len(inputs))
+        y_BTX = y_BTX if self.total is None else self.total(y_BTX)
+        if self.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, (math.prod(self.features),))
+            y_BTX = y_BTX + bias.astype(self.dtype).reshape(1, 1, *self.features)
+        return y_BTX
+
+
 class OffsetRMSNorm(nn.Module):
     """RMSNorm that multiplies by 1 + scale, as in Gemma."""
 

@@ -50,15 +50,30 @@ class Nested:
 
 Policy = Unrolled | Scanned | Nested
 
-ATTENTION, PROJECTIONS = "attention", "projections"  # names of values, as `jax.ad_checkpoint.checkpoint_name` sets them
+# Names of values of a layer, as `jax.ad_checkpoint.checkpoint_name` sets them: the output of attention; queries, keys,
+# values and the output projection; the products that begin an MLP.
+ATTENTION, PROJECTIONS, MLP_IN, MLP_GATE = "attention", "projections", "mlp_in", "mlp_gate"
+_OF_ATTENTION = {"attention": (ATTENTION,), "projections": (ATTENTION, PROJECTIONS)}
+_OF_MLP = {"mlp_in": (MLP_IN,), "mlp": (MLP_IN, MLP_GATE)}
+# What policies of these names store beside the inputs of layers.
+STORED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    _OF_ATTENTION
+    | _OF_MLP
+    | {f"{mlp}+{other}": _OF_MLP[mlp] + _OF_ATTENTION[other] for mlp in _OF_MLP for other in _OF_ATTENTION}
+)
 _saveable = jax.checkpoint_policies
-# Policies by name, from the number of layers. From "full" to "none" each stores what the one before it does, and more.
+
+
+def _storing(*names: str) -> Callable[[int], Policy]:
+    return lambda layers: Scanned(_saveable.save_only_these_names(*names))
+
+
+# Policies by name, from the number of layers.
 REMAT: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
     {
         "nested": lambda layers: Nested(span_size(layers)),
         "full": lambda layers: Scanned(),
-        "attention": lambda layers: Scanned(_saveable.save_only_these_names(ATTENTION)),
-        "projections": lambda layers: Scanned(_saveable.save_only_these_names(ATTENTION, PROJECTIONS)),
+        **{name: _storing(*names) for name, names in STORED.items()},
         "dots": lambda layers: Scanned(
             _saveable.save_from_both_policies(
                 _saveable.dots_with_no_batch_dims_saveable, _saveable.save_only_these_names(ATTENTION)

@@ -7,6 +7,7 @@ Shapes are named by suffix:
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,12 +25,12 @@ from zero.models.attention.dense import dense_attention
 from zero.models.attention.kernel import kernel_attention, missing_in
 from zero.models.attention.scores import T5_BUCKETS, Form
 from zero.models.config import GPTConfig
-from zero.models.elements import ACTIVATIONS, dropout, gated, make_head_norm, make_norm, rotate, rotation_of
+from zero.models.elements import ACTIVATIONS, Dense, dropout, gated, make_head_norm, make_norm, rotate, rotation_of
 from zero.models.experts import Experts, ResidualStream, Routing
 from zero.models.gated_unit import GatedLayer, RecurrentState, init_recurrent
 from zero.models.layer import Layer
 from zero.models.parametrization import kernel_init
-from zero.models.stack import PROJECTIONS
+from zero.models.stack import MLP_GATE, MLP_IN, PROJECTIONS
 
 
 class Cache(NamedTuple):
@@ -133,21 +134,33 @@ class TransformerLayer(Layer):
         normed: jax.Array = make_norm(self.config, self.dtype, name + "_after" * is_after)(x)
         return normed
 
-    def _dense(self, features: int, name: str, use_bias: bool, keys_B: jax.Array | None, total: Any = None) -> Any:
-        """A dense layer; `total` sums partial products before the bias is added, `keys_B` are for its adapter."""
-        options: Any = {"dtype": self.dtype, "kernel_init": kernel_init(self.config, name), "name": name}
+    def _dense(
+        self,
+        x_BTX: jax.Array,
+        features: tuple[int, ...],
+        name: str,
+        keys_B: jax.Array | None,
+        use_bias: bool,
+        total: Any = None,
+    ) -> jax.Array:
+        """The output of a dense layer; arguments as of `Dense`, `keys_B` are for its adapter."""
+        options: Any = {
+            "dtype": self.dtype,
+            "kernel_init": kernel_init(self.config, name),
+            "name": name,
+            "total": total,
+        }
+        y_BTX: jax.Array
         if self.adapters is not None and name in self.adapters.targets:
-            options |= {"total": total, "stack": None if total is None else self.cut.stack}
-            return AdaptedDense(features, use_bias, adapters=self.adapters, keys_B=keys_B, **options)
+            options |= {"adapters": self.adapters, "keys_B": keys_B, "stack": None if total is None else self.cut.stack}
+            y_BTX = AdaptedDense(math.prod(features), use_bias, **options)(lax.collapse(x_BTX, 2))
+            return y_BTX.reshape(*y_BTX.shape[:2], *features)
+        y_BTX = Dense(features, use_bias, **options)(x_BTX)
+        return y_BTX
 
-        def product(*arguments: Any, **options: Any) -> Any:
-            return total(lax.dot_general(*arguments, **options))
-
-        return nn.Dense(features, use_bias, dot_general=None if total is None else product, **options)
-
-    def _residual_dense(self, name: str, use_bias: bool, keys_B: jax.Array | None) -> Any:
-        """A dense layer whose input is cut."""
-        return self._dense(self.config.embedding_dim, name, use_bias, keys_B, self.cut.sum_positions)
+    def _residual_dense(self, x_BTX: jax.Array, name: str, keys_B: jax.Array | None, use_bias: bool) -> jax.Array:
+        """The output of a dense layer whose input is cut."""
+        return self._dense(x_BTX, (self.config.embedding_dim,), name, keys_B, use_bias, self.cut.sum_positions)
 
     def _attention(
         self,
@@ -162,9 +175,10 @@ class TransformerLayer(Layer):
         config = self.config
 
         def heads(name: str, count: int) -> jax.Array:
-            own = count // self.cut.size
-            x_BTD = self._dense(own * config.head_width, name, config.qkv_bias, adapter_keys_B)(h_BTD)
-            return x_BTD.reshape(*x_BTD.shape[:2], own, config.head_width)
+            shape = (count // self.cut.size, config.head_width)
+            features = (math.prod(shape),) if self.kernel is None else shape
+            x_BTX = self._dense(h_BTD, features, name, adapter_keys_B, config.qkv_bias)
+            return x_BTX.reshape(*x_BTX.shape[:2], *shape)
 
         q_BTHK, k_BSGK = heads("query", config.num_head), heads("key", config.key_heads)
         v_BSGK = heads("value", config.key_heads)
@@ -201,8 +215,9 @@ class TransformerLayer(Layer):
         attended_BTHK = self._by_window(cut, layer, q_BTHK, k_BSGK, v_BSGK, *seen)
         if swap is not None:
             attended_BTHK = swap.to_positions(attended_BTHK)
-        out = self._residual_dense("attention_out", config.out_bias, adapter_keys_B)
-        return checkpoint_name(out(attended_BTHK.reshape(*h_BTD.shape[:2], -1)), PROJECTIONS), cache
+        attended_BTX = lax.collapse(attended_BTHK, 2) if self.kernel is None else attended_BTHK
+        out_BTD = self._residual_dense(attended_BTX, "attention_out", adapter_keys_B, config.out_bias)
+        return checkpoint_name(out_BTD, PROJECTIONS), cache
 
     def _by_window(self, cut: ModelParallel, layer: jax.Array, *arguments: Any) -> jax.Array:
         """`_attend` with the window of this layer."""
@@ -251,15 +266,14 @@ class TransformerLayer(Layer):
 
     def _mlp(self, h_BTD: jax.Array, adapter_keys_B: jax.Array | None) -> jax.Array:
         config = self.config
-        own_width = config.mlp_width // self.cut.size
-        h_BTF = self._dense(own_width, "mlp_in", config.mlp_bias, adapter_keys_B)(h_BTD)
+        own = (config.mlp_width // self.cut.size,)
+        h_BTF = checkpoint_name(self._dense(h_BTD, own, "mlp_in", adapter_keys_B, config.mlp_bias), MLP_IN)
         if config.gated:
-            gate_BTF = self._dense(own_width, "mlp_gate", config.mlp_bias, adapter_keys_B)(h_BTD)
+            gate_BTF = checkpoint_name(self._dense(h_BTD, own, "mlp_gate", adapter_keys_B, config.mlp_bias), MLP_GATE)
             h_BTF = gated(config.activation, gate_BTF, h_BTF)
         else:
             h_BTF = ACTIVATIONS[config.activation](h_BTF)
-        out_BTD: jax.Array = self._residual_dense("mlp_out", config.mlp_bias, adapter_keys_B)(h_BTF)
-        return out_BTD
+        return self._residual_dense(h_BTF, "mlp_out", adapter_keys_B, config.mlp_bias)
 
     def _experts(self, h_BTD: jax.Array, layer: jax.Array) -> tuple[jax.Array, Routing]:
         experts = Experts(self.config, self.dtype, self.cut, self.group, name="experts")

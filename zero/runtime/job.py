@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,9 @@ from zero.partition.global_arrays import pmap_devices
 from zero.partition.layout import Layout
 from zero.runtime.config.schema import Config, Zero
 from zero.runtime.errors import UserError
+from zero.runtime.hosts.speeds import SPEEDS
 from zero.runtime.text.tokenizers import load_tokenizer
+from zero.training.activations import fitting_remat
 from zero.training.averages import averages_of
 from zero.training.objective import Objective
 from zero.training.objectives import make_objective
@@ -54,12 +57,17 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
     platform, device_kind = (devices or jax.devices())[0].platform, (devices or jax.devices())[0].device_kind
     remat = "none" if platform == "cpu" and not zero.fused_update else "full"
     end_of_text = load_tokenizer(config.data.tokenizer).end_of_text if config.data.isolate_documents else None
+    compute_dtype = (
+        ("float32" if platform == "cpu" else "bfloat16") if zero.compute_dtype == "auto" else zero.compute_dtype
+    )
+    axis = make_axis(zero, devices)
+    wire_dtype = compute_dtype if axis.exchanges and zero.stage >= 2 else "float32"
     model = ShardedGPT(
         size,
-        make_axis(zero, devices),
+        axis,
         zero.stage,
-        ("float32" if platform == "cpu" else "bfloat16") if zero.compute_dtype == "auto" else zero.compute_dtype,
-        wire_dtype=zero.wire_dtype,
+        compute_dtype,
+        wire_dtype=wire_dtype if zero.wire_dtype == "auto" else zero.wire_dtype,
         reduce_dtype=zero.reduce_dtype,
         gradient_dtype=zero.gradient_dtype,
         remat=remat if zero.remat == "auto" else zero.remat,
@@ -109,7 +117,9 @@ def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
       UserError: the devices do not make groups of equal size.
     """
     devices = pmap_devices() if devices is None else devices
-    has_torus = devices[0].platform == "tpu" and zero.replicas == zero.tensor_shards == zero.expert_shards == 1
+    is_tpu = devices[0].platform == "tpu"
+    exchanges = is_tpu and zero.overlap_gathers and exchanges_gradients(devices)
+    has_torus = is_tpu and not zero.overlap_gathers and zero.replicas == zero.tensor_shards == zero.expert_shards == 1
     sizes = {key: zero.replicas * getattr(zero, key) for key in ("tensor_shards", "expert_shards")}
     for key, size in ({"replicas": zero.replicas, "context_shards": zero.context_shards} | sizes).items():
         if len(devices) % size:
@@ -117,22 +127,42 @@ def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
             value = getattr(zero, key)
             raise UserError(f"zero.{key}={value}{times}: expected a divisor of {len(devices)}, the number of devices")
     if zero.expert_shards > 1:
-        return Axis.with_expert_groups("zero", len(devices), zero.expert_shards, zero.replicas)
+        axis = Axis.with_expert_groups("zero", len(devices), zero.expert_shards, zero.replicas)
+        return dataclasses.replace(axis, exchanges=exchanges)
     hosts = [device.process_index for device in devices]
     for key in ("tensor_shards", "context_shards"):
         size = getattr(zero, key)
         if any(len(set(hosts[i : i + size])) > 1 for i in range(0, len(hosts), size)):
             raise UserError(f"zero.{key}={size}: expected groups of devices of one host")
     if zero.phases == "torus" or (zero.phases == "auto" and has_torus):
-        return dataclasses.replace(Axis.from_devices("zero", devices), context=zero.context_shards)
-    if zero.tensor_shards == 1:
-        return Axis("zero", (zero.replicas, len(devices) // zero.replicas), context=zero.context_shards)
-    replicas = zero.replicas if zero.stage else len(devices) // zero.tensor_shards  # stage 0: a copy per tensor group
-    return Axis.with_tensor_groups("zero", len(devices), zero.tensor_shards, replicas)
+        axis = Axis.from_devices("zero", devices)
+    elif zero.tensor_shards == 1:
+        axis = Axis("zero", (zero.replicas, len(devices) // zero.replicas))
+    else:
+        replicas = zero.replicas if zero.stage else len(devices) // zero.tensor_shards  # stage 0: one per tensor group
+        axis = Axis.with_tensor_groups("zero", len(devices), zero.tensor_shards, replicas)
+    return dataclasses.replace(axis, context=zero.context_shards, exchanges=exchanges)
 
 
-def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> Job:
-    """Binds a checked configuration to these devices, by default all. Nothing is compiled yet."""
+def exchanges_gradients(devices: Sequence[Any]) -> bool:
+    """Whether devices of a TPU slice scatter gradients by an all-to-all (docs/decisions/hidden-gathers.md).
+
+    XLA runs it beside matrix products, as SparseCores do a reduce-scatter. It must take at most twice as long as the
+    all-reduce that XLA makes of a scatter elsewhere: the links in the middle of the longest dimension carry half of all
+    bytes of an all-to-all, while those of all dimensions share an all-reduce, and the cores of a chip what it sends.
+    """
+    speed = SPEEDS[devices[0].device_kind]
+    sizes = [1 + max(place) for place in zip(*(device.coords for device in devices), strict=True)]
+    spanned = [size for size in sizes if size > 1]
+    is_fast = not spanned or speed.devices * max(spanned) / 4 <= 2 * 2 / len(spanned)
+    return is_fast and not speed.offloads
+
+
+def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None, rows: int | None = None) -> Job:
+    """Binds a checked configuration to these devices, by default all. Nothing is compiled yet.
+
+    `rows` are those per step and device, or group of devices that take the same rows; None: as training.batch_size.
+    """
     training, optimizer, hyperparameters = config.training, config.optimizer, config.optimizer.hyperparameters()
     objective = make_objective(dataclasses.asdict(training))
     options = StepOptions(
@@ -156,6 +186,15 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         **hyperparameters,
     )
     layout = state_layout(model, tx, averages_of(model, options))
+    kind = (devices or jax.devices())[0].device_kind
+    if config.zero.remat == "auto" and model.stage == 3 and kind.startswith("TPU") and not options.fused_update:
+        held = sum(math.prod(leaf.shard_shape) * leaf.dtype.itemsize for leaf in layout.leaves)
+        held += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model.frozen_shapes()))
+        rows = rows or objective.rows * config.training.batch_size // (jax.local_device_count() // model.axis.row_group)
+        micro_batch = rows // training.gradient_accumulation_steps
+        remat = fitting_remat(model, micro_batch, config.data.max_context, held, SPEEDS[kind].capacity)
+        log.info("zero.remat=auto: %s", remat)
+        model = dataclasses.replace(model, remat=remat)
     return Job(model, tx, make_programs(model, tx, options, devices), layout, objective)
 
 

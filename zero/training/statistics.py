@@ -19,7 +19,7 @@ from jax.flatten_util import ravel_pytree
 
 from zero.models.adapters import AdaptedDense
 from zero.models.config import STACK
-from zero.models.elements import OffsetRMSNorm, ProjectionNorm
+from zero.models.elements import Dense, OffsetRMSNorm, ProjectionNorm
 from zero.models.experts import Experts
 from zero.partition.collectives.arrays import fill_padding
 from zero.partition.collectives.axis import Axis
@@ -32,7 +32,7 @@ from zero.training.whole_gradient import loss_and_gradients
 ACTIVATION = "activation"  # of each module: the mean of |output|, float32 (layers,)
 CHANGE = "change"  # of each leaf: the mean of |after - before|, divided by the learning rate
 GRADIENT, WEIGHT = "gradient_norm", "weight_norm"  # of each leaf: the norm, of gradients before clipping
-_RECORDED = (nn.Dense, AdaptedDense, nn.LayerNorm, nn.RMSNorm, OffsetRMSNorm, ProjectionNorm, Experts)
+_RECORDED = (Dense, nn.Dense, AdaptedDense, nn.LayerNorm, nn.RMSNorm, OffsetRMSNorm, ProjectionNorm, Experts)
 _WITH_INPUT = ("attention_out", "mlp_out")  # modules whose inputs are no other module's output
 
 Statistics = dict[str, dict[str, jax.Array]]

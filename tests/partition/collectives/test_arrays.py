@@ -1,5 +1,6 @@
 """Slice, gather and reduce-scatter of one array against numpy, over every kind of axis and awkward sizes."""
 
+import dataclasses
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ from jax.experimental.topologies import get_topology_desc
 
 import zero
 from zero.partition.collectives.arrays import gather_array, scatter_sum_array, slice_array
+from zero.runtime.hosts.startup import OVERLAP_ON_TPU
+from zero.runtime.planning.hlo import collectives
 
 AXES = {
     "one": zero.Axis("batch", (1, 1)),
@@ -157,6 +160,47 @@ def test_phases_compile_to_reduce_scatters() -> None:
     flat = zero.Axis("batch", (1, 32))
     assert (count(torus, "reduce-scatter"), count(torus, "all-reduce")) == (3, 0)
     assert count(flat, "reduce-scatter") == 0
+
+
+@pytest.mark.parametrize("axis", AXES.values(), ids=AXES)
+def test_sums_by_exchange(axis: zero.Axis) -> None:
+    """An exchange and a sum on each device give the sums of a reduce-scatter."""
+    rng = np.random.default_rng(3)
+    full = {"w": rng.normal(size=(axis.size, 13, 5)), "v": rng.normal(size=(axis.size, 40)), "s": np.ones(axis.size)}
+    full = {name: x.astype(np.float32) for name, x in full.items()}
+    layout = zero.make_layout({name: x[0] for name, x in full.items()}, axis.shards)
+
+    def scatter(on: zero.Axis) -> Any:
+        return jax.pmap(lambda tree: zero.scatter_sum(tree, layout, on), "batch")(full)
+
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+        scatter(dataclasses.replace(axis, exchanges=True)),
+        scatter(axis),
+    )
+
+
+def test_exchange_runs_beside_products() -> None:
+    """On TPU products run between the start and the done of an exchange, but not beside a scatter of a whole slice."""
+    devices: Any = get_topology_desc(topology_name="v5e:2x2", platform="tpu").devices
+    layout = zero.make_layout({"w": jax.ShapeDtypeStruct((512, 1024), jnp.float32)}, 4)
+
+    def compiled(axis: zero.Axis) -> str:
+        def step(tree: Any, x: jax.Array) -> Any:
+            return zero.scatter_sum(tree, layout, axis), x @ x
+
+        scatter = jax.pmap(step, "batch", devices=devices)
+        shapes = (
+            {"w": jax.ShapeDtypeStruct((4, 512, 1024), jnp.float32)},
+            jax.ShapeDtypeStruct((4, 2048, 2048), "bfloat16"),
+        )
+        text: str = scatter.lower(*shapes).compile(dict.fromkeys(OVERLAP_ON_TPU, True)).as_text()
+        return text
+
+    exchanged, reduced = (compiled(zero.Axis("batch", (1, 4), exchanges=exchanges)) for exchanges in (True, False))
+    (found,) = collectives(exchanged)
+    assert found.kind == "all-to-all" and found.is_hidden
+    assert not any(one.is_hidden for one in collectives(reduced))
 
 
 def test_phases_go_inside_hosts_first() -> None:

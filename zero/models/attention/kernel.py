@@ -134,11 +134,19 @@ def splash_attention(
     q_BTHK = q_BTHK * _scale(q_BTHK, form)
     if form.has_alibi:
         of_queries_HC, of_keys_TC = map(jnp.asarray, alibi_columns(heads * form.cut.size, positions))
-        q_BTHK, k_BTGK = (
-            jnp.concatenate([x, jnp.broadcast_to(columns, (*x.shape[:3], columns.shape[-1])).astype(x.dtype)], -1)
-            for x, columns in ((q_BTHK, form.cut.part(of_queries_HC, 0)), (k_BTGK, of_keys_TC[:, None]))
-        )
+        q_BTHK = _with_columns(q_BTHK, form.cut.part(of_queries_HC, 0))
+        k_BTGK = _with_columns(k_BTGK, of_keys_TC[:, None])
     return jax.vmap(one_row)(q_BTHK, k_BTGK, v_BTGK, starts_BT)
+
+
+def _with_columns(x_BTHK: jax.Array, columns: jax.Array) -> jax.Array:
+    """Heads that end in these columns, `(H, C)` or `(T, 1, C)`.
+
+    A sum, because XLA for TPU would write columns that are repeated to memory for a concatenation.
+    """
+    columns = columns.reshape((1,) * (4 - columns.ndim) + columns.shape).astype(x_BTHK.dtype)
+    ends = [(0, 0)] * 3
+    return jnp.pad(x_BTHK, [*ends, (0, columns.shape[-1])]) + jnp.pad(columns, [*ends, (x_BTHK.shape[-1], 0)])
 
 
 def cudnn_attention(

@@ -76,8 +76,8 @@ def scatter_sum_array(
 
     With `wire_dtype=jnp.int8` floats of split leaves are sent as int8 by `to_int8`, in one phase.
 
-    If the dtype on the wire is narrower than the dtype of the sum, an `all_to_all` moves the parts and each device sums
-    them: the same bytes as a reduce-scatter, rounded once instead of at every hop.
+    If `axis.exchanges`, or if the dtype on the wire is narrower than the dtype of the sum, an `all_to_all` moves the
+    parts and each device sums them: the same bytes as a reduce-scatter, rounded once instead of at every hop.
 
     Per device: `leaf.gathered_shape` in, `leaf.shard_shape` out, in `reduce_dtype`. Call inside pmap.
 
@@ -180,7 +180,7 @@ def sum_dtype(dtype: DTypeLike) -> np.dtype:
 
 def _scatter_sum_phase(x: jax.Array, dim: int, axis: Axis, over: int, apart: int, reduce: np.dtype) -> jax.Array:
     groups = axis.groups(over, apart)
-    if x.dtype == reduce:
+    if x.dtype == reduce and not axis.exchanges:
         return lax.psum_scatter(x, axis.name, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
     received = lax.all_to_all(x, axis.name, dim, dim, tiled=True, axis_index_groups=groups)
     shape = (*x.shape[:dim], over, x.shape[dim] // over, *x.shape[dim + 1 :])

@@ -34,6 +34,8 @@ class Axis:
         costs less than once per layer and micro-batch.
       context: size of a context group: neighbours on the pmap axis that compute different positions of the same rows.
         It does not change how state is split.
+      exchanges: whether a reduce-scatter is an all-to-all and a sum on each device. XLA for TPU runs an all-to-all
+        beside matrix products, but never a reduce-scatter. Sums differ in the order of their terms.
 
     Raises:
       ValueError: `devices` is not a permutation of the positions on the axis, the first phase is not of size `tensor`
@@ -50,6 +52,7 @@ class Axis:
     sums_copies: bool = True
     context: int = 1
     expert: int = 1
+    exchanges: bool = False
 
     def __post_init__(self) -> None:
         size = math.prod(self.shape)

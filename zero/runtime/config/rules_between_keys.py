@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zero.models.config import GPTConfig
-from zero.models.stack import span_size
+from zero.models.stack import STORED, span_size
 from zero.runtime import storage
 from zero.runtime.config.constraints import is_paths, shown
 from zero.runtime.config.schema import Config
@@ -188,7 +188,7 @@ def schedule_rules(config: Config, size: GPTConfig) -> Mistakes:
 
 def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
     zero = config.zero
-    if zero.remat in ("attention", "projections") and size.layer == "gated_units":
+    if zero.remat in STORED and size.layer == "gated_units":
         yield "zero.remat", f"dots, full or none, as model.size={config.model.size} has gated units"
     if zero.remat == "nested" and span_size(size.scanned_layers) == 1:
         of_model = f"the {size.scanned_layers} layers of model.size={config.model.size}"
@@ -196,7 +196,7 @@ def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
     for key in ("replicas", "tensor_shards", "expert_shards"):
         if zero.phases == "torus" and getattr(zero, key) > 1:
             yield "zero.phases", f"auto or flat, as zero.{key}={getattr(zero, key)}"
-    for key, other in (("wire_dtype", "float32 or bfloat16"), ("gather_dtype", "auto")):
+    for key, other in (("wire_dtype", "auto, float32 or bfloat16"), ("gather_dtype", "auto")):
         if zero.stage == 0 and getattr(zero, key) == "int8":
             yield f"zero.{key}", f"{other}, as zero.stage=0 sums whole gradients and gathers nothing"
     yield from _uncut(config, size)
@@ -242,7 +242,7 @@ def _undivided(config: Config, size: GPTConfig) -> Mistakes:
     given = f"zero.expert_shards={zero.expert_shards}"
     if zero.tensor_shards > 1:
         yield "zero.tensor_shards", f"1, as {given}"
-    for key, other in (("wire_dtype", "float32 or bfloat16"), ("gather_dtype", "auto")):
+    for key, other in (("wire_dtype", "auto, float32 or bfloat16"), ("gather_dtype", "auto")):
         if getattr(zero, key) == "int8":
             yield f"zero.{key}", f"{other}, as {given}"
 

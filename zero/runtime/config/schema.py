@@ -186,7 +186,7 @@ class Schedule:
 class Zero:
     stage: int = one_of(0, 1, 2, 3)
     compute_dtype: str = one_of("auto", *DTYPES)
-    wire_dtype: str = one_of(*DTYPES, "int8")
+    wire_dtype: str = one_of("auto", *DTYPES, "int8")
     gather_dtype: str = one_of("auto", "int8")
     reduce_dtype: str = one_of(*DTYPES)
     gradient_dtype: str = one_of(*DTYPES)
@@ -248,7 +248,7 @@ class Grid:
     stage: list[int] = list_of(one_of(0, 1, 2, 3))
     micro_batch: list[int] = list_of(at_least(1))
     accumulation: list[int] = list_of(at_least(1))
-    remat: list[str] = list_of(one_of(*REMAT))
+    remat: list[str] = list_of(one_of("auto", *REMAT))
     master_dtype: list[str] | None = list_of(one_of(*DTYPES))
     state_dtype: list[str] | None = list_of(one_of(*STATE_DTYPES))
     context: list[int] | None = list_of(at_least(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 
@@ -11,11 +12,13 @@ class Speed(NamedTuple):
     flops: float  # bfloat16 operations per second
     memory: float  # bytes per second between HBM and the device
     network: float  # bytes per second that leave the device for others of the slice
+    capacity: float = math.inf  # bytes of HBM
     per_cycle: int = 0  # operations of its matrix units per cycle; 0: the compiler writes no cycles
     dims: int = 0  # of the torus; 0: no torus
     ring: int = 0  # positions of a dimension whose ends are linked
     devices: int = 1  # per chip
     kernels: float = 0.0  # share of `flops` that an attention kernel reaches on the blocks that it computes
+    offloads: bool = False  # whether a SparseCore can run reduce-scatters of a whole slice, beside computation
 
     @property
     def clock(self) -> float:
@@ -28,6 +31,7 @@ class Speed(NamedTuple):
         return self.network * self.devices / (2 * self.dims)
 
 
+GIB = 2**30
 _MXU = 2 * 128 * 128  # operations per cycle of a matrix unit
 
 # Sources: cloud.google.com/tpu/docs/v3, v4, v5e, v5p and v6e, system architecture: peak compute, HBM bandwidth, number
@@ -42,13 +46,26 @@ _MXU = 2 * 128 * 128  # operations per cycle of a matrix unit
 # dense bfloat16 with float32 sums, NVLink in one direction, or PCIe (x16) where there is none. T4 has no bfloat16: its
 # float16 peak, which bfloat16 does not reach.
 SPEEDS = {
-    "TPU v2": Speed(45e12 / 2, 700e9 / 2, 4 * 62e9 / 2, per_cycle=_MXU, dims=2, ring=16, devices=2),
-    "TPU v3": Speed(123e12 / 2, 900e9 / 2, 340e12 / 1024 / 2, per_cycle=2 * _MXU, dims=2, ring=32, devices=2),
-    "TPU v4": Speed(275e12, 1200e9, 1.1e15 / 4096, per_cycle=8 * _MXU, dims=3, ring=4, kernels=0.7),
-    "TPU v5 lite": Speed(197e12, 819e9, 51.2e12 / 256, per_cycle=4 * _MXU, dims=2, ring=16, kernels=0.85),
-    "TPU v5": Speed(459e12, 2765e9, 600e9, per_cycle=8 * _MXU, dims=3, ring=4, kernels=0.83),
-    "TPU v6 lite": Speed(918e12, 1640e9, 102.4e12 / 256, per_cycle=16 * _MXU, dims=2, ring=16, kernels=0.33),
-    "TPU7x": Speed(2307e12 / 2, 7380e9 / 2, 600e9 / 2, per_cycle=16 * _MXU, dims=3, ring=4, devices=2, kernels=0.33),
+    "TPU v2": Speed(45e12 / 2, 700e9 / 2, 4 * 62e9 / 2, 8 * GIB, per_cycle=_MXU, dims=2, ring=16, devices=2),
+    "TPU v3": Speed(123e12 / 2, 900e9 / 2, 340e12 / 1024 / 2, 16 * GIB, per_cycle=2 * _MXU, dims=2, ring=32, devices=2),
+    "TPU v4": Speed(275e12, 1200e9, 1.1e15 / 4096, 32 * GIB, per_cycle=8 * _MXU, dims=3, ring=4, kernels=0.7),
+    "TPU v5 lite": Speed(197e12, 819e9, 51.2e12 / 256, 16 * GIB, per_cycle=4 * _MXU, dims=2, ring=16, kernels=0.85),
+    "TPU v5": Speed(459e12, 2765e9, 600e9, 95 * GIB, per_cycle=8 * _MXU, dims=3, ring=4, kernels=0.83),
+    "TPU v6 lite": Speed(
+        918e12, 1640e9, 102.4e12 / 256, 32 * GIB, per_cycle=16 * _MXU, dims=2, ring=16, kernels=0.33, offloads=True
+    ),
+    "TPU7x": Speed(
+        2307e12 / 2,
+        7380e9 / 2,
+        600e9 / 2,
+        96 * GIB,
+        per_cycle=16 * _MXU,
+        dims=3,
+        ring=4,
+        devices=2,
+        kernels=0.33,
+        offloads=True,
+    ),
     "NVIDIA A100-SXM4-40GB": Speed(312e12, 1555e9, 300e9),
     "NVIDIA A100-SXM4-80GB": Speed(312e12, 2039e9, 300e9),
     "NVIDIA B200": Speed(2250e12, 8000e9, 900e9),

@@ -28,7 +28,15 @@ from zero.virtual_devices import use_cpu_devices
 log = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of mallopt, from glibc's malloc.h
-OVERLAP_GATHERS = "xla_enable_async_all_gather"  # an option of XLA for TPU (docs/decisions/hidden-gathers.md)
+# Options of XLA for TPU: gathers and all-to-alls run beside computation; on SparseCores gathers and reduce-scatters.
+# Other generations with SparseCores would wait for gathers. Source: docs/decisions/hidden-gathers.md
+OVERLAP_ON_TPU = ("xla_enable_async_all_gather", "xla_tpu_enable_async_all_to_all")
+OVERLAP_ON_SPARSECORES = (
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
+)
+# Of a v6e and a TPU7x. Source: jax/_src/hardware_utils.py
+PCI_VENDOR, PCI_DEVICES_THAT_OFFLOAD = "0x1ae0", ("0x006f", "0x0076")
 # Options of XLA for GPU: collectives start early, run beside computation, and those of the next layer in this one's.
 # Source: docs.jax.dev/en/latest/gpu_performance_tips.html
 OVERLAP_ON_GPU = (
@@ -40,7 +48,7 @@ OVERLAP_ON_GPU = (
 ACCELERATORS = {"accel*": "tpu", "vfio/*": "tpu", "nvidia0": "cuda12", "kfd": "rocm"}  # device files; extras of jax
 
 
-DEVICES = Path("/dev")
+DEVICES, PCI = Path("/dev"), Path("/sys/bus/pci/devices")
 
 
 def keep_freed_memory() -> None:
@@ -126,10 +134,24 @@ def accelerator() -> str | None:
 def set_overlap(overlap_gathers: bool, extra: str | None) -> None:
     """Sets options of XLA for TPU and for NVIDIA's GPUs before it starts and reads them; a value that is set stays."""
     value = str(overlap_gathers).lower()
-    set_options("LIBTPU_INIT_ARGS", {OVERLAP_GATHERS: value})
+    set_options("LIBTPU_INIT_ARGS", dict.fromkeys(overlap_on_tpu(_offloads()), value))
     if extra == "cuda12":
         set_options("XLA_FLAGS", dict.fromkeys(OVERLAP_ON_GPU, value))
         log.info("XLA_FLAGS=%s", os.environ["XLA_FLAGS"])
+
+
+def overlap_on_tpu(offloads: bool) -> tuple[str, ...]:
+    """Options of XLA for a generation of TPU, whose SparseCores run reduce-scatters or do not."""
+    return OVERLAP_ON_TPU + OVERLAP_ON_SPARSECORES * offloads
+
+
+def _offloads() -> bool:
+    """Whether this machine has TPUs whose SparseCores run reduce-scatters, by the numbers of its PCI devices."""
+    for vendor in PCI.glob("*/vendor"):
+        number = vendor.with_name("device").read_text().strip()
+        if vendor.read_text().strip() == PCI_VENDOR and number in PCI_DEVICES_THAT_OFFLOAD:
+            return True
+    return False
 
 
 def set_options(variable: str, options: Mapping[str, str]) -> None:

@@ -17,13 +17,14 @@ from zero.partition.layout import Layout
 from zero.partition.memory import memory
 from zero.runtime.config.schema import Config
 from zero.runtime.hosts.speeds import SPEEDS, Speed
-from zero.runtime.hosts.startup import OVERLAP_GATHERS
+from zero.runtime.hosts.startup import overlap_on_tpu
 from zero.runtime.inference.generate import bucket
 from zero.runtime.job import Job, make_job
 from zero.runtime.planning import formula
 from zero.runtime.planning.hlo import Collective, across_hosts, bytes_by_kind, collectives, hidden_share
 from zero.runtime.planning.predict import Prediction, predict
 from zero.runtime.planning.topology import available_bytes, find_devices, out_of_memory
+from zero.training.activations import activation_bytes
 from zero.training.batch import Batch
 from zero.training.flops import matmul_flops, model_flops
 from zero.training.objectives import make_objective
@@ -72,7 +73,7 @@ class Request:
 def outline(request: Request) -> Row:
     """The columns of a row before compilation: tokens per step, and a lower bound on the seconds."""
     devices = find_devices(request.config.plan.topology)
-    job = make_job(request.config, request.size, devices)
+    job = make_job(request.config, request.size, devices, request.rows)
     arguments = step_arguments(job, request.rows, request.config.data.max_context)
     bound = _operations(request, job, arguments, [], devices)["seconds_lower_bound"]
     return {"tokens": _tokens(request, job), "seconds": None, "seconds_lower_bound": bound}
@@ -85,7 +86,7 @@ def compile_step(request: Request) -> Row:
     """
     config, training, zero = request.config, request.config.training, request.config.zero
     devices = find_devices(config.plan.topology)
-    job = make_job(config, request.size, devices)
+    job = make_job(config, request.size, devices, request.rows)
     state, available = job.layout, available_bytes(devices)
     arguments = step_arguments(job, request.rows, config.data.max_context)
     started = time.monotonic()
@@ -106,8 +107,8 @@ def compile_step(request: Request) -> Row:
         gradients = 0 if zero.fused_update else held * jnp.dtype(zero.gradient_dtype).itemsize
     is_estimate = isinstance(devices[0], formula.Gpu)
     if is_estimate:
-        activations = formula.activation_bytes(
-            job.model, request.size, request.rows // training.gradient_accumulation_steps, config.data.max_context
+        activations = activation_bytes(
+            job.model, request.rows // training.gradient_accumulation_steps, config.data.max_context
         )
         peak = _held_bytes(job) + by_stage.gathered + gradients + activations
         sent = formula.collectives_of(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr, len(devices))
@@ -261,7 +262,9 @@ def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, s
 
 def compiler_options(config: Config, devices: list[Any]) -> dict[str, bool] | None:
     """Options of the compiler that a run sets for its process."""
-    return {OVERLAP_GATHERS: config.zero.overlap_gathers} if devices[0].platform == "tpu" else None
+    if devices[0].platform != "tpu":
+        return None
+    return dict.fromkeys(overlap_on_tpu(SPEEDS[devices[0].device_kind].offloads), config.zero.overlap_gathers)
 
 
 def _traffic(sent: list[Collective] | None, devices: list[Any]) -> Row:

@@ -8,12 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
-
-from zero.models.config import GPTConfig
 from zero.runtime.errors import UserError
 from zero.runtime.planning.hlo import Collective
-from zero.training.sharded_gpt import ShardedGPT
 
 PREFIX = "gpu:"
 # The name that jax has for each kind, and 10^9 bytes of memory (the data sheets of zero/runtime/hosts/speeds.py).
@@ -63,32 +59,6 @@ def gpus(topology: str) -> list[Gpu]:
     kind, gigabytes = KINDS[match[1]]
     memory = int(JAX_SHARE * gigabytes * 10**9)
     return [Gpu(number, number // PER_NODE, kind, memory) for number in range(int(match[2]))]
-
-
-def activation_bytes(model: ShardedGPT, size: GPTConfig, rows: int, context: int) -> int:
-    """Bytes per device of the activations of one micro-batch of `rows` sequences, as an estimate.
-
-    A layer holds 34 bytes per position and channel at two bytes a number, and 5 per pair of positions and head where
-    attention is dense; between layers `zero.remat` keeps all of that, or only inputs. To it come the logits of a chunk
-    of the vocabulary and their gradient in float32.
-
-    Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198,
-    equation 2.
-    """
-    axis, itemsize = model.axis, jnp.dtype(model.compute_dtype).itemsize
-    positions = rows * context // axis.context
-    channels = positions * size.embedding_dim * itemsize
-    is_dense = model.blockwise_from is None or context < model.blockwise_from
-    scores = 5 * size.num_head * rows * context**2 // axis.context * itemsize // 2 if is_dense else 0
-    parts = axis.row_group // axis.context  # tensor parallelism cuts what is within a layer
-    layer = (17 * channels + scores) // parts
-    kept = {
-        "none": size.N * layer,
-        "dots": size.N * 9 * channels + layer,  # inputs, and the results of products with weights
-        "full": size.N * channels + layer,
-        "nested": 2 * math.isqrt(size.N) * channels + layer,
-    }
-    return kept[model.remat] + 2 * 4 * positions * size.vocab_size // size.vocab_chunks // parts
 
 
 def collectives_of(jaxpr: Any, devices: int) -> list[Collective]:

@@ -1,0 +1,52 @@
+"""Estimates of the memory of activations against what jax stores for a backward pass."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from zero.models.config import GPTConfig
+from zero.models.gpt import GPT, variable_shapes
+from zero.models.stack import STORED
+from zero.partition.collectives.axis import Axis
+from zero.training.activations import LADDER, activation_bytes, fitting_remat, stored_per_position
+from zero.training.sharded_gpt import ShardedGPT
+
+PLAIN = GPTConfig(embedding_dim=32, vocab_size=64, num_head=4, block_size=64, dropout=0.0, N=3, qkv_bias=False)
+GATED = dataclasses.replace(PLAIN, gated=True, mlp_dim=96, kv_heads=2)
+ROWS, CONTEXT = 2, 64
+
+
+def residuals(config: GPTConfig, remat: str) -> int:
+    """Bytes that the forward pass stores for the backward pass, blockwise attention."""
+    gpt, tokens = GPT(config, remat=remat, blockwise_from=2), jnp.zeros((ROWS, CONTEXT), jnp.int32)
+
+    def backward(variables: Any) -> Any:
+        return jax.vjp(lambda variables: jnp.sum(jnp.asarray(gpt.apply(variables, tokens, tokens))), variables)[1]
+
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(backward, variable_shapes(config))))
+
+
+@pytest.mark.parametrize("config", [PLAIN, GATED], ids=["plain", "gated"])
+@pytest.mark.parametrize("remat", STORED)
+def test_stored_values(config: GPTConfig, remat: str) -> None:
+    """The numbers per position are those that a policy stores beyond the inputs of layers."""
+    model = ShardedGPT(config, Axis("zero", (1, 1)), 3, remat=remat)
+    more = residuals(config, remat) - residuals(config, "full")
+    logs = 2 * config.num_head if "attention" in remat or "projections" in remat else 0
+    # Here the log-sum-exp has as many bytes as any other number, on TPU twice as many.
+    assert more == pytest.approx(4 * ROWS * CONTEXT * config.N * (stored_per_position(model) - logs // 2), rel=0.02)
+
+
+def test_ladder() -> None:
+    """Each policy of the ladder stores more, and the last one that fits is taken."""
+    model = ShardedGPT(GATED, Axis("zero", (1, 8)), 3, jnp.bfloat16)
+    needs = [activation_bytes(dataclasses.replace(model, remat=remat), ROWS, CONTEXT) for remat in LADDER]
+    assert needs == sorted(set(needs))
+    fit = partial(fitting_remat, model, ROWS, CONTEXT, 10**6)
+    chosen = [fit((10**6 + need) * 1.3) for need in (0, *needs)]
+    assert [LADDER.index(remat) for remat in chosen] == sorted(LADDER.index(remat) for remat in chosen)
+    assert chosen[0] == "full" and fit(1e9) == LADDER[-1] and fit(0.0) == "full"

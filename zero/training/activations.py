@@ -1,0 +1,81 @@
+"""Memory of a step for activations, as an estimate, and the policy of rematerialization that it leaves room for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from zero.models.config import STACK
+from zero.models.stack import ATTENTION, MLP_GATE, MLP_IN, PROJECTIONS, STORED
+from zero.training.sharded_gpt import ShardedGPT
+
+# Policies by the memory that they need, each of which saves time (docs/decisions/attention.md).
+LADDER = ("full", "mlp_in", "mlp", "mlp+attention")
+
+
+def activation_bytes(model: ShardedGPT, rows: int, context: int) -> int:
+    """Bytes per device of the activations of one micro-batch of `rows` sequences, as an estimate.
+
+    A layer holds 34 bytes per position and channel at two bytes a number, and 5 per pair of positions and head where
+    attention is dense; between layers the policy `remat` stores all of that, only inputs, or also other values. To it
+    come the logits of a chunk of the vocabulary and their gradient in float32.
+
+    Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198,
+    equation 2.
+    """
+    axis, size, itemsize = model.axis, model.config, jnp.dtype(model.compute_dtype).itemsize
+    positions = rows * context // axis.context
+    channels = positions * size.embedding_dim * itemsize
+    is_dense = model.kernel is None and (model.blockwise_from is None or context < model.blockwise_from)
+    scores = 5 * size.num_head * rows * context**2 // axis.context * itemsize // 2 if is_dense else 0
+    parts = axis.row_group // axis.context  # tensor parallelism cuts what is within a layer
+    layer = (17 * channels + scores) // parts
+    kept = {
+        "none": size.N * layer,
+        "dots": size.N * 9 * channels + layer,  # inputs, and the results of products with weights
+        "nested": 2 * math.isqrt(size.N) * channels + layer,
+    }
+    stored = size.N * (channels + positions * itemsize * stored_per_position(model) // parts) + layer
+    logits = 2 * 4 * positions * size.vocab_size // size.vocab_chunks // parts
+    return kept.get(model.remat, stored) + logits
+
+
+def stored_per_position(model: ShardedGPT) -> int:
+    """Numbers that a layer stores per position beside its input."""
+    size = model.config
+    heads = size.num_head * size.head_width
+    count = {
+        ATTENTION: heads + 2 * size.num_head,  # with the log-sum-exp of each head in float32
+        PROJECTIONS: heads + 2 * size.key_heads * size.head_width + size.embedding_dim,
+        MLP_IN: size.mlp_width,
+        MLP_GATE: size.mlp_width if size.gated else 0,
+    }
+    return sum(count[name] for name in STORED.get(model.remat, ()))
+
+
+def fitting_remat(model: ShardedGPT, rows: int, context: int, held: int, capacity: float) -> str:
+    """The policy of `LADDER` that stores most and leaves a tenth of the memory free.
+
+    Args:
+      model: sharded at stage 3.
+      rows: sequences per device and micro-batch.
+      context: tokens per sequence.
+      held: bytes per device between steps.
+      capacity: bytes of memory of a device.
+    """
+    if model.config.layer != "transformer" or model.config.experts is not None:
+        return "full"
+    trained = sum(math.prod(leaf.shard_shape) for leaf in model.layout.leaves)
+    gradients = trained * jnp.dtype(model.gradient_dtype).itemsize
+    layer = sum(math.prod(leaf.gathered_shape) for leaf in model.base.layout_by_parts.at(STACK).leaves)
+    fixed = (
+        held + gradients + 3 * layer * jnp.dtype(model.compute_dtype).itemsize
+    )  # one layer, its gradient, one gather
+    fitting = [
+        remat
+        for remat in LADDER
+        if fixed + activation_bytes(dataclasses.replace(model, remat=remat), rows, context) <= 0.9 * capacity
+    ]
+    return fitting[-1] if fitting else "full"
