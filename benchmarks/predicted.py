@@ -209,7 +209,7 @@ def text_of(request: Request, file: Path | None) -> str:
     if file is not None and file.exists():
         return file.read_text()
     devices = find_devices(request.config.plan.topology)
-    job = make_job(request.config, request.size, devices)
+    job = make_job(request.config, request.size, devices, request.rows)
     lowered = job.programs.step.lower(*step_arguments(job, request.rows, request.config.data.max_context))
     text: str = lowered.compile(compiler_options(request.config, devices)).as_text()
     if file is not None:

@@ -1,0 +1,168 @@
+"""The predicted time of zero's step beside a GSPMD twin: the same model, batch and slice, by the same TPU compiler.
+
+    python benchmarks/twin.py                       # all rows; a compilation takes one to three minutes of CPU
+    python benchmarks/twin.py --rows 1.1b-v4-32 --texts DIRECTORY
+
+The twin is `jit` with a NamedSharding per leaf, split where zero splits it, as FSDP is written with GSPMD: activations
+are pinned to the batch dimension, each layer is recomputed, weights are gathered in bfloat16, and attention is the same
+kernel under `shard_map`. It is compiled with the options of zero's overlap, and without windowed einsums, which XLA
+would choose otherwise. Both are read by `zero/runtime/planning/predict.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from omegaconf import OmegaConf
+
+from zero.models import transformer_layer
+from zero.models.attention.kernel import kernel_attention
+from zero.models.config import GPTConfig
+from zero.models.gpt import GPT
+from zero.partition.layout import LeafLayout
+from zero.runtime.config.files import load_sizes
+from zero.runtime.config.saved_config import default_config
+from zero.runtime.config.schema import Config
+from zero.runtime.hosts.speeds import SPEEDS
+from zero.runtime.job import Job, make_job
+from zero.runtime.planning.compile import compiler_options, step_arguments
+from zero.runtime.planning.predict import predict
+from zero.runtime.planning.topology import find_devices, prepare_environment
+from zero.training.batch import next_tokens
+from zero.training.flops import model_flops
+from zero.training.optimizer import decayed
+
+SIZES_FILE = Path(__file__).parent.parent / "conf" / "model_config.yaml"
+
+
+class Row(NamedTuple):
+    """A step: a size of conf/model_config.yaml, a slice, sequences per device, tokens per sequence."""
+
+    size: str
+    topology: str
+    rows: int
+    context: int
+
+
+ROWS = {
+    f"1.1b-{topology}{more}": Row("1_1b", topology, rows, 1024)
+    for topology in ("v3-32", "v4-32", "v5e-16")
+    for rows, more in ((4, ""), (16, "-16"))
+} | {
+    "8b-v5e-16": Row("llama3_8b", "v5e-16", 2, 2048),
+    "8b-v6e-8": Row("llama3_8b", "v6e-8", 1, 8192),
+}
+
+
+def zero_step(job: Job, row: Row) -> Any:
+    return job.programs.step.lower(*step_arguments(job, row.rows, row.context))
+
+
+def gspmd_step(job: Job, row: Row, size: GPTConfig, devices: list[Any]) -> Any:
+    model = GPT(size, jnp.bfloat16, remat="full", blockwise_from=job.model.blockwise_from, kernel=job.model.kernel)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b2=0.95, weight_decay=0.1, mask=decayed))
+    mesh, batch = Mesh(np.asarray(devices), ("fsdp",)), row.rows * len(devices)
+    by_row, whole = NamedSharding(mesh, PartitionSpec("fsdp")), NamedSharding(mesh, PartitionSpec())
+
+    def pin(method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        def one(x: Any) -> Any:
+            is_activation = isinstance(x, jax.Array) and x.ndim >= 2 and x.shape[0] == batch
+            return lax.with_sharding_constraint(x, by_row) if is_activation else x
+
+        return jax.tree.map(one, method(*args, **kwargs))
+
+    def attend(kernel: str, *qkv: jax.Array, form: Any, starts_BT: None) -> jax.Array:
+        own = partial(kernel_attention, kernel, form=form)
+        spec = PartitionSpec("fsdp")
+        attended: jax.Array = jax.shard_map(own, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(*qkv)
+        return attended
+
+    def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
+        params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+        tables = {name: params[name] for name in ("vocabulary", "head") if name in params}
+        params = {**params, **lax.with_sharding_constraint(tables, whole)}
+        with nn.intercept_methods(pin):
+            losses = jnp.asarray(model.apply({"params": params}, tokens, next_tokens(tokens)))
+        return losses[:, :-1].mean()
+
+    def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_of)(params, tokens)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    def sharded(leaf: LeafLayout) -> NamedSharding:
+        split = {split.dim for split in leaf.splits if not split.padding}
+        return NamedSharding(mesh, PartitionSpec(*("fsdp" if dim in split else None for dim in range(len(leaf.shape)))))
+
+    params = job.model.layout.shapes()
+    by_shape = {leaf.shape: sharded(leaf) for leaf in job.model.layout.leaves}
+    state = params, jax.eval_shape(tx.init, params)
+    shardings = jax.tree.map(lambda x: by_shape.get(x.shape, whole), state)
+    transformer_layer.kernel_attention = attend  # type: ignore[assignment]
+    try:
+        compiled = jax.jit(
+            step, in_shardings=(shardings, by_row), out_shardings=(shardings, whole), donate_argnums=0
+        ).lower(state, jax.ShapeDtypeStruct((batch, row.context), jnp.int32))
+    finally:
+        transformer_layer.kernel_attention = kernel_attention
+    return compiled
+
+
+def measure(name: str, row: Row, texts: Path | None) -> str:
+    """A line of the table."""
+    size, devices = load_sizes(SIZES_FILE)[row.size], find_devices(row.topology)
+    keys = [
+        f"plan.topology={row.topology}",
+        f"model.size={row.size}",
+        f"data.max_context={row.context}",
+        "zero.stage=3",
+    ]
+    config: Any = OmegaConf.to_object(OmegaConf.merge(Config, default_config(), OmegaConf.from_dotlist(keys)))
+    job = make_job(config, size, devices, row.rows)
+    lowered = {"zero": partial(zero_step, job, row), "GSPMD": partial(gspmd_step, job, row, size, devices)}
+    flops = model_flops(size, row.rows, row.context) / SPEEDS[devices[0].device_kind].flops
+    cells, seconds = [], {}
+    for program, lower in lowered.items():
+        options: dict[str, Any] = dict(compiler_options(config, devices) or {})
+        if program == "GSPMD":
+            options["xla_jf_spmd_threshold_for_windowed_einsum_mib"] = 1_000_000
+        compiled = lower().compile(options)
+        text = compiled.as_text()
+        if texts is not None:
+            (texts / f"{name}-{program}.txt").write_text(text)
+        found = predict(text, devices)
+        assert found is not None
+        seconds[program] = found.seconds
+        peak = compiled.memory_analysis().peak_memory_in_bytes / 2**30
+        cells.append(f"{found.seconds:.3f} | {flops / found.seconds:.1%} | {found.exposed_seconds:.3f} | {peak:.2f}")
+    ratio = seconds["GSPMD"] / seconds["zero"]
+    return f"| {name} | {row.rows} x {row.context:,} | {job.model.remat} | {' | '.join(cells)} | {ratio:.2f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--texts", type=Path, help="directory for the texts of compiled programs")
+    arguments = parser.parse_args()
+    prepare_environment("v3-8")
+    columns = "s | MFU | exposed, s | peak, GiB"
+    print(f"| row | sequences per device | stored by zero | zero: {columns} | GSPMD: {columns} | GSPMD / zero |")
+    print("|" + "---|" * 12, flush=True)
+    for name in arguments.rows:
+        print(measure(name, ROWS[name], arguments.texts), flush=True)
+
+
+if __name__ == "__main__":
+    main()
