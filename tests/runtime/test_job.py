@@ -63,6 +63,7 @@ def test_kernel_falls_back_to_auto(attention: str, lacks: list[str], caplog: pyt
         ("TPU v5 lite", (16, 16), False),
         ("TPU v5 lite", (1, 1), True),
         ("TPU v6 lite", (2, 4), False),  # SparseCores run its reduce-scatters
+        ("TPU v9", (2, 2), False),
     ],
 )
 def test_slices_that_exchange_gradients(kind: str, sides: tuple[int, ...], expected: bool) -> None:

@@ -151,11 +151,12 @@ def exchanges_gradients(devices: Sequence[Any]) -> bool:
     all-reduce that XLA makes of a scatter elsewhere: the links in the middle of the longest dimension carry half of all
     bytes of an all-to-all, while those of all dimensions share an all-reduce, and the cores of a chip what it sends.
     """
-    speed = SPEEDS[devices[0].device_kind]
+    speed = SPEEDS.get(devices[0].device_kind)
+    if speed is None or speed.offloads:
+        return False
     sizes = [1 + max(place) for place in zip(*(device.coords for device in devices), strict=True)]
     spanned = [size for size in sizes if size > 1]
-    is_fast = not spanned or speed.devices * max(spanned) / 4 <= 2 * 2 / len(spanned)
-    return is_fast and not speed.offloads
+    return not spanned or speed.devices * max(spanned) / 4 <= 2 * 2 / len(spanned)
 
 
 def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None, rows: int | None = None) -> Job:
@@ -186,16 +187,23 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         **hyperparameters,
     )
     layout = state_layout(model, tx, averages_of(model, options))
-    kind = (devices or jax.devices())[0].device_kind
-    if config.zero.remat == "auto" and model.stage == 3 and kind.startswith("TPU") and not options.fused_update:
-        held = sum(math.prod(leaf.shard_shape) * leaf.dtype.itemsize for leaf in layout.leaves)
-        held += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model.frozen_shapes()))
-        rows = rows or objective.rows * config.training.batch_size // (jax.local_device_count() // model.axis.row_group)
-        micro_batch = rows // training.gradient_accumulation_steps
-        remat = fitting_remat(model, micro_batch, config.data.max_context, held, SPEEDS[kind].capacity)
-        log.info("zero.remat=auto: %s", remat)
-        model = dataclasses.replace(model, remat=remat)
+    device = (devices or jax.devices())[0]
+    if config.zero.remat == "auto" and device.platform == "tpu" and model.stage == 3 and not options.fused_update:
+        rows = rows or objective.rows * training.batch_size // (jax.local_device_count() // model.axis.row_group)
+        model = _storing_what_fits(config, model, layout, rows, device.device_kind)
     return Job(model, tx, make_programs(model, tx, options, devices), layout, objective)
+
+
+def _storing_what_fits(config: Config, model: ShardedGPT, layout: Layout, rows: int, device_kind: str) -> ShardedGPT:
+    """The model with the policy `zero.remat=auto`, from the memory of a TPU and the rows per step on it."""
+    if device_kind not in SPEEDS:
+        return model
+    held = sum(math.prod(leaf.shard_shape) * leaf.dtype.itemsize for leaf in layout.leaves)
+    held += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model.frozen_shapes()))
+    micro_batch = rows // config.training.gradient_accumulation_steps
+    remat = fitting_remat(model, micro_batch, config.data.max_context, held, SPEEDS[device_kind].capacity)
+    log.info("zero.remat=auto: %s", remat)
+    return dataclasses.replace(model, remat=remat)
 
 
 def learning_rate(config: Config) -> LearningRate:

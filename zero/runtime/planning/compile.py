@@ -264,7 +264,8 @@ def compiler_options(config: Config, devices: list[Any]) -> dict[str, bool] | No
     """Options of the compiler that a run sets for its process."""
     if devices[0].platform != "tpu":
         return None
-    return dict.fromkeys(overlap_on_tpu(SPEEDS[devices[0].device_kind].offloads), config.zero.overlap_gathers)
+    speed = SPEEDS.get(devices[0].device_kind)
+    return dict.fromkeys(overlap_on_tpu(speed is not None and speed.offloads), config.zero.overlap_gathers)
 
 
 def _traffic(sent: list[Collective] | None, devices: list[Any]) -> Row:
