@@ -12,7 +12,7 @@ from zero.models.config import GPTConfig
 from zero.models.gpt import GPT, variable_shapes
 from zero.models.stack import STORED
 from zero.partition.collectives.axis import Axis
-from zero.training.activations import LADDER, activation_bytes, fitting_remat, stored_per_position
+from zero.training.activations import activation_bytes, fitting_remat, ladder, stored_per_position
 from zero.training.sharded_gpt import ShardedGPT
 
 PLAIN = GPTConfig(embedding_dim=32, vocab_size=64, num_head=4, block_size=64, dropout=0.0, N=3, qkv_bias=False)
@@ -43,10 +43,25 @@ def test_stored_values(config: GPTConfig, remat: str) -> None:
 
 def test_ladder() -> None:
     """Each policy of the ladder stores more, and the last one that fits is taken."""
-    model = ShardedGPT(GATED, Axis("zero", (1, 8)), 3, jnp.bfloat16)
-    needs = [activation_bytes(dataclasses.replace(model, remat=remat), ROWS, CONTEXT) for remat in LADDER]
+    model = ShardedGPT(GATED, Axis("zero", (1, 8)), 3, jnp.bfloat16, kernel="splash")
+    rungs = ladder(model)
+    assert rungs == ("full", "mlp_in", "mlp", "mlp+attention")
+    needs = [activation_bytes(dataclasses.replace(model, remat=remat), ROWS, CONTEXT) for remat in rungs]
     assert needs == sorted(set(needs))
     fit = partial(fitting_remat, model, ROWS, CONTEXT, 10**6)
-    chosen = [fit((10**6 + need) * 1.3) for need in (0, *needs)]
-    assert [LADDER.index(remat) for remat in chosen] == sorted(LADDER.index(remat) for remat in chosen)
-    assert chosen[0] == "full" and fit(1e9) == LADDER[-1] and fit(0.0) == "full"
+    chosen = [rungs.index(fit((10**6 + need) * 1.3)) for need in (0, *needs)]
+    assert chosen == sorted(chosen) and rungs[chosen[0]] == "full"
+    assert fit(1e9) == "mlp+attention" and fit(0.0) == "full"
+
+
+@pytest.mark.parametrize(
+    ("config", "kernel", "last"),
+    [
+        (GATED, None, "mlp"),  # as on a v3
+        (dataclasses.replace(GATED, alibi_attn=False, positions="rotary"), "splash", "mlp"),
+        (dataclasses.replace(PLAIN, experts=4, experts_per_token=1), "splash", "full"),
+    ],
+)
+def test_end_of_the_ladder(config: GPTConfig, kernel: str | None, last: str) -> None:
+    """Attention is stored only for ALiBi in a kernel, and nothing of experts."""
+    assert ladder(ShardedGPT(config, Axis("zero", (1, 8)), 3, kernel=kernel))[-1] == last

@@ -11,9 +11,6 @@ from zero.models.config import STACK
 from zero.models.stack import ATTENTION, MLP_GATE, MLP_IN, PROJECTIONS, STORED
 from zero.training.sharded_gpt import ShardedGPT
 
-# Policies by the memory that they need, each of which saves time (docs/decisions/attention.md).
-LADDER = ("full", "mlp_in", "mlp", "mlp+attention")
-
 
 def activation_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     """Bytes per device of the activations of one micro-batch of `rows` sequences, as an estimate.
@@ -55,8 +52,19 @@ def stored_per_position(model: ShardedGPT) -> int:
     return sum(count[name] for name in STORED.get(model.remat, ()))
 
 
+def ladder(model: ShardedGPT) -> tuple[str, ...]:
+    """Policies by the memory that they need, each of which saves time (docs/decisions/attention.md).
+
+    Storing the output of attention does where a kernel would compute with heads that ALiBi has made wider.
+    """
+    if model.config.layer != "transformer" or model.config.experts is not None:
+        return ("full",)
+    of_attention = ("mlp+attention",) if model.kernel is not None and model.config.alibi_attn else ()
+    return ("full", "mlp_in", "mlp", *of_attention)
+
+
 def fitting_remat(model: ShardedGPT, rows: int, context: int, held: int, capacity: float) -> str:
-    """The policy of `LADDER` that stores most and leaves a tenth of the memory free.
+    """The policy of `ladder` that stores most and leaves a tenth of the memory free; "full" if none does.
 
     Args:
       model: sharded at stage 3.
@@ -65,8 +73,6 @@ def fitting_remat(model: ShardedGPT, rows: int, context: int, held: int, capacit
       held: bytes per device between steps.
       capacity: bytes of memory of a device.
     """
-    if model.config.layer != "transformer" or model.config.experts is not None:
-        return "full"
     trained = sum(math.prod(leaf.shard_shape) for leaf in model.layout.leaves)
     gradients = trained * jnp.dtype(model.gradient_dtype).itemsize
     layer = sum(math.prod(leaf.gathered_shape) for leaf in model.base.layout_by_parts.at(STACK).leaves)
@@ -75,7 +81,7 @@ def fitting_remat(model: ShardedGPT, rows: int, context: int, held: int, capacit
     )  # one layer, its gradient, one gather
     fitting = [
         remat
-        for remat in LADDER
+        for remat in ladder(model)
         if fixed + activation_bytes(dataclasses.replace(model, remat=remat), rows, context) <= 0.9 * capacity
     ]
     return fitting[-1] if fitting else "full"
