@@ -57,11 +57,11 @@ def test_ladder() -> None:
 @pytest.mark.parametrize(
     ("config", "kernel", "last"),
     [
-        (GATED, None, "mlp"),  # as on a v3
+        (dataclasses.replace(GATED, alibi_attn=False, positions="rotary"), None, "mlp+attention"),  # as on a v3
         (dataclasses.replace(GATED, alibi_attn=False, positions="rotary"), "splash", "mlp"),
         (dataclasses.replace(PLAIN, experts=4, experts_per_token=1), "splash", "full"),
     ],
 )
 def test_end_of_the_ladder(config: GPTConfig, kernel: str | None, last: str) -> None:
-    """Attention is stored only for ALiBi in a kernel, and nothing of experts."""
+    """Attention is not stored where a kernel without ALiBi computes it, and nothing of experts."""
     assert ladder(ShardedGPT(config, Axis("zero", (1, 8)), 3, kernel=kernel))[-1] == last

@@ -55,11 +55,11 @@ def stored_per_position(model: ShardedGPT) -> int:
 def ladder(model: ShardedGPT) -> tuple[str, ...]:
     """Policies by the memory that they need, each of which saves time (docs/decisions/attention.md).
 
-    Storing the output of attention does where a kernel would compute with heads that ALiBi has made wider.
+    Storing the output of attention does not where a kernel computes it again from heads that ALiBi has not made wider.
     """
     if model.config.layer != "transformer" or model.config.experts is not None:
         return ("full",)
-    of_attention = ("mlp+attention",) if model.kernel is not None and model.config.alibi_attn else ()
+    of_attention = ("mlp+attention",) if model.kernel is None or model.config.alibi_attn else ()
     return ("full", "mlp_in", "mlp", *of_attention)
 
 
