@@ -30,6 +30,7 @@ import numpy as np
 import optax
 
 from zero.models.config import STACK, GPTConfig
+from zero.models.elements import Dense
 from zero.models.gpt import GPT
 from zero.models.parametrization import multipliers_of
 from zero.models.transformer_layer import TransformerLayer
@@ -62,7 +63,7 @@ def activations(config: GPTConfig, params: Any, tokens: np.ndarray) -> dict[str,
 
     def keep(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         out = call(*args, **kwargs)
-        if isinstance(context.module, nn.Dense) and context.method_name == "__call__":
+        if isinstance(context.module, Dense | nn.Dense) and context.method_name == "__call__":
             found[f"{layer}/{context.module.name}"] = out
             if context.module.name in ("attention_out", "mlp_out"):
                 found[f"{layer}/{context.module.name} (input)"] = args[0]
