@@ -200,6 +200,7 @@ def test_exchange_runs_beside_products() -> None:
     exchanged, reduced = (compiled(zero.Axis("batch", (1, 4), exchanges=exchanges)) for exchanges in (True, False))
     (found,) = collectives(exchanged)
     assert found.kind == "all-to-all" and found.is_hidden
+    assert found.sent == 4 * 512 * 1024 * 3 // 4  # not its operand as well, which its start holds
     assert not any(one.is_hidden for one in collectives(reduced))
 
 

@@ -144,3 +144,16 @@ ENTRY %main (x: f32[8], y: f32[8,8]) -> f32[16] {{
 }}"""
     (found,) = collectives(text)
     assert (found.sent, found.is_hidden) == (32, is_hidden)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "sent"), [("all-reduce-scatter.1", "reduce-scatter", 3), ("f", "all-reduce", 6)]
+)
+def test_reduce_scatter_in_a_fusion(name: str, kind: str, sent: int) -> None:
+    """A fusion of an all-reduce and a slice that XLA names so sends the bytes of a reduce-scatter."""
+    text = (
+        f"%{name} (p: f32[32]) -> f32[8] {{\n  %a = f32[32] all-reduce(%p), replica_groups={{{{0,1,2,3}}}}\n"
+        "  ROOT %s = f32[8] dynamic-slice(%a, %i), dynamic_slice_sizes={8}\n}\n"
+        f"ENTRY %main (x: f32[32]) -> f32[8] {{\n  %y = f32[8] fusion(%x), kind=kCustom, calls=%{name}\n}}"
+    )
+    assert bytes_by_kind(collectives(text)) == {kind: sent * 4 * 8}
