@@ -3,8 +3,8 @@
 #
 # Every start is main_zero.py --resume=auto: it resumes from the newest checkpoint, or starts if there is none. A start
 # that fails is repeated after a pause, until ten in a row have failed within ten minutes each. Starts are not repeated
-# if they were stopped by a signal (75: after saving a checkpoint; 129, 130, 143: before there was anything to save) or
-# refused their settings (2). train.status holds the last status.
+# if they were stopped by a signal (75: after saving a checkpoint; 129, 130, 138, 143: before there was anything to save)
+# or refused their settings (2). train.status holds the last status.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 
@@ -13,10 +13,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 
 stopped=0 trainer=
 # A container signals only its first process; a terminal, or a machine that shuts down, signals all. A trainer counts
-# SIGHUP and another signal as one request to stop; if nohup ignores SIGHUP, SIGTERM is sent instead.
-trap 'stopped=1; [[ -z $trainer ]] || kill -s "$handed_on" "$trainer" 2>/dev/null' HUP INT TERM
-handed_on=HUP
-[[ $(trap -p HUP) != *"''"* ]] || handed_on=TERM
+# SIGUSR1 and another signal as one request to stop.
+trap 'stopped=1; [[ -z $trainer ]] || kill -s USR1 "$trainer" 2>/dev/null' HUP INT TERM
 
 record() { # by a rename: slice.sh may read it at any time
     echo "$1" >train.status.new && mv train.status.new train.status
@@ -34,7 +32,7 @@ while true; do
         kill -0 "$trainer" 2>/dev/null || break
     done
     trainer=
-    case $status in 0 | 2 | 75 | 129 | 130 | 143) break ;; esac
+    case $status in 0 | 2 | 75 | 129 | 130 | 138 | 143) break ;; esac
     ((stopped)) && break
     ((SECONDS - started > 600)) && failures=0
     ((status == 134)) && echo "trainLoop.sh: a library aborted (SIGABRT), XLA most likely; see its last lines above" >&2

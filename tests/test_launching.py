@@ -350,7 +350,7 @@ def test_loop_survives_a_signal(tmp_path: Path) -> None:
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True)
     python.write_text(
-        "#!/usr/bin/env bash\ntrap '' HUP\ntrap 'sleep 0.5; exit 75' TERM\ntouch ready\nsleep 60 & wait\n"
+        "#!/usr/bin/env bash\ntrap '' HUP USR1\ntrap 'sleep 0.5; exit 75' TERM\ntouch ready\nsleep 60 & wait\n"
     )
     python.chmod(0o755)
     (tmp_path / "trainLoop.sh").write_text((REPOSITORY / "trainLoop.sh").read_text())
@@ -381,8 +381,9 @@ sys.exit(PREEMPTED)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("is_whole_group", [False, True], ids=["container", "machine"])
-def test_loop_forwards_a_signal(tmp_path: Path, number: int, is_whole_group: bool) -> None:
-    """`loop` forwards a signal, which counts once.
+@pytest.mark.parametrize("hangup", ["default", "ignore"], ids=["terminal", "nohup"])
+def test_loop_forwards_a_signal(tmp_path: Path, number: int, is_whole_group: bool, hangup: str) -> None:
+    """`loop` forwards a signal, which counts once, also under nohup.
 
     A container signals its first process alone; a machine or a terminal all of them, the trainer included.
     """
@@ -392,7 +393,8 @@ def test_loop_forwards_a_signal(tmp_path: Path, number: int, is_whole_group: boo
     python.write_text(f"#!/usr/bin/env bash\nexec {sys.executable} trainer.py\n")
     python.chmod(0o755)
     (tmp_path / "trainLoop.sh").write_text((REPOSITORY / "trainLoop.sh").read_text())
-    loop = subprocess.Popen(["bash", tmp_path / "trainLoop.sh"], start_new_session=True)
+    signals = ["env", "--default-signal=INT,TERM,USR1", f"--{hangup}-signal=HUP"]  # not those of this process
+    loop = subprocess.Popen([*signals, "bash", tmp_path / "trainLoop.sh"], start_new_session=True)
     try:
         while not (tmp_path / "ready").exists():
             time.sleep(0.01)

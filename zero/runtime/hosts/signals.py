@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 
 PREEMPTED = 75  # exit status of a run that a signal stopped after a saved checkpoint; EX_TEMPFAIL of sysexits.h
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Requests to stop that may come beside another one, and then count as the same: of a terminal that is closed, and of
+# trainLoop.sh, which forwards what it receives.
+COMPANIONS = (signal.SIGHUP, signal.SIGUSR1)
 
 # Signals answered by an exception, each with the timer that ends the process if the exception was lost.
 unanswered: list[tuple[int, threading.Timer]] = []
@@ -30,7 +33,7 @@ unanswered: list[tuple[int, threading.Timer]] = []
 def stop_requests() -> Iterator[list[int]]:
     """Records signals in a list, read by a loop between steps; a second SIGTERM or SIGINT ends the process.
 
-    A terminal that is closed sends SIGHUP; a machine that shuts down sends SIGHUP and SIGTERM, which count as one.
+    `COMPANIONS` are no second signal: a machine that shuts down sends SIGHUP as well as SIGTERM.
     """
     received: list[int] = []
     while unanswered:  # its exception was lost; by now there is something to save
@@ -39,12 +42,11 @@ def stop_requests() -> Iterator[list[int]]:
         received.append(number)
 
     def receive(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGHUP and set(received) - {signal.SIGHUP}:
+        if number not in COMPANIONS and set(received) - set(COMPANIONS):
             os._exit(128 + number)  # a handler must not flush streams that it has interrupted
         received.append(number)
 
-    ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # started by nohup
-    numbers = SIGNALS if ignores_hangup else (*SIGNALS, signal.SIGHUP)
+    numbers = [*SIGNALS, *(number for number in COMPANIONS if signal.getsignal(number) != signal.SIG_IGN)]  # by nohup
     before = {number: signal.signal(number, receive) for number in numbers}
     try:
         yield received
