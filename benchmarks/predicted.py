@@ -1,12 +1,14 @@
 """Published times of training steps against predictions for the most similar programs that zero compiles.
 
     python benchmarks/predicted.py [--runs mtj-6b zero-760m ...] [--texts DIRECTORY]
-    python benchmarks/predicted.py --program step.txt --topology v6e-8 --measured 3.443
+    python benchmarks/predicted.py --program step.txt --topology v6e-8 --measured 3.443 [--step llama3_8b 3 8192]
 
 First form: compiles a step of zero for the slice of each run, without a TPU, and compares the predicted time (of
 `zero/runtime/planning/predict.py`, as in mode=plan) with the published one. A compilation takes minutes of CPU; with
 --texts the text of each program is kept in the directory, and read from there if it is there already. Second form: the
-same for the text of any program that XLA has compiled for the slice, such as a step of another package. Nothing is
+same for the text of any program that XLA has compiled for the slice, such as a step of another package
+(benchmarks/maxtext_step.py); MFU is by zero's formula for a model of conf/model_config.yaml, sequences per device and
+tokens per sequence. Nothing is
 fitted: the constants are those of `zero/runtime/hosts/speeds.py`.
 """
 
@@ -237,13 +239,21 @@ def main() -> None:
     parser.add_argument("--program", type=Path, help="text of a program, as compiled.as_text() gives it")
     parser.add_argument("--topology", help="slice of --program")
     parser.add_argument("--measured", type=float, help="seconds of --program")
+    parser.add_argument("--step", nargs=3, metavar=("SIZE", "ROWS", "CONTEXT"), help="of --program, for its MFU")
     arguments = parser.parse_args()
     if arguments.program is not None:
         prepare_environment(arguments.topology)
-        found = predict(arguments.program.read_text(), find_devices(arguments.topology))
+        devices = find_devices(arguments.topology)
+        found = predict(arguments.program.read_text(), devices)
         assert found is not None, "the compiler has written no cycles"
-        ratio = found.seconds / arguments.measured - 1 if arguments.measured else float("nan")
-        print(f"{found.seconds:.3f} s predicted, {found.exposed_seconds:.3f} of them exposed; {ratio:+.0%} of measured")
+        parts = [f"{found.seconds:.3f} s predicted, {found.exposed_seconds:.3f} of them exposed"]
+        if arguments.step:
+            size, rows, context = arguments.step
+            flops = model_flops(load_sizes(SIZES_FILE)[size], int(rows), int(context))
+            parts.append(f"MFU {flops / SPEEDS[devices[0].device_kind].flops / found.seconds:.1%}")
+        if arguments.measured:
+            parts.append(f"{found.seconds / arguments.measured - 1:+.0%} of measured")
+        print("; ".join(parts))
         return
     prepare_environment("v3-8")
     print("| run | slice | measured | predicted | | differs |\n|---|---|---|---|---|---|", flush=True)

@@ -119,6 +119,31 @@ def test_prefetch_is_waited_for() -> None:
         assert found.seconds == pytest.approx(total / 1000, rel=1e-6) and found.exposed_seconds == 0
 
 
+def test_copies_to_and_from_the_host() -> None:
+    """They take the time of the host's link in their direction, beside computation and each other."""
+    host, here = "f32[4,4000000]{1,0:S(5)}", "f32[1,4000000]{1,0}"  # a slice has 16 MB: 1 ms of 16 GB/s
+    more = f"""{PRODUCT}
+%into (a: f32[4,4000000], b: f32[1,4000000], i: s32[]) -> f32[4,4000000] {{
+  ROOT %u = {host} dynamic-update-slice(%a, %b, %i)
+}}
+%of (a: f32[4,4000000], i: s32[]) -> f32[1,4000000] {{
+  ROOT %s = {here} dynamic-slice(%a, %i)
+}}"""
+    store = f"%p = (({host}, {here}, s32[]), {host}, u32[]{{:S(2)}}) async-start(%x, %y, %i), calls=%into"
+    load = f"%q = (({host}, s32[]), {here}, u32[]{{:S(2)}}) async-start(%x, %i), calls=%of"
+    copy = f"%r = ({here}, f32[1,4000000]{{1,0:S(5)}}, u32[]{{:S(2)}}) copy-start(%x)"
+    done = "%d{0} = f32[4] async-done(%{0})"
+    for started, milliseconds, total in (
+        ((store,), 0.4, 1.0),
+        ((store,), 1.5, 1.5),
+        ((store, load), 0.4, 1.0),
+        ((load, copy), 0.4, 2.0),
+    ):
+        ends = [done.format(one[1]) for one in started]
+        found = predicted(*started, fusion("a", milliseconds), *ends, more=more)
+        assert found.seconds == pytest.approx(total / 1000, rel=1e-6) and found.exposed_seconds == 0
+
+
 def test_no_cycles_no_prediction() -> None:
     """A program without cycles has no prediction."""
     text = jax.jit(lambda x: x + 1).lower(1.0).compile().as_text()
@@ -184,14 +209,22 @@ def test_ring_through_all_devices() -> None:
     assert transfer_seconds(ring, places, V5E) == pytest.approx(sent / (2 * V5E.link), rel=2e-2)
 
 
-def test_call_on_a_sparse_core_hides_a_collective() -> None:
+CALL = ["%st = ((f32[8]), f32[1250000]) call-start(%x), calls=%s"]  # libtpu 0.0.42; below 0.0.52
+UPDATED_CALL = [
+    "%u = ((), (), (s32[8]{0})) custom-call-start(), called_computations={%s}",
+    "%st = ((f32[8]), f32[1250000], (s32[8]{0})) custom-call-update(%u, %x)",
+]
+
+
+@pytest.mark.parametrize("starts", [CALL, UPDATED_CALL])
+def test_call_on_a_sparse_core_hides_a_collective(starts: list[str]) -> None:
     """What runs between the start and the done of a call hides the collective of the called computation."""
     called = f"%s (p: f32[8]) -> f32[1250000] {{\n  %g = f32[1250000] all-gather(%p{LINE}\n}}"
     alone = gather_seconds(5e6)
-    lines = ["%st = ((f32[8]), f32[1250000]) call-start(%x), calls=%s", "%d = f32[1250000] call-done(%st)"]
-    bare = predicted(*lines, fusion("a", 1), more=f"{PRODUCT}\n{called}")
+    done = "%d = f32[1250000] call-done(%st)"
+    bare = predicted(*starts, done, fusion("a", 1), more=f"{PRODUCT}\n{called}")
     assert bare.exposed_seconds == pytest.approx(alone, rel=1e-3)
-    hidden = predicted(lines[0], fusion("a", 1e3 * alone), lines[1], more=f"{PRODUCT}\n{called}")
+    hidden = predicted(*starts, fusion("a", 1e3 * alone), done, more=f"{PRODUCT}\n{called}")
     assert hidden.exposed_seconds == pytest.approx(0, abs=1e-8) and hidden.seconds == pytest.approx(alone, rel=1e-3)
 
 
@@ -218,7 +251,14 @@ def test_time_of_attention_kernels() -> None:
             rest = f"%q), operand_layout_constraints={{{shapes.format(mask)}}}, x"
             found = kernel_seconds(Instruction(name, "bf16[2,32,2048,128]", "custom-call", rest), V5E)
             flops = products * 2 * 2 * 32 * blocks * 512**2 * 128
-            assert found == pytest.approx(flops / (V5E.kernels * V5E.flops))
+            assert found == pytest.approx(flops / (V5E.splash * V5E.flops))
+    rest = f"%q), operand_layout_constraints={{{shapes.format('4,4')}}}, x"
+    one, both = "bf16[2,8,2048,128]", "bf16[2,4,32,2048,128], bf16[2,8,2048,128], bf16[2,8,2048,128]"
+    parts, fused = (kernel_seconds(Instruction("splash_mha_dkv.4", f"({x})", "", rest), V5E) for x in (one, both))
+    assert fused == pytest.approx(5 / 4 * parts)  # with the gradient of queries
+    noted = ', metadata={op_name="jvp(zero_attention_fwd)/pallas_call"}, backend_config={"cost_estimate":{"flops":"9"}}'
+    own = Instruction("zero_attention_fwd.1", "bf16[8]", "custom-call", noted.replace("9", str(10**12)))
+    assert kernel_seconds(own, V5E) == pytest.approx(1e12 / (V5E.fused * V5E.flops))
     other = Instruction("gmm", "f32[8190000]", "custom-call", "%q), operand_layout_constraints={f32[8190000]}}")
     assert kernel_seconds(other, V5E) == pytest.approx(2 * 4 * 8.19e6 / 819e9)
 
@@ -232,6 +272,8 @@ def test_time_of_attention_kernels() -> None:
             "attention scores",
         ),
         ("fusion", "jvp(GPT)/GPT._layers/TransformerLayer._attention/TransformerLayer._attend/sub", "softmax"),
+        ("custom-call", "jvp(GPT)/TransformerLayer._attend/zero_attention_fwd/pallas_call", "attention scores"),
+        ("custom-call", "jvp(GPT)/TransformerLayer._attention/zero_rotary/pallas_call", "projections"),
         ("fusion", "jvp(GPT)/GPT._layers/TransformerLayer._attention/query/dot_general", "projections"),
         ("fusion", "jvp(GPT)/GPT.score/head/dot_general", "vocabulary"),
         ("fusion", "jvp(GPT)/GPT._layers/TransformerLayer._norm/norm_mlp/mul", "norms"),

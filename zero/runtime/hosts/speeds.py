@@ -17,8 +17,11 @@ class Speed(NamedTuple):
     dims: int = 0  # of the torus; 0: no torus
     ring: int = 0  # positions of a dimension whose ends are linked
     devices: int = 1  # per chip
-    kernels: float = 0.0  # share of `flops` that an attention kernel reaches on the blocks that it computes
+    fused: float = 0.0  # share of `flops` that zero's attention kernels reach on the blocks that they compute
+    splash: float = 0.0  # the same for jax's splash attention
+    host: float = 16e9  # bytes per second between a chip and the memory of its host, in each direction
     offloads: bool = False  # whether a SparseCore can run reduce-scatters of a whole slice, beside computation
+    vmem_kib: int | None = None  # that a fusion may use (docs/decisions/tpu-layouts.md); None: by the compiler
 
     @property
     def clock(self) -> float:
@@ -42,17 +45,46 @@ _MXU = 2 * 128 * 128  # operations per cycle of a matrix unit
 # 16 chips, v4 and v5p every four chips. Shares of kernels: docs/decisions/predicted-time.md.
 # TPU7x: cloud.google.com/tpu/docs/tpu7x, half a chip, which is one device; its two units are a v6e's, by the cycles
 # that the compiler gives products, and so is its share of kernels.
+# Host: PCIe, about 16 GB/s per chip, v6e 32 (jax-ml.github.io/scaling-book/tpus); a TPU7x counts as a v6e.
 # NVIDIA: data sheets of H200, H100 (SXM), A100, L4, T4 and HGX B200, and appendix A of the Ada GPU architecture paper:
 # dense bfloat16 with float32 sums, NVLink in one direction, or PCIe (x16) where there is none. T4 has no bfloat16: its
 # float16 peak, which bfloat16 does not reach.
 SPEEDS = {
-    "TPU v2": Speed(45e12 / 2, 700e9 / 2, 4 * 62e9 / 2, 8 * GIB, per_cycle=_MXU, dims=2, ring=16, devices=2),
-    "TPU v3": Speed(123e12 / 2, 900e9 / 2, 340e12 / 1024 / 2, 16 * GIB, per_cycle=2 * _MXU, dims=2, ring=32, devices=2),
-    "TPU v4": Speed(275e12, 1200e9, 1.1e15 / 4096, 32 * GIB, per_cycle=8 * _MXU, dims=3, ring=4, kernels=0.7),
-    "TPU v5 lite": Speed(197e12, 819e9, 51.2e12 / 256, 16 * GIB, per_cycle=4 * _MXU, dims=2, ring=16, kernels=0.85),
-    "TPU v5": Speed(459e12, 2765e9, 600e9, 95 * GIB, per_cycle=8 * _MXU, dims=3, ring=4, kernels=0.83),
+    "TPU v2": Speed(
+        45e12 / 2, 700e9 / 2, 4 * 62e9 / 2, 8 * GIB, per_cycle=_MXU, dims=2, ring=16, devices=2, fused=0.95
+    ),
+    "TPU v3": Speed(
+        123e12 / 2, 900e9 / 2, 340e12 / 1024 / 2, 16 * GIB, per_cycle=2 * _MXU, dims=2, ring=32, devices=2, fused=0.82
+    ),
+    "TPU v4": Speed(
+        275e12, 1200e9, 1.1e15 / 4096, 32 * GIB, per_cycle=8 * _MXU, dims=3, ring=4, splash=0.7, fused=0.77
+    ),
+    "TPU v5 lite": Speed(
+        197e12,
+        819e9,
+        51.2e12 / 256,
+        16 * GIB,
+        per_cycle=4 * _MXU,
+        dims=2,
+        ring=16,
+        splash=0.85,
+        fused=0.87,
+        vmem_kib=32 * 1024,
+    ),
+    "TPU v5": Speed(459e12, 2765e9, 600e9, 95 * GIB, per_cycle=8 * _MXU, dims=3, ring=4, splash=0.83, fused=0.86),
     "TPU v6 lite": Speed(
-        918e12, 1640e9, 102.4e12 / 256, 32 * GIB, per_cycle=16 * _MXU, dims=2, ring=16, kernels=0.33, offloads=True
+        918e12,
+        1640e9,
+        102.4e12 / 256,
+        32 * GIB,
+        per_cycle=16 * _MXU,
+        dims=2,
+        ring=16,
+        splash=0.33,
+        fused=0.38,
+        host=32e9,
+        offloads=True,
+        vmem_kib=64 * 1024,
     ),
     "TPU7x": Speed(
         2307e12 / 2,
@@ -63,7 +95,9 @@ SPEEDS = {
         dims=3,
         ring=4,
         devices=2,
-        kernels=0.33,
+        splash=0.33,
+        fused=0.45,
+        host=32e9,
         offloads=True,
     ),
     "NVIDIA A100-SXM4-40GB": Speed(312e12, 1555e9, 300e9),

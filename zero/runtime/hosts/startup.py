@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,7 @@ import jax
 import psutil
 
 from zero.runtime.errors import Unavailable
-from zero.runtime.hosts import watchdog
+from zero.runtime.hosts import watchdog, xla_options
 from zero.runtime.hosts.agreement import JOIN_SECONDS
 from zero.runtime.hosts.watchdog import SILENCE_SECONDS
 from zero.virtual_devices import use_cpu_devices
@@ -28,27 +28,10 @@ from zero.virtual_devices import use_cpu_devices
 log = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of mallopt, from glibc's malloc.h
-# Options of XLA for TPU: gathers and all-to-alls run beside computation; on SparseCores gathers and reduce-scatters.
-# Other generations with SparseCores would wait for gathers. Source: docs/decisions/hidden-gathers.md
-OVERLAP_ON_TPU = ("xla_enable_async_all_gather", "xla_tpu_enable_async_all_to_all")
-OVERLAP_ON_SPARSECORES = (
-    "xla_tpu_enable_sparse_core_collective_offload_all_gather",
-    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
-)
-# Of a v6e and a TPU7x. Source: jax/_src/hardware_utils.py
-PCI_VENDOR, PCI_DEVICES_THAT_OFFLOAD = "0x1ae0", ("0x006f", "0x0076")
-# Options of XLA for GPU: collectives start early, run beside computation, and those of the next layer in this one's.
-# Source: docs.jax.dev/en/latest/gpu_performance_tips.html
-OVERLAP_ON_GPU = (
-    "xla_gpu_enable_latency_hiding_scheduler",
-    "xla_gpu_enable_pipelined_all_gather",
-    "xla_gpu_enable_pipelined_reduce_scatter",
-    "xla_gpu_enable_while_loop_double_buffering",
-)
 ACCELERATORS = {"accel*": "tpu", "vfio/*": "tpu", "nvidia0": "cuda12", "kfd": "rocm"}  # device files; extras of jax
 
 
-DEVICES, PCI = Path("/dev"), Path("/sys/bus/pci/devices")
+DEVICES = Path("/dev")
 
 
 def keep_freed_memory() -> None:
@@ -79,7 +62,7 @@ def start(
     The only process of a GPU node has all of its GPUs; of several processes on a node each has one.
 
     Without an accelerator there are `cpu_devices` virtual CPU devices per host (`zero.use_cpu_devices`).
-    `overlap_gathers` runs collectives beside computation, unless LIBTPU_INIT_ARGS or XLA_FLAGS already set its options.
+    `overlap_gathers` runs collectives beside computation (`zero.runtime.hosts.xla_options`).
 
     Returns:
       The index of this process and the number of processes.
@@ -91,7 +74,7 @@ def start(
         jax.config.update("jax_platforms", "cpu")  # else libtpu searches long for a TPU, and prints errors
         keep_freed_memory()
     use_cpu_devices(cpu_devices)
-    set_overlap(overlap_gathers, accelerator())
+    xla_options.set_before_start(overlap_gathers, accelerator())
     if compilation_cache is not None and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(compilation_cache))
     if not jax.distributed.is_initialized() and (coordinator_address is not None or _jax_finds_hosts()):
@@ -129,36 +112,6 @@ def start(
 def accelerator() -> str | None:
     """The extra of jax for the accelerator of this machine, by its device files; None without one."""
     return next((extra for pattern, extra in ACCELERATORS.items() if next(DEVICES.glob(pattern), None)), None)
-
-
-def set_overlap(overlap_gathers: bool, extra: str | None) -> None:
-    """Sets options of XLA for TPU and for NVIDIA's GPUs before it starts and reads them; a value that is set stays."""
-    value = str(overlap_gathers).lower()
-    set_options("LIBTPU_INIT_ARGS", dict.fromkeys(overlap_on_tpu(_offloads()), value))
-    if extra == "cuda12":
-        set_options("XLA_FLAGS", dict.fromkeys(OVERLAP_ON_GPU, value))
-        log.info("XLA_FLAGS=%s", os.environ["XLA_FLAGS"])
-
-
-def overlap_on_tpu(offloads: bool) -> tuple[str, ...]:
-    """Options of XLA for a generation of TPU, whose SparseCores run reduce-scatters or do not."""
-    return OVERLAP_ON_TPU + OVERLAP_ON_SPARSECORES * offloads
-
-
-def _offloads() -> bool:
-    """Whether this machine has TPUs whose SparseCores run reduce-scatters, by the numbers of its PCI devices."""
-    for vendor in PCI.glob("*/vendor"):
-        number = vendor.with_name("device").read_text().strip()
-        if vendor.read_text().strip() == PCI_VENDOR and number in PCI_DEVICES_THAT_OFFLOAD:
-            return True
-    return False
-
-
-def set_options(variable: str, options: Mapping[str, str]) -> None:
-    """Appends the options that an environment variable does not set yet."""
-    given = os.environ.get(variable, "")
-    added = [f"--{name}={value}" for name, value in options.items() if f"--{name}" not in given]
-    os.environ[variable] = " ".join([given, *added]).strip()
 
 
 def gpus_of_node() -> list[int] | None:

@@ -16,8 +16,8 @@ from zero.models.config import GPTConfig
 from zero.partition.layout import Layout
 from zero.partition.memory import memory
 from zero.runtime.config.schema import Config
+from zero.runtime.hosts import xla_options
 from zero.runtime.hosts.speeds import SPEEDS, Speed
-from zero.runtime.hosts.startup import overlap_on_tpu
 from zero.runtime.inference.generate import bucket
 from zero.runtime.job import Job, make_job
 from zero.runtime.planning import formula
@@ -260,12 +260,11 @@ def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, s
     return peaks
 
 
-def compiler_options(config: Config, devices: list[Any]) -> dict[str, bool] | None:
+def compiler_options(config: Config, devices: list[Any]) -> dict[str, bool | int] | None:
     """Options of the compiler that a run sets for its process."""
     if devices[0].platform != "tpu":
         return None
-    speed = SPEEDS.get(devices[0].device_kind)
-    return dict.fromkeys(overlap_on_tpu(speed is not None and speed.offloads), config.zero.overlap_gathers)
+    return xla_options.for_tpu(devices[0].device_kind, config.zero.overlap_gathers)
 
 
 def _traffic(sent: list[Collective] | None, devices: list[Any]) -> Row:

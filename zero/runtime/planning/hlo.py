@@ -22,6 +22,7 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z\-]*)\((.*)$", re.DOTALL)
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 _CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED_ON_CORE = re.compile(r"called_computations=\{%?([\w.\-]+)\}")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
@@ -235,7 +236,7 @@ def computations(text: str) -> tuple[Bodies, str]:
         name: [Instruction(*match.groups()) for line in found if (match := _INSTRUCTION.match(line))]
         for name, found in lines.items()
     }
-    return {name: _as_run(name, body) for name, body in bodies.items()}, entry
+    return {name: _calls_on_cores(_as_run(name, body)) for name, body in bodies.items()}, entry
 
 
 def _as_run(name: str, body: list[Instruction]) -> list[Instruction]:
@@ -244,6 +245,21 @@ def _as_run(name: str, body: list[Instruction]) -> list[Instruction]:
         return body
     own = body[-1].result
     return [one._replace(op="reduce-scatter", result=own) if one.op == "all-reduce" else one for one in body]
+
+
+def _calls_on_cores(body: list[Instruction]) -> list[Instruction]:
+    """Calls on a SparseCore in the notation of libtpu 0.0.52, changed to that of 0.0.42.
+
+    A `custom-call-start` names the computation, and a `custom-call-update`, which has the operands, starts it.
+    """
+    starts = [one for one in body if one.op == "custom-call-start"]
+    called = {one.name: name[1] for one in starts if (name := _CALLED_ON_CORE.search(one.rest))}
+    return [
+        one._replace(op="call-start", rest=f"{one.rest}, calls=%{called[one.operands[0]]}")
+        if one.op == "custom-call-update" and one.operands[0] in called
+        else one
+        for one in body
+    ]
 
 
 def _runs(bodies: Bodies, entry: str) -> dict[str, int]:

@@ -1,8 +1,9 @@
 """Seconds of a compiled program for TPU: the compiler's cycles, and transfers that no computation hides.
 
 The compiler writes into the program how many cycles it expects each fusion and copy to take. Instructions run one after
-another in the order of the text. Collectives and prefetches that have a start and a done occupy the network or the
-memory meanwhile; the program waits for their rest at their done. Sources: docs/decisions/predicted-time.md.
+another in the order of the text. Collectives, prefetches, and copies to and from the host's memory that have a start
+and a done occupy the network, the memory, or the host's link meanwhile; the program waits for their rest at their done.
+Sources: docs/decisions/predicted-time.md.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PARTS = {
     "scatters": r"zero_scatter|zero_borrow|reduce_scatter",
     "norms": r"TransformerLayer\._norm|/norm[./]",
     "dropout": r"dropout|bernoulli|random_bits|threefry",
-    "attention scores": r"_attend.*dot_general|splash|attention.*pallas_call",
+    "attention scores": r"_attend.*(?:dot_general|pallas_call)|splash",
     "softmax": r"_attend",
     "projections": r"_attention",
     "experts": r"router|experts",
@@ -37,12 +38,15 @@ PHASES = ("forward", "recomputed", "backward", UPDATE)
 _COPIES = ("copy", "copy-done", "slice-done", "reshape", "transpose", "pad", "bitcast-convert")
 # Instructions that move data but have no estimate; others without one are scalars.
 _MOVES = ("fusion", "concatenate", "gather", "scatter", "sort", "copy", "transpose", "custom-call")
+_SCALAR = re.compile(r"[a-z]+\d+\[\]")
+_ON_HOST = "S(5)"  # in the layout of an array
 _IN_VMEM = re.compile(r"\b[a-z]+\d*\[[\d,]*\]\{[^}]*S\([1-9]\)[^}]*\}")
 _NO_DATA = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast|Sharding)')
 # Products of two matrices per block of scores, over the width of queries and keys and over that of values, in each of
-# jax's splash attention kernels.
+# jax's splash attention kernels. "dkv" with three results is the fused one, which computes the gradient of queries too.
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
-_PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
+_PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2), "fused": (3, 2)}
+_OWN = re.compile(r'zero_attention_(?:fwd|bwd).*"cost_estimate":{"flops":"(\d+)"')
 _MASK = re.compile(r"s8\[(?:\d+,)?(\d+),(\d+)\]")
 _HEADS = re.compile(r"(?:bf16|f32)\[([\d,]+)\]")
 
@@ -130,11 +134,17 @@ def transfer_seconds(instruction: Instruction, places: Sequence[tuple[int, ...]]
 
 
 def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
-    """Seconds of a Pallas kernel: splash attention by its products, any other one by the memory it touches."""
+    """Seconds of a Pallas kernel: attention by its products, any other one by the memory it touches.
+
+    zero's own kernels note their operations in the program; those of splash attention follow from its shapes.
+    """
     shapes = instruction.rest.partition("operand_layout_constraints={")[2].partition("}}")[0]
     moved = sum(hlo.sizes_of(instruction.result)) + sum(hlo.sizes_of(shapes))
+    own = _OWN.search(instruction.rest)
+    if own is not None and speed.fused:
+        return max(int(own[1]) / (speed.fused * speed.flops), moved / speed.memory)
     found, mask = _SPLASH.match(instruction.name), _MASK.search(shapes)
-    if found is None or mask is None or not speed.kernels:
+    if found is None or mask is None or not speed.splash:
         return moved / speed.memory
     (*rows, positions, width), _, (*_, values) = (map(int, x.split(",")) for x in _HEADS.findall(shapes)[:3])
     blocks, widest = map(int, mask.groups())
@@ -142,10 +152,11 @@ def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
         blocks, widest = max(blocks, widest), min(blocks, widest)
     computed = sum(min(number + 1, widest) for number in range(blocks))
     block = positions // blocks
-    over = zip(_PRODUCTS[found[1]], (width, values), strict=True)
+    is_fused = found[1] == "dkv" and len(hlo.sizes_of(instruction.result)) == 3
+    over = zip(_PRODUCTS["fused" if is_fused else found[1]], (width, values), strict=True)
     columns = sum(count * 128 * math.ceil(size / 128) for count, size in over)  # a unit has 128
     flops = 2 * math.prod(rows) * computed * block**2 * columns
-    return max(flops / (speed.kernels * speed.flops), moved / speed.memory)
+    return max(flops / (speed.splash * speed.flops), moved / speed.memory)
 
 
 Spent = defaultdict[Part | str, float]
@@ -167,7 +178,7 @@ class _Schedule:
     def _play(self, body: list[Instruction]) -> Spent:
         spent: Spent = defaultdict(float)
         now = 0.0
-        free = {"network": 0.0, "memory": 0.0}
+        free = dict.fromkeys(("network", "memory", "to host", "from host"), 0.0)
         running: dict[str, tuple[float, float, Instruction]] = {}  # end, seconds and start, by name or chain
         results = {one.name: one.result for one in body}
         inner = {one.name: self._collectives_in(one) for one in body if one.op in ("fusion", *hlo.ASYNC_CALLS)}
@@ -198,9 +209,8 @@ class _Schedule:
             elif op.endswith("-done"):
                 if one.operands[0] in running:
                     wait(*running.pop(one.operands[0]), one)
-            elif op in ("copy-start", "slice-start"):
-                size = min(hlo.sizes_of(one.result)[:2])
-                start(one.name, "memory", size / self.speed.memory, one)
+            elif op in ("copy-start", "slice-start") or (op in hlo.ASYNC_CALLS and not within):
+                start(one.name, *self._move(one), one)
             elif hlo.kind_of(one) or op in hlo.ASYNC_CALLS:
                 collective = one if hlo.kind_of(one) else within[0]
                 start(one.name, "network", transfer_seconds(collective, self.places, self.speed), collective)
@@ -220,6 +230,19 @@ class _Schedule:
                     start(one.name, "network", transfer_seconds(within[0], self.places, self.speed), within[0])
                     wait(*running.pop(one.name), one)
         return spent
+
+    def _move(self, started: Instruction) -> tuple[str, float]:
+        """The unit that a copy, or a slice copied from or into an array, occupies, and for how many seconds.
+
+        Copies to the host and from the host run at the same time.
+        """
+        arrays = _SCALAR.sub("", started.result)  # without indices and contexts
+        size = min(hlo.sizes_of(arrays))
+        if _ON_HOST not in arrays:
+            return "memory", size / self.speed.memory
+        result = self.bodies[started.called[0]][-1].result if started.called else arrays.partition("}")[0]
+        unit = "to host" if _ON_HOST in result else "from host"
+        return unit, size * self.speed.devices / self.speed.host
 
     def _named(self, collective: Instruction) -> Instruction:
         """The instruction with the path of its reduction, if XLA has merged collectives and left out their own."""

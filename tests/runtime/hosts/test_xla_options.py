@@ -1,0 +1,72 @@
+"""Options of XLA that a run sets before the devices start."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zero.runtime.hosts import xla_options
+from zero.runtime.hosts.xla_options import (
+    OVERLAP_ON_GPU,
+    OVERLAP_ON_SPARSECORES,
+    OVERLAP_ON_TPU,
+    for_tpu,
+    set_before_start,
+)
+
+GATHER, EXCHANGE = (f"--{name}" for name in OVERLAP_ON_TPU)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", f"{GATHER}=false {EXCHANGE}=false"),
+        ("--xla_other=1", f"--xla_other=1 {GATHER}=false {EXCHANGE}=false"),
+        (f"{GATHER}=true", f"{GATHER}=true {EXCHANGE}=false"),
+    ],
+)
+def test_overlap_can_be_overridden(before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The overlap of gathers is an option that users can override."""
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", before)
+    set_before_start(False, None)
+    assert os.environ["LIBTPU_INIT_ARGS"] == after
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"), [("0x006f", "TPU v6 lite"), ("0x0063", "TPU v5 lite"), ("0x005e", "TPU v4"), (None, None)]
+)
+def test_options_of_this_machine(
+    device: str | None, kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine gets the options of its TPUs, and of no other vendor's device of the same number."""
+    for number, (vendor, name) in enumerate([("0x8086", "0x0063"), *([("0x1ae0", device)] if device else [])]):
+        (tmp_path / str(number)).mkdir()
+        for file, text in (("vendor", vendor), ("device", name)):
+            (tmp_path / str(number) / file).write_text(f"{text}\n")
+    monkeypatch.setattr(xla_options, "PCI", tmp_path)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    set_before_start(True, "tpu")
+    expected = [f"--{name}={str(value).lower()}" for name, value in for_tpu(kind, True).items()]
+    assert os.environ["LIBTPU_INIT_ARGS"].split() == expected
+
+
+@pytest.mark.parametrize(("kind", "offloads"), [("TPU v6 lite", True), ("TPU v5 lite", False), (None, False)])
+def test_overlap_of_sparse_cores(kind: str | None, offloads: bool) -> None:
+    """A v6e gets the options of its SparseCores, a v5e does not."""
+    assert (set(OVERLAP_ON_SPARSECORES) <= set(for_tpu(kind, True))) == offloads
+
+
+def test_overlap_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user has set stays, and XLA knows every option: it ends the process at an unknown one."""
+    given = "--xla_gpu_enable_pipelined_all_gather=false"
+    monkeypatch.setenv("XLA_FLAGS", given)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    set_before_start(True, "cuda12")
+    flags = os.environ["XLA_FLAGS"].split()
+    assert flags[0] == given and {flag.split("=")[0] for flag in flags} == {f"--{name}" for name in OVERLAP_ON_GPU}
+    assert [flag.endswith("=true") for flag in flags] == [False, True, True, True]
+    code = "import jax; assert jax.device_count()"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True)
+    assert done.returncode == 0, done.stderr
