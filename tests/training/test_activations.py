@@ -1,7 +1,7 @@
 """Estimates of the memory of activations against what jax stores for a backward pass."""
 
 import dataclasses
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ GATED = dataclasses.replace(PLAIN, gated=True, mlp_dim=96, kv_heads=2)
 ROWS, CONTEXT = 2, 64
 
 
+@cache
 def residuals(config: GPTConfig, remat: str) -> int:
     """Bytes that the forward pass stores for the backward pass, blockwise attention."""
     gpt, tokens = GPT(config, remat=remat, blockwise_from=2), jnp.zeros((ROWS, CONTEXT), jnp.int32)
@@ -43,8 +44,8 @@ def test_stored_values(config: GPTConfig, remat: str) -> None:
 
 def test_ladder() -> None:
     """Each policy of the ladder stores more, and the last one that fits is taken."""
-    model = ShardedGPT(GATED, Axis("zero", (1, 8)), 3, jnp.bfloat16, kernel="splash")
-    rungs = ladder(model)
+    model = ShardedGPT(GATED, Axis("zero", (1, 8)), 3, jnp.bfloat16)
+    rungs = ladder(model, CONTEXT)
     assert rungs == ("full", "mlp_in", "mlp", "mlp+attention")
     needs = [activation_bytes(dataclasses.replace(model, remat=remat), ROWS, CONTEXT) for remat in rungs]
     assert needs == sorted(set(needs))
@@ -55,13 +56,17 @@ def test_ladder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "kernel", "last"),
+    ("config", "kernel", "context", "rungs"),
     [
-        (dataclasses.replace(GATED, alibi_attn=False, positions="rotary"), None, "mlp+attention"),  # as on a v3
-        (dataclasses.replace(GATED, alibi_attn=False, positions="rotary"), "splash", "mlp"),
-        (dataclasses.replace(PLAIN, experts=4, experts_per_token=1), "splash", "full"),
+        (GATED, None, 8192, ["full", "mlp_in", "mlp", "mlp+attention"]),
+        (GATED, "tpu_v4", 2048, ["full", "mlp_in", "mlp"]),
+        (GATED, "tpu_v4", 4096, ["full", "attention", "mlp_in+attention", "mlp+attention"]),
+        (dataclasses.replace(PLAIN, experts=4, experts_per_token=1), "tpu_v4", 8192, ["full"]),
     ],
 )
-def test_end_of_the_ladder(config: GPTConfig, kernel: str | None, last: str) -> None:
-    """Attention is not stored where a kernel without ALiBi computes it, and nothing of experts."""
-    assert ladder(ShardedGPT(config, Axis("zero", (1, 8)), 3, kernel=kernel))[-1] == last
+def test_rungs_of_the_ladder(config: GPTConfig, kernel: str | None, context: int, rungs: list[str]) -> None:
+    """Attention that a kernel computes is stored only in long rows, and nothing of experts."""
+    model = ShardedGPT(config, Axis("zero", (1, 8)), 3, kernel=kernel)
+    found = list(ladder(model, context))
+    needs = [activation_bytes(dataclasses.replace(model, remat=remat), ROWS, context) for remat in found]
+    assert found == rungs and needs == sorted(set(needs))

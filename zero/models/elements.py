@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from zero.model_parallel import WHOLE, ModelParallel
@@ -158,6 +159,11 @@ def make_head_norm(config: GPTConfig, dtype: DTypeLike, name: str, cut: ModelPar
     return make_norm(config, dtype, name)
 
 
+def row_major(x: jax.Array) -> jax.Array:
+    """`x` and its gradient with the last dimension contiguous in memory, whatever else the compiler would choose."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
 class Rotation(NamedTuple):
     """Rotary positions of one layer.
 
@@ -292,19 +298,24 @@ def sinusoids(positions: jax.Array, width: int, base: float) -> jax.Array:
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
-def rotate(
-    x_BTHK: jax.Array, position: jax.Array | int, rotation: Rotation, starts_BT: jax.Array | None = None
-) -> jax.Array:
-    """Rotary positions: pairs `(i, i + R / 2)` of the first R dimensions of each head turn with the position.
+def cosines_and_sines(
+    positions: int, position: jax.Array | int, rotation: Rotation, starts_BT: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of the angle of each position and pair, float32 `(B, T, 1, R)`; B is 1 without segments.
 
     `position` as in `position_numbers`; with segments, positions count from the start of their segment.
     """
-    half = len(rotation.frequencies_R)
-    angles = position_numbers(position, x_BTHK.shape[1]).astype(jnp.float32)[None, :, None, None]
+    angles = position_numbers(position, positions).astype(jnp.float32)[None, :, None, None]
     if starts_BT is not None:
         angles = angles - starts_BT.astype(jnp.float32)[..., None, None]
     angles = angles * rotation.frequencies_R[None, None, None]
-    cos, sin = jnp.cos(angles) * rotation.length, jnp.sin(angles) * rotation.length
+    return jnp.cos(angles) * rotation.length, jnp.sin(angles) * rotation.length
+
+
+def rotate(x_BTHK: jax.Array, cos_BT1R: jax.Array, sin_BT1R: jax.Array) -> jax.Array:
+    """Rotary positions: pairs `(i, i + R)` of the first 2 R dimensions of each head turn by an angle."""
+    half = cos_BT1R.shape[-1]
     first, second = (x_BTHK[..., part].astype(jnp.float32) for part in (slice(half), slice(half, 2 * half)))
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return jnp.concatenate([rotated.astype(x_BTHK.dtype), x_BTHK[..., 2 * half :]], axis=-1)
+    turned = [first * cos_BT1R - second * sin_BT1R, second * cos_BT1R + first * sin_BT1R]
+    rotated = jnp.concatenate(turned, axis=-1).astype(x_BTHK.dtype)
+    return jnp.concatenate([rotated, x_BTHK[..., 2 * half :]], axis=-1)

@@ -324,4 +324,5 @@ class GPT(nn.Module):
 def variable_shapes(config: GPTConfig) -> Any:
     """Shapes of the variables of `GPT(config)`, as `jax.ShapeDtypeStruct`s."""
     tokens_BT = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    return jax.eval_shape(partial(GPT(config).init, method="hidden"), jax.random.key(0), tokens_BT, None)
+    key = jax.eval_shape(jax.random.key, 0)  # made, it would be two programs
+    return jax.eval_shape(partial(GPT(config).init, method="hidden"), key, tokens_BT, None)

@@ -22,10 +22,28 @@ from zero.model_parallel import WHOLE, ModelParallel
 from zero.models.adapters import AdaptedDense
 from zero.models.attention.blockwise import blockwise_attention
 from zero.models.attention.dense import dense_attention
-from zero.models.attention.kernel import kernel_attention, missing_in
+from zero.models.attention.kernel import (
+    TPU_KERNELS,
+    fused_rotation,
+    fuses_rotation,
+    kernel_attention,
+    missing_in,
+    splits_heads,
+)
 from zero.models.attention.scores import T5_BUCKETS, Form
 from zero.models.config import GPTConfig
-from zero.models.elements import ACTIVATIONS, Dense, dropout, gated, make_head_norm, make_norm, rotate, rotation_of
+from zero.models.elements import (
+    ACTIVATIONS,
+    Dense,
+    cosines_and_sines,
+    dropout,
+    gated,
+    make_head_norm,
+    make_norm,
+    rotate,
+    rotation_of,
+    row_major,
+)
 from zero.models.experts import Experts, ResidualStream, Routing
 from zero.models.gated_unit import GatedLayer, RecurrentState, init_recurrent
 from zero.models.layer import Layer
@@ -108,6 +126,7 @@ class TransformerLayer(Layer):
         """`starts_BT` is the column where the segment of each position starts; None for one segment per row."""
         config = self.config
         (x_BTD, routing), cache = carry
+        x_BTD = self._laid_out(x_BTD)
         if keys_B is not None:
             keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, layer)
         site_keys = [None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, i) for i in range(4)]
@@ -126,6 +145,10 @@ class TransformerLayer(Layer):
         h_BTD = self._norm("norm_mlp", h_BTD, is_after=True) * config.residual_multiplier
         sum_BTD = sum_BTD + dropout(h_BTD, config.residual_drop_rate, site_keys[2], self.cut.of_positions)
         return ((sum_BTD, routing), cache), None
+
+    def _laid_out(self, x: jax.Array) -> jax.Array:
+        """`x` as products and kernels on TPU read it, forward and backward; source: docs/decisions/tpu-layouts.md."""
+        return row_major(x) if self.kernel in TPU_KERNELS else x
 
     def _norm(self, name: str, x: jax.Array, *, is_after: bool = False) -> jax.Array:
         """Applies the norm before or after a sublayer, if there is one; the latter's name ends in `_after`."""
@@ -174,9 +197,13 @@ class TransformerLayer(Layer):
     ) -> tuple[jax.Array, Cache | None]:
         config = self.config
 
+        form = attention_form(config, max(config.windows), self.cut)
+        shared = config.num_head // config.key_heads
+        are_split = splits_heads(self.kernel, form, positions=h_BTD.shape[1], shared=shared, width=config.head_width)
+
         def heads(name: str, count: int) -> jax.Array:
             shape = (count // self.cut.size, config.head_width)
-            features = (math.prod(shape),) if self.kernel is None else shape
+            features = shape if are_split else (math.prod(shape),)
             x_BTX = self._dense(h_BTD, features, name, adapter_keys_B, config.qkv_bias)
             return x_BTX.reshape(*x_BTX.shape[:2], *shape)
 
@@ -189,7 +216,11 @@ class TransformerLayer(Layer):
             positions = h_BTD.shape[1] * self.cut.ring if cache is None else cache.k_LBSGK.shape[2]
             rotation = rotation_of(config, layer, positions)
             numbers = self.cut.attended_numbers(position, h_BTD.shape[1])
-            q_BTHK, k_BSGK = (rotate(x, numbers, rotation, starts_BT) for x in (q_BTHK, k_BSGK))
+            angles = cosines_and_sines(h_BTD.shape[1], numbers, rotation, starts_BT)
+            is_fused = not are_split and fuses_rotation(
+                self.kernel, h_BTD.shape[1], config.head_width, angles[0].shape[-1]
+            )
+            q_BTHK, k_BSGK = ((fused_rotation if is_fused else rotate)(x, *angles) for x in (q_BTHK, k_BSGK))
         q_BTHK, k_BSGK, v_BSGK = (checkpoint_name(x, PROJECTIONS) for x in (q_BTHK, k_BSGK, v_BSGK))
         bias_CH = None
         if config.position_kind == "t5":
@@ -215,7 +246,7 @@ class TransformerLayer(Layer):
         attended_BTHK = self._by_window(cut, layer, q_BTHK, k_BSGK, v_BSGK, *seen)
         if swap is not None:
             attended_BTHK = swap.to_positions(attended_BTHK)
-        attended_BTX = lax.collapse(attended_BTHK, 2) if self.kernel is None else attended_BTHK
+        attended_BTX = attended_BTHK if are_split else lax.collapse(attended_BTHK, 2)
         out_BTD = self._residual_dense(attended_BTX, "attention_out", adapter_keys_B, config.out_bias)
         return checkpoint_name(out_BTD, PROJECTIONS), cache
 
@@ -251,6 +282,8 @@ class TransformerLayer(Layer):
         is_whole = queries == k_BSGK.shape[1] > 1  # with a cache there are more keys than queries
         asked: Any = {
             "positions": queries,
+            "shared": q_BTHK.shape[2] // k_BSGK.shape[2],
+            "width": q_BTHK.shape[3],
             "drops": keys_B is not None and form.dropout_rate > 0,
             "has_bias": bias_CH is not None,
             "has_segments": starts_BT is not None,
@@ -267,7 +300,8 @@ class TransformerLayer(Layer):
     def _mlp(self, h_BTD: jax.Array, adapter_keys_B: jax.Array | None) -> jax.Array:
         config = self.config
         own = (config.mlp_width // self.cut.size,)
-        h_BTF = checkpoint_name(self._dense(h_BTD, own, "mlp_in", adapter_keys_B, config.mlp_bias), MLP_IN)
+        h_BTF = self._laid_out(self._dense(h_BTD, own, "mlp_in", adapter_keys_B, config.mlp_bias))
+        h_BTF = checkpoint_name(h_BTF, MLP_IN)
         if config.gated:
             gate_BTF = checkpoint_name(self._dense(h_BTD, own, "mlp_gate", adapter_keys_B, config.mlp_bias), MLP_GATE)
             h_BTF = gated(config.activation, gate_BTF, h_BTF)

@@ -75,17 +75,14 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         master_dtype=zero.master_dtype,
         end_of_text=end_of_text,
         gather_dtype=None if zero.gather_dtype == "auto" else zero.gather_dtype,
-        kernel=chosen_kernel(
-            config.model.attention,
-            platform,
-            device_kind,
-            positions=config.data.max_context,
-            has_alibi=size.alibi_attn,
-        ),
+        kernel=chosen_kernel(config.model.attention, platform, device_kind, positions=config.data.max_context),
         tuning=make_tuning(dataclasses.asdict(config.tuning)),
     )
-    if config.model.attention == "kernel":
-        _warn_of_no_kernel(config, model)
+    missing = _missing_in_kernel(config, model)
+    if missing is not None and config.model.attention == "kernel":
+        log.warning("model.attention=kernel lacks %s: attention is computed as with model.attention=auto", missing)
+    if missing is not None:  # so that nothing counts on it, as `zero.remat=auto` does
+        model = dataclasses.replace(model, kernel=None)
     for leaf in (*model.base.layout_by_parts.leaves, *model.layout_by_parts.leaves):
         if leaf.is_cut and leaf.path[0] == STACK and leaf.splits[0].padding:
             raise UserError(
@@ -95,19 +92,20 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
     return model
 
 
-def _warn_of_no_kernel(config: Config, model: ShardedGPT) -> None:
+def _missing_in_kernel(config: Config, model: ShardedGPT) -> str | None:
+    """The first feature of the attention of training that the model's kernel lacks."""
     size, cut = model.config, model.cut
     swap = cut.head_swap(size.num_head, size.key_heads)
-    missing = missing_in(
+    return missing_in(
         model.kernel,
         attention_form(size, max(size.windows), cut if swap is None else swap.cut),
         positions=config.data.max_context,
+        shared=size.num_head // size.key_heads,
+        width=size.head_width,
         drops=size.attention_drop_rate > 0,
         has_bias=size.position_kind == "t5",
         has_segments=config.data.isolate_documents,
     )
-    if missing is not None:
-        log.warning("model.attention=kernel lacks %s: attention is computed as with model.attention=auto", missing)
 
 
 def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:

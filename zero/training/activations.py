@@ -16,8 +16,8 @@ def activation_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     """Bytes per device of the activations of one micro-batch of `rows` sequences, as an estimate.
 
     A layer holds 34 bytes per position and channel at two bytes a number, and 5 per pair of positions and head where
-    attention is dense; between layers the policy `remat` stores all of that, only inputs, or also other values. To it
-    come the logits of a chunk of the vocabulary and their gradient in float32.
+    attention is dense; between layers the policy `remat` stores all of that, only inputs, or also other values. Beside
+    it there is one layer or, in float32, the logits of a chunk of the vocabulary and their gradient.
 
     Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198,
     equation 2.
@@ -31,12 +31,12 @@ def activation_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     layer = (17 * channels + scores) // parts
     kept = {
         "none": size.N * layer,
-        "dots": size.N * 9 * channels + layer,  # inputs, and the results of products with weights
-        "nested": 2 * math.isqrt(size.N) * channels + layer,
+        "dots": size.N * 9 * channels,  # inputs, and the results of products with weights
+        "nested": 2 * math.isqrt(size.N) * channels,
     }
-    stored = size.N * (channels + positions * itemsize * stored_per_position(model) // parts) + layer
+    stored = size.N * (channels + positions * itemsize * stored_per_position(model) // parts)
     logits = 2 * 4 * positions * size.vocab_size // size.vocab_chunks // parts
-    return kept.get(model.remat, stored) + logits
+    return kept.get(model.remat, stored) + max(layer, logits)
 
 
 def stored_per_position(model: ShardedGPT) -> int:
@@ -52,15 +52,16 @@ def stored_per_position(model: ShardedGPT) -> int:
     return sum(count[name] for name in STORED.get(model.remat, ()))
 
 
-def ladder(model: ShardedGPT) -> tuple[str, ...]:
-    """Policies by the memory that they need, each of which saves time (docs/decisions/attention.md).
+_LONG = 4096  # positions; a kernel's attention takes longer to compute again than to store from here on
 
-    Storing the output of attention does not where a kernel computes it again from heads that ALiBi has not made wider.
-    """
+
+def ladder(model: ShardedGPT, context: int) -> tuple[str, ...]:
+    """Policies by the memory that they need, each of which saves time (docs/decisions/attention.md)."""
     if model.config.layer != "transformer" or model.config.experts is not None:
         return ("full",)
-    of_attention = ("mlp+attention",) if model.kernel is None or model.config.alibi_attn else ()
-    return ("full", "mlp_in", "mlp", *of_attention)
+    if model.kernel is None:
+        return ("full", "mlp_in", "mlp", "mlp+attention")
+    return ("full", "attention", "mlp_in+attention", "mlp+attention") if context >= _LONG else ("full", "mlp_in", "mlp")
 
 
 def fitting_remat(model: ShardedGPT, rows: int, context: int, held: int, capacity: float) -> str:
@@ -81,7 +82,7 @@ def fitting_remat(model: ShardedGPT, rows: int, context: int, held: int, capacit
     )  # one layer, its gradient, one gather
     fitting = [
         remat
-        for remat in ladder(model)
+        for remat in ladder(model, context)
         if fixed + activation_bytes(dataclasses.replace(model, remat=remat), rows, context) <= 0.9 * capacity
     ]
     return fitting[-1] if fitting else "full"

@@ -1,4 +1,4 @@
-"""Kernels of others against dense attention: what they compute, and what they are not asked for."""
+"""Kernels against dense attention: what they compute, and what they are not asked for."""
 
 from typing import Any
 
@@ -7,11 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from zero.models.attention import fused_kernel
 from zero.models.attention.dense import dense_attention
-from zero.models.attention.kernel import cudnn_attention, missing_in, splash_attention
+from zero.models.attention.kernel import (
+    TPU_KERNELS,
+    TpuKernel,
+    cudnn_attention,
+    kernel_attention,
+    kernel_of,
+    missing_in,
+    own_attention,
+    splash_attention,
+    splits_heads,
+)
 from zero.models.attention.scores import Form
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
+from zero.runtime.planning.topology import find_devices, prepare_environment
 
 
 def compare(attend: Any, groups: int, form: Form, starts: jax.Array | None = None, width: int = 16) -> None:
@@ -35,6 +47,71 @@ STARTS = jnp.asarray(np.repeat([0, 90, 91, 200], [90, 1, 109, 56])[None], jnp.in
 
 
 @pytest.mark.parametrize(
+    ("form", "starts", "groups", "width", "chunk"),
+    [
+        (Form(), None, 2, 128, 256),
+        (Form(divisor=3.0), None, 1, 128, 128),  # two chunks, and one head of keys for all queries
+        (Form(has_alibi=True), STARTS, 2, 64, 128),
+        (Form(has_alibi=True), STARTS, 4, 128, 256),
+    ],
+)
+@pytest.mark.parametrize("in_float32", [False, True])
+def test_own_kernel_computes_the_same(
+    form: Form,
+    starts: jax.Array | None,
+    groups: int,
+    width: int,
+    chunk: int,
+    in_float32: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Heads of whole tiles and others, one chunk and several, in which a kernel keeps sums from step to step."""
+    monkeypatch.setattr(fused_kernel, "_CHUNK", chunk)
+    generation = TpuKernel(128, 2**20, in_float32=in_float32)
+    compare(
+        lambda *args, **kwargs: own_attention(generation, *args, interpret=True, **kwargs), groups, form, starts, width
+    )
+
+
+def test_own_kernel_in_bfloat16() -> None:
+    """Products of bfloat16 numbers, sums and softmax in float32: as near as operands in float32 that are rounded."""
+    q, k, v, weights = jax.random.normal(jax.random.key(0), (4, 1, 256, 2, 128)).astype(jnp.bfloat16)
+
+    def grads(name: str) -> Any:
+        attend = lambda *qkv: own_attention(TPU_KERNELS[name], *qkv, form=Form(has_alibi=True), interpret=True)  # noqa: E731
+        out, pull_back = jax.vjp(attend, q, k, v)
+        return out, *pull_back(weights)
+
+    for narrow, wide in zip(grads("tpu_v4"), grads("tpu_v2"), strict=True):
+        assert narrow.dtype == wide.dtype == jnp.bfloat16
+        error = jnp.abs(narrow.astype(jnp.float32) - wide.astype(jnp.float32))
+        assert error.max() < 0.02 * jnp.abs(wide.astype(jnp.float32)).max()
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "topology", ["v3-8", "v6e-8", *(pytest.param(name, marks=slow) for name in ("v2-8", "v4-8", "v5e-8", "tpu7x-8"))]
+)
+def test_kernels_compile_for_tpu(topology: str) -> None:
+    """The TPU compiler takes both kernels, of several chunks and, but for v2 and v3, with shared heads of keys."""
+    prepare_environment(topology)
+    devices = find_devices(topology)[:1]
+    kernel = kernel_of("tpu", devices[0].device_kind)
+    assert kernel is not None
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return kernel_attention(kernel, q, k, v, form=Form(has_alibi=True)).astype(jnp.float32).sum()
+
+    key_heads = 2 if TPU_KERNELS[kernel].in_float32 else 1
+    step = jax.pmap(jax.grad(loss, argnums=(0, 1, 2)), devices=devices)
+    q, k = (jax.ShapeDtypeStruct((1, 1, 2048, heads, 128), jnp.bfloat16) for heads in (2, key_heads))
+    text = step.lower(q, k, k).compile().as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 2
+
+
+@pytest.mark.parametrize(
     ("form", "starts"),
     [(Form(), None), (Form(window=70, divisor=3.0, cap=1.5), STARTS), (Form(has_alibi=True), STARTS)],
 )
@@ -54,25 +131,55 @@ def test_cudnn_arguments(form: Form) -> None:
 @pytest.mark.parametrize(
     ("kernel", "change", "missing"),
     [
-        ("splash", {}, None),
+        ("tpu_v4", {}, None),
         ("cudnn", {}, None),
         (None, {}, "a kernel for this device"),
-        ("splash", {"form": Form(has_alibi=True)}, None),
+        ("tpu_v4", {"form": Form(has_alibi=True)}, None),
+        ("tpu_v2", {"form": Form(has_alibi=True)}, None),
         ("cudnn", {"form": Form(has_alibi=True)}, "ALiBi"),
-        ("splash", {"form": Form(has_alibi=True, cap=1.0)}, "a cap of scores with ALiBi"),
-        ("splash", {"form": Form(cap=1.0, window=3)}, None),
+        ("tpu_v4", {"form": Form(has_alibi=True, cap=1.0)}, "a cap of scores with ALiBi"),
+        ("tpu_v4", {"form": Form(cap=1.0, window=3)}, None),  # splash attention has them
+        ("tpu_v2", {"form": Form(window=3)}, "windows"),
+        ("tpu_v2", {"form": Form(window=256)}, None),  # as wide as the row
+        ("tpu_v2", {"form": Form(cap=1.0)}, "windows, caps"),
+        ("tpu_v2", {"positions": 16384}, "windows, caps, or rows of 16384"),
+        ("tpu_v2", {"positions": 2048, "shared": 2}, "windows, caps, or rows of 2048"),
+        ("tpu_v2", {"positions": 2048}, None),
+        ("tpu_v4", {"positions": 16384}, None),
         ("cudnn", {"form": Form(cap=1.0)}, "a cap of scores"),
         ("cudnn", {"has_segments": True}, "segments"),
-        ("splash", {"has_segments": True}, None),
-        ("splash", {"drops": True}, "dropout of attention"),
-        ("splash", {"has_bias": True}, "T5's bias"),
-        ("splash", {"positions": 200}, "rows of 200 positions"),
+        ("tpu_v6e", {"has_segments": True}, None),
+        ("tpu_v4", {"drops": True}, "dropout of attention"),
+        ("tpu_v4", {"has_bias": True}, "T5's bias"),
+        ("tpu_v4", {"positions": 200}, "rows of 200 positions"),
         ("cudnn", {"positions": 200}, None),
-        ("splash", {"form": Form(has_extra_logit=True)}, "a further logit"),
-        ("splash", {"form": Form(cut=ContextGroup(Axis("batch", (1, 8), context=2)))}, "rows that are cut"),
+        ("tpu_v4", {"form": Form(has_extra_logit=True)}, "a further logit"),
+        ("tpu_v4", {"form": Form(cut=ContextGroup(Axis("batch", (1, 8), context=2)))}, "rows that are cut"),
     ],
 )
 def test_what_a_kernel_lacks_is_named(kernel: str | None, change: dict[str, Any], missing: str | None) -> None:
-    asked: dict[str, Any] = {"form": Form(), "positions": 256, "drops": False, "has_bias": False, "has_segments": False}
+    asked: dict[str, Any] = {
+        "form": Form(),
+        "positions": 256,
+        "shared": 1,
+        "width": 128,
+        "drops": False,
+        "has_bias": False,
+        "has_segments": False,
+    }
     found = missing_in(kernel, **{**asked, **change})
     assert found == missing or (missing and found and found.startswith(missing))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "form", "width", "splits"),
+    [
+        (None, Form(), 128, False),  # as on CPU, where the last bits depend on it
+        ("tpu_v4", Form(), 128, False),
+        ("tpu_v4", Form(), 64, True),
+        ("tpu_v4", Form(window=3), 128, True),
+        ("cudnn", Form(), 128, True),
+    ],
+)
+def test_heads_as_dimensions(kernel: str | None, form: Form, width: int, splits: bool) -> None:
+    assert splits_heads(kernel, form, positions=256, shared=1, width=width) == splits

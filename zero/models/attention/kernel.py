@@ -1,4 +1,4 @@
-"""Fused attention kernels of jax (splash, for TPU) and NVIDIA (cuDNN), and their limits.
+"""Fused attention kernels: zero's own for TPU, jax's for TPU (splash) and NVIDIA's (cuDNN), and their limits.
 
 Shapes are named by suffix: B rows, T positions, H heads of queries, G heads of keys, K head dimension.
 """
@@ -6,44 +6,77 @@ Shapes are named by suffix: B rows, T positions, H heads of queries, G heads of 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from zero.models.attention.scores import Form, alibi_columns
+from zero.models.attention.scores import Form, alibi_columns, alibi_slopes
 from zero.models.stack import ATTENTION
 
-_TPUS_WITHOUT_KERNEL = ("TPU v2", "TPU v3")  # Mosaic compiles no bfloat16 matrix product for them
 _SPLASH_BLOCKS = (512, 256, 128)  # positions per block; the largest that divides a row
 
 
+class TpuKernel(NamedTuple):
+    """The settings of `fused_attention` for generations of TPU (docs/decisions/attention.md)."""
+
+    block: int  # positions of a block of scores
+    gradient: int  # most bytes of VMEM for the gradient of queries, in float32
+    vmem: int | None = None  # bytes that a kernel may use; None for the compiler's limit
+    in_float32: bool = False  # Mosaic compiles no bfloat16 product; the units round float32 to bfloat16 themselves
+
+
+_MIB = 2**20
+# By the first generation that they are for.
+TPU_KERNELS = {
+    "tpu_v2": TpuKernel(256, _MIB, in_float32=True),
+    "tpu_v4": TpuKernel(256, 4 * _MIB),
+    "tpu_v5e": TpuKernel(256, 16 * _MIB, vmem=48 * _MIB),
+    "tpu_v6e": TpuKernel(512, 16 * _MIB, vmem=48 * _MIB),
+}
+_BY_KIND = {
+    "TPU v2": "tpu_v2",
+    "TPU v3": "tpu_v2",
+    "TPU v5 lite": "tpu_v5e",
+    "TPU v6 lite": "tpu_v6e",
+    "TPU7x": "tpu_v6e",
+}
+
+
 def kernel_of(platform: str, device_kind: str) -> str | None:
-    """The kernel for a kind of device: "splash", "cudnn", or None.
+    """The kernel for a kind of device: a name of `TPU_KERNELS`, "cudnn", or None.
 
     >>> kernel_of("tpu", "TPU v5 lite"), kernel_of("tpu", "TPU v3"), kernel_of("gpu", "NVIDIA H100")
-    ('splash', None, 'cudnn')
+    ('tpu_v5e', 'tpu_v2', 'cudnn')
     """
     if platform == "tpu":
-        return None if device_kind in _TPUS_WITHOUT_KERNEL else "splash"
+        return _BY_KIND.get(device_kind, "tpu_v4")
     return "cudnn" if platform == "gpu" else None
 
 
-def chosen_kernel(choice: str, platform: str, device_kind: str, *, positions: int, has_alibi: bool) -> str | None:
-    """The kernel that `model.attention` asks for on a kind of device: "splash", "cudnn", or None.
+def chosen_kernel(choice: str, platform: str, device_kind: str, *, positions: int) -> str | None:
+    """The kernel that `model.attention` asks for on a kind of device, as `kernel_of` names it; None for none.
 
     `auto` takes it on TPU in rows of this many positions if the compiler's cycles predict that it is faster
     (docs/decisions/attention.md).
 
-    >>> [chosen_kernel("auto", "tpu", "TPU v4", positions=512, has_alibi=has_alibi) for has_alibi in (False, True)]
-    ['splash', None]
+    >>> [chosen_kernel("auto", "tpu", "TPU v4", positions=positions) for positions in (256, 512)]
+    [None, 'tpu_v4']
     """
-    is_faster = platform == "tpu" and positions >= (1024 if has_alibi else 512)
+    is_faster = platform == "tpu" and positions >= 512
     return kernel_of(platform, device_kind) if choice == "kernel" or (choice == "auto" and is_faster) else None
 
 
 def missing_in(
-    kernel: str | None, form: Form, *, positions: int, drops: bool, has_bias: bool, has_segments: bool
+    kernel: str | None,
+    form: Form,
+    *,
+    positions: int,
+    shared: int,
+    width: int,
+    drops: bool,
+    has_bias: bool,
+    has_segments: bool,
 ) -> str | None:
     """The first feature that this attention, with T queries and keys, needs and the kernel lacks; None if none.
 
@@ -51,23 +84,57 @@ def missing_in(
       kernel: as returned by `kernel_of`.
       form: the form of the scores.
       positions: positions of a row.
+      shared: heads of queries per head of keys.
+      width: head dimension.
       drops: whether probabilities are dropped.
       has_bias: whether T5's bias is added.
       has_segments: whether a row has several segments.
     """
+    of_tpu = TPU_KERNELS.get(kernel or "")
+    is_tpu = of_tpu is not None
+    has_splash = of_tpu is not None and not of_tpu.in_float32
     by_name = {
         "a kernel for this device": kernel is None,
-        "ALiBi": form.has_alibi and kernel != "splash",
+        "ALiBi": form.has_alibi and not is_tpu,
         "a cap of scores with ALiBi": form.has_alibi and form.cap is not None,
         "T5's bias": has_bias,
         "dropout of attention": drops,
         "a further logit": form.has_extra_logit,
         "rows that are cut around a ring": form.cut.ring > 1,
-        f"rows of {positions} positions": kernel == "splash" and positions % _SPLASH_BLOCKS[-1] > 0,
+        f"rows of {positions} positions": is_tpu and positions % _SPLASH_BLOCKS[-1] > 0,
         "a cap of scores": kernel == "cudnn" and form.cap is not None,
         "segments": kernel == "cudnn" and has_segments,
+        f"windows, caps, or rows of {positions} positions of this width on this TPU": is_tpu
+        and not has_splash
+        and not _fuses(kernel, form, positions, shared, width),
     }
     return next((name for name, is_missing in by_name.items() if is_missing), None)
+
+
+def splits_heads(kernel: str | None, form: Form, *, positions: int, shared: int, width: int) -> bool:
+    """Whether products around attention should have heads as dimensions, in front of positions.
+
+    Source: docs/decisions/attention.md
+
+    Args:
+      kernel: as returned by `kernel_of`.
+      form: the form of the scores.
+      positions, shared, width: as for `missing_in`.
+    """
+    reads_flat = _fuses(kernel, form, positions, shared, width) and width % 128 == 0
+    return kernel is not None and not reads_flat
+
+
+def fuses_rotation(kernel: str | None, positions: int, width: int, pairs: int) -> bool:
+    """Whether `fused_rotation` turns heads of this width, of which so many pairs turn."""
+    return kernel in TPU_KERNELS and positions % 8 == 0 and width % 128 == 0 and width == 2 * pairs
+
+
+def fused_rotation(x_BTHK: jax.Array, cos_BT1R: jax.Array, sin_BT1R: jax.Array) -> jax.Array:
+    """`zero.models.elements.rotate` in a kernel for TPU."""
+    from zero.models.attention.rotary_kernel import fused_rotate  # Pallas takes long to import
+
+    return fused_rotate(x_BTHK, cos_BT1R[:, :, 0], sin_BT1R[:, :, 0])
 
 
 def kernel_attention(
@@ -85,9 +152,51 @@ def kernel_attention(
       kernel: as returned by `kernel_of`.
       others: as for `dense_attention`.
     """
-    if kernel == "splash":
-        return splash_attention(q_BTHK, k_BTGK, v_BTGK, form=form, starts_BT=starts_BT)
-    return cudnn_attention(q_BTHK, k_BTGK, v_BTGK, form=form)
+    if kernel == "cudnn":
+        return cudnn_attention(q_BTHK, k_BTGK, v_BTGK, form=form)
+    _, positions, heads, width = q_BTHK.shape
+    if _fuses(kernel, form, positions, heads // k_BTGK.shape[2], width):
+        return own_attention(TPU_KERNELS[kernel], q_BTHK, k_BTGK, v_BTGK, form=form, starts_BT=starts_BT)
+    return splash_attention(q_BTHK, k_BTGK, v_BTGK, form=form, starts_BT=starts_BT)
+
+
+def _fuses(kernel: str | None, form: Form, positions: int, shared: int, width: int) -> bool:
+    """Whether `fused_attention` computes this form; splash attention is slower, and has the rest."""
+    if kernel not in TPU_KERNELS:
+        return False
+    is_plain = form.cap is None and not 0 < form.window < positions
+    return is_plain and 4 * positions * shared * max(width, 128) <= TPU_KERNELS[kernel].gradient
+
+
+def own_attention(
+    generation: TpuKernel,
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    *,
+    form: Form,
+    starts_BT: jax.Array | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """zero's own kernel for TPU (`fused_attention`); `interpret` emulates it on CPU."""
+    # Imported here because Pallas takes longer to import than the rest of this package.
+    from zero.models.attention.fused_kernel import fused_attention
+
+    slopes_H = None
+    if form.has_alibi:
+        slopes_H = form.cut.part(jnp.asarray(alibi_slopes(q_BTHK.shape[2] * form.cut.size)), 0)
+    return fused_attention(
+        q_BTHK,
+        k_BTGK,
+        v_BTGK,
+        slopes_H,
+        starts_BT,
+        scale=_scale(q_BTHK, form),
+        block=generation.block,
+        in_float32=generation.in_float32,
+        vmem=generation.vmem,
+        interpret=interpret,
+    )
 
 
 def splash_attention(
@@ -103,7 +212,6 @@ def splash_attention(
 
     ALiBi is part of the products of queries and keys: both are up to 6 columns wider (`alibi_columns`).
     """
-    # Imported here because Pallas takes longer to import than the rest of this package.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     positions, heads = q_BTHK.shape[1:3]

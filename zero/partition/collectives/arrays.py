@@ -182,6 +182,8 @@ def _scatter_sum_phase(x: jax.Array, dim: int, axis: Axis, over: int, apart: int
     groups = axis.groups(over, apart)
     if x.dtype == reduce and not axis.exchanges:
         return lax.psum_scatter(x, axis.name, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
+    # Without the barrier XLA for TPU computes a gradient in the order of its parts, from copies of activations.
+    x = lax.optimization_barrier(x)
     received = lax.all_to_all(x, axis.name, dim, dim, tiled=True, axis_index_groups=groups)
     shape = (*x.shape[:dim], over, x.shape[dim] // over, *x.shape[dim + 1 :])
     return received.reshape(shape).astype(reduce).sum(dim)

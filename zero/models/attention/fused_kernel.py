@@ -1,0 +1,436 @@
+"""Causal attention in two kernels for TPU, forward and backward, written in Pallas.
+
+Scores of a block have keys along sublanes and queries along lanes. Maxima and sums over keys are then elementwise, the
+log-sum-exp of queries is a vector of lanes, ALiBi's bias is one addition, and three of the four products of the
+backward pass take the scores as they are. A kernel holds a chunk of queries and one of keys in VMEM; its loops over
+blocks are unrolled, so that the compiler runs the products of one block beside the softmax of another.
+
+Scores are in units of log2: queries come multiplied by log2(e). Shapes are named by suffix: B rows, H heads of queries,
+G heads of keys, T and S positions of queries and keys, K head dimension.
+
+Sources: Dao, FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2; Press et al., ALiBi, arXiv 2108.12409.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from zero.models.stack import ATTENTION
+
+LOG2E = math.log2(math.e)
+_ROWS = (((1,), (1,)), ((), ()))  # contracts the last dimensions of both
+_PLAIN = (((1,), (0,)), ((), ()))  # a product of matrices
+_LOWEST = -1e30
+_LANES = 128
+_CHUNK = 1024  # positions whose loops are unrolled; with 2,048 the compiler spills too many registers
+
+
+class Problem(NamedTuple):
+    """The sizes and the features of one call of both kernels. A row has `chunks * blocks * block` positions."""
+
+    rows: int
+    heads: int  # of keys
+    shared: int  # heads of queries per head of keys
+    width: int  # head dimension
+    block: int  # positions of a block of scores
+    blocks: int  # per chunk
+    chunks: int
+    in_float32: bool  # whether products take operands in float32
+    has_alibi: bool
+    has_segments: bool
+    vmem: int | None  # bytes of VMEM; None for the compiler's limit
+    interpret: bool
+
+    @property
+    def chunk(self) -> int:
+        return self.block * self.blocks
+
+    @property
+    def computed(self) -> int:
+        """Scores that are computed: those of blocks on and below the diagonal."""
+        blocks = self.chunks * self.blocks
+        return self.rows * self.heads * self.shared * blocks * (blocks + 1) // 2 * self.block**2
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether arrays are `(B, T, H K)`, as products make them, with heads of whole tiles; else `(B H, T, K)`."""
+        return self.width % _LANES == 0
+
+    def pairs(self, by_keys: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Chunks of queries and of keys, one pair after the other: all keys of a chunk of queries, or the reverse."""
+        found = [(i, j) for i in range(self.chunks) for j in range(i + 1)]
+        queries, keys = zip(*sorted(found, key=lambda pair: pair[::-1] if by_keys else pair), strict=True)
+        return np.asarray(queries, np.int32), np.asarray(keys, np.int32)
+
+
+def cut_positions(positions: int, block: int, most: int) -> tuple[int, int, int]:
+    """Positions of a block, at most `block`; blocks of a chunk of at most `most` positions; chunks.
+
+    >>> cut_positions(8192, 512, 1024), cut_positions(1920, 256, 1024)
+    ((512, 2, 8), (128, 5, 3))
+    """
+    block = next(size for size in (min(block, most), 256, _LANES) if positions % size == 0)
+    blocks = next(count for count in range(max(1, most // block), 0, -1) if positions // block % count == 0)
+    return block, blocks, positions // block // blocks
+
+
+def fused_attention(
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    slopes_H: jax.Array | None,
+    starts_BT: jax.Array | None,
+    *,
+    scale: float,
+    block: int,
+    in_float32: bool = False,
+    vmem: int | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Causal attention `(B, T, H, K)`; T is a multiple of 128.
+
+    Args:
+      q_BTHK, k_BTGK, v_BTGK: queries, keys and values; `H / G` heads of queries share one of keys.
+      slopes_H: ALiBi's slopes; None for no bias.
+      starts_BT: the first position that each query sees, int32; None for 0.
+      scale: factor of the products of queries and keys.
+      block: positions of a block of scores, 256 or 512.
+      in_float32: whether products take operands in float32, for a TPU that multiplies no others.
+      vmem: bytes of VMEM that a kernel may use; None for the compiler's limit.
+      interpret: whether to emulate the kernels on CPU.
+    """
+    (rows, positions, heads, width), shared = q_BTHK.shape, q_BTHK.shape[2] // k_BTGK.shape[2]
+    # For VMEM: wide heads have shorter chunks, and narrow ones, which are padded to whole lanes.
+    most = _CHUNK * _LANES // max(_LANES, width) // (2 if width % _LANES else 1)
+    problem = Problem(
+        rows,
+        heads // shared,
+        shared,
+        width,
+        *cut_positions(positions, block, most),
+        in_float32,
+        slopes_H is not None,
+        starts_BT is not None,
+        vmem,
+        interpret,
+    )
+    slopes = jnp.zeros(heads) if slopes_H is None else slopes_H * LOG2E
+    starts = jnp.zeros((rows, positions), jnp.int32) if starts_BT is None else starts_BT
+
+    def viewed(x_BTHK: jax.Array) -> jax.Array:
+        if problem.is_flat:
+            return lax.collapse(x_BTHK, 2)
+        return lax.collapse(x_BTHK.swapaxes(1, 2), 0, 2)
+
+    out = _attention(*map(viewed, (q_BTHK * (scale * LOG2E), k_BTGK, v_BTGK)), slopes, starts[:, None], problem)
+    if problem.is_flat:
+        return out.reshape(q_BTHK.shape)
+    return out.reshape(rows, heads, positions, width).swapaxes(1, 2)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, slopes: jax.Array, starts: jax.Array, problem: Problem) -> Any:
+    return _forward(q, k, v, slopes, starts, problem)[0]
+
+
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, slopes: jax.Array, starts: jax.Array, problem: Problem) -> Any:
+    """The output, and what the backward pass needs: also log2 of each query's sum of exponentials, `(B, H, 1, T)`."""
+    width, chunk = problem.width, problem.chunk
+    operands = [x.astype(jnp.float32) if problem.in_float32 else x for x in (q, k, v)]
+    call = _call(
+        partial(_forward_kernel, problem),
+        problem,
+        inputs=("queries", "keys", "keys", "starts"),
+        outputs=[("queries", q), ("of queries", _of_queries(problem))],
+        scratch=[
+            pltpu.VMEM((width, chunk), operands[0].dtype),
+            *[pltpu.VMEM((1, chunk), jnp.float32)] * 2,
+            pltpu.VMEM((width, chunk), jnp.float32),
+        ],
+        products=2,
+        by_keys=False,
+        name="zero_attention_fwd",
+    )
+    out, lse = (checkpoint_name(x, ATTENTION) for x in call(slopes, *operands, starts))
+    return out, (q, k, v, slopes, starts, out, lse)
+
+
+def _backward(problem: Problem, saved: Any, grad: jax.Array) -> Any:
+    q, k, v, slopes, starts, out, lse = saved
+    width, chunk, shared = problem.width, problem.chunk, problem.shared
+    operands = [x.astype(jnp.float32) if problem.in_float32 else x for x in (q, k, v, grad)]
+    call = _call(
+        partial(_backward_kernel, problem),
+        problem,
+        inputs=("queries", "keys", "keys", "queries", "queries", "of queries", "starts"),
+        outputs=[("last queries", q), ("keys", k), ("keys", v)],
+        scratch=[
+            pltpu.VMEM((width, chunk), operands[0].dtype),
+            pltpu.VMEM((shared, problem.chunks, 1, chunk), jnp.float32),
+            pltpu.VMEM((shared, problem.chunks, width, chunk), jnp.float32),
+            *[pltpu.VMEM((chunk, width), jnp.float32)] * 2,
+        ],
+        products=5,
+        by_keys=True,
+        name="zero_attention_bwd",
+    )
+    grads = call(slopes, *operands, out, lse, starts)
+    return *grads, jnp.zeros_like(slopes), np.zeros(starts.shape, jax.dtypes.float0)
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _forward_kernel(
+    problem: Problem,
+    queries: Any,
+    keys: Any,
+    slopes: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    starts_ref: Any,
+    out_ref: Any,
+    lse_ref: Any,
+    v_KS: Any,
+    most_1T: Any,
+    sum_1T: Any,
+    out_KT: Any,
+) -> None:
+    """A chunk of queries and one of keys; the last chunk of keys is the one on the diagonal."""
+    head, pair = pl.program_id(1) * problem.shared + pl.program_id(2), pl.program_id(3)
+    i, j = queries[pair], keys[pair]
+    v_KS[...] = v_ref[0].T
+    sums = (most_1T, _LOWEST), (sum_1T, 0.0), (out_KT, 0.0)
+
+    def attend(block: int, seen: int, is_diagonal: bool) -> None:
+        """Adds blocks of keys, the first `seen` of the chunk, to the sums of a block of queries."""
+        at = pl.ds(block * problem.block, problem.block)
+        starts = starts_ref[0, :, at] if problem.has_segments else None
+        if problem.chunks == 1:
+            most, total, out = (jnp.full((x.shape[0], problem.block), first) for x, first in sums)
+        else:
+            most, total, out = (jnp.where(j == 0, first, x[:, at]) for x, first in sums)
+        for other in range(seen):
+            s_ST = _scores(problem, q_ref, k_ref, slopes[head], starts, i, j, block, other, is_diagonal)
+            more = jnp.maximum(most, s_ST.max(0, keepdims=True))
+            p_ST, shrink = jnp.exp2(s_ST - more), jnp.exp2(most - more)
+            total = total * shrink + p_ST.sum(0, keepdims=True)
+            values = v_KS[:, pl.ds(other * problem.block, problem.block)]
+            out = out * shrink + _dot(values, p_ST.astype(values.dtype), _PLAIN)
+            most = more
+        if is_diagonal:
+            out_ref[0, at] = (out / total).T.astype(out_ref.dtype)
+            lse_ref[0, 0, :, at] = most + jnp.log2(total)
+        else:
+            most_1T[:, at], sum_1T[:, at], out_KT[:, at] = most, total, out
+
+    _for_each_block(problem, i, j, attend)
+
+
+def _backward_kernel(
+    problem: Problem,
+    queries: Any,
+    keys: Any,
+    slopes: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    grad_ref: Any,
+    out_ref: Any,
+    lse_ref: Any,
+    starts_ref: Any,
+    dq_ref: Any,
+    dk_ref: Any,
+    dv_ref: Any,
+    k_KS: Any,
+    delta_1T: Any,
+    dq_KT: Any,
+    dk_SK: Any,
+    dv_SK: Any,
+) -> None:
+    """A chunk of queries and one of keys; the first chunk of queries is the one on the diagonal.
+
+    It is also the one to which no later keys add: its gradient of queries is complete.
+    """
+    pair, member = pl.program_id(2), pl.program_id(3)
+    i, j, head = queries[pair], keys[pair], pl.program_id(1) * problem.shared + member
+    k_KS[...] = k_ref[0].T
+
+    def delta_of(at: Any) -> jax.Array:
+        """The products of outputs and their gradients, summed over the head dimension."""
+        products = out_ref[0, at].astype(jnp.float32) * grad_ref[0, at].astype(jnp.float32)
+        return products.T.sum(0, keepdims=True)
+
+    if problem.chunks > 1:
+
+        @pl.when(j == 0)
+        def _() -> None:
+            delta_1T[member, i] = delta_of(slice(None))
+
+    def attend(block: int, seen: int, is_diagonal: bool) -> None:
+        """Adds what a block of queries sends back to itself and to blocks of keys, the first `seen` of the chunk."""
+        at = pl.ds(block * problem.block, problem.block)
+        starts = starts_ref[0, :, at] if problem.has_segments else None
+        if problem.chunks == 1:
+            delta, dq = delta_of(at), jnp.zeros((problem.width, problem.block), jnp.float32)
+        else:
+            delta, dq = delta_1T[member, i, :, at], _unless(j == 0, dq_KT[member, i, :, at])
+        for other in range(seen):
+            of_keys = pl.ds(other * problem.block, problem.block)
+            s_ST = _scores(problem, q_ref, k_ref, slopes[head], starts, i, j, block, other, is_diagonal)
+            p_ST = jnp.exp2(s_ST - lse_ref[0, 0, :, at])
+            dp_ST = _dot(v_ref[0, of_keys], grad_ref[0, at], _ROWS)
+            ds_ST = (p_ST * (dp_ST - delta)).astype(k_KS.dtype)
+            dv = _dot(p_ST.astype(k_KS.dtype), grad_ref[0, at], _PLAIN)
+            dk = _dot(ds_ST, q_ref[0, at], _PLAIN)
+            if is_diagonal and other == block:  # the first that these keys receive from a head of queries
+                dk_SK[of_keys] = _unless(problem.shared == 1 or member == 0, dk_SK[of_keys]) + dk
+                dv_SK[of_keys] = _unless(problem.shared == 1 or member == 0, dv_SK[of_keys]) + dv
+            else:
+                dk_SK[of_keys] += dk
+                dv_SK[of_keys] += dv
+            dq += _dot(k_KS[:, of_keys], ds_ST, _PLAIN)
+        if is_diagonal:
+            dq_ref[0, at] = (dq / LOG2E).T.astype(dq_ref.dtype)
+        else:
+            dq_KT[member, i, :, at] = dq
+
+    _for_each_block(problem, i, j, attend)
+
+    def finish() -> None:
+        dk_ref[0] = (dk_SK[...] / LOG2E).astype(dk_ref.dtype)
+        dv_ref[0] = dv_SK[...].astype(dv_ref.dtype)
+
+    if problem.chunks * problem.shared == 1:
+        finish()
+    else:
+        pl.when((i == problem.chunks - 1) & (member == problem.shared - 1))(finish)
+
+
+def _for_each_block(problem: Problem, i: Any, j: Any, attend: Any) -> None:
+    """Calls `attend(block of queries, number of blocks of keys, is_diagonal)` for a pair of chunks."""
+
+    def diagonal() -> None:
+        for block in range(problem.blocks):
+            attend(block, block + 1, True)
+
+    def below() -> None:
+        for block in range(problem.blocks):
+            attend(block, problem.blocks, False)
+
+    if problem.chunks == 1:
+        diagonal()
+    else:
+        pl.when(i == j)(diagonal)
+        pl.when(i > j)(below)
+
+
+def _unless(is_first: Any, x: jax.Array) -> jax.Array:
+    return jnp.where(is_first, jnp.zeros_like(x), x)
+
+
+def _scores(
+    problem: Problem,
+    q_ref: Any,
+    k_ref: Any,
+    slope: Any,
+    starts: Any,
+    i: Any,
+    j: Any,
+    block: int,
+    other: int,
+    is_diagonal: bool,
+) -> jax.Array:
+    """Scores `(keys, queries)` of a block of queries and another one of keys.
+
+    ALiBi counts positions from the block's own: what is the same for all keys of a query changes nothing.
+    """
+    size = problem.block
+    s_ST = _dot(k_ref[0, pl.ds(other * size, size)], q_ref[0, pl.ds(block * size, size)], _ROWS)
+    before = (j - i) * problem.chunk + (other - block) * size  # the first key, counted from the first query
+    key_S1 = lax.broadcasted_iota(jnp.int32, (size, 1), 0) + before
+    if problem.has_alibi:
+        s_ST += slope * key_S1.astype(jnp.float32)
+    if is_diagonal and other == block:
+        seen = lax.broadcasted_iota(jnp.int32, s_ST.shape, 0) <= lax.broadcasted_iota(jnp.int32, s_ST.shape, 1)
+        s_ST = jnp.where(seen, s_ST, _LOWEST)
+    if starts is not None:
+        s_ST = jnp.where(key_S1 + i * problem.chunk + block * size >= starts, s_ST, _LOWEST)
+    return s_ST
+
+
+def _dot(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
+    return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+
+
+def _of_queries(problem: Problem) -> jax.ShapeDtypeStruct:
+    heads, positions = problem.heads * problem.shared, problem.chunk * problem.chunks
+    return jax.ShapeDtypeStruct((problem.rows, heads, 1, positions), jnp.float32)
+
+
+def _call(
+    kernel: Any,
+    problem: Problem,
+    *,
+    inputs: tuple[str, ...],
+    outputs: list[tuple[str, Any]],
+    scratch: list[Any],
+    products: int,
+    by_keys: bool,
+    name: str,
+) -> Any:
+    """A kernel over rows, heads of keys, and heads of queries and pairs of chunks, the latter first if `by_keys`.
+
+    The slopes of all heads come before its inputs.
+    """
+    shared, chunk, pairs = problem.shared, problem.chunk, problem.pairs(by_keys)
+
+    def spec(kind: str) -> pl.BlockSpec:
+        def index(b: Any, g: Any, x: Any, y: Any, queries: Any, keys: Any, _: Any) -> tuple[Any, ...]:
+            member, pair = (y, x) if by_keys else (x, y)
+            at = keys[pair] if kind in ("keys", "last queries") else queries[pair]
+            if kind == "starts":
+                return b, 0, at
+            is_keys = kind == "keys"
+            head, heads = (g, problem.heads) if is_keys else (g * shared + member, problem.heads * shared)
+            if kind == "of queries":
+                return b, head, 0, at
+            return (b, at, head) if problem.is_flat else (b * heads + head, at, 0)
+
+        shapes = {"starts": (1, 1, chunk), "of queries": (1, 1, 1, chunk)}
+        return pl.BlockSpec(shapes.get(kind, (1, chunk, problem.width)), index)
+
+    grid = (problem.rows, problem.heads, *((len(pairs[0]), shared) if by_keys else (shared, len(pairs[0]))))
+    call = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=grid,
+            in_specs=[spec(kind) for kind in inputs],
+            out_specs=[spec(kind) for kind, _ in outputs],
+            scratch_shapes=scratch,
+        ),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in outputs],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=problem.vmem
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * products * problem.computed * _LANES * math.ceil(problem.width / _LANES),  # of whole units
+            transcendentals=problem.computed,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for _, x in outputs),
+        ),
+        interpret=problem.interpret,
+        name=name,
+    )
+    return partial(call, *map(jnp.asarray, pairs))
