@@ -72,6 +72,31 @@ def test_mistake_in_a_real_process(arguments: list[str], named: list[str], tmp_p
     cli.check_refusal(cli.run(tmp_path, *arguments), *named)
 
 
+LATER = ("fsspec", "google.cloud", "matplotlib", "orbax", "plotly", "tensorstore", "tokenizers", "torch", "wandb")
+AT_THE_FIRST_STEP = f"""
+import logging, os, sys
+
+def report(record):
+    if record.msg.startswith("first step with"):
+        print("imported:", *(name for name in {LATER} if name in sys.modules), file=sys.stderr, flush=True)
+        os._exit(0)
+    return True
+
+logging.getLogger("zero.runtime.run.active_run").addFilter(report)
+"""
+
+
+def test_first_step_waits_for_nothing_else(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step two programs are compiled, for the state and the step, and only its libraries imported."""
+    monkeypatch.setenv("JAX_LOG_COMPILES", "1")
+    monkeypatch.setenv("NETRC", str(workplace / "absent"))  # no login of W&B
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with cli.customized(AT_THE_FIRST_STEP):
+        done = cli.run(workplace, *cli.TINY, "data.wandb_project=zero", "hydra.run.dir=first_step")
+    assert done.stderr.splitlines()[-1].split() == ["imported:"], done.stderr
+    assert done.stderr.count("Finished XLA compilation of") == 2, done.stderr
+
+
 def test_every_mistake_has_a_line(forks: cli.Forks) -> None:
     """Those that Hydra refuses one at a time, and those that the check finds in what is left."""
     done = forks.run("model.sizee=test", "training.total_steps=many", "zero.stage=7", "seed=-1")
@@ -112,19 +137,22 @@ def test_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert capsys.readouterr().err.endswith("error: the bucket does not answer\nerror: one\nerror: two\n")
 
 
+IN_UNITS = pytest.mark.slow  # test_check.py and test_index_files.py have them without a process
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["+trainig.total_steps=5"], ["trainig", "expected one of mode"]),
+        pytest.param(["+trainig.total_steps=5"], ["trainig", "expected one of mode"], marks=IN_UNITS),
         (
             ["training.batch_size=12", "data.index_path_train=absent.index", "data.corpus=absent"],
             ["training.batch_size", "12", "8 devices", "gradient_accumulation_steps=2", "16"],
         ),
         (["zero.context_shards=16"], ["zero.context_shards=16", "a divisor of 8, the number of devices"]),
-        (["data.resume_step=5"], ["data.resume_step=5", "--resume"]),
+        pytest.param(["data.resume_step=5"], ["data.resume_step=5", "--resume"], marks=IN_UNITS),
         (["data.tokenizer=none.json"], ["none.json"]),
         (["data.index_path_validation=none.index"], ["none.index"]),
-        (["data.index_path_train=bad/empty.index"], ["bad/empty.index", "no shards"]),
+        pytest.param(["data.index_path_train=bad/empty.index"], ["bad/empty.index", "no shards"], marks=IN_UNITS),
         (["data.index_path_train=bad/lost.index"], ["bad/lost.index", "lost.tar", "missing"]),
         (["data.index_path_train=bad/cut.index"], ["cut.tar", "truncated"]),
         (["data.index_path_train=bad/big.index"], ["big.tar", "sample 007", "token 300", "vocabulary of 257"]),

@@ -15,6 +15,7 @@ from typing import Any
 
 import hydra
 
+import zero.runtime.checkpoints.orbax_commit
 import zero.runtime.main
 import zero.runtime.train  # noqa: F401  what takes long to import
 from zero.runtime.config.saved_config import default_config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import signal
@@ -63,7 +64,11 @@ def run(config: DictConfig) -> None:
             check_places(config, run_directory, keys)
             continue_job(config, run_directory, keys)
         checked, size = resolve(config, overrides)
-        status = program(checked.mode)(checked, size, run_directory)
+        start = program(checked.mode)
+        if not gc.isenabled():  # by main_zero.py; what is imported stays, and is not looked at again
+            gc.freeze()
+            gc.enable()
+        status = start(checked, size, run_directory)
         if is_job and not status:
             write_table(run_directory.parent, keys)
     if status:

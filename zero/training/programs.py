@@ -36,6 +36,7 @@ class Programs(NamedTuple):
     Attributes:
       init: `(key data)`, one row per device, all alike, to weights: parameter shards, and the model's collections.
       start: weights, donated, to a new `TrainState`.
+      fresh: seeds, one per device, all alike, to the new `TrainState` of `init` and `start`, in one program.
       step: `(TrainState, Batch)`, the state donated, to the next state and shared metrics.
       evaluate: `(weights, tokens)`, and the reference's log-probabilities if the objective has one, to shared sums: of
         the objective's terms, their number, and of its metrics. Of the likelihood: losses, and tokens scored.
@@ -48,6 +49,7 @@ class Programs(NamedTuple):
 
     init: Any
     start: Any
+    fresh: Any
     step: Any
     evaluate: Any
     verify: Any
@@ -79,6 +81,7 @@ def make_programs(
     return Programs(
         init=pmap(lambda key_data: model.init(jax.random.wrap_key_data(key_data))),
         start=pmap(start, donate_argnums=0),
+        fresh=pmap(lambda seed: start(model.init(jax.random.key(seed)))),
         step=pmap(step, donate_argnums=0, out_axes=(0, None)),
         evaluate=pmap(partial(evaluate_step, objective=options.objective, **scoring), out_axes=None),
         verify=pmap(partial(verify, model=model, micro_batches=options.micro_batches), out_axes=None),

@@ -212,7 +212,7 @@ class ShardedGPT:
     @cached_property
     def collection_layouts(self) -> dict[str, Layout]:
         """The layout of each collection: whole on every device."""
-        shapes = jax.eval_shape(self.new_collections, jax.random.key(0))
+        shapes = jax.eval_shape(self.new_collections, jax.eval_shape(jax.random.key, 0))
         return {name: make_layout(tree, self.axis.shards).whole() for name, tree in shapes.items()}
 
     def weight_shapes(self) -> PyTree:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers import cli
-from zero.runtime.checkpoints.orbax_commit import Retention, Saved
+from zero.runtime.checkpoints.retention import Retention, Saved
 from zero.runtime.run_directory import saved_steps
 from zero.runtime.tracking.metrics_file import read_metrics
 

@@ -168,7 +168,7 @@ def test_mistakes_are_one_line(forks: cli.Forks, arguments: tuple[str, ...], mes
     assert last.startswith("error: ") and re.search(message, last), done.stderr
 
 
-@pytest.mark.parametrize("mode", ["sample", "evaluate"])
+@pytest.mark.parametrize("mode", ["sample", pytest.param("evaluate", marks=pytest.mark.slow)])
 def test_closed_pipe(forks: cli.Forks, mode: str) -> None:
     """A reader that has gone does not end the program.
 

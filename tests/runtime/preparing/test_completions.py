@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
-from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.corpora import call, digest, make, tokens_of
 from zero.runtime.errors import UserError
@@ -140,6 +139,8 @@ def with_template(chat_tokenizer: Path, place: Path, template: str, is_file: boo
     (place / "tokenizer_config.json").write_text(json.dumps(config))
     path = place / "tokenizer.json"
     path.write_bytes(chat_tokenizer.read_bytes())
+    from transformers import PreTrainedTokenizerFast  # here, as every worker imports every module of tests
+
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(path), bos_token="<bos>", eos_token="<|im_end|>")
     theirs.chat_template = template
     return load_tokenizer(str(path)), theirs

@@ -164,6 +164,23 @@ def test_login_is_found_without_asking(tmp_path: Path, no_login: None, monkeypat
     assert not _has_login("https://elsewhere.example.org")
 
 
+def is_running() -> bool:
+    return wandb.run is not None
+
+
+def test_wandb_starts_with_the_first_line(tmp_path: Path, no_login: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a login wandb starts with the first line, and with one before it."""
+    with Tracker(tmp_path, project="zero-tests", config={}, resumed_from=None) as tracker:
+        assert (tmp_path / "wandb_run_id").exists() and not is_running()
+        tracker.log({"step": 1})
+        assert is_running()
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    wandb.teardown()
+    with Tracker(tmp_path, project="zero-tests", config={}, resumed_from=1):
+        assert is_running()
+
+
 def test_wandb_cannot_start(tmp_path: Path, no_login: None) -> None:
     """A failure of wandb to start is an error."""
     with pytest.raises(UserError, match=r"W&B could not start .*wandb_project=null"):

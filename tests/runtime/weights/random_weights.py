@@ -87,6 +87,12 @@ SIZES = {
     ),
 }
 EACH = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+SOME = ("gpt2", "bloom", "gpt_neox", "phi3", "gpt_oss", "gemma3")  # tied or not, joined products, experts, biases
+SOME_OF_EACH = pytest.mark.parametrize(
+    "size",
+    [pytest.param(size, marks=() if name in SOME else pytest.mark.slow) for name, size in SIZES.items()],
+    ids=SIZES,
+)
 BOTH = pytest.mark.parametrize("size", [ALIBI, LEARNED], ids=["bloom", "gpt2"])
 RUN = {"data": {"tokenizer": "bytes"}}
 

@@ -20,6 +20,7 @@ from tests.runtime.weights.random_weights import (
     EACH,
     LEARNED,
     SIZES,
+    SOME_OF_EACH,
     assert_same,
     contents,
     model_of,
@@ -71,7 +72,7 @@ def test_equals_transformers(size: GPTConfig, tmp_path: Path) -> None:
     assert written[0, len(prompt) :].tolist() == tokens.tolist()
 
 
-@EACH
+@SOME_OF_EACH  # test_equals_transformers exports each, and test_hf_folder.py reads them
 def test_round_trip_of_an_export(size: GPTConfig, tmp_path: Path) -> None:
     """A model that is exported, imported and exported again has the same bytes."""
     save(tmp_path / "first", size, 3, 7)
@@ -212,7 +213,9 @@ def test_full_disk_is_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("llama", marks=pytest.mark.slow), "qwen3", pytest.param("gpt_neox", marks=pytest.mark.slow)]
+)
 def test_export_of_mup(family: str, tmp_path: Path) -> None:
     """A model in mup is exported as the standard model with the same logits.
 

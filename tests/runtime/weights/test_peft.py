@@ -42,7 +42,7 @@ def rows() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 300, (STEPS, 8, 1, CONTEXT), np.int32)
 
 
-@pytest.fixture(scope="module", params=["lora", "dora"])
+@pytest.fixture(scope="module", params=[pytest.param("lora", marks=pytest.mark.slow), "dora"])
 def trained_by_peft(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Peft:
     import peft
     import torch

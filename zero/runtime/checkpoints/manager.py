@@ -16,14 +16,14 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import global_shapes
@@ -31,11 +31,14 @@ from zero.partition.layout import Layout, PyTree
 from zero.runtime import storage
 from zero.runtime.checkpoints.damage import DamagedCheckpoint, move_aside, read_errors, without_brackets, write_errors
 from zero.runtime.checkpoints.migration import FORMAT, migrate, stored_path
-from zero.runtime.checkpoints.orbax_commit import Retention, Saved, barrier_unless_failing, temporary_path_class
 from zero.runtime.checkpoints.quiet_orbax import draining_event_loops, quiet_loggers
+from zero.runtime.checkpoints.retention import Retention, Saved
 from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.hosts import agreement
 from zero.runtime.parsing import reading
+
+if TYPE_CHECKING:  # orbax is imported where it is used: a fresh start of one process does not wait for it
+    import orbax.checkpoint as ocp
 
 PACKAGES = ("zero-pmap", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 META_CHECKSUM = "meta_checksum"
@@ -72,11 +75,30 @@ class Checkpoints:
             _check_path(self.directory)
         with ExitStack() as stack:
             stack.enter_context(quiet_loggers())
-            self._arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
-            self._manager = self._open()
+            if not self._is_absent():
+                self._manager  # noqa: B018, opens the directory
             self._until_closed = stack.pop_all()
 
-    def _open(self) -> ocp.CheckpointManager:
+    def _is_absent(self) -> bool:
+        """Whether there is nothing to open yet: no such local directory. Several hosts open it together, so at once."""
+        return jax.process_count() == 1 and isinstance(self.directory, Path) and not self.directory.exists()
+
+    @property
+    def _is_open(self) -> bool:
+        return "_manager" in vars(self)
+
+    @cached_property
+    def _arrays(self) -> ocp.PyTreeCheckpointHandler:
+        import orbax.checkpoint as ocp
+
+        return ocp.PyTreeCheckpointHandler(use_compression=False)
+
+    @cached_property
+    def _manager(self) -> ocp.CheckpointManager:
+        import orbax.checkpoint as ocp
+
+        from zero.runtime.checkpoints.orbax_commit import barrier_unless_failing, temporary_path_class
+
         is_remote = storage.is_remote(storage.join(self.directory, "0"))
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._keep and dataclasses.replace(self._keep, saved=self._known),
@@ -112,6 +134,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps that were saved, oldest first."""
+        if not self._is_open and self._is_absent():
+            return []
         if self._is_stale:
             self._manager.reload()
             self._is_stale = False
@@ -154,6 +178,8 @@ class Checkpoints:
         }
         meta[META_CHECKSUM] = meta_checksum(meta)
         self._known()[step] = _retained(meta)
+        import orbax.checkpoint as ocp
+
         started = time.monotonic()
         self._commit_times.pop(step, None)  # of a checkpoint that was set aside
         self._leaves[:] = arrays
@@ -207,6 +233,8 @@ class Checkpoints:
             if held != leaf.dtype and not all(jax.numpy.issubdtype(x, np.floating) for x in (held, leaf.dtype)):
                 name = f"{self._name(step)}, leaf {prefix + leaf.name}"
                 raise UserError(f"{name}: holds {held.name}, this run expects {leaf.dtype.name}")
+        import orbax.checkpoint as ocp
+
         paths = [stored_path(meta, prefix + leaf.name) for leaf in layout.leaves]
         shapes = layout.treedef.flatten_up_to(global_shapes(layout, axis))
         targets = dict(zip(paths, shapes, strict=True))
@@ -219,6 +247,8 @@ class Checkpoints:
 
     def read(self, step: int, name: str) -> np.ndarray:
         """One leaf, whole on this host and without its padding; raises as `restore`."""
+        import orbax.checkpoint as ocp
+
         meta = self.meta(step)
         shape, path = meta["shapes"][name], stored_path(meta, name)
         restore_args = {path: ocp.RestoreArgs(restore_type=np.ndarray)}
@@ -244,11 +274,13 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raises the error of a background save that has failed, as `save` does; logs one that has finished."""
-        if not self._manager.is_saving_in_progress():
+        if self._is_open and not self._manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
         """Returns once every save so far is durable; raises as `save`, logs as `check`."""
+        if not self._is_open:
+            return
         saved, self._pending = self._pending, None
         failure = None
         try:
@@ -285,6 +317,8 @@ class Checkpoints:
             return migrate(meta)
 
     def _read_arrays(self, step: int, targets: PyTree, restore_args: PyTree) -> PyTree:
+        import orbax.checkpoint as ocp
+
         files = storage.list_files(storage.join(self.directory, f"{step}/state"))
         json_files = [file for file in files if file.endswith("/_METADATA") or "/array_metadatas/" in file]
         with read_errors(self._name(step), json_files), draining_event_loops():
@@ -335,7 +369,8 @@ class Checkpoints:
                 raise
             log.error("%s", late)  # raised, it would hide the error that ended the block
         finally:
-            self._manager.close()
+            if self._is_open:
+                self._manager.close()
             self._until_closed.close()
 
 

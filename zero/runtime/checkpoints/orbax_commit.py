@@ -1,4 +1,4 @@
-"""Conditions for orbax to commit a checkpoint: read back, synced, then renamed; and which ones it then deletes."""
+"""Conditions for orbax to commit a checkpoint: read back, synced, then renamed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import orbax.checkpoint as ocp
 import tensorstore as ts
@@ -99,47 +97,3 @@ def barrier_unless_failing(*, key: str, timeout_ms: int) -> None:
     """Orbax's barrier between hosts, skipped by a host whose save has failed: it would wait minutes for the others."""
     if sys.exception() is None:
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
-
-
-class Saved(NamedTuple):
-    """What retention depends on: the validation loss, if it is finite, and the time of saving in seconds."""
-
-    loss: float | None
-    time: float | None
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints are kept: orbax's preservation policy, whose own `BestN` reads only losses in its own files.
-
-    Attributes:
-      newest: the number of the last checkpoints; the one with the lowest validation loss is kept as well.
-      every: those whose step is a multiple of this; None: none.
-      hours: the first one, and from then on the first one that was saved this many hours later; None: none.
-      saved: of existing checkpoints, by step.
-    """
-
-    newest: int
-    every: int | None = None
-    hours: float | None = None
-    saved: Callable[[], dict[int, Saved]] = dict
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        steps = [checkpoint.step for checkpoint in checkpoints]  # in the order of saving
-        known = self.saved()
-        losses = {step: saved.loss for step, saved in known.items() if saved.loss is not None}
-        kept = set(steps[-self.newest :])
-        kept |= {min((step for step in steps if step in losses), key=lambda step: (losses[step], -step), default=-1)}
-        if self.every is not None:
-            kept |= {step for step in steps if step % self.every == 0}
-        if self.hours is not None:
-            kept |= self._apart(steps, {step: saved.time for step, saved in known.items() if saved.time is not None})
-        return [step in kept for step in steps]
-
-    def _apart(self, steps: Sequence[int], times: dict[int, float]) -> set[int]:
-        """The first step, and each whose time is `hours` after that of the one before in the set."""
-        kept: list[int] = []
-        for step in (step for step in steps if step in times):
-            if not kept or times[step] - times[kept[-1]] >= 3600 * (self.hours or 0):
-                kept.append(step)
-        return set(kept)

@@ -70,6 +70,13 @@ def not_empty() -> Any:
     return checked(lambda value: bool(value.strip()), "a text that is not empty")
 
 
+def project_name() -> Any:
+    """What W&B takes."""
+    forbidden = "/\\#?%:"
+    expected = f"a text that is not empty, of at most 128 characters, without any of {' '.join(forbidden)}"
+    return checked(lambda value: value.strip() and len(value) <= 128 and not set(value) & set(forbidden), expected)
+
+
 def random_seed() -> Any:
     return checked(lambda value: 0 <= value < 2**32, "0 to 4294967295")
 

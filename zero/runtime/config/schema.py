@@ -36,6 +36,7 @@ from zero.runtime.config.constraints import (
     not_empty,
     one_of,
     positive,
+    project_name,
     random_seed,
     zero_or_more,
 )
@@ -129,7 +130,7 @@ class Data:
     max_skipped_rows: int = zero_or_more()
     cache_directory: str | None = not_empty()
     cache_bytes: int = at_least(1, INT64)
-    wandb_project: str | None = not_empty()
+    wandb_project: str | None = project_name()
     tensorboard: Any = boolean()
     resume_step: int | None = MISSING
     keep_checkpoints: int = at_least(1)

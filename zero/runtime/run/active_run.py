@@ -187,8 +187,10 @@ class ActiveRun:
         seconds, age = time.monotonic() - began, process_age()
         self.metrics.leave_untimed(**({} if self._steps else {"seconds_to_first_step": age}))
         self._steps[length] = program
-        frozen = self.model.tuning is not None
-        flops = model_flops(self.size, per_device.tokens.shape[1], length, frozen=frozen)
+        flops = 0
+        if self.metrics.counts_flops:  # by a trace of the model, which takes a tenth of a second
+            frozen = self.model.tuning is not None
+            flops = model_flops(self.size, per_device.tokens.shape[1], length, frozen=frozen)
         self._flops[length] = flops // self.axis.row_group
         self._predicted[length] = self._predict(program, length)
         log.info(

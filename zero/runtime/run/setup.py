@@ -25,7 +25,7 @@ from zero.runtime import run_directory as run_files
 from zero.runtime import storage
 from zero.runtime.checkpoints.emergency import EmergencyCheckpoints
 from zero.runtime.checkpoints.manager import Checkpoints
-from zero.runtime.checkpoints.orbax_commit import Retention
+from zero.runtime.checkpoints.retention import Retention
 from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
 from zero.runtime.hosts import agreement, signals, startup
@@ -49,8 +49,7 @@ from zero.runtime.streaming.loader import Loader
 from zero.runtime.streaming.synthetic import SYNTHETIC, AnyLoader, SyntheticLoader
 from zero.runtime.text.tokenizers import Tokenizer, load_tokenizer
 from zero.runtime.tracking.goodput import Goodput
-from zero.runtime.tracking.html_report import EVALUATED
-from zero.runtime.tracking.metrics_file import read_metrics
+from zero.runtime.tracking.metrics_file import EVALUATED, read_metrics
 from zero.runtime.tracking.tracker import Tracker
 from zero.runtime.weights.peft_folder import read_peft
 from zero.runtime.weights.warm_start import warm_start
@@ -444,6 +443,8 @@ def _new_state(config: Config, job: Job, frozen: PyTree) -> TrainState:
         return programs.start(read_peft(Path(config.tuning.adapter), job.model))
     if config.model.warm_start and job.model.tuning is None:
         return programs.start(warm_start(str(config.model.model_path), job.model, ema=config.model.ema))
+    if job.model.tuning is None:
+        return programs.fresh(np.full(jax.local_device_count(), config.seed, np.uint32))
     key = np.asarray(jax.random.key_data(jax.random.key(config.seed)))
     new = programs.init(np.stack([key] * jax.local_device_count()))
     return programs.start(fit_to_base(new, frozen, job.model))

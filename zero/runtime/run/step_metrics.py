@@ -54,6 +54,11 @@ class StepMetrics:
         return not (self._unread or self._losses)
 
     @property
+    def counts_flops(self) -> bool:
+        """Whether lines have a utilisation."""
+        return self._peak_flops is not None
+
+    @property
     def skipped_in_a_row(self) -> int:
         """Updates skipped since the last one that was applied, as of the newest step that was read."""
         return int(self._newest["skipped_in_a_row"])
@@ -72,22 +77,24 @@ class StepMetrics:
                 return
             yield batch
 
-    def add(self, metrics: dict[str, jax.Array], leave: int, flops: int = 0, predicted: float | None = None) -> None:
+    def add(
+        self, metrics: dict[str, jax.Array], leave: int, flops: int | None = None, predicted: float | None = None
+    ) -> None:
         """Adds the metrics of a dispatched step; waits for all but the newest `leave`.
 
         Args:
-          flops: operations of the model in this step per device, for the utilisation; 0 if the step is not timed.
+          flops: operations of the model in this step per device, for the utilisation; None if the step is not timed.
           predicted: seconds of this step, None if unknown or not timed.
         """
         self._unread.append(metrics)
-        self._flops += flops
+        self._flops += flops or 0
         self._predicted += predicted or 0.0
         began = time.monotonic()
         while len(self._unread) > leave:
             self._newest = {name: x.item() for name, x in jax.device_get(self._unread.pop(0)).items()}
             self._losses.append(self._newest["loss"])
             self._of_objective.append({name: self._newest[name] for name in OF_PAIRS if name in self._newest})
-        if flops:
+        if flops is not None:
             self._waited_for_devices += time.monotonic() - began
 
     def read(self) -> dict[str, float | int]:

@@ -24,7 +24,7 @@ from zero.runtime.run_directory import (
 )
 from zero.runtime.tracking.evaluations_file import read_evaluations
 from zero.runtime.tracking.goodput import describe
-from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
+from zero.runtime.tracking.metrics_file import EVALUATED, read_metrics, read_resumes
 from zero.runtime.tracking.tensor_panels import tensor_panels
 
 REPORT_FILE = "report.html"
@@ -68,7 +68,6 @@ TASKS = "tasks of lm-evaluation-harness"
 DASHES = ("solid", "dash", "dot", "dashdot")
 MOST_POINTS = 2_000  # of a curve
 COUNTS = ("sequence_length", "skipped_steps", "skipped_spikes")  # drawn as steps
-EVALUATED = ("validation/", "harness/", "evaluation/")  # drawn with markers, as their points are far apart
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse } td, th { border-bottom: 1px solid #ddd; padding: .2rem .8rem; text-align: left }
@@ -161,6 +160,7 @@ def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[
                         x=[step for step, _ in points],
                         y=[value for _, value in points],
                         name=f"{name}: {metric}",
+                        # Their points are far apart.
                         mode="lines+markers" if metric.startswith(EVALUATED) else "lines",
                         line={"color": color, "dash": dash, "width": 1.6},
                         line_shape="hv" if metric in COUNTS else "linear",

@@ -13,6 +13,8 @@ from zero.runtime.run_directory import METRICS_FILE
 
 Log: TypeAlias = Callable[[dict[str, float | int]], None]  # takes the metrics of one step, by increasing `step`
 
+EVALUATED = ("validation/", "harness/", "evaluation/")  # names of metrics of an evaluation begin so
+
 
 @contextmanager
 def metrics_file(run_directory: Path, resumed_from: int | None) -> Iterator[Log]:

@@ -7,7 +7,8 @@ import secrets
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,17 +27,28 @@ log = logging.getLogger(__name__)
 def weights_and_biases(run_directory: Path, project: str, config: dict[str, Any]) -> Iterator[Log]:
     """Sends metrics to a project of W&B, offline unless WANDB_API_KEY or a login (netrc) is found.
 
-    A resumed run continues under the id that its file `wandb_run_id` holds. Raises UserError if W&B cannot start.
+    A resumed run continues under the id that its file `wandb_run_id` holds. Where there is a login, W&B starts at once;
+    else, when no server can refuse the run, with the first line of metrics: it takes a CPU second, which the first step
+    does not wait for. Raises UserError if W&B cannot start.
     """
-    # Else it writes to the home directory.
-    os.environ.setdefault("WANDB_CACHE_DIR", str(run_directory / "wandb" / "cache"))
-    import wandb  # takes half a second, which a run without W&B does not spend
-
     id_file = run_directory / WANDB_ID_FILE
     if not id_file.exists():
         fresh = id_file.with_suffix(".new")
         fresh.write_text(secrets.token_hex(4))
         fresh.rename(id_file)
+
+    with ExitStack() as stack:
+        start = cache(lambda: stack.enter_context(_started(run_directory, project, config, id_file.read_text())))
+        if os.environ.get("WANDB_API_KEY") or _netrc().exists():
+            start()
+        yield lambda metrics: start()(metrics)
+
+
+@contextmanager
+def _started(run_directory: Path, project: str, config: dict[str, Any], run_id: str) -> Iterator[Log]:
+    # Else it writes to the home directory.
+    os.environ.setdefault("WANDB_CACHE_DIR", str(run_directory / "wandb" / "cache"))
+    import wandb
 
     try:
         settings = wandb.setup().settings
@@ -46,7 +58,7 @@ def weights_and_biases(run_directory: Path, project: str, config: dict[str, Any]
             dir=str(run_directory),
             project=project,
             name="/".join(run_directory.absolute().parts[-2:]),
-            id=id_file.read_text(),
+            id=run_id,
             resume="allow",
             mode="offline" if offline else None,
             config=config,
@@ -76,11 +88,15 @@ def _has_login(base_url: str) -> bool:
     """Whether there is a key, found without a request."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
-    if not path.exists():
+    if not _netrc().exists():
         return False
-    hosts = netrc.netrc(path).hosts
+    hosts = netrc.netrc(_netrc()).hosts
     return urlsplit(base_url).netloc in hosts or "api.wandb.ai" in hosts
+
+
+def _netrc() -> Path:
+    """The file of logins."""
+    return Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
 
 
 def _is_reachable(base_url: str) -> bool:
