@@ -163,8 +163,9 @@ def test_experts_on_two_hosts(workplace: Path) -> None:
 
 def test_failed_save_ends_both_hosts(workplace: Path) -> None:
     """A save that fails on one host ends both with the reason."""
+    # As many steps as in test_both_hosts_stop_together, whose programs it reads from the cache.
     processes = start_hosts(
-        workplace, "training.total_steps=4000", "training.evaluation_frequency=5", "hydra.run.dir=full"
+        workplace, "training.total_steps=40", "training.evaluation_frequency=5", "hydra.run.dir=full"
     )
     hosts.wait_for_step(workplace / "full", 6, processes)
     resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, (20_000, 20_000))  # its disk is full

@@ -26,11 +26,11 @@ def slow(*values: object) -> object:
 @pytest.mark.parametrize(
     ("count", "victim", "number"),
     [
-        (3, 0, KILL),
+        (2, 0, KILL),
+        slow(3, 0, KILL),
         slow(3, 0, STOP),
         slow(3, 1, KILL),
         slow(3, 1, STOP),
-        slow(2, 0, KILL),
         slow(2, 1, STOP),
         slow(5, 0, STOP),
         slow(5, 3, KILL),

@@ -138,6 +138,7 @@ def test_stop_during_an_evaluation(forks: cli.Forks) -> None:
     assert done.returncode == 0 and "nothing left to do" in done.stderr, done.stderr
 
 
+@pytest.mark.slow  # the spinning processes take most of it
 def test_run_on_busy_cores(forks: cli.Forks, undisturbed: Path) -> None:
     """A run beside spinning processes writes the same.
 

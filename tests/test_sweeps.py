@@ -12,7 +12,7 @@ from tests.helpers import cli
 from zero.runtime.run_directory import saved_steps
 from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 
-SWEEP = (*cli.TINY, "training.evaluation_frequency=3", "seed=0,1,2", "hydra.sweep.dir=runs/multirun/mine")
+SWEEP = (*cli.TINY, "training.evaluation_frequency=4", "seed=0,1,2", "hydra.sweep.dir=runs/multirun/mine")
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def killed(forks: cli.Forks) -> Path:
     """The directory of a sweep of three jobs that was killed in its second one."""
     place = forks.workplace / "runs" / "multirun" / "mine"
     process = forks.start("--multirun", *SWEEP)
-    while process.poll() is None and not (place / "1" / "checkpoints" / "3").exists():
+    while process.poll() is None and not (place / "1" / "checkpoints" / "4").exists():
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.finish().returncode == -signal.SIGKILL
@@ -89,7 +89,7 @@ def test_fork_into_used_directory(killed: Path, forks: cli.Forks) -> None:
 
 def test_one_place_for_all_jobs(forks: cli.Forks) -> None:
     """A sweep whose jobs share a directory of checkpoints is refused before its first job, one of its own passes."""
-    sweep = ("--multirun", *SWEEP[:-2], "seed=0,1", "hydra.sweep.dir=shared")
+    sweep = ("--multirun", *SWEEP[:-2], "training.evaluation_frequency=12", "seed=0,1", "hydra.sweep.dir=shared")
     shared = f"data.checkpoint_directory={forks.workplace}/all"
     cli.check_refusal(forks.run(*sweep, shared), f"{forks.workplace}/all for all", "${hydra:job.num}")
     assert not (forks.workplace / "all").exists() and not (forks.workplace / "shared" / "0" / "config.yaml").exists()
@@ -100,7 +100,7 @@ def test_one_place_for_all_jobs(forks: cli.Forks) -> None:
 
 def test_repeated_sweep_of_forks(killed: Path, forks: cli.Forks) -> None:
     """A sweep of forks is repeated as well."""
-    origin = ("--resume", "hydra.run.dir=runs/multirun/mine/0", "data.resume_step=6")
+    origin = ("--resume", "hydra.run.dir=runs/multirun/mine/0", "data.resume_step=8")
     command = ("--multirun", *origin, "training.peak_learning_rate=1e-4,2e-4", "hydra.sweep.dir=forks")
     before = cli.contents(killed)
     for resumes in (1, 1):

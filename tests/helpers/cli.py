@@ -66,6 +66,15 @@ while os.getppid() == parent and time.monotonic() < end:  # ends by itself where
 """
 
 
+# Python's `sitecustomize` of programs that are started. It looks for garbage more rarely, as tests/conftest.py does: a
+# seventh of a short run goes into passes over what has been imported.
+CUSTOM = """
+import gc, os
+gc.set_threshold(100_000, 20, 20)
+exec(os.environ.get("ZERO_TESTS_CODE", ""))
+"""
+
+
 @cache
 def _session() -> Path:
     """A directory for what all programs share that this process starts."""
@@ -73,6 +82,7 @@ def _session() -> Path:
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     (place / "absent").mkdir()
     (place / "absent" / "torch.py").write_text('raise ModuleNotFoundError("torch is for tests alone")')
+    (place / "absent" / "sitecustomize.py").write_text(CUSTOM)
     return place
 
 
@@ -114,14 +124,13 @@ def environment() -> dict[str, str]:
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", "").replace(IN_ORDER, "").strip(),  # quick compilation (conftest.py)
         # Donation that copies is a warning, and twice the state for a moment: here it ends the run.
         "PYTHONWARNINGS": "error:Donated pmap argument,error:Some donated buffers",
-        "PYTHONPATH": str(_session() / "absent"),  # nothing that training needs imports torch
+        "PYTHONPATH": str(_session() / "absent"),  # with CUSTOM; nothing that training needs imports torch
     }
 
 
 @contextmanager
 def customized(code: str) -> Iterator[None]:
-    """Programs that are started within run this code first, as Python's `sitecustomize`."""
-    (_session() / "absent" / "sitecustomize.py").write_text('import os\nexec(os.environ.get("ZERO_TESTS_CODE", ""))\n')
+    """Programs that are started within run this code first."""
     with patch.dict(os.environ, {"ZERO_TESTS_CODE": code}):
         yield
 

@@ -36,7 +36,7 @@ def local_grads(step: int) -> Any:
 
 
 def replicate(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.stack([x] * 8), tree)
+    return jax.tree.map(lambda x: np.stack([x] * 8), tree)
 
 
 def train(tx: optax.GradientTransformationExtraArgs, params: Any, steps: int = 3, **extra: Any) -> tuple[Any, Any]:

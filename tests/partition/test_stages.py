@@ -12,7 +12,6 @@ import pytest
 
 import zero
 
-pytestmark = pytest.mark.optimized
 AXES = {
     "eight": zero.Axis("batch", (1, 8)),
     "three": zero.Axis("batch", (1, 3)),
@@ -88,8 +87,16 @@ def initial(model: Model, batch: np.ndarray) -> Any:
     return jax.pmap(lambda x: model.init(jax.random.key(0), x)["params"], "batch")(batch)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
-    ("name", "stage"), [("one", 3), ("three", 3), ("eight", 2), ("eight", 3), ("two phases", 3), ("hybrid", 2)]
+    ("name", "stage"),
+    [
+        ("one", 3),
+        ("three", 3),
+        ("eight", 2),
+        ("hybrid", 2),
+        *(pytest.param(name, 3, marks=pytest.mark.slow) for name in ("eight", "two phases")),  # as functions, below
+    ],
 )
 def test_lifted_model_equals_plain_data_parallelism(name: str, stage: int) -> None:
     axis = AXES[name]
@@ -110,6 +117,7 @@ def test_lifted_model_equals_plain_data_parallelism(name: str, stage: int) -> No
     assert_same(initial(model, batch), params, rtol=LAST_BIT)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("stage", [2, 3])
 def test_lifted_function_equals_plain_data_parallelism(stage: int) -> None:
     axis = AXES["two phases"]
@@ -131,6 +139,7 @@ def test_lifted_function_equals_plain_data_parallelism(stage: int) -> None:
     assert_same(value, expected_value)
 
 
+@pytest.mark.optimized
 def test_dtypes() -> None:
     """Whole parameters are bfloat16; shards and their gradients stay float32."""
     axis = AXES["eight"]
@@ -153,6 +162,7 @@ def test_dtypes() -> None:
         np.testing.assert_allclose(x, y, atol=0.03 * float(jnp.max(jnp.abs(y))))
 
 
+@pytest.mark.optimized
 def test_stage_3_memory() -> None:
     """Stage 3 holds one gathered layer at a time.
 
@@ -176,6 +186,7 @@ def test_stage_3_memory() -> None:
     assert temporaries(12) - temporaries(4) < 8 * one_layer / 4
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("method", ["encode", "__call__"])
 def test_methods(method: str) -> None:
     class Two(nn.Module):
@@ -195,6 +206,28 @@ def test_methods(method: str) -> None:
     got = jax.pmap(lambda v, x: model.apply(v, x, method=method), "batch")(shards, x)
     plain = Two().apply(Two().init(jax.random.key(0), x[0]), x[0], method=method)
     np.testing.assert_array_equal(got[0], plain)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(("stage", "gathers"), [(2, 1), (3, 2)])
+def test_collectives_of_the_compiled_gradient(stage: int, gathers: int) -> None:
+    """Gathered as the table of stages says, and scattered once: what is known to be zero must not travel."""
+    layout = zero.make_layout({"layers": {"w": np.ones((4, 512, 1024), np.float32)}}, 8, stacked=["layers"])
+    layer: Any = zero.fully_shard(lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T, layout.at("layers"), "batch")
+
+    def step(shards: Any, x: jax.Array) -> Any:
+        def loss(shards: Any) -> jax.Array:
+            full = zero.gather(shards, layout, "batch") if stage == 2 else {"layers": None}
+            block = jax.checkpoint(lambda x, layers: (layer(layers[0], x, gathered=layers[1]), None))
+            return jnp.sum(jax.lax.scan(block, x, (shards["layers"], full["layers"]))[0])
+
+        return jax.grad(loss)(shards)
+
+    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), jnp.float32), layout.shard_shapes())
+    compiled = jax.pmap(step, "batch").lower(stacked, jax.ShapeDtypeStruct((8, 4, 512), jnp.float32)).compile()
+    names = ("all-gather", "reduce-scatter", "all-reduce")
+    counts = {name: len(re.findall(rf" {name}\(", compiled.as_text())) for name in names}
+    assert counts == {"all-gather": gathers, "reduce-scatter": 1, "all-reduce": 0}
 
 
 @pytest.mark.parametrize("wire_dtype", [None, jnp.bfloat16])
@@ -233,27 +266,6 @@ def test_forward_mode_is_refused() -> None:
         jax.pmap(lambda w: jax.jvp(lifted, ({"w": w},), ({"w": w},)), "batch").lower(np.ones((8, 2), np.float32))
 
 
-@pytest.mark.parametrize(("stage", "gathers"), [(2, 1), (3, 2)])
-def test_collectives_of_the_compiled_gradient(stage: int, gathers: int) -> None:
-    """Gathered as the table of stages says, and scattered once: what is known to be zero must not travel."""
-    layout = zero.make_layout({"layers": {"w": np.ones((4, 512, 1024), np.float32)}}, 8, stacked=["layers"])
-    layer: Any = zero.fully_shard(lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T, layout.at("layers"), "batch")
-
-    def step(shards: Any, x: jax.Array) -> Any:
-        def loss(shards: Any) -> jax.Array:
-            full = zero.gather(shards, layout, "batch") if stage == 2 else {"layers": None}
-            block = jax.checkpoint(lambda x, layers: (layer(layers[0], x, gathered=layers[1]), None))
-            return jnp.sum(jax.lax.scan(block, x, (shards["layers"], full["layers"]))[0])
-
-        return jax.grad(loss)(shards)
-
-    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), jnp.float32), layout.shard_shapes())
-    compiled = jax.pmap(step, "batch").lower(stacked, jax.ShapeDtypeStruct((8, 4, 512), jnp.float32)).compile()
-    names = ("all-gather", "reduce-scatter", "all-reduce")
-    counts = {name: len(re.findall(rf" {name}\(", compiled.as_text())) for name in names}
-    assert counts == {"all-gather": gathers, "reduce-scatter": 1, "all-reduce": 0}
-
-
 class WeightNormed(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -268,8 +280,17 @@ class SpectrallyNormed(nn.Module):
         return nn.SpectralNorm(nn.Dense(13))(x, update_stats=self.update_stats)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("module", [WeightNormed(), SpectrallyNormed(), SpectrallyNormed(update_stats=True)])
+@pytest.mark.parametrize(
+    ("module", "stage"),
+    [
+        (WeightNormed(), 3),
+        (SpectrallyNormed(update_stats=True), 2),
+        (SpectrallyNormed(), 3),
+        pytest.param(WeightNormed(), 2, marks=pytest.mark.slow),
+        pytest.param(SpectrallyNormed(), 2, marks=pytest.mark.slow),
+        pytest.param(SpectrallyNormed(update_stats=True), 3, marks=pytest.mark.slow),
+    ],
+)
 def test_modules_with_mapped_variables(module: Any, stage: int) -> None:
     """Modules that map variables themselves compute the same on shards.
 

@@ -1,5 +1,6 @@
 """One of two processes of four CPU devices each; `test_two_processes.py` gives its number, a port and a folder."""
 
+import gc
 import os
 import sys
 import warnings
@@ -19,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 import zero
 
+gc.freeze()  # what has been imported is no garbage
+gc.set_threshold(100_000, 20, 20)
 process, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.config.update("jax_disable_most_optimizations", True)  # compiles quickly
 jax.config.update("jax_cpu_collectives_implementation", "gloo")

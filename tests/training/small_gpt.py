@@ -1,8 +1,8 @@
 """Training steps of a small GPT on shards, and one unsharded device to compare them with.
 
-- `setup(devices, stage, ...)`: a `Setup`, the compiled programs of a model, with `start()` and `whole(tree, layout)`;
-  compiled once per process. `CONFIG` is the default model, `EXPERTS` and `VQ` are others; `ROWS`,
-  `STEPS`, `SEED`, `MAX_NORM`, `RATE` are the job.
+- `setup(devices, stage, ...)`: a `Setup`, the compiled programs of a model, with `first_weights()`, `start()` and
+  `whole(tree, layout)`; compiled once per process. `CONFIG` is the default model, `EXPERTS` and `VQ` are others;
+  `ROWS`, `STEPS`, `SEED`, `MAX_NORM`, `RATE` are the job.
 - `tokens(step)`: rows of a global batch, some of them padded; `batch(setup, step)`: the same, split over devices.
 - `run(devices, stage)`, `run_on(setup)`: a `Run`, the metrics, parameters and state after `STEPS` steps.
   `advance(setup, state, steps)`: some more steps.
@@ -87,12 +87,20 @@ class Setup(NamedTuple):
     def new_weights(self) -> Any:
         return self.programs.init(np.stack([KEY] * len(self.devices)))
 
+    def first_weights(self) -> Any:
+        """Those of `programs.init`, which takes a while to compile; `assert_first_weights` compares them."""
+        model = self.model
+
+        def place(tree: Any, layout: zero.Layout) -> Any:
+            held = layout.map(lambda leaf, x: np.asarray(x, leaf.dtype), tree)
+            return zero.from_host(held, layout, model.axis, self.devices)
+
+        collections = first_collections(model.config)
+        own = {name: place(collections[name], layout) for name, layout in model.collection_layouts.items()}
+        return {**place(first_params(model.config), model.layout), **own}
+
     def start(self) -> TrainState:
-        """From the weights of `programs.init`, which takes a while to compile; `assert_first_weights` compares them."""
-        if self.model.config.has_codebook:
-            return self.programs.start(self.new_weights())
-        first = self.model.layout.map(lambda leaf, x: np.asarray(x, leaf.dtype), first_params(self.model.config))
-        return self.programs.start(zero.from_host(first, self.model.layout, self.model.axis, self.devices))
+        return self.programs.start(self.first_weights())
 
     def weights(self, state: TrainState) -> Any:
         return self.model.weights(state.params, state.averages)
@@ -217,6 +225,13 @@ def first_params(config: GPTConfig = CONFIG) -> Any:
     return variables["params"]
 
 
+@cache
+def first_collections(config: GPTConfig) -> dict[str, Any]:
+    """The variables of a new model beside its parameters."""
+    model = ShardedGPT(config, zero.Axis("zero", (1, 1)), 3, jnp.float32)
+    return jax.jit(model.new_collections)(jax.random.key(SEED)) if model.collections else {}
+
+
 CLIP = optax.clip_by_global_norm(MAX_NORM)
 
 
@@ -237,7 +252,7 @@ def reference(
     @jax.jit
     def step(params: Any, state: Any, rows: jax.Array, number: jax.Array) -> Any:
         step_key = jax.random.fold_in(jax.random.key(SEED), number)
-        keys = jnp.stack([jax.random.fold_in(step_key, row) for row in range(len(rows))])
+        keys = jax.vmap(partial(jax.random.fold_in, step_key))(jnp.arange(len(rows)))
 
         def loss(params: Any) -> jax.Array:
             targets = jnp.concatenate([rows[:, 1:], jnp.full((len(rows), 1), -1)], axis=1)
@@ -275,8 +290,11 @@ def assert_close(got: Run, expected: Run, rtol: float, config: GPTConfig = CONFI
 
 def assert_first_weights(on: Setup) -> None:
     """New weights are those of the model on one device, rounded to the dtype in which they are held."""
-    got = on.whole(on.new_weights(), on.model.layout)
-    expected = named(first_params(on.model.config))
+    params, collections = on.model.split(on.new_weights())
+    got, expected = on.whole(params, on.model.layout), named(first_params(on.model.config))
+    for name, layout in on.model.collection_layouts.items():
+        got |= on.whole(collections[name], layout)
+        expected |= named(first_collections(on.model.config)[name])
     assert got.keys() == expected.keys()
     for name, x in expected.items():
         np.testing.assert_array_equal(got[name], x.astype(got[name].dtype), err_msg=name)

@@ -1,6 +1,8 @@
 """Codes of frozen matrices: the published code book, errors, bytes per weight."""
 
+from functools import cache, partial
 from statistics import NormalDist
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,17 @@ import numpy as np
 import pytest
 
 from zero.training.block_codes import BLOCK, FORMS, NF4, hold, thaw
+
+
+@cache
+def holding(form: str) -> Any:
+    """Compiled as a whole, as in a program: single operations would be compiled one by one for each shape."""
+    return jax.jit(FORMS[form].hold)
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def thawed(shape: tuple[int, ...], held: Any, form: str) -> jax.Array:
+    return thaw(shape, held, form, jnp.float32)
 
 
 def test_code_book_is_published() -> None:
@@ -23,19 +36,19 @@ def test_entries_are_exact() -> None:
     """A block of entries of the code book, times one scale, is read back as it was."""
     rng = np.random.default_rng(0)
     block = np.concatenate([NF4, rng.permutation(np.tile(NF4, 3))])[:, None]
-    matrix = jnp.asarray(np.tile(block, (2, 5)) * 0.75)
-    np.testing.assert_allclose(thaw(matrix.shape, FORMS["nf4"].hold(matrix), "nf4", jnp.float32), matrix, rtol=1e-6)
+    matrix = np.asarray(np.tile(block, (2, 5)) * 0.75, np.float32)
+    np.testing.assert_allclose(thawed(matrix.shape, holding("nf4")(matrix), "nf4"), matrix, rtol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(2, 64, 7), (130, 300), (3, 2, 33, 5)], ids=str)
 def test_errors_are_bounded(shape: tuple[int, ...]) -> None:
     """Each element is off by at most half the widest step of its block, whatever divides."""
-    x = np.asarray(jax.random.normal(jax.random.key(0), shape)) * np.linspace(0.1, 9, shape[-1])
+    x = (np.random.default_rng(0).normal(size=shape) * np.linspace(0.1, 9, shape[-1])).astype(np.float32)
     largest = np.repeat(
         np.stack([np.abs(x[..., i : i + BLOCK, :]).max(-2) for i in range(0, shape[-2], BLOCK)], -2), BLOCK, -2
     )[..., : shape[-2], :]
     for form, step in (("int8", 0.5 / 127), ("nf4", np.diff(NF4).max() / 2)):
-        got = thaw(shape, FORMS[form].hold(jnp.asarray(x)), form, jnp.float32)
+        got = thawed(shape, holding(form)(x), form)
         # The rounding of nf4's scales: half of 1 / 127 of the largest deviation.
         slack = 1.001 * step * largest + (largest.max() / 127 if form == "nf4" else 0)
         assert (np.abs(got - x) <= slack).all(), form
@@ -45,7 +58,7 @@ def test_errors_are_bounded(shape: tuple[int, ...]) -> None:
 def test_bytes_per_weight() -> None:
     """QLoRA's 4.127 bits per weight, and 8.5 in int8; norms, biases and routers stay as they are."""
     kernel = jnp.zeros((1024, 2048))
-    part = {"query": {"kernel": kernel, "bias": jnp.zeros(2048)}, "router": {"kernel": jnp.zeros((1024, 8))}}
+    part: Any = {"query": {"kernel": kernel, "bias": np.zeros(2048)}, "router": {"kernel": np.zeros((1024, 8))}}
     for form, bits in (("nf4", 4.127), ("int8", 8.5)):
         held = hold(part, form)
         found = 8 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held["query"]["kernel"]))

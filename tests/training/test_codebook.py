@@ -15,6 +15,7 @@ from tests.training.small_gpt import (
     Run,
     advance,
     assert_close,
+    assert_first_weights,
     batch,
     bits,
     run_on,
@@ -119,6 +120,11 @@ def test_choices_of_transformer_vq() -> None:
         np.testing.assert_allclose(codebook(got.state)[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+def test_first_weights() -> None:
+    """New weights and codes are those of the model on one device."""
+    assert_first_weights(setup(8, 1, 3, config=CONFIG))
+
+
 def test_metrics_of_a_codebook() -> None:
     """By hand: four codes, of which one is unused and the others have their keys, or half of their norm."""
     counts, norm = np.asarray([[2.0, 1.0, 1.0, 0.04]], np.float32), 4**0.25
@@ -139,7 +145,7 @@ def test_text_of_tensor_groups() -> None:
     for tensor in (1, 4):
         on = setup(8, 3, config=CUT, axis=zero.Axis.with_tensor_groups("zero", 8, tensor, replicas=1))
         programs = make_inference(on.model, Sampling(temperature=0), devices=on.devices)
-        params, rows = on.new_weights(), np.maximum(tokens(0, 13)[:8], 0)
+        params, rows = on.first_weights(), np.maximum(tokens(0, 13)[:8], 0)
         losses, _ = programs.score(params, split_rows(rows, 8, tensor))
         text = list(generate(programs, params, [row[: 3 + i] for i, row in enumerate(rows[:3])], 6, seed=0, chunk=3))
         found.append((np.asarray(losses), text[-1]))

@@ -128,7 +128,7 @@ def test_evaluation_equals_whole_rows() -> None:
     totals = []
     rows = tokens(0, CONTEXT)
     for on in (setup(8, 3, config=ODD), setup(8, 3, config=ODD, axis=axis(4))):
-        params = on.new_weights()
+        params = on.first_weights()
         total, scored, _ = on.programs.evaluate(params, split_rows(rows, 8, on.model.axis.row_group))
         assert int(scored) == np.sum(rows[:, 1:] >= 0)
         totals.append(float(total))

@@ -22,6 +22,7 @@ def test_mup_is_stable_in_width() -> None:
     assert len(found) == 20
 
 
+@pytest.mark.slow  # of the check itself; test_mup.py shows the rates
 def test_check_sees_undivided_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check sees rates that are not divided by the width.
 

@@ -86,7 +86,12 @@ def test_packed_documents_train_as_documents_alone(devices: int, stage: int, mic
 
 
 @pytest.mark.parametrize(
-    ("config", "remat"), [(LEARNED, "full"), (DEEP, "nested"), pytest.param(PLAIN, "none", marks=pytest.mark.slow)]
+    ("config", "remat"),
+    [
+        (DEEP, "nested"),
+        pytest.param(LEARNED, "full", marks=pytest.mark.slow),
+        pytest.param(PLAIN, "none", marks=pytest.mark.slow),
+    ],
 )
 def test_every_pass_keeps_documents_apart(config: GPTConfig, remat: str) -> None:
     got, documents = run(8, 3, config=config, remat=remat), expected(config)
@@ -117,7 +122,7 @@ def test_documents_in_evaluation_and_warmup(length: int) -> None:
     targets = np.pad(documents[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
     read = np.where(documents < 0, ~documents, documents)
     losses: Any = jax.jit(GPT(LEARNED).apply)({"params": first_params(LEARNED)}, read, targets)
-    params = on.new_weights()
+    params = on.first_weights()
     got, scored, _ = on.programs.evaluate(params, rows.reshape(8, -1, length))
     assert scored == (targets >= 0).sum()
     np.testing.assert_allclose(got, np.asarray(losses)[targets >= 0].sum(), rtol=1e-5)
@@ -127,7 +132,7 @@ def test_scores_keep_documents_apart() -> None:
     """Every token has one, also those that are not predicted in training."""
     on = setup(8, 3, config=LEARNED, end_of_text=END)
     rows = packed(0)
-    params = on.new_weights()
+    params = on.first_weights()
     got, _ = make_inference(on.model).score(params, rows.reshape(8, 3, 12))
     read = np.where(rows < 0, ~rows, rows)
     losses_of: Any = jax.jit(GPT(LEARNED).apply)

@@ -154,7 +154,7 @@ TENSOR, CONTEXTS = zero.Axis.with_tensor_groups("zero", 8, 2, 1), zero.Axis("zer
         (3, 1, {"micro_batches": 4}),
         pytest.param(8, 0, {}, marks=pytest.mark.slow),
         pytest.param(8, 2, {"micro_batches": 3}, marks=pytest.mark.slow),
-        (8, 3, {}),
+        pytest.param(8, 3, {}, marks=pytest.mark.slow),
         (8, 3, {"axis": TENSOR, "micro_batches": 2}),
         pytest.param(8, 3, {"axis": CONTEXTS}, marks=pytest.mark.slow),
     ],

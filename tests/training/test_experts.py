@@ -62,7 +62,8 @@ def assert_same_training(got: Run, expected: Run, rtol: float = 1e-5, names: tup
 
 
 ALL = [(name, devices, stage) for name in CONFIGS for devices in (1, 3, 8) for stage in range(4)]
-QUICK = [("dropless", 3, 3), ("switch", 8, 3)]
+# Others are slow; test_families.py has experts without a capacity. The next tests compare with what this one compiles.
+QUICK = [("switch", 3, 3), ("switch", 8, 3)]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_routing_metrics() -> None:
 IN_GROUPS = [("gpt_oss", 3, 4)] + [
     (name, stage, experts) for name in ("capped", "switch") for stage in range(4) for experts in (2, 4, 8)
 ]
-QUICK_GROUPS = [("switch", 3, 4), ("switch", 0, 4)]
+QUICK_GROUPS = [("switch", 0, 4)]  # and at stage 3 test_copies_train_alike
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,38 @@ def test_expert_groups_train_as_devices_alone(name: str, stage: int, experts: in
     got = trained(name, 8, stage, experts)
     assert_same_training(got, trained(name, 8, 3))
     assert_close(got, reference(CONFIGS[name]), rtol=1e-5, config=CONFIGS[name])
+
+
+def test_state_moves_between_expert_groups() -> None:
+    """Two steps with one kind of group and stage, then two with another, are four steps of either."""
+    config, expected = SWITCH, trained("switch", 8, 3)
+    first = setup(8, 0, config=config, axis=zero.Axis.with_expert_groups("zero", 8, 4))
+    state, early = advance(first, first.start(), range(2))
+    second = setup(8, 3, config=config)
+    moved = moved_to(second, first, state)
+    _, late = advance(second, moved, range(2, 4))
+    losses = [m["loss"] for m in early + late]
+    np.testing.assert_allclose(losses, expected.metrics["loss"], rtol=1e-5)
+
+
+def moved_to(to: Setup, of: Setup, state: TrainState) -> TrainState:
+    """The same logical arrays, as shards of another layout."""
+    whole = of.whole(state, of.layout)
+
+    def shard(leaf: zero.LeafLayout) -> np.ndarray:
+        padded = np.zeros(leaf.padded_shape, leaf.dtype)
+        padded[tuple(slice(size) for size in leaf.shape)] = whole[leaf.name]
+        return np.stack(np.split(padded, 8, leaf.splits[0].dim) if leaf.splits else [padded] * 8)
+
+    # On the devices as a state is, else the step would be compiled again.
+    moved: TrainState = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), to.layout.map(shard), to.start())
+    return moved
+
+
+def test_copies_train_alike() -> None:
+    """Copies of the state train the same, in micro-batches too."""
+    axis = zero.Axis.with_expert_groups("zero", 8, 2, replicas=2)
+    assert_same_training(run_on(setup(8, 3, 3, config=SWITCH, axis=axis)), trained("switch", 8, 3))
 
 
 @pytest.mark.parametrize("experts", [1, 4])
@@ -126,26 +159,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nested": {"remat": "nested"},
     "unrolled": {"remat": "none"},
 }
-SHORT = [("micro-batches", 4)]
 
 
-@pytest.mark.parametrize(
-    ("options", "experts"),
-    [
-        case if case in SHORT else pytest.param(*case, marks=pytest.mark.slow)
-        for case in [(options, experts) for options in OPTIONS for experts in (1, 2, 4)]
-    ],
-)
+@pytest.mark.slow  # test_copies_train_alike is a short form
+@pytest.mark.parametrize("experts", [1, 2, 4])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_all_layer_loops_train_alike(options: str, experts: int) -> None:
     """Every way to run the layers trains the same."""
     expected = trained("switch", 8, 3, **({} if options != "fused" else {"max_norm": None, "skip_bad_steps": False}))
     assert_same_training(trained("switch", 8, 3, experts, **OPTIONS[options]), expected)
-
-
-def test_copies_train_alike() -> None:
-    """Copies of the state train the same."""
-    axis = zero.Axis.with_expert_groups("zero", 8, 2, replicas=2)
-    assert_same_training(run_on(setup(8, 3, config=SWITCH, axis=axis)), trained("switch", 8, 3))
 
 
 @pytest.mark.slow
@@ -159,9 +181,8 @@ def test_tensor_groups_split_experts(name: str, stage: int) -> None:
     assert_same_training(run_on(setup(8, stage, config=config, axis=axis)), run_on(setup(8, 3, config=config)))
 
 
-@pytest.mark.parametrize(
-    "name", ["lamb", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "lamb")]
-)
+@pytest.mark.slow  # test_optimizer.py moves experts on shards, without a model
+@pytest.mark.parametrize("name", NAMES)
 def test_optimizers_see_all_experts(name: str) -> None:
     """Optimizers see the experts of all devices."""
     hyperparameters: dict[str, Any] = {"factored_from": 8} if name == "adafactor" else {}
@@ -175,32 +196,8 @@ def test_optimizers_see_all_experts(name: str) -> None:
     np.testing.assert_allclose(in_groups, losses(setup(1, 0, config=CAPPED, tx=tx)), rtol=1e-5)
 
 
-def test_state_moves_between_expert_groups() -> None:
-    """Two steps with one kind of group, then two with another, are four steps of either."""
-    config, expected = SWITCH, trained("switch", 8, 3)
-    first = setup(8, 3, config=config, axis=zero.Axis.with_expert_groups("zero", 8, 4))
-    state, early = advance(first, first.start(), range(2))
-    second = setup(8, 3, config=config)
-    moved = moved_to(second, first, state)
-    _, late = advance(second, moved, range(2, 4))
-    losses = [m["loss"] for m in early + late]
-    np.testing.assert_allclose(losses, expected.metrics["loss"], rtol=1e-5)
-
-
-def moved_to(to: Setup, of: Setup, state: TrainState) -> TrainState:
-    """The same logical arrays, as shards of another layout."""
-    whole = of.whole(state, of.layout)
-
-    def shard(leaf: zero.LeafLayout) -> np.ndarray:
-        padded = np.zeros(leaf.padded_shape, leaf.dtype)
-        padded[tuple(slice(size) for size in leaf.shape)] = whole[leaf.name]
-        return np.stack(np.split(padded, 8, leaf.splits[0].dim) if leaf.splits else [padded] * 8)
-
-    moved: TrainState = to.layout.map(shard)
-    return moved
-
-
-def test_bytes_sent_by_expert_groups() -> None:
+@pytest.mark.parametrize("experts", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_bytes_sent_by_expert_groups(experts: int) -> None:
     """Expert groups send the bytes of the formula.
 
     Bytes per device and step at stage 3 with full rematerialisation (docs/groups.md), of the compiled program.
@@ -208,18 +205,17 @@ def test_bytes_sent_by_expert_groups() -> None:
     config = dataclasses.replace(
         DROPLESS, embedding_dim=64, num_head=4, mlp_dim=256, N=2, expert_capacity=1.0, vocab_size=104, vocab_chunks=1
     )
-    for experts in (2, 8):
-        on = setup(8, 3, config=config, axis=zero.Axis.with_expert_groups("zero", 8, experts))
-        leaves = on.model.layout.leaves
-        of_experts = sum(np.prod(leaf.shape) for leaf in leaves if is_expert_leaf(leaf.name))
-        others = sum(np.prod(leaf.shape) for leaf in leaves) - of_experts
-        rows, capacity = ROWS // 8, capacity_of(config, 12)
-        weights = 3 * others * 7 / 8 + 3 * of_experts / experts * (1 - experts / 8)
-        exchanged = 3 * of_experts / 8 * (1 - 1 / experts)
-        tokens_sent = 6 * config.N * rows * 8 * capacity * 64 * (1 - 1 / experts)
-        text = on.programs.step.lower(shapes_of(on), batch_shapes(on)).compile().as_text()
-        sent = sum(bytes_by_kind(collectives(text)).values())
-        assert sent == pytest.approx(4 * (weights + exchanged + tokens_sent), rel=0.06)
+    on = setup(8, 3, config=config, axis=zero.Axis.with_expert_groups("zero", 8, experts))
+    leaves = on.model.layout.leaves
+    of_experts = sum(np.prod(leaf.shape) for leaf in leaves if is_expert_leaf(leaf.name))
+    others = sum(np.prod(leaf.shape) for leaf in leaves) - of_experts
+    rows, capacity = ROWS // 8, capacity_of(config, 12)
+    weights = 3 * others * 7 / 8 + 3 * of_experts / experts * (1 - experts / 8)
+    exchanged = 3 * of_experts / 8 * (1 - 1 / experts)
+    tokens_sent = 6 * config.N * rows * 8 * capacity * 64 * (1 - 1 / experts)
+    text = on.programs.step.lower(shapes_of(on), batch_shapes(on)).compile().as_text()
+    sent = sum(bytes_by_kind(collectives(text)).values())
+    assert sent == pytest.approx(4 * (weights + exchanged + tokens_sent), rel=0.06)
 
 
 def batch_shapes(on: Setup) -> Any:

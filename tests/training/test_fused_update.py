@@ -20,7 +20,6 @@ from tests.training.small_gpt import (
     Run,
     advance,
     assert_close,
-    assert_equal,
     batch,
     bits,
     reference,
@@ -32,6 +31,7 @@ from zero.models.gpt import STACK
 from zero.models.stack import span_size
 from zero.training.fused_update import backward_and_update
 from zero.training.optimizer import adamw
+from zero.training.parts import TrainState
 
 DEEP = dataclasses.replace(CONFIG, N=6)  # three spans of two layers
 
@@ -114,12 +114,43 @@ def run(
     return run_on(setup(devices, stage, max_norm=max_norm, remat=remat, config=DEEP, fused_update=fused))
 
 
-@pytest.mark.parametrize("devices", [8, 3, pytest.param(1, marks=pytest.mark.slow)])
-def test_clipping_by_part(devices: int) -> None:
+SLOW = pytest.mark.slow
+LOOPS = [(8, "full"), (3, "nested")]  # two programs, which two tests share
+
+
+@pytest.mark.parametrize(
+    ("devices", "remat"),
+    [*LOOPS, *(pytest.param(*case, marks=SLOW) for case in ((8, "nested"), (3, "full"), (1, "full")))],
+)
+def test_clipping_by_part(devices: int, remat: str) -> None:
     """A fused update clips each layer, and the rest, by its own norm."""
-    assert_close(run(devices), reference(DEEP, CLIP_PARTS), rtol=1e-5, config=DEEP)
+    assert_close(run(devices, remat=remat), reference(DEEP, CLIP_PARTS), rtol=1e-5, config=DEEP)
 
 
+@pytest.mark.parametrize(("devices", "remat"), LOOPS)
+def test_nothing_moves_without_finite_loss(devices: int, remat: str) -> None:
+    """Nothing moves where the loss is not finite."""
+    on = setup(devices, 3, remat=remat, config=DEEP, fused_update=True)
+    state, _ = advance(on, on.start(), range(1))
+    healthy = state.params["norm"]["scale"]
+    sick = np.array(healthy)
+    sick[0] = np.nan  # on the first device alone
+
+    def with_scale(state: TrainState, scale: Any) -> TrainState:
+        placed = jax.device_put(scale, healthy.sharding)  # else the step would be compiled again
+        return state._replace(params={**state.params, "norm": {**state.params["norm"], "scale": placed}})
+
+    state = with_scale(state, sick)
+    before = bits((state.params, state.opt_state))
+    state, metrics = advance(on, state, range(1, 3))
+    for got, expected in zip(bits((state.params, state.opt_state)), before, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    assert [m["skipped_steps"] for m in metrics] == [m["skipped_in_a_row"] for m in metrics] == [1, 2]
+    _, (metrics_after,) = advance(on, with_scale(state, healthy), range(3, 4))
+    assert (metrics_after["skipped_steps"], metrics_after["skipped_in_a_row"]) == (2, 0)
+
+
+@pytest.mark.slow  # it tells of the data of the test above, not of the program
 def test_reference_clips_some_parts() -> None:
     """The reference clips some parts and not others.
 
@@ -129,38 +160,27 @@ def test_reference_clips_some_parts() -> None:
     assert len({loss[-1] for loss in losses}) == 3
 
 
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in range(3))])
+@pytest.mark.slow  # test_documents.py trains nested layers beside one device
+@pytest.mark.parametrize("stage", range(4))
 def test_nested_layers_train_alike(stage: int) -> None:
     """Nested layers train as layers one by one."""
     assert_close(run(8, stage, remat="nested", fused=False), run(8, 3, fused=False), rtol=1e-6, config=DEEP)
 
 
-@pytest.mark.parametrize("devices", [8, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [8, 3])
 def test_fused_update_of_nested_layers(devices: int) -> None:
-    """A fused update of nested layers is the same update."""
-    assert_equal(run(devices, remat="nested"), run(devices))
+    """A fused update of nested layers is the same update.
+
+    To rounding: XLA fuses the layer into two programs, and with all its optimizations it sums the gradient of a bias
+    over rows and positions in another order in each of them.
+    """
+    got, expected = run(devices, remat="nested"), run(devices)
+    assert_close(got, expected, rtol=1e-6, config=DEEP)
 
 
 def test_spans_keep_fewer_inputs() -> None:
     assert [span_size(layers) for layers in (1, 2, 6, 7, 36, 136)] == [1, 1, 2, 1, 6, 8]
-
-
-@pytest.mark.parametrize("remat", ["full", "nested"])
-def test_nothing_moves_without_finite_loss(remat: str) -> None:
-    """Nothing moves where the loss is not finite."""
-    on = setup(8, 3, remat=remat, config=DEEP, fused_update=True)
-    state, _ = advance(on, on.start(), range(1))
-    healthy, sick = state.params["norm"]["scale"], np.array(state.params["norm"]["scale"])
-    sick[0] = np.nan  # on the first device alone
-    state = state._replace(params={**state.params, "norm": {**state.params["norm"], "scale": sick}})
-    before = bits((state.params, state.opt_state))
-    state, metrics = advance(on, state, range(1, 3))
-    for got, expected in zip(bits((state.params, state.opt_state)), before, strict=True):
-        np.testing.assert_array_equal(got, expected)
-    assert [m["skipped_steps"] for m in metrics] == [m["skipped_in_a_row"] for m in metrics] == [1, 2]
-    state = state._replace(params={**state.params, "norm": {**state.params["norm"], "scale": healthy}})
-    _, (metrics_after,) = advance(on, state, range(3, 4))
-    assert (metrics_after["skipped_steps"], metrics_after["skipped_in_a_row"]) == (2, 0)
 
 
 LAYERS = 4

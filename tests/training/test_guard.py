@@ -131,7 +131,7 @@ def test_shuffled_tokens_are_skipped() -> None:
     noise = text._replace(tokens=np.random.default_rng(0).permuted(text.tokens, axis=-1))
     # The model has learnt the text before the statistics begin; what is left is the noise of dropout.
     state = on.start()
-    for _ in range(100):
+    for _ in range(40):
         state, _ = on.programs.step(state, text)
     state = with_running(state, np.zeros((2, 3)))
     spikes = []

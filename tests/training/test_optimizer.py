@@ -41,7 +41,16 @@ def moved(tx: optax.GradientTransformation, params: Any, gradients: list[Any]) -
     return params
 
 
-@pytest.mark.parametrize(("name", "devices"), [*((name, 8) for name in NAMES), *((name, 3) for name in PER_LAYER)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        *((name, 3) for name in PER_LAYER),
+        *(pytest.param(name, 8, marks=SLOW if name in ("lamb", "muon") else ()) for name in NAMES),
+    ],
+)
 def test_shards_move_as_whole_parameters_do(name: str, devices: int) -> None:
     rng = np.random.default_rng(0)
     params = make_params(rng)
@@ -59,8 +68,14 @@ def test_shards_move_as_whole_parameters_do(name: str, devices: int) -> None:
         np.testing.assert_allclose(got[0], want, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", PER_LAYER)
-@pytest.mark.parametrize("devices", [8, 3])
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        pytest.param(name, devices, marks=() if (name == "adafactor") == (devices == 8) else SLOW)
+        for name in PER_LAYER
+        for devices in (8, 3)
+    ],
+)
 def test_chunked_table_is_one_leaf(name: str, devices: int) -> None:
     """A table in chunks, with padding, moves as the same table in one, whole and on shards."""
     rng = np.random.default_rng(4)
@@ -92,6 +107,25 @@ def in_padding(params: Any, tokens: int) -> Any:
     """Rows past the last token, which no update moves."""
     table = params[VOCABULARY]["table"]
     return table.reshape(-1, table.shape[-1])[tokens:]
+
+
+@pytest.mark.parametrize("name", PER_LAYER)
+def test_optimizers_see_all_experts(name: str) -> None:
+    """Optimizers see the experts of all devices: those of a group of four, and the shards of two groups."""
+    rng = np.random.default_rng(5)
+    shapes = {STACK: {"experts": {"kernel": np.zeros((2, 8, 13, 6))}, "bias": np.zeros((2, 7))}}
+    params, *gradients = (random_like(rng, shapes | {VOCABULARY: np.zeros((2, 11, 16))}) for _ in range(3))
+    axis = zero.Axis.with_expert_groups("zero", 8, 4)
+    layout = make_layout(
+        params, 8, stacked=(STACK, VOCABULARY), expert=axis.expert, is_expert=lambda name: "experts" in name
+    )
+    tx = make_optimizer(name, DECAY, **SMALL.get(name, {}))
+    cut = [zero.from_host(tree, layout, axis) for tree in (params, *gradients)]
+    on_a_device = zero.in_order(lambda params, *grads: moved(on_shards(tx, layout, axis), params, list(grads)))
+    found = zero.to_host(jax.pmap(on_a_device, "zero")(*cut), layout, axis)
+    expected = moved(tx, params, gradients)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", PER_LAYER)

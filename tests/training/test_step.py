@@ -50,8 +50,8 @@ def test_stages_agree() -> None:
     assert_close(runs[2], runs[1], rtol=1e-6)
 
 
-SOME = [(8, 0, 1), (8, 3, 1), (3, 1, 2), (3, 2, 4), (1, 3, 3)]
-PARTS = {1: (1, 24), 2: (1, 3), 3: (1, 4), 6: (2,), 8: (1, 3)}
+SOME = [(8, 0, 1), (8, 3, 1), (3, 2, 4), (1, 3, 3)]  # and micro-batches at stage 1 in test_documents.py
+PARTS = {1: (1, 24), 2: (1, 3), 3: (1, 2, 4), 6: (2,), 8: (1, 3)}
 ALL = [(n, stage, m) for n, micro_batches in PARTS.items() for stage in range(4) for m in micro_batches]
 
 
@@ -81,6 +81,7 @@ def test_elementwise_optimizers_only(stage: int) -> None:
         on.programs.step.lower(shapes_of(on), batch(on, 0))
 
 
+@pytest.mark.slow  # Muon communicates at stages 0 and 3 in test_optimizer.py
 def test_communicating_optimizer() -> None:
     """An optimizer that communicates equals one device.
 
@@ -127,7 +128,8 @@ def test_bfloat16_gradients(stage: int, micro_batches: int) -> None:
     np.testing.assert_allclose(got["gradient_norm"], expected["gradient_norm"], rtol=2**-10)
 
 
-@pytest.mark.parametrize("remat", ["dots", "none"])
+# Without any, and two kinds of layers: test_families.py.
+@pytest.mark.parametrize("remat", ["dots", pytest.param("none", marks=pytest.mark.slow)])
 def test_rematerialisation(remat: str) -> None:
     """Training does not depend on what the backward pass recomputes."""
     assert_close(run_on(setup(8, 3, remat=remat)), run(8, 3), rtol=1e-6)

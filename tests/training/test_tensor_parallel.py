@@ -107,7 +107,7 @@ def test_losses_and_text(model: str) -> None:
     found, totals = [], []
     for on in (setup(8, 3, config=MODELS[model]), setup(8, 3, config=MODELS[model], axis=axis(3, 4))):
         programs = make_inference(on.model, Sampling(temperature=0), devices=on.devices)
-        params = on.new_weights()
+        params = on.first_weights()
         rows = np.maximum(tokens(0, 13)[:8], 0)
         losses, is_greedy = programs.score(params, split_rows(rows, 8, on.model.axis.tensor))
         prompts = [row[: 3 + i] for i, row in enumerate(rows[:3])]

@@ -15,7 +15,7 @@ from jax.experimental.topologies import get_topology_desc
 
 import zero
 from zero.partition.collectives.arrays import gather_array, scatter_sum_array, slice_array
-from zero.runtime.hosts.startup import OVERLAP_ON_TPU
+from zero.runtime.hosts.xla_options import OVERLAP_ON_TPU
 from zero.runtime.planning.hlo import collectives
 
 AXES = {

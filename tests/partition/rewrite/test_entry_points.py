@@ -146,8 +146,16 @@ def on_shards(fn: Callable[[jax.Array], jax.Array], axis: zero.Axis, across: boo
     return run
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (1, 8), (2, 4)])
-@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "across"),
+    [
+        ((1, 3), False),
+        ((1, 8), True),
+        ((2, 4), True),
+        *(pytest.param(shape, False, marks=pytest.mark.slow) for shape in ((1, 1), (1, 8), (2, 4))),
+        *(pytest.param(shape, True, marks=pytest.mark.slow) for shape in ((1, 1), (1, 3))),
+    ],
+)
 def test_equal_to_the_function_itself(shape: tuple[int, ...], across: bool) -> None:
     functions = ACROSS if across else ELEMENTWISE
     axis = zero.Axis("batch", shape)
