@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,8 +27,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from omegaconf import OmegaConf
 
+from zero.model_parallel import ExpertParallel
 from zero.models import transformer_layer
-from zero.models.attention.kernel import kernel_attention
+from zero.models.attention.kernel import fused_rotation, kernel_attention
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
 from zero.partition.layout import LeafLayout
@@ -38,21 +40,27 @@ from zero.runtime.hosts.speeds import SPEEDS
 from zero.runtime.job import Job, make_job
 from zero.runtime.planning.compile import compiler_options, step_arguments
 from zero.runtime.planning.predict import predict
-from zero.runtime.planning.topology import find_devices, prepare_environment
+from zero.runtime.planning.topology import find_devices, out_of_memory, prepare_environment
 from zero.training.batch import next_tokens
 from zero.training.flops import model_flops
 from zero.training.optimizer import decayed
 
+ROWS_SPEC = PartitionSpec(("fsdp", "expert"))  # of activations
 SIZES_FILE = Path(__file__).parent.parent / "conf" / "model_config.yaml"
 
 
 class Row(NamedTuple):
-    """A step: a size of conf/model_config.yaml, a slice, sequences per device, tokens per sequence."""
+    """A step: a size of conf/model_config.yaml, a slice, sequences per device, tokens per sequence.
+
+    A row with experts has a capacity and expert groups of that many devices.
+    """
 
     size: str
     topology: str
     rows: int
     context: int
+    capacity: float | None = None
+    expert_shards: int = 1
 
 
 ROWS = {
@@ -62,18 +70,49 @@ ROWS = {
 } | {
     "8b-v5e-16": Row("llama3_8b", "v5e-16", 2, 2048),
     "8b-v6e-8": Row("llama3_8b", "v6e-8", 1, 8192),
+    "8b-v4-32": Row("llama3_8b", "v4-32", 2, 2048),
+    "mistral-v5e-16": Row("mistral_7b", "v5e-16", 2, 2048),
+    "mixtral-v4-64": Row("mixtral_8x7b", "v4-64", 2, 2048, capacity=1.25, expert_shards=8),
+    "mixtral-v4-64-1": Row("mixtral_8x7b", "v4-64", 1, 2048, capacity=1.25, expert_shards=8),
 }
+
+
+class PinnedExperts(ExpertParallel):
+    """Experts on one dimension of a mesh: GSPMD inserts the all-to-alls between what is pinned."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.by_row, self.by_expert = (
+            NamedSharding(mesh, spec) for spec in (ROWS_SPEC, PartitionSpec("fsdp", "expert"))
+        )
+
+    def to_experts(self, x_BECD: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(lax.with_sharding_constraint(x_BECD, self.by_row), self.by_expert)
+
+    def from_experts(self, x_BECD: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(lax.with_sharding_constraint(x_BECD, self.by_expert), self.by_row)
 
 
 def zero_step(job: Job, row: Row) -> Any:
     return job.programs.step.lower(*step_arguments(job, row.rows, row.context))
 
 
+def make_mesh(row: Row, devices: list[Any]) -> Mesh:
+    return Mesh(np.asarray(devices).reshape(-1, row.expert_shards), ("fsdp", "expert"))
+
+
 def gspmd_step(job: Job, row: Row, size: GPTConfig, devices: list[Any]) -> Any:
-    model = GPT(size, jnp.bfloat16, remat="full", blockwise_from=job.model.blockwise_from, kernel=job.model.kernel)
+    mesh, batch = make_mesh(row, devices), row.rows * len(devices)
+    model = GPT(
+        size,
+        jnp.bfloat16,
+        remat="full",
+        blockwise_from=job.model.blockwise_from,
+        kernel=job.model.kernel,
+        group=PinnedExperts(mesh),
+        drops=True,
+    )
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b2=0.95, weight_decay=0.1, mask=decayed))
-    mesh, batch = Mesh(np.asarray(devices), ("fsdp",)), row.rows * len(devices)
-    by_row, whole = NamedSharding(mesh, PartitionSpec("fsdp")), NamedSharding(mesh, PartitionSpec())
+    by_row, whole = NamedSharding(mesh, ROWS_SPEC), NamedSharding(mesh, PartitionSpec())
 
     def pin(method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         def one(x: Any) -> Any:
@@ -84,9 +123,17 @@ def gspmd_step(job: Job, row: Row, size: GPTConfig, devices: list[Any]) -> Any:
 
     def attend(kernel: str, *qkv: jax.Array, form: Any, starts_BT: None) -> jax.Array:
         own = partial(kernel_attention, kernel, form=form)
-        spec = PartitionSpec("fsdp")
-        attended: jax.Array = jax.shard_map(own, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(*qkv)
+        attended: jax.Array = jax.shard_map(own, mesh=mesh, in_specs=ROWS_SPEC, out_specs=ROWS_SPEC, check_vma=False)(
+            *qkv
+        )
         return attended
+
+    def turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        specs = ROWS_SPEC, PartitionSpec(), PartitionSpec()  # the angles are the same in all rows
+        turned: jax.Array = jax.shard_map(
+            fused_rotation, mesh=mesh, in_specs=specs, out_specs=ROWS_SPEC, check_vma=False
+        )(x, cos, sin)
+        return turned
 
     def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
         params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
@@ -104,41 +151,51 @@ def gspmd_step(job: Job, row: Row, size: GPTConfig, devices: list[Any]) -> Any:
 
     def sharded(leaf: LeafLayout) -> NamedSharding:
         split = {split.dim for split in leaf.splits if not split.padding}
-        return NamedSharding(mesh, PartitionSpec(*("fsdp" if dim in split else None for dim in range(len(leaf.shape)))))
+        names: list[Any] = [("fsdp", "expert") if dim in split else None for dim in range(len(leaf.shape))]
+        if len(leaf.shape) == 4 and "experts" in leaf.path:  # layers, experts, in, out
+            names = [None, "expert", "fsdp", None]
+        return NamedSharding(mesh, PartitionSpec(*names))
 
     params = job.model.layout.shapes()
     by_shape = {leaf.shape: sharded(leaf) for leaf in job.model.layout.leaves}
     state = params, jax.eval_shape(tx.init, params)
     shardings = jax.tree.map(lambda x: by_shape.get(x.shape, whole), state)
-    transformer_layer.kernel_attention = attend  # type: ignore[assignment]
+    transformer_layer.kernel_attention, transformer_layer.fused_rotation = attend, turn  # type: ignore[assignment]
     try:
         compiled = jax.jit(
             step, in_shardings=(shardings, by_row), out_shardings=(shardings, whole), donate_argnums=0
         ).lower(state, jax.ShapeDtypeStruct((batch, row.context), jnp.int32))
     finally:
-        transformer_layer.kernel_attention = kernel_attention
+        transformer_layer.kernel_attention, transformer_layer.fused_rotation = kernel_attention, fused_rotation
     return compiled
 
 
 def measure(name: str, row: Row, texts: Path | None) -> str:
     """A line of the table."""
-    size, devices = load_sizes(SIZES_FILE)[row.size], find_devices(row.topology)
+    size, devices = replace(load_sizes(SIZES_FILE)[row.size], expert_capacity=row.capacity), find_devices(row.topology)
     keys = [
         f"plan.topology={row.topology}",
         f"model.size={row.size}",
         f"data.max_context={row.context}",
         "zero.stage=3",
+        f"zero.expert_shards={row.expert_shards}",
     ]
     config: Any = OmegaConf.to_object(OmegaConf.merge(Config, default_config(), OmegaConf.from_dotlist(keys)))
     job = make_job(config, size, devices, row.rows)
-    lowered = {"zero": partial(zero_step, job, row), "GSPMD": partial(gspmd_step, job, row, size, devices)}
+    lowered = {"zero": partial(zero_step, job, row)}
+    lowered["GSPMD"] = partial(gspmd_step, job, row, size, devices)
     flops = model_flops(size, row.rows, row.context) / SPEEDS[devices[0].device_kind].flops
     cells, seconds = [], {}
     for program, lower in lowered.items():
         options: dict[str, Any] = dict(compiler_options(config, devices) or {})
         if program == "GSPMD":
             options["xla_jf_spmd_threshold_for_windowed_einsum_mib"] = 1_000_000
-        compiled = lower().compile(options)
+        try:
+            compiled = lower().compile(options)
+        except jax.errors.JaxRuntimeError as error:
+            needed, available = out_of_memory(error)
+            cells.append(f"does not fit | | | {needed / 2**30:.2f} of {available / 2**30:.2f}")
+            continue
         text = compiled.as_text()
         if texts is not None:
             (texts / f"{name}-{program}.txt").write_text(text)
@@ -147,8 +204,8 @@ def measure(name: str, row: Row, texts: Path | None) -> str:
         seconds[program] = found.seconds
         peak = compiled.memory_analysis().peak_memory_in_bytes / 2**30
         cells.append(f"{found.seconds:.3f} | {flops / found.seconds:.1%} | {found.exposed_seconds:.3f} | {peak:.2f}")
-    ratio = seconds["GSPMD"] / seconds["zero"]
-    return f"| {name} | {row.rows} x {row.context:,} | {job.model.remat} | {' | '.join(cells)} | {ratio:.2f} |"
+    ratio = f"{seconds['GSPMD'] / seconds['zero']:.2f}" if len(seconds) == len(lowered) else ""
+    return f"| {name} | {row.rows} x {row.context:,} | {job.model.remat} | {' | '.join(cells)} | {ratio} |"
 
 
 def main() -> None:

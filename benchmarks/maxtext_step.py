@@ -1,0 +1,184 @@
+"""The training step of MaxText, compiled for a TPU slice without a TPU, as a text that benchmarks/predicted.py reads.
+
+    python3.12 -m venv MAXTEXT && MAXTEXT/bin/pip install 'maxtext[tpu]==0.2.5'     # an environment of its own
+    MAXTEXT/bin/python benchmarks/maxtext_step.py --rows recipe-v6e-8 --texts TEXTS
+    python benchmarks/predicted.py --program TEXTS/recipe-v6e-8.txt --topology v6e-8 --measured 3.443
+
+A compilation takes up to 8 minutes of CPU, most of it for attention kernels with blocks of 2,048. Settings and flags
+are those of MaxText's own recipes for the generation of the slice (AI-Hypercomputer/tpu-recipes; xla_flags_library.py,
+maxtext_trillium_model_configs.py and maxtext_v5e_model_configs.py in MaxText's benchmarks/), as far as this libtpu
+accepts them; comments say what is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+
+import jax.ad_checkpoint
+from jax.experimental.layout import Layout, with_layout_constraint
+
+COMMON = {
+    "compile_topology_num_slices": 1,
+    "ici_fsdp_parallelism": -1,
+    "attention": "flash",
+    "use_iota_embed": True,
+    "dataset_type": "synthetic",
+    "enable_checkpointing": False,
+    "log_config": False,
+}
+PROJECTIONS = ("query_proj", "key_proj", "value_proj", "out_proj")
+OFFLOAD = {"remat_policy": "custom"} | dict.fromkeys(("decoder_layer_input", *PROJECTIONS), "offload")
+STORE = {"remat_policy": "custom"} | dict.fromkeys((*PROJECTIONS, "context"), "device")
+MLP_IN = {"mlpwi_0": "device"}
+BLOCKS = dict.fromkeys(
+    (
+        *("sa_block_q", "sa_block_kv", "sa_block_kv_compute", "sa_block_q_dq", "sa_block_kv_dq"),
+        *("sa_block_q_dkv", "sa_block_kv_dkv", "sa_block_kv_dkv_compute"),
+    ),
+    2048,
+)
+FUSED = {"sa_use_fused_bwd_kernel": True}
+
+# Groups of flags, with the names of xla_flags_library.py.
+LAYOUT_FOR_ALL_REDUCE_SCATTER = (
+    "xla_tpu_use_minor_sharding_for_major_trivial_input=true",
+    "xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1",
+    "xla_tpu_assign_all_reduce_scatter_layout=true",
+)
+DATA_PARALLEL_OVERLAP = (
+    "xla_tpu_enable_data_parallel_all_reduce_opt=true",
+    "xla_tpu_data_parallel_opt_different_sized_ops=true",
+)
+ASYNC_ALL_GATHER = ("xla_tpu_overlap_compute_collective_tc=true", "xla_enable_async_all_gather=true")
+CF_FOR_ALL_GATHER = (  # libtpu 0.0.52 refuses it except on v5e
+    "xla_tpu_enable_async_collective_fusion=true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps=true",
+    *ASYNC_ALL_GATHER,
+)
+SPARSECORE_ALL_REDUCE = (  # without xla_sc_disjoint_spmem, which libtpu 0.0.52 does not know
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce=true",
+    "xla_tpu_enable_all_reduce_offload_tracing=true",
+    "xla_tpu_use_tc_device_shape_on_sc=true",
+    "xla_sc_enable_instruction_fusion=false",
+    "xla_sc_disable_megacore_partitioning=true",
+)
+SPARSECORE_GATHER_AND_SCATTER = (
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather=true",
+    "xla_tpu_enable_all_gather_offload_tracing=true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=true",
+    "xla_tpu_enable_reduce_scatter_offload_tracing=true",
+)
+HOST_OFFLOAD_FLAGS = (
+    "xla_tpu_enable_all_experimental_scheduler_features=true",
+    "xla_tpu_enable_scheduler_memory_pressure_tracking=true",
+    "xla_tpu_host_transfer_overlap_limit=24",
+    "xla_tpu_aggressive_opt_barrier_removal=ENABLED",
+    "xla_lhs_prioritize_async_depth_over_stall=ENABLED",
+    "xla_tpu_enable_ag_backward_pipelining=true",
+    "xla_should_allow_loop_variant_parameter_in_chain=ENABLED",
+    "xla_should_add_loop_invariant_op_in_chain=ENABLED",
+    "xla_max_concurrent_host_send_recv=100",
+    "xla_tpu_scheduler_percent_shared_memory_limit=100",
+    "xla_latency_hiding_scheduler_rerun=2",
+)
+DISABLE_COLLECTIVE_MATMUL = ("xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000",)
+DENSE_VMEM_LIMIT_FLAG = ("xla_tpu_scoped_vmem_limit_kib=98304",)
+COMMON_FLAGS = (
+    *LAYOUT_FOR_ALL_REDUCE_SCATTER,
+    *DATA_PARALLEL_OVERLAP,
+    *HOST_OFFLOAD_FLAGS,
+    *DISABLE_COLLECTIVE_MATMUL,
+)
+V4_FLAGS = (*COMMON_FLAGS, *ASYNC_ALL_GATHER)
+V5E_FLAGS = (*DENSE_VMEM_LIMIT_FLAG, *COMMON_FLAGS, *CF_FOR_ALL_GATHER)
+RECIPE_FLAGS = (
+    *(*DENSE_VMEM_LIMIT_FLAG, *COMMON_FLAGS, *ASYNC_ALL_GATHER, *SPARSECORE_ALL_REDUCE),
+    "xla_tpu_enable_async_collective_fusion=false",
+)
+V6E_FLAGS = (*RECIPE_FLAGS, *SPARSECORE_GATHER_AND_SCATTER)
+
+
+class Row(NamedTuple):
+    """A step: a model of MaxText, a slice, sequences per device, tokens per sequence, flags, further settings."""
+
+    model: str
+    topology: str
+    rows: int
+    context: int
+    flags: tuple[str, ...]
+    settings: dict[str, Any]
+
+
+ROWS = {
+    # tpu-recipes, training/trillium/Llama3.1-8B-MaxText/v6e-8: 3.443 s per step.
+    "recipe-v6e-8": Row("llama3.1-8b", "v6e-8", 3, 8192, RECIPE_FLAGS, OFFLOAD | BLOCKS | FUSED),
+    # The table of docs/performance.md. For 2,048 tokens blocks stay at 512: one of 2,048 computes masked scores too.
+    "8b-v5e-16": Row("llama3.1-8b", "v5e-16", 2, 2048, V5E_FLAGS, OFFLOAD | MLP_IN | FUSED),
+    "8b-v6e-8": Row("llama3.1-8b", "v6e-8", 1, 8192, V6E_FLAGS, OFFLOAD | MLP_IN | BLOCKS | FUSED),
+    "8b-v4-32": Row("llama3.1-8b", "v4-32", 2, 2048, V4_FLAGS, STORE | MLP_IN | {"mlpwi_1": "device"}),
+    "mistral-v5e-16": Row("mistral-7b", "v5e-16", 2, 2048, V5E_FLAGS, OFFLOAD | MLP_IN | FUSED),
+}
+
+
+def pin_layouts() -> None:
+    """Has layer inputs and outputs of attention stored row by row.
+
+    Otherwise libtpu 0.0.52 transposes the stacks of them that the forward pass writes to the host's memory, for which
+    it copies them to the device and back, and three sequences of the recipe do not fit.
+    """
+    name_values = jax.ad_checkpoint.checkpoint_name
+
+    def name_pinned(x: Any, name: str) -> Any:
+        if name in ("decoder_layer_input", "out_proj"):
+            x = with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+        return name_values(x, name)
+
+    jax.ad_checkpoint.checkpoint_name = name_pinned
+
+
+def compile_step(row: Row, file: Path) -> None:
+    """Writes the text of a row's step, and prints its peak memory."""
+    from maxtext.trainers.pre_train import train_compile
+
+    own = train_compile.jit_and_compile
+
+    def compile_and_write(*args: Any) -> Any:
+        compiled = own(*args)
+        file.write_text(compiled.as_text())
+        print(f"{file}: peak {compiled.memory_analysis().peak_memory_in_bytes / 2**30:.2f} GiB", flush=True)
+        return compiled
+
+    settings = COMMON | {
+        "model_name": row.model,
+        "compile_topology": row.topology,
+        "per_device_batch_size": row.rows,
+        "max_target_length": row.context,
+        "compile_xla_flags": " ".join(f"--{flag}" for flag in row.flags),
+    }
+    train_compile.jit_and_compile = compile_and_write
+    try:
+        base = Path(train_compile.__file__).parents[2] / "configs" / "base.yml"
+        train_compile.main(["", str(base), *(f"{key}={value}" for key, value in (settings | row.settings).items())])
+    finally:
+        train_compile.jit_and_compile = own
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--texts", type=Path, required=True, help="directory for the texts of compiled programs")
+    arguments = parser.parse_args()
+    arguments.texts.mkdir(parents=True, exist_ok=True)
+    pin_layouts()
+    for name in arguments.rows:
+        compile_step(ROWS[name], arguments.texts / f"{name}.txt")
+
+
+if __name__ == "__main__":
+    main()
