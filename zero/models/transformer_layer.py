@@ -199,7 +199,8 @@ class TransformerLayer(Layer):
 
         form = attention_form(config, max(config.windows), self.cut)
         shared = config.num_head // config.key_heads
-        are_split = splits_heads(self.kernel, form, positions=h_BTD.shape[1], shared=shared, width=config.head_width)
+        positions = h_BTD.shape[1] * self.cut.ring  # of a whole row
+        are_split = splits_heads(self.kernel, form, positions=positions, shared=shared, width=config.head_width)
 
         def heads(name: str, count: int) -> jax.Array:
             shape = (count // self.cut.size, config.head_width)
@@ -213,8 +214,7 @@ class TransformerLayer(Layer):
             q_BTHK = make_head_norm(config, self.dtype, "query_norm", self.cut)(q_BTHK)
             k_BSGK = make_head_norm(config, self.dtype, "key_norm", self.cut)(k_BSGK)
         if config.position_kind == "rotary":
-            positions = h_BTD.shape[1] * self.cut.ring if cache is None else cache.k_LBSGK.shape[2]
-            rotation = rotation_of(config, layer, positions)
+            rotation = rotation_of(config, layer, positions if cache is None else cache.k_LBSGK.shape[2])
             numbers = self.cut.attended_numbers(position, h_BTD.shape[1])
             angles = cosines_and_sines(h_BTD.shape[1], numbers, rotation, starts_BT)
             is_fused = not are_split and fuses_rotation(

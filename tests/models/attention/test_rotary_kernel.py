@@ -13,7 +13,7 @@ from zero.models.attention.rotary_kernel import fused_rotate
 from zero.models.config import GPTConfig
 from zero.models.elements import cosines_and_sines, rotate, rotation_of
 from zero.models.gpt import GPT, variable_shapes
-from zero.runtime.planning.topology import find_devices, prepare_environment
+from zero.runtime.planning.topology import find_devices
 
 WIDE = GPTConfig(
     embedding_dim=48,
@@ -70,7 +70,6 @@ def test_layers_use_the_kernel(fraction: float, kernels: int) -> None:
 
 @pytest.mark.parametrize("topology", ["v3-8", *(pytest.param(x, marks=pytest.mark.slow) for x in ("v4-8", "v6e-8"))])
 def test_kernel_compiles_for_tpu(topology: str) -> None:
-    prepare_environment(topology)
     pytest.importorskip("libtpu")
     angles = jax.ShapeDtypeStruct((1, 1, 2048, 64), jnp.float32)
     x = jax.ShapeDtypeStruct((1, 2, 2048, 32, 128), jnp.bfloat16)

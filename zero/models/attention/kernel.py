@@ -24,12 +24,13 @@ class TpuKernel(NamedTuple):
     gradient: int  # most bytes of VMEM for the gradient of queries, in float32
     vmem: int | None = None  # bytes that a kernel may use; None for the compiler's limit
     in_float32: bool = False  # Mosaic compiles no bfloat16 product; the units round float32 to bfloat16 themselves
+    has_splash: bool = True  # whether jax's splash attention compiles too
 
 
 _MIB = 2**20
 # By the first generation that they are for.
 TPU_KERNELS = {
-    "tpu_v2": TpuKernel(256, _MIB, in_float32=True),
+    "tpu_v2": TpuKernel(256, _MIB, in_float32=True, has_splash=False),
     "tpu_v4": TpuKernel(256, 4 * _MIB),
     "tpu_v5e": TpuKernel(256, 16 * _MIB, vmem=48 * _MIB),
     "tpu_v6e": TpuKernel(512, 16 * _MIB, vmem=48 * _MIB),
@@ -92,7 +93,7 @@ def missing_in(
     """
     of_tpu = TPU_KERNELS.get(kernel or "")
     is_tpu = of_tpu is not None
-    has_splash = of_tpu is not None and not of_tpu.in_float32
+    is_only_own = of_tpu is not None and not of_tpu.has_splash
     by_name = {
         "a kernel for this device": kernel is None,
         "ALiBi": form.has_alibi and not is_tpu,
@@ -104,8 +105,8 @@ def missing_in(
         f"rows of {positions} positions": is_tpu and positions % _SPLASH_BLOCKS[-1] > 0,
         "a cap of scores": kernel == "cudnn" and form.cap is not None,
         "segments": kernel == "cudnn" and has_segments,
-        f"windows, caps, or rows of {positions} positions of this width on this TPU": is_tpu
-        and not has_splash
+        "windows and caps on this TPU": is_only_own and not _is_plain(form, positions),
+        f"rows of {positions} positions with {shared} heads of {width} per head of keys on this TPU": is_only_own
         and not _fuses(kernel, form, positions, shared, width),
     }
     return next((name for name, is_missing in by_name.items() if is_missing), None)
@@ -164,8 +165,13 @@ def _fuses(kernel: str | None, form: Form, positions: int, shared: int, width: i
     """Whether `fused_attention` computes this form; splash attention is slower, and has the rest."""
     if kernel not in TPU_KERNELS:
         return False
-    is_plain = form.cap is None and not 0 < form.window < positions
-    return is_plain and 4 * positions * shared * max(width, 128) <= TPU_KERNELS[kernel].gradient
+    fits = 4 * positions * shared * max(width, 128) <= TPU_KERNELS[kernel].gradient
+    return fits and _is_plain(form, positions)
+
+
+def _is_plain(form: Form, positions: int) -> bool:
+    """Whether scores have no cap, and queries see all positions before them."""
+    return form.cap is None and not 0 < form.window < positions
 
 
 def own_attention(
