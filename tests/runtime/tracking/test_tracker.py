@@ -169,7 +169,7 @@ def is_running() -> bool:
 
 
 def test_wandb_starts_with_the_first_line(tmp_path: Path, no_login: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a login wandb starts with the first line, and with one before it."""
+    """Without a login wandb starts with the first line of metrics; with a login it starts at once."""
     with Tracker(tmp_path, project="zero-tests", config={}, resumed_from=None) as tracker:
         assert (tmp_path / "wandb_run_id").exists() and not is_running()
         tracker.log({"step": 1})
@@ -181,7 +181,14 @@ def test_wandb_starts_with_the_first_line(tmp_path: Path, no_login: None, monkey
         assert is_running()
 
 
-def test_wandb_cannot_start(tmp_path: Path, no_login: None) -> None:
-    """A failure of wandb to start is an error."""
+def test_wandb_cannot_start(
+    tmp_path: Path, no_login: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failure of wandb to start is an error before the first step; a run that trains continues, and says it once."""
+    track(tmp_path, range(1, 3), project="no/slashes")
+    assert steps_of(tmp_path) == [1, 2]
+    assert caplog.text.count("W&B could not start") == 1
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"W&B could not start .*wandb_project=null"):
-        track(tmp_path, range(1, 2), project="no/slashes")
+        track(tmp_path, range(3, 4), project="no/slashes")

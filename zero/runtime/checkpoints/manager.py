@@ -75,6 +75,7 @@ class Checkpoints:
             _check_path(self.directory)
         with ExitStack() as stack:
             stack.enter_context(quiet_loggers())
+            self._cleans_up = keep is not None and not self._is_absent()  # later unfinished saves are another run's
             if not self._is_absent():
                 self._manager  # noqa: B018, opens the directory
             self._until_closed = stack.pop_all()
@@ -104,7 +105,7 @@ class Checkpoints:
             preservation_policy=self._keep and dataclasses.replace(self._keep, saved=self._known),
             read_only=self._keep is None,
             create=False,
-            cleanup_tmp_directories=self._keep is not None,
+            cleanup_tmp_directories=self._cleans_up,
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(
                 barrier_sync_fn=barrier_unless_failing,

@@ -237,7 +237,7 @@ class _Schedule:
         Copies to the host and from the host run at the same time.
         """
         arrays = _SCALAR.sub("", started.result)  # without indices and contexts
-        size = min(hlo.sizes_of(arrays))
+        size = min(hlo.sizes_of(arrays), default=0)
         if _ON_HOST not in arrays:
             return "memory", size / self.speed.memory
         result = self.bodies[started.called[0]][-1].result if started.called else arrays.partition("}")[0]

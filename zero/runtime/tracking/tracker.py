@@ -59,7 +59,7 @@ class Tracker:
         if metrics["step"] <= self._last_step:
             raise ValueError(f"step {metrics['step']} is logged after step {self._last_step}")
         self._last_step = metrics["step"]
-        for log in self._logs:
+        for log in reversed(self._logs):  # metrics.jsonl first: no failure of another loses its line
             log(metrics)
 
     def __exit__(self, *error: Any) -> None:

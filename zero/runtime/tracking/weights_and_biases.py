@@ -29,7 +29,7 @@ def weights_and_biases(run_directory: Path, project: str, config: dict[str, Any]
 
     A resumed run continues under the id that its file `wandb_run_id` holds. Where there is a login, W&B starts at once;
     else, when no server can refuse the run, with the first line of metrics: it takes a CPU second, which the first step
-    does not wait for. Raises UserError if W&B cannot start.
+    does not wait for. Raises UserError if W&B cannot start; once the run trains, that is a warning.
     """
     id_file = run_directory / WANDB_ID_FILE
     if not id_file.exists():
@@ -38,10 +38,22 @@ def weights_and_biases(run_directory: Path, project: str, config: dict[str, Any]
         fresh.rename(id_file)
 
     with ExitStack() as stack:
-        start = cache(lambda: stack.enter_context(_started(run_directory, project, config, id_file.read_text())))
+
+        def start() -> Log:
+            return stack.enter_context(_started(run_directory, project, config, id_file.read_text()))
+
+        @cache
+        def start_late() -> Log:
+            try:
+                return start()
+            except UserError as error:
+                log.warning("%s; the run continues without it", error)
+                return lambda metrics: None
+
         if os.environ.get("WANDB_API_KEY") or _netrc().exists():
-            start()
-        yield lambda metrics: start()(metrics)
+            yield start()
+        else:
+            yield lambda metrics: start_late()(metrics)
 
 
 @contextmanager
