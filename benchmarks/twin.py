@@ -5,8 +5,10 @@
 
 The twin is `jit` with a NamedSharding per leaf, split where zero splits it, as FSDP is written with GSPMD: activations
 are pinned to the batch dimension, each layer is recomputed, weights are gathered in bfloat16, and attention is the same
-kernel under `shard_map`. It is compiled with the options of zero's overlap, and without windowed einsums, which XLA
-would choose otherwise. Both are read by `zero/runtime/planning/predict.py`.
+kernel under `shard_map`. With tensor groups weights are split over both dimensions of a mesh, and activations too: by
+heads and columns inside a layer, by positions between layers. It is compiled with the options of zero's overlap, and
+without windowed einsums, which XLA would choose otherwise; with zero's VMEM for a fusion and with the compiler's own,
+of which the faster program counts. Both are read by `zero/runtime/planning/predict.py`.
 """
 
 from __future__ import annotations
@@ -37,9 +39,10 @@ from zero.runtime.config.files import load_sizes
 from zero.runtime.config.saved_config import default_config
 from zero.runtime.config.schema import Config
 from zero.runtime.hosts.speeds import SPEEDS
+from zero.runtime.hosts.xla_options import VMEM
 from zero.runtime.job import Job, make_job
 from zero.runtime.planning.compile import compiler_options, step_arguments
-from zero.runtime.planning.predict import predict
+from zero.runtime.planning.predict import Prediction, predict
 from zero.runtime.planning.topology import find_devices, out_of_memory, prepare_environment
 from zero.training.batch import next_tokens
 from zero.training.flops import model_flops
@@ -52,7 +55,7 @@ SIZES_FILE = Path(__file__).parent.parent / "conf" / "model_config.yaml"
 class Row(NamedTuple):
     """A step: a size of conf/model_config.yaml, a slice, sequences per device, tokens per sequence.
 
-    A row with experts has a capacity and expert groups of that many devices.
+    A row with experts has a capacity and expert groups of that many devices; `keys` are further keys of conf/.
     """
 
     size: str
@@ -61,6 +64,9 @@ class Row(NamedTuple):
     context: int
     capacity: float | None = None
     expert_shards: int = 1
+    tensor_shards: int = 1
+    optimizer: str = "adamw"
+    keys: tuple[str, ...] = ()
 
 
 ROWS = {
@@ -74,7 +80,20 @@ ROWS = {
     "mistral-v5e-16": Row("mistral_7b", "v5e-16", 2, 2048),
     "mixtral-v4-64": Row("mixtral_8x7b", "v4-64", 2, 2048, capacity=1.25, expert_shards=8),
     "mixtral-v4-64-1": Row("mixtral_8x7b", "v4-64", 1, 2048, capacity=1.25, expert_shards=8),
+    "137b-v3-128": Row(
+        "dense_lm_137b",
+        "v3-128",
+        1,
+        1024,
+        tensor_shards=8,
+        optimizer="adafactor",
+        keys=("zero.gradient_dtype=bfloat16", "zero.overlap_gathers=false"),
+    ),
 }
+# Of a layer's matrices with tensor groups, (layers, in, out), by the name of their module.
+TO_PARTS, FROM_PARTS = (None, "fsdp", "tensor"), (None, "tensor", "fsdp")
+BY_MODULE = dict.fromkeys(("query", "key", "value", "mlp_in", "mlp_gate"), TO_PARTS)
+BY_MODULE |= dict.fromkeys(("attention_out", "mlp_out"), FROM_PARTS)
 
 
 class PinnedExperts(ExpertParallel):
@@ -96,12 +115,9 @@ def zero_step(job: Job, row: Row) -> Any:
     return job.programs.step.lower(*step_arguments(job, row.rows, row.context))
 
 
-def make_mesh(row: Row, devices: list[Any]) -> Mesh:
-    return Mesh(np.asarray(devices).reshape(-1, row.expert_shards), ("fsdp", "expert"))
-
-
 def gspmd_step(job: Job, row: Row, size: GPTConfig, devices: list[Any]) -> Any:
-    mesh, batch = make_mesh(row, devices), row.rows * len(devices)
+    mesh = Mesh(np.asarray(devices).reshape(-1, row.expert_shards, row.tensor_shards), ("fsdp", "expert", "tensor"))
+    batch = row.rows * len(devices) // row.tensor_shards
     model = GPT(
         size,
         jnp.bfloat16,
@@ -111,13 +127,25 @@ def gspmd_step(job: Job, row: Row, size: GPTConfig, devices: list[Any]) -> Any:
         group=PinnedExperts(mesh),
         drops=True,
     )
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b2=0.95, weight_decay=0.1, mask=decayed))
+    optimizers = {
+        "adamw": optax.adamw(1e-4, b2=0.95, weight_decay=0.1, mask=decayed),
+        "adafactor": optax.adafactor(1e-4),
+    }
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optimizers[row.optimizer])
     by_row, whole = NamedSharding(mesh, ROWS_SPEC), NamedSharding(mesh, PartitionSpec())
+    in_parts = {size.mlp_width, size.num_head * size.head_width, size.key_heads * size.head_width}
+
+    def sharding_of(x: jax.Array) -> NamedSharding:
+        if row.tensor_shards == 1 or x.ndim != 3:
+            return by_row
+        return NamedSharding(
+            mesh, PartitionSpec(*ROWS_SPEC, *((None, "tensor") if x.shape[2] in in_parts else ("tensor",)))
+        )
 
     def pin(method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         def one(x: Any) -> Any:
             is_activation = isinstance(x, jax.Array) and x.ndim >= 2 and x.shape[0] == batch
-            return lax.with_sharding_constraint(x, by_row) if is_activation else x
+            return lax.with_sharding_constraint(x, sharding_of(x)) if is_activation else x
 
         return jax.tree.map(one, method(*args, **kwargs))
 
@@ -151,7 +179,10 @@ def gspmd_step(job: Job, row: Row, size: GPTConfig, devices: list[Any]) -> Any:
 
     def sharded(leaf: LeafLayout) -> NamedSharding:
         split = {split.dim for split in leaf.splits if not split.padding}
-        names: list[Any] = [("fsdp", "expert") if dim in split else None for dim in range(len(leaf.shape))]
+        names: list[Any] = [mesh.axis_names if dim in split else None for dim in range(len(leaf.shape))]
+        module = next((name for name in leaf.path if name in BY_MODULE), None)
+        if row.tensor_shards > 1 and module is not None and len(leaf.shape) == 3:
+            names = list(BY_MODULE[module])
         if len(leaf.shape) == 4 and "experts" in leaf.path:  # layers, experts, in, out
             names = [None, "expert", "fsdp", None]
         return NamedSharding(mesh, PartitionSpec(*names))
@@ -179,33 +210,49 @@ def measure(name: str, row: Row, texts: Path | None) -> str:
         f"data.max_context={row.context}",
         "zero.stage=3",
         f"zero.expert_shards={row.expert_shards}",
+        f"zero.tensor_shards={row.tensor_shards}",
+        f"optimizer.name={row.optimizer}",
+        *row.keys,
     ]
     config: Any = OmegaConf.to_object(OmegaConf.merge(Config, default_config(), OmegaConf.from_dotlist(keys)))
     job = make_job(config, size, devices, row.rows)
-    lowered = {"zero": partial(zero_step, job, row)}
-    lowered["GSPMD"] = partial(gspmd_step, job, row, size, devices)
-    flops = model_flops(size, row.rows, row.context) / SPEEDS[devices[0].device_kind].flops
+    options: dict[str, Any] = dict(compiler_options(config, devices) or {})
+    of_twin = options | {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
+    without_vmem = {name: value for name, value in of_twin.items() if name != VMEM}
+    lowered = {
+        "zero": (partial(zero_step, job, row), [options]),
+        "GSPMD": (
+            partial(gspmd_step, job, row, size, devices),
+            [of_twin] if of_twin == without_vmem else [of_twin, without_vmem],
+        ),
+    }
+    flops = model_flops(size, row.rows, row.context) / SPEEDS[devices[0].device_kind].flops / row.tensor_shards
     cells, seconds = [], {}
-    for program, lower in lowered.items():
-        options: dict[str, Any] = dict(compiler_options(config, devices) or {})
-        if program == "GSPMD":
-            options["xla_jf_spmd_threshold_for_windowed_einsum_mib"] = 1_000_000
-        try:
-            compiled = lower().compile(options)
-        except jax.errors.JaxRuntimeError as error:
-            needed, available = out_of_memory(error)
+    for program, (lower, choices) in lowered.items():
+        compiled_ones = []
+        for chosen in choices:
+            try:
+                compiled_ones.append(measured(lower().compile(chosen), devices))
+            except jax.errors.JaxRuntimeError as error:
+                needed, available = out_of_memory(error)
+        if not compiled_ones:
             cells.append(f"does not fit | | | {needed / 2**30:.2f} of {available / 2**30:.2f}")
             continue
-        text = compiled.as_text()
+        found, peak, text = min(compiled_ones, key=lambda one: one[0].seconds)
         if texts is not None:
             (texts / f"{name}-{program}.txt").write_text(text)
-        found = predict(text, devices)
-        assert found is not None
         seconds[program] = found.seconds
-        peak = compiled.memory_analysis().peak_memory_in_bytes / 2**30
         cells.append(f"{found.seconds:.3f} | {flops / found.seconds:.1%} | {found.exposed_seconds:.3f} | {peak:.2f}")
     ratio = f"{seconds['GSPMD'] / seconds['zero']:.2f}" if len(seconds) == len(lowered) else ""
     return f"| {name} | {row.rows} x {row.context:,} | {job.model.remat} | {' | '.join(cells)} | {ratio} |"
+
+
+def measured(compiled: Any, devices: list[Any]) -> tuple[Prediction, float, str]:
+    """The prediction of a program, its peak in GiB, and its text."""
+    text = compiled.as_text()
+    found = predict(text, devices)
+    assert found is not None
+    return found, compiled.memory_analysis().peak_memory_in_bytes / 2**30, text
 
 
 def main() -> None:
