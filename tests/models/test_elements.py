@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from zero.models.attention.scores import alibi_slopes
 from zero.models.config import STACK, GPTConfig
+from zero.models.elements import product
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.models.transformer_layer import init_cache
@@ -205,3 +207,25 @@ def test_z_loss_changes_only_the_gradient() -> None:
 def test_impossible_choices_are_refused(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         dataclasses.replace(BASE, **change)
+
+
+def test_gradients_of_product() -> None:
+    x, w, weights = (
+        jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((2, 6, 5), (5, 7), (2, 6, 7)))
+    )
+    out, pull_back = jax.vjp(product, x, w)
+    expected, plain_pull_back = jax.vjp(lambda x, w: jnp.tensordot(x, w, 1), x, w)
+    np.testing.assert_array_equal(out, expected)
+    for got, plain in zip(pull_back(weights), plain_pull_back(weights), strict=True):
+        np.testing.assert_allclose(got, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.optimized
+def test_product_on_cpu_contracts_rows() -> None:
+    """XLA's library for CPU has products whose left operand is contracted along its rows."""
+    x, w = jnp.ones((2, 64, 32)), jnp.ones((32, 48))
+    compiled = jax.jit(jax.grad(lambda w, x: (product(x, w) ** 2).sum())).lower(w, x).compile()
+    found = re.findall(
+        r"f32\[32,48\]\S* dot\(.*?lhs_contracting_dims={(\d)}, rhs_contracting_dims={(\d)}", compiled.as_text()
+    )
+    assert found == [("1", "0")]

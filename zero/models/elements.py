@@ -48,6 +48,27 @@ def gated(activation: str, gate: jax.Array, x: jax.Array) -> jax.Array:
     return _GATED[activation](gate, x) if activation in _GATED else ACTIVATIONS[activation](gate) * x
 
 
+@jax.custom_vjp
+def product(x_BTX: jax.Array, w_XF: jax.Array) -> jax.Array:
+    """`x @ w`, whose gradient of `w` is fast on CPU too (docs/decisions/cpu-speed.md)."""
+    return x_BTX @ w_XF
+
+
+def _product_forward(x_BTX: jax.Array, w_XF: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return x_BTX @ w_XF, (x_BTX, w_XF)
+
+
+def _product_backward(saved: tuple[jax.Array, jax.Array], grad_BTF: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_BTX, w_XF = saved
+    x_XN = x_BTX.reshape(-1, x_BTX.shape[-1]).T
+    # XLA for CPU would multiply with the transpose of its result, for which its library has no fast product.
+    x_XN = lax.platform_dependent(x_XN, cpu=lax.optimization_barrier, default=lambda x_XN: x_XN)
+    return grad_BTF @ w_XF.T, x_XN @ grad_BTF.reshape(-1, grad_BTF.shape[-1])
+
+
+product.defvjp(_product_forward, _product_backward)
+
+
 class Dense(nn.Module):
     """`nn.Dense` of inputs and outputs that may have two dimensions, heads and their width; its kernel is a matrix.
 
@@ -72,7 +93,8 @@ class Dense(nn.Module):
         inputs = x_BTX.shape[2:]
         kernel = self.param("kernel", self.kernel_init, (math.prod(inputs), math.prod(self.features)))
         kernel = kernel.astype(self.dtype).reshape(*inputs, *self.features)
-        y_BTX = jnp.tensordot(x_BTX.astype(self.dtype), kernel, len(inputs))
+        x_BTX = x_BTX.astype(self.dtype)
+        y_BTX = product(x_BTX, kernel) if kernel.ndim == 2 else jnp.tensordot(x_BTX, kernel, len(inputs))
         y_BTX = y_BTX if self.total is None else self.total(y_BTX)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (math.prod(self.features),))

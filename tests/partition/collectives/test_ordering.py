@@ -135,6 +135,13 @@ def test_flat_programs_are_left_alone():
     assert plain == ordered
 
 
+def test_a_wait_touches_one_number() -> None:
+    """Arrays that wait are not read as a whole."""
+    ordered = jax.make_jaxpr(zero.in_order(loop_then_mean), axis_env=[("batch", 8)])(np.ones((3, 5), np.float32))
+    changed = [eqn.outvars[0].aval.size for eqn in ordered.eqns if eqn.primitive.name == "bitcast_convert_type"]
+    assert changed and set(changed) == {1}
+
+
 def test_reproduction_of_the_abort():
     """The program that aborts without in_order is right with it."""
     with cli.spinning(os.cpu_count() or 1, seconds=60):

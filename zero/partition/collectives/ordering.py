@@ -203,8 +203,14 @@ def _zeros_of(arrays: Sequence[Any]) -> jax.Array:
 
 
 def _tie(x: Any, zero: jax.Array) -> Any:
+    """The same values, after `zero`: it is added to the first number only, which XLA writes in place."""
     x = jnp.asarray(x) if not isinstance(x, jax.Array) else x
-    return lax.bitcast_convert_type(_bits(x) + zero.astype(_bits(x).dtype), x.dtype) if _is_tied(x) else x
+    if not _is_tied(x):
+        return x
+    first = _bits(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim))
+    return lax.dynamic_update_slice(
+        x, lax.bitcast_convert_type(first + zero.astype(first.dtype), x.dtype), (0,) * x.ndim
+    )
 
 
 def _bind(eqn: JaxprEqn, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
