@@ -163,11 +163,8 @@ def test_experts_on_two_hosts(workplace: Path) -> None:
 
 def test_failed_save_ends_both_hosts(workplace: Path) -> None:
     """A save that fails on one host ends both with the reason."""
-    # As many steps as in test_both_hosts_stop_together, whose programs it reads from the cache.
-    processes = start_hosts(
-        workplace, "training.total_steps=40", "training.evaluation_frequency=5", "hydra.run.dir=full"
-    )
-    hosts.wait_for_step(workplace / "full", 6, processes)
+    processes = start_hosts(workplace, "training.total_steps=4000", "data.save_every=1", "hydra.run.dir=full")
+    hosts.wait_for_step(workplace / "full", 3, processes)  # the checkpoint of step 1 is complete
     resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, (20_000, 20_000))  # its disk is full
     done = hosts.finish(processes)
     assert [one.returncode for one in done] == [1, 1], [one.stderr for one in done]

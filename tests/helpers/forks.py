@@ -15,9 +15,10 @@ from typing import Any
 
 import hydra
 
+# What takes long to import.
 import zero.runtime.checkpoints.orbax_commit
 import zero.runtime.main
-import zero.runtime.train  # noqa: F401  what takes long to import
+import zero.runtime.train  # noqa: F401
 from zero.runtime.config.saved_config import default_config
 from zero.runtime.run_directory import save_config
 from zero.runtime.tracking import html_report, plot

@@ -75,7 +75,7 @@ def test_packed_losses(kind: str, blockwise_from: int | None) -> None:
     assert abs(whole - got)[starts > 0].mean() > 0.01  # without segments they are others
 
 
-# Of dense attention; the default suite has either this or the losses of each kind.
+# Of dense attention; the losses of every kind are compared by default.
 @pytest.mark.parametrize(
     "kind", ["t5", "windows", *(pytest.param(k, marks=pytest.mark.slow) for k in ("alibi", "learned", "rotary"))]
 )

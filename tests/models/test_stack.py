@@ -1,4 +1,6 @@
-"""What the backward pass of a stack of layers stores and recomputes."""
+"""What the backward pass of a stack of layers stores and recomputes, and the layout of what its layers read."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,3 +33,18 @@ def test_stored_values_are_not_computed_again(blockwise_from: int | None) -> Non
     assert {remat: counted["full"] - counted[remat] for remat in STORED} == products
     assert counted["mlp+projections"] == counted["dots"] >= counted["none"]
     assert counted["nested"] > counted["full"]
+
+
+@pytest.mark.parametrize(("kernel", "per_layer"), [(None, 0), ("tpu_v4", 2)])
+def test_rows_are_contiguous_for_kernels_of_tpu(kernel: str | None, per_layer: int) -> None:
+    """The input of a layer and the first product of its MLP have a fixed layout, and so have their gradients."""
+    tokens, gpt = jnp.zeros((2, 32), jnp.int32), GPT(CONFIG, remat="none", kernel=kernel)
+
+    def loss(variables: Any) -> jax.Array:
+        return jnp.sum(jnp.asarray(gpt.apply(variables, tokens, tokens)))
+
+    counted = [
+        str(jax.make_jaxpr(program)(variable_shapes(CONFIG))).count("= layout_constraint")
+        for program in (loss, jax.grad(loss))
+    ]
+    assert counted == [per_layer, 2 * per_layer]

@@ -93,7 +93,7 @@ def sharded(tx: optax.GradientTransformation, devices: int, params: Any) -> tupl
 FORMS = {
     ("adamw", "int8", np.float32): 3,
     ("adamw", "bfloat16", jnp.bfloat16): 8,
-    ("adamw", "int8", jnp.bfloat16): 1,
+    ("adamw", "int8", jnp.bfloat16): 8,
     ("lion", "int8", jnp.bfloat16): 3,
 }  # and the number of devices of the quick form
 

@@ -18,6 +18,7 @@ from tests.training.small_gpt import (
     Run,
     Setup,
     assert_close,
+    assert_first_weights,
     first_params,
     run_on,
     setup,
@@ -121,6 +122,11 @@ def test_copies_and_phases(on: zero.Axis) -> None:
     """Results of context groups do not depend on copies and phases."""
     expected = trained(setup(8, 3, config=ODD))
     assert_close(trained(setup(8, 3, config=ODD, axis=on)), expected, rtol=1e-6, config=ODD)
+
+
+def test_first_weights() -> None:
+    """First weights of context groups equal those of the model on one device."""
+    assert_first_weights(setup(8, 3, config=ODD, axis=axis(4)))
 
 
 def test_evaluation_equals_whole_rows() -> None:

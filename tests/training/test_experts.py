@@ -183,8 +183,8 @@ def test_tensor_groups_split_experts(name: str, stage: int) -> None:
 
 @pytest.mark.slow  # test_optimizer.py moves experts on shards, without a model
 @pytest.mark.parametrize("name", NAMES)
-def test_optimizers_see_all_experts(name: str) -> None:
-    """Optimizers see the experts of all devices."""
+def test_optimizers_train_in_expert_groups(name: str) -> None:
+    """Every optimizer trains in expert groups as on one device, which has all experts."""
     hyperparameters: dict[str, Any] = {"factored_from": 8} if name == "adafactor" else {}
     tx = make_optimizer(name, 0.1, **hyperparameters)
 

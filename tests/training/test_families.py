@@ -42,7 +42,10 @@ TRAINED = {
     "gemma3": _of("gemma3", **_GROUPED, N=4, windows=(5, 0), logit_cap=0.5, attention_scale=0.25),
     "gemma2": _of("gemma2", **_GROUPED, N=4, windows=(5, 0), attention_cap=0.5, logit_cap=0.5),
     "gpt_oss": _of("gpt_oss", **_GROUPED, windows=(5, 0), experts=5, experts_per_token=2),
-    "dense_lm": _of("dense_lm", **{**_GROUPED, "kv_heads": 1}, z_loss=0.1),
+    "dense_lm": _of(  # with the norms of Olmo 2 and 3
+        "dense_lm", **{**_GROUPED, "kv_heads": 1}, z_loss=0.1, norm_place="after", qk_norm=True,
+        qk_norm_over="projection",
+    ),
     "others": _of(
         "gpt2", positions="none", norm="rms", norm_place="after", activation="squared_relu", attention_scale="linear",
         windows=(0, 3), qk_norm=True,
@@ -56,8 +59,9 @@ def trained(family: str, devices: int, stage: int, **options: Any) -> Run:
     return run_on(setup(devices, stage, config=TRAINED[family], **options))
 
 
-# The others have nothing that these do not, but the order of a layer's sums, which tests/models compares.
-# Olmo 3 has the windows of Gemma 2, and test_dropout_masks compares the masks.
+# Of the parameters of the other families these lack the table of positions, which test_dropout_masks has, the norm of
+# the embedding (test_step.py) and norms of single heads, which are as those of a projection. tests/models compares what
+# layers compute.
 QUICK = [("gemma2", 8, 3), ("gpt_oss", 8, 3), ("dense_lm", 3, 1)]
 SLOW = {(family, devices, stage) for family in TRAINED for devices in (1, 3, 8) for stage in range(4)} - {*QUICK}
 
@@ -95,8 +99,8 @@ def test_layers_of_different_windows(options: dict[str, Any]) -> None:
 
 def test_dropout_masks() -> None:
     """Dropout masks equal those of the model on one device."""
-    first = trained("dropouts", 8, 3).metrics["loss"][0]
-    np.testing.assert_allclose(first, reference(TRAINED["dropouts"]).metrics["loss"][0], rtol=1e-6)
+    losses = trained("dropouts", 8, 3).metrics["loss"]
+    np.testing.assert_allclose(losses, reference(TRAINED["dropouts"]).metrics["loss"], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.training.small_gpt import (
     MAX_NORM,
     RATE,
     ROWS,
+    SEED,
     STEPS,
     advance,
     assert_close,
@@ -68,6 +69,13 @@ def test_equals_one_device(devices: int, stage: int, micro_batches: int) -> None
 def test_first_parameters(devices: int, stage: int) -> None:
     """First parameters do not depend on the number of devices."""
     assert_first_weights(setup(devices, stage))
+
+
+def test_fresh_state() -> None:
+    """The state of a fresh start, which one program makes, is that of the two for its weights and the optimizer."""
+    on = setup(8, 3)
+    got, expected = on.programs.fresh(np.full(8, SEED, np.uint32)), on.programs.start(on.new_weights())
+    jax.tree.map(partial(np.testing.assert_array_equal, strict=True), got, expected)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

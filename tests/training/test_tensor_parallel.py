@@ -10,7 +10,16 @@ import pytest
 
 import zero
 from tests.training.divisible_models import DIVISIBLE, MODELS
-from tests.training.small_gpt import Run, Setup, assert_close, run_on, setup, shapes_of, tokens
+from tests.training.small_gpt import (
+    Run,
+    Setup,
+    assert_close,
+    assert_first_weights,
+    run_on,
+    setup,
+    shapes_of,
+    tokens,
+)
 from zero.models.config import GPTConfig
 from zero.runtime.inference.generate import generate
 from zero.runtime.planning.hlo import collectives
@@ -96,6 +105,11 @@ def test_copies_train_alike() -> None:
     expected = trained(setup(8, 3, config=DIVISIBLE))
     copies = zero.Axis.with_tensor_groups("zero", 8, 2, replicas=2)
     assert_close(trained(setup(8, 3, config=DIVISIBLE, axis=copies)), expected, rtol=1e-6, config=DIVISIBLE)
+
+
+def test_first_weights() -> None:
+    """First weights of tensor groups equal those of the model on one device."""
+    assert_first_weights(setup(8, 3, config=DIVISIBLE, axis=axis(3, 4)))
 
 
 @pytest.mark.parametrize("model", ["plain", pytest.param("gemma2", marks=pytest.mark.slow)])

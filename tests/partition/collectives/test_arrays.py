@@ -1,6 +1,7 @@
 """Slice, gather and reduce-scatter of one array against numpy, over every kind of axis and awkward sizes."""
 
 import dataclasses
+import re
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -181,7 +182,10 @@ def test_sums_by_exchange(axis: zero.Axis) -> None:
 
 
 def test_exchange_runs_beside_products() -> None:
-    """On TPU products run between the start and the done of an exchange, but not beside a scatter of a whole slice."""
+    """On TPU products run between the start and the done of an exchange, but not beside a scatter of a whole slice.
+
+    What is exchanged is computed before, not in the order of its parts.
+    """
     devices: Any = get_topology_desc(topology_name="v5e:2x2", platform="tpu").devices
     layout = zero.make_layout({"w": jax.ShapeDtypeStruct((512, 1024), jnp.float32)}, 4)
 
@@ -194,7 +198,10 @@ def test_exchange_runs_beside_products() -> None:
             {"w": jax.ShapeDtypeStruct((4, 512, 1024), jnp.float32)},
             jax.ShapeDtypeStruct((4, 2048, 2048), "bfloat16"),
         )
-        text: str = scatter.lower(*shapes).compile(dict.fromkeys(OVERLAP_ON_TPU, True)).as_text()
+        lowered = scatter.lower(*shapes)
+        barriers = re.findall(r"(%\d+) = stablehlo.optimization_barrier .*\n.*all_to_all\"\(\1\)", lowered.as_text())
+        assert len(barriers) == axis.exchanges
+        text: str = lowered.compile(dict.fromkeys(OVERLAP_ON_TPU, True)).as_text()
         return text
 
     exchanged, reduced = (compiled(zero.Axis("batch", (1, 4), exchanges=exchanges)) for exchanges in (True, False))

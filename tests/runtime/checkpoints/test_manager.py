@@ -107,11 +107,17 @@ def test_leftover_leaf_is_named(tmp_path: Path) -> None:
         restore(tmp_path, 5)
 
 
-def test_missing_directory(tmp_path: Path) -> None:
-    """A directory that does not exist holds no checkpoints and is made at the first save."""
+def test_missing_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that does not exist holds no checkpoints, and is opened and made at the first save."""
     place = tmp_path / "not yet" / "there"
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, "_manager", property(lambda _: pytest.fail("opened")))
+        with Checkpoints(place, keep=1) as checkpoints:
+            assert checkpoints.steps() == []
+            checkpoints.wait()
+            checkpoints.check()
+    assert not place.parent.exists()
     with Checkpoints(place, keep=1) as checkpoints:
-        assert checkpoints.steps() == [] and not place.exists()
         save_small(checkpoints, 1)
     with Checkpoints(place, None) as checkpoints:
         assert checkpoints.steps() == [1]
@@ -141,6 +147,16 @@ def test_half_written_checkpoint(tmp_path: Path) -> None:
         assert checkpoints.steps() == [5, 10]
     assert_same(restore_small(tmp_path, 10), make_state(*small(8), seed=10), small(8)[0])
     assert not temporary.exists()
+
+
+def test_unfinished_save_of_another_process(tmp_path: Path) -> None:
+    """A save that another process began in a directory that was absent at the start is not deleted."""
+    place = tmp_path / "later"
+    with Checkpoints(place, keep=3) as checkpoints:
+        temporary = half_write(place, 10)
+        save_small(checkpoints, 5)
+        checkpoints.wait()
+        assert checkpoints.steps() == [5] and temporary.exists()
 
 
 def test_newest_and_best_are_kept(tmp_path: Path) -> None:

@@ -12,11 +12,17 @@ from zero.runtime.hosts.xla_options import (
     OVERLAP_ON_GPU,
     OVERLAP_ON_SPARSECORES,
     OVERLAP_ON_TPU,
-    for_tpu,
     set_before_start,
 )
 
 GATHER, EXCHANGE = (f"--{name}" for name in OVERLAP_ON_TPU)
+
+
+@pytest.fixture(autouse=True)
+def pci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The PCI devices of this machine: none."""
+    monkeypatch.setattr(xla_options, "PCI", tmp_path)
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -35,27 +41,30 @@ def test_overlap_can_be_overridden(before: str, after: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("device", "kind"), [("0x006f", "TPU v6 lite"), ("0x0063", "TPU v5 lite"), ("0x005e", "TPU v4"), (None, None)]
+    ("device", "offloads", "vmem_kib"),
+    [
+        ("0x005e", False, None),
+        ("0x0062", False, None),
+        ("0x0063", False, 32768),
+        ("0x006f", True, 65536),
+        ("0x0076", True, None),
+        (None, False, None),
+    ],
+    ids=["v4", "v5p", "v5e", "v6e", "TPU7x", "no TPU"],
 )
 def test_options_of_this_machine(
-    device: str | None, kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str | None, offloads: bool, vmem_kib: int | None, pci: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine gets the options of its TPUs, and of no other vendor's device of the same number."""
-    for number, (vendor, name) in enumerate([("0x8086", "0x0063"), *([("0x1ae0", device)] if device else [])]):
-        (tmp_path / str(number)).mkdir()
+    for number, (vendor, name) in enumerate([("0x8086", "0x006f"), *([("0x1ae0", device)] if device else [])]):
+        (pci / str(number)).mkdir()
         for file, text in (("vendor", vendor), ("device", name)):
-            (tmp_path / str(number) / file).write_text(f"{text}\n")
-    monkeypatch.setattr(xla_options, "PCI", tmp_path)
+            (pci / str(number) / file).write_text(f"{text}\n")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
     set_before_start(True, "tpu")
-    expected = [f"--{name}={str(value).lower()}" for name, value in for_tpu(kind, True).items()]
+    expected = [f"--{name}=true" for name in OVERLAP_ON_TPU + OVERLAP_ON_SPARSECORES * offloads]
+    expected += [] if vmem_kib is None else [f"--xla_tpu_scoped_vmem_limit_kib={vmem_kib}"]
     assert os.environ["LIBTPU_INIT_ARGS"].split() == expected
-
-
-@pytest.mark.parametrize(("kind", "offloads"), [("TPU v6 lite", True), ("TPU v5 lite", False), (None, False)])
-def test_overlap_of_sparse_cores(kind: str | None, offloads: bool) -> None:
-    """A v6e gets the options of its SparseCores, a v5e does not."""
-    assert (set(OVERLAP_ON_SPARSECORES) <= set(for_tpu(kind, True))) == offloads
 
 
 def test_overlap_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_slow_run_is_explained_once(tmp_path: Path, caplog: pytest.LogCaptureFix
     for predicted, warnings in ((1e3, 0), (1e-9, 1), (1e-9, 1)):
         for _ in metrics.timed(iter([None])):
             time.sleep(0.01)
-        metrics.add(values(), leave=0, flops=500, predicted=predicted)
+        metrics.add(values(), leave=0, flops=0, predicted=predicted)
         metrics.read()
         metrics.restart()
         assert caplog.text.count("of the predicted speed: the host waits") == warnings
@@ -207,10 +207,11 @@ def test_metrics_of_experts() -> None:
 
 
 def test_no_mfu_without_peak() -> None:
-    """MFU is not shown where the peak is unknown."""
+    """MFU is not shown where the peak is unknown; the wait for devices is."""
     metrics = StepMetrics(128, 8, peak_flops=None, goodput=in_steps())
-    metrics.add(values(), leave=0, flops=500)
-    assert "mfu" not in metrics.read()
+    metrics.add(values(), leave=0, flops=0, predicted=0.25)
+    line = metrics.read()
+    assert "mfu" not in line and 0 < line["device_wait"] < 1
 
 
 def test_tasks_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
