@@ -63,6 +63,8 @@ def test_bytes_across_hosts() -> None:
         ("mesh['i'=8] {'i'}", 56, True, True),  # as XLA has written one group of all devices since jaxlib 0.12
         ("mesh['host'=2,'core'=4] {'core'}", 48, False, True),
         ("mesh['core'=4,'host'=2] {'core'}", 48, True, False),
+        ("mesh['core'=4,'host'=2], device_ids=([2,4]T(1,0)) {'core'}", 48, False, True),
+        ("mesh['i'=8], device_ids=([8]) {'i'}", 56, True, True),
         ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", 48, True, True),
         ("mesh['a'=2,'b'=2,'c'=2] {'a','b'}", 48, True, False),
     ],
@@ -75,7 +77,7 @@ def test_groups_are_read_from_each_notation(groups: str, sent: int, spans_halves
     assert bool(across_hosts(found, [0, 1] * 4)) == spans_neighbours
 
 
-@pytest.mark.parametrize("groups", ["{}", "mesh['a'=8] {'a':(2)4}", "mesh['a'=8], device_ids=([8]) {'a'}"])
+@pytest.mark.parametrize("groups", ["{}", "mesh['a'=8] {'a':(2)4}", "mesh['a'=8], device_ids=([8]) {'a':(2)4}"])
 def test_groups_in_another_notation_are_refused(groups: str) -> None:
     line = f"  %y = f32[8]{{0}} all-reduce(%x), replica_groups={groups}"
     with pytest.raises(ValueError, match="replica groups not understood"):

@@ -26,6 +26,11 @@ _CALLED_ON_CORE = re.compile(r"called_computations=\{%?([\w.\-]+)\}")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
+# A mesh whose devices are numbered from 0 on, or in the order of `device_ids`, and its axes that a group has.
+_MESH = re.compile(
+    r"replica_groups=mesh\[(?P<sizes>[^\]]+)\]"
+    r"(?:, device_ids=\(\[(?P<devices>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))? \{(?P<grouped>[^}:]+)\}"
+)
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _OPERAND = re.compile(r"%([\w.\-]+)")
@@ -197,19 +202,23 @@ def groups_of(rest: str) -> list[list[int]]:
     if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]+\})\}", rest):
         return [list(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
-        shape = list(map(int, iota[2].split(",")))
-        numbers = np.arange(math.prod(shape)).reshape(shape)
-        if iota[3]:
-            numbers = numbers.transpose(list(map(int, iota[3].split(","))))
-        return numbers.reshape(-1, int(iota[1])).tolist()
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]+)\] \{([^}:]+)\}", rest):  # since jaxlib 0.12
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
-        grouped = re.findall(r"'([^']+)'", mesh[2])
+        return _numbers(iota[2], iota[3]).reshape(-1, int(iota[1])).tolist()
+    if mesh := _MESH.search(rest):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh["sizes"])}
+        grouped = re.findall(r"'([^']+)'", mesh["grouped"])
         order = [*(name for name in sizes if name not in grouped), *grouped]
-        numbers = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+        devices = mesh["devices"] or ",".join(map(str, sizes.values()))
+        numbers = _numbers(devices, mesh["order"]).reshape(list(sizes.values()))
         numbers = numbers.transpose([list(sizes).index(name) for name in order])
         return numbers.reshape(-1, math.prod(sizes[name] for name in grouped)).tolist()
     raise ValueError(f"replica groups not understood: {rest[:200]}")
+
+
+def _numbers(shape: str, order: str | None) -> np.ndarray:
+    """The numbers from 0 on in an array of this shape, with its dimensions in another order: "16,8" and "1,0"."""
+    sizes = list(map(int, shape.split(",")))
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    return numbers.transpose(list(map(int, order.split(",")))) if order else numbers
 
 
 def _array_bytes(dtype: str, dims: str) -> int:
