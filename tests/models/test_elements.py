@@ -226,6 +226,6 @@ def test_product_on_cpu_contracts_rows() -> None:
     x, w = jnp.ones((2, 64, 32)), jnp.ones((32, 48))
     compiled = jax.jit(jax.grad(lambda w, x: (product(x, w) ** 2).sum())).lower(w, x).compile()
     found = re.findall(
-        r"f32\[32,48\]\S* dot\(.*?lhs_contracting_dims={(\d)}, rhs_contracting_dims={(\d)}", compiled.as_text()
+        r"f32\[32,48\]\S* dot\(.*?lhs_contracting_dims={(\d)}, rhs_contracting_dims={(\d)}", str(compiled.as_text())
     )
     assert found == [("1", "0")]
