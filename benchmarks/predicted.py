@@ -76,7 +76,8 @@ class Run(NamedTuple):
 
 MTJ = "kingoflolz/mesh-transformer-jax, README.md at 47ed7d7"
 LEVANTER = "Levanter 1.0, docs/Levanter-1.0-Release.md"
-TENSOR = ("zero.tensor_shards=8",)
+DENSE = "model.attention=dense"  # as in programs of a v2 and v3 that were published
+TENSOR = ("zero.tensor_shards=8", DENSE)
 RUNS = {
     "mtj-2.7b": Run(
         MTJ,
@@ -131,7 +132,7 @@ RUNS = {
         2,
         32,
         1024,
-        ("zero.stage=1", "zero.remat=none"),
+        ("zero.stage=1", "zero.remat=none", DENSE),
         4.18,
         "layers in a loop, vocabulary in 6 parts that are recomputed",
     ),
@@ -142,7 +143,7 @@ RUNS = {
         4,
         4,
         1024,
-        ("zero.stage=1",),
+        ("zero.stage=1", DENSE),
         3.82,
         "the published time includes data and logging (at most); number of micro-batches not published",
     ),
@@ -175,7 +176,7 @@ RUNS = {
         4,
         1,
         2048,
-        ("zero.stage=3",),
+        ("zero.stage=3", DENSE),
         0.473,
         "GSPMD there; number of sequences not published (config/gpt2_7b.yaml has 1,024 per step)",
         is_mfu=True,
@@ -187,7 +188,7 @@ RUNS = {
         4,
         1,
         2048,
-        ("zero.stage=3",),
+        ("zero.stage=3", DENSE),
         0.544,
         "as above",
         is_mfu=True,

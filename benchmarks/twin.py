@@ -87,7 +87,7 @@ ROWS = {
         1024,
         tensor_shards=8,
         optimizer="adafactor",
-        keys=("zero.gradient_dtype=bfloat16", "zero.overlap_gathers=false"),
+        keys=("zero.gradient_dtype=bfloat16",),
     ),
 }
 # Of a layer's matrices with tensor groups, (layers, in, out), by the name of their module.
