@@ -181,6 +181,22 @@ def test_sums_by_exchange(axis: zero.Axis) -> None:
     )
 
 
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_largest_exchange_is_first(exchanges: bool) -> None:
+    """Each waits for the one before; sums of a whole slice keep the order of leaves."""
+    shapes = {"a": (512, 1024), "b": (1024, 1024), "c": (520, 1024)}
+    tree = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    axis, layout = zero.Axis("batch", (1, 8), exchanges=exchanges), zero.make_layout(tree, 8)
+    traced = jax.make_jaxpr(lambda tree: zero.scatter_sum(tree, layout, axis), axis_env=[("batch", 8)])(tree)
+    sent = [eqn for eqn in traced.eqns if eqn.primitive.name in ("all_to_all", "reduce_scatter")]
+    order = ["b", "c", "a"] if exchanges else ["a", "b", "c"]
+    assert [eqn.invars[0].aval.shape for eqn in sent] == [shapes[name] for name in order]
+    waiting = [eqn for eqn in traced.eqns if eqn.primitive.name == "optimization_barrier" and len(eqn.invars) == 2]
+    part = {leaf.path[0]: leaf.shard_shape for leaf in layout.leaves}
+    expected = [(shapes["c"], part["b"]), (shapes["a"], part["c"])] if exchanges else []
+    assert [tuple(var.aval.shape for var in eqn.invars) for eqn in waiting] == expected
+
+
 def test_exchange_runs_beside_products() -> None:
     """On TPU products run between the start and the done of an exchange, but not beside a scatter of a whole slice.
 

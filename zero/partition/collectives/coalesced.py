@@ -57,12 +57,24 @@ def scatter_sum_arrays(
     wire_dtype: DTypeLike | None,
     reduce_dtype: DTypeLike | None,
 ) -> list[jax.Array]:
-    """`scatter_sum_array` of each leaf, small ones together. Call inside pmap."""
+    """`scatter_sum_array` of each leaf, small ones together. Call inside pmap.
+
+    Exchanges of single leaves wait for each other, the largest first: XLA for TPU has one in flight at a time, and the
+    last one in the backward pass of a layer is hidden by nothing (docs/decisions/hidden-gathers.md).
+    """
     shards: dict[int, jax.Array] = {}
-    for members in _coalesce(full, leaves, wire_dtype):
+    groups = list(_coalesce(full, leaves, wire_dtype))
+    if axis.exchanges:
+        groups.sort(key=lambda members: sum(math.prod(leaves[i].shape) for i in members), reverse=True)
+    last: jax.Array | None = None
+    for members in groups:
         if len(members) == 1:
             i = members[0]
-            shards[i] = scatter_sum_array(full[i], leaves[i], axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
+            x = full[i]
+            if last is not None:
+                x, _ = lax.optimization_barrier((x, last))
+            shards[i] = scatter_sum_array(x, leaves[i], axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
+            last = shards[i] if axis.exchanges else None
             continue
         rows = [_rows(padded_for(leaves[i], lax.optimization_barrier(full[i])), leaves[i]) for i in members]
         joined = jnp.concatenate(rows, axis=1)
