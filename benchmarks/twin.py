@@ -8,7 +8,8 @@ are pinned to the batch dimension, each layer is recomputed, weights are gathere
 kernel under `shard_map`. With tensor groups weights are split over both dimensions of a mesh, and activations too: by
 heads and columns inside a layer, by positions between layers. It is compiled with the options of zero's overlap, and
 without windowed einsums, which XLA would choose otherwise; with zero's VMEM for a fusion and with the compiler's own,
-of which the faster program counts. Both are read by `zero/runtime/planning/predict.py`.
+with the kernel for rotary positions and without: the fastest of these programs counts. Both are read by
+`zero/runtime/planning/predict.py`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from zero.model_parallel import ExpertParallel
 from zero.models import transformer_layer
 from zero.models.attention.kernel import fused_rotation, kernel_attention
 from zero.models.config import GPTConfig
+from zero.models.elements import rotate
 from zero.models.gpt import GPT
 from zero.partition.layout import LeafLayout
 from zero.runtime.config.files import load_sizes
@@ -115,7 +117,8 @@ def zero_step(job: Job, row: Row) -> Any:
     return job.programs.step.lower(*step_arguments(job, row.rows, row.context))
 
 
-def gspmd_step(job: Job, row: Row, size: GPTConfig, devices: list[Any]) -> Any:
+def gspmd_step(job: Job, row: Row, size: GPTConfig, devices: list[Any], is_fused: bool) -> Any:
+    """With queries and keys that are turned in a kernel, or by XLA."""
     mesh = Mesh(np.asarray(devices).reshape(-1, row.expert_shards, row.tensor_shards), ("fsdp", "expert", "tensor"))
     batch = row.rows * len(devices) // row.tensor_shards
     model = GPT(
@@ -191,7 +194,8 @@ def gspmd_step(job: Job, row: Row, size: GPTConfig, devices: list[Any]) -> Any:
     by_shape = {leaf.shape: sharded(leaf) for leaf in job.model.layout.leaves}
     state = params, jax.eval_shape(tx.init, params)
     shardings = jax.tree.map(lambda x: by_shape.get(x.shape, whole), state)
-    transformer_layer.kernel_attention, transformer_layer.fused_rotation = attend, turn  # type: ignore[assignment]
+    transformer_layer.kernel_attention = attend  # type: ignore[assignment]
+    transformer_layer.fused_rotation = turn if is_fused else rotate
     try:
         compiled = jax.jit(
             step, in_shardings=(shardings, by_row), out_shardings=(shardings, whole), donate_argnums=0
@@ -219,31 +223,34 @@ def measure(name: str, row: Row, texts: Path | None) -> str:
     options: dict[str, Any] = dict(compiler_options(config, devices) or {})
     of_twin = options | {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
     without_vmem = {name: value for name, value in of_twin.items() if name != VMEM}
-    lowered = {
-        "zero": (partial(zero_step, job, row), [options]),
-        "GSPMD": (
-            partial(gspmd_step, job, row, size, devices),
-            [of_twin] if of_twin == without_vmem else [of_twin, without_vmem],
-        ),
+    options_of_twin = [of_twin] if of_twin == without_vmem else [of_twin, without_vmem]
+    rotations = (True, False) if size.position_kind == "rotary" else (False,)
+    ways: dict[str, list[tuple[Callable[[], Any], dict[str, Any]]]] = {
+        "zero": [(partial(zero_step, job, row), options)],
+        "GSPMD": [
+            (partial(gspmd_step, job, row, size, devices, is_fused), chosen)
+            for is_fused in rotations
+            for chosen in options_of_twin
+        ],
     }
     flops = model_flops(size, row.rows, row.context) / SPEEDS[devices[0].device_kind].flops / row.tensor_shards
     cells, seconds = [], {}
-    for program, (lower, choices) in lowered.items():
-        compiled_ones = []
-        for chosen in choices:
+    for program, choices in ways.items():
+        fitting = []
+        for lower, chosen in choices:
             try:
-                compiled_ones.append(measured(lower().compile(chosen), devices))
+                fitting.append(measured(lower().compile(chosen), devices))
             except jax.errors.JaxRuntimeError as error:
                 needed, available = out_of_memory(error)
-        if not compiled_ones:
+        if not fitting:
             cells.append(f"does not fit | | | {needed / 2**30:.2f} of {available / 2**30:.2f}")
             continue
-        found, peak, text = min(compiled_ones, key=lambda one: one[0].seconds)
+        found, peak, text = min(fitting, key=lambda one: one[0].seconds)
         if texts is not None:
             (texts / f"{name}-{program}.txt").write_text(text)
         seconds[program] = found.seconds
         cells.append(f"{found.seconds:.3f} | {flops / found.seconds:.1%} | {found.exposed_seconds:.3f} | {peak:.2f}")
-    ratio = f"{seconds['GSPMD'] / seconds['zero']:.2f}" if len(seconds) == len(lowered) else ""
+    ratio = f"{seconds['GSPMD'] / seconds['zero']:.2f}" if len(seconds) == len(ways) else ""
     return f"| {name} | {row.rows} x {row.context:,} | {job.model.remat} | {' | '.join(cells)} | {ratio} |"
 
 
