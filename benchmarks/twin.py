@@ -195,7 +195,7 @@ def gspmd_step(job: Job, row: Row, size: GPTConfig, devices: list[Any], is_fused
     state = params, jax.eval_shape(tx.init, params)
     shardings = jax.tree.map(lambda x: by_shape.get(x.shape, whole), state)
     transformer_layer.kernel_attention = attend  # type: ignore[assignment]
-    transformer_layer.fused_rotation = turn if is_fused else rotate
+    transformer_layer.fused_rotation = turn if is_fused else rotate  # type: ignore[assignment]
     try:
         compiled = jax.jit(
             step, in_shardings=(shardings, by_row), out_shardings=(shardings, whole), donate_argnums=0
