@@ -60,11 +60,13 @@ def scatter_sum_arrays(
     """`scatter_sum_array` of each leaf, small ones together. Call inside pmap.
 
     Exchanges of single leaves wait for each other, the largest first: XLA for TPU has one in flight at a time, and the
-    last one in the backward pass of a layer is hidden by nothing (docs/decisions/hidden-gathers.md).
+    last one in the backward pass of a layer is hidden by nothing (docs/decisions/hidden-gathers.md). Not in a layer with
+    expert groups, whose tokens travel in its backward pass as well.
     """
     shards: dict[int, jax.Array] = {}
     groups = list(_coalesce(full, leaves, wire_dtype))
-    if axis.exchanges:
+    is_chained = axis.exchanges and all(len(leaf.moves) <= 1 for leaf in leaves)
+    if is_chained:
         groups.sort(key=lambda members: sum(math.prod(leaves[i].shape) for i in members), reverse=True)
     last: jax.Array | None = None
     for members in groups:
@@ -74,7 +76,7 @@ def scatter_sum_arrays(
             if last is not None:
                 x, _ = lax.optimization_barrier((x, last))
             shards[i] = scatter_sum_array(x, leaves[i], axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype)
-            last = shards[i] if axis.exchanges else None
+            last = shards[i] if is_chained else None
             continue
         rows = [_rows(padded_for(leaves[i], lax.optimization_barrier(full[i])), leaves[i]) for i in members]
         joined = jnp.concatenate(rows, axis=1)
