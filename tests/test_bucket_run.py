@@ -129,44 +129,18 @@ def test_errors_are_one_line(run: Run) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_replaced_machine_continues(run: Run, tmp_path: Path) -> None:
-    """A machine that was replaced continues from the bucket."""
-    launcher = ("--resume=auto", "data.checkpoint_directory=kept", "data.wandb_project=zero")
-    assert run(*launcher).returncode == 0
-    assert not list(tmp_path.rglob("kept"))
-    expected = cli.losses(tmp_path / "run")
-    run_id = (tmp_path / "run" / "wandb_run_id").read_text()
-    kept = f"gs://{PLACE}/kept"
-    for url in storage.list_files(f"{kept}/12"):
-        storage.remove(url)
-    # A checkpoint that was being written when the machine was lost is none.
-    storage.write(f"{kept}/12/_CHECKPOINT_METADATA", b"{}")
-    shutil.rmtree(tmp_path / "run")
-    resumed = run(*launcher, "hydra.run.dir=another")
-    assert resumed.returncode == 0 and "resumed from step 6" in resumed.stderr, resumed.stderr
-    assert cli.losses(tmp_path / "another") == expected
-    assert (tmp_path / "another" / "wandb_run_id").read_text() == run_id
-    assert not (tmp_path / "run").exists()
-    # A damaged one is set aside, and its step is saved again.
-    storage.write(f"{kept}/12/meta/metadata", b"")
-    resumed = run(*launcher, "hydra.run.dir=another")
-    assert resumed.returncode == 0 and "resumed from step 6" in resumed.stderr, resumed.stderr
-    assert f"checkpoint 12 set aside as {kept}/12.damaged" in resumed.stderr
-    assert cli.losses(tmp_path / "another") == expected
-    standing = {url.removeprefix(f"{kept}/").split("/")[0] for url in storage.list_files(kept)}
-    assert standing == {"6", "12", "12.damaged"}
-
-
-def test_outage_costs_only_time(
+def test_outage_and_replaced_machine(
     run: Run, calm: list[float], server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bucket that answers 503 for a while costs only time."""
+    """A bucket that answers 503 for a while costs only time; a machine that was replaced continues from the bucket."""
+    launcher = ("--resume=auto", "data.checkpoint_directory=kept", "data.wandb_project=zero")
+    launcher += ("training.evaluation_frequency=4",)
     proxy = bucket.Proxy(server, budget=10**9, rate=0.0, faults=("503",))
     with bucket.disturbed(proxy) as address:
         bucket.use(monkeypatch, address)
-        process = cli.Forks(tmp_path).start(*JOB, f"data.bucket_path={PLACE}", "data.checkpoint_directory=outage")
+        process = cli.Forks(tmp_path).start(*JOB, f"data.bucket_path={PLACE}", *launcher)
         metrics = tmp_path / "run" / "metrics.jsonl"
-        while process.poll() is None and not (metrics.exists() and '"step": 4' in metrics.read_text()):
+        while process.poll() is None and not (metrics.exists() and '"step": 2' in metrics.read_text()):
             time.sleep(0.01)
         proxy.rate = 1.0  # before the first checkpoint
         time.sleep(5)
@@ -174,5 +148,25 @@ def test_outage_costs_only_time(
         proxy.rate = 0.0
         done = process.finish()
     assert done.returncode == 0 and refused > 0, done.stderr
-    assert "checkpoint 6 saved" in done.stderr and "checkpoint 12 saved" in done.stderr
+    assert all(f"checkpoint {step} saved" in done.stderr for step in (4, 8, 12))
     assert cli.losses(tmp_path / "run") == calm
+    assert not list(tmp_path.rglob("kept"))
+
+    bucket.use(monkeypatch, server)
+    run_id = (tmp_path / "run" / "wandb_run_id").read_text()
+    kept = f"gs://{PLACE}/kept"
+    for url in storage.list_files(f"{kept}/12"):
+        storage.remove(url)
+    # A checkpoint that was being written when the machine was lost is none.
+    storage.write(f"{kept}/12/_CHECKPOINT_METADATA", b"{}")
+    # A damaged one is set aside, and its step is saved again.
+    storage.write(f"{kept}/8/meta/metadata", b"")
+    shutil.rmtree(tmp_path / "run")
+    resumed = run(*launcher, "hydra.run.dir=another")
+    assert resumed.returncode == 0 and "resumed from step 4" in resumed.stderr, resumed.stderr
+    assert f"checkpoint 8 set aside as {kept}/8.damaged" in resumed.stderr
+    assert cli.losses(tmp_path / "another") == calm
+    assert (tmp_path / "another" / "wandb_run_id").read_text() == run_id
+    assert not (tmp_path / "run").exists()
+    standing = {url.removeprefix(f"{kept}/").split("/")[0] for url in storage.list_files(kept)}
+    assert standing == {"4", "8", "8.damaged", "12"}

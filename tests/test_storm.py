@@ -12,13 +12,14 @@ from benchmarks.storm import weather
 pytestmark = pytest.mark.timeout(900)
 
 
-def test_repeated_kills(tmp_path: Path) -> None:
-    """A run that is killed again and again ends as one that was not.
+@pytest.mark.parametrize(("kills", "seed"), [(1, 71), pytest.param(2, 71, marks=pytest.mark.slow)])
+def test_repeated_kills(kills: int, seed: int, tmp_path: Path) -> None:
+    """A run that is killed, and again and again, ends as one that was not.
 
     Bit for bit: each start has the same devices, and so reads its programs from the cache.
     """
-    storm = weather(tmp_path, kills=2, steps=12, seed=71, is_steady=True, is_bucket=True)
-    assert storm.kills.total() == 2 and storm.lost_directories == 1 and storm.refused > 0
+    storm = weather(tmp_path, kills=kills, steps=12, seed=seed, is_steady=True, is_bucket=True)
+    assert storm.kills.total() == kills and storm.lost_directories == 1 and storm.refused > 0
     assert any(hit != "starting" for _, hit in storm.kills)  # compiling or training, as the machine has it
 
 

@@ -28,16 +28,21 @@ def killed(forks: cli.Forks) -> Path:
     return place
 
 
+def of_jobs(sweep: Path) -> dict[str, bytes]:
+    """The contents of a sweep without the file that each start writes."""
+    return {name: text for name, text in cli.contents(sweep).items() if name != "multirun.yaml"}
+
+
+SAME, NEWEST = ("--multirun", *SWEEP), ("--multirun", "--resume=auto", *SWEEP[:-1])
+
+
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--multirun", *SWEEP),
-        ("--multirun", "--resume=auto", *SWEEP[:-1]),
-    ],
-    ids=["same command", "newest sweep"],
+    ("arguments", "then"),
+    [(NEWEST, SAME), pytest.param(SAME, NEWEST, marks=pytest.mark.slow)],
+    ids=["newest sweep", "same command"],
 )
-def test_repeated_sweep(arguments: tuple[str, ...], killed: Path, forks: cli.Forks) -> None:
-    """A repeated sweep skips, resumes and starts its jobs."""
+def test_repeated_sweep(arguments: tuple[str, ...], then: tuple[str, ...], killed: Path, forks: cli.Forks) -> None:
+    """A repeated sweep skips, resumes and starts its jobs; then nothing is left to do, by either command."""
     shutil.copytree(killed, backup := forks.workplace / "backup")  # where no sweep is looked for
     try:
         finished = cli.contents(killed / "0")
@@ -51,9 +56,9 @@ def test_repeated_sweep(arguments: tuple[str, ...], killed: Path, forks: cli.For
         assert [(row["job"], row["seed"], row["step"]) for row in table] == [(job, job, "12") for job in "012"]
         for row in table:
             assert float(row["validation/loss"]) == cli.losses(killed / row["job"], "validation/loss")[-1]
-        everything = cli.contents(killed)
-        assert forks.run(*arguments).returncode == 0
-        assert cli.contents(killed) == everything
+        everything = of_jobs(killed)
+        assert forks.check(*then).stderr.count("nothing left to do") == 3
+        assert of_jobs(killed) == everything
     finally:
         shutil.rmtree(killed)
         backup.rename(killed)
@@ -64,15 +69,13 @@ def test_other_sweep_is_refused(killed: Path, forks: cli.Forks) -> None:
 
     Also by a key that a resume may change: the finished job would pass for one of the new values.
     """
-    before = cli.contents(killed)
+    before = of_jobs(killed)
     swept = ("seed=5,6", "training.peak_learning_rate=1e-4,2e-4", "+preset=v3-8,v4-32")
     saved = (("expected 0", 1), ("expected 0.003", 1), ("expected", 4))  # and as many keys that differ
     for other, (expected, keys) in zip(swept, saved, strict=True):
         done = forks.run("--multirun", *(one for one in SWEEP if not one.startswith("seed")), other)
         cli.check_refusal(done, expected, f"{killed}/0", "another hydra.sweep.dir", lines=keys)
-    assert {name: text for name, text in cli.contents(killed).items() if name != "multirun.yaml"} == {
-        name: text for name, text in before.items() if name != "multirun.yaml"
-    }
+    assert of_jobs(killed) == before
 
 
 def test_fork_into_used_directory(killed: Path, forks: cli.Forks) -> None:
@@ -87,27 +90,23 @@ def test_fork_into_used_directory(killed: Path, forks: cli.Forks) -> None:
     assert cli.contents(killed) == before
 
 
-def test_one_place_for_all_jobs(forks: cli.Forks) -> None:
-    """A sweep whose jobs share a directory of checkpoints is refused before its first job, one of its own passes."""
-    sweep = ("--multirun", *SWEEP[:-2], "training.evaluation_frequency=12", "seed=0,1", "hydra.sweep.dir=shared")
-    shared = f"data.checkpoint_directory={forks.workplace}/all"
-    cli.check_refusal(forks.run(*sweep, shared), f"{forks.workplace}/all for all", "${hydra:job.num}")
-    assert not (forks.workplace / "all").exists() and not (forks.workplace / "shared" / "0" / "config.yaml").exists()
-    forks.check(*sweep, f"{shared}/${{hydra:job.num}}")
-    assert [saved_steps(forks.workplace / "shared" / job)[-1] for job in "01"] == [12, 12]
-    assert {path.name for path in (forks.workplace / "all").iterdir()} == {"0", "0-run", "1", "1-run"}
-
-
 def test_repeated_sweep_of_forks(killed: Path, forks: cli.Forks) -> None:
-    """A sweep of forks is repeated as well."""
+    """A sweep of forks is repeated as well.
+
+    Where its jobs share a directory of checkpoints it is refused before the first one; one for each passes.
+    """
     origin = ("--resume", "hydra.run.dir=runs/multirun/mine/0", "data.resume_step=8")
     command = ("--multirun", *origin, "training.peak_learning_rate=1e-4,2e-4", "hydra.sweep.dir=forks")
+    place, shared = forks.workplace / "all", f"data.checkpoint_directory={forks.workplace}/all"
     before = cli.contents(killed)
+    cli.check_refusal(forks.run(*command, shared), f"{place} for all", "${hydra:job.num}")
+    assert not place.exists() and not (forks.workplace / "forks" / "0" / "config.yaml").exists()
     for resumes in (1, 1):
-        forks.check(*command)
+        forks.check(*command, f"{shared}/${{hydra:job.num}}")
         for job in "01":
             assert len(read_resumes(forks.workplace / "forks" / job / "metrics.jsonl")) == resumes
             assert saved_steps(forks.workplace / "forks" / job)[-1] == 12
+    assert {path.name for path in place.iterdir()} == {"0", "0-run", "1", "1-run"}
     assert cli.contents(killed) == before
 
 

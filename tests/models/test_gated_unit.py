@@ -63,7 +63,7 @@ def plain_loop(heads: Heads, r_WK: Any, block: int, codes: int) -> np.ndarray:
     return out
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)  # others at each call
 @given(
     positions=st.integers(2, 40),
     block=st.integers(2, 9),

@@ -65,7 +65,7 @@ def test_checksums_depend_only_on_elements(axis: zero.Axis, is_whole: bool) -> N
     assert all(0 <= value < 2**32 for value in distinct) and max(distinct) > 2**31
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     axis=st.sampled_from(AXES),
     leaves=st.lists(

@@ -50,15 +50,20 @@ def losses(run: Path) -> list[float]:
     return cli.losses(run, "validation/ema_loss")
 
 
-def test_average_continues_bit_for_bit(forks: cli.Forks) -> None:
-    """The average is evaluated, and continues bit for bit."""
+def test_average_is_evaluated(forks: cli.Forks) -> None:
+    """The average is evaluated beside the weights."""
     whole = forks.workplace / "whole"
     lines = [line for line in read_metrics(whole / "metrics.jsonl") if "validation/loss" in line]
     assert [line["step"] for line in lines] == [4, 8]
     for line in lines:
         assert line["validation/ema_loss"] != line["validation/loss"]
         assert abs(line["validation/ema_loss"] - line["validation/loss"]) < 0.5
-    run = fork(forks)
+
+
+@pytest.mark.slow  # test_quantised_run.py resumes a run that has an average as well
+def test_average_continues_bit_for_bit(forks: cli.Forks) -> None:
+    """The average continues bit for bit."""
+    run, whole = fork(forks), forks.workplace / "whole"
     assert losses(run) == losses(whole)
     for (name, x), y in zip(weights_and_average(run).items(), weights_and_average(whole).values(), strict=True):
         np.testing.assert_array_equal(x, y, err_msg=name)

@@ -1,13 +1,13 @@
 """Runs of models that the command line changes: resumed, refused with another model, and swept over widths."""
 
-import signal
-import time
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import cli
 from zero.runtime.run_directory import saved_config
+from zero.runtime.tracking.metrics_file import read_resumes
 
 SIZES = """
 mine:
@@ -36,14 +36,12 @@ def workplace(workplace: Path) -> Path:
     return workplace
 
 
-def test_killed_and_resumed(forks: cli.Forks) -> None:
-    """A run that was killed resumes with its overrides, bit for bit, and ends as one that was not."""
-    process = forks.start(*MINE, "hydra.run.dir=killed")
-    while process.poll() is None and not (forks.workplace / "killed/checkpoints/6").exists():
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.finish()
+def test_lost_steps_are_repeated(forks: cli.Forks) -> None:
+    """A run that lost its last steps resumes with its overrides, bit for bit, and ends as one that did not."""
+    shutil.copytree(forks.workplace / "whole", forks.workplace / "killed")
+    shutil.rmtree(forks.workplace / "killed/checkpoints/12")
     run = forks.train("killed", "--resume")
+    assert read_resumes(run / "metrics.jsonl") == [6]
     assert saved_config(run).model.override == {"N": 1, "embedding_dim": 32}
     assert cli.losses(run) == cli.losses(forks.workplace / "whole")
     found = forks.evaluate("whole/used", "model.model_path=whole")
@@ -77,8 +75,8 @@ def test_edited_sizes_are_refused(forks: cli.Forks) -> None:
 
 def test_sweep_over_widths(forks: cli.Forks) -> None:
     """One key sweeps the width, with as many heads as it has room for."""
-    short = ("training.total_steps=4", "training.evaluation_frequency=4", "hydra.sweep.dir=widths")
-    forks.check("--multirun", *MINE[:-1], "model.override.embedding_dim=16,32", *short)
+    once = ("training.evaluation_frequency=12", "hydra.sweep.dir=widths")
+    forks.check("--multirun", *MINE[:-1], "model.override.embedding_dim=16,32", *once)
     for job, heads in (("0", 1), ("1", 2)):
         layout = (forks.workplace / "widths" / job / "layout.txt").read_text()
-        assert f"{16 * heads}" in layout and len(cli.losses(forks.workplace / "widths" / job)) == 4
+        assert f"{16 * heads}" in layout and len(cli.losses(forks.workplace / "widths" / job)) == 12

@@ -118,8 +118,7 @@ MINE = """mine:
   N: 2
   alibi_attn: true
 """
-QUICK_ROWS = (
-    "model.size=bytes_vq model.override.init=fan_in",
+QUICK_ROWS = (  # the recipe that trains above has vector-quantised keys
     "model.override.init=lingvo model.override.attention_scale=none",
     "'model.override.windows=[0,64]' model.override.z_loss=1e-4",
 )

@@ -1,4 +1,7 @@
-"""`training.statistics` in runs: the losses are the same bits, and the lines of metrics have statistics."""
+"""`training.statistics` in runs: the losses are the same bits, and the lines of metrics have statistics.
+
+So are they where `training.verify_every` compares devices as well, of which test_verified_run.py has the failures.
+"""
 
 import math
 
@@ -6,9 +9,9 @@ from tests.helpers import cli
 
 
 def test_statistics_change_no_loss(forks: cli.Forks) -> None:
-    """A run with statistics computes the same, and logs them."""
+    """A run with statistics that compares devices computes the same, and logs statistics."""
     plain = forks.train("plain", *cli.TINY)
-    every = ("training.statistics=5", "training.log_frequency=4")
+    every = ("training.statistics=5", "training.log_frequency=4", "training.verify_every=2")
     lines = cli.metrics(forks.train("statistics", *cli.TINY, *every))
     kinds = ("activation/", "change/", "gradient_norm/", "weight_norm/")
     assert [line["step"] for line in lines if any(name.startswith(kinds) for name in line)] == [5, 10]

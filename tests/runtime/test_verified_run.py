@@ -1,5 +1,7 @@
 """`training.verify_every` in runs: nothing changes where devices agree; else the run ends before it saves."""
 
+import pytest
+
 from tests.helpers import cli, hosts
 
 FAULTY = f"""
@@ -11,6 +13,7 @@ if sys.argv[0].endswith("main_zero.py") or "main_zero.py" in " ".join(sys.orig_a
 """
 
 
+@pytest.mark.slow  # test_statistics_run.py compares devices beside statistics
 def test_comparing_devices_changes_nothing(forks: cli.Forks) -> None:
     """A run that compares devices computes the same."""
     plain = forks.train("plain", *cli.TINY)

@@ -49,6 +49,13 @@ def test_it_resumes_bit_for_bit(forks: cli.Forks) -> None:
         np.testing.assert_array_equal(x, expected[name], err_msg=name)
 
 
+def test_continues_in_groups(forks: cli.Forks) -> None:
+    """The run continues in tensor groups, with the codebook of none."""
+    whole = forks.workplace / "whole"
+    assert_same_up_to_rounding(forks.fork("whole", 4, "zero.tensor_shards=4"), whole)
+
+
+@pytest.mark.slow  # test_continues_in_groups is its short form
 def test_killed_and_resumed_in_groups(forks: cli.Forks) -> None:
     """A run in tensor groups that is killed resumes in groups of another size, with the codebook of none."""
     process = forks.start(*VQ, "zero.tensor_shards=4", "hydra.run.dir=groups")
@@ -56,7 +63,11 @@ def test_killed_and_resumed_in_groups(forks: cli.Forks) -> None:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.finish()
-    run, whole = forks.train("groups", "--resume", "zero.tensor_shards=2"), forks.workplace / "whole"
+    run = forks.train("groups", "--resume", "zero.tensor_shards=2")
+    assert_same_up_to_rounding(run, forks.workplace / "whole")
+
+
+def assert_same_up_to_rounding(run: Path, whole: Path) -> None:
     np.testing.assert_allclose(cli.losses(run), cli.losses(whole), rtol=1e-6)
     np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-6)
     expected = state(whole, LAST)

@@ -145,7 +145,7 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("devices", "stage"),
-    [(1, 3), (3, 1), (8, 0), (8, 2), (8, 3), pytest.param(3, 3, marks=SLOW), pytest.param(8, 1, marks=SLOW)],
+    [(3, 1), (8, 3), *(pytest.param(*case, marks=SLOW) for case in ((1, 3), (3, 3), (8, 0), (8, 1), (8, 2)))],
 )
 def test_losses_equal_plain_loop(devices: int, stage: int) -> None:
     """Losses over 12 steps are those of an unsharded loop that differentiates by A and B."""
@@ -154,7 +154,9 @@ def test_losses_equal_plain_loop(devices: int, stage: int) -> None:
     assert got[-1] < got[0] - 0.03
 
 
-@pytest.mark.parametrize(("devices", "stage"), [(1, 3), (3, 3), (8, 0), pytest.param(8, 3, marks=SLOW)])
+@pytest.mark.parametrize(
+    ("devices", "stage"), [(8, 0), *(pytest.param(*case, marks=SLOW) for case in ((1, 3), (3, 3), (8, 3)))]
+)
 def test_magnitudes_equal_plain_loop(devices: int, stage: int) -> None:
     """With magnitudes too, on shards of any number of devices."""
     got, _ = losses_of(tuned(devices, stage, adapters=DORA))
@@ -172,7 +174,10 @@ def test_losses_equal_in_tensor_groups(adapters: Adapters) -> None:
 
 @pytest.mark.parametrize(
     ("form", "devices", "stage"),
-    [("int8", 8, 3), ("nf4", 3, 3), ("nf4", 8, 1), pytest.param("nf4", 8, 3, marks=SLOW)],
+    [
+        *(("int8", 8, 3), ("nf4", 3, 3)),
+        *(pytest.param("nf4", 8, stage, marks=SLOW) for stage in (1, 3)),
+    ],
 )
 def test_coded_base_equals_its_weights(form: str, devices: int, stage: int) -> None:
     """With a base in codes, losses are those of a plain loop on the weights that the codes stand for."""
@@ -184,6 +189,7 @@ def test_coded_base_equals_its_weights(form: str, devices: int, stage: int) -> N
     assert bits / (SIZE.N * 32 * 48) < {"int8": 9.4, "nf4": 8}[form]  # matrices of 32 x 48 hardly fill a block
 
 
+@SLOW  # adapters are cut there as other parameters are, of which test_context_parallel.py tells
 def test_losses_equal_in_context_groups() -> None:
     """Groups that share sequences train the same adapters."""
     got, _ = losses_of(tuned(8, 3, zero.Axis("zero", (2, 4), context=2)))
@@ -219,7 +225,7 @@ def test_new_adapters_change_nothing() -> None:
         assert name.endswith(LORA_B) == (not x.any())
 
 
-@pytest.mark.parametrize("form", ["float32", "nf4"])
+@pytest.mark.parametrize("form", [pytest.param("float32", marks=SLOW), "nf4"])
 def test_first_magnitudes_change_nothing(form: str) -> None:
     """New magnitudes are the norms of the columns of the base as it is held."""
     on = tuned(8, 3, adapters=DORA, base_dtype=form)
@@ -230,7 +236,7 @@ def test_first_magnitudes_change_nothing(form: str) -> None:
         np.testing.assert_allclose(x["magnitude"], np.linalg.norm(whole[name]["kernel"], axis=1), rtol=1e-6)
 
 
-@pytest.mark.parametrize("adapters", [ADAPTERS, DORA], ids=["lora", "dora"])
+@pytest.mark.parametrize("adapters", [pytest.param(ADAPTERS, marks=SLOW), DORA], ids=["lora", "dora"])
 def test_merged_weights_score_as_adapters(adapters: Adapters) -> None:
     """A base with the adapters merged scores as the model with adapters does."""
     on = tuned(8, 3, adapters=adapters)
@@ -335,6 +341,7 @@ def test_full_rank_takes_the_step_of_full_fine_tuning() -> None:
         np.testing.assert_allclose(x - first[name], step, atol=2e-5 * np.abs(step).max() + 1e-8, err_msg=name)
 
 
+@SLOW  # the test above has the first step, which is exact
 def test_full_rank_approaches_full_fine_tuning() -> None:
     """Losses at full rank stay near those of full fine-tuning, and those at rank 1 do not."""
     full, high, low = (descended(rank, 30)[0] for rank in (None, 48, 1))

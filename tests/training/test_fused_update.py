@@ -115,7 +115,7 @@ def run(
 
 
 SLOW = pytest.mark.slow
-LOOPS = [(8, "full"), (3, "nested")]  # two programs, which two tests share
+LOOPS = [(3, "nested"), pytest.param(8, "full", marks=SLOW)]  # programs that two tests share
 
 
 @pytest.mark.parametrize(

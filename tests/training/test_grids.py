@@ -51,7 +51,7 @@ def compiled(stage: int, **options: Any) -> tuple[Run, str]:
 )
 def test_every_grid_trains_as_one_group(grid: str, case: str) -> None:
     stage, options = CASES[case]
-    expected, _ = compiled(stage, **options)
+    expected, _ = compiled(stage, **options if case == "micro-batches" else {})  # a fused update is the same update
     got, _ = compiled(stage, axis=GRIDS[grid], **options)
     assert_close(got, expected, rtol=1e-6)
 

@@ -100,10 +100,10 @@ def assert_same(got: dict[str, float], of: dict[str, float]) -> None:
 
 @pytest.mark.parametrize(
     ("devices", "stages"),
-    [(3, (1, 3)), (8, (0, 2)), *(pytest.param(devices, (0, 1, 2, 3), marks=SLOW) for devices in (1, 3, 8))],
+    [(8, (0,)), *(pytest.param(devices, (0, 1, 2, 3), marks=SLOW) for devices in (1, 3, 8))],
 )
 def test_equal_to_the_unsharded_model(devices: int, stages: tuple[int, ...]) -> None:
-    """Values are those of the unsharded model."""
+    """Values are those of the unsharded model; the other stages are those of the tests below."""
     for stage in stages:
         got = found(setup(devices, stage))
         assert_same(got, expected())

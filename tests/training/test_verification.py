@@ -57,7 +57,8 @@ def results(on: Setup) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("devices", "stages"), [(1, (3,)), (3, (0, 3)), (8, (3,)), pytest.param(3, (0, 1, 2, 3), marks=pytest.mark.slow)]
+    ("devices", "stages"),
+    [(3, (0, 3)), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, (3,)), (3, (0, 1, 2, 3)), (8, (3,))))],
 )
 def test_stages_raise_no_alarm(devices: int, stages: tuple[int, ...]) -> None:
     """Stages have the same results and raise no alarm."""
@@ -98,7 +99,7 @@ def faulty_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return install
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_failing_device_is_named(stage: int, faulty_device: Callable[[int], None]) -> None:
     """A device that errs in the backward pass is named."""
     on = setup(3, stage)

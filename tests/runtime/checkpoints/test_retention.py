@@ -1,5 +1,6 @@
 """Which checkpoints a run keeps, by its newest, its best, every so many steps, and every so many hours."""
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,14 +40,15 @@ def test_one_every_two_hours() -> None:
 
 
 def test_run_keeps_what_it_is_told(forks: cli.Forks) -> None:
-    """A run saves every third step, evaluates every fourth, and keeps every sixth; a resume knows the rule."""
-    keys = ("data.save_every=3", "data.keep_every=6", "data.keep_checkpoints=1", "training.evaluation_frequency=4")
-    run = forks.train("kept", *cli.TINY, *keys, "training.total_steps=11", "training.warmup_steps=3")
-    assert saved_steps(run) == [6, 11]
+    """A run saves every fifth step, evaluates every eighth, keeps every tenth and the last; a resume does too."""
+    keys = ("data.save_every=5", "data.keep_every=10", "data.keep_checkpoints=1", "training.evaluation_frequency=8")
+    run = forks.train("kept", *cli.TINY, *keys)
+    assert saved_steps(run) == [10, 12]
     evaluated = [line["step"] for line in read_metrics(run / "metrics.jsonl") if "validation/loss" in line]
-    assert evaluated == [4, 8, 11]
-    forks.check("--resume", "hydra.run.dir=kept", "training.total_steps=15")
-    assert saved_steps(run) == [6, 12, 15]
+    assert evaluated == [8, 12]
+    shutil.rmtree(run / "checkpoints" / "12")
+    forks.check("--resume", "hydra.run.dir=kept")
+    assert saved_steps(run) == [10, 12]
 
 
 @pytest.mark.slow

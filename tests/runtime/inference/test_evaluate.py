@@ -109,14 +109,15 @@ def texts(directory: Path) -> list[str]:
     return [json.loads(line)["text"] for line in (directory / "samples.jsonl").read_text().splitlines()]
 
 
-def test_text_is_the_same_everywhere(forks: cli.Forks) -> None:
+@pytest.mark.parametrize("devices", [3, pytest.param(8, marks=pytest.mark.slow)])
+def test_text_is_the_same_everywhere(devices: int, forks: cli.Forks) -> None:
     """Text is the same wherever the weights are."""
     options = ("sample.prompt=[shard gath,s,scatter]", "sample.copies=2", "sample.tokens=20")
     whole = texts(use(forks, "sample", "whole", *options, "zero.replicate=true"))
     assert len(whole) == 6 and len(set(whole)) == 6 and all(text for text in whole)
-    assert texts(use(forks, "sample", "sharded", *options, "zero.replicate=false")) == whole
-    assert texts(use(forks, "sample", "three", *options, "distributed.cpu_devices=3", "zero.replicate=false")) == whole
-    assert texts(use(forks, "sample", "seed", *options, "sample.seed=1")) != whole
+    sharded = ("zero.replicate=false", f"distributed.cpu_devices={devices}")
+    assert texts(use(forks, "sample", f"sharded-{devices}", *options, *sharded)) == whole
+    assert texts(use(forks, "sample", "seed", *options, "zero.replicate=true", "sample.seed=1")) != whole
 
 
 def test_greedy_text_beyond_trained_context(forks: cli.Forks, params: Any) -> None:
@@ -231,14 +232,13 @@ def test_named_sets_and_their_total(forks: cli.Forks) -> None:
     train, text = cli.INDICES
     both = f"data.index_path_validation={{val: {text}, part: [{train}]}}"
     merged = f"data.index_path_validation=[{text}, {train}]"
-    most = max(sum(shard.rows for shard in read_index(forks.workplace / index)) for index in cli.INDICES)
-    limit = f"training.maximum_evaluation_steps={-(-most // 16)}"
+    rows = sum(shard.rows for index in cli.INDICES for shard in read_index(forks.workplace / index))
+    limit = f"training.maximum_evaluation_steps={rows // 16}"
     found = {}
-    for name, index in (("named", both), ("merged", merged)):
-        short = ("training.total_steps=2", "training.evaluation_frequency=2", limit)
-        run = forks.train(f"run-{name}", *cli.TINY, *short, "training.warmup_steps=1", index)
+    for name, index in (("merged", merged), ("named", both)):
+        run = forks.fork(RUN, 6, "training.evaluation_frequency=12", limit, index)
         found[name] = cli.metrics(run)[-1]
-        assert [line["step"] for line in cli.metrics(run)] == [1, 2]
+        assert [line["step"] for line in cli.metrics(run)] == [*range(1, 13)]
     named, total = found["named"], found["merged"]["validation/loss"]
     assert named["validation/loss"] == pytest.approx(total, rel=1e-6)
     assert not [key for key in found["merged"] if key.startswith("validation/") and key != "validation/loss"]
@@ -246,7 +246,7 @@ def test_named_sets_and_their_total(forks: cli.Forks) -> None:
     assert min(losses) < total < max(losses)
     assert named["validation/val/bits_per_byte"] > losses[0] / math.log(2)  # an end of text has no bytes
 
-    options = ("model.model_path=run-named", "evaluate.context=32")
+    options = (f"model.model_path={run}", "evaluate.context=32")
     result = json.loads((forks.train("scored", "mode=evaluate", *options) / "evaluation.json").read_text())
     assert result["sets"].keys() == {"val", "part"}
     for name in ("val", "part"):
