@@ -8,8 +8,8 @@ are pinned to the batch dimension, each layer is recomputed, weights are gathere
 kernel under `shard_map`. With tensor groups weights are split over both dimensions of a mesh, and activations too: by
 heads and columns inside a layer, by positions between layers. It is compiled with the options of zero's overlap, and
 without windowed einsums, which XLA would choose otherwise; with zero's VMEM for a fusion and with the compiler's own,
-with the kernel for rotary positions and without: the fastest of these programs counts. Both are read by
-`zero/runtime/planning/predict.py`.
+with zero's layouts (contiguous rows, rotary positions in a kernel) and without: the fastest of these programs counts.
+Both are read by `zero/runtime/planning/predict.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from zero.model_parallel import ExpertParallel
 from zero.models import transformer_layer
 from zero.models.attention.kernel import fused_rotation, kernel_attention
 from zero.models.config import GPTConfig
-from zero.models.elements import rotate
+from zero.models.elements import rotate, row_major
 from zero.models.gpt import GPT
 from zero.partition.layout import LeafLayout
 from zero.runtime.config.files import load_sizes
@@ -117,8 +117,8 @@ def zero_step(job: Job, row: Row) -> Any:
     return job.programs.step.lower(*step_arguments(job, row.rows, row.context))
 
 
-def gspmd_step(job: Job, row: Row, size: GPTConfig, devices: list[Any], is_fused: bool) -> Any:
-    """With queries and keys that are turned in a kernel, or by XLA."""
+def gspmd_step(job: Job, row: Row, size: GPTConfig, devices: list[Any], has_layouts: bool) -> Any:
+    """With zero's layouts on TPU (docs/decisions/tpu-layouts.md), or with those that XLA chooses."""
     mesh = Mesh(np.asarray(devices).reshape(-1, row.expert_shards, row.tensor_shards), ("fsdp", "expert", "tensor"))
     batch = row.rows * len(devices) // row.tensor_shards
     model = GPT(
@@ -195,13 +195,15 @@ def gspmd_step(job: Job, row: Row, size: GPTConfig, devices: list[Any], is_fused
     state = params, jax.eval_shape(tx.init, params)
     shardings = jax.tree.map(lambda x: by_shape.get(x.shape, whole), state)
     transformer_layer.kernel_attention = attend  # type: ignore[assignment]
-    transformer_layer.fused_rotation = turn if is_fused else rotate  # type: ignore[assignment]
+    transformer_layer.fused_rotation = turn if has_layouts else rotate  # type: ignore[assignment]
+    transformer_layer.row_major = row_major if has_layouts else lambda x: x
     try:
         compiled = jax.jit(
             step, in_shardings=(shardings, by_row), out_shardings=(shardings, whole), donate_argnums=0
         ).lower(state, jax.ShapeDtypeStruct((batch, row.context), jnp.int32))
     finally:
         transformer_layer.kernel_attention, transformer_layer.fused_rotation = kernel_attention, fused_rotation
+        transformer_layer.row_major = row_major
     return compiled
 
 
@@ -224,12 +226,11 @@ def measure(name: str, row: Row, texts: Path | None) -> str:
     of_twin = options | {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
     without_vmem = {name: value for name, value in of_twin.items() if name != VMEM}
     options_of_twin = [of_twin] if of_twin == without_vmem else [of_twin, without_vmem]
-    rotations = (True, False) if size.position_kind == "rotary" else (False,)
     ways: dict[str, list[tuple[Callable[[], Any], dict[str, Any]]]] = {
         "zero": [(partial(zero_step, job, row), options)],
         "GSPMD": [
-            (partial(gspmd_step, job, row, size, devices, is_fused), chosen)
-            for is_fused in rotations
+            (partial(gspmd_step, job, row, size, devices, has_layouts), chosen)
+            for has_layouts in (True, False)
             for chosen in options_of_twin
         ],
     }

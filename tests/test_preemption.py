@@ -109,6 +109,7 @@ def test_a_compilation_is_not_waited_for(forks: cli.Forks, undisturbed: Path) ->
     assert saved_steps(run) == list(range(13))
 
 
+@pytest.mark.slow  # the test above stops during the first compilation
 def test_stop_during_a_compilation(forks: cli.Forks) -> None:
     """Steps before a compilation that is not waited for are logged."""
     job = ("training.staged_warmup_steps=3", "training.log_frequency=100", "zero.remat=dots")
