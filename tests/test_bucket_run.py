@@ -133,8 +133,8 @@ def test_outage_and_replaced_machine(
     run: Run, calm: list[float], server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bucket that answers 503 for a while costs only time; a machine that was replaced continues from the bucket."""
-    launcher = ("--resume=auto", "data.checkpoint_directory=kept", "data.wandb_project=zero")
-    launcher += ("training.evaluation_frequency=4",)
+    saved = ("data.checkpoint_directory=kept", "training.evaluation_frequency=4")
+    launcher = ("--resume=auto", "data.wandb_project=zero", *saved)
     proxy = bucket.Proxy(server, budget=10**9, rate=0.0, faults=("503",))
     with bucket.disturbed(proxy) as address:
         bucket.use(monkeypatch, address)
