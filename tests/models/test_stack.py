@@ -1,4 +1,4 @@
-"""What the backward pass of a stack of layers stores and recomputes, and the layout of what its layers read."""
+"""Values that a stack of layers stores for its backward pass or recomputes, and the memory layout of its inputs."""
 
 from typing import Any
 
