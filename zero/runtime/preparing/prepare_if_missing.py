@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from zero.runtime import storage
 from zero.runtime.errors import UserError
 from zero.runtime.preparing.manifest import MANIFEST, SPLITS, load
-from zero.runtime.preparing.prepare import prepare
 from zero.runtime.text.tokenizers import Tokenizer
 
 DIRECTORY, INDEX_DIRECTORY = "data/corpus", "data/index"  # relative to the current directory, as for zero-prepare
@@ -44,6 +43,8 @@ def prepare_if_missing(
     if is_own and load(place).get("row_tokens", row_tokens) < row_tokens:
         used = {path: _index_files(beside)[own.index(given[path])] for path in given}
         names = set() if all(map(storage.exists, used.values())) else {beside}
+    if names:  # the import takes time, which a first step does not wait for
+        from zero.runtime.preparing.prepare import prepare
     for name in sorted(names):
         prepared = prepare(
             corpus,
