@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from zero.runtime.tracking.goodput import counts_as
 log = logging.getLogger(__name__)
 
 GIB = 2**30
+REPORT_SECONDS = 10  # between two reports, each of which takes up to a second
 SUMMARY = {  # values of a line of metrics that are shown: unit and format
     "train/loss": (1, "loss {:.3f}"),
     "validation/loss": (1, "validation {:.3f}"),
@@ -117,9 +119,10 @@ def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
 
 @counts_as("evaluation")
 def _report(run: ActiveRun, line: dict[str, Any]) -> None:
-    """Writes a sample, the plot and the HTML report after an evaluation; all hosts sample, host 0 writes.
+    """Writes a sample after an evaluation; all hosts sample, host 0 writes.
 
-    Training continues if they cannot be written.
+    The plot and the HTML report are written with it, at most every `REPORT_SECONDS` and at the last step. Training
+    continues if they cannot be written.
     """
     text = ""
     if count := run.config.training.sample_tokens:
@@ -129,19 +132,26 @@ def _report(run: ActiveRun, line: dict[str, Any]) -> None:
     if run.tracker is None:
         return
     log.info("step %d: %s", line["step"], _summary(line))
+    is_last = line["step"] == run.last_step
+    try:
+        with (run.directory / SAMPLES_FILE).open("a") as file:
+            file.write(f"--- step {line['step']}\n{text}\n")
+        if is_last or time.monotonic() - run.reported_at > REPORT_SECONDS:
+            _draw(run.directory)
+            run.reported_at = time.monotonic()
+    except (OSError, ValueError, RuntimeError, UserError) as error:  # matplotlib raises RuntimeErrors of fonts
+        log.warning("step %d: the report of the run could not be written: %s", line["step"], error)
+    if is_last:
+        log.info("the model writes:\n%s", text)
+
+
+def _draw(run_directory: Path) -> None:
     # A second of imports, which the first step does not wait for.
     from zero.runtime.tracking.html_report import REPORT_FILE, write_report
     from zero.runtime.tracking.plot import draw_run
 
-    try:
-        with (run.directory / SAMPLES_FILE).open("a") as file:
-            file.write(f"--- step {line['step']}\n{text}\n")
-        draw_run(run.directory)
-        write_report([run.directory], run.directory / REPORT_FILE)
-    except (OSError, ValueError, RuntimeError, UserError) as error:  # matplotlib raises RuntimeErrors of fonts
-        log.warning("step %d: the report of the run could not be written: %s", line["step"], error)
-    if line["step"] == run.last_step:
-        log.info("the model writes:\n%s", text)
+    draw_run(run_directory)
+    write_report([run_directory], run_directory / REPORT_FILE)
 
 
 def _summary(line: dict[str, float | int]) -> str:

@@ -67,7 +67,7 @@ def make_run(directory: Path, tracker: Tracker | None, **metrics: float) -> Acti
     run.context, run.last_step, run.stop_requests = SequenceLengths(16), 10, [15]
     run.goodput = in_steps()
     run.metrics = StepMetrics(128, 8, peak_flops=1e6, goodput=run.goodput)
-    run._uncounted = (0, 0)
+    run._uncounted, run.reported_at = (0, 0), time.monotonic()
     run.metrics.add(values(**metrics), leave=1, flops=500)
     return run
 
@@ -100,8 +100,23 @@ def test_failed_report_ends_no_training(
     monkeypatch.setattr(plot, "draw_run", fail)
     with Tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
         run = make_run(tmp_path, tracker)
-        train._report(run, {"step": 3, "train/loss": 2.0})
-    assert f"step 3: the report of the run could not be written: {error}" in caplog.text
+        train._report(run, {"step": 10, "train/loss": 2.0})
+    assert f"step 10: the report of the run could not be written: {error}" in caplog.text
+
+
+@pytest.mark.parametrize(("step", "seconds_ago", "is_drawn"), [(3, 0, False), (3, 11, True), (10, 0, True)])
+def test_reports_are_seldom(
+    step: int, seconds_ago: float, is_drawn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report is drawn every ten seconds at most, and at the last step; each evaluation writes its sample."""
+    drawn: list[Path] = []
+    monkeypatch.setattr(train, "_draw", drawn.append)
+    with Tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
+        run = make_run(tmp_path, tracker)
+        run.reported_at = before = time.monotonic() - seconds_ago
+        train._report(run, {"step": step, "train/loss": 2.0})
+    assert (drawn, run.reported_at > before) == ([tmp_path] if is_drawn else [], is_drawn)
+    assert (tmp_path / "samples.txt").read_text() == f"--- step {step}\n\n"
 
 
 def test_utilization_in_metrics(tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ class ActiveRun:
     in_flight: int  # steps that may be dispatched before the host waits for their metrics
     objective: Objective = LIKELIHOOD
     saved_at: float = field(default_factory=time.monotonic)  # start of the newest checkpoint
+    reported_at: float = field(default_factory=time.monotonic)  # end of the newest report
     _uncounted: tuple[int, int] = (0, 0)  # rows skipped and checksum of this host since the last line of metrics
     _steps: dict[int, Callable[..., Any]] = field(default_factory=dict)  # compiled, by the length of a sequence
     _flops: dict[int, int] = field(default_factory=dict)  # of the model per device and step, by the same length
