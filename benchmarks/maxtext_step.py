@@ -43,6 +43,31 @@ BLOCKS = dict.fromkeys(
     2048,
 )
 FUSED = {"sa_use_fused_bwd_kernel": True}
+DENSE = {"attention": "dot_product", "remat_policy": "full"}  # splash attention does not compile for a v3
+EXPERTS = {"ici_expert_parallelism": 8, "capacity_factor": 1.25, "sparse_matmul": False, "megablox": False}
+GPT3 = {"override_model_config": True, "opt_type": "adamw", "head_dim": 128, "trainable_position_size": 1024}
+SIZE_1_1B = GPT3 | {
+    "base_emb_dim": 1536,
+    "base_mlp_dim": 6144,
+    "base_num_query_heads": 12,
+    "base_num_kv_heads": 12,
+    "base_num_decoder_layers": 36,
+    "vocab_size": 50304,
+}
+STORE_1_1B = {"remat_policy": "custom"} | dict.fromkeys(("qkv_proj", "context", "out_proj", "mlpwi"), "device")
+OFFLOAD_1_1B = OFFLOAD | {"qkv_proj": "offload", "mlpwi": "device"}
+# Adafactor is not among its optimizers: what AdamW keeps is made small instead.
+SIZE_137B = GPT3 | {
+    "base_emb_dim": 8192,
+    "base_mlp_dim": 65536,
+    "base_num_query_heads": 128,
+    "base_num_kv_heads": 128,
+    "base_num_decoder_layers": 64,
+    "vocab_size": 32000,
+    "ici_tensor_parallelism": 8,
+    "mu_dtype": "bfloat16",
+    "grad_dtype": "bfloat16",
+}
 
 # Groups of flags, with the names of xla_flags_library.py.
 LAYOUT_FOR_ALL_REDUCE_SCATTER = (
@@ -95,6 +120,7 @@ COMMON_FLAGS = (
     *HOST_OFFLOAD_FLAGS,
     *DISABLE_COLLECTIVE_MATMUL,
 )
+V3_FLAGS = (*COMMON_FLAGS, "xla_enable_async_all_gather=true")
 V4_FLAGS = (*COMMON_FLAGS, *ASYNC_ALL_GATHER)
 V5E_FLAGS = (*DENSE_VMEM_LIMIT_FLAG, *COMMON_FLAGS, *CF_FOR_ALL_GATHER)
 RECIPE_FLAGS = (
@@ -109,7 +135,7 @@ class Row(NamedTuple):
 
     model: str
     topology: str
-    rows: int
+    rows: float
     context: int
     flags: tuple[str, ...]
     settings: dict[str, Any]
@@ -123,6 +149,16 @@ ROWS = {
     "8b-v6e-8": Row("llama3.1-8b", "v6e-8", 1, 8192, V6E_FLAGS, OFFLOAD | MLP_IN | BLOCKS | FUSED),
     "8b-v4-32": Row("llama3.1-8b", "v4-32", 2, 2048, V4_FLAGS, STORE | MLP_IN | {"mlpwi_1": "device"}),
     "mistral-v5e-16": Row("mistral-7b", "v5e-16", 2, 2048, V5E_FLAGS, OFFLOAD | MLP_IN | FUSED),
+    "mixtral-v4-64": Row("mixtral-8x7b", "v4-64", 2, 2048, V4_FLAGS, EXPERTS),
+    "mixtral-v4-64-1": Row("mixtral-8x7b", "v4-64", 1, 2048, V4_FLAGS, EXPERTS),
+    # MaxText has no ALiBi: its GPT-3 has learned positions, and biases in every product.
+    "1.1b-v3-32": Row("gpt3-6b", "v3-32", 4, 1024, V3_FLAGS, SIZE_1_1B | DENSE),
+    "1.1b-v3-32-16": Row("gpt3-6b", "v3-32", 16, 1024, V3_FLAGS, SIZE_1_1B | DENSE),
+    "1.1b-v4-32": Row("gpt3-6b", "v4-32", 4, 1024, V4_FLAGS, SIZE_1_1B | STORE_1_1B),
+    "1.1b-v4-32-16": Row("gpt3-6b", "v4-32", 16, 1024, V4_FLAGS, SIZE_1_1B | STORE_1_1B),
+    "1.1b-v5e-16": Row("gpt3-6b", "v5e-16", 4, 1024, V5E_FLAGS, SIZE_1_1B | STORE_1_1B),
+    "1.1b-v5e-16-16": Row("gpt3-6b", "v5e-16", 16, 1024, V5E_FLAGS, SIZE_1_1B | OFFLOAD_1_1B),
+    "137b-v3-128": Row("gpt3-6b", "v3-128", 0.125, 1024, V3_FLAGS, SIZE_137B | DENSE),
 }
 
 
@@ -140,6 +176,15 @@ def pin_layouts() -> None:
         return name_values(x, name)
 
     jax.ad_checkpoint.checkpoint_name = name_pinned
+
+
+def add_slices() -> None:
+    """Adds slices of v3, which MaxText no longer lists."""
+    from maxtext.utils.accelerator_to_spec_map import SystemCharacteristics, UserFacingNameToSystemCharacteristics
+
+    for name, shape, devices in (("v3-32", "v3:4x4", 32), ("v3-128", "v3:8x8", 128)):
+        slice_ = SystemCharacteristics("tpu", shape, "default", (2, 2, 1), devices, (False, False, False))
+        UserFacingNameToSystemCharacteristics[name] = slice_
 
 
 def compile_step(row: Row, file: Path) -> None:
@@ -176,6 +221,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.texts.mkdir(parents=True, exist_ok=True)
     pin_layouts()
+    add_slices()
     for name in arguments.rows:
         compile_step(ROWS[name], arguments.texts / f"{name}.txt")
 
