@@ -14,7 +14,7 @@ from zero.training.flops import matmul_flops
 CONFIG = GPTConfig(embedding_dim=32, vocab_size=64, num_head=2, block_size=64, dropout=0.0, N=4, gated=True)
 
 
-@pytest.mark.parametrize("blockwise_from", [None, 2])
+@pytest.mark.parametrize("blockwise_from", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_stored_values_are_not_computed_again(blockwise_from: int | None) -> None:
     """Products that a policy stores are computed once."""
     tokens = jnp.zeros((2, 32), jnp.int32)

@@ -46,15 +46,16 @@ def on_one_device() -> Run:
     return run_on(setup(1, 3, config=CONFIG))
 
 
+@pytest.mark.slow  # its short forms are test_choices_of_transformer_vq and, in micro-batches, test_keys_count_once
 @pytest.mark.parametrize(
     ("devices", "stage", "options"),
     [
         (8, 3, {}),
         (8, 1, {"micro_batches": 3}),
-        pytest.param(3, 2, {}, marks=pytest.mark.slow),
-        pytest.param(8, 0, {}, marks=pytest.mark.slow),
-        pytest.param(8, 2, {"remat": "nested"}, marks=pytest.mark.slow),
-        pytest.param(1, 3, {"remat": "none", "micro_batches": 2}, marks=pytest.mark.slow),
+        (3, 2, {}),
+        (8, 0, {}),
+        (8, 2, {"remat": "nested"}),
+        (1, 3, {"remat": "none", "micro_batches": 2}),
     ],
 )
 def test_codebook_is_the_same_everywhere(devices: int, stage: int, options: dict[str, Any]) -> None:
@@ -201,7 +202,7 @@ def test_keys_count_once(devices: int, stage: int, micro_batches: int) -> None:
 
 
 def test_reported_loss_is_without_the_commitment() -> None:
-    on = setup(1, 3, config=CONFIG)
+    on = setup(8, 1, 3, config=CONFIG)
     state = on.start()
     losses, scored, _ = on.programs.evaluate(on.weights(state), batch(on, 0).tokens)
     _, (metrics,) = advance(on, state, range(1))
@@ -211,7 +212,7 @@ def test_reported_loss_is_without_the_commitment() -> None:
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_skipped_step_keeps_codebook(poison: float) -> None:
     """A skipped step leaves the codebook as it was."""
-    on = setup(8, 3, config=CONFIG)
+    on = setup(8, 1, 3, config=CONFIG)
     state = on.start()
     sick = {**state.params, "norm": {"scale": state.params["norm"]["scale"] * poison}}
     before = bits(state.averages[CODEBOOK])
@@ -244,7 +245,7 @@ def test_units_without_codes() -> None:
 
 def test_sampling_with_constant_state() -> None:
     """Text drawn with a state of constant size equals text drawn by whole forward passes."""
-    on = setup(8, 3, config=CONFIG)
+    on = setup(8, 1, 3, config=CONFIG)
     weights = on.weights(advance(on, on.start(), range(2))[0])
     prompts = [np.arange(1, 2 + row % 5, dtype=np.int32) for row in range(8)]
     assert_greedy(on, weights, prompts, 21, chunk=7)  # longer than block_size

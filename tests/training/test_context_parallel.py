@@ -104,7 +104,9 @@ def test_equals_whole_rows(model: str, context: int, case: str) -> None:
         assert_close(got, expected, rtol=1e-6, config=ODD)
 
 
-@pytest.mark.parametrize("model", ["gemma2", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model", ["mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt2"))]
+)
 def test_documents_are_kept_apart(model: str) -> None:
     """Documents of a row are kept apart across the pieces of the row."""
     options: dict[str, Any] = {"config": MODELS[model], "end_of_text": 7}
@@ -160,7 +162,7 @@ def test_generation_with_whole_rows() -> None:
 LONG = GPTConfig(64, 128, 8, 8192, 0.0, 2)
 
 
-@pytest.mark.parametrize("heads", [8, 3], ids=["swapped heads", "ring"])
+@pytest.mark.parametrize("heads", [pytest.param(8, marks=pytest.mark.slow), 3], ids=["swapped heads", "ring"])
 def test_memory_of_activations(heads: int) -> None:
     """The memory of activations falls with the number of devices."""
 

@@ -123,13 +123,13 @@ def test_token_past_the_vocabulary(place: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "micro_batches"),
-    [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(3, 1, marks=pytest.mark.slow), (3, 3)],
+    ("devices", "stage", "micro_batches"),
+    [(8, 1, 1), (3, 2, 4), *(pytest.param(8, *case, marks=pytest.mark.slow) for case in ((2, 1), (3, 1), (3, 3)))],
 )
-def test_bfloat16_gradients(stage: int, micro_batches: int) -> None:
+def test_bfloat16_gradients(devices: int, stage: int, micro_batches: int) -> None:
     """Gradients held in bfloat16 are rounded once."""
-    on = setup(8, stage, micro_batches, gradient_dtype=jnp.bfloat16)
-    (got,), (expected,) = (advance(s, s.start(), range(1))[1] for s in (on, setup(8, stage, micro_batches)))
+    on = setup(devices, stage, micro_batches, gradient_dtype=jnp.bfloat16)
+    (got,), (expected,) = (advance(s, s.start(), range(1))[1] for s in (on, setup(devices, stage, micro_batches)))
     assert got["loss"] == expected["loss"]
     assert got["gradient_norm"] != expected["gradient_norm"]
     # Errors of 2^-9 of single elements, of either sign, all but cancel in the norm of thousands.
@@ -259,11 +259,11 @@ def test_infinite_norm_is_skipped() -> None:
     assert metrics["skipped_steps"] == 1
 
 
-@pytest.mark.parametrize(("stage", "devices"), [(3, 8), (0, 8), (1, 3)])
+@pytest.mark.parametrize(("stage", "devices"), [(3, 8), (0, 8), (2, 3), pytest.param(1, 3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
 def test_not_finite_gradient_is_skipped(stage: int, devices: int, poison: float) -> None:
     """A gradient that is not finite is skipped on all devices alike."""
-    on = setup(devices, stage, 2 if devices == 3 else 1)
+    on = setup(devices, stage, 4 if devices == 3 else 1)
     state, _ = advance(on, on.start(), range(1))
     healthy = np.asarray(state.params["blocks"]["mlp_in"]["kernel"])
     sick = healthy.copy()

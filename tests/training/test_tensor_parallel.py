@@ -39,8 +39,6 @@ EVERY = [
     *((name, tensor, "stage 3") for name, tensor in itertools.product(MODELS, (2, 4))),
     *((name, 8, "stage 3") for name, model in MODELS.items() if model.key_heads == 8),
 ]
-QUICK = [("plain", 4, "stage 0")]  # test_documents_are_kept_apart is another short form
-SLOW = sorted({*EVERY} - {*QUICK})
 
 
 def trained(on: Setup) -> Run:
@@ -52,9 +50,9 @@ def axis(stage: int, tensor: int) -> zero.Axis:
     return zero.Axis.with_tensor_groups("zero", 8, tensor, replicas=1 if stage else 8 // tensor)
 
 
-@pytest.mark.parametrize(
-    ("model", "tensor", "case"), QUICK + [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
-)
+# Short forms are test_documents_are_kept_apart and, of all parameters, test_mup.py.
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "tensor", "case"), sorted({*EVERY}))
 def test_equals_devices_without_groups(model: str, tensor: int, case: str) -> None:
     """Tensor groups train as devices with rows of their own."""
     stage, options = CASES[case]
@@ -66,12 +64,14 @@ def test_equals_devices_without_groups(model: str, tensor: int, case: str) -> No
         assert_close(got, expected, rtol=1e-6, config=DIVISIBLE)
 
 
-@pytest.mark.parametrize("model", ["gemma2", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_documents_are_kept_apart(model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "stage"), [("gemma2", 0), *(pytest.param(name, 3, marks=pytest.mark.slow) for name in ("gemma2", "gpt2"))]
+)
+def test_documents_are_kept_apart(model: str, stage: int) -> None:
     """Documents of a row are kept apart in tensor groups."""
     options: dict[str, Any] = {"config": MODELS[model], "end_of_text": 7}
     expected = trained(setup(8, 3, **options))
-    got = trained(setup(8, 3, axis=axis(3, 4), **options))
+    got = trained(setup(8, stage, axis=axis(stage, 4), **options))
     np.testing.assert_allclose(got.metrics["loss"], expected.metrics["loss"], rtol=1e-6)
     assert (tokens(0, DIVISIBLE.block_size) == 7).any()  # tests/training/test_documents.py shows what it changes
 

@@ -149,7 +149,13 @@ def check(seeds: range, axis: zero.Axis, across: bool) -> int:
     return len(got)
 
 
-FAST = [("three", False, 0), ("three", True, 1), ("eight", True, 2), ("hybrid", True, 3), ("eight", False, 4)]
+FAST = [
+    ("three", False, 0),
+    pytest.param("three", True, 1, marks=pytest.mark.slow),
+    ("eight", True, 2),
+    ("hybrid", True, 3),
+    pytest.param("eight", False, 4, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("axis", "across", "part"), FAST)
