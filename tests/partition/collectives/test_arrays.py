@@ -296,6 +296,12 @@ def test_axis_errors() -> None:
         zero.Axis.with_tensor_groups("batch", 8, 3)
     with pytest.raises(ValueError, match=r"the first phase of \(1, 4, 2\) must be of tensor=2"):
         zero.Axis("batch", (1, 4, 2), tensor=2)
+    with pytest.raises(ValueError, match=r"tensor groups \[\[0, 4\], .* are not neighbours; see Axis.with_tensor_groups"):
+        zero.Axis("batch", (1, 2, 4), tensor=2)
+    with pytest.raises(ValueError, match="tensor=2 with context=2; expected one of them to be 1"):
+        zero.Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7), tensor=2, context=2)
+    with pytest.raises(ValueError, match="8 devices do not make context groups of 3"):
+        zero.Axis("batch", (1, 8), context=3)
     with pytest.raises(ValueError, match="shards 8 do not divide into tensor groups of 3"):
         zero.make_layout(jnp.zeros(16), 8, tensor=3)
     with pytest.raises(ValueError, match=r"axis 'batch': shape is \(replicas, phase"):

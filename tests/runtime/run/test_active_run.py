@@ -119,6 +119,26 @@ def test_reports_are_seldom(
     assert (tmp_path / "samples.txt").read_text() == f"--- step {step}\n\n"
 
 
+def test_checkpoint_that_an_evaluation_hears_of(tmp_path: Path) -> None:
+    """A checkpoint that is due by the clock is not lost where hosts agree on it during an evaluation."""
+    run: Any = make_run(tmp_path, None)
+    run.tracker, run.saved_at, run.emergency, run.stop_requests = object(), time.monotonic() - 61, None, []
+    run.config.data = SimpleNamespace(checkpoint_minutes=1, save_every=1000)
+    run.config.training.evaluation_frequency = run.config.training.log_frequency = 1000
+    run.statistics.is_due = lambda step: False
+    requested: list[bool] = [False]
+
+    def any_host(step: int, stop: bool, due: bool) -> tuple[bool, bool]:
+        requested.append(due)
+        return stop, requested[-2]  # hosts know a call later
+
+    run.any_host = any_host
+    assert not run.due(3).save
+    assert not run.poll()  # of an evaluation
+    assert requested == [False, True, False]
+    assert run.due(4).save
+
+
 def test_utilization_in_metrics(tmp_path: Path) -> None:
     """A line of metrics tells how well the devices are used."""
     run = make_run(tmp_path, None)
@@ -195,7 +215,7 @@ def test_transfers_and_tasks_of_evaluation(
     batch = HostBatch(np.zeros((8, 4), np.int32), {}, 0)
     run.validation = {"": SimpleNamespace(batches=lambda: iter([batch] * 5), rows=40)}
     run.programs = SimpleNamespace(evaluate=lambda *_: (jnp.float32(6.0), jnp.int32(4), {}))
-    monkeypatch.setattr(ActiveRun, "poll", lambda run: (False, False))
+    monkeypatch.setattr(ActiveRun, "poll", lambda run: False)
     monkeypatch.setattr(ActiveRun, "harness_results", lambda run: {"harness/choice/acc": 0.5})
     line = {"step": step}
     assert train._evaluate(run, line)

@@ -27,7 +27,8 @@ class Axis:
       shape: `(replicas, *phases)`; its product is the size of the axis.
       devices: positions on the pmap axis in row-major order of the grid; by default 0, 1, 2, ...
       tensor: size of a tensor group, whose devices compute on the same rows with different parts of the parameters. If
-        more than 1, the first phase is along these groups: a part is gathered over the other phases.
+        more than 1, the first phase is along these groups, which are neighbours on the pmap axis (see
+        `with_tensor_groups`): a part is gathered over the other phases.
       expert: size of an expert group, whose devices compute with different experts. If more than 1, the last phase is
         along these groups: the shards of experts are exchanged in it.
       sums_copies: whether a reduce-scatter also sums over the copies. Otherwise call `stages.sum_copies`: once per step
@@ -35,11 +36,13 @@ class Axis:
       context: size of a context group: neighbours on the pmap axis that compute different positions of the same rows.
         It does not change how state is split.
       exchanges: whether a reduce-scatter is an all-to-all and a sum on each device. XLA for TPU runs an all-to-all
-        beside matrix products, but never a reduce-scatter. Sums differ in the order of their terms.
+        beside matrix products, and a reduce-scatter only where SparseCores take it (v6e, TPU7x). Sums differ in the
+        order of their terms.
 
     Raises:
-      ValueError: `devices` is not a permutation of the positions on the axis, the first phase is not of size `tensor`
-        or the last one not of size `expert`, or the devices do not divide into context groups.
+      ValueError: `shape` has no phase, `devices` is not a permutation of the positions on the axis, the first phase is
+        not of size `tensor` and along neighbours, or the last one not of size `expert`; the devices do not divide into
+        context groups; or groups of two kinds are asked for.
 
     >>> Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7)).shard_of_device()
     (0, 4, 1, 5, 2, 6, 3, 7)
@@ -63,11 +66,18 @@ class Axis:
             raise ValueError(f"axis {self.name!r}: devices must be a permutation of 0..{size - 1}, got {self.devices}")
         if self.tensor > 1 and self.tensor != self.shape[1]:
             raise ValueError(f"axis {self.name!r}: the first phase of {self.shape} must be of tensor={self.tensor}")
-        if size % self.context or self.tensor > 1 < self.context:
+        if self.tensor > 1 < self.context:
             raise ValueError(
-                f"axis {self.name!r}: {size} devices with tensor={self.tensor} do not make context groups of "
-                f"{self.context}"
+                f"axis {self.name!r}: tensor={self.tensor} with context={self.context}; expected one of them to be 1"
             )
+        if size % self.context:
+            raise ValueError(f"axis {self.name!r}: {size} devices do not make context groups of {self.context}")
+        if self.tensor > 1:
+            groups = np.sort(self._grouped(self.tensor, self.shards // self.tensor), axis=1).tolist()
+            if sorted(groups) != self.row_groups():
+                raise ValueError(
+                    f"axis {self.name!r}: the tensor groups {groups} are not neighbours; see Axis.with_tensor_groups"
+                )
         if self.expert > 1 and (self.expert != self.shape[-1] or self.tensor > 1 or self.context > 1):
             raise ValueError(
                 f"axis {self.name!r}: the last phase of {self.shape} must be of expert={self.expert}, without "
@@ -155,8 +165,11 @@ class Axis:
         >>> Axis("batch", (1, 8)).groups(4, apart=2)
         [[0, 2, 4, 6], [1, 3, 5, 7]]
         """
-        rows = np.asarray(self.devices).reshape(-1, over, apart).swapaxes(1, 2).reshape(-1, over).tolist()
+        rows = self._grouped(over, apart).tolist()
         return None if rows == [list(range(self.size))] else rows
+
+    def _grouped(self, over: int, apart: int) -> np.ndarray:
+        return np.asarray(self.devices).reshape(-1, over, apart).swapaxes(1, 2).reshape(-1, over)
 
     def phases(self, over: int, apart: int = 1) -> list[tuple[int, int]]:
         """`over` and `apart` of each phase of such groups, in the order of a gather: the last phase first.

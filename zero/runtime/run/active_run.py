@@ -24,7 +24,7 @@ from zero.partition.layout import Layout, PyTree
 from zero.runtime.checkpoints.emergency import EmergencyCheckpoints
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.schema import Config
-from zero.runtime.errors import UserError
+from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.hosts import agreement, signals, watchdog
 from zero.runtime.hosts.interruptible_compilation import CacheHits, compile_unless_stopped
 from zero.runtime.hosts.startup import process_age
@@ -99,6 +99,7 @@ class ActiveRun:
     objective: Objective = LIKELIHOOD
     saved_at: float = field(default_factory=time.monotonic)  # start of the newest checkpoint
     reported_at: float = field(default_factory=time.monotonic)  # end of the newest report
+    _is_save_due: bool = False  # by the clock
     _uncounted: tuple[int, int] = (0, 0)  # rows skipped and checksum of this host since the last line of metrics
     _steps: dict[int, Callable[..., Any]] = field(default_factory=dict)  # compiled, by the length of a sequence
     _flops: dict[int, int] = field(default_factory=dict)  # of the model per device and step, by the same length
@@ -224,7 +225,7 @@ class ActiveRun:
         """The actions after this step. All hosts call it once per step."""
         training = self.config.training
         is_evaluation = step % training.evaluation_frequency == 0 or step == self.last_step
-        is_stop, is_save = self.poll()
+        is_stop, is_save = self.poll(), self._is_save_due
         is_protect = self.emergency is not None and step % (self.config.zero.emergency_steps or step) == 0
         is_save |= is_protect and not self.checkpoints.steps()  # --resume needs a durable checkpoint
         every = self.config.data.save_every
@@ -233,15 +234,16 @@ class ActiveRun:
         is_log |= self.statistics.is_due(step)
         return Due(is_log, is_evaluation, is_save, is_protect, is_stop)
 
-    def poll(self) -> tuple[bool, bool]:
-        """Whether to stop, and whether a checkpoint is due by the clock of host 0; the same on all hosts."""
+    def poll(self) -> bool:
+        """Whether to stop; the same on all hosts, which also learn when a checkpoint is due by the clock of host 0."""
         watchdog.progress()
         minutes = self.config.data.checkpoint_minutes
         is_due = self.tracker is not None and minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
         if is_due:
             self.saved_at = time.monotonic()  # asked for once: hosts may agree on it only at the next call
         is_stop, is_due = self.any_host(self.position.step, bool(self.stop_requests), is_due)
-        return is_stop, is_due
+        self._is_save_due |= is_due  # until the next save: an evaluation asks too, and does not save
+        return is_stop
 
     def read_metrics(self) -> dict[str, Any]:
         """The line of metrics of the steps since the last one. All hosts call it at the same step.
@@ -295,7 +297,8 @@ class ActiveRun:
         """Begins to save the state; returns when the state may change again.
 
         Raises:
-          UserError: the state or its validation loss is not finite, or differs between copies; nothing is saved.
+          UserError: the state or its validation loss is not finite; nothing is saved.
+          Unavailable: the state differs between copies; nothing is saved.
         """
         sums = self._examined(validation_loss)
         if self.tracker is not None:  # before the checkpoint: a resume from it finds the metrics up to it
@@ -313,25 +316,26 @@ class ActiveRun:
         whole = to_global(self.state, self.layout, self.axis, donate=True)
         self.checkpoints.save(self.position.step, whole, self.layout, meta, validation_loss=validation_loss)
         self.state = from_global(whole, self.layout, self.axis, donate=True)
-        self.saved_at = time.monotonic()
+        self.saved_at, self._is_save_due = time.monotonic(), False
 
     @counts_as("checkpoint")
     def protect(self) -> None:
         """Begins an emergency checkpoint; returns when the state may change again.
 
         Raises:
-          UserError: the state is not finite, or differs between copies; the checkpoints before are kept.
+          UserError: the state is not finite; the checkpoints before are kept.
+          Unavailable: the state differs between copies; the checkpoints before are kept.
         """
         if self.emergency is not None:
             self._examined()
             self.emergency.save(self.position.step, self.state, asdict(self.position))
 
     def _examined(self, validation_loss: float | None = None) -> dict[str, int]:
-        """Checksums of the state by leaf; raises UserError where it must not be saved."""
+        """Checksums of the state by leaf; raises as `save` does where it must not be saved."""
         try:
             sums, not_finite = examine(self.state, self.layout, self.axis)
         except ValueError as error:
-            raise UserError(
+            raise Unavailable(
                 f"step {self.position.step}: {error}; a device, its memory or a link is faulty, or a program is not "
                 "the same everywhere. This state is not saved: --resume continues from the checkpoint before"
             ) from error

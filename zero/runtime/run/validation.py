@@ -95,8 +95,7 @@ def _sums(
                 is_inside = np.arange(first, first + len(batch.tokens)) < inside
                 some = np.where(is_inside[:, None], batch.tokens, -1)
                 counted = _plus(counted, _sums_of_batch(run, some, batch.reference, weights, sizes))
-            is_stop, _ = run.poll()
-            if is_stop:
+            if run.poll():
                 return None
     return _over_hosts(own, sizes), _over_hosts(counted, sizes)
 
