@@ -12,6 +12,7 @@
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -124,8 +125,9 @@ def setup(
     dtype: Any = jnp.float32,
     **options: Any,
 ) -> Setup:
-    """A step that is compiled once per process, whichever test is the first to need it."""
-    return _setup(devices, stage, micro_batches, max_norm, dtype, **dict(sorted(options.items())))
+    """A step that is compiled once per process, whichever test is the first to need it, and however it names it."""
+    chosen = {name: x for name, x in sorted(options.items()) if name not in DEFAULTS or x != DEFAULTS[name]}
+    return _setup(devices, stage, micro_batches, max_norm, dtype, **chosen)
 
 
 @cache
@@ -165,6 +167,11 @@ def _setup(
     chosen = StepOptions(rate, SEED, micro_batches, max_norm, **options)
     layout = state_layout(model, tx, averages_of(model, chosen))
     return Setup(model, make_programs(model, tx, chosen, used), used, layout, rate)
+
+
+# Of the options: one that is given as it is by default makes no other program.
+DEFAULTS: dict[str, Any] = {name: one.default for name, one in inspect.signature(_setup).parameters.items()}
+DEFAULTS |= {field.name: field.default for field in dataclasses.fields(StepOptions)}
 
 
 def tokens(step: int, context: int = 12) -> np.ndarray:

@@ -102,7 +102,8 @@ def test_every_pass_keeps_documents_apart(config: GPTConfig, remat: str, blockwi
     assert_close(got, documents, rtol=1e-4, config=config)
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param("nested", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_fused_update.py has documents
+@pytest.mark.parametrize("remat", ["full", "nested"])
 def test_the_fused_update_keeps_documents_apart(remat: str) -> None:
     options: dict[str, Any] = {"config": LEARNED, "max_norm": None, "skip_bad_steps": False}
     got = run(8, 3, fused_update=True, **options, remat=remat)

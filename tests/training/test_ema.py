@@ -100,6 +100,7 @@ def test_skipped_update_keeps_average() -> None:
     assert_average(on.whole(state.averages[EMA], on.model.layout), [first, on.whole(state.params, on.model.layout)])
 
 
+@pytest.mark.slow  # test_fused_update.py has an average
 def test_fused_update_moves_the_average_too() -> None:
     on = setup(8, 3, max_norm=None, skip_bad_steps=False, fused_update=True, ema_decay=DECAY)
     state, params = on.start(), []

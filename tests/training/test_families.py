@@ -42,6 +42,7 @@ TRAINED = {
     "gemma3": _of("gemma3", **_GROUPED, N=4, windows=(5, 0), logit_cap=0.5, attention_scale=0.25),
     "gemma2": _of("gemma2", **_GROUPED, N=4, windows=(5, 0), attention_cap=0.5, logit_cap=0.5),
     "gpt_oss": _of("gpt_oss", **_GROUPED, windows=(5, 0), experts=5, experts_per_token=2),
+    "gpt_oss, one window": _of("gpt_oss", **_GROUPED, windows=(7,), experts=5, experts_per_token=2),
     "dense_lm": _of(  # with the norms of Olmo 2 and 3
         "dense_lm", **{**_GROUPED, "kv_heads": 1}, z_loss=0.1, norm_place="after", qk_norm=True,
         qk_norm_over="projection",
@@ -62,7 +63,7 @@ def trained(family: str, devices: int, stage: int, **options: Any) -> Run:
 # Of the parameters of the other families these lack the table of positions, which test_dropout_masks has, the norm of
 # the embedding (test_step.py) and norms of single heads, which are as those of a projection. tests/models compares what
 # layers compute.
-QUICK = [("gemma2", 8, 3), ("gpt_oss", 8, 3), ("dense_lm", 3, 1)]
+QUICK = [("gemma2", 8, 3), ("gpt_oss, one window", 8, 3), ("dense_lm", 3, 1)]
 SLOW = {(family, devices, stage) for family in TRAINED for devices in (1, 3, 8) for stage in range(4)} - {*QUICK}
 
 
@@ -89,7 +90,11 @@ def test_first_weights(family: str) -> None:
 FUSED: dict[str, Any] = {"fused_update": True, "max_norm": None, "skip_bad_steps": False}
 
 
-@pytest.mark.parametrize("options", [FUSED, {"remat": "none"}], ids=["fused", "unrolled"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(FUSED, marks=pytest.mark.slow), {"remat": "none"}],  # test_fused_update.py has such layers
+    ids=["fused", "unrolled"],
+)
 def test_layers_of_different_windows(options: dict[str, Any]) -> None:
     """Layers of different windows train the same with every loop over the layers."""
     same = {name: value for name, value in options.items() if name in ("max_norm", "skip_bad_steps")}
@@ -97,17 +102,15 @@ def test_layers_of_different_windows(options: dict[str, Any]) -> None:
     np.testing.assert_allclose(trained("gemma2", 8, 3, **options).metrics["loss"], expected.metrics["loss"], rtol=1e-6)
 
 
-def test_dropout_masks() -> None:
+@pytest.mark.parametrize("remat", ["nested", pytest.param("full", marks=pytest.mark.slow)])
+def test_dropout_masks(remat: str) -> None:
     """Dropout masks equal those of the model on one device."""
-    losses = trained("dropouts", 8, 3).metrics["loss"]
+    losses = trained("dropouts", 8, 3, **({} if remat == "full" else {"remat": remat})).metrics["loss"]
     np.testing.assert_allclose(losses, reference(TRAINED["dropouts"]).metrics["loss"], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param(FUSED, marks=pytest.mark.slow), {"remat": "nested"}],
-    ids=["fused", "nested"],
-)
+@pytest.mark.slow  # the test above has those of nested layers
+@pytest.mark.parametrize("options", [FUSED, {"remat": "nested"}], ids=["fused", "nested"])
 def test_embedding_masks(options: dict[str, Any]) -> None:
     """Masks of the embedding are the same in every pass."""
     same = {name: value for name, value in options.items() if name in ("max_norm", "skip_bad_steps")}

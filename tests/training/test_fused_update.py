@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -22,13 +22,17 @@ from tests.training.small_gpt import (
     assert_close,
     batch,
     bits,
+    first_params,
+    named,
     reference,
     run_on,
     setup,
     shapes_of,
 )
 from zero.models.gpt import STACK
+from zero.models.parametrization import rate_multipliers
 from zero.models.stack import span_size
+from zero.training.ema import EMA
 from zero.training.fused_update import backward_and_update
 from zero.training.optimizer import adamw
 from zero.training.parts import TrainState
@@ -36,23 +40,43 @@ from zero.training.parts import TrainState
 DEEP = dataclasses.replace(CONFIG, N=6)  # three spans of two layers
 
 
+# Layers of different windows, and rates by leaf.
+MIXED = dataclasses.replace(
+    CONFIG, N=4, embedding_dim=48, alibi_attn=False, tied=False, attention_scale=None, windows=(5, 0),
+    parametrization="mup", mup_base_width=16,
+)  # fmt: skip
+
+
 def by_rank_and_size() -> optax.GradientTransformation:
-    """AdamW, element-wise, but the shapes of the leaves, all layers together, decide."""
+    """AdamW, element-wise, but the shapes of the leaves, all layers together, decide, and their names."""
 
     def is_wide(params: Any) -> Any:
         return jax.tree.map(lambda p: p.ndim == 2 and p.size > 200, params)
 
-    return optax.chain(adamw(0.1), optax.masked(optax.scale(0.1), is_wide))
+    own = adamw(0.1, multipliers=partial(rate_multipliers, MIXED))
+    return optax.chain(own, optax.masked(optax.scale(0.1), is_wide))
 
 
 def test_fused_equals_whole_gradient() -> None:
-    """An update inside the backward pass is the same update, of an optimizer that sees the shapes of all layers."""
-    options: dict[str, Any] = {"skip_bad_steps": False, "tx": by_rank_and_size()}
-    plain, fused = (setup(8, 3, max_norm=None, fused_update=f, **options) for f in (False, True))
+    """An update inside the backward pass is the same update, of an optimizer that sees the shapes of all layers.
+
+    With rates by leaf, windows by layer, documents that are kept apart, an average of the weights and two copies of
+    the state at once.
+    """
+    options: dict[str, Any] = {"config": MIXED, "end_of_text": 7, "ema_decay": 0.9, "tx": by_rank_and_size()}
+    options |= {"max_norm": None, "skip_bad_steps": False}
+    plain, fused = setup(8, 3, **options), setup(8, 3, fused_update=True, axis=zero.Axis("zero", (2, 4)), **options)
     kinds = {leaf.name: (len(leaf.shape), math.prod(leaf.shape)) for leaf in plain.model.layout.leaves}
     assert any(rank == 2 and size > 200 and name.startswith("blocks") for name, (rank, size) in kinds.items())
-    expected = run_on(plain)
-    assert_close(run_on(fused), expected, rtol=1e-6)
+    expected, got = run_on(plain), run_on(fused)
+    assert_close(got, expected, rtol=1e-6, config=MIXED)
+    assert got.state is not None and expected.state is not None
+    np.testing.assert_allclose(got.state.guard.running, expected.state.guard.running, rtol=1e-4)
+    averages = (on.whole(one.state.averages[EMA], on.model.layout) for on, one in ((fused, got), (plain, expected)))
+    first = named(first_params(MIXED))
+    for (name, x), y in zip(next(averages).items(), next(averages).values(), strict=True):
+        if not name.endswith("/key/bias"):
+            assert np.linalg.norm(x - y) < 1e-4 * np.linalg.norm(y - first[name]), name
     assert max(expected.metrics["gradient_norm"]) > MAX_NORM  # which would have been clipped
 
 

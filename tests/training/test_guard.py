@@ -174,7 +174,7 @@ def test_not_finite_is_no_spike(poison: float, options: dict[str, Any]) -> None:
     np.testing.assert_array_equal(bits(state.guard.running), before)
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.slow)])  # test_fused_update.py has them
 def test_statistics_without_skipping(fused: bool) -> None:
     """Statistics are kept where nothing is skipped."""
     on = setup(8, 3, fused_update=fused, **UNGUARDED)
