@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import zero
 
@@ -15,6 +16,8 @@ AXES = [
     zero.Axis("batch", (1, 3)),
     zero.Axis("batch", (1, 1)),
 ]
+# By default tests leave out one of two axes with copies.
+MOST_AXES = [pytest.param(axis, marks=pytest.mark.slow if axis.shape == (2, 4) else ()) for axis in AXES]
 
 
 def make_whole() -> dict[str, np.ndarray]:

@@ -38,6 +38,12 @@ def test_one_process_reads_two(folder: Path, name: str) -> None:
         np.testing.assert_array_equal(x[0], whole[leaf])
 
 
+@pytest.mark.slow  # the fixture has one that communicates by itself, and another in two copies
+def test_every_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZERO_TEST_EVERY_OPTIMIZER", "1")
+    hosts.run_two(WORKER, tmp_path)
+
+
 def test_checksums_of_two_processes(folder: Path) -> None:
     """Two processes find the checksums of one."""
     shapes = {"w": (5, 24), "odd": (13, 3), "b": (9,), "scalar": ()}

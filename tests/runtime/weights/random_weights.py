@@ -1,6 +1,6 @@
 """Checkpoints of small models with random weights.
 
-- `SIZES`: a model of each family; `EACH` and `BOTH` parametrize a test over all of them, or over two.
+- `SIZES`: a model of each family; `SOME_OF_EACH` and `BOTH` parametrize a test over them, or over two.
 - `params`, `model_of`, `save`: random weights, the sharded model, and a run directory with a checkpoint of them.
 - `whole`, `without_padding`, `assert_same`, `contents`: whole arrays, their comparison, and the files of a folder.
 """
@@ -86,7 +86,6 @@ SIZES = {
         "gemma3", N=4, windows=(9, 0), logit_cap=5.0, rotary_scaling=("linear", 8.0), attention_scale=20**-0.5
     ),
 }
-EACH = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 SOME = ("gpt2", "bloom", "gpt_neox", "phi3", "gpt_oss", "gemma3")  # tied or not, joined products, experts, biases
 SOME_OF_EACH = pytest.mark.parametrize(
     "size",

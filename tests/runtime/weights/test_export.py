@@ -17,9 +17,9 @@ from tests.runtime.weights.greedy import greedy
 from tests.runtime.weights.random_weights import (
     ALIBI,
     BOTH,
-    EACH,
     LEARNED,
     SIZES,
+    SOME,
     SOME_OF_EACH,
     assert_same,
     contents,
@@ -42,7 +42,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
 
-@EACH
+OTHERS = ("gpt_neox_sequential", "llama_tied", "olmo2", "granite", "gemma")  # not of test_models_of_transformers
+FEW = [pytest.param(size, marks=() if name in (*SOME, *OTHERS) else pytest.mark.slow) for name, size in SIZES.items()]
+
+
+@pytest.mark.parametrize("size", FEW, ids=SIZES)
 def test_equals_transformers(size: GPTConfig, tmp_path: Path) -> None:
     """transformers computes the same logits and writes the same text."""
     import torch

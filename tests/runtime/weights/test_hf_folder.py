@@ -138,7 +138,7 @@ THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("family", THEIRS)
 def test_models_of_transformers(family: str, tmp_path: Path) -> None:
-    """Models made by transformers compute the same here."""
+    """Models made by transformers compute the same here, and there once they are exported."""
     import torch
     import transformers
 
@@ -161,6 +161,14 @@ def test_models_of_transformers(family: str, tmp_path: Path) -> None:
     logits = [apply(tokens, last=last) for last in (0, 20, 39)]
     for (got, _), last in zip(logits, (0, 20, 39), strict=True):
         np.testing.assert_allclose(got, expected[:, last], atol=1e-4, rtol=0)
+
+    save(tmp_path / "run", size, 0, values=params)
+    export(str(tmp_path / "run"), tmp_path / "hf")
+    auto: Any = transformers.AutoModelForCausalLM
+    again, loaded = auto.from_pretrained(tmp_path / "hf", output_loading_info=True, attn_implementation="eager")
+    assert not any(loaded.values())
+    with torch.no_grad():
+        np.testing.assert_allclose(again(torch.tensor(tokens)).logits.numpy(), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
