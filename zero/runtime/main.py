@@ -36,7 +36,7 @@ FULL_DISK = {errno.EDQUOT, errno.ENOSPC}
 
 
 def main() -> None:
-    """Runs the command line in `sys.argv`. Exit status: see the README, "Train"."""
+    """Runs the command line in `sys.argv`. Exit status: see docs/training.md."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra itself prints what it catches, over many lines
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax's threads would log after the last line
     sys.stdout = IgnoreBrokenPipe(sys.stdout)

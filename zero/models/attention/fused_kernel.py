@@ -1,9 +1,10 @@
 """Causal attention in two kernels for TPU, forward and backward, written in Pallas.
 
 Scores of a block have keys along sublanes and queries along lanes. Maxima and sums over keys are then elementwise, the
-log-sum-exp of queries is a vector of lanes, ALiBi's bias is one addition, and three of the four products of the
-backward pass take the scores as they are. A kernel holds a chunk of queries and one of keys in VMEM; its loops over
-blocks are unrolled, so that the compiler runs the products of one block beside the softmax of another.
+log-sum-exp of queries is a vector of lanes, ALiBi's bias is one addition, and the three products of the backward pass
+that take scores or their gradients as operands need no transposition. A kernel holds a chunk of queries and one of keys
+in VMEM; its loops over blocks are unrolled, so that the compiler runs the products of one block beside the softmax of
+another.
 
 Scores are in units of log2: queries come multiplied by log2(e). Shapes are named by suffix: B rows, H heads of queries,
 G heads of keys, T and S positions of queries and keys, K head dimension.
@@ -102,10 +103,10 @@ def fused_attention(
 
     Args:
       q_BTHK, k_BTGK, v_BTGK: queries, keys and values; `H / G` heads of queries share one of keys.
-      slopes_H: ALiBi's slopes; None for no bias.
+      slopes_H: ALiBi's slopes, which are constants: their gradient is zero; None for no bias.
       starts_BT: the first position that each query sees, int32; None for 0.
       scale: factor of the products of queries and keys.
-      block: positions of a block of scores, 256 or 512.
+      block: most positions of a block of scores, 256 or 512.
       in_float32: whether products take operands in float32, for a TPU that multiplies no others.
       vmem: bytes of VMEM that a kernel may use; None for the compiler's limit.
       interpret: whether to emulate the kernels on CPU.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Saved(NamedTuple):
-    """What retention depends on: the validation loss, if it is finite, and the time of saving in seconds."""
+    """The facts about a checkpoint that retention uses: its validation loss, if finite, and when it was saved, in seconds."""
 
     loss: float | None
     time: float | None
@@ -19,10 +19,11 @@ class Retention:
     """Which checkpoints are kept: orbax's preservation policy, whose own `BestN` reads only losses in its own files.
 
     Attributes:
-      newest: the number of the last checkpoints; the one with the lowest validation loss is kept as well.
-      every: those whose step is a multiple of this; None: none.
-      hours: the first one, and from then on the first one that was saved this many hours later; None: none.
-      saved: of existing checkpoints, by step.
+      newest: how many of the newest are kept, besides the one with the lowest validation loss.
+      every: checkpoints whose step is a multiple of this are kept as well; None: no such rule.
+      hours: the first checkpoint is kept as well, and each that was saved this many hours after the last one kept by
+        this rule; None: no such rule.
+      saved: returns the facts about each existing checkpoint, by step.
     """
 
     newest: int
@@ -43,7 +44,7 @@ class Retention:
         return [step in kept for step in steps]
 
     def _apart(self, steps: Sequence[int], times: dict[int, float]) -> set[int]:
-        """The first step, and each whose time is `hours` after that of the one before in the set."""
+        """The first step, and each that was saved `hours` after the one kept before it."""
         kept: list[int] = []
         for step in (step for step in steps if step in times):
             if not kept or times[step] - times[kept[-1]] >= 3600 * (self.hours or 0):

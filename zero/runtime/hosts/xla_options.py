@@ -51,7 +51,9 @@ def for_tpu(device_kind: str | None, overlap_gathers: bool) -> dict[str, bool | 
 
 
 def set_before_start(overlap_gathers: bool, extra: str | None) -> None:
-    """Sets the options for TPU, and for NVIDIA's GPUs where `extra` is "cuda12"; a value that is set already stays.
+    """Sets the options for TPU, and for NVIDIA's GPUs; a value that is set already stays.
+
+    `extra` is what `startup.accelerator` returns: "cuda12" for any of NVIDIA's GPUs.
 
     XLA reads the environment variables LIBTPU_INIT_ARGS and XLA_FLAGS when it starts.
     """
@@ -73,5 +75,6 @@ def _tpu_of_this_machine() -> str | None:
 def _append(variable: str, options: Mapping[str, bool | int]) -> None:
     """Appends the options that an environment variable does not set yet."""
     given = os.environ.get(variable, "")
-    added = [f"--{name}={str(value).lower()}" for name, value in options.items() if f"--{name}" not in given]
+    names = {option.partition("=")[0] for option in given.split()}
+    added = [f"--{name}={str(value).lower()}" for name, value in options.items() if f"--{name}" not in names]
     os.environ[variable] = " ".join([given, *added]).strip()
