@@ -111,7 +111,12 @@ def test_shard_map_equals_pmap(mesh_name: str, kind: AxisType) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), continued, direct)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+BESIDE_PMAP = ("clipped adamw", "hyperparameters")  # of the test above
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in BESIDE_PMAP else ()) for name in OPTIMIZERS]
+)
 def test_optimizers_under_shard_map(name: str) -> None:
     mesh = make_mesh("one axis", AxisType.Explicit)
     tx, for_pmap = (zero.shard_optimizer(OPTIMIZERS[name], axis) for axis in ("data", "batch"))

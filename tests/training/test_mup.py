@@ -1,6 +1,7 @@
 """Whole steps with learning rates by leaf, at every stage, against one device and only optax."""
 
 import dataclasses
+import itertools
 from functools import cache, partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from zero.training.optimizer import MULTIPLIABLE, NAMES, make_optimizer
 DECAY, W = 0.1, 3
 MUP = dataclasses.replace(
     CONFIG,
+    dropout=0.0,
     embedding_dim=48,  # which tensor groups can cut
     num_head=8,
     block_size=16,
@@ -98,7 +100,8 @@ def test_equals_two_optax_optimizers(name: str, devices: int, stage: int) -> Non
         assert_close(got, expected, rtol=1e-5, config=MUP)
 
 
-@pytest.mark.parametrize("state_dtype", [jnp.float32, pytest.param(jnp.int8, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_fused_update.py has rates by leaf
+@pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.int8])
 def test_rates_in_fused_update(state_dtype: Any) -> None:
     """A fused update moves each leaf at its own rate."""
     options: dict[str, Any] = {"max_norm": None, "skip_bad_steps": False}
@@ -131,8 +134,17 @@ def test_base_width() -> None:
     assert any((x != y).any() for x, y in zip(jax.tree.leaves(multiplied), jax.tree.leaves(plain), strict=True))
 
 
-@pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize("name", MULTIPLIABLE)
+HELD = [("adamw", jnp.float32), ("adamw", jnp.int8), ("lion", jnp.bfloat16)]  # each optimizer and each dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "state_dtype"),
+    [
+        pytest.param(*case, id=f"{name}-{dtype.__name__}", marks=() if case in HELD else pytest.mark.slow)
+        for case in itertools.product(MULTIPLIABLE, [jnp.float32, jnp.bfloat16, jnp.int8])
+        for name, dtype in [case]
+    ],
+)
 def test_decay_is_not_multiplied(name: str, state_dtype: Any) -> None:
     """Updates are multiplied and weight decay is not."""
     params = first_params(MUP)
@@ -159,9 +171,23 @@ def tensor_rates(config: GPTConfig) -> dict[str, float]:
     return {"inner": 1 / config.embedding_dim, "mlp_out": 1 / config.mlp_width, "rest": 1}
 
 
-@pytest.mark.parametrize("scaled_eps", [False, True])
-@pytest.mark.parametrize("decay", ["coupled", "independent"])
-@pytest.mark.parametrize("config", [MUP, ABSOLUTE], ids=["relative", "absolute"])
+# Each pair of choices.
+PAIRS = [
+    (MUP, "coupled", False),
+    (MUP, "independent", True),
+    (ABSOLUTE, "coupled", True),
+    (ABSOLUTE, "independent", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "decay", "scaled_eps"),
+    [
+        pytest.param(*case, marks=() if case in PAIRS else pytest.mark.slow, id="-".join(map(str, (name, *case[1:]))))
+        for name, config in (("relative", MUP), ("absolute", ABSOLUTE))
+        for case in itertools.product([config], ["coupled", "independent"], [False, True])
+    ],
+)
 def test_ten_steps_of_mu_transformer(config: GPTConfig, decay: str, scaled_eps: bool) -> None:
     """Ten steps are those of `optax.multi_transform` with an AdamW for each kind of leaf, and its kinds of decay."""
     peak, eps = 2e-2, 1e-3

@@ -46,7 +46,7 @@ def test_stages_2_and_3_agree() -> None:
     """Stages 2 and 3 agree bit for bit, and are near float32; other random bits would part them in the first step."""
     low, high = (run_on(quantised("and bfloat16 weights", 8, stage, **AVERAGED)) for stage in (2, 3))
     assert_equal(low, high)
-    np.testing.assert_allclose(high.metrics["loss"], setup_losses(), rtol=2e-3)
+    np.testing.assert_allclose(high.metrics["loss"], setup_losses(), rtol=2e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -53,10 +53,10 @@ STARTS = jnp.asarray([np.repeat([0, 90, 91, 200], [90, 1, 109, 56]), np.repeat([
 @pytest.mark.parametrize(
     ("form", "starts", "groups", "width", "positions", "chunk"),
     [
-        (Form(), None, 2, 128, 256, 256),
+        pytest.param(Form(), None, 2, 128, 256, 256, marks=pytest.mark.slow),
         (Form(divisor=3.0), None, 1, 128, 256, 128),  # two chunks, and one head of keys for all queries
         (Form(has_alibi=True), STARTS, 2, 64, 256, 256),
-        (Form(has_alibi=True), STARTS, 4, 128, 256, 256),
+        pytest.param(Form(has_alibi=True), STARTS, 4, 128, 256, 256, marks=pytest.mark.slow),
         (Form(has_alibi=True), jnp.repeat(STARTS, 2, axis=1), 2, 128, 512, 256),  # two chunks of two blocks
     ],
 )
@@ -115,7 +115,7 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "topology", ["v3-8", "v6e-8", *(pytest.param(name, marks=slow) for name in ("v2-8", "v4-8", "v5e-8", "tpu7x-8"))]
+    "topology", ["v6e-8", *(pytest.param(name, marks=slow) for name in ("v2-8", "v3-8", "v4-8", "v5e-8", "tpu7x-8"))]
 )
 def test_kernels_compile_for_tpu(topology: str) -> None:
     """The TPU compiler takes both kernels, of several chunks and, but for v2 and v3, with shared heads of keys."""
@@ -136,13 +136,17 @@ def test_kernels_compile_for_tpu(topology: str) -> None:
 
 @pytest.mark.parametrize(
     ("form", "starts"),
-    [(Form(), None), (Form(window=70, divisor=3.0, cap=1.5), STARTS), (Form(has_alibi=True), STARTS)],
+    [
+        pytest.param(Form(), None, marks=slow),
+        (Form(window=70, divisor=3.0, cap=1.5), STARTS),
+        (Form(has_alibi=True), STARTS),
+    ],
 )
 def test_splash_attention_computes_the_same(form: Form, starts: jax.Array | None) -> None:
     compare(lambda *args, **kwargs: splash_attention(*args, interpret=True, **kwargs), 2, form, starts, width=128)
 
 
-@pytest.mark.parametrize("form", [Form(), Form(window=70, divisor=3.0)])
+@pytest.mark.parametrize("form", [pytest.param(Form(), marks=slow), Form(window=70, divisor=3.0)])
 def test_cudnn_arguments(form: Form) -> None:
     """The arguments for cuDNN describe the same attention.
 
