@@ -43,7 +43,7 @@ BLOCKS = dict.fromkeys(
     2048,
 )
 FUSED = {"sa_use_fused_bwd_kernel": True}
-DENSE = {"attention": "dot_product", "remat_policy": "full"}  # splash attention does not compile for a v3
+DENSE = {"attention": "dot_product"}  # splash attention does not compile for a v3
 EXPERTS = {"ici_expert_parallelism": 8, "capacity_factor": 1.25, "sparse_matmul": False, "megablox": False}
 GPT3 = {"override_model_config": True, "opt_type": "adamw", "head_dim": 128, "trainable_position_size": 1024}
 SIZE_1_1B = GPT3 | {
@@ -54,12 +54,13 @@ SIZE_1_1B = GPT3 | {
     "base_num_decoder_layers": 36,
     "vocab_size": 50304,
 }
-STORE_1_1B = {"remat_policy": "custom"} | dict.fromkeys(("qkv_proj", "context", "out_proj", "mlpwi"), "device")
-OFFLOAD_1_1B = OFFLOAD | {"qkv_proj": "offload", "mlpwi": "device"}
+STORE_ATTENTION = {"remat_policy": "custom"} | dict.fromkeys(("qkv_proj", "context", "out_proj"), "device")
+STORE_1_1B = STORE_ATTENTION | {"mlpwi": "device"}
 # Adafactor is not among its optimizers: what AdamW keeps is made small instead.
 SIZE_137B = GPT3 | {
     "base_emb_dim": 8192,
     "base_mlp_dim": 65536,
+    "mlp_activations": ["gelu", "linear"],
     "base_num_query_heads": 128,
     "base_num_kv_heads": 128,
     "base_num_decoder_layers": 64,
@@ -152,12 +153,12 @@ ROWS = {
     "mixtral-v4-64": Row("mixtral-8x7b", "v4-64", 2, 2048, V4_FLAGS, EXPERTS),
     "mixtral-v4-64-1": Row("mixtral-8x7b", "v4-64", 1, 2048, V4_FLAGS, EXPERTS),
     # MaxText has no ALiBi: its GPT-3 has learned positions, and biases in every product.
-    "1.1b-v3-32": Row("gpt3-6b", "v3-32", 4, 1024, V3_FLAGS, SIZE_1_1B | DENSE),
-    "1.1b-v3-32-16": Row("gpt3-6b", "v3-32", 16, 1024, V3_FLAGS, SIZE_1_1B | DENSE),
+    "1.1b-v3-32": Row("gpt3-6b", "v3-32", 4, 1024, V3_FLAGS, SIZE_1_1B | STORE_1_1B | DENSE),
+    "1.1b-v3-32-16": Row("gpt3-6b", "v3-32", 16, 1024, V3_FLAGS, SIZE_1_1B | STORE_ATTENTION | DENSE),
     "1.1b-v4-32": Row("gpt3-6b", "v4-32", 4, 1024, V4_FLAGS, SIZE_1_1B | STORE_1_1B),
     "1.1b-v4-32-16": Row("gpt3-6b", "v4-32", 16, 1024, V4_FLAGS, SIZE_1_1B | STORE_1_1B),
     "1.1b-v5e-16": Row("gpt3-6b", "v5e-16", 4, 1024, V5E_FLAGS, SIZE_1_1B | STORE_1_1B),
-    "1.1b-v5e-16-16": Row("gpt3-6b", "v5e-16", 16, 1024, V5E_FLAGS, SIZE_1_1B | OFFLOAD_1_1B),
+    "1.1b-v5e-16-16": Row("gpt3-6b", "v5e-16", 16, 1024, V5E_FLAGS, SIZE_1_1B | STORE_ATTENTION),
     "137b-v3-128": Row("gpt3-6b", "v3-128", 0.125, 1024, V3_FLAGS, SIZE_137B | DENSE),
 }
 

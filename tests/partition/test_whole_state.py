@@ -70,7 +70,8 @@ GROUPS: dict[str, zero.Axis | str] = {
     "hybrid": zero.Axis("batch", (2, 4)),
     "phases": zero.Axis("batch", (1, 2, 4), (0, 2, 4, 6, 1, 3, 5, 7)),
 }
-CASES = [(name, "flat") for name in OPTIMIZERS] + [("factored", groups) for groups in ("hybrid", "phases")]
+CASES: list[Any] = [(name, "flat") for name in OPTIMIZERS]
+CASES += [("factored", groups) for groups in ("hybrid", "phases")]
 CASES += [pytest.param("adamw", groups, marks=pytest.mark.slow) for groups in ("hybrid", "phases")]
 
 

@@ -72,7 +72,8 @@ def test_fused_equals_whole_gradient() -> None:
     assert_close(got, expected, rtol=1e-6, config=MIXED)
     assert got.state is not None and expected.state is not None
     np.testing.assert_allclose(got.state.guard.running, expected.state.guard.running, rtol=1e-4)
-    averages = (on.whole(one.state.averages[EMA], on.model.layout) for on, one in ((fused, got), (plain, expected)))
+    states = (fused, got.state), (plain, expected.state)
+    averages = (on.whole(state.averages[EMA], on.model.layout) for on, state in states)
     first = named(first_params(MIXED))
     for (name, x), y in zip(next(averages).items(), next(averages).values(), strict=True):
         if not name.endswith("/key/bias"):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Saved(NamedTuple):
-    """The facts about a checkpoint that retention uses: its validation loss, if finite, and when it was saved, in seconds."""
+    """The facts about a checkpoint that retention uses: its validation loss, if finite, and its time in seconds."""
 
     loss: float | None
     time: float | None
