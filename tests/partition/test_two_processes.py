@@ -40,6 +40,7 @@ def test_one_process_reads_two(folder: Path, name: str) -> None:
 
 @pytest.mark.slow  # the fixture has one that communicates by itself, and another in two copies
 def test_every_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes update as one does, with every kind of optimizer."""
     monkeypatch.setenv("ZERO_TEST_EVERY_OPTIMIZER", "1")
     hosts.run_two(WORKER, tmp_path)
 

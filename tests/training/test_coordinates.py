@@ -24,7 +24,7 @@ def test_mup_is_stable_in_width() -> None:
 
 @pytest.mark.slow
 def test_standard_logits_grow() -> None:
-    """While the standard logits grow with the width."""
+    """In the standard parametrization logits grow with the width, where those of mup do not."""
     assert mistakes(slopes("standard", (64, 256), 1), slopes("mup", (64, 512), 1)) == []
 
 
