@@ -35,6 +35,7 @@ from zero.models.attention.blockwise import blockwise_attention
 from zero.training.optimizer import decayed
 from zero.training.parts import TrainState
 from zero.training.sharded_gpt import ShardedGPT
+from zero.training.whole_gradient import _accumulate
 
 
 def test_reference_clips_some_steps() -> None:
@@ -134,6 +135,14 @@ def test_bfloat16_gradients(devices: int, stage: int, micro_batches: int) -> Non
     assert got["gradient_norm"] != expected["gradient_norm"]
     # Errors of 2^-9 of single elements, of either sign, all but cancel in the norm of thousands.
     np.testing.assert_allclose(got["gradient_norm"], expected["gradient_norm"], rtol=2**-10)
+
+
+def test_micro_batches_are_summed_in_float32() -> None:
+    """Gradients in bfloat16 are added in float32: in bfloat16, 256 + 1 is 256."""
+    value_and_grad = jax.value_and_grad(lambda params, rows: jnp.sum(params["w"].astype(jnp.float32) * rows))
+    rows = jnp.asarray([256.0, 1.0, 1.0, 1.0])
+    _, grads = _accumulate(value_and_grad, jnp.float32(0), {"w": jnp.zeros(1, jnp.bfloat16)}, (rows,), 4)
+    assert grads["w"].dtype == jnp.float32 and grads["w"].tolist() == [259.0]
 
 
 # Without any, and two kinds of layers: test_families.py.
