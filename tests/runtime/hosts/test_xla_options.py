@@ -79,3 +79,10 @@ def test_overlap_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import jax; assert jax.device_count()"
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_longer_option_hides_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option is set beside a longer one whose name begins with its own; one that is given stays."""
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_gather_fused=false --xla_scatter=3")
+    xla_options._append("LIBTPU_INIT_ARGS", {"xla_gather": True, "xla_scatter": 4})
+    assert os.environ["LIBTPU_INIT_ARGS"] == "--xla_gather_fused=false --xla_scatter=3 --xla_gather=true"
