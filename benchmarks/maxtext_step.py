@@ -43,7 +43,7 @@ BLOCKS = dict.fromkeys(
     2048,
 )
 FUSED = {"sa_use_fused_bwd_kernel": True}
-DENSE = {"attention": "dot_product"}  # splash attention does not compile for a v3
+DENSE = {"attention": "dot_product"}  # on v3 its kernels do not take operands in bfloat16
 EXPERTS = {"ici_expert_parallelism": 8, "capacity_factor": 1.25, "sparse_matmul": False, "megablox": False}
 GPT3 = {"override_model_config": True, "opt_type": "adamw", "head_dim": 128, "trainable_position_size": 1024}
 SIZE_1_1B = GPT3 | {
