@@ -1,7 +1,4 @@
-"""The table of file formats that a source can hold. A new format is a file beside this one, and an entry.
-
-Each is imported when it is used: some of their libraries take a tenth of a second.
-"""
+"""The table of file formats that a source can hold. A new format is a file beside this one, and an entry."""
 
 from __future__ import annotations
 
@@ -9,7 +6,13 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from zero.runtime.preparing.sources import documents
+from zero.runtime.preparing.sources.arrays import array_units, megatron_index
 from zero.runtime.preparing.sources.documents import Reader, Unit
+from zero.runtime.preparing.sources.json_lines import json_lines
+from zero.runtime.preparing.sources.tables import table_units
+from zero.runtime.preparing.sources.tars import has_tensors, tar_units
+from zero.runtime.preparing.sources.tfrecords import record_units
 
 
 class Options(NamedTuple):
@@ -18,49 +21,6 @@ class Options(NamedTuple):
     key: str  # of the ids in a TFRecord
     reader: Reader  # of objects of JSON and rows of tables
     validation_fraction: float | None  # of an array of tokens, its last part; None: the source gives the split
-
-
-def _json_lines(path: str, options: Options) -> Iterator[Unit]:
-    from zero.runtime.preparing.sources.json_lines import json_lines
-
-    return json_lines(path, options.reader)
-
-
-def _tfrecords(path: str, options: Options) -> Iterator[Unit]:
-    from zero.runtime.preparing.sources import documents
-    from zero.runtime.preparing.sources.tfrecords import record_units
-
-    return record_units(path, options.key, documents.UNIT_BYTES)
-
-
-def _tables(path: str, options: Options) -> Iterator[Unit]:
-    from zero.runtime.preparing.sources.tables import table_units
-
-    return table_units(path, options.reader)
-
-
-def _tars(path: str, options: Options) -> Iterator[Unit]:
-    from zero.runtime.preparing.sources.tars import tar_units
-
-    return tar_units(path, options.reader)
-
-
-def _tars_have_ids(path: str) -> bool:
-    from zero.runtime.preparing.sources.tars import has_tensors
-
-    return has_tensors(path)
-
-
-def _arrays(path: str, options: Options) -> Iterator[Unit]:
-    from zero.runtime.preparing.sources.arrays import array_units
-
-    return array_units(path, options.validation_fraction)
-
-
-def _arrays_have_documents(path: str) -> bool:
-    from zero.runtime.preparing.sources.arrays import megatron_index
-
-    return megatron_index(path) is not None
 
 
 class Format(NamedTuple):
@@ -78,11 +38,31 @@ def _names(pattern: str) -> re.Pattern[str]:
 
 
 FORMATS = (
-    Format(_names(r"(\.(jsonl|ndjson)(\.gz|\.xz|\.zst)?|\.json(\.gz|\.xz|\.zst))"), _json_lines, has_objects=True),
-    Format(_names(r"\.(parquet|arrow|feather)"), _tables, has_objects=True),
-    Format(_names(r"(\.tar|\.tar\.gz|\.tar\.xz|\.tgz)"), _tars, _tars_have_ids, has_objects=True),
-    Format(_names(r"\.tfrecords?(-\d+-of-\d+)?"), _tfrecords, lambda path: True),
-    Format(_names(r"\.(npy|bin)"), _arrays, lambda path: True, _arrays_have_documents),
+    Format(
+        _names(r"(\.(jsonl|ndjson)(\.gz|\.xz|\.zst)?|\.json(\.gz|\.xz|\.zst))"),
+        lambda path, options: json_lines(path, options.reader),
+        has_objects=True,
+    ),
+    Format(
+        _names(r"\.(parquet|arrow|feather)"), lambda path, options: table_units(path, options.reader), has_objects=True
+    ),
+    Format(
+        _names(r"(\.tar|\.tar\.gz|\.tar\.xz|\.tgz)"),
+        lambda path, options: tar_units(path, options.reader),
+        has_tensors,
+        has_objects=True,
+    ),
+    Format(
+        _names(r"\.tfrecords?(-\d+-of-\d+)?"),
+        lambda path, options: record_units(path, options.key, documents.UNIT_BYTES),
+        lambda path: True,
+    ),
+    Format(
+        _names(r"\.(npy|bin)"),
+        lambda path, options: array_units(path, options.validation_fraction),
+        lambda path: True,
+        lambda path: megatron_index(path) is not None,
+    ),
 )
 
 

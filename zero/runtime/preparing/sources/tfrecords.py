@@ -13,8 +13,6 @@ from typing import Any, BinaryIO
 
 import google_crc32c
 import numpy as np
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
-from google.protobuf.message import DecodeError
 
 from zero.runtime.errors import UserError
 from zero.runtime.preparing.sources.documents import Document, Unit
@@ -80,6 +78,8 @@ def _check(data: bytes, checksum: bytes, name: str) -> None:
 
 def _integers(data: bytes, key: str, name: str) -> np.ndarray:
     """The feature called `key`, or the only list of integers in an example."""
+    from google.protobuf.message import DecodeError
+
     try:
         features = _example_class().FromString(data).features.feature
     except DecodeError as error:
@@ -95,6 +95,9 @@ def _integers(data: bytes, key: str, name: str) -> np.ndarray:
 
 @cache
 def _example_class() -> Any:
+    # The import takes a tenth of a second, which other formats do not wait for.
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+
     pool = descriptor_pool.DescriptorPool()
     pool.Add(text_format.Parse(_EXAMPLE, descriptor_pb2.FileDescriptorProto()))
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("zero.Example"))
