@@ -249,7 +249,7 @@ def _leave_out_duplicates(source: Source, workers: int | None, bar: tqdm) -> Non
             yield one
             bar.update(unit.size)
 
-    source.leave_out(repeated(found()))
+    source.duplicates = repeated(found())
 
 
 def _load_or_train_tokenizer(

@@ -8,25 +8,29 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Literal
 
-from zero.runtime.preparing.sources.documents import Document, Unit
+from zero.runtime.preparing.sources.documents import Document, Documents, Unit
 
-Documents = Callable[[], Iterator[Document | None]]
 Form = Literal["NFC", "NFKC"]
 FORMS: dict[str, Form] = {"nfc": "NFC", "nfkc": "NFKC"}
 _DIGEST = 16  # bytes: of a trillion documents, two different ones share a digest with a probability of 1e-15
 
 
-def normalised(units: Iterable[Unit], form: Form) -> Iterator[Unit]:
-    """The same units with their text in a Unicode normalisation form."""
+def changed(units: Iterable[Unit], change: Callable[[Document], Document]) -> Iterator[Unit]:
+    """The same units, with a change to each document that can be pickled."""
     for unit in units:
-        yield Unit(unit.size, partial(_normalised, unit.documents, form))
+        yield Unit(unit.size, partial(_changed, unit.documents, change))
 
 
-def _normalised(documents: Documents, form: Form) -> Iterator[Document | None]:
+def _changed(documents: Documents, change: Callable[[Document], Document]) -> Iterator[Document | None]:
     for document in documents():
-        if document is not None and isinstance(document.content, str):
-            document = document._replace(content=unicodedata.normalize(form, document.content))
-        yield document
+        yield document and change(document)
+
+
+def normalised(form: Form, document: Document) -> Document:
+    """The document with its text in a Unicode normalisation form."""
+    if isinstance(document.content, str):
+        document = document._replace(content=unicodedata.normalize(form, document.content))
+    return document
 
 
 def without(units: Iterable[Unit], duplicates: Mapping[int, frozenset[int]]) -> Iterator[Unit]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,12 +28,11 @@ class Document(NamedTuple):
     rejected: Document | None = None  # the other text of a pair, of which this one is preferred
 
 
-class Reader(Protocol):
-    """From an object of JSON, or a row of a dataset, to its document."""
-
-    def __call__(self, entry: Any, name: str) -> Document:
-        """The document; raises UserError, with `name`, for an entry without what it reads."""
-        ...
+# The document of an object of JSON, or of a row of a dataset; raises UserError, with the name that is its second
+# argument, for an entry without what it reads.
+Reader = Callable[[Any, str], Document]
+# The documents of a unit; None for a file that is not UTF-8. It raises UserError for what cannot be read.
+Documents = Callable[[], Iterator[Document | None]]
 
 
 @dataclass(frozen=True)
@@ -59,5 +58,4 @@ class Unit:
     """About `UNIT_BYTES` of a source. Its contents depend only on the source, not on the number of workers."""
 
     size: int  # in bytes of the source
-    # Can be pickled. Gives None for a file that is not UTF-8, and raises UserError for what cannot be read.
-    documents: Callable[[], Iterator[Document | None]]
+    documents: Documents  # can be pickled

@@ -6,15 +6,16 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from operator import methodcaller
 
 from zero.runtime.errors import UserError
 from zero.runtime.preparing.sources import documents
-from zero.runtime.preparing.sources.changes import FORMS, normalised, without
+from zero.runtime.preparing.sources.changes import FORMS, changed, normalised, without
 from zero.runtime.preparing.sources.documents import VALIDATION, Reader, TextReader, Unit
 from zero.runtime.preparing.sources.files import SourceFile, find_files
 from zero.runtime.preparing.sources.formats import Options, format_of
 from zero.runtime.preparing.sources.hub import HubDataset
-from zero.runtime.preparing.sources.splits import OFFICIAL, in_split, official_splits, part_sizes
+from zero.runtime.preparing.sources.splits import OFFICIAL, official_splits, part_sizes
 from zero.runtime.preparing.sources.text import text_parts, whole_files
 
 
@@ -48,7 +49,8 @@ class Source:
         is_official = splits == OFFICIAL
         self._options = Options(key, reader or TextReader(key), None if is_official else validation_fraction)
         self._sizes = part_sizes(splits) if splits and not is_official else None
-        self._duplicates: Mapping[int, frozenset[int]] = {}
+        # The places of documents that `units` marks as duplicates, by the number of their unit.
+        self.duplicates: Mapping[int, frozenset[int]] = {}
         is_hub = name.startswith("hf:")
         opened = HubDataset(name.removeprefix("hf:"), self._options.reader, is_official) if is_hub else None
         self._hub = opened
@@ -85,10 +87,6 @@ class Source:
         times = [(file.relative, file.changed) for file in self._files]
         self.state = _digest([(self.fingerprint, documents.UNIT_BYTES), *times])
 
-    def leave_out(self, duplicates: Mapping[int, frozenset[int]]) -> None:
-        """From now on the documents at these places, by the number of their unit, are marked as duplicates."""
-        self._duplicates = duplicates
-
     def units(self) -> Iterator[Unit]:
         """All units, the same ones at every call."""
         if self._hub:
@@ -98,14 +96,14 @@ class Source:
         else:
             units = self._file_units()
         if self._form:
-            units = normalised(units, self._form)
-        return without(units, self._duplicates)
+            units = changed(units, partial(normalised, self._form))
+        return without(units, self.duplicates)
 
     def _file_units(self) -> Iterator[Unit]:
         if self._of_files:
             for split in sorted(set(self._of_files)):
                 files = [file for file, own in zip(self._files, self._of_files, strict=True) if own == split]
-                yield from in_split(self._units_of(files), split)
+                yield from changed(self._units_of(files), methodcaller("_replace", split=split))
         else:
             yield from self._units_of(self._files)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable
 
 from zero.runtime.errors import UserError
-from zero.runtime.preparing.sources.documents import TEST, TRAIN, VALIDATION, Document, Unit
+from zero.runtime.preparing.sources.documents import TEST, TRAIN, VALIDATION
 
 OFFICIAL = "official"
 _WORDS = {"train": TRAIN, "training": TRAIN, "test": TEST, "testing": TEST}
@@ -51,14 +50,3 @@ def part_sizes(splits: str) -> list[int]:
     if len(parts) not in (2, 3) or not all(re.fullmatch(r"\s*[0-9][0-9_]*\s*", part) for part in parts):
         raise UserError(f"--splits {splits}: expected official, or two or three numbers of bytes with commas between")
     return [int(part) for part in parts]
-
-
-def in_split(units: Iterable[Unit], split: int) -> Iterator[Unit]:
-    """The same units, with all documents in one split."""
-    for unit in units:
-        yield Unit(unit.size, partial(_moved, unit.documents, split))
-
-
-def _moved(documents: Callable[[], Iterator[Document | None]], split: int) -> Iterator[Document | None]:
-    for document in documents():
-        yield document and document._replace(split=split)
