@@ -4,31 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 
 from zero.runtime.parsing import reading
 from zero.runtime.preparing.sources import documents
 from zero.runtime.preparing.sources.compression import decompressed_blocks
 from zero.runtime.preparing.sources.documents import Document, Reader, Unit
 from zero.runtime.preparing.sources.files import open_file
-
-
-@dataclass(frozen=True)
-class JsonLines:
-    path: str
-    first: int  # number of the first line
-    lines: bytes
-    reader: Reader
-
-    def documents(self) -> Iterator[Document | None]:
-        # Not splitlines(): it would also cut at a carriage return, which JSON allows between its tokens.
-        for number, line in enumerate(self.lines.split(b"\n"), self.first):
-            if not line.strip():
-                continue
-            name = f"{self.path}, line {number}"
-            with reading(f"{name}: expected a JSON object"):
-                entry = json.loads(line)
-            yield self.reader(entry, name)
 
 
 def json_lines(path: str, reader: Reader) -> Iterator[Unit]:
@@ -39,8 +21,20 @@ def json_lines(path: str, reader: Reader) -> Iterator[Unit]:
             pending += block
             cut = pending.rfind(b"\n", len(pending) - len(block)) + 1
             if cut and len(pending) >= documents.UNIT_BYTES:
-                yield Unit(file.tell() - seen, JsonLines(path, first, bytes(pending[:cut]), reader).documents)
+                yield Unit(file.tell() - seen, partial(_documents, path, first, bytes(pending[:cut]), reader))
                 first, seen = first + pending.count(b"\n", 0, cut), file.tell()
                 del pending[:cut]
         if pending:
-            yield Unit(file.tell() - seen, JsonLines(path, first, bytes(pending), reader).documents)
+            yield Unit(file.tell() - seen, partial(_documents, path, first, bytes(pending), reader))
+
+
+def _documents(path: str, first: int, lines: bytes, reader: Reader) -> Iterator[Document | None]:
+    """The documents of some lines, of which the first has this number."""
+    # Not splitlines(): it would also cut at a carriage return, which JSON allows between its tokens.
+    for number, line in enumerate(lines.split(b"\n"), first):
+        if not line.strip():
+            continue
+        name = f"{path}, line {number}"
+        with reading(f"{name}: expected a JSON object"):
+            entry = json.loads(line)
+        yield reader(entry, name)
