@@ -68,18 +68,17 @@ def text_parts(path: str, validation_fraction: float, sizes: Sequence[int] | Non
 def _character(file: BinaryIO, position: int) -> int:
     """The beginning of the character that this byte belongs to."""
     file.seek(max(0, position - 3))
-    before = file.read(min(3, position) + 1)
-    back = 0
-    while back < len(before) - 1 and before[-1 - back] & 0xC0 == 0x80:
-        back += 1
-    return position - back
+    return position - _bytes_within(file.read(min(3, position) + 1))
 
 
 def _whole_lines(text: bytes) -> int:
     """How many bytes of a text are whole lines; if it has none, how many are before its last character."""
-    if lines := text.rfind(b"\n") + 1:
-        return lines
-    last = len(text) - 1
-    while last > 0 and text[last] & 0xC0 == 0x80:  # a byte within a character
-        last -= 1
-    return max(last, 0)
+    return text.rfind(b"\n") + 1 or max(0, len(text) - 1 - _bytes_within(text))
+
+
+def _bytes_within(text: bytes) -> int:
+    """How many bytes at the end of a text are within its last character, after the first byte of it."""
+    count = 0
+    while count < len(text) - 1 and text[-1 - count] & 0xC0 == 0x80:
+        count += 1
+    return count
