@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -36,16 +37,8 @@ class Counts(NamedTuple):
     long: int = 0  # pairs that were left out
 
     def plus(self, other: Counts) -> Counts:
-        return Counts(
-            self.documents + other.documents,
-            self.tokens + other.tokens,
-            self.bytes + other.bytes,
-            self.skipped + other.skipped,
-            min(self.lowest, other.lowest),
-            self.short + other.short,
-            self.duplicates + other.duplicates,
-            self.long + other.long,
-        )
+        sums = Counts(*map(operator.add, self, other))
+        return sums._replace(lowest=min(self.lowest, other.lowest))
 
 
 class UnitPosition(NamedTuple):
