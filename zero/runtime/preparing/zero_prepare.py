@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from zero.runtime.errors import exit_on_error
-from zero.runtime.preparing.hub_tokenizer import hub_tokenizer, is_hub
+from zero.runtime.errors import UserError, exit_on_error
+from zero.runtime.preparing.manifest import TOKENIZER
 from zero.runtime.preparing.packing import PACKINGS
 from zero.runtime.preparing.peek import peek
 from zero.runtime.preparing.prepare import prepare
@@ -34,7 +34,9 @@ from zero.runtime.preparing.prepare_if_missing import DIRECTORY, INDEX_DIRECTORY
 from zero.runtime.preparing.sources.changes import FORMS
 from zero.runtime.preparing.sources.completions import LEARNED
 from zero.runtime.preparing.verify import verify
-from zero.runtime.text.tokenizers import Tokenizer, load_tokenizer
+from zero.runtime.text.chat_template import CONFIG, TEMPLATE
+from zero.runtime.text.hub import PREFIX, download
+from zero.runtime.text.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 
 
 class _Parser(argparse.ArgumentParser):
@@ -153,8 +155,8 @@ def _prepare(
         name = path.name if path.is_dir() else path.name.partition(".")[0]
     used: Tokenizer | int
     tokenizer_source = None
-    if tokenizer is not None and is_hub(tokenizer):
-        used, tokenizer_source = hub_tokenizer(tokenizer)
+    if tokenizer is not None and tokenizer.startswith(PREFIX):
+        used, tokenizer_source = _hub_tokenizer(tokenizer)
         print(f"tokenizer {tokenizer} is {tokenizer_source}")
     else:
         used = train_tokenizer or load_tokenizer(tokenizer or "bytes")
@@ -186,6 +188,15 @@ def _prepare(
         print(f"{corpus.long} pairs were left out because a text has more tokens than --row-tokens {row_tokens}")
     if corpus.duplicates:
         print(f"{corpus.duplicates} documents were left out because they equal an earlier one")
+
+
+def _hub_tokenizer(place: str) -> tuple[FileTokenizer, str]:
+    """The tokenizer of a model of the hub, and its name as `hf:NAME@COMMIT`, which is the same for ever."""
+    folder = download(place, (TOKENIZER, CONFIG, TEMPLATE))
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise UserError(f"{place} has no {TOKENIZER}; expected a model with a file of the tokenizers library")
+    return FileTokenizer(str(path), path.read_bytes()), f"{place.partition('@')[0]}@{folder.name}"
 
 
 def _peek(rows: int, source: str, tokenizer: str | None, **_: object) -> None:
