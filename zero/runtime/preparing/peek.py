@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 
 import numpy as np
 
@@ -46,7 +45,8 @@ def peek(index: str, rows: int, tokenizer: Tokenizer | None = None) -> Iterator[
         if own:
             seen.shards += 1
             begins = None if is_packed or first else True  # whether a document begins in the first column
-            for number, (name, ids) in zip(_repeated(len(names)), _texts(shard, length, names), strict=False):
+            for text, (name, ids) in enumerate(_texts(shard, length, names)):
+                number = text // len(names)
                 seen.add(ids, length, tokenizer)
                 if number in own:
                     of_row = f"row {first + number}{name and f', {name}'}"
@@ -72,11 +72,6 @@ def _texts(shard: Shard, length: int, names: Sequence[str]) -> Iterator[tuple[st
                         yield name, np.maximum(text, ~text)[text != -1] if pairs else text[:size]
     except OSError as error:
         raise file_error(f"shard {shard.path} cannot be read: {error}", error) from error
-
-
-def _repeated(times: int) -> Iterator[int]:
-    """0, 1, 2, ..., each so many times."""
-    return (number for number in count() for _ in range(times))
 
 
 @dataclass
