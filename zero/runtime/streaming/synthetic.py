@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import ClassVar
 
 import numpy as np
 
@@ -54,14 +55,8 @@ class SyntheticLoader:
     host: int = 0
     hosts: int = 1
 
-    @property
-    def total_batches(self) -> None:
-        """There is no last batch."""
-
-    @property
-    def corpora(self) -> tuple[CorpusReader, ...]:
-        """No corpora."""
-        return ()
+    total_batches: ClassVar[None] = None  # there is no last one
+    corpora: ClassVar[tuple[CorpusReader, ...]] = ()
 
     def rows_seen(self, batches: int) -> dict[str, int]:
         """The rows of each corpus of a mixture: there is none."""
