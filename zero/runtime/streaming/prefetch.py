@@ -33,10 +33,10 @@ class RowStream:
         """The next rows; after the end of the data, rows without tokens."""
         parts: list[Rows] = []
         while count:
-            if not len(self._rows.tokens) and self._next is None:
-                parts.append(Rows(*(np.zeros((count, *x.shape[1:]), x.dtype) for x in self._rows)))
-                break
-            if not len(self._rows.tokens) and self._next is not None:
+            if not len(self._rows.tokens):
+                if self._next is None:
+                    parts.append(Rows(*(np.zeros((count, *x.shape[1:]), x.dtype) for x in self._rows)))
+                    break
                 self._rows = self._next.result()
                 self._next = self._read_ahead()
             parts.append(self._rows.first(count))
