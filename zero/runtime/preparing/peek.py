@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from zero.runtime import storage
-from zero.runtime.errors import UserError, file_error
+from zero.runtime.errors import UserError
 from zero.runtime.preparing import manifest
 from zero.runtime.preparing.sources.preferences import ANSWERS
 from zero.runtime.streaming.crop import Crop
 from zero.runtime.streaming.index_files import Shard, read_index
 from zero.runtime.streaming.index_files import row_tokens as tokens_of_row
-from zero.runtime.streaming.shards import decode, read_samples
+from zero.runtime.streaming.shards import decode, open_shard, read_samples
 from zero.runtime.text.tokenizers import MOST_TOKENS, Tokenizer, load_tokenizer
 
 
@@ -62,16 +62,13 @@ def peek(index: str, rows: int, tokenizer: Tokenizer | None = None) -> Iterator[
 def _texts(shard: Shard, length: int, names: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
     """The tokens of each row without padding; of a pair, those of both texts with their names."""
     pairs = len(names) > 1
-    try:
-        with storage.open_reader(shard.path) as stream:
-            for sample in read_samples(shard.path, stream):
-                of_sample = f"shard {shard.path}, sample {sample['__key__']}"
-                found = decode(sample, of_sample, length, MOST_TOKENS, Crop(), np.zeros, pairs, pairs)
-                for row, size in zip(found.tokens, found.lengths, strict=True):
-                    for name, text in zip(names, row.reshape(len(names), -1), strict=True):
-                        yield name, np.maximum(text, ~text)[text != -1] if pairs else text[:size]
-    except OSError as error:
-        raise file_error(f"shard {shard.path} cannot be read: {error}", error) from error
+    with open_shard(shard.path) as stream:
+        for sample in read_samples(shard.path, stream):
+            of_sample = f"shard {shard.path}, sample {sample['__key__']}"
+            found = decode(sample, of_sample, length, MOST_TOKENS, Crop(), np.zeros, pairs, pairs)
+            for row, size in zip(found.tokens, found.lengths, strict=True):
+                for name, text in zip(names, row.reshape(len(names), -1), strict=True):
+                    yield name, np.maximum(text, ~text)[text != -1] if pairs else text[:size]
 
 
 @dataclass

@@ -18,12 +18,12 @@ from typing import BinaryIO
 import numpy as np
 
 from zero.runtime import storage
-from zero.runtime.errors import UserError, file_error
+from zero.runtime.errors import UserError
 from zero.runtime.streaming.cache import ShardCache
 from zero.runtime.streaming.crop import Crop
 from zero.runtime.streaming.index_files import Shard
 from zero.runtime.streaming.order import Order, RowRange, ShuffleBuffer, permutation
-from zero.runtime.streaming.shards import BadData, Decoded, Rows, decode, read_samples
+from zero.runtime.streaming.shards import BadData, Decoded, Rows, decode, open_shard, read_samples
 
 SKIPPED = -1  # the length of a row that could not be read
 DISCARDED = 0.01  # share of the tokens that a crop may leave out without a warning
@@ -85,17 +85,15 @@ class CorpusReader:
         problems: list[str] = []
         filled = 0
         try:
-            with (self.cache or storage).open_reader(shard.path) as stream:
+            with open_shard(shard.path, (self.cache or storage).open_reader) as stream:
                 for rows, row_lengths in self._read(part, key, stream, problems):
                     into = slots[filled : filled + len(rows)]
                     tokens[into], lengths[into] = rows, row_lengths
                     filled += len(rows)
-        except FileNotFoundError:
+        except BadData as error:
             if not self.skip_bad:
-                raise BadData(f"shard {shard.path} is missing") from None
-            problems.append(f"shard {shard.path} is missing")
-        except OSError as error:
-            raise file_error(f"shard {shard.path} cannot be read: {error}", error) from error
+                raise
+            problems.append(str(error))
         tokens[slots[filled:]], lengths[slots[filled:]] = 0, SKIPPED
         return problems
 

@@ -13,7 +13,8 @@ import math
 import os
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -48,21 +49,30 @@ class BadData(UserError):
     """A missing or damaged shard, or a sample that cannot be used; a loader can be configured to skip them."""
 
 
-def count_rows(path: str | Path) -> int:
-    """Rows of a shard, from only the headers of its members; raises BadData for a truncated or damaged shard."""
-    rows = 0
+@contextmanager
+def open_shard(
+    path: str | Path, opener: Callable[[Any], BinaryIO] = storage.open_reader, missing: str = "is missing"
+) -> Iterator[BinaryIO]:
+    """A shard to read from; raises BadData, with `missing`, if it does not exist, and UserError where a disk fails."""
     try:
-        with reading(f"shard {path} is truncated or damaged", kind=BadData), storage.open_reader(path) as stream:
-            for name, data, size in _tar_files(stream, most=NPY_HEADER):
-                if name.lower().endswith(".input_id.npy"):
-                    shape = npy_header(data).shape
-                    if len(shape) > 1 and shape[0] > size:  # a row is a byte at least
-                        raise ValueError(f"{name} has the shape {shape} and {size} bytes")
-                    rows += shape[0] if len(shape) > 1 else 1
+        with opener(path) as stream:
+            yield stream
     except FileNotFoundError:
-        raise BadData(f"shard {path} is missing, and the index file does not record its number of rows") from None
+        raise BadData(f"shard {path} {missing}") from None
     except OSError as error:
         raise file_error(f"shard {path} cannot be read: {error}", error) from error
+
+
+def count_rows(path: str | Path) -> int:
+    """Rows of a shard, from only the headers of its members; raises BadData for a truncated or damaged shard."""
+    rows, missing = 0, "is missing, and the index file does not record its number of rows"
+    with reading(f"shard {path} is truncated or damaged", kind=BadData), open_shard(path, missing=missing) as stream:
+        for name, data, size in _tar_files(stream, most=NPY_HEADER):
+            if name.lower().endswith(".input_id.npy"):
+                shape = npy_header(data).shape
+                if len(shape) > 1 and shape[0] > size:  # a row is a byte at least
+                    raise ValueError(f"{name} has the shape {shape} and {size} bytes")
+                rows += shape[0] if len(shape) > 1 else 1
     return rows
 
 
@@ -72,13 +82,8 @@ def row_tokens(path: str) -> int:
     Raises:
       BadData: the shard is missing, or its first sample holds no rows.
     """
-    try:
-        with storage.open_reader(path) as stream:
-            sample = next(read_samples(path, stream), None)
-    except FileNotFoundError:
-        raise BadData(f"shard {path} is missing") from None
-    except OSError as error:
-        raise file_error(f"shard {path} cannot be read: {error}", error) from error
+    with open_shard(path) as stream:
+        sample = next(read_samples(path, stream), None)
     if sample is None:
         raise BadData(f"shard {path} holds no sample")
     name = f"shard {path}, sample {sample['__key__']}"
