@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -48,14 +49,18 @@ def exists(url: str | Path) -> bool:
 def list_files(directory: str | Path) -> list[str]:
     """All files below a directory, sorted; an empty list if the directory does not exist."""
     if is_remote(join(directory, "any")):
-        return _store(directory).list_files(directory)
+        return sorted(list_stats(directory))
     return sorted(os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names)
 
 
 def move(directory: str | Path, target: str | Path) -> None:
     """Renames a directory. In a bucket the server copies every object before the first one is deleted."""
     if is_remote(directory):
-        _store(directory).move(directory, target)
+        urls = list_files(directory)
+        for url in urls:
+            _store(url).copy(url, str(target) + url.removeprefix(str(directory)))
+        for url in urls:
+            remove(url)
         return
     os.rename(directory, target)
     opened = os.open(parent(target), os.O_RDONLY)
@@ -97,7 +102,8 @@ def write(url: str | Path, data: bytes) -> None:
 
 def remove(url: str | Path) -> None:
     """Deletes a file, if it exists."""
-    if is_remote(url):
-        _store(url).remove(url)
-    else:
-        Path(url).unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        if is_remote(url):
+            _store(url).remove(url)
+        else:
+            os.unlink(url)

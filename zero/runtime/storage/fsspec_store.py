@@ -17,7 +17,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -73,9 +72,6 @@ class FsspecStore(ABC):
 
         return self._repeated(url, request)
 
-    def list_files(self, directory: str | Path) -> list[str]:
-        return sorted(self.list_stats(directory))
-
     def list_stats(self, directory: str | Path) -> dict[str, ObjectStat]:
         """All objects below a directory, by URL; without checksums, because a list does not tell of encryption."""
         place = str(directory).rstrip("/")
@@ -122,19 +118,14 @@ class FsspecStore(ABC):
         if stat.size != len(data) or (stat.checksum is not None and stat.checksum.of(data) != stat.checksum):
             raise Unavailable(f"{url}: {stat} was stored in place of the {len(data)} bytes that were sent")
 
-    def move(self, directory: str | Path, target: str | Path) -> None:
-        urls = self.list_files(directory)
-        for url in urls:
-            files, path = self._open(url)
-            _, copy = self._open(str(target) + url.removeprefix(str(directory)))
-            self._repeated(url, functools.partial(files.cp_file, path, copy))
-        for url in urls:
-            self.remove(url)
+    def copy(self, url: str | Path, target: str | Path) -> None:
+        files, path = self._open(url)
+        _, copy = self._open(target)
+        self._repeated(url, lambda: files.cp_file(path, copy))
 
     def remove(self, url: str | Path) -> None:
         files, path = self._open(url)
-        with suppress(FileNotFoundError):
-            self._repeated(url, lambda: files.rm_file(path))
+        self._repeated(url, lambda: files.rm_file(path))
 
     def _range(self, url: str | Path, start: int, size: int) -> bytes:
         """The bytes of an object from `start`, at most `RANGE`."""

@@ -36,10 +36,6 @@ def stat(url: str | Path) -> ObjectStat:
     return _stat(blob)
 
 
-def list_files(directory: str | Path) -> list[str]:
-    return sorted(list_stats(directory))
-
-
 def list_stats(directory: str | Path) -> dict[str, ObjectStat]:
     """All objects below a directory, by URL."""
     bucket, name = split(directory)
@@ -56,18 +52,13 @@ def _stat(blob: storage.Blob) -> ObjectStat:
     return ObjectStat(blob.size, blob.generation, Checksum("crc32c", blob.crc32c))
 
 
-def move(directory: str | Path, target: str | Path) -> None:
-    files = list_files(directory)
-    for url in files:
-        copy, token = _blob(str(target) + url.removeprefix(str(directory))), None
-        with _translated_errors(url):
-            while True:  # a large object takes several requests
-                token, _, _ = copy.rewrite(_blob(url), token=token, timeout=TIMEOUT, retry=_retry())
-                if token is None:
-                    break
-    for url in files:
-        with _translated_errors(url):
-            _blob(url).delete(timeout=TIMEOUT, retry=_retry())
+def copy(url: str | Path, target: str | Path) -> None:
+    copied, token = _blob(target), None
+    with _translated_errors(url):
+        while True:  # a large object takes several requests
+            token, _, _ = copied.rewrite(_blob(url), token=token, timeout=TIMEOUT, retry=_retry())
+            if token is None:
+                break
 
 
 def read(url: str | Path, known: ObjectStat | None = None) -> bytes:
@@ -92,11 +83,8 @@ def write(url: str | Path, data: bytes) -> None:
 
 
 def remove(url: str | Path) -> None:
-    try:
-        with _translated_errors(url):
-            _blob(url).delete(timeout=TIMEOUT, retry=_retry())
-    except FileNotFoundError:
-        pass
+    with _translated_errors(url):
+        _blob(url).delete(timeout=TIMEOUT, retry=_retry())
 
 
 @functools.lru_cache(maxsize=1)
