@@ -13,15 +13,13 @@ from zero.runtime.storage.files import (
     stat,
     write,
 )
-from zero.runtime.storage.gcs import DEADLINE
-from zero.runtime.storage.objects import ObjectStat
+from zero.runtime.storage.fsspec_store import DEADLINE
 from zero.runtime.storage.urls import bucket, is_remote, join, parent, scheme
 
 __all__ = [
     "DEADLINE",
     "AccessDenied",
     "NoSuchBucket",
-    "ObjectStat",
     "bucket",
     "exists",
     "is_outage",

@@ -25,7 +25,7 @@ from zero.runtime.storage.errors import CONNECTION_ERRORS, AccessDenied, NoSuchB
 from zero.runtime.storage.objects import ObjectStat
 
 TIMEOUT = 10, 30  # seconds to connect, and without a byte while reading
-DEADLINE = 300.0  # seconds for one request and its repetitions
+DEADLINE = 300  # seconds for one request and its repetitions
 TOLD_AFTER = 4  # attempts: from then on somebody may wonder what is waited for
 PAUSES = 0.5, 30.0  # seconds between repetitions: the first, doubled from then on, and the longest
 SLOWEST = 1e5  # bytes per second of an upload that is not taken for stalled

@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from zero.runtime.errors import Unavailable, first_line
 from zero.runtime.storage.errors import AccessDenied, NoSuchBucket
+from zero.runtime.storage.fsspec_store import CHECKSUM_ATTEMPTS, DEADLINE, TIMEOUT
 from zero.runtime.storage.objects import Checksum, ObjectStat
 from zero.runtime.storage.urls import SCHEME, split
 
 if TYPE_CHECKING:
     from google.cloud import storage
 
-TIMEOUT = 10, 30  # seconds to connect, and without a byte while reading
-DEADLINE = 300  # seconds for one request and its repetitions
-CHECKSUM_ATTEMPTS = 5  # at reading an object whose bytes do not match its checksum
 _log = logging.getLogger(__name__)
 
 
