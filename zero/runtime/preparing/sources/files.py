@@ -98,10 +98,13 @@ def _file(path: str, relative: str) -> SourceFile:
 def _find_remote(root: str) -> tuple[list[SourceFile], bool]:
     """All objects, and whether they are those of a folder."""
     if _WILDCARD.search(root):
+        from fsspec.utils import glob_translate
+
         base = _base(root)
         found = storage.list_stats(base)
-        # As in a shell, * does not match across folders, and ** does.
-        pattern = re.compile("/".join(map(_segment, root.split("/"))).replace("\0/", "(?:.*/)?").replace("\0", ".*"))
+        # As in a shell, * does not match across folders, and ** does where it is all between two slashes.
+        parts = [part if part == "**" else re.sub(r"\*+", "*", part) for part in root.split("/")]
+        pattern = re.compile(glob_translate("/".join(parts)))
         paths = [path for path in found if pattern.fullmatch(path)]
         return [SourceFile(path, path[len(base) :].lstrip("/"), *found[path][:2]) for path in paths], False
     try:
@@ -111,23 +114,6 @@ def _find_remote(root: str) -> tuple[list[SourceFile], bool]:
         base = root.rstrip("/")
         found = storage.list_stats(base)
         return [SourceFile(path, path[len(base) + 1 :], *found[path][:2]) for path in found], bool(found)
-
-
-def _segment(part: str) -> str:
-    """A part of a glob between slashes as a regular expression; NUL stands for any folders."""
-    if part == "**":
-        return "\0"
-    known = {"*": "[^/]*", "?": "[^/]"}
-    pieces = re.split(r"(\*|\?|\[[^]]+\])", part)
-    return "".join(known.get(piece) or _characters(piece) for piece in pieces)
-
-
-def _characters(piece: str) -> str:
-    """A set of characters, of which ! takes the complement, or plain text."""
-    if not piece.startswith("["):
-        return re.escape(piece)
-    inside = piece[1:-1].replace("\\", "\\\\")
-    return f"[^{inside[1:]}]" if inside.startswith("!") else f"[{inside}]"
 
 
 def _base(pattern: str) -> str:
