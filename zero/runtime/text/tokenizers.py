@@ -230,12 +230,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         ) from None
 
 
-def _tiktoken(path: str, data: bytes) -> FileTokenizer:
-    return FileTokenizer(path, tiktoken_file.converted(path, data))
-
-
 _FORMATS: dict[str, Callable[[str, bytes], FileTokenizer]] = {
     ".json": FileTokenizer,
     ".model": SentencePieceTokenizer,
-    ".tiktoken": _tiktoken,
+    ".tiktoken": lambda path, data: FileTokenizer(path, tiktoken_file.converted(path, data)),
 }
