@@ -26,16 +26,8 @@ _STORAGES = {  # of torch, by the name in the description
     "LongStorage": "<i8",
     "UntypedStorage": "u1",
 }
-_DTYPES = {
-    "torch uint8": "u1",
-    "torch int8": "i1",
-    "torch int16": "<i2",
-    "torch int32": "<i4",
-    "torch int64": "<i8",
-    "torch uint16": "<u2",
-    "torch uint32": "<u4",
-    "torch uint64": "<u8",
-}
+# torch and numpy have the same names for their types of integers.
+_DTYPES = {f"torch {np.dtype(code).name}": code for code in ("u1", "i1", "<i2", "<i4", "<i8", "<u2", "<u4", "<u8")}
 _REBUILD = ("torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3")
 _MARK = object()
 
