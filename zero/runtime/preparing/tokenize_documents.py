@@ -137,16 +137,13 @@ class UnitTokenizer:
     def _joined(self, arrays: list[np.ndarray], filler: int) -> tuple[np.ndarray, np.ndarray | None]:
         """All texts as one array; or as separate rows for each text, and their lengths; two by two for pairs."""
         if not self.one_document_per_row:
-            return np.concatenate(arrays or [np.zeros(0, np.uint8)]), None
-        padded = [padded_rows(array, self.row_tokens, filler) for array in arrays]
-        rows, lengths = zip(*padded, strict=True) if padded else ((), ())
-        joined = np.concatenate(rows or [np.zeros((0, self.row_tokens), np.uint8)])
-        all_lengths = np.concatenate([np.zeros(0, np.int32), *lengths])
-        return (
-            (joined.reshape(-1, 2, self.row_tokens), all_lengths.reshape(-1, 2))
-            if self.has_pairs
-            else (joined, all_lengths)
-        )
+            return np.concatenate([np.zeros(0, np.uint8), *arrays]), None
+        none = np.zeros((0, self.row_tokens), np.uint8), np.zeros(0, np.int32)
+        padded = [none, *(padded_rows(array, self.row_tokens, filler) for array in arrays)]
+        rows, lengths = map(np.concatenate, zip(*padded, strict=True))
+        if self.has_pairs:
+            return rows.reshape(-1, 2, self.row_tokens), lengths.reshape(-1, 2)
+        return rows, lengths
 
 
 def _pieces(text: str) -> Iterator[str]:
