@@ -13,8 +13,7 @@ from zero.runtime.preparing import manifest
 from zero.runtime.preparing.sources.preferences import ANSWERS
 from zero.runtime.streaming.crop import Crop
 from zero.runtime.streaming.index_files import Shard, read_index
-from zero.runtime.streaming.index_files import row_tokens as tokens_of_row
-from zero.runtime.streaming.shards import decode, open_shard, read_samples
+from zero.runtime.streaming.shards import decode, open_shard, read_samples, row_tokens
 from zero.runtime.text.tokenizers import MOST_TOKENS, Tokenizer, load_tokenizer
 
 
@@ -39,7 +38,7 @@ def peek(index: str, rows: int, tokenizer: Tokenizer | None = None) -> Iterator[
     total = sum(shard.rows for shard in shards)
     shown = min(rows, total)
     wanted = {number * total // shown for number in range(shown)}
-    seen, length, first = _Seen(), tokens_of_row(index), 0
+    seen, length, first = _Seen(), row_tokens(shards[0].path), 0
     for shard in shards:
         own = {number - first for number in wanted if first <= number < first + shard.rows}
         if own:
