@@ -105,13 +105,24 @@ def prepare(
     Raises:
         UserError: there is no text, it cannot be read, or a corpus of this name was made with other arguments.
     """
-    _check(name, row_tokens, validation_fraction, rows_per_member, rows_per_shard, workers)
+    if not 0 < validation_fraction < 1:
+        raise UserError(f"validation_fraction must lie between 0 and 1, not {validation_fraction}")
+    if row_tokens < 2 or rows_per_member < 1 or rows_per_shard < 1 or rows_per_shard % rows_per_member:
+        raise UserError(
+            f"row_tokens {row_tokens} must be at least 2 and rows_per_shard {rows_per_shard} a multiple of "
+            f"rows_per_member {rows_per_member}"
+        )
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise UserError(f"name {name}: expected letters, digits, and . - _ between them; --name gives another one")
+    if workers is not None and workers < 1:
+        raise UserError(f"workers must be at least 1, not {workers}")
     if completions and preferences:
         raise UserError("--completions and --preferences: expected one of them")
     if not completions and tuple(loss_on) != LEARNED:
         raise UserError(f"--loss-on {' '.join(loss_on)} expects --completions, whose roles it names")
-    has_template = (completions or preferences) and isinstance(tokenizer, FileTokenizer)
-    template = load_chat_template(tokenizer.path) if has_template and isinstance(tokenizer, FileTokenizer) else None
+    template = None
+    if (completions or preferences) and isinstance(tokenizer, FileTokenizer):
+        template = load_chat_template(tokenizer.path)
     reader: Reader | None = CompletionReader(template, tuple(loss_on)) if completions else None
     if preferences:
         reader, one_document_per_row = PreferenceReader(template), True
@@ -163,27 +174,6 @@ def prepare(
     left_out = (manifest.get(key, 0) for key in ("skipped", "short", "duplicates", "long"))
     of_test = (indices["test"], test[0]) if test else ()
     return Corpus(place, indices["train"], indices["validation"], train, validation, *left_out, *of_test)
-
-
-def _check(
-    name: str,
-    row_tokens: int,
-    validation_fraction: float,
-    rows_per_member: int,
-    rows_per_shard: int,
-    workers: int | None,
-) -> None:
-    if not 0 < validation_fraction < 1:
-        raise UserError(f"validation_fraction must lie between 0 and 1, not {validation_fraction}")
-    if row_tokens < 2 or rows_per_member < 1 or rows_per_shard < 1 or rows_per_shard % rows_per_member:
-        raise UserError(
-            f"row_tokens {row_tokens} must be at least 2 and rows_per_shard {rows_per_shard} a multiple of "
-            f"rows_per_member {rows_per_member}"
-        )
-    if not re.fullmatch(r"\w[\w.-]*", name):
-        raise UserError(f"name {name}: expected letters, digits, and . - _ between them; --name gives another one")
-    if workers is not None and workers < 1:
-        raise UserError(f"workers must be at least 1, not {workers}")
 
 
 def _prepare_locked(
