@@ -180,7 +180,7 @@ class Loader:
 
         Raises UserError for a cursor of other data or another order, and names the difference.
         """
-        done = self._batches_done(cursor)
+        done = batches_done(cursor, self._identity)
         part = self._stream_rows
         first = self._host * self._global_rows // self._hosts
         last = (self._host + 1) * self._global_rows // self._hosts
@@ -232,16 +232,18 @@ class Loader:
                 for array, values in zip(into, stream.take(int(own.sum())), strict=True):
                     array[own] = values
 
-    def _batches_done(self, cursor: dict[str, int] | None) -> int:
-        if cursor is None:
-            return 0
-        for key, value in self._identity.items():
-            before = cursor.get(key, _EARLIER.get(key))
-            if before != value:
-                if key == "shards":
-                    raise UserError("the saved data cursor belongs to other shards than the index file lists now")
-                raise UserError(f"the saved data cursor belongs to {key}={before}, not to {key}={value}")
-        return cursor["batches"]
+
+def batches_done(cursor: dict[str, int] | None, identity: dict[str, int]) -> int:
+    """The batches before a cursor; raises UserError if it belongs to data with another `identity`."""
+    if cursor is None:
+        return 0
+    for key, value in identity.items():
+        before = cursor.get(key, _EARLIER.get(key))
+        if before != value:
+            if key == "shards":
+                raise UserError("the saved data cursor belongs to other shards than the index file lists now")
+            raise UserError(f"the saved data cursor belongs to {key}={before}, not to {key}={value}")
+    return cursor["batches"]
 
 
 def _corpora(index: str | Path | Sequence[str | Path] | Mapping[str, Weight]) -> list[list[str | Path]]:

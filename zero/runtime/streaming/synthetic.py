@@ -9,9 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from zero.runtime.errors import UserError
 from zero.runtime.streaming.corpus_reader import CorpusReader
-from zero.runtime.streaming.loader import HostBatch, Loader
+from zero.runtime.streaming.loader import HostBatch, Loader, batches_done
 
 
 def _random_row(seed: int, row: int, context: int, vocab_size: int) -> np.ndarray:
@@ -73,11 +72,7 @@ class SyntheticLoader:
         """
         kind = list(SYNTHETIC).index(self.kind)
         identity = {"synthetic": kind, "seed": self.seed, "global_rows": self.global_rows}
-        before = {**identity, "batches": 0} if cursor is None else cursor
-        for key, value in identity.items():
-            if before.get(key) != value:
-                raise UserError(f"the saved data cursor belongs to {key}={before.get(key)}, not to {key}={value}")
-        done = before["batches"]
+        done = batches_done(cursor, identity)
         share, row_of = self.global_rows // self.hosts, SYNTHETIC[self.kind]
         while True:
             first = done * self.global_rows + self.host * share
