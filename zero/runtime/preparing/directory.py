@@ -28,14 +28,9 @@ def write(path: str, data: bytes) -> None:
         raise file_error(f"{path} cannot be written: {error.strerror or error}", error) from error
 
 
-def base_name(path: str) -> str:
-    """The last part of a path or URL."""
-    return path.rstrip("/").rpartition("/")[2]
-
-
 def file_names(directory: str) -> set[str]:
     """The files of a corpus, including temporary files of a process that was killed."""
-    return {base_name(path) for path in storage.list_files(directory)}
+    return {os.path.basename(path) for path in storage.list_files(directory)}
 
 
 def remove_temporary_files(directory: str, name: str) -> None:

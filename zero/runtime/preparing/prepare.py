@@ -7,6 +7,7 @@ the next one begins: a second call continues from there. docs/decisions/preparin
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -199,7 +200,7 @@ def _prepare_locked(
         manifest = manifests.begin(place, indices, arguments, source.state, threshold, tokenizer, splits)
     directories.remove_temporary_files(place, "*")
     for index in indices.values():
-        directories.remove_temporary_files(storage.parent(index), directories.base_name(index))
+        directories.remove_temporary_files(storage.parent(index), os.path.basename(index))
     if "unfinished" in manifest and arguments["deduplicate"]:
         _leave_out_duplicates(source, workers, bar)
     while "unfinished" in manifest:

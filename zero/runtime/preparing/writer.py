@@ -48,7 +48,7 @@ def write_shards(
     # Bytes and ids need less time than it takes to send them to another process.
     is_cheap = source.has_ids or isinstance(tokenizer, ByteTokenizer)
     workers = workers or (1 if is_cheap else useful_workers(source))
-    bar.set_description(directory.base_name(place))
+    bar.set_description(os.path.basename(place))
     bar.reset(source.size)
     with _ShardPublisher(place, manifest) as publisher:
         splits = manifests.splits_of(manifest)
