@@ -50,7 +50,6 @@ class UnitPosition(NamedTuple):
 
 
 def splits_of(manifest: dict[str, Any]) -> tuple[str, ...]:
-    """The splits of a corpus."""
     return tuple(split for split in ALL_SPLITS if split in SPLITS or split in manifest)
 
 

@@ -32,9 +32,7 @@ class SplitTokens(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The tokens of one document."""
-
-    ids: np.ndarray
+    ids: np.ndarray  # of one document
     is_learned: np.ndarray | None  # uint8, where prompts are recorded
 
 

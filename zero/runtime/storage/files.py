@@ -38,7 +38,6 @@ def read_object(url: str | Path, known: ObjectStat | None = None) -> bytes:
 
 
 def exists(url: str | Path) -> bool:
-    """Whether this file exists."""
     try:
         stat(url) if is_remote(url) else os.stat(url)
     except FileNotFoundError:
@@ -76,7 +75,6 @@ def open_reader(url: str | Path) -> BinaryIO:
 
 
 def read_bytes(url: str | Path) -> bytes:
-    """The contents of a file."""
     with open_reader(url) as file:
         return file.read()
 

@@ -24,8 +24,6 @@ class Checksum(NamedTuple):
 
 
 class ObjectStat(NamedTuple):
-    """Size, version and checksum of an object."""
-
     size: int  # bytes
     version: int | str  # another one after every write that changes the bytes
     checksum: Checksum | None  # None: the store states none

@@ -37,11 +37,9 @@ class Rows(NamedTuple):
     reference: np.ndarray  # float32 (n, 2), log-probabilities of a pair by the reference model, or (n, 0)
 
     def first(self, count: int) -> Rows:
-        """The first rows."""
         return Rows(*(array[:count] for array in self))
 
     def after(self, count: int) -> Rows:
-        """The rows after the first ones."""
         return Rows(*(array[count:] for array in self))
 
 
@@ -260,8 +258,6 @@ def _read_exactly(stream: BinaryIO, size: int) -> bytes:
 
 
 class NpyHeader(NamedTuple):
-    """The header of a .npy file."""
-
     shape: tuple[int, ...]
     is_fortran: bool
     dtype: np.dtype

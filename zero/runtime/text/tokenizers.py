@@ -21,9 +21,9 @@ from zero.runtime.text.sentencepiece_library import SentencePiece
 if TYPE_CHECKING:
     import tokenizers
 
-# Names of the token between two documents in published tokenizers, most specific first.
 MOST_TOKENS = 1 << 24  # of a vocabulary: tables of a number for each token fit into memory
 BYTES_END_OF_TEXT = "<|endoftext|>"  # of bytes, in a file
+# Names of the token between two documents in published tokenizers, most specific first.
 _END_OF_TEXT = (
     BYTES_END_OF_TEXT,
     "<|end_of_text|>",

@@ -31,8 +31,6 @@ _NOT_TEXT = {"__pycache__", "node_modules"}
 
 
 class SourceFile(NamedTuple):
-    """One file of a source."""
-
     path: str  # or the URL of an object
     relative: str  # to the source
     size: int
