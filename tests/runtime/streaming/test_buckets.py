@@ -13,7 +13,7 @@ from tests.helpers import bucket, s3
 from tests.helpers.shards import loader, tokens_of, write_corpus
 from zero.runtime import storage
 from zero.runtime.errors import UserError
-from zero.runtime.storage import fsspec_store, gcs
+from zero.runtime.storage import files
 from zero.runtime.streaming.index_files import read_index
 from zero.runtime.streaming.shards import count_rows
 
@@ -89,8 +89,7 @@ def test_many_faults_change_nothing(
     server, use = request.getfixturevalue({"gs": "server", "s3": "s3_server"}[scheme]), USE[scheme]
     use(monkeypatch, server)
     bucket.upload(index.parent, url)
-    for module in (gcs, fsspec_store):
-        monkeypatch.setattr(module, "CHECKSUM_ATTEMPTS", 20)  # at worst every eighth read
+    monkeypatch.setattr(files, "CHECKSUM_ATTEMPTS", 20)  # at worst every eighth read
     undisturbed = tokens_of(loader(index, max_epochs=1, global_rows=8))
     proxy = bucket.Proxy(server, budget=faults, rate=0.6)
     with bucket.disturbed(proxy) as address:

@@ -7,15 +7,20 @@ denies access or does not answer. The library of a store is not imported before 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from zero.runtime.errors import Unavailable
 from zero.runtime.storage.objects import ObjectStat
 from zero.runtime.storage.stores import STORES, Store
 from zero.runtime.storage.urls import is_remote, join, parent, scheme
+
+CHECKSUM_ATTEMPTS = 5  # at reading an object whose bytes do not match its checksum
+_log = logging.getLogger(__name__)
 
 
 def _store(url: str | Path) -> Store:
@@ -33,8 +38,24 @@ def list_stats(directory: str | Path) -> dict[str, ObjectStat]:
 
 
 def read_object(url: str | Path, known: ObjectStat | None = None) -> bytes:
-    """The version of an object that is `known`, or else the newest, whose checksum is compared."""
-    return _store(url).read(url, known)
+    """The version of an object that is `known`, or else the newest, whose checksum is compared.
+
+    Of a store that states none, the version must be the same before and after.
+    """
+    store = _store(url)
+    known = known or store.stat(url)
+    checksum = known.checksum
+    for attempt in range(CHECKSUM_ATTEMPTS):
+        data = store.read(url, known)
+        if checksum is not None and (found := checksum.of(data)) == checksum:
+            return data
+        if (now := store.stat(url)).version != known.version:
+            raise Unavailable(f"{url}: was replaced while it was read: version {now.version}, not {known.version}")
+        if checksum is None:
+            return data
+        message = f"{url}: {checksum.algorithm} is {found.value}, expected {checksum.value}"
+        _log.warning("%s; attempt %d of %d", message, attempt + 1, CHECKSUM_ATTEMPTS)
+    raise Unavailable(f"{message}, {CHECKSUM_ATTEMPTS} times in a row")
 
 
 def exists(url: str | Path) -> bool:

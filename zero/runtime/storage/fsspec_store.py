@@ -1,9 +1,7 @@
 """Buckets through fsspec, with the same promises as Google's.
 
 Every request is repeated after status 429, 5xx, a reset or a timeout, with exponential back-off and jitter, until
-`DEADLINE`. A read is made in ranges of `RANGE` bytes, and continues at the range in which the connection broke. Its
-bytes are compared with the checksum that the store states; where it states none, the size and the version must be the
-same before and after.
+`DEADLINE`. A read is made in ranges of `RANGE` bytes, and continues at the range in which the connection broke.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ TOLD_AFTER = 4  # attempts: from then on somebody may wonder what is waited for
 PAUSES = 0.5, 30.0  # seconds between repetitions: the first, doubled from then on, and the longest
 SLOWEST = 1e5  # bytes per second of an upload that is not taken for stalled
 RANGE = 8 << 20  # bytes of one request
-CHECKSUM_ATTEMPTS = 5  # at reading an object whose bytes do not match its checksum
 _PERMANENT = WRONG_PATH | {errno.EINVAL, errno.EMSGSIZE, errno.ENOSYS}  # numbers of errors that come again
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
@@ -91,22 +88,8 @@ class FsspecStore(ABC):
             for name, info in below.items()
         }
 
-    def read(self, url: str | Path, known: ObjectStat | None = None) -> bytes:
-        """One version of an object, compared with its checksum; `known` saves a request for its stat."""
-        known = known or self.stat(url)
-        message = ""
-        for attempt in range(CHECKSUM_ATTEMPTS):
-            data = b"".join(self._range(url, start, known.size) for start in range(0, known.size, RANGE))
-            if known.checksum is not None and known.checksum.of(data) == known.checksum:
-                return data
-            if (now := self.stat(url)).version != known.version:
-                raise Unavailable(f"{url}: was replaced while it was read: version {now.version}, not {known.version}")
-            if known.checksum is None:
-                return data
-            algorithm, expected = known.checksum
-            message = f"{url}: {algorithm} is {known.checksum.of(data).value}, expected {expected}"
-            _log.warning("%s; attempt %d of %d", message, attempt + 1, CHECKSUM_ATTEMPTS)
-        raise Unavailable(f"{message}, {CHECKSUM_ATTEMPTS} times in a row")
+    def read(self, url: str | Path, known: ObjectStat) -> bytes:
+        return b"".join(self._range(url, start, known.size) for start in range(0, known.size, RANGE))
 
     def write(self, url: str | Path, data: bytes) -> None:
         """Uploads an object, which readers see once it is whole, and compares what the store then states of it."""

@@ -8,7 +8,6 @@ exponential back-off and jitter, until `DEADLINE`; a read continues at the byte 
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,14 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from zero.runtime.errors import Unavailable, first_line
 from zero.runtime.storage.errors import AccessDenied, NoSuchBucket
-from zero.runtime.storage.fsspec_store import CHECKSUM_ATTEMPTS, DEADLINE, TIMEOUT
+from zero.runtime.storage.fsspec_store import DEADLINE, TIMEOUT
 from zero.runtime.storage.objects import Checksum, ObjectStat
 from zero.runtime.storage.urls import SCHEME, split
 
 if TYPE_CHECKING:
     from google.cloud import storage
-
-_log = logging.getLogger(__name__)
 
 
 def stat(url: str | Path) -> ObjectStat:
@@ -59,20 +56,11 @@ def copy(url: str | Path, target: str | Path) -> None:
                 break
 
 
-def read(url: str | Path, known: ObjectStat | None = None) -> bytes:
-    """One generation of an object, compared with its checksum; `known` saves a request for its stat."""
-    known = known or stat(url)
-    assert known.checksum is not None
+def read(url: str | Path, known: ObjectStat) -> bytes:
     blob = _blob(url, int(known.version))
-    for attempt in range(CHECKSUM_ATTEMPTS):
-        with _translated_errors(url):
-            # Google's library compares no checksum after a connection has broken.
-            data = blob.download_as_bytes(raw_download=True, checksum=None, timeout=TIMEOUT, retry=_retry())
-        if (found := known.checksum.of(data)) == known.checksum:
-            return data
-        message = f"{url}: crc32c is {found.value}, expected {known.checksum.value}"
-        _log.warning("%s; attempt %d of %d", message, attempt + 1, CHECKSUM_ATTEMPTS)
-    raise Unavailable(f"{message}, {CHECKSUM_ATTEMPTS} times in a row")
+    with _translated_errors(url):
+        # Google's library compares no checksum after a connection has broken.
+        return blob.download_as_bytes(raw_download=True, checksum=None, timeout=TIMEOUT, retry=_retry())
 
 
 def write(url: str | Path, data: bytes) -> None:
