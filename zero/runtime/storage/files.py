@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from zero.runtime.errors import Unavailable
+from zero.runtime.storage.errors import NoSuchBucket
 from zero.runtime.storage.objects import ObjectStat
 from zero.runtime.storage.stores import STORES, Store
 from zero.runtime.storage.urls import is_remote, join, parent, scheme
@@ -34,7 +35,10 @@ def stat(url: str | Path) -> ObjectStat:
 
 def list_stats(directory: str | Path) -> dict[str, ObjectStat]:
     """All objects below a directory in a bucket, by URL."""
-    return _store(directory).list_stats(directory)
+    try:
+        return _store(directory).list_stats(directory)
+    except FileNotFoundError:
+        raise NoSuchBucket(f"{directory}: no such bucket") from None
 
 
 def read_object(url: str | Path, known: ObjectStat | None = None) -> bytes:

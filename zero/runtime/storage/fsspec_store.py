@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from zero.runtime.errors import WRONG_PATH, Unavailable, UserError, first_line, install_command
-from zero.runtime.storage.errors import CONNECTION_ERRORS, AccessDenied, NoSuchBucket, imported, outages
+from zero.runtime.storage.errors import CONNECTION_ERRORS, AccessDenied, imported, outages
 from zero.runtime.storage.objects import ObjectStat
 
 TIMEOUT = 10, 30  # seconds to connect, and without a byte while reading
@@ -78,10 +78,7 @@ class FsspecStore(ABC):
             files.invalidate_cache()
             return files.find(path, detail=True)
 
-        try:
-            found = self._repeated(place, request)
-        except FileNotFoundError:
-            raise NoSuchBucket(f"{directory}: no such bucket") from None
+        found = self._repeated(place, request)
         below = {name: info for name, info in found.items() if name.startswith(f"{path}/") and info["type"] == "file"}
         return {
             place + name.removeprefix(path): self.object_stat(info)._replace(checksum=None)

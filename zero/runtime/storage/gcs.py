@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero.runtime.errors import Unavailable, first_line
-from zero.runtime.storage.errors import AccessDenied, NoSuchBucket
+from zero.runtime.storage.errors import AccessDenied
 from zero.runtime.storage.fsspec_store import DEADLINE, TIMEOUT
 from zero.runtime.storage.objects import Checksum, ObjectStat
 from zero.runtime.storage.urls import SCHEME, split
@@ -35,11 +35,8 @@ def list_stats(directory: str | Path) -> dict[str, ObjectStat]:
     """All objects below a directory, by URL."""
     bucket, name = split(directory)
     prefix = name.rstrip("/") + "/" if name.rstrip("/") else ""
-    try:
-        with _translated_errors(directory):
-            blobs = list(client(os.getpid()).list_blobs(bucket, prefix=prefix, timeout=TIMEOUT, retry=_retry()))
-    except FileNotFoundError:
-        raise NoSuchBucket(f"{directory}: no such bucket") from None
+    with _translated_errors(directory):
+        blobs = list(client(os.getpid()).list_blobs(bucket, prefix=prefix, timeout=TIMEOUT, retry=_retry()))
     return {f"{SCHEME}://{bucket}/{blob.name}": _stat(blob) for blob in blobs}
 
 
