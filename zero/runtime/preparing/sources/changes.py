@@ -16,7 +16,7 @@ _DIGEST = 16  # bytes: of a trillion documents, two different ones share a diges
 
 
 def changed(units: Iterable[Unit], change: Callable[[Document], Document]) -> Iterator[Unit]:
-    """The same units, with a change to each document that can be pickled."""
+    """The same units, with each document changed by a function that can be pickled."""
     for unit in units:
         yield Unit(unit.size, partial(_changed, unit.documents, change))
 

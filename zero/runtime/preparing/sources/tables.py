@@ -22,29 +22,21 @@ def table_units(path: str, reader: Reader) -> Iterator[Unit]:
     except ImportError:
         raise UserError(f"{path}: the pyarrow library is missing; {install_command('parquet')}") from None
     batches = _parquet if path.lower().endswith(".parquet") else _arrow
-    first, size = 0, 0
+    first = size = told = 0
     group: list[Any] = []
     with open_file(path) as file:
         whole = file.seek(0, 2)
         file.seek(0)
-        told = 0.0
-
-        def unit(share: float) -> Unit:
-            nonlocal told
-            before, told = told, share
-            return Unit(
-                round(whole * share) - round(whole * before), partial(_documents, path, first, _packed(group), reader)
-            )
-
         with reading(f"{path} is not a complete Parquet or Arrow file, copy or write it again", pyarrow.ArrowException):
             for batch, share in batches(file, reader):
                 group.append(batch)
                 size += batch.nbytes
                 if size >= documents.UNIT_BYTES:
-                    yield unit(share)
-                    first, group, size = first + sum(part.num_rows for part in group), [], 0
-        if group or told < 1:
-            yield unit(1)
+                    stop = round(whole * share)
+                    yield Unit(stop - told, partial(_documents, path, first, _packed(group), reader))
+                    first, group, size, told = first + sum(part.num_rows for part in group), [], 0, stop
+        if group or told < whole:
+            yield Unit(whole - told, partial(_documents, path, first, _packed(group), reader))
 
 
 def _packed(batches: list[Any]) -> bytes:
