@@ -72,12 +72,9 @@ def _arrow(file: BinaryIO, reader: Reader) -> Iterator[tuple[Any, float]]:
     is_file = file.read(6) == b"ARROW1"
     file.seek(0)
     table = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
-    for number in range(table.num_record_batches) if is_file else iter(int, 1):
-        try:
-            batch = table.get_batch(number) if is_file else table.read_next_batch()
-        except StopIteration:
-            return
-        share = (number + 1) / table.num_record_batches if is_file else min(1.0, file.tell() / size)
+    batches = map(table.get_batch, range(table.num_record_batches)) if is_file else table
+    for number, batch in enumerate(batches, 1):
+        share = number / table.num_record_batches if is_file else min(1.0, file.tell() / size)
         for start in range(0, batch.num_rows, _ROWS):
             yield batch.slice(start, _ROWS), share
 
