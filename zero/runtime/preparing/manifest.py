@@ -7,7 +7,6 @@ import operator
 import os
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero.runtime import storage
@@ -190,7 +189,7 @@ def index_text(index: str, place: str, split: str, summary: dict[str, Any]) -> b
     bucket, target = _bucket(place), place
     if bucket == _bucket(index):
         start = storage.parent(index).removeprefix(bucket) or "/"
-        target = Path(os.path.relpath(place.removeprefix(bucket), start)).as_posix()
+        target = os.path.relpath(place.removeprefix(bucket), start)
     lines += [f"{target}/{shard['name']} # {shard['rows']} rows" for shard in summary["shards"]]
     return ("\n".join(lines) + "\n").encode("utf-8")
 
