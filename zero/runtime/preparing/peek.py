@@ -44,8 +44,8 @@ def peek(index: str, rows: int, tokenizer: Tokenizer | None = None) -> Iterator[
         if own:
             seen.shards += 1
             begins = None if is_packed or first else True  # whether a document begins in the first column
-            for text, (name, ids) in enumerate(_texts(shard, length, names)):
-                number = text // len(names)
+            for i, (name, ids) in enumerate(_texts(shard, length, names)):
+                number = i // len(names)
                 seen.add(ids, length, tokenizer)
                 if number in own:
                     of_row = f"row {first + number}{name and f', {name}'}"
