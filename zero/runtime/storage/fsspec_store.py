@@ -78,11 +78,10 @@ class FsspecStore(ABC):
             files.invalidate_cache()
             return files.find(path, detail=True)
 
-        found = self._repeated(place, request)
-        below = {name: info for name, info in found.items() if name.startswith(f"{path}/") and info["type"] == "file"}
         return {
             place + name.removeprefix(path): self.object_stat(info)._replace(checksum=None)
-            for name, info in below.items()
+            for name, info in self._repeated(place, request).items()
+            if name.startswith(f"{path}/") and info["type"] == "file"
         }
 
     def read(self, url: str | Path, known: ObjectStat) -> bytes:
