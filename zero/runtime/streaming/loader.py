@@ -101,10 +101,12 @@ class Loader:
     ):
         if global_rows % hosts:
             raise UserError(f"a global batch of {global_rows} rows does not divide over {hosts} hosts")
-        is_mixture = isinstance(index, Mapping)
-        if is_mixture and not (shuffle and train_samples is None):
+        mixture: Mapping[str, Weight] = index if isinstance(index, Mapping) else {}
+        if mixture and not (shuffle and train_samples is None):
             raise UserError("a mixture of index files is shuffled, and takes no train_samples")
-        groups = _corpora(index)
+        # Each index file of a mixture is a corpus; others are one, all together.
+        groups: list[list[str | Path]] = [[name] for name in mixture]
+        groups = groups or [[index] if isinstance(index, str | Path) else list(index)]
         whole = [_used_shards(group, train_samples, skip_bad) for group in groups]
         crops = [_crop(crop, shards, context, skip_bad) for shards in whole]
         used = [
@@ -123,8 +125,8 @@ class Loader:
                 CorpusReader(shards, order, context, vocab_size, skip_bad, cache, only_completions, one, pairs, values)
             )
         self.rows = sum(corpus.rows for corpus in self.corpora)
-        self._names = [Path(name).stem for name in index] if isinstance(index, Mapping) else []
-        weights: list[Weight] = list(index.values()) if isinstance(index, Mapping) else [1]
+        self._names = [Path(name).stem for name in mixture]
+        weights: list[Weight] = list(mixture.values()) or [1]
         part = global_rows // streams  # rows of each stream per batch
         self._mixture = StagedMixture(
             tuple((step * part, Mixture(exact_weights(one), streams)) for step, one in weight_stages(weights))
@@ -136,10 +138,10 @@ class Loader:
         if self.total_batches == 0:
             raise UserError(f"{max_epochs} epochs of {self.rows} rows do not fill one batch of {global_rows}")
         self._dropped = 0
-        if max_epochs is not None and shuffle and not is_mixture:
+        if max_epochs is not None and shuffle and not mixture:
             self._dropped = max_epochs * self.rows % global_rows
         self._identity = {
-            "shards": _fingerprint(used, self._mixture if is_mixture else None),
+            "shards": _fingerprint(used, self._mixture if mixture else None),
             "global_rows": global_rows,
             "seed": seed,
             "shuffle": int(shuffle),
@@ -244,13 +246,6 @@ def batches_done(cursor: dict[str, int] | None, identity: dict[str, int]) -> int
                 raise UserError("the saved data cursor belongs to other shards than the index file lists now")
             raise UserError(f"the saved data cursor belongs to {key}={before}, not to {key}={value}")
     return cursor["batches"]
-
-
-def _corpora(index: str | Path | Sequence[str | Path] | Mapping[str, Weight]) -> list[list[str | Path]]:
-    """The index files of each corpus: each one of a mixture is a corpus, otherwise all together are one."""
-    if isinstance(index, Mapping):
-        return [[one] for one in index]
-    return [[index] if isinstance(index, str | Path) else list(index)]
 
 
 def _used_shards(indices: list[str | Path], train_samples: int | None, skip_bad: bool) -> list[tuple[Shard, int]]:
