@@ -50,7 +50,8 @@ def write_shards(
     workers = workers or (1 if is_cheap else useful_workers(source))
     bar.set_description(os.path.basename(place))
     bar.reset(source.size)
-    with _ShardPublisher(place, manifest) as publisher:
+    with ThreadPoolExecutor(1) as thread:
+        publisher = _ShardPublisher(place, manifest, thread)
         splits = manifests.splits_of(manifest)
         writers = [_SplitWriter(split, manifest, tokenizer, publisher) for split in splits]
 
@@ -71,6 +72,7 @@ def write_shards(
             bar.update(unit.size)
         for writer in writers:
             writer.close(number)
+        publisher.wait()
     return [writer.counts for writer in writers]
 
 
@@ -80,28 +82,22 @@ def useful_workers(source: Source) -> int:
 
 
 class _ShardPublisher:
-    """Writes shards and records them in the manifest, in a thread of its own."""
+    """Writes shards and records them in the manifest, in a thread."""
 
-    def __init__(self, place: str, manifest: dict[str, Any]):
-        self._place, self._manifest = place, manifest
-        self._thread = ThreadPoolExecutor(1)
+    def __init__(self, place: str, manifest: dict[str, Any], thread: ThreadPoolExecutor):
+        self._place, self._manifest, self._thread = place, manifest, thread
         self._pending: deque[Future[None]] = deque()
         self._recorded = 0
-
-    def __enter__(self) -> _ShardPublisher:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._thread.shutdown()
-        if kind is None:
-            for future in self._pending:
-                future.result()
 
     def add(self, split: str, data: bytes, counts: dict[str, int], position: UnitPosition) -> None:
         """`counts` of a shard are recorded beside its name, its rows among them."""
         if len(self._pending) > 1:
             self._pending.popleft().result()
         self._pending.append(self._thread.submit(self._publish, split, data, counts, position))
+
+    def wait(self) -> None:
+        for future in self._pending:
+            future.result()
 
     def _publish(self, split: str, data: bytes, counts: dict[str, int], position: UnitPosition) -> None:
         shards = self._manifest[split]["shards"]
