@@ -91,7 +91,7 @@ class _Product(nn.Module):
 
     @nn.compact
     def __call__(self) -> tuple[jax.Array, jax.Array | None]:
-        kernel: jax.Array = self.param("kernel", kernel_init(self.config, str(self.name)), self.shape)
+        kernel = self.param("kernel", kernel_init(self.config, str(self.name)), self.shape)
         if not self.config.mlp_bias:
             return kernel, None
         return kernel, self.param("bias", nn.initializers.zeros, (*self.shape[:-2], self.shape[-1]))
@@ -230,7 +230,7 @@ class Experts(nn.Module):
 
         def of(name: str, x: jax.Array, parts: int = 1) -> jax.Array:
             kernel_EIO, bias_EO = weights[name]
-            y: jax.Array = product(x, kernel_EIO)
+            y = product(x, kernel_EIO)
             return y if bias_EO is None else y + spread(bias_EO / parts)
 
         activation, hidden = self.config.activation, of("mlp_in", x)

@@ -347,15 +347,14 @@ class GatedUnit(nn.Module):
             memory = empty_memory(config, (rows,), block, self.dtype, self.cut)
         heads = Heads(q_BTK, q_distance_BTK, k_BTK.astype(self.dtype), codes_BT, v_BTV)
         out_BTV, memory = attend(heads, r_WK, codes_SK, memory, position, known, cache_gradient=config.cache_gradient)
-        out_BTD: jax.Array = self._dense(dim, "attention_out")(out_BTV * gate_BTV)
+        out_BTD = self._dense(dim, "attention_out")(out_BTV * gate_BTV)
         return self.cut.sum_positions(out_BTD), memory
 
     def _dense(self, features: int, name: str) -> nn.Dense:
         return nn.Dense(features, False, dtype=self.dtype, kernel_init=kernel_init(self.config, name), name=name)
 
     def _normed(self, x: jax.Array) -> jax.Array:
-        normed: jax.Array = nn.RMSNorm(self.config.norm_epsilon, dtype=jnp.float32, use_scale=False)(x)
-        return normed
+        return nn.RMSNorm(self.config.norm_epsilon, dtype=jnp.float32, use_scale=False)(x)
 
 
 class RecurrentState(NamedTuple):

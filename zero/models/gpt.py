@@ -287,8 +287,7 @@ class GPT(nn.Module):
         """The module of one entry of the stack of layers, to apply to its own variables."""
         lifted: Any = self.lift(scanned_layer(self.config), STACK)
         options: Any = {name: getattr(self, name) for name in ("group", "kernel", "drops", "adapters")}
-        layer: Layer = lifted(self.config, self.dtype, self.blockwise_from, window, cut, **options, parent=None)
-        return layer
+        return lifted(self.config, self.dtype, self.blockwise_from, window, cut, **options, parent=None)
 
     def embed(
         self,

@@ -101,8 +101,7 @@ class Sinks(nn.Module):
 
     @nn.compact
     def __call__(self) -> jax.Array:
-        logits_H: jax.Array = self.param("logits", nn.initializers.normal(0.02), (self.heads,))
-        return logits_H
+        return self.param("logits", nn.initializers.normal(0.02), (self.heads,))
 
 
 class TransformerLayer(Layer):
@@ -154,8 +153,7 @@ class TransformerLayer(Layer):
         """Applies the norm before or after a sublayer, if there is one; the latter's name ends in `_after`."""
         if self.config.norm_place == ("before" if is_after else "after"):
             return x
-        normed: jax.Array = make_norm(self.config, self.dtype, name + "_after" * is_after)(x)
-        return normed
+        return make_norm(self.config, self.dtype, name + "_after" * is_after)(x)
 
     def _dense(
         self,
@@ -167,19 +165,13 @@ class TransformerLayer(Layer):
         total: Any = None,
     ) -> jax.Array:
         """The output of a dense layer; arguments as of `Dense`, `keys_B` are for its adapter."""
-        options: Any = {
-            "dtype": self.dtype,
-            "kernel_init": kernel_init(self.config, name),
-            "name": name,
-            "total": total,
-        }
-        y_BTX: jax.Array
+        initializer = kernel_init(self.config, name)
+        options: Any = {"dtype": self.dtype, "kernel_init": initializer, "name": name, "total": total}
         if self.adapters is not None and name in self.adapters.targets:
             options |= {"adapters": self.adapters, "keys_B": keys_B, "stack": None if total is None else self.cut.stack}
             y_BTX = AdaptedDense(math.prod(features), use_bias, **options)(lax.collapse(x_BTX, 2))
             return y_BTX.reshape(*y_BTX.shape[:2], *features)
-        y_BTX = Dense(features, use_bias, **options)(x_BTX)
-        return y_BTX
+        return Dense(features, use_bias, **options)(x_BTX)
 
     def _residual_dense(self, x_BTX: jax.Array, name: str, keys_B: jax.Array | None, use_bias: bool) -> jax.Array:
         """The output of a dense layer whose input is cut."""
@@ -257,8 +249,7 @@ class TransformerLayer(Layer):
             return self._attend(cut, windows[0], *arguments)
         # Without the checkpoint `lax.switch` would store the residuals of every branch.
         branches = [jax.checkpoint(partial(self._attend, cut, window)) for window in windows]
-        attended_BTHK: jax.Array = lax.switch(layer % len(windows), branches, *arguments)
-        return attended_BTHK
+        return lax.switch(layer % len(windows), branches, *arguments)
 
     def _attend(
         self,

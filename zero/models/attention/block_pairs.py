@@ -86,8 +86,7 @@ class Blocks(NamedTuple):
         if not self.form.window or self.form.cut.ring == 1:
             return add(carry)
         is_near = s_R[0] + self.block > t_Q[0] - self.form.window + 1
-        near: Carry = lax.cond(is_near, add, lambda carry: carry, carry)
-        return near
+        return lax.cond(is_near, add, lambda carry: carry, carry)
 
 
 def block_scores(

@@ -242,7 +242,7 @@ def splash_attention(
 
     def one_row(q_THK: jax.Array, k_TGK: jax.Array, v_TGK: jax.Array, starts_T: jax.Array | None) -> jax.Array:
         segments = None if starts_T is None else splash_attention_kernel.SegmentIds(starts_T, starts_T)
-        attended: jax.Array = attend(*(x.swapaxes(0, 1) for x in (q_THK, k_TGK, v_TGK)), segment_ids=segments)
+        attended = attend(*(x.swapaxes(0, 1) for x in (q_THK, k_TGK, v_TGK)), segment_ids=segments)
         return attended.swapaxes(0, 1).astype(q_THK.dtype)
 
     q_BTHK = q_BTHK * _scale(q_BTHK, form)

@@ -53,7 +53,7 @@ def _turn(x_BTX: jax.Array, cos_BTK: jax.Array, sin_BTK: jax.Array, interpret: b
             x = x_ref[0, :, at].astype(jnp.float32)
             out_ref[0, :, at] = (x * cos + pltpu.roll(x, width // 2, 1) * sin).astype(out_ref.dtype)
 
-    turned: jax.Array = pl.pallas_call(
+    return pl.pallas_call(
         kernel,
         grid=(rows, positions // size),
         in_specs=[block, angles, angles],
@@ -63,7 +63,6 @@ def _turn(x_BTX: jax.Array, cos_BTK: jax.Array, sin_BTK: jax.Array, interpret: b
         interpret=interpret,
         name="zero_rotary",
     )(x_BTX, cos_BTK, sin_BTK)
-    return turned
 
 
 def _forward(x_BTX: jax.Array, cos_BTK: jax.Array, sin_BTK: jax.Array, interpret: bool) -> Any:

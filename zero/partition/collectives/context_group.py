@@ -71,8 +71,7 @@ class ContextGroup(ModelParallel):
         """The arrays of the previous device of the group; the first device gets those of the last."""
         groups = self.axis.context_groups()
         pairs = [pair for group in groups for pair in zip(group, [*group[1:], group[0]], strict=True)]
-        shifted: Tree = jax.tree.map(lambda x: lax.ppermute(x, self.axis.name, pairs), tree)
-        return shifted
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis.name, pairs), tree)
 
     def input_positions(self, x_BT: jax.Array) -> jax.Array:
         """This device's positions `(B, T / c)` of whole rows.
