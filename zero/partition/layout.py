@@ -150,20 +150,12 @@ class Layout:
         parts = (("lacks", lacking), ("has, unexpectedly,", unknown))
         return "; ".join(f"it {verb} {_some(names)}" for verb, names in parts if names)
 
-    def wholes_of(self, tree: PyTree) -> list[Any]:
-        """The leaves of a tree of whole arrays.
+    def gathered_of(self, tree: PyTree) -> list[Any]:
+        """The leaves of a tree as they are gathered: whole arrays, or parts if tensor groups cut them.
 
         Raises:
           ValueError: a leaf has another shape, or the tree another structure.
         """
-        leaves = self.leaves_of(tree)
-        for leaf, x in zip(self.leaves, leaves, strict=True):
-            if np.shape(x) != leaf.shape:
-                raise ValueError(f"leaf {leaf.name}: expected the whole array, {leaf.shape}, got {np.shape(x)}")
-        return leaves
-
-    def gathered_of(self, tree: PyTree) -> list[Any]:
-        """The leaves of a tree as they are gathered, whole arrays or parts; raises as `wholes_of`."""
         leaves = self.leaves_of(tree)
         for leaf, x in zip(self.leaves, leaves, strict=True):
             if np.shape(x) != leaf.gathered_shape:
@@ -172,7 +164,7 @@ class Layout:
         return leaves
 
     def shards_of(self, tree: PyTree) -> list[Any]:
-        """The leaves of a tree of shards; raises as `wholes_of`."""
+        """The leaves of a tree of shards; raises as `gathered_of`."""
         leaves = self.leaves_of(tree)
         for leaf, x in zip(self.leaves, leaves, strict=True):
             if np.shape(x) != leaf.shard_shape:

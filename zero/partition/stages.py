@@ -45,12 +45,10 @@ def shard(tree: PyTree, layout: Layout, axis: AxisLike) -> PyTree:
     >>> jax.pmap(lambda _: zero.shard(params, layout, "batch"), "batch")(np.ones(n))["w"][0].tolist()
     [0.0, 1.0]
     """
-    axis = checked_axis(layout, axis)
+    on = checked_axis(layout, axis)
+    layout.without_parts().gathered_of(tree)  # raises if a leaf is not whole
     with jax.named_scope("zero_shard"):
-        full = layout.wholes_of(tree)
-        return layout.treedef.unflatten(
-            [arrays.slice_array(jnp.asarray(x), leaf, axis) for leaf, x in zip(layout.leaves, full, strict=True)]
-        )
+        return layout.map(lambda leaf, x: arrays.slice_array(jnp.asarray(x), leaf, on), tree)
 
 
 def gather(
@@ -121,14 +119,9 @@ def sum_copies(tree: PyTree, layout: Layout, axis: Axis) -> PyTree:
     >>> bool((sums["w"] == n).all())
     True
     """
-    shards = layout.shards_of(tree)
+    layout.shards_of(tree)  # raises if a leaf is no shard
     with jax.named_scope("zero_sum_copies"):
-        return layout.treedef.unflatten(
-            [
-                arrays.sum_copies_of_array(x, axis) if leaf.splits else x
-                for leaf, x in zip(layout.leaves, shards, strict=True)
-            ]
-        )
+        return layout.map(lambda leaf, x: arrays.sum_copies_of_array(x, axis) if leaf.splits else x, tree)
 
 
 def scatter_mean(tree: PyTree, layout: Layout, axis: AxisLike, **dtypes: DTypeLike | None) -> PyTree:
