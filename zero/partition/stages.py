@@ -240,7 +240,9 @@ def _lift(
     def leave(variables: PyTree) -> PyTree:
         if "shards" in variables:  # A further call at init: the original shards, not rounded to dtype.
             return {"params": variables["shards"]}
-        return {name: shard(_as_held(params, layout), layout, axis) for name, params in variables.items()}
+        # Cast layer by layer: later, whole stacks would exist in both dtypes.
+        held = {name: layout.map(lambda leaf, x: x.astype(leaf.dtype), full) for name, full in variables.items()}
+        return {name: shard(full, layout, axis) for name, full in held.items()}
 
     # Two lifts: a module that maps its own variables in use, such as WeightNorm, would map "shards" as well.
     collections = ["params", "gathered", "gradients", "shards"]
@@ -255,11 +257,6 @@ def _lift(
         return method
 
     return type(target.__name__, (making,), {name: lifted(name) for name in methods or ["__call__"]})
-
-
-def _as_held(full: PyTree, layout: Layout) -> PyTree:
-    """Casts new parameters of a layer to the layout's dtypes; later, whole stacks would exist in both."""
-    return layout.map(lambda leaf, x: x.astype(leaf.dtype), full)
 
 
 def pinned(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
@@ -282,16 +279,8 @@ def pinned(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
     return jax.tree.map(one, tree)
 
 
-def _borrow(
-    shards: PyTree,
-    full: PyTree,
-    layout: Layout,
-    axis: Axis,
-    *,
-    wire_dtype: DTypeLike | None,
-    reduce_dtype: DTypeLike | None,
-) -> PyTree:
-    """`full`, whose gradient is reduce-scattered to `shards` instead of flowing to `full`.
+def _borrow(shards: PyTree, full: PyTree, layout: Layout, axis: Axis, **dtypes: DTypeLike | None) -> PyTree:
+    """`full`, whose gradient is reduce-scattered to `shards` instead of flowing to `full`; dtypes as of `scatter_sum`.
 
     Scatter and gather are each other's derivative, so higher derivatives are right in reverse mode, for any wire
     dtype. jax refuses forward mode.
@@ -307,9 +296,7 @@ def _borrow(
 
     @jax.custom_vjp
     def scatter(full_grads: PyTree) -> PyTree:
-        return cast(
-            scatter_sum(full_grads, layout, axis, wire_dtype=wire_dtype, reduce_dtype=reduce_dtype), shard_dtypes
-        )
+        return cast(scatter_sum(full_grads, layout, axis, **dtypes), shard_dtypes)
 
     borrow.defvjp(lambda shards, full: (borrow(shards, full), None), lambda _, grads: (scatter(grads), None))
     scatter.defvjp(lambda grads: (scatter(grads), None), lambda _, x: (cast(gather(x, layout, axis), full_dtypes),))
