@@ -219,11 +219,8 @@ def shard_state(
         return _shard_state_on_mesh(opt_state, tx, params, devices)
     axis, devices, layout = _layout(tx, params, devices)
     check_structure(opt_state, layout)
-    local = _local_positions(devices)
-    shard_of = np.asarray(axis.shard_of_device(), np.int32)
-    index = stack_local(
-        [shard_of[position, None, None] for position, _ in local], [device for _, device in local], axis.name
-    )
+    numbers = np.arange(layout.shards, dtype=np.int32)
+    index = _spread(numbers, _numbers_leaf(layout.shards), axis, devices)
     return ShardedState(from_host(opt_state, layout, axis, devices), index)
 
 
@@ -266,7 +263,7 @@ def _whole_state_of_mesh(opt_state: ShardedState, tx: ShardedOptimizer, params: 
     numbers = opt_state.shard.shape[0]
     layout, leaves = _state_on_mesh(tx, params, {str(_checked_optimizer(tx).axis): numbers})
     check_structure(opt_state.slices, layout)
-    index = leaf_on_mesh(LeafLayout(("shard",), (numbers,), np.dtype(np.int32), ()), tx.axis)
+    index = leaf_on_mesh(_numbers_leaf(numbers), tx.axis)
     _meet(timeout)
     held, *wholes = read([opt_state.shard, *layout.treedef.flatten_up_to(opt_state.slices)], [index, *leaves])
     if held.tolist() != list(range(numbers)):
@@ -279,10 +276,13 @@ def _shard_state_on_mesh(opt_state: PyTree, tx: ShardedOptimizer, params: PyTree
     check_structure(opt_state, layout)
     wholes = layout.treedef.flatten_up_to(opt_state)
     arrays = [write(_checked_whole(x, one.leaf, one.shape), one, mesh) for one, x in zip(leaves, wholes, strict=True)]
-    numbers = np.arange(layout.shards, dtype=np.int32)
-    split = (Split(0, layout.shards, layout.shards),)
-    index = leaf_on_mesh(LeafLayout(("shard",), numbers.shape, numbers.dtype, split), tx.axis)
+    numbers, index = np.arange(layout.shards, dtype=np.int32), leaf_on_mesh(_numbers_leaf(layout.shards), tx.axis)
     return ShardedState(layout.treedef.unflatten(arrays), write(numbers, index, mesh))
+
+
+def _numbers_leaf(shards: int) -> LeafLayout:
+    """The layout of `ShardedState.shard`: the numbers of all slices, of which each device has its own."""
+    return LeafLayout(("shard",), (shards,), np.dtype(np.int32), (Split(0, shards, shards),))
 
 
 def to_host(
@@ -367,15 +367,14 @@ def from_host(
             lambda leaf, x: write(_checked_whole(x, leaf, leaf.shape), leaf_on_mesh(leaf, name), mesh), tree
         )
     on, ordered = axis_and_devices(layout, axis, devices)
-    local = _local_positions(ordered)
-    shard_of = on.shard_of_device()
+    return layout.map(lambda leaf, x: _spread(_checked_whole(x, leaf, leaf.shape), leaf, on, ordered), tree)
 
-    def one(leaf: LeafLayout, x: Any) -> jax.Array:
-        whole = _checked_whole(x, leaf, leaf.shape)
-        parts = (_padded_slice(whole, leaf, shard_of[position]) for position, _ in local)
-        return stack_local([part[None] for part in parts], [device for _, device in local], on.name)
 
-    return layout.map(one, tree)
+def _spread(whole: Any, leaf: LeafLayout, axis: Axis, devices: Sequence[jax.Device]) -> jax.Array:
+    """The slices of a whole array on this process's devices, as pmap returns them."""
+    shards = zip(devices, axis.shard_of_device(), strict=True)
+    local = {device: shard for device, shard in shards if device.process_index == jax.process_index()}
+    return stack_local([_padded_slice(whole, leaf, shard)[None] for shard in local.values()], list(local), axis.name)
 
 
 def _checked_whole(x: Any, leaf: LeafLayout, shape: tuple[int, ...]) -> Any:
@@ -411,11 +410,6 @@ def _layout(
     axis = axis if isinstance(axis, Axis) else Axis(axis, (1, size))
     layout = derive_layout(tx.unsharded.init, make_layout(params, axis.shards))
     return *axis_and_devices(layout, axis, devices), layout
-
-
-def _local_positions(devices: Sequence[jax.Device]) -> list[tuple[int, jax.Device]]:
-    """This process's devices with their positions on the pmap axis."""
-    return [(i, device) for i, device in enumerate(devices) if device.process_index == jax.process_index()]
 
 
 def _may_hold(layout_dtype: Any, dtype: Any) -> bool:
