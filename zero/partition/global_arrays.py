@@ -79,7 +79,7 @@ def to_global(
     (mesh, name), arrays = _labels(layout, axis, devices), layout.leaves_of(tree)
     for leaf, x in zip(layout.leaves, arrays, strict=True):
         if isinstance(devices, Mesh):
-            check_global(leaf, x)
+            check_global(leaf_on_mesh(leaf, name), x)
         else:
             local_shards(leaf, x, axis_and_devices(layout, axis, devices)[1])
         if x.dtype != leaf.dtype:

@@ -45,20 +45,20 @@ class MeshLeaf(NamedTuple):
     def padded_shape(self) -> tuple[int, ...]:
         return tuple(n * size for n, size in zip(self.parts, self.leaf.padded_shape, strict=True))
 
-    def _by_part(self, x: Any, fit: Callable[[Any, int, int, int], Any], sizes: Sequence[int]) -> Any:
+    def _by_part(self, x: Any, fit: Callable[[Any, int, int], Any], sizes: Sequence[int]) -> Any:
         """`x` with each part of each dimension cropped or padded to `sizes`."""
         for dim, (n, size) in enumerate(zip(self.parts, sizes, strict=True)):
             if x.shape[dim] != n * size:
                 split = x.reshape(*x.shape[:dim], n, -1, *x.shape[dim + 1 :])
-                x = fit(split, dim + 1, size, x.ndim).reshape(*x.shape[:dim], n * size, *x.shape[dim + 1 :])
+                x = fit(split, dim + 1, size).reshape(*x.shape[:dim], n * size, *x.shape[dim + 1 :])
         return x
 
     def cropped(self, x: Any) -> Any:
-        return self._by_part(x, lambda x, dim, size, _: x[(slice(None),) * dim + (slice(size),)], self.leaf.shape)
+        return self._by_part(x, lambda x, dim, size: x[(slice(None),) * dim + (slice(size),)], self.leaf.shape)
 
     def padded(self, x: Any) -> Any:
-        def pad(x: Any, dim: int, size: int, ndim: int) -> Any:
-            return np.pad(x, [(0, size - x.shape[dim] if i == dim else 0) for i in range(ndim + 1)])
+        def pad(x: Any, dim: int, size: int) -> Any:
+            return np.pad(x, [(0, size - x.shape[dim] if i == dim else 0) for i in range(x.ndim)])
 
         return self._by_part(x, pad, self.leaf.padded_shape)
 
@@ -135,14 +135,14 @@ def _mesh_leaf(leaf: LeafLayout, axes: list[tuple[str, ...]], sizes: dict[str, i
     return MeshLeaf(leaf, tuple((*names, axis_name) if d in own else names for d, names in enumerate(axes)), parts)
 
 
-def check_global(leaf: LeafLayout | MeshLeaf, x: Any) -> None:
+def check_global(leaf: MeshLeaf, x: Any) -> None:
     """Raises if `x` is not the global array of this leaf."""
     if np.shape(x) != leaf.padded_shape or not isinstance(x, jax.Array):
-        name = leaf.leaf.name if isinstance(leaf, MeshLeaf) else leaf.name
         where = "" if isinstance(x, jax.Array) else " on the host"
         raise ValueError(
-            f"leaf {name}: expected the global array that shard_map returns, {leaf.padded_shape}, padding included, "
-            f"got {np.shape(x)}{where}; where other axes of the mesh cut parameters, pass these with their shardings"
+            f"leaf {leaf.leaf.name}: expected the global array that shard_map returns, {leaf.padded_shape}, padding "
+            f"included, got {np.shape(x)}{where}; where other axes of the mesh cut parameters, pass these with their "
+            "shardings"
         )
 
 

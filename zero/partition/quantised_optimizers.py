@@ -248,11 +248,8 @@ def convert_adam(
         middle = jnp.uint32(1 << 15)
         return AdamCode.of(b1, b2, eps).encode(_wide(m), _wide(v), middle, middle)
 
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(state.mu)
-    rows = zip(leaves, *map(treedef.flatten_up_to, (state.nu, dtypes.mu, dtypes.nu)), strict=True)
-    pairs = [one(*row) for row in rows]
-    mu, nu = (treedef.unflatten([pair[i] for pair in pairs]) for i in range(2))
+    pairs = jax.tree.map(one, state.mu, state.nu, dtypes.mu, dtypes.nu)
+    mu, nu = (jax.tree.map(lambda _, pair, i=i: pair[i], state.mu, pairs) for i in range(2))
     return optax.ScaleByAdamState(state.count, mu, nu)
 
 
