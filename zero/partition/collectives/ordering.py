@@ -22,7 +22,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_par
 from zero.partition.collectives.axis import check_untracked
 from zero.partition.layout import PyTree
 
-COLLECTIVES = ("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all", "reduce_scatter")
+# How the names of operations begin that all devices have to run together.
+COLLECTIVES = (
+    *("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all", "reduce_scatter"),
+    "unreduced_",
+)
 INLINED = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -88,8 +92,8 @@ class _Runner:
             inner = eqn.params[INLINED[eqn.primitive.name]]
             closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
             return self.run(closed.jaxpr, closed.consts, args)
-        if not _has_collective(eqn):
-            return _bind(eqn, eqn.params, args)
+        if not has_collective(eqn):
+            return bind(eqn, args)
         if self.zero is not None:
             args = [_tie(x, self.zero) if index in _waiting(eqn) else x for index, x in enumerate(args)]
         constants: list[Any] = []
@@ -101,7 +105,7 @@ class _Runner:
             raise ValueError(
                 f"in_order: a jax.jit inside {eqn.primitive.name} uses an array from outside; pass it as an argument"
             )
-        results = _bind(eqn, params, [*args, *constants])
+        results = bind(eqn.replace(params=params), [*args, *constants])
         self.zero = _zeros_of(results) if self.is_tied else None
         return results
 
@@ -116,12 +120,13 @@ def _level(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def _is_nested(eqn: JaxprEqn) -> bool:
-    return not eqn.primitive.name.startswith(COLLECTIVES) and _has_collective(eqn)
+    return not eqn.primitive.name.startswith(COLLECTIVES) and has_collective(eqn)
 
 
-def _has_collective(eqn: JaxprEqn) -> bool:
+def has_collective(eqn: JaxprEqn) -> bool:
+    """Whether an operation is a collective, or calls one."""
     return eqn.primitive.name.startswith(COLLECTIVES) or any(
-        _has_collective(inner) for jaxpr in jaxprs_in_params(eqn.params) for inner in jaxpr.eqns
+        has_collective(inner) for jaxpr in jaxprs_in_params(eqn.params) for inner in jaxpr.eqns
     )
 
 
@@ -145,7 +150,7 @@ def _map_jaxprs(value: Any, constants: list[Any], is_remat: bool, carry: Sequenc
 
 
 def _ordered_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], carry: Sequence[int]) -> ClosedJaxpr:
-    if not any(_has_collective(eqn) for eqn in jaxpr.eqns):
+    if not any(map(has_collective, jaxpr.eqns)):
         return ClosedJaxpr(jaxpr, consts)
     avals: list[Any] = [var.aval for var in jaxpr.invars]
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
@@ -213,6 +218,9 @@ def _tie(x: Any, zero: jax.Array) -> Any:
     )
 
 
-def _bind(eqn: JaxprEqn, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
-    results = eqn.primitive.bind(*args, **params)
-    return list(results) if eqn.primitive.multiple_results else [results]
+def bind(eqn: JaxprEqn, xs: Sequence[Any]) -> list[Any]:
+    """Evaluates an operation unchanged."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    result = eqn.primitive.bind(*functions, *xs, **params)
+    return list(result) if eqn.primitive.multiple_results else [result]

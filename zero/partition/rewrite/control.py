@@ -12,24 +12,9 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from zero.partition.collectives.arrays import scatter_sum_array
-from zero.partition.collectives.ordering import scan_carry
+from zero.partition.collectives.ordering import bind, has_collective, scan_carry
 from zero.partition.layout import LeafLayout, Split
-from zero.partition.rewrite.interpreter import (
-    Interpreter,
-    NotElementwiseError,
-    Rule,
-    Value,
-    bind,
-    primitives,
-    whole_shape,
-)
-
-# Operations that all devices have to run together.
-_COLLECTIVES = """
-all_gather all_gather_reduced all_to_all pmax pmin ppermute psum psum_invariant ragged_all_to_all
-reduce_scatter unreduced_psum unreduced_reduce_scatter
-"""
-COLLECTIVES = frozenset(_COLLECTIVES.split())
+from zero.partition.rewrite.interpreter import Interpreter, NotElementwiseError, Rule, Value, whole_shape
 
 
 def _values(xs: Sequence[Any], splits: Sequence[Split | None]) -> list[Value]:
@@ -138,7 +123,7 @@ def _own(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list
     An operation with collectives, or with a result that cannot be sent, runs on all devices.
     """
     avals: list[Any] = [var.aval for var in eqn.outvars]
-    if primitives(eqn) & COLLECTIVES or any(jnp.issubdtype(aval.dtype, jax.dtypes.extended) for aval in avals):
+    if has_collective(eqn) or any(jnp.issubdtype(aval.dtype, jax.dtypes.extended) for aval in avals):
         return None
     full = [interpreter.place(arg, None, eqn).x for arg in args]
     owner = min(range(interpreter.axis.size), key=lambda device: interpreter.owned.get(device, 0))

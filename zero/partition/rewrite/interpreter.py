@@ -11,11 +11,12 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zero.partition.collectives.arrays import gather_array, slice_array
 from zero.partition.collectives.axis import Axis
+from zero.partition.collectives.ordering import bind
 from zero.partition.layout import LeafLayout, Split
 from zero.partition.rewrite.joined import Joined
 
@@ -245,22 +246,6 @@ class Interpreter:
             f"{transform} is not element-wise: {eqn.primitive.name} {why}. Unchanged, it would be wrong on shards; "
             f"{right}zero.across_shards(...) around it, which communicates"
         )
-
-
-def bind(eqn: JaxprEqn, xs: Sequence[Any]) -> list[Any]:
-    """Evaluates the operation unchanged."""
-    params = eqn.primitive.get_bind_params(eqn.params)
-    functions, params = params if isinstance(params, tuple) else ((), params)
-    result = eqn.primitive.bind(*functions, *xs, **params)
-    return list(result) if eqn.primitive.multiple_results else [result]
-
-
-def primitives(eqn: JaxprEqn) -> set[str]:
-    """The names of an operation and of all those that it calls."""
-    names = {eqn.primitive.name}
-    for jaxpr in jaxprs_in_params(eqn.params):
-        names |= set[str]().union(*map(primitives, jaxpr.eqns))
-    return names
 
 
 def _transform(eqns: Sequence[JaxprEqn]) -> str:

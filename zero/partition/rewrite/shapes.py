@@ -12,8 +12,9 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from zero.partition.collectives.arrays import fill_padding
+from zero.partition.collectives.ordering import bind
 from zero.partition.layout import Split
-from zero.partition.rewrite.interpreter import Interpreter, Rule, Value, bind
+from zero.partition.rewrite.interpreter import Interpreter, Rule, Value
 from zero.partition.rewrite.joined import Joined, joined_dim
 
 
