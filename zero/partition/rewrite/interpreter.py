@@ -84,6 +84,13 @@ class Value(NamedTuple):
         return dataclasses.replace(self.split, dim=dim)
 
 
+def largest_split(args: Sequence[Value]) -> Split:
+    """The split of the largest value, of which at least one is split."""
+    split = max((arg for arg in args if arg.split), key=lambda arg: math.prod(arg.shape)).split
+    assert split
+    return split
+
+
 def _shard_shape(shape: Sequence[int], split: Split) -> tuple[int, ...]:
     return (*shape[: split.dim], split.shard_size, *shape[split.dim + 1 :])
 
@@ -163,8 +170,7 @@ class Interpreter:
 
     def elementwise(self, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
         """Slices all operands like the largest one, except those that are broadcast along the split."""
-        split = max((arg for arg in args if arg.split), key=lambda arg: math.prod(arg.shape)).split
-        assert split
+        split = largest_split(args)
 
         def placed(arg: Value) -> Any:
             is_broadcast = arg.split != split and (not arg.shape or arg.shape[split.dim] == 1)

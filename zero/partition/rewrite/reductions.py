@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -46,16 +47,9 @@ def _sum(x: jax.Array, axis: Axis) -> jax.Array:
     return lax.psum(total if axis.replicas == 1 else total / axis.replicas, axis.name).astype(x.dtype)
 
 
-def _largest(x: jax.Array, axis: Axis) -> jax.Array:
-    return _with_nan(lax.pmax(x, axis.name), x, axis)
-
-
-def _smallest(x: jax.Array, axis: Axis) -> jax.Array:
-    return _with_nan(lax.pmin(x, axis.name), x, axis)
-
-
-def _with_nan(extreme: jax.Array, x: jax.Array, axis: Axis) -> jax.Array:
-    """`extreme`, or NaN if any device has one: XLA's all-reduce by maximum drops NaN on CPU."""
+def _extreme(collective: Callable[..., jax.Array], x: jax.Array, axis: Axis) -> jax.Array:
+    """The extreme over devices, or NaN if any of them has one: XLA's all-reduce by maximum drops NaN on CPU."""
+    extreme = collective(x, axis.name)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return extreme
     return jnp.where(lax.psum(jnp.isnan(x).astype(jnp.int32), axis.name) > 0, jnp.asarray(jnp.nan, x.dtype), extreme)
@@ -111,8 +105,8 @@ def _dot_general(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value])
 RULES: dict[str, Rule] = {
     "dot_general": _dot_general,
     "reduce_and": _reduction(_all_bits, None),
-    "reduce_max": _reduction(_lowest, _largest),
-    "reduce_min": _reduction(_highest, _smallest),
+    "reduce_max": _reduction(_lowest, partial(_extreme, lax.pmax)),
+    "reduce_min": _reduction(_highest, partial(_extreme, lax.pmin)),
     "reduce_or": _reduction(lambda dtype: 0, None),
     "reduce_prod": _reduction(lambda dtype: 1, None),
     "reduce_sum": _reduction(lambda dtype: 0, _sum),

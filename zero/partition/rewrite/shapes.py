@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from zero.partition.collectives.arrays import fill_padding
 from zero.partition.collectives.ordering import bind
 from zero.partition.layout import Split
-from zero.partition.rewrite.interpreter import Interpreter, Rule, Value
+from zero.partition.rewrite.interpreter import Interpreter, Rule, Value, largest_split
 from zero.partition.rewrite.joined import Joined, joined_dim
 
 
@@ -26,17 +26,11 @@ def _replaced(sizes: Sequence[Any], dim: int, size: Any) -> tuple[Any, ...]:
     return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
-def _largest_split(args: Sequence[Value]) -> Split:
-    split = max((arg for arg in args if arg.split), key=lambda arg: math.prod(arg.shape)).split
-    assert split
-    return split
-
-
 def _along_others(name: str) -> Rule:
     """An operation along the dimensions in parameter `name`, which keeps the sizes of the others."""
 
     def rule(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
-        dims, split = eqn.params[name], _largest_split(args)
+        dims, split = eqn.params[name], largest_split(args)
         if split.dim in (dims if isinstance(dims, tuple) else (dims,)):
             return None
         return [Value(x, split) for x in bind(eqn, [interpreter.place(arg, split, eqn).x for arg in args])]
@@ -55,7 +49,7 @@ def _on_slice(split_of: Callable[[Value, JaxprEqn], Split | None]) -> Rule:
 
 
 def _stack(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
-    split = _largest_split(args)
+    split = largest_split(args)
     moved = dataclasses.replace(split, dim=split.dim + (eqn.params["axis"] <= split.dim))
     return [Value(x, moved) for x in bind(eqn, [interpreter.place(arg, split, eqn).x for arg in args])]
 
@@ -77,19 +71,21 @@ def _broadcast_in_dim(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Va
 def _reshape(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> list[Value] | None:
     """On slices, if the split dimension is also one of the new shape, is joined with the one before, or was joined."""
     (value,) = args
-    assert value.split
-    before = math.prod(value.shape[: value.split.dim])
     sizes, split = eqn.params["new_sizes"], value.split
-    if eqn.params["dimensions"] is None and interpreter.may_communicate:
+    assert split
+    if eqn.params["dimensions"] is not None:
+        return None
+    if interpreter.may_communicate:
         dim = joined_dim(value.shape, split, sizes)
         if dim is not None:
             joined = Joined.of(split, value.shape[split.dim - 1], dim)
             return [Value(lax.reshape(value.x, _replaced(sizes, dim, joined.shard_size)), joined)]
         if isinstance(split, Joined) and sizes == _in_chunks(value.shape, split):
             return [Value(split.in_chunks(value.x), split.apart)]
+    before = math.prod(value.shape[: split.dim])
     for dim, size in enumerate(sizes):
-        if size == value.split.size and math.prod(sizes[:dim]) == before and eqn.params["dimensions"] is None:
-            return [Value(lax.reshape(value.x, _replaced(sizes, dim, value.split.shard_size)), value.moved(dim))]
+        if size == split.size and math.prod(sizes[:dim]) == before:
+            return [Value(lax.reshape(value.x, _replaced(sizes, dim, split.shard_size)), value.moved(dim))]
     return None
 
 
@@ -123,9 +119,7 @@ def _slice(interpreter: Interpreter, eqn: JaxprEqn, args: Sequence[Value]) -> li
     stride = params["strides"][split.dim] if params["strides"] else 1
     if isinstance(split, Joined) and (params["start_indices"][split.dim], stride) == (0, 1):
         split = dataclasses.replace(split, size=params["limit_indices"][split.dim])  # the rest becomes padding
-        limits = _replaced(params["limit_indices"], split.dim, split.shard_size)
-        return [Value(x, split) for x in bind(_with_params(eqn, limit_indices=limits), [value.x])]
-    if (params["start_indices"][split.dim], params["limit_indices"][split.dim], stride) != (0, split.size, 1):
+    elif (params["start_indices"][split.dim], params["limit_indices"][split.dim], stride) != (0, split.size, 1):
         return None
     limits = _replaced(params["limit_indices"], split.dim, split.shard_size)
     return [Value(x, split) for x in bind(_with_params(eqn, limit_indices=limits), [value.x])]
