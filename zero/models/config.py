@@ -66,145 +66,59 @@ def _is_scaling(scaling: tuple[Any, ...]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
-    """One model; the keys of an entry in `conf/model_config.yaml`.
+    """One model; the keys of an entry in `conf/model_config.yaml`, which says what each means.
 
-    Attributes:
-      embedding_dim: D.
-      vocab_size: tokens; need not divide by anything.
-      num_head: H; divides `embedding_dim` if `head_dim` is None.
-      block_size: the longest context, T.
-      dropout: default of `attention_dropout` and `residual_dropout`.
-      N: layers, L.
-      alibi_attn: ALiBi (arXiv 2108.12409); False to use `positions`.
-      vocab_chunks: number of parts in which the vocabulary is embedded and scored; more parts need less memory.
-      embedding_norm: a norm after the embedding, as in BLOOM (arXiv 2211.05100, section 3.2.3).
-      norm_epsilon: epsilon of every norm.
-      positions: where `alibi_attn` is False: "learned", "rotary" (arXiv 2104.09864), "t5" (relative bias of 32 buckets
-        in each layer, arXiv 1910.10683, section 2.1), "sinusoidal" (added to embeddings times a learned scale, arXiv
-        2202.10447, which starts at 0) or "none".
-      rotary_base: base of the rotary frequencies.
-      rotary_fraction: fraction of a head's dimensions that is rotated.
-      rotary_scaling: factor, low and high frequency factor and original context of Llama 3.1 (arXiv 2407.21783);
-        ("linear", factor) (arXiv 2306.15595); ("yarn", factor, original context, fast and slow turns, factor of cosines
-        and sines) (arXiv 2309.00071, section 3), or "yarn_unrounded", with the ends of its ramp as they are;
-        ("dynamic", factor, original context), whose base grows with the number of positions beyond the original context
-        (NTK-aware); ("longrope", original context, factor of cosines and sines, then for each pair a divisor in rows of
-        up to the original context, then one in longer rows) (arXiv 2402.13753); None for none. The last two depend on
-        the number of positions of a row, padding included.
-      local_rotary_base: base in layers with a window, without scaling; None: they are as the others.
-      unrotated_every: the last of every so many layers has no rotary positions (arXiv 2501.18795); None: all have.
-      norm: "layer", "rms" (arXiv 1910.07467), or "rms_offset", whose gains are stored less 1.
-      norm_gains: whether norms have gains (and LayerNorm biases).
-      norm_place: "before" attention and MLP, "after" them (on their outputs), or "both".
-      qk_norm: a norm over each head of queries and of keys.
-      qk_norm_over: "head", or "projection" for one norm over all heads (OLMo 2, arXiv 2501.00656, section 2).
-      kv_heads: G, number of heads of keys and values, each shared by H / G query heads; None for H.
-      head_dim: K; None for D / H.
-      windows: number of positions that a query sees, itself included, for each layer of a repeating pattern; 0 for all.
-      attention_scale: scores are divided by the root of K ("sqrt"), by K ("linear"), or by nothing ("none"), or
-        multiplied by a number; None for "linear" with a parametrization of muP, else for "sqrt".
-      attention_cap: scores s become `cap tanh(s / cap)` (Gemma 2, arXiv 2408.00118, section 2); None for none.
-      extra_logit: a further logit of 0 in the denominator of each softmax; "learned" for one that each head learns
-        (attention sinks, gpt-oss, arXiv 2508.10925).
-      qkv_bias: whether queries, keys and values have biases.
-      out_bias: whether the output of attention has one.
-      parallel_residual: attention and MLP read the same stream (GPT-J, GPT-NeoX).
-      mlp_dim: F; None for 4 D.
-      activation: "gelu" (by tanh), "gelu_exact", "relu", "squared_relu", "selu", "silu", or with `gated`
-        "clamped_swiglu": SiLU of slope 1.702, input plus 1, both cut at 7 (gpt-oss, arXiv 2508.10925).
-      gated: the activation multiplies a second product with the input (arXiv 2002.05202).
-      mlp_bias: whether the MLP has biases; with experts, each of them and the router.
-      experts: E, number of MLPs among which each token is routed (GShard, arXiv 2006.16668); None for one MLP.
-      experts_per_token: number of most likely experts whose outputs are added, weighted by their probabilities.
-      experts_every: number of layers of which the last has experts; the others have one MLP.
-      expert_capacity: an expert takes `ceil(expert_capacity * T * experts_per_token / E)` tokens of each row of T,
-        and drops the others, in training alone; None: nothing is dropped.
-      expert_priority: which choices take the places of an expert: first choices before second ones ("choice", GShard),
-        or those of earlier positions before those of later ones ("position"), so that training too is causal.
-      normalise_router: the probabilities of the chosen experts are divided by their sum, as in Mixtral.
-      balance_loss: weight of the load-balancing loss of each row, the mean over layers of E times the sum over experts
-        of choices per token times mean probability (Switch, arXiv 2101.03961, eq. 4): `router_aux_loss_coef` of
-        transformers. It is `experts_per_token` where all experts are chosen equally.
-      router_z_loss: weight of the mean squared log-sum-exp of the router's logits (ST-MoE, arXiv 2202.08906, eq. 5).
-        Reported losses exclude both.
-      tied: the table that embeds tokens also scores them.
-      scale_embedding: embedded tokens are multiplied by the root of D.
-      embedding_multiplier: factor of embedded tokens.
-      residual_multiplier: factor of the outputs of attention and MLP before they are added to the stream.
-      scale_output: logits are divided by the root of D. The table then starts with a standard deviation of 1.
-      output_scale: logits are multiplied by this number.
-      final_norm: whether the stream is normalised before it is scored.
-      logit_cap: as `attention_cap`, for the final logits.
-      z_loss: weight of the squared log-sum-exp of the logits in the gradient (PaLM, arXiv 2204.02311, section 5);
-        losses are reported without it.
-      parametrization: initial weights and learning rates: "standard", or "mup" (arXiv 2203.03466), whose best learning
-        rate is the same at every width, or "mup_absolute", the same without a base width
-        (zero/models/parametrization.py).
-      mup_base_width: the `embedding_dim` at which "mup" leaves learning rates unchanged.
-      embedding_dropout: dropout of the input of the first layer.
-      attention_dropout: dropout of attention probabilities; None for `dropout`.
-      residual_dropout: dropout of both residual outputs; None for `dropout`.
-      init: standard deviations of initial weights: "gpt2", "fan_in" or "lingvo" (zero/models/parametrization.py); None
-        for "fan_in" with a parametrization of muP, else for "gpt2".
-      head_init: standard deviation of the head: "mup" for 1 / D, "fan_in" for its root, or "zero"; None for "mup" with
-        a parametrization of muP, else for that of `init`.
-      zero_init: names of matrices of layers that start at zero; True for query, attention_out and mlp_out (arXiv
-        2203.03466, section D.2), False for none.
-      layer: "transformer", or "gated_units": two gated attention units with vector-quantised keys
-        (zero/models/gated_unit.py), which use only the next four keys and those of norms and vocabulary.
-      codes: S, codes of each unit; 0 for keys without quantisation and no memory beyond the window.
-      vq_block: C, positions of a block; a query sees the single keys of its own block and of the block before.
-      key_width: K, width of queries and keys of a unit.
-      cache_gradient: whether gradients flow to values older than the block before.
-      commitment: weight of the commitment loss.
-      codebook_decay: decay of the moving averages of the codebook.
-      distance_base: base of the wavelengths of the distances of keys, and of sinusoidal positions.
-      distance_dropout: dropout of the features of distances.
-      layer_dropout: probability with which a row skips a unit.
+    Comments name the letters of sizes in shapes, sources, and what follows from None.
     """
 
-    embedding_dim: int
+    embedding_dim: int  # D
     vocab_size: int
-    num_head: int
-    block_size: int
+    num_head: int  # H; divides embedding_dim if head_dim is None
+    block_size: int  # the longest T
     dropout: float
-    N: int
-    alibi_attn: bool = True
+    N: int  # L
+    alibi_attn: bool = True  # arXiv 2108.12409
     vocab_chunks: int = 1
-    embedding_norm: bool = False
+    embedding_norm: bool = False  # as in BLOOM, arXiv 2211.05100, section 3.2.3
     norm_epsilon: float = 1e-6
+    # Rotary: arXiv 2104.09864; T5: arXiv 1910.10683, section 2.1; sinusoidal, times a learned scale that starts at 0:
+    # arXiv 2202.10447.
     positions: str = "learned"
     rotary_base: float = 10_000.0
     rotary_fraction: float = 1.0
+    # Llama 3.1: arXiv 2407.21783; linear: arXiv 2306.15595; YaRN: arXiv 2309.00071, section 3; longrope: arXiv
+    # 2402.13753. "dynamic" (NTK-aware) and "longrope" depend on the number of positions of a row, padding included.
     rotary_scaling: tuple[Any, ...] | None = None
-    local_rotary_base: float | None = None
-    unrotated_every: int | None = None
-    norm: str = "layer"
+    local_rotary_base: float | None = None  # None: layers with a window are as the others
+    unrotated_every: int | None = None  # arXiv 2501.18795
+    norm: str = "layer"  # RMSNorm: arXiv 1910.07467
     norm_gains: bool = True
     norm_place: str = "before"
     qk_norm: bool = False
-    qk_norm_over: str = "head"
-    kv_heads: int | None = None
-    head_dim: int | None = None
+    qk_norm_over: str = "head"  # over the projection: OLMo 2, arXiv 2501.00656, section 2
+    kv_heads: int | None = None  # G; None: H
+    head_dim: int | None = None  # K; None: D / H
     windows: tuple[int, ...] = (0,)
-    attention_scale: Any = None
-    attention_cap: float | None = None
-    extra_logit: bool | str = False
+    attention_scale: Any = None  # None: "linear" with a parametrization of muP, else "sqrt"
+    attention_cap: float | None = None  # Gemma 2, arXiv 2408.00118, section 2
+    extra_logit: bool | str = False  # learned: attention sinks of gpt-oss, arXiv 2508.10925
     qkv_bias: bool = True
     out_bias: bool = True
-    parallel_residual: bool = False
-    mlp_dim: int | None = None
-    activation: str = "gelu"
-    gated: bool = False
+    parallel_residual: bool = False  # GPT-J, GPT-NeoX
+    mlp_dim: int | None = None  # F; None: 4 D
+    activation: str = "gelu"  # clamped_swiglu: gpt-oss, arXiv 2508.10925
+    gated: bool = False  # arXiv 2002.05202
     mlp_bias: bool = True
-    experts: int | None = None
+    experts: int | None = None  # E; GShard, arXiv 2006.16668
     experts_per_token: int = 1
     experts_every: int = 1
     expert_capacity: float | None = None
     expert_priority: str = "choice"
-    normalise_router: bool = False
+    normalise_router: bool = False  # Mixtral
+    # E times the sum over experts of choices per token times mean probability (Switch, arXiv 2101.03961, eq. 4). It is
+    # `experts_per_token` where all experts are chosen equally.
     balance_loss: float = 0.0
-    router_z_loss: float = 0.0
+    router_z_loss: float = 0.0  # ST-MoE, arXiv 2202.08906, eq. 5
     tied: bool = True
     scale_embedding: bool = False
     embedding_multiplier: float = 1.0
@@ -213,19 +127,19 @@ class GPTConfig:
     output_scale: float = 1.0
     final_norm: bool = True
     logit_cap: float | None = None
-    z_loss: float = 0.0
-    parametrization: str = "standard"
+    z_loss: float = 0.0  # PaLM, arXiv 2204.02311, section 5
+    parametrization: str = "standard"  # muP: arXiv 2203.03466, zero/models/parametrization.py
     mup_base_width: int | None = None
-    init: str | None = None
-    head_init: str | None = None
-    zero_init: Any = ()
+    init: str | None = None  # None: "fan_in" with a parametrization of muP, else "gpt2"
+    head_init: str | None = None  # None: "mup" with a parametrization of muP, else as `init`
+    zero_init: Any = ()  # arXiv 2203.03466, section D.2
     embedding_dropout: float = 0.0
     attention_dropout: float | None = None
     residual_dropout: float | None = None
-    layer: str = "transformer"
-    codes: int = 512
-    vq_block: int = 512
-    key_width: int = 128
+    layer: str = "transformer"  # gated_units: zero/models/gated_unit.py, as are the next keys
+    codes: int = 512  # S
+    vq_block: int = 512  # C
+    key_width: int = 128  # K
     cache_gradient: bool = True
     commitment: float = 1e-4
     codebook_decay: float = 0.99
