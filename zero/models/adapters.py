@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from zero.models.elements import dropout
+from zero.models.elements import dropout, fold_keys
 
 LORA_A, LORA_B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
 LEAVES = (LORA_A, LORA_B, MAGNITUDE)
@@ -119,9 +119,7 @@ class AdaptedDense(nn.Module):
         kernel_IO = self.param("kernel", self.kernel_init, (inputs, self.features)).astype(self.dtype)
         a_IR = self.param(LORA_A, nn.initializers.zeros, (inputs, rank)).astype(self.dtype)
         b_RO = self.param(LORA_B, nn.initializers.zeros, (rank, self.features)).astype(self.dtype)
-        keys_B = self.keys_B
-        if keys_B is not None:
-            keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, PRODUCTS.index(str(self.name)))
+        keys_B = fold_keys(self.keys_B, PRODUCTS.index(str(self.name)))
         x = x.astype(self.dtype)
         low = _times(_times(dropout(x, self.adapters.dropout, keys_B), a_IR), b_RO)
         y = _times(x, kernel_IO) + self.adapters.scale * low

@@ -129,6 +129,11 @@ def make_norm(config: GPTConfig, dtype: DTypeLike, name: str, lift: Lift | None 
     return made(epsilon=config.norm_epsilon, dtype=dtype, name=None if lift else name, **options)
 
 
+def fold_keys(keys_B: jax.Array | None, number: jax.Array | int) -> jax.Array | None:
+    """The dropout keys of a part of the model, from those of the model; None for no dropout."""
+    return None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, number)
+
+
 def dropout(
     x: jax.Array,
     rate: float,

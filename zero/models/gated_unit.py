@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from zero.model_parallel import WHOLE, ModelParallel
 from zero.models.attention.scores import LOWEST
 from zero.models.config import GPTConfig
-from zero.models.elements import drop_rows, dropout, make_norm
+from zero.models.elements import drop_rows, dropout, fold_keys, make_norm
 from zero.models.experts import ResidualStream
 from zero.models.layer import Layer
 from zero.models.parametrization import kernel_init
@@ -388,12 +388,11 @@ class GatedLayer(Layer):
         if starts_BT is not None:
             raise ValueError("gated units do not keep segments of a row apart")
         (x_BTD, routing), state = carry
-        fold = jax.vmap(jax.random.fold_in, (0, None))
-        keys_B = None if keys_B is None else fold(keys_B, layer)
+        keys_B = fold_keys(keys_B, layer)
         for number in range(UNITS):
             unit = GatedUnit(self.config, self.dtype, self.cut, name=f"unit_{number}")
             place = UNITS * layer + number
-            sites = [None if keys_B is None else fold(keys_B, number + i * UNITS) for i in range(3)]
+            sites = [fold_keys(keys_B, number + i * UNITS) for i in range(3)]
             if state is None:
                 out_BTD, _ = unit(x_BTD, None, position, None, sites[1])
             else:

@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 from zero.models.adapters import Adapters
 from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
-from zero.models.elements import Lift, dropout, make_norm, position_numbers, sinusoids
+from zero.models.elements import Lift, dropout, fold_keys, make_norm, position_numbers, sinusoids
 from zero.models.experts import ResidualStream, Routing, no_routing
 from zero.models.layer import Layer
 from zero.models.parametrization import table_stddev
@@ -310,8 +310,7 @@ class GPT(nn.Module):
             x_BTD = self.positions(x_BTD, cut.stream_numbers(position, x_BTD.shape[1]), own_starts_BT)
         if self.config.embedding_norm:
             x_BTD = self.embedding_norm(x_BTD)
-        if keys_B is not None:  # layers fold in the numbers below N
-            keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, self.config.N)
+        keys_B = fold_keys(keys_B, self.config.N)  # layers fold in the numbers below N
         x_BTD = dropout(x_BTD, self.config.embedding_dropout, keys_B, cut.of_positions).astype(self.dtype)
         return x_BTD, no_routing(self.config, len(tokens_BT))
 

@@ -37,6 +37,7 @@ from zero.models.elements import (
     Dense,
     cosines_and_sines,
     dropout,
+    fold_keys,
     gated,
     make_head_norm,
     make_norm,
@@ -126,9 +127,8 @@ class TransformerLayer(Layer):
         config = self.config
         (x_BTD, routing), cache = carry
         x_BTD = self._laid_out(x_BTD)
-        if keys_B is not None:
-            keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, layer)
-        site_keys = [None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, i) for i in range(4)]
+        keys_B = fold_keys(keys_B, layer)
+        site_keys = [fold_keys(keys_B, i) for i in range(4)]
 
         h_BTD = self.cut.gather_positions(self._norm("norm_attention", x_BTD))
         attended_BTD, cache = self._attention(h_BTD, cache, layer, position, starts_BT, site_keys[0], site_keys[3])
