@@ -11,7 +11,6 @@ Shapes are named by suffix:
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -150,7 +149,7 @@ class _Pair(NamedTuple):
         q_grads_BHQK, k_grads_BGKR, v_grads_BGKR, bias_grads_CH = grads
         q_BHQK, k_BGRK, v_BGRK = self.q_BHQK, self.k_BGRK, self.v_BGRK
         dtype, key_heads = q_BHQK.dtype, k_BGRK.shape[1]
-        scale = 1 / (math.sqrt(q_BHQK.shape[-1]) if self.blocks.form.divisor is None else self.blocks.form.divisor)
+        scale = 1 / self.blocks.form.divisor_of(q_BHQK.shape[-1])
         out_grads_BGXK = by_key_head(out_grads_BHQK, key_heads)
         scores_BHQR, slope_BHQR = self._scores()
         probabilities_BHQR = jnp.exp(scores_BHQR - lse_BHQ[..., None])
@@ -176,18 +175,9 @@ class _Pair(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    blocks: Blocks,
-    q_NBHQK: jax.Array,
-    k_NBGRK: jax.Array,
-    v_NBGRK: jax.Array,
-    bias_CH: jax.Array | None,
-    sinks_H: jax.Array | None,
-    position: jax.Array,
-    key_data_B2: jax.Array | None,
-    starts_NBQ: jax.Array | None,
-) -> jax.Array:
-    return _forward(blocks, q_NBHQK, k_NBGRK, v_NBGRK, bias_CH, sinks_H, position, key_data_B2, starts_NBQ)[0]
+def _attend(blocks: Blocks, *arrays: Any) -> jax.Array:
+    """The output `(N, B, H, Q, K)`; arguments as of `_forward`."""
+    return _forward(blocks, *arrays)[0]
 
 
 def _forward(

@@ -5,7 +5,6 @@ Shapes are named by suffix: B rows, T positions, H heads of queries, G heads of 
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -197,7 +196,7 @@ def own_attention(
         v_BTGK,
         slopes_H,
         starts_BT,
-        scale=_scale(q_BTHK, form),
+        scale=1 / form.divisor_of(q_BTHK.shape[-1]),
         block=generation.block,
         in_float32=generation.in_float32,
         vmem=generation.vmem,
@@ -245,7 +244,7 @@ def splash_attention(
         attended = attend(*(x.swapaxes(0, 1) for x in (q_THK, k_TGK, v_TGK)), segment_ids=segments)
         return attended.swapaxes(0, 1).astype(q_THK.dtype)
 
-    q_BTHK = q_BTHK * _scale(q_BTHK, form)
+    q_BTHK = q_BTHK * (1 / form.divisor_of(q_BTHK.shape[-1]))
     if form.has_alibi:
         of_queries_HC, of_keys_TC = map(jnp.asarray, alibi_columns(heads * form.cut.size, positions))
         q_BTHK = _with_columns(q_BTHK, form.cut.part(of_queries_HC, 0))
@@ -267,11 +266,7 @@ def cudnn_attention(
     q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, *, form: Form, implementation: Any = "cudnn"
 ) -> jax.Array:
     """cuDNN's kernel for GPU; `implementation="xla"` is jax's own in its place."""
-    options: dict[str, Any] = {"scale": _scale(q_BTHK, form), "is_causal": True}
+    options: dict[str, Any] = {"scale": 1 / form.divisor_of(q_BTHK.shape[-1]), "is_causal": True}
     if form.window:
         options["local_window_size"] = (form.window - 1, 0)
     return jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, implementation=implementation, **options)
-
-
-def _scale(q_BTHK: jax.Array, form: Form) -> float:
-    return 1 / (math.sqrt(q_BTHK.shape[-1]) if form.divisor is None else form.divisor)

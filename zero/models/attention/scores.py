@@ -40,6 +40,10 @@ class Form(NamedTuple):
     dropout_rate: float = 0.0
     cut: ModelParallel = WHOLE
 
+    def divisor_of(self, width: int) -> float:
+        """The divisor for heads of this width."""
+        return math.sqrt(width) if self.divisor is None else self.divisor
+
 
 PLAIN = Form()
 
@@ -96,7 +100,7 @@ def t5_buckets(distance: jax.Array) -> jax.Array:
 
 def divided_and_capped(scores_BHTS: jax.Array, form: Form, width: int) -> tuple[jax.Array, jax.Array | None]:
     """Scores from products, and the derivative of the cap, if there is one."""
-    scores_BHTS = scores_BHTS / (math.sqrt(width) if form.divisor is None else form.divisor)
+    scores_BHTS = scores_BHTS / form.divisor_of(width)
     if form.cap is None:
         return scores_BHTS, None
     tanh_BHTS = jnp.tanh(scores_BHTS / form.cap)
