@@ -56,11 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {**_LLAMA, "norm_epsilon": 1e-6, "rotary_base": 5e6, "unrotated_every": 4, "tied": True},
     "olmo2": _OLMO2,
     "olmo3": {**_OLMO2, "windows": (4096, 4096, 4096, 0), "local_rotary_base": 5e5},
-    "stablelm": {
-        **_LLAMA,
-        "norm": "layer",
-        "rotary_fraction": 0.25,
-    },
+    "stablelm": {**_LLAMA, "norm": "layer", "rotary_fraction": 0.25},
     "phi3": _LLAMA,
     "granite": {**_LLAMA, "norm_epsilon": 1e-6, "tied": True},
     "qwen3": {**_LLAMA, "qk_norm": True, "norm_epsilon": 1e-6, "rotary_base": 1e6},

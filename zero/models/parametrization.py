@@ -16,9 +16,8 @@ Source: Yang et al., Tensor Programs V, arXiv 2203.03466, table 3 and definition
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import flax.linen as nn
@@ -46,9 +45,7 @@ def _lingvo(config: GPTConfig, name: str) -> nn.initializers.Initializer:
     return nn.initializers.variance_scaling(1.0, "fan_in", "uniform" if name.startswith("mlp_") else "normal")
 
 
-_KERNELS: Mapping[str, Callable[[GPTConfig, str], nn.initializers.Initializer]] = MappingProxyType(
-    {"gpt2": _gpt2, "fan_in": _fan_in, "lingvo": _lingvo}
-)
+_KERNELS = {"gpt2": _gpt2, "fan_in": _fan_in, "lingvo": _lingvo}
 
 
 def kernel_init(config: GPTConfig, name: str) -> nn.initializers.Initializer:
