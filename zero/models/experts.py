@@ -61,9 +61,7 @@ METRICS = ("expert_share_max", "expert_share_min", "dropped_share", "router_entr
 def routing_metrics(routing: Routing, positions: jax.Array | float) -> dict[str, jax.Array]:
     """Means over layers: shares of the most and the least chosen expert, share of choices dropped, entropy in nats.
 
-    Args:
-      routing: sums over rows.
-      positions: the number of positions of all rows.
+    `routing` and `positions` are sums over all rows.
     """
     choices_L1 = routing.choices_LE.sum(-1, keepdims=True)
     share_LE = routing.choices_LE / choices_L1

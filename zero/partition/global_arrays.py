@@ -179,12 +179,7 @@ def _labels(layout: Layout, axis: AxisLike, devices: Sequence[jax.Device] | Mesh
 
 
 def local_shards(leaf: LeafLayout, x: Any, devices: Sequence[jax.Device]) -> Sequence[Any]:
-    """The shards of a stacked array on this process's devices, checked.
-
-    Args:
-      leaf: the layout of one device's shard.
-      x: the array.
-      devices: devices of the pmap, in its order.
+    """The shards of a stacked array on this process's devices, checked; `devices` are those of the pmap, in its order.
 
     Raises:
       ValueError: shape, devices or device order do not match.

@@ -114,12 +114,7 @@ def missing_in(
 def splits_heads(kernel: str | None, form: Form, *, positions: int, shared: int, width: int) -> bool:
     """Whether products around attention should have heads as dimensions, in front of positions.
 
-    Source: docs/decisions/attention.md
-
-    Args:
-      kernel: as returned by `kernel_of`.
-      form: the form of the scores.
-      positions, shared, width: as for `missing_in`.
+    Arguments as of `missing_in`. Source: docs/decisions/attention.md
     """
     reads_flat = _fuses(kernel, form, positions, shared, width) and width % 128 == 0
     return kernel is not None and not reads_flat
@@ -146,12 +141,7 @@ def kernel_attention(
     form: Form,
     starts_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention `(B, T, H, K)` for which `missing_in` returns None.
-
-    Args:
-      kernel: as returned by `kernel_of`.
-      others: as for `dense_attention`.
-    """
+    """Causal attention `(B, T, H, K)` by a kernel in which nothing is missing (`missing_in`)."""
     if kernel == "cudnn":
         return cudnn_attention(q_BTHK, k_BTGK, v_BTGK, form=form)
     _, positions, heads, width = q_BTHK.shape

@@ -115,14 +115,9 @@ def biased_and_masked(
     bias_CH: jax.Array | None,
     starts_BT: jax.Array | None,
 ) -> jax.Array:
-    """Scores with their biases, the lowest number where a query does not see a key.
+    """Scores of queries and keys at these positions with their biases; the lowest number where a key is not seen.
 
-    Args:
-      scores_BHTS: scores of queries and keys at the positions `t_T1` and `s_1S`.
-      t_T1, s_1S: positions.
-      form: the form of the scores.
-      bias_CH: by bucket of distance, or None.
-      starts_BT: the first key that each query sees, or None for key 0.
+    `bias_CH` is by bucket of distance, `starts_BT` the first key that each query sees; None for no bias and for key 0.
     """
     if form.has_alibi:
         slopes_H = form.cut.part(jnp.asarray(alibi_slopes(scores_BHTS.shape[1] * form.cut.size)), 0)

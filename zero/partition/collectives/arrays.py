@@ -74,19 +74,13 @@ def scatter_sum_array(
 
     A part is summed over the devices that compute with it. A leaf that is whole on every device is all-reduced.
 
-    With `wire_dtype=jnp.int8` floats of split leaves are sent as int8 by `to_int8`, in one phase.
+    The dtypes are for floats: `wire_dtype=None` keeps that of `full_x`, `reduce_dtype=None` too, but sums 16-bit floats
+    in float32. With `wire_dtype=jnp.int8` floats of split leaves are sent as int8 by `to_int8`, in one phase.
 
     If `axis.exchanges`, or if the dtype on the wire is narrower than the dtype of the sum, an `all_to_all` moves the
     parts and each device sums them: the same bytes as a reduce-scatter, rounded once instead of at every hop.
 
     Per device: `leaf.gathered_shape` in, `leaf.shard_shape` out, in `reduce_dtype`. Call inside pmap.
-
-    Args:
-      full_x: this device's summand.
-      leaf: its layout.
-      axis: the pmap axis.
-      wire_dtype: for floats; None keeps the dtype of `full_x`.
-      reduce_dtype: for floats; None keeps the dtype of `full_x`, but sums 16-bit floats in float32.
     """
     if not jnp.issubdtype(full_x.dtype, jnp.floating):
         wire_dtype = reduce_dtype = None

@@ -41,7 +41,6 @@ class ContextGroup(ModelParallel):
 
     @property
     def ring(self) -> int:
-        """The number of devices that keys and values visit, one per turn."""
         return self.axis.context
 
     def with_all_positions(self) -> ModelParallel:
@@ -64,7 +63,6 @@ class ContextGroup(ModelParallel):
         return (firsts[:, None] + jnp.arange(length)[None]).astype(jnp.int32)
 
     def head_swap(self, *heads: int) -> Ulysses | None:
-        """The swap for these numbers of query and key heads; None if they do not divide over the group."""
         return None if any(count % self.ring for count in heads) else Ulysses(self)
 
     def ring_shift(self, tree: Tree) -> Tree:

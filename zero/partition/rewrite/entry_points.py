@@ -61,13 +61,8 @@ def run_on_shards(
 ) -> PyTree:
     """`fn(*trees)` of whole trees, computed from shards.
 
-    Per device: shards in, for each `(tree, layout)` of `inputs`; shards out, split as in `outputs`. Call inside pmap.
-
-    Args:
-      fn: the function.
-      axis: the pmap axis.
-      inputs: the arguments.
-      outputs: maps the shapes of the whole result to the layouts of its leaves.
+    Per device: shards in, for each `(tree, layout)` of `inputs`; shards out. `outputs` maps the shapes of the whole
+    result to the layouts of its leaves. Call inside pmap.
 
     Raises:
       NotElementwiseError: an operation outside `across_shards` needs other devices, or draws random numbers.
