@@ -196,23 +196,12 @@ def _backward(problem: Problem, saved: Any, grad: jax.Array) -> Any:
 _attention.defvjp(_forward, _backward)
 
 
-def _forward_kernel(
-    problem: Problem,
-    queries: Any,
-    keys: Any,
-    slopes: Any,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    starts_ref: Any,
-    out_ref: Any,
-    lse_ref: Any,
-    v_KS: Any,
-    most_1T: Any,
-    sum_1T: Any,
-    out_KT: Any,
-) -> None:
-    """A chunk of queries and one of keys; the last chunk of keys is the one on the diagonal."""
+def _forward_kernel(problem: Problem, queries: Any, keys: Any, slopes: Any, *refs: Any) -> None:
+    """A chunk of queries and one of keys; the last chunk of keys is the one on the diagonal.
+
+    `refs` are inputs, outputs and scratch, as `_forward` lists them.
+    """
+    q_ref, k_ref, v_ref, starts_ref, out_ref, lse_ref, v_KS, most_1T, sum_1T, out_KT = refs
     head, pair = pl.program_id(1) * problem.shared + pl.program_id(2), pl.program_id(3)
     i, j = queries[pair], keys[pair]
     v_KS[...] = v_ref[0].T
@@ -243,31 +232,14 @@ def _forward_kernel(
     _for_each_block(problem, i, j, attend)
 
 
-def _backward_kernel(
-    problem: Problem,
-    queries: Any,
-    keys: Any,
-    slopes: Any,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    grad_ref: Any,
-    out_ref: Any,
-    lse_ref: Any,
-    starts_ref: Any,
-    dq_ref: Any,
-    dk_ref: Any,
-    dv_ref: Any,
-    k_KS: Any,
-    delta_1T: Any,
-    dq_KT: Any,
-    dk_SK: Any,
-    dv_SK: Any,
-) -> None:
+def _backward_kernel(problem: Problem, queries: Any, keys: Any, slopes: Any, *refs: Any) -> None:
     """A chunk of queries and one of keys; the first chunk of queries is the one on the diagonal.
 
-    It is also the one to which no later keys add: its gradient of queries is complete.
+    It is also the one to which no later keys add: its gradient of queries is complete. `refs` are inputs, outputs and
+    scratch, as `_backward` lists them.
     """
+    q_ref, k_ref, v_ref, grad_ref, out_ref, lse_ref, starts_ref, *rest = refs
+    dq_ref, dk_ref, dv_ref, k_KS, delta_1T, dq_KT, dk_SK, dv_SK = rest
     pair, member = pl.program_id(2), pl.program_id(3)
     i, j, head = queries[pair], keys[pair], pl.program_id(1) * problem.shared + member
     k_KS[...] = k_ref[0].T
