@@ -69,14 +69,9 @@ def assign_codes(
     return codes_SK[codes_BT], codes_BT
 
 
-def _assign_codes_forward(
-    keys_BTK: jax.Array,
-    counts_S: jax.Array,
-    sums_SK: jax.Array,
-    commitment: jax.Array | float = 0.0,
-    counted_BT: jax.Array | float = 1.0,
-) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
-    rounded_BTK, codes_BT = assign_codes(keys_BTK, counts_S, sums_SK, commitment, counted_BT)
+def _assign_codes_forward(*arguments: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
+    rounded_BTK, codes_BT = assign_codes(*arguments)
+    keys_BTK, counts_S, _, commitment, counted_BT = arguments
     return (rounded_BTK, codes_BT), (keys_BTK, rounded_BTK, codes_BT, counts_S, commitment, counted_BT)
 
 

@@ -142,9 +142,7 @@ def checksums(
     bytes per leaf. The program is compiled once per layout.
 
     Args:
-      tree: per leaf `(local devices, *leaf.shard_shape)`, as returned by pmap.
-      layout: layout of the tree.
-      axis: the pmap axis; a name means one group of `layout.shards` devices.
+      tree, layout, axis: as for `to_global`.
       devices: the `devices` of the pmap, if given.
 
     Raises:

@@ -301,9 +301,7 @@ def to_host(
     one leaf at a time, and a device receives its share among the devices of its process.
 
     Args:
-      tree: per leaf `(local devices, *leaf.shard_shape)`, as returned by pmap.
-      layout: layout of the tree.
-      axis: the pmap axis; a name means one group of `layout.shards` devices.
+      tree, layout, axis: as for `to_global`.
       devices: the `devices` of the pmap, if given; or the mesh of shard_map, if `tree` has global arrays.
       timeout: seconds to wait for the other processes to call it.
 

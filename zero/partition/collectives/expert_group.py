@@ -44,10 +44,7 @@ class ExpertGroup(ExpertParallel):
         return self.axis.expert
 
     def to_experts(self, x_BECD: jax.Array) -> jax.Array:
-        """From places of all experts in this device's rows to places of its experts in the rows of the group.
-
-        Per device: `(rows, experts, ...)` in, `(size * rows, experts / size, ...)` out.
-        """
+        """Per device: `(rows, experts, ...)` in, `(size * rows, experts / size, ...)` out."""
         return lax.all_to_all(x_BECD, self.axis.name, 1, 0, tiled=True, axis_index_groups=self.axis.groups(self.size))
 
     def from_experts(self, x_BECD: jax.Array) -> jax.Array:
