@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero.partition.collectives.axis import Axis, AxisLike
+from zero.partition.collectives.axis import Axis, AxisLike, as_axis, check_shards
 from zero.partition.layout import Layout, LeafLayout, PyTree
 from zero.partition.on_mesh import axis_of_mesh, check_global, leaf_on_mesh
 
@@ -157,12 +157,8 @@ def axis_and_devices(
     Raises:
       ValueError: axis, layout and devices do not fit each other.
     """
-    on = axis if isinstance(axis, Axis) else Axis(axis, (1, layout.shards))
-    if on.shards != layout.shards:
-        raise ValueError(
-            f"the layout has {layout.shards} shards, but axis {on.name!r} spreads a copy over {on.shards}: make it by "
-            f"zero.make_layout(tree, {on.shards})"
-        )
+    on = as_axis(axis, layout.shards)
+    check_shards(on, layout.shards)
     ordered = pmap_devices()[: on.size] if devices is None else tuple(devices)
     if len(ordered) != on.size:
         raise ValueError(f"axis {on.name!r} has {on.size} devices, but there are {len(ordered)}")

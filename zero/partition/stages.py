@@ -24,7 +24,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.typing import DTypeLike
 
 from zero.partition.collectives import arrays, coalesced
-from zero.partition.collectives.axis import Axis, AxisLike, as_axis, check_untracked
+from zero.partition.collectives.axis import Axis, AxisLike, as_axis, check_shards, check_untracked
 from zero.partition.layout import Layout, PyTree
 
 if TYPE_CHECKING:
@@ -146,11 +146,7 @@ def checked_axis(layout: Layout, axis: AxisLike) -> Axis:
     """
     axis = as_axis(axis)
     check_untracked(axis.shard_index())
-    if layout.shards != axis.shards:
-        raise ValueError(
-            f"the layout has {layout.shards} shards, but axis {axis.name!r} spreads a copy over {axis.shards}: make it "
-            f"by zero.make_layout(tree, {axis.shards})"
-        )
+    check_shards(axis, layout.shards)
     return axis
 
 

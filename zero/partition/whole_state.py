@@ -404,8 +404,7 @@ def _layout(
 ) -> tuple[Axis, tuple[jax.Device, ...], Layout]:
     """The axis, its devices and the layout of the optimizer's state."""
     size = len(pmap_devices() if devices is None else devices)
-    axis = _checked_optimizer(tx).axis
-    axis = axis if isinstance(axis, Axis) else Axis(axis, (1, size))
+    axis = as_axis(_checked_optimizer(tx).axis, size)
     layout = derive_layout(tx.unsharded.init, make_layout(params, axis.shards))
     return *axis_and_devices(layout, axis, devices), layout
 

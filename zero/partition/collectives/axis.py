@@ -208,9 +208,18 @@ class Axis:
 AxisLike = str | Axis
 
 
-def as_axis(axis: AxisLike) -> Axis:
-    """The axis; a name means one group of all its devices. Call inside pmap."""
-    return axis if isinstance(axis, Axis) else Axis(axis, (1, lax.axis_size(axis)))
+def as_axis(axis: AxisLike, size: int | None = None) -> Axis:
+    """The axis; a name means one group of `size` devices, or inside pmap of all its devices."""
+    return axis if isinstance(axis, Axis) else Axis(axis, (1, lax.axis_size(axis) if size is None else size))
+
+
+def check_shards(axis: Axis, shards: int) -> None:
+    """Raises ValueError if a layout with this number of shards was made for another axis."""
+    if axis.shards != shards:
+        raise ValueError(
+            f"the layout has {shards} shards, but axis {axis.name!r} spreads a copy over {axis.shards}: make it by "
+            f"zero.make_layout(tree, {axis.shards})"
+        )
 
 
 def check_untracked(x: Any) -> None:
