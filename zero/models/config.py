@@ -25,16 +25,10 @@ _CHOICES: dict[str, tuple[str | bool | None, ...]] = {
 _WIDTHS = ("embedding_dim", "kv_heads", "head_dim", "mlp_dim", "mup_base_width", "experts", "vq_block", "key_width")
 _COUNTS = ("vocab_size", "num_head", "block_size", "N", "experts_per_token", "experts_every", "unrotated_every")
 _AT_LEAST_ONE = (*_WIDTHS, *_COUNTS)
-# Keys of a mixture of experts, with their values in a model without one.
-_OF_EXPERTS: dict[str, Any] = {
-    "experts_per_token": 1,
-    "experts_every": 1,
-    "expert_capacity": None,
-    "expert_priority": "choice",
-    "normalise_router": False,
-    "balance_loss": 0.0,
-    "router_z_loss": 0.0,
-}
+_EXPERTS_ALONE = (
+    *("experts_per_token", "experts_every", "expert_capacity", "expert_priority", "normalise_router"),
+    *("balance_loss", "router_z_loss"),
+)
 _GATED_UNITS_ALONE = (
     *("codes", "vq_block", "key_width", "cache_gradient", "commitment", "codebook_decay", "distance_base"),
     *("distance_dropout", "layer_dropout"),
@@ -263,9 +257,9 @@ class GPTConfig:
 
     def _check_experts(self) -> None:
         if self.experts is None:
-            for name, value in _OF_EXPERTS.items():
-                if getattr(self, name) != value:
-                    raise ValueError(f"{name} {getattr(self, name)} needs experts")
+            for field in dataclasses.fields(self):
+                if field.name in _EXPERTS_ALONE and getattr(self, field.name) != field.default:
+                    raise ValueError(f"{field.name} {getattr(self, field.name)} needs experts")
             return
         if self.experts_per_token > self.experts:
             raise ValueError(f"experts_per_token {self.experts_per_token} must be at most experts {self.experts}")

@@ -80,15 +80,7 @@ def missing_in(
 ) -> str | None:
     """The first feature that this attention, with T queries and keys, needs and the kernel lacks; None if none.
 
-    Args:
-      kernel: as returned by `kernel_of`.
-      form: the form of the scores.
-      positions: positions of a row.
-      shared: heads of queries per head of keys.
-      width: head dimension.
-      drops: whether probabilities are dropped.
-      has_bias: whether T5's bias is added.
-      has_segments: whether a row has several segments.
+    `kernel` is as returned by `kernel_of`; `shared` heads of queries have one head of keys, each of this `width`.
     """
     of_tpu = TPU_KERNELS.get(kernel or "")
     is_tpu = of_tpu is not None
