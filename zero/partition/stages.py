@@ -100,8 +100,8 @@ def scatter_sum(
     axis = checked_axis(layout, axis)
     with jax.named_scope("zero_scatter"):
         full = [jnp.asarray(x) for x in layout.gathered_of(tree)]
-        dtypes: Any = {"wire_dtype": wire_dtype, "reduce_dtype": reduce_dtype}
-        return layout.treedef.unflatten(coalesced.scatter_sum_arrays(full, layout.leaves, axis, **dtypes))
+        shards = coalesced.scatter_sum_arrays(full, layout.leaves, axis, wire_dtype, reduce_dtype)
+        return layout.treedef.unflatten(shards)
 
 
 def sum_copies(tree: PyTree, layout: Layout, axis: Axis) -> PyTree:

@@ -30,7 +30,7 @@ def gather_arrays(
     leaves: Sequence[LeafLayout],
     axis: Axis,
     dtype: DTypeLike | None,
-    wire_dtype: DTypeLike | None = None,
+    wire_dtype: DTypeLike | None,
 ) -> list[jax.Array]:
     """`gather_array` of each leaf, small ones together. Call inside pmap.
 
@@ -53,7 +53,6 @@ def scatter_sum_arrays(
     full: Sequence[jax.Array],
     leaves: Sequence[LeafLayout],
     axis: Axis,
-    *,
     wire_dtype: DTypeLike | None,
     reduce_dtype: DTypeLike | None,
 ) -> list[jax.Array]:
