@@ -130,10 +130,7 @@ class GPT(nn.Module):
       config, dtype, blockwise_from, cut, group, kernel, drops, adapters: as for `Layer`. Parameters are float32, and
         whole after `init`.
       lift: `lift(module_class, name)` returns the class to use in its place; by default the class itself.
-      remat: what the backward pass recomputes, an entry of `zero.models.stack.REMAT`: "nested" for all but the inputs
-        of spans of layers, "full" for all but the inputs of layers. "attention" stores the output of attention as well,
-        "projections" also its inputs and their sum over heads, "dots" all products with parameters, and "none"
-        recomputes nothing.
+      remat: what the backward pass recomputes, an entry of `zero.models.stack.REMAT`.
     """
 
     config: GPTConfig

@@ -68,7 +68,7 @@ def _storing(*names: str) -> Callable[[int], Policy]:
     return lambda layers: Scanned(_saveable.save_only_these_names(*names))
 
 
-# Policies by name, from the number of layers.
+# Policies by name, from the number of layers; "dots" stores all products with parameters.
 REMAT: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
     {
         "nested": lambda layers: Nested(span_size(layers)),
