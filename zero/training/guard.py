@@ -35,7 +35,7 @@ def make_guard(options: StepOptions) -> Guard:
             jnp.where(is_counted, add_to_running(state.running, seen), state.running),
         )
 
-    return Guard(init_guard, judge)
+    return judge
 
 
 def add_to_running(running: jax.Array, values: jax.Array) -> jax.Array:

@@ -120,16 +120,8 @@ class Attempt(NamedTuple):
     settle: Callable[[jax.Array | bool, Tried, TrainState], tuple[PyTree, PyTree]]
 
 
-class Guard(NamedTuple):
-    """Which updates are skipped.
-
-    Attributes:
-      init: `()` to the state before the first update.
-      judge: `(its state, tried)` to `is_skipped`, the same on every device, and its next state.
-    """
-
-    init: Callable[[], GuardState]
-    judge: Callable[[GuardState, Tried], tuple[jax.Array | bool, GuardState]]
+# Which updates are skipped: `(its state, tried)` to `is_skipped`, the same on every device, and its next state.
+Guard = Callable[[GuardState, Tried], tuple[jax.Array | bool, GuardState]]
 
 
 class Average(NamedTuple):

@@ -42,7 +42,7 @@ def make_step(model: ShardedGPT, tx: optax.GradientTransformation, options: Step
         key = jax.random.fold_in(jax.random.key(options.seed), state.clock)
         rate = options.learning_rate(state.clock)
         tried = attempt.run(state, frozen, batch, rate, key)
-        is_skipped, guard_state = guard.judge(state.guard, tried)
+        is_skipped, guard_state = guard(state.guard, tried)
         params, opt_state = attempt.settle(is_skipped, tried, state)
         updates = state.clock + 1 - state.guard.skipped_steps
         moved = {name: a.update(state.averages[name], tried, updates, key) for name, a in averages.items()}
