@@ -12,12 +12,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from zero.partition.layout import PyTree
 from zero.training.batch import next_tokens
-from zero.training.objective import Objective
+from zero.training.objective import Objective, Rows
 from zero.training.sharded_gpt import ShardedGPT
 
 METRICS = (
@@ -44,22 +43,17 @@ def pair_losses(logps_P2: jax.Array, reference_P2: jax.Array, beta: float) -> tu
     return -jax.nn.log_sigmoid(chosen - rejected), dict(zip(METRICS, values, strict=True))
 
 
-def _is_pair(tokens_RT: jax.Array | np.ndarray) -> jax.Array:
+def _is_pair(tokens_RT: Rows) -> jax.Array:
     """Whether both texts of a pair have scored tokens, `(P,)`: a row that could not be read has none."""
     return jnp.all(jnp.any(next_tokens(tokens_RT) >= 0, axis=1).reshape(-1, 2), axis=1)
 
 
-def _count(model: ShardedGPT, tokens_RT: jax.Array | np.ndarray) -> jax.Array:
+def _count(model: ShardedGPT, tokens_RT: Rows) -> jax.Array:
     return jnp.sum(_is_pair(tokens_RT) & model.is_first_of_group())
 
 
 def _total(
-    model: ShardedGPT,
-    losses: jax.Array,
-    tokens: jax.Array | np.ndarray,
-    reference: jax.Array | np.ndarray | None,
-    *,
-    beta: float,
+    model: ShardedGPT, losses: jax.Array, tokens: Rows, reference: Rows | None, *, beta: float
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """A pair's loss is no sum over tokens, and a device of a group has only some of the tokens of its rows.
 

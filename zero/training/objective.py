@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +12,7 @@ from jax import lax
 
 from zero.training.sharded_gpt import ShardedGPT
 
-
-class Total(Protocol):
-    """The sum of the terms of this device's rows."""
-
-    def __call__(
-        self,
-        model: ShardedGPT,
-        losses: jax.Array,
-        tokens: jax.Array | np.ndarray,
-        reference: jax.Array | np.ndarray | None,
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The sum of the terms, and sums over them of the objective's metrics.
-
-        Per device: `losses` of `ShardedGPT.scores`, `tokens` and `reference` as in `Batch`. In a group that takes the
-        same rows, values and gradients of all its devices add up to those of the rows.
-        """
-        ...
+Rows = jax.Array | np.ndarray  # on a device, or on the host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,19 +21,21 @@ class Objective:
 
     Attributes:
       count: `(model, tokens (R, T))` to the number of terms in this device's rows, int32. A psum counts each term once.
-      total: the sum of these terms.
+      total: `(model, losses, tokens, reference)` to the sum of these terms, and sums over them of the metrics. Per
+        device: `losses` of `ShardedGPT.scores`, `tokens` and `reference` as in `Batch`. In a group that takes the same
+        rows, values and gradients of all its devices add up to those of the rows.
       metrics: the names of further means over terms.
       rows: rows of a `Batch` that a row of the data consists of.
       has_reference: whether `total` needs the log-probabilities of a reference model.
     """
 
-    count: Callable[[ShardedGPT, jax.Array | np.ndarray], jax.Array]
-    total: Total
+    count: Callable[[ShardedGPT, Rows], jax.Array]
+    total: Callable[[ShardedGPT, jax.Array, Rows, Rows | None], tuple[jax.Array, dict[str, jax.Array]]]
     metrics: tuple[str, ...] = ()
     rows: int = 1
     has_reference: bool = False
 
-    def count_all(self, model: ShardedGPT, tokens: jax.Array | np.ndarray) -> jax.Array:
+    def count_all(self, model: ShardedGPT, tokens: Rows) -> jax.Array:
         """The terms of all devices, as a divisor: float32, at least 1."""
         return jnp.maximum(lax.psum(self.count(model, tokens), model.axis.name).astype(jnp.float32), 1)
 
@@ -61,6 +46,6 @@ class Objective:
 
 # The mean negative log-likelihood of the scored tokens, in nats.
 LIKELIHOOD = Objective(
-    count=lambda model, tokens: model.count_scored(tokens),
+    count=ShardedGPT.count_scored,
     total=lambda model, losses, tokens, reference: (model.sum_scored(losses, tokens), {}),
 )
