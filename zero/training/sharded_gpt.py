@@ -18,7 +18,7 @@ from zero.model_parallel import ALONE, WHOLE, ExpertParallel, ModelParallel
 from zero.models.adapters import combine, split_adapters
 from zero.models.collections import Collection, collections_of
 from zero.models.config import STACK, GPTConfig
-from zero.models.experts import Routing, no_routing, routing_metrics
+from zero.models.experts import Routing, routing_metrics
 from zero.models.gpt import GPT, Scores, variable_shapes
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
@@ -183,10 +183,10 @@ class ShardedGPT:
     @cached_property
     def gpt(self) -> GPT:
         """The model, on shards at stages 2 and 3, on whole parameters at stages 0 and 1."""
-        return self._gpt(lift=self._lift)
+        return self._gpt(self._lift)
 
-    def _gpt(self, **lift: Any) -> GPT:
-        options: Any = {"cut": self.cut, "group": self.group, "kernel": self.kernel, "drops": self.drops, **lift}
+    def _gpt(self, lift: Any) -> GPT:
+        options: Any = {"cut": self.cut, "group": self.group, "kernel": self.kernel, "drops": self.drops, "lift": lift}
         options["adapters"] = None if self.tuning is None else self.tuning.adapters
         return GPT(self.config, self.compute_dtype, remat=self.remat, blockwise_from=self.blockwise_from, **options)
 
@@ -195,10 +195,9 @@ class ShardedGPT:
         if self.tuning is not None:
             new = self.tuning.adapters.init(key, self._trained_shapes)
             return shard(self.layout.map(lambda leaf, x: x.astype(leaf.dtype), new), self.layout, self.axis)
-        params = self._gpt(lift=self._lift_shards).init(key, jnp.zeros((1, 2), jnp.int32), None, method="hidden")[
-            "params"
-        ]
-        return {**params, **self.new_collections(key)}
+        gpt = self._gpt(self._lift_shards)
+        variables = gpt.init(key, jnp.zeros((1, 2), jnp.int32), None, method="hidden")
+        return {**variables["params"], **self.new_collections(key)}
 
     @cached_property
     def collections(self) -> dict[str, Collection]:
@@ -233,10 +232,6 @@ class ShardedGPT:
         collections = {name: weights[name] for name in self.collections}
         return {name: tree for name, tree in weights.items() if name not in collections}, collections
 
-    def trained(self, params: PyTree) -> tuple[PyTree, PyTree | None]:
-        """Trained and frozen parameters; the latter are None where all are trained."""
-        return (params, None) if self.tuning is None else split_adapters(params)
-
     @property
     def differentiated(self) -> str:
         """The collection of variables to differentiate.
@@ -250,8 +245,8 @@ class ShardedGPT:
     def gather_params(self, weights: PyTree) -> dict[str, PyTree]:
         """Flax variables for a step, from `weights`: shards of the parameters and the model's collections."""
         params, variables = self.split(weights)
-        params, frozen = self.trained(params)
-        if frozen is not None:
+        if self.tuning is not None:
+            params, frozen = split_adapters(params)
             variables[FROZEN] = frozen if self.stage == 3 else self.gather_frozen(frozen)
         variables["params"] = params
         if self.stage < 3:
@@ -278,16 +273,6 @@ class ShardedGPT:
 
     def apply(self, variables: dict[str, PyTree], *args: Any, **kwargs: Any) -> Any:
         return self.gpt.apply(variables, *args, **kwargs)
-
-    def losses(
-        self, variables: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None
-    ) -> tuple[jax.Array, Routing | None]:
-        """Summed negative log-likelihoods in nats of `(rows, context)`, and the routing of experts.
-
-        In a tensor or context group each device has its share of the losses, and the whole routing.
-        """
-        scores = self.scores(variables, tokens, keys)
-        return self.sum_scored(scores.losses_BT, tokens), scores.routing
 
     def scores(self, variables: dict[str, PyTree], tokens: jax.Array, keys: jax.Array | None) -> Scores:
         """The scores of all positions of whole rows; in a context group those of this device's positions."""
@@ -338,10 +323,6 @@ class ShardedGPT:
         """One key per row from the step's key, or None for a model without dropout."""
         drops = self.config.has_dropout or (self.tuning is not None and self.tuning.adapters.dropout > 0)
         return row_keys(key, batch) if drops else None
-
-    def nothing_observed(self, rows: int) -> Routing | None:
-        """The zero of routing statistics for this many rows."""
-        return no_routing(self.config, rows)
 
     def metrics(self, observed: Routing | None, batch: Batch) -> dict[str, jax.Array]:
         """Routing metrics over the rows of all devices; empty without experts.

@@ -30,10 +30,8 @@ def verify(weights: PyTree, tokens: jax.Array, first: jax.Array, *, model: Shard
     Per device: shards of weights, int32 tokens `(R, T)` of which the first micro-batch is computed, without dropout,
     and `first`, 0 or 1. The result is the same on every device. Call inside pmap.
     """
-    tapped, axis = (
-        _Tapped(**{field.name: getattr(model, field.name) for field in dataclasses.fields(model)}),
-        model.axis,
-    )
+    tapped = _Tapped(**{field.name: getattr(model, field.name) for field in dataclasses.fields(model)})
+    axis = model.axis
     own, size = tokens[: len(tokens) // micro_batches], group_size(axis)
     shifts = ([(source, (source - turn * size) % axis.size) for source in range(axis.size)] for turn in range(3))
     rows = jnp.stack([lax.ppermute(own, axis.name, pairs) for pairs in shifts])
@@ -41,8 +39,10 @@ def verify(weights: PyTree, tokens: jax.Array, first: jax.Array, *, model: Shard
     taps = {name: {TAP: _zeros(name, params, model)} for name, params in model.split(weights)[0].items()}
 
     def compute(rows: jax.Array) -> jax.Array:  # in a loop, or XLA would compute the same rows once
-        loss, found = jax.value_and_grad(lambda taps: tapped.losses({**variables, TAP: taps}, rows, None)[0])(taps)
-        return checksum((loss, found))
+        def loss_of(taps: PyTree) -> jax.Array:
+            return tapped.sum_scored(tapped.scores({**variables, TAP: taps}, rows, None).losses_BT, rows)
+
+        return checksum(jax.value_and_grad(loss_of)(taps))
 
     return lax.all_gather(lax.map(compute, lax.dynamic_slice_in_dim(rows, first, 2)), axis.name, axis=1)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from zero.models.experts import no_routing
 from zero.partition.layout import PyTree
 from zero.partition.sharded_optimizer import clip, on_shards
 from zero.training.batch import Batch
@@ -69,7 +70,7 @@ def loss_and_gradients(
         return total / terms, (scores.routing, sums)
 
     no_sums = dict.fromkeys(objective.metrics, jnp.float32(0))
-    zeros = jnp.float32(0), (model.nothing_observed(len(tokens) // micro_batches), no_sums)
+    zeros = jnp.float32(0), (no_routing(model.config, len(tokens) // micro_batches), no_sums)
     differentiated = {name: variables[name] for name in (model.differentiated, *model.collections)}
     (loss, (routing, sums)), grads = _accumulate(
         jax.value_and_grad(loss_of, has_aux=True), zeros, differentiated, (tokens, keys, batch.reference), micro_batches
