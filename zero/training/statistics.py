@@ -62,9 +62,10 @@ def statistics(
     _, grads, _, _ = loss_and_gradients(model, old, frozen, batch, key, options)
     leaves, weights = model.layout.leaves, model.weights(params, collections, frozen)
     of_leaves = [model.layout.shards_of(tree) for tree in (params, state.params, grads)]
-    sums: dict[str, Any] = {ACTIVATION: _over_devices(_activations(model, weights, batch, options.micro_batches), axis)}
-    for kind in (CHANGE, GRADIENT, WEIGHT):
-        sums[kind] = {}
+    activations = _activations(model, weights, batch, options.micro_batches)
+    # Parts of the mean over devices, which all have equal numbers of rows, positions and heads.
+    sums: Statistics = {ACTIVATION: {name: x / axis.size for name, x in activations.items()}}
+    sums |= {kind: {} for kind in (CHANGE, GRADIENT, WEIGHT)}
     for leaf, old_x, new_x, grad in zip(leaves, *of_leaves, strict=True):
         old_x, new_x, grad = (x.astype(jnp.float32) for x in (old_x, new_x, grad))
         sums[CHANGE][leaf.name] = _partial_sum(jnp.abs(new_x - old_x), leaf, axis) / math.prod(leaf.shape)
@@ -73,22 +74,13 @@ def statistics(
     parts, unravel = ravel_pytree(sums)
     found: Statistics = unravel(lax.psum(parts, axis.name))
     rate = options.learning_rate(clock)
-    finish: dict[str, Callable[[jax.Array], jax.Array]] = {
-        CHANGE: lambda x: x / rate,
-        GRADIENT: jnp.sqrt,
-        WEIGHT: jnp.sqrt,
-    }
-    return {kind: jax.tree.map(finish.get(kind, lambda x: x), tree) for kind, tree in found.items()}
+    found[CHANGE] = jax.tree.map(lambda x: x / rate, found[CHANGE])
+    return found | jax.tree.map(jnp.sqrt, {kind: found[kind] for kind in (GRADIENT, WEIGHT)})
 
 
 def _partial_sum(x: jax.Array, leaf: LeafLayout, axis: Axis) -> jax.Array:
     """This device's part of the sum over a leaf: of its slice, which every copy has, or of the whole leaf."""
     return jnp.sum(fill_padding(x, leaf, axis, 0)) / (axis.replicas if leaf.splits else axis.size)
-
-
-def _over_devices(tree: PyTree, axis: Axis) -> PyTree:
-    """Parts of the mean over devices, which all have equal numbers of rows, positions and heads."""
-    return jax.tree.map(lambda x: x / axis.size, tree)
 
 
 def _activations(model: ShardedGPT, weights: PyTree, batch: Batch, micro_batches: int) -> dict[str, jax.Array]:
