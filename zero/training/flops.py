@@ -49,13 +49,7 @@ def matmul_flops(jaxpr: Any) -> int:
         inner = [matmul_flops(sub) for sub in jaxprs_in_params(eqn.params)]
         if eqn.primitive.name == "while" and sum(inner):
             raise ValueError("a matrix product in a while loop, whose length is not known")
-        match eqn.primitive.name:
-            case "scan":
-                total += eqn.params["length"] * sum(inner)
-            case "cond":
-                total += max(inner)
-            case _:
-                total += sum(inner)
+        total += max(inner) if eqn.primitive.name == "cond" else eqn.params.get("length", 1) * sum(inner)
     return total
 
 

@@ -42,11 +42,7 @@ class LearningRate:
     decay_steps: int = 0
 
     def __call__(self, step: ArrayLike) -> jax.Array:
-        return self._schedule(step + 1)
-
-    @property
-    def _schedule(self) -> optax.Schedule:
-        return SCHEDULES[self.schedule](self)
+        return SCHEDULES[self.schedule](self)(step + 1)
 
 
 def _cosine(rate: LearningRate) -> optax.Schedule:
