@@ -77,9 +77,8 @@ def fitting_remat(model: ShardedGPT, rows: int, context: int, held: int, capacit
     trained = sum(math.prod(leaf.shard_shape) for leaf in model.layout.leaves)
     gradients = trained * jnp.dtype(model.gradient_dtype).itemsize
     layer = sum(math.prod(leaf.gathered_shape) for leaf in model.base.layout_by_parts.at(STACK).leaves)
-    fixed = (
-        held + gradients + 3 * layer * jnp.dtype(model.compute_dtype).itemsize
-    )  # one layer, its gradient, one gather
+    # Three times a layer: one, its gradient, and one that is gathered.
+    fixed = held + gradients + 3 * layer * jnp.dtype(model.compute_dtype).itemsize
     fitting = [
         remat
         for remat in ladder(model, context)

@@ -114,10 +114,7 @@ def backward_and_update(
       layer: `(a layer's parameters, its input, its number)` to its output.
       score: from the parameters of `embed` and the last layer's output to this device's part of the loss, and auxiliary
         outputs.
-      tx: the optimizer.
-      params, opt_state: shards.
-      layout: layout of the parameters.
-      axis: the pmap axis.
+      params, opt_state: shards; `layout` is that of the parameters.
       span: layers for each input that is kept for the backward pass; divides the number of layers.
       max_norm: each of n parts is clipped to the norm `max_norm / sqrt(n)`, so the whole to `max_norm`; None: no
         clipping.

@@ -60,7 +60,6 @@ def suspects(results: Mapping[int, np.ndarray], axis: Axis) -> tuple[list[list[i
 
     Args:
       results: by their `first` what `verify` has returned.
-      axis: the pmap axis.
 
     >>> suspects({0: np.asarray([[5, 6, 7], [6, 0, 5]])}, Axis("batch", (1, 3)))  # rows 2, by devices 1 and 2
     ([[1], [2]], False)

@@ -40,10 +40,8 @@ def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options:
         return Tried(params, opt_state, loss, norm, ~jnp.isfinite(norm), found, metrics)
 
     def settle(is_skipped: jax.Array | bool, tried: Tried, state: TrainState) -> tuple[PyTree, PyTree]:
-        settled: tuple[PyTree, PyTree] = unless(
-            is_skipped, (tried.params, tried.opt_state), (state.params, state.opt_state)
-        )
-        return settled
+        params, opt_state = unless(is_skipped, (tried.params, tried.opt_state), (state.params, state.opt_state))
+        return params, opt_state
 
     return Attempt(run, settle)
 
@@ -92,9 +90,7 @@ def _accumulate(
     Args:
       value_and_grad: function of parameters and the rows of a micro-batch.
       zeros: initial sums of the values.
-      params: its parameters.
       rows: its further arguments for all micro-batches, arrays of `(rows, ...)` or None.
-      micro_batches: their number.
     """
     if micro_batches == 1:
         return value_and_grad(params, *rows)
