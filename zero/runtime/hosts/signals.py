@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -27,6 +27,17 @@ COMPANIONS = (signal.SIGHUP, signal.SIGUSR1)
 
 # Signals answered by an exception, each with the timer that ends the process if the exception was lost.
 unanswered: list[tuple[int, threading.Timer]] = []
+
+
+@contextmanager
+def handled(numbers: Iterable[int], handler: Any) -> Iterator[None]:
+    """Sets the handler of these signals, and at the end the earlier ones."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 @contextmanager
@@ -47,12 +58,8 @@ def stop_requests() -> Iterator[list[int]]:
         received.append(number)
 
     numbers = [*SIGNALS, *(number for number in COMPANIONS if signal.getsignal(number) != signal.SIG_IGN)]  # by nohup
-    before = {number: signal.signal(number, receive) for number in numbers}
-    try:
+    with handled(numbers, receive):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class IgnoreBrokenPipe:

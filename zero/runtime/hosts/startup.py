@@ -11,8 +11,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +20,7 @@ import psutil
 from zero.runtime.errors import Unavailable
 from zero.runtime.hosts import watchdog, xla_options
 from zero.runtime.hosts.agreement import JOIN_SECONDS
+from zero.runtime.hosts.signals import SIGNALS, handled
 from zero.runtime.hosts.watchdog import SILENCE_SECONDS
 from zero.virtual_devices import use_cpu_devices
 
@@ -84,7 +83,7 @@ def start(
             JOIN_SECONDS,
         )
         try:
-            with _default_signal_handlers():
+            with handled(SIGNALS, signal.SIG_DFL):  # Python's would not run meanwhile, and jax sets its own
                 jax.distributed.initialize(
                     coordinator_address,
                     num_processes,
@@ -127,17 +126,6 @@ def gpus_of_node() -> list[int] | None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = len(list(DEVICES.glob("nvidia[0-9]*"))) if visible is None else len(visible.split(","))
     return list(range(count)) or None
-
-
-@contextmanager
-def _default_signal_handlers() -> Iterator[None]:
-    """Restores default signal handlers while jax waits for hosts: Python's would not run, and jax sets its own."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _jax_finds_hosts() -> bool:
