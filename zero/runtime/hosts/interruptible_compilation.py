@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+CACHE_HIT = "/jax/compilation_cache/cache_hits"  # a program was taken from jax's persistent cache
+
 
 def compile_unless_stopped(stop: list[int], program: Any, *arguments: Any) -> Callable[..., Any] | None:
     """A pmapped program compiled for these arguments, or None if a stop request comes first.
@@ -31,20 +33,16 @@ def compile_unless_stopped(stop: list[int], program: Any, *arguments: Any) -> Ca
     return None
 
 
-class CacheHits:
-    """How many programs jax has taken from its persistent cache while `counting`."""
+@contextmanager
+def recorded_events() -> Iterator[list[str]]:
+    """The names of jax's monitoring events so far, such as `CACHE_HIT`."""
+    events: list[str] = []
 
-    def __init__(self) -> None:
-        self.count = 0
+    def listen(event: str, **_: Any) -> None:
+        events.append(event)
 
-    @contextmanager
-    def counting(self) -> Iterator[CacheHits]:
-        """Listens to jax's monitoring events."""
-        jax.monitoring.register_event_listener(self._listen)
-        try:
-            yield self
-        finally:
-            jax.monitoring.unregister_event_listener(self._listen)
-
-    def _listen(self, event: str, **_: Any) -> None:
-        self.count += event == "/jax/compilation_cache/cache_hits"
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_listener(listen)

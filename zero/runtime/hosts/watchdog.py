@@ -220,6 +220,7 @@ def ending_together() -> Iterator[None]:
 
     jax would wait at its exit for hosts that wait for this one in a collective.
     """
+    global _watchdog
     try:
         yield
         if _watchdog is not None:
@@ -237,12 +238,7 @@ def ending_together() -> Iterator[None]:
             atexit.register(exit_immediately, status)  # runs before jax's exit handler, and after the error was printed
         raise
     if _watchdog is not None:
-        _finish(_watchdog)
-
-
-def _finish(watchdog: _Watchdog) -> None:
-    global _watchdog
-    _watchdog = None
-    watchdog.finish()
-    if jax.process_count() > 1:
-        jax.distributed.shutdown()  # waits for all hosts; one that left earlier would look dead
+        watchdog, _watchdog = _watchdog, None
+        watchdog.finish()
+        if jax.process_count() > 1:
+            jax.distributed.shutdown()  # waits for all hosts; one that left earlier would look dead

@@ -26,7 +26,7 @@ from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.schema import Config
 from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.hosts import agreement, signals, watchdog
-from zero.runtime.hosts.interruptible_compilation import CacheHits, compile_unless_stopped
+from zero.runtime.hosts.interruptible_compilation import CACHE_HIT, compile_unless_stopped, recorded_events
 from zero.runtime.hosts.startup import process_age
 from zero.runtime.inference.harness_tasks import numbers_of, run_tasks
 from zero.runtime.inference.scoring import Scorer
@@ -178,7 +178,7 @@ class ActiveRun:
     def _first_step(self, length: int, per_device: Batch) -> bool:
         """Compiles and runs the first step of this sequence length; waits for it, and times it separately."""
         began = time.monotonic()
-        with CacheHits().counting() as cache_hits:
+        with recorded_events() as events:
             program, arguments = self.programs.step, (self.state, per_device, self.frozen)
             if jax.process_count() == 1:
                 program = compile_unless_stopped(self.stop_requests, program, *arguments)
@@ -200,7 +200,7 @@ class ActiveRun:
             length,
             age,
             seconds,
-            "read from the cache" if cache_hits.count else "compiled",
+            "read from the cache" if CACHE_HIT in events else "compiled",
         )
         return True
 
