@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from jax.extend.core import jaxprs_in_params
+
 from zero.runtime.errors import UserError
 from zero.runtime.planning.hlo import Collective
 
@@ -68,8 +70,7 @@ def collectives_of(jaxpr: Any, devices: int) -> list[Collective]:
 
 def _collectives(jaxpr: Any, everyone: list[int], times: int) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
-        inner = [getattr(x, "jaxpr", x) for value in eqn.params.values() for x in _as_list(value)]
-        inner = [x for x in inner if hasattr(x, "eqns")]
+        inner = list(jaxprs_in_params(eqn.params))
         if eqn.primitive.name in _KIND_OF:
             groups = eqn.params["axis_index_groups"] or [everyone]
             size, kind = len(groups[0]), _KIND_OF[eqn.primitive.name]
@@ -84,7 +85,3 @@ def _collectives(jaxpr: Any, everyone: list[int], times: int) -> Iterator[Collec
         else:
             for sub in inner:
                 yield from _collectives(sub, everyone, times * eqn.params.get("length", 1))
-
-
-def _as_list(value: Any) -> Any:
-    return value if isinstance(value, tuple | list) else [value]

@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 from zero.runtime.config.constraints import shown
 from zero.runtime.config.saved_config import default_config
 from zero.runtime.config.schema import Config
+from zero.runtime.hosts.speeds import GIB
 from zero.runtime.planning.compile import PLACEMENT_KEYS, Row, highest_peak
 from zero.runtime.planning.predict import PHASES
-from zero.runtime.planning.topology import GIB
 
 WIDTH = 120  # characters of a line
 

@@ -15,9 +15,7 @@ from zero.runtime.errors import UserError, install_command
 from zero.runtime.hosts.startup import device_memory
 from zero.runtime.planning import formula
 
-LOCAL = ("local", "cpu", "gpu")
-GIB = 2**30
-
+LOCAL = {"local": None, "cpu": "cpu", "gpu": "cuda"}  # devices of this machine, and jax's name of their platform
 
 # For each generation: how many of the numbered units of a slice's name a chip has, and the dimensions of its torus.
 GENERATIONS = {"v2": (2, 2), "v3": (2, 2), "v4": (2, 3), "v5e": (1, 2), "v5p": (2, 3), "v6e": (1, 2), "tpu7x": (2, 3)}
@@ -59,12 +57,9 @@ def prepare_environment(topology: str) -> None:
     Raises:
       UserError: the TPU compiler is not installed.
     """
-    if topology.startswith(formula.PREFIX):
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        return
-    if topology in LOCAL:
-        if topology != "local":
-            os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[topology]
+    if topology in LOCAL or topology.startswith(formula.PREFIX):
+        if platform := LOCAL.get(topology, "cpu"):
+            os.environ["JAX_PLATFORMS"] = platform
         return
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
