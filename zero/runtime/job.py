@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -196,12 +195,16 @@ def _storing_what_fits(config: Config, model: ShardedGPT, layout: Layout, rows: 
     """The model with the policy `zero.remat=auto`, from the memory of a TPU and the rows per step on it."""
     if device_kind not in SPEEDS:
         return model
-    held = sum(math.prod(leaf.shard_shape) * leaf.dtype.itemsize for leaf in layout.leaves)
-    held += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model.frozen_shapes()))
+    held = held_bytes(model, layout)
     micro_batch = rows // config.training.gradient_accumulation_steps
     remat = fitting_remat(model, micro_batch, config.data.max_context, held, SPEEDS[device_kind].capacity)
     log.info("zero.remat=auto: %s", remat)
     return dataclasses.replace(model, remat=remat)
+
+
+def held_bytes(model: ShardedGPT, layout: Layout) -> int:
+    """Bytes per device held between steps: the state, and frozen parameters."""
+    return layout.bytes_per_device() + (0 if model.tuning is None else model.frozen_layout.bytes_per_device())
 
 
 def learning_rate(config: Config) -> LearningRate:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import time
 from dataclasses import asdict, dataclass, replace
@@ -13,13 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from zero.models.config import GPTConfig
-from zero.partition.layout import Layout
 from zero.partition.memory import memory
 from zero.runtime.config.schema import Config
 from zero.runtime.hosts import xla_options
 from zero.runtime.hosts.speeds import SPEEDS, Speed
 from zero.runtime.inference.generate import bucket
-from zero.runtime.job import Job, make_job
+from zero.runtime.job import Job, held_bytes, make_job
 from zero.runtime.planning import formula
 from zero.runtime.planning.hlo import Collective, across_hosts, bytes_by_kind, collectives, hidden_share
 from zero.runtime.planning.predict import Prediction, predict
@@ -33,6 +31,12 @@ from zero.training.programs import Inference, make_inference
 Row = dict[str, Any]  # of plan.json
 # Keys of the section `zero` that are also keys of a row: how state and sequences are placed on the devices.
 PLACEMENT_KEYS = ("tensor_shards", "context_shards", "expert_shards", "replicas", "phases", "overlap_gathers")
+# Keys of a row that have another name or section in the configuration than in `zero`.
+_ELSEWHERE = {
+    "accumulation": ("training", "gradient_accumulation_steps"),
+    "context": ("data", "max_context"),
+    "state_dtype": ("optimizer", "state_dtype"),
+}
 
 PAUSES = ("evaluation", "sampling", "statistics")  # programs that run between two steps
 
@@ -55,19 +59,17 @@ class Request:
         return texts * self.micro_batch * self.config.training.gradient_accumulation_steps
 
     def with_changes(self, micro_batch: int | None = None, **keys: Any) -> Request:
-        """The same with other values of `accumulation`, `context`, `state_dtype`, or keys of the section `zero`."""
-        config = copy.deepcopy(self.config)
-        for key, value in keys.items():
-            match key:
-                case "accumulation":
-                    config.training.gradient_accumulation_steps = value
-                case "context":
-                    config.data.max_context = value
-                case "state_dtype":
-                    config.optimizer.state_dtype = value
-                case _:
-                    setattr(config.zero, key, value)
-        return replace(self, config=config, micro_batch=micro_batch or self.micro_batch)
+        """The same with other values of some keys of a row."""
+        return replace(self, config=with_keys(self.config, keys), micro_batch=micro_batch or self.micro_batch)
+
+
+def with_keys(config: Config, keys: Row) -> Config:
+    """A copy with other values of `accumulation`, `context`, `state_dtype`, or keys of the section `zero`."""
+    config = copy.deepcopy(config)
+    for key, value in keys.items():
+        section, name = _ELSEWHERE.get(key, ("zero", key))
+        setattr(getattr(config, section), name, value)
+    return config
 
 
 def outline(request: Request) -> Row:
@@ -87,13 +89,13 @@ def compile_step(request: Request) -> Row:
     config, training, zero = request.config, request.config.training, request.config.zero
     devices = find_devices(config.plan.topology)
     job = make_job(config, request.size, devices, request.rows)
-    state, available = job.layout, available_bytes(devices)
+    held, available = held_bytes(job.model, job.layout), available_bytes(devices)
     arguments = step_arguments(job, request.rows, config.data.max_context)
     started = time.monotonic()
     sent: list[Collective] | None = None  # of a step that fits
     predicted: Prediction | None = None
     peaks: dict[str, int | None] = dict.fromkeys(PAUSES)
-    sharded, trained = job.model.base.sharded_layout, job.model.sharded_layout
+    sharded = job.model.base.sharded_layout
     by_stage = memory(
         sharded.shapes(),
         job.tx,
@@ -103,17 +105,17 @@ def compile_step(request: Request) -> Row:
     ).rows[zero.stage]
     gradients = by_stage.gradients
     if job.model.tuning is not None or zero.stage >= 2:
-        held = sum(math.prod(leaf.shard_shape) for leaf in trained.leaves)
-        gradients = 0 if zero.fused_update else held * jnp.dtype(zero.gradient_dtype).itemsize
+        trained = sum(math.prod(leaf.shard_shape) for leaf in job.model.sharded_layout.leaves)
+        gradients = 0 if zero.fused_update else trained * jnp.dtype(zero.gradient_dtype).itemsize
     is_estimate = isinstance(devices[0], formula.Gpu)
     if is_estimate:
         activations = activation_bytes(
             job.model, request.rows // training.gradient_accumulation_steps, config.data.max_context
         )
-        peak = _held_bytes(job) + by_stage.gathered + gradients + activations
+        peak = held + by_stage.gathered + gradients + activations
         sent = formula.collectives_of(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr, len(devices))
-    elif _held_bytes(job) > available:  # the step needs more than this, and is not compiled
-        peak = _held_bytes(job)
+    elif held > available:  # the step needs more than this, and is not compiled
+        peak = held
     else:
         try:
             compiled = job.programs.step.lower(*arguments).compile(compiler_options(config, devices))
@@ -128,11 +130,14 @@ def compile_step(request: Request) -> Row:
     seconds = time.monotonic() - started
 
     parameters = sum(math.prod(leaf.shape) for leaf in sharded.leaves)
+    logical = sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in job.layout.leaves
+    )  # without padding and copies
     row = {
         "devices": len(devices),
         "hosts": len({device.process_index for device in devices}),
         "parameters": parameters,
-        "model": dataclasses.asdict(request.size),
+        "model": asdict(request.size),
         "stage": zero.stage,
         "micro_batch": request.micro_batch,
         "accumulation": training.gradient_accumulation_steps,
@@ -148,8 +153,8 @@ def compile_step(request: Request) -> Row:
         **{key: getattr(zero, key) for key in PLACEMENT_KEYS},
         "grid": list(job.model.axis.shape),
         "fits": sent is not None and max([peak, *filter(None, peaks.values())]) <= available,
-        "state_bytes": _held_bytes(job),
-        "state_bytes_per_parameter": _bytes_per_parameter(state, sharded),
+        "state_bytes": held,
+        "state_bytes_per_parameter": logical / parameters,
         "gradient_bytes": gradients,
         "gathered_bytes": by_stage.gathered,
         "peak_bytes": peak,
@@ -172,16 +177,8 @@ def _tokens(request: Request, job: Job) -> int:
     return axis.size // axis.row_group * request.rows * request.config.data.max_context
 
 
-def _held_bytes(job: Job) -> int:
-    """Bytes per device held between steps: the state, and frozen parameters."""
-    frozen = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(job.model.frozen_shapes()))
-    return job.layout.bytes_per_device() + frozen
-
-
-def _bytes_per_parameter(state: Layout, params: Layout) -> float:
-    """Bytes of the logical arrays of the training state, without padding and copies, per parameter."""
-    held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in state.leaves)
-    return held / sum(math.prod(leaf.shape) for leaf in params.leaves)
+def _bytes(shapes: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 
 def highest_peak(row: Row) -> int:
@@ -231,20 +228,17 @@ def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, s
 
     Statistics need a copy of the trained weights, which is also there during the step before them.
     """
-    training, weights = request.config.training, job.model.weight_shapes()
+    training, held = request.config.training, held_bytes(job.model, job.layout)
 
     def peak(program: Any, *arguments: Any, taken: int) -> int:
-        rest = _held_bytes(job) - taken
+        rest = held - taken
         try:
             compiled = program.lower(*arguments).compile(compiler_options(request.config, devices))
             return rest + _peak(compiled.memory_analysis(), devices[0].platform)
         except jax.errors.JaxRuntimeError as error:
             return rest + out_of_memory(error)[0]
 
-    def size(tree: Any) -> int:
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-    of_weights = size(weights)
+    of_weights = _bytes(job.model.weight_shapes())
     peaks: dict[str, int | None] = {
         "evaluation": peak(job.programs.evaluate, *evaluation_arguments(job, request), taken=of_weights)
     }
@@ -255,8 +249,8 @@ def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, s
     if training.statistics is not None:
         before = job.model.weights(job.layout.shard_shapes().params, job.layout.shard_shapes().averages)
         arguments = (_on_devices(before, job), *of_step)
-        after = peak(job.programs.statistics, *arguments, taken=_held_bytes(job))
-        peaks["statistics"] = max(step_peak + size(before), after)
+        after = peak(job.programs.statistics, *arguments, taken=held)
+        peaks["statistics"] = max(step_peak + _bytes(before), after)
     return peaks
 
 
@@ -287,7 +281,7 @@ def _operations(request: Request, job: Job, arguments: Any, sent: list[Collectiv
     if speed is not None:
         total = sum(collective.sent for collective in sent)
         alone = sum(collective.sent for collective in sent if not collective.is_hidden)
-        held = 2 * _held_bytes(job)  # read and written once
+        held = 2 * held_bytes(job.model, job.layout)  # read and written once
         bound = max(flops / speed.flops + alone / speed.network, held / speed.memory, total / speed.network)
     return {"flops": flops, "model_flops": of_group // job.model.axis.row_group, "seconds_lower_bound": bound}
 

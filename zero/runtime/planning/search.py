@@ -123,10 +123,8 @@ def largest(pool: Executor, config: Config) -> list[Row]:
 def _state_dtypes(request: Request) -> list[Request]:
     """The request with each dtype of weights and moments in the grid."""
     grid, config = request.config.plan.grid, request.config
-    masters, states = (
-        grid.master_dtype or [config.zero.master_dtype],
-        grid.state_dtype or [config.optimizer.state_dtype],
-    )
+    masters = grid.master_dtype or [config.zero.master_dtype]
+    states = grid.state_dtype or [config.optimizer.state_dtype]
     return [request.with_changes(master_dtype=m, state_dtype=s) for m, s in itertools.product(masters, states)]
 
 

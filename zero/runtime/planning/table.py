@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shlex
 import textwrap
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from zero.runtime.config.constraints import shown
 from zero.runtime.config.saved_config import default_config
 from zero.runtime.config.schema import Config
 from zero.runtime.hosts.speeds import GIB
-from zero.runtime.planning.compile import PLACEMENT_KEYS, Row, highest_peak
+from zero.runtime.planning.compile import PLACEMENT_KEYS, Row, highest_peak, with_keys
 from zero.runtime.planning.predict import PHASES
 
 WIDTH = 120  # characters of a line
@@ -94,16 +93,11 @@ _CHOSEN = (
 
 def training_command(row: Row, config: Config) -> str:
     """The command line that trains with the settings of a row: it names every key whose value is not the default."""
-    config = copy.deepcopy(config)
-    config.data.max_context = row["context"]
+    keys = ("context", "accumulation", "stage", "remat", "master_dtype", "state_dtype", *PLACEMENT_KEYS)
+    config = with_keys(config, {key: row[key] for key in keys})
     groups = row["devices"] // (row["tensor_shards"] * row["context_shards"])
     config.training.batch_size = row["micro_batch"] * row["accumulation"] * groups // row["hosts"]
-    config.training.gradient_accumulation_steps = row["accumulation"]
-    config.zero.stage, config.zero.remat = row["stage"], row["remat"]
     config.profile.step_time = row["seconds"] and float(f"{row['seconds']:.4g}")
-    config.zero.master_dtype, config.optimizer.state_dtype = row["master_dtype"], row["state_dtype"]
-    for key in PLACEMENT_KEYS:
-        setattr(config.zero, key, row[key])
     default, planned = (_by_key(values) for values in (OmegaConf.to_container(default_config()), asdict(config)))
     changed = [key for key in planned if planned[key] != default[key] and key not in _CHOSEN]
     overrides = [f"{key}={_override_value(planned[key])}" for key in (*_CHOSEN, *changed)]
