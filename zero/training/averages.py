@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import jax
-
 from zero.models.collections import Collection
-from zero.partition.layout import PyTree
 from zero.training.ema import EMA, make_ema
-from zero.training.parts import Average, StepOptions, Tried
+from zero.training.parts import Average, StepOptions
 from zero.training.sharded_gpt import ShardedGPT
 
 
@@ -21,11 +18,7 @@ def averages_of(model: ShardedGPT, options: StepOptions | None = None) -> dict[s
 
 def _follow(name: str, collection: Collection) -> Average:
     """An average that applies the update rule of one of the model's collections."""
-
-    def init(params: PyTree, collections: dict[str, PyTree]) -> PyTree:
-        return collections[name]
-
-    def update(state: PyTree, tried: Tried, updates: jax.Array, key: jax.Array) -> PyTree:
-        return collection.update(state, tried.found[name], key)
-
-    return Average(init, update)
+    return Average(
+        init=lambda params, collections: collections[name],
+        update=lambda state, tried, updates, key: collection.update(state, tried.found[name], key),
+    )

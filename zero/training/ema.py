@@ -9,21 +9,17 @@ import jax.numpy as jnp
 import optax
 
 from zero.partition.layout import PyTree
-from zero.training.parts import Average, Tried
+from zero.training.parts import Average
 
 EMA = "ema"  # its name among the averages of a state
 
 
 def make_ema(decay: float) -> Average:
     """A float32 average of the parameters, updated by `update_ema`."""
-
-    def init(params: PyTree, collections: dict[str, PyTree]) -> PyTree:
-        return jax.tree.map(lambda p: p.astype(jnp.float32), params)
-
-    def update(ema: PyTree, tried: Tried, updates: jax.Array, key: jax.Array) -> PyTree:
-        return update_ema(ema, tried.params, decay, updates)
-
-    return Average(init, update)
+    return Average(
+        init=lambda params, collections: jax.tree.map(lambda p: p.astype(jnp.float32), params),
+        update=lambda ema, tried, updates, key: update_ema(ema, tried.params, decay, updates),
+    )
 
 
 def update_ema(ema: PyTree, params: PyTree, decay: float, updates: jax.Array | int) -> PyTree:
