@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+Rows = jax.Array | np.ndarray  # `(rows, ...)`, on a device or on the host
+
 
 class Batch(NamedTuple):
     """The rows of one device.
@@ -21,12 +23,12 @@ class Batch(NamedTuple):
         objective has one.
     """
 
-    tokens: jax.Array | np.ndarray
+    tokens: Rows
     first_row: jax.Array | np.ndarray
-    reference: jax.Array | np.ndarray | None = None
+    reference: Rows | None = None
 
 
-def token_ids(tokens: jax.Array | np.ndarray) -> jax.Array:
+def token_ids(tokens: Rows) -> jax.Array:
     """The tokens to read, whether or not they are predicted.
 
     >>> token_ids(np.asarray([[7, ~7, -1]])).tolist()
@@ -35,7 +37,7 @@ def token_ids(tokens: jax.Array | np.ndarray) -> jax.Array:
     return jnp.maximum(tokens, ~tokens)
 
 
-def next_tokens(tokens: jax.Array | np.ndarray) -> jax.Array:
+def next_tokens(tokens: Rows) -> jax.Array:
     """The target of each position; negative where nothing is scored."""
     return jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
 

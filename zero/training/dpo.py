@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from zero.partition.layout import PyTree
-from zero.training.batch import next_tokens
-from zero.training.objective import Objective, Rows
+from zero.training.batch import Rows, next_tokens
+from zero.training.objective import Objective
 from zero.training.sharded_gpt import ShardedGPT
 
 METRICS = (

@@ -7,12 +7,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from zero.training.batch import Rows
 from zero.training.sharded_gpt import ShardedGPT
-
-Rows = jax.Array | np.ndarray  # on a device, or on the host
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -27,7 +26,7 @@ from zero.partition.collectives.tensor_group import TensorGroup
 from zero.partition.layout import Layout, PyTree, make_layout
 from zero.partition.sharded_optimizer import global_norm
 from zero.partition.stages import fully_shard, gather, pinned, scatter_sum, shard, sum_copies
-from zero.training.batch import Batch, document_starts, next_tokens, row_keys, token_ids
+from zero.training.batch import Batch, Rows, document_starts, next_tokens, row_keys, token_ids
 from zero.training.block_codes import hold, thaw
 from zero.training.optimizer import decayed
 from zero.training.placements import is_expert_leaf, tensor_dim
@@ -280,7 +279,7 @@ class ShardedGPT:
         scores: Scores = self.apply(variables, tokens_in, targets, keys, starts, method="scores")[0]
         return scores
 
-    def inputs(self, tokens: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    def inputs(self, tokens: Rows) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """The model's inputs from whole rows: tokens, targets, document starts, cut by a context group.
 
         Targets and starts are computed from whole rows, before they are cut.
@@ -289,17 +288,17 @@ class ShardedGPT:
         starts = document_starts(tokens_in, self.end_of_text)
         return own(tokens_in), own(next_tokens(tokens)), None if starts is None else own(starts)
 
-    def sum_scored(self, losses: jax.Array, tokens: jax.Array | np.ndarray) -> jax.Array:
+    def sum_scored(self, losses: jax.Array, tokens: Rows) -> jax.Array:
         """The sum of losses of scored positions; NaN, as are its gradients, if a token is past the vocabulary."""
         scored, known = self._scored(losses, tokens)
         return jnp.sum(scored) * known
 
-    def sum_rows(self, losses: jax.Array, tokens: jax.Array | np.ndarray) -> jax.Array:
+    def sum_rows(self, losses: jax.Array, tokens: Rows) -> jax.Array:
         """As `sum_scored`, of each row: `(rows,)`. In a tensor or context group a device has its share of each."""
         scored, known = self._scored(losses, tokens)
         return jnp.sum(scored, axis=1) * known
 
-    def _scored(self, losses: jax.Array, tokens: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array]:
+    def _scored(self, losses: jax.Array, tokens: Rows) -> tuple[jax.Array, jax.Array]:
         """This device's losses of scored positions, zeros elsewhere; and 1, or NaN for a token past the vocabulary."""
         is_known = jnp.all(token_ids(tokens) < self.config.vocab_size)
         is_scored = self.cut.input_positions(next_tokens(tokens)) >= 0
@@ -315,7 +314,7 @@ class ShardedGPT:
         """Whether this is the first of the devices that take the same rows."""
         return lax.axis_index(self.axis.name) % self.axis.row_group == 0
 
-    def count_scored(self, tokens: jax.Array | np.ndarray) -> jax.Array:
+    def count_scored(self, tokens: Rows) -> jax.Array:
         """The number of positions with a target, int32."""
         return jnp.sum(self.cut.counted_once(self.cut.input_positions(next_tokens(tokens)) >= 0))
 
