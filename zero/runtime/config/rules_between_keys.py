@@ -15,6 +15,7 @@ from zero.training.block_codes import FORMS
 from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE, hyperparameters
 
 Mistakes = Iterator[tuple[str, str]]  # key, and what was expected
+_WITHOUT_INT8 = {"wire_dtype": "auto, float32 or bfloat16", "gather_dtype": "auto"}
 
 
 def mistakes(config: Config, size: GPTConfig) -> Mistakes:
@@ -86,12 +87,9 @@ def model_rules(config: Config, size: GPTConfig) -> Mistakes:
 
 
 def data_rules(config: Config, size: GPTConfig) -> Mistakes:
-    data = config.data
+    data, of_model = config.data, f"model.size={config.model.size}"
     if data.max_context > size.block_size:
-        yield (
-            "data.max_context",
-            f"2 to {size.block_size}, the block_size of model.size={config.model.size}, or null",
-        )
+        yield "data.max_context", f"2 to {size.block_size}, the block_size of {of_model}, or null"
     if not is_paths(data.index_path_train) and data.train_samples is not None:
         yield "data.train_samples", "null, as data.index_path_train is a mixture"
     if data.corpus in SYNTHETIC:
@@ -106,7 +104,7 @@ def data_rules(config: Config, size: GPTConfig) -> Mistakes:
             if value != expected:
                 yield key, f"{shown(expected)}, {has_rows}"
     if data.isolate_documents and size.layer == "gated_units":
-        yield "data.isolate_documents", f"false, as model.size={config.model.size} has gated units"
+        yield "data.isolate_documents", f"false, as {of_model} has gated units"
     switch = size.rotary_switch
     if switch is not None and data.isolate_documents and data.max_context > switch:
         yield "data.isolate_documents", f"false, as rotary frequencies depend on the length of rows beyond {switch}"
@@ -114,10 +112,8 @@ def data_rules(config: Config, size: GPTConfig) -> Mistakes:
         yield "training.sample_tokens", f"less than {switch}, beyond which rotary frequencies depend on the length"
     place = storage.join(storage.bucket(data.bucket_path) if data.bucket_path else "", data.checkpoint_directory)
     if config.mode == "train" and "://" in place and storage.scheme(place) != "gs":
-        yield (
-            "data.checkpoint_directory",
-            f"an absolute path or a gs:// URL, as orbax cannot save to {place} (docs/decisions/stores.md)",
-        )
+        why = f"orbax cannot save to {place} (docs/decisions/stores.md)"
+        yield "data.checkpoint_directory", f"an absolute path or a gs:// URL, as {why}"
     if data.resume_step is not None and config.resume is None and config.mode == "train":
         yield "data.resume_step", "null without --resume"
 
@@ -153,10 +149,8 @@ def tuning_rules(config: Config, size: GPTConfig) -> Mistakes:
     if size.layer == "gated_units":
         yield "tuning.method", f"all, as {of_model} has gated units"
     if size.parametrization != "standard":
-        yield (
-            "tuning.method",
-            f"all, as {of_model} is in {size.parametrization}, with learning rates for whole matrices",
-        )
+        why = "with learning rates for whole matrices"
+        yield "tuning.method", f"all, as {of_model} is in {size.parametrization}, {why}"
     if zero.fused_update:
         yield "zero.fused_update", f"false, as {given} has only small gradients"
     lacking = {"mlp_gate"} if not size.gated else set[str]()
@@ -168,10 +162,8 @@ def tuning_rules(config: Config, size: GPTConfig) -> Mistakes:
     if tuning.dropout and tuning.method == "dora":
         yield "tuning.dropout", "0, as tuning.method=dora scales the products of base and adapters together"
     if tuning.base_dtype in FORMS and zero.tensor_shards > 1:
-        yield (
-            "tuning.base_dtype",
-            f"float32 or bfloat16, as zero.tensor_shards={zero.tensor_shards} cuts blocks of codes",
-        )
+        why = f"zero.tensor_shards={zero.tensor_shards} cuts blocks of codes"
+        yield "tuning.base_dtype", f"float32 or bfloat16, as {why}"
     for key in ("tensor_shards", "context_shards"):
         if tuning.dropout and getattr(zero, key) > 1:
             yield "tuning.dropout", f"0, as zero.{key}={getattr(zero, key)} divides the inputs of adapters"
@@ -187,27 +179,23 @@ def schedule_rules(config: Config, size: GPTConfig) -> Mistakes:
 
 
 def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
-    zero = config.zero
+    zero, of_model = config.zero, f"model.size={config.model.size}"
     if zero.remat in STORED and size.layer == "gated_units":
-        yield "zero.remat", f"dots, full or none, as model.size={config.model.size} has gated units"
+        yield "zero.remat", f"dots, full or none, as {of_model} has gated units"
     if zero.remat == "nested" and span_size(size.scanned_layers) == 1:
-        of_model = f"the {size.scanned_layers} layers of model.size={config.model.size}"
-        yield "zero.remat", f"full, as {of_model} make no equal spans"
+        yield "zero.remat", f"full, as the {size.scanned_layers} layers of {of_model} make no equal spans"
     for key in ("replicas", "tensor_shards", "expert_shards"):
         if zero.phases == "torus" and getattr(zero, key) > 1:
             yield "zero.phases", f"auto or flat, as zero.{key}={getattr(zero, key)}"
-    for key, other in (("wire_dtype", "auto, float32 or bfloat16"), ("gather_dtype", "auto")):
+    for key, other in _WITHOUT_INT8.items():
         if zero.stage == 0 and getattr(zero, key) == "int8":
             yield f"zero.{key}", f"{other}, as zero.stage=0 sums whole gradients and gathers nothing"
     yield from _uncut(config, size)
     yield from _undivided(config, size)
     if size.layer == "gated_units" and zero.context_shards > 1:
-        yield "zero.context_shards", f"1, as model.size={config.model.size} has gated units (docs/decisions/vq.md)"
+        yield "zero.context_shards", f"1, as {of_model} has gated units (docs/decisions/vq.md)"
     if size.has_codebook and zero.fused_update:
-        yield (
-            "zero.fused_update",
-            f"false, as model.size={config.model.size} has a codebook, which an update of single layers cannot move",
-        )
+        yield "zero.fused_update", f"false, as {of_model} has a codebook, which an update of single layers cannot move"
     if not zero.fused_update:
         return
     needed: dict[str, tuple[Any, list[Any]]] = {
@@ -226,23 +214,20 @@ def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
 
 def _undivided(config: Config, size: GPTConfig) -> Mistakes:
     """The keys that do not fit expert groups."""
-    zero = config.zero
+    zero, of_model = config.zero, f"model.size={config.model.size}"
     if zero.expert_shards == 1:
         return
-    of_model = f"of model.size={config.model.size}"
     if size.experts is None:
-        yield "zero.expert_shards", f"1, as model.size={config.model.size} has no experts"
+        yield "zero.expert_shards", f"1, as {of_model} has no experts"
     elif size.experts % zero.expert_shards:
-        yield "zero.expert_shards", f"a divisor of experts={size.experts} {of_model}"
+        yield "zero.expert_shards", f"a divisor of experts={size.experts} of {of_model}"
     elif size.expert_capacity is None:
-        yield (
-            "zero.expert_shards",
-            f"1, or a number as expert_capacity {of_model}, as devices exchange a fixed number of tokens",
-        )
+        why = "as devices exchange a fixed number of tokens"
+        yield "zero.expert_shards", f"1, or a number as expert_capacity of {of_model}, {why}"
     given = f"zero.expert_shards={zero.expert_shards}"
     if zero.tensor_shards > 1:
         yield "zero.tensor_shards", f"1, as {given}"
-    for key, other in (("wire_dtype", "auto, float32 or bfloat16"), ("gather_dtype", "auto")):
+    for key, other in _WITHOUT_INT8.items():
         if getattr(zero, key) == "int8":
             yield f"zero.{key}", f"{other}, as {given}"
 
