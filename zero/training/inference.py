@@ -170,9 +170,8 @@ def penalised(logits: jax.Array, tokens: jax.Array, penalty: float) -> jax.Array
     if penalty == 1:
         return logits
     rows = jnp.arange(len(tokens))[:, None]
-    seen = (
-        jnp.zeros(logits.shape, bool).at[rows, jnp.where(tokens >= 0, tokens, logits.shape[1])].set(True, mode="drop")
-    )
+    none = jnp.zeros(logits.shape, bool)
+    seen = none.at[rows, jnp.where(tokens >= 0, tokens, logits.shape[1])].set(True, mode="drop")
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
@@ -193,9 +192,8 @@ def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
         logits = _nucleus(logits, -logits, sampling.top_p)
     if sampling.typical_p is not None:
         information = -jax.nn.log_softmax(logits)
-        expected = jnp.sum(
-            jnp.where(jnp.isfinite(information), jnp.exp(-information) * information, 0), -1, keepdims=True
-        )
+        terms = jnp.where(jnp.isfinite(information), jnp.exp(-information) * information, 0)
+        expected = jnp.sum(terms, -1, keepdims=True)
         logits = _nucleus(logits, jnp.abs(information - expected), sampling.typical_p)
     if sampling.eta is not None:
         probability = jax.nn.softmax(logits)

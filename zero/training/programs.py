@@ -59,10 +59,7 @@ class Programs(NamedTuple):
 
 
 def make_programs(
-    model: ShardedGPT,
-    tx: optax.GradientTransformation,
-    options: StepOptions,
-    devices: Sequence[Any] | None = None,
+    model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions, devices: Sequence[Any] | None = None
 ) -> Programs:
     """Binds the model, the optimizer and the options. Nothing is compiled yet.
 

@@ -39,13 +39,7 @@ Statistics = dict[str, dict[str, jax.Array]]
 
 
 def statistics(
-    before: PyTree,
-    state: TrainState,
-    batch: Batch,
-    frozen: PyTree = None,
-    *,
-    model: ShardedGPT,
-    options: StepOptions,
+    before: PyTree, state: TrainState, batch: Batch, frozen: PyTree = None, *, model: ShardedGPT, options: StepOptions
 ) -> Statistics:
     """Statistics of the newest update, the same on every device: scalars per leaf, `(layers,)` per activation.
 
