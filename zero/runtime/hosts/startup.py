@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of mallopt, from glibc's malloc.h
 ACCELERATORS = {"accel*": "tpu", "vfio/*": "tpu", "nvidia0": "cuda12", "kfd": "rocm"}  # device files; extras of jax
-
-
 DEVICES = Path("/dev")
 
 

@@ -89,29 +89,23 @@ def compile_step(request: Request) -> Row:
     config, training, zero = request.config, request.config.training, request.config.zero
     devices = find_devices(config.plan.topology)
     job = make_job(config, request.size, devices, request.rows)
-    held, available = held_bytes(job.model, job.layout), available_bytes(devices)
+    model, sharded = job.model, job.model.base.sharded_layout
+    held, available = held_bytes(model, job.layout), available_bytes(devices)
     arguments = step_arguments(job, request.rows, config.data.max_context)
     started = time.monotonic()
     sent: list[Collective] | None = None  # of a step that fits
     predicted: Prediction | None = None
     peaks: dict[str, int | None] = dict.fromkeys(PAUSES)
-    sharded = job.model.base.sharded_layout
-    by_stage = memory(
-        sharded.shapes(),
-        job.tx,
-        sharded.shards,
-        **job.model.base.layout_options,
-        compute_dtypes=[job.model.compute_dtype],
-    ).rows[zero.stage]
+    options: Any = {**model.base.layout_options, "compute_dtypes": [model.compute_dtype]}
+    by_stage = memory(sharded.shapes(), job.tx, sharded.shards, **options).rows[zero.stage]
     gradients = by_stage.gradients
-    if job.model.tuning is not None or zero.stage >= 2:
-        trained = sum(math.prod(leaf.shard_shape) for leaf in job.model.sharded_layout.leaves)
+    if model.tuning is not None or zero.stage >= 2:
+        trained = sum(math.prod(leaf.shard_shape) for leaf in model.sharded_layout.leaves)
         gradients = 0 if zero.fused_update else trained * jnp.dtype(zero.gradient_dtype).itemsize
     is_estimate = isinstance(devices[0], formula.Gpu)
     if is_estimate:
-        activations = activation_bytes(
-            job.model, request.rows // training.gradient_accumulation_steps, config.data.max_context
-        )
+        rows = request.rows // training.gradient_accumulation_steps
+        activations = activation_bytes(model, rows, config.data.max_context)
         peak = held + by_stage.gathered + gradients + activations
         sent = formula.collectives_of(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr, len(devices))
     elif held > available:  # the step needs more than this, and is not compiled
@@ -130,9 +124,8 @@ def compile_step(request: Request) -> Row:
     seconds = time.monotonic() - started
 
     parameters = sum(math.prod(leaf.shape) for leaf in sharded.leaves)
-    logical = sum(
-        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in job.layout.leaves
-    )  # without padding and copies
+    # Of the state, without padding and copies.
+    logical = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in job.layout.leaves)
     row = {
         "devices": len(devices),
         "hosts": len({device.process_index for device in devices}),
@@ -141,9 +134,9 @@ def compile_step(request: Request) -> Row:
         "stage": zero.stage,
         "micro_batch": request.micro_batch,
         "accumulation": training.gradient_accumulation_steps,
-        "remat": job.model.remat,
+        "remat": model.remat,
         "context": config.data.max_context,
-        "compute_dtype": jnp.dtype(job.model.compute_dtype).name,
+        "compute_dtype": jnp.dtype(model.compute_dtype).name,
         "gradient_dtype": zero.gradient_dtype,
         "master_dtype": zero.master_dtype,
         "state_dtype": config.optimizer.state_dtype,
@@ -151,7 +144,7 @@ def compile_step(request: Request) -> Row:
         "skipping": training.skip_bad_steps,
         "fused_update": zero.fused_update,
         **{key: getattr(zero, key) for key in PLACEMENT_KEYS},
-        "grid": list(job.model.axis.shape),
+        "grid": list(model.axis.shape),
         "fits": sent is not None and max([peak, *filter(None, peaks.values())]) <= available,
         "state_bytes": held,
         "state_bytes_per_parameter": logical / parameters,

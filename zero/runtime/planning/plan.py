@@ -98,8 +98,7 @@ def _compilers(config: Config, processes: int, log: Path) -> Iterator[ProcessPoo
 def _start_compiler(log: str, topology: str, cpu_devices: int) -> None:
     """Starts a process that compiles; libtpu's stderr goes to a file."""
     end_with_parent()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
+    with Path(log).open("ab") as file:
+        os.dup2(file.fileno(), 2)
     if topology in ("local", "cpu"):
         use_cpu_devices(cpu_devices)

@@ -74,9 +74,8 @@ def predict(text: str, devices: Sequence[Any]) -> Prediction | None:
         return None
     bodies, entry = hlo.computations(text)
     seconds = _Schedule(bodies, speed, [(*device.coords, device.core_on_chip) for device in devices]).play(entry)
-    exposed = {key: value for key, value in seconds.items() if isinstance(key, str)}
     by_part = {key: value for key, value in seconds.items() if isinstance(key, Part)}
-    return Prediction(sum(by_part.values()), by_part, exposed.get("seconds", 0.0), exposed.get("bytes", 0.0))
+    return Prediction(sum(by_part.values()), by_part, seconds.get("seconds", 0.0), seconds.get("bytes", 0.0))
 
 
 def part_of(instruction: Instruction) -> Part:
