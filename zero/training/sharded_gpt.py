@@ -95,9 +95,8 @@ class ShardedGPT:
         if self.tuning is None:
             return self
         # Before it is coded; the vocabulary stays so.
-        return dataclasses.replace(
-            self, tuning=None, master_dtype="bfloat16" if self.tuning.is_coded else self.tuning.base_dtype
-        )
+        dtype = "bfloat16" if self.tuning.is_coded else self.tuning.base_dtype
+        return dataclasses.replace(self, tuning=None, master_dtype=dtype)
 
     @cached_property
     def frozen_by_parts(self) -> Layout:
@@ -121,13 +120,11 @@ class ShardedGPT:
 
     @cached_property
     def _sharded_by_parts(self) -> Layout:
-        params = self._trained_shapes
-        held = jax.tree.map(
-            lambda p, is_matrix: jax.ShapeDtypeStruct(p.shape, self.master_dtype if is_matrix else p.dtype),
-            params,
-            decayed(params),
-        )
-        return make_layout(held, self.axis.shards, **self.layout_options)
+        def held(p: Any, is_matrix: bool) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(p.shape, self.master_dtype if is_matrix else p.dtype)
+
+        shapes = jax.tree.map(held, self._trained_shapes, decayed(self._trained_shapes))
+        return make_layout(shapes, self.axis.shards, **self.layout_options)
 
     @property
     def layout_options(self) -> dict[str, Any]:
