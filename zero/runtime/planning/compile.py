@@ -107,7 +107,7 @@ def compile_step(request: Request) -> Row:
         rows = request.rows // training.gradient_accumulation_steps
         activations = activation_bytes(model, rows, config.data.max_context)
         peak = held + by_stage.gathered + gradients + activations
-        sent = formula.collectives_of(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr, len(devices))
+        sent = list(formula.collectives_of(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr, len(devices)))
     elif held > available:  # the step needs more than this, and is not compiled
         peak = held
     else:

@@ -63,16 +63,12 @@ def gpus(topology: str) -> list[Gpu]:
     return [Gpu(number, number // PER_NODE, kind, memory) for number in range(int(match[2]))]
 
 
-def collectives_of(jaxpr: Any, devices: int) -> list[Collective]:
-    """The collectives of a traced step, all of them as if computation hid them: a lower bound on the time."""
-    return list(_collectives(jaxpr, list(range(devices)), 1))
-
-
-def _collectives(jaxpr: Any, everyone: list[int], times: int) -> Iterator[Collective]:
+def collectives_of(jaxpr: Any, devices: int, times: int = 1) -> Iterator[Collective]:
+    """The collectives of a traced step that runs so often, as if computation hid them: a lower bound on the time."""
     for eqn in jaxpr.eqns:
         inner = list(jaxprs_in_params(eqn.params))
         if eqn.primitive.name in _KIND_OF:
-            groups = eqn.params["axis_index_groups"] or [everyone]
+            groups = eqn.params["axis_index_groups"] or [list(range(devices))]
             size, kind = len(groups[0]), _KIND_OF[eqn.primitive.name]
             held = sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in eqn.invars)
             # In a ring: a gather sends the own shard k - 1 times, a sum each of k parts twice, the others once.
@@ -80,8 +76,8 @@ def _collectives(jaxpr: Any, everyone: list[int], times: int) -> Iterator[Collec
             listed = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups)
             yield Collective(kind, round(times * held * passes), f"replica_groups={{{listed}}}", True)
         elif eqn.primitive.name == "cond":
-            found = [list(_collectives(branch, everyone, times)) for branch in inner]
+            found = [list(collectives_of(branch, devices, times)) for branch in inner]
             yield from max(found, key=lambda branch: sum(one.sent for one in branch))
         else:
             for sub in inner:
-                yield from _collectives(sub, everyone, times * eqn.params.get("length", 1))
+                yield from collectives_of(sub, devices, times * eqn.params.get("length", 1))
