@@ -27,7 +27,6 @@ import zero
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
-from zero.training.averages import averages_of
 from zero.training.batch import Batch
 from zero.training.optimizer import adamw
 from zero.training.parts import StepOptions, TrainState
@@ -165,7 +164,7 @@ def _setup(
     )
     tx, rate, used = tx or adamw(0.1), CountedRate(), tuple(jax.devices()[:devices])
     chosen = StepOptions(rate, SEED, micro_batches, max_norm, **options)
-    layout = state_layout(model, tx, averages_of(model, chosen))
+    layout = state_layout(model, tx, chosen)
     return Setup(model, make_programs(model, tx, chosen, used), used, layout, rate)
 
 

@@ -23,7 +23,6 @@ from zero.runtime.errors import UserError
 from zero.runtime.hosts.speeds import SPEEDS
 from zero.runtime.text.tokenizers import load_tokenizer
 from zero.training.activations import fitting_remat
-from zero.training.averages import averages_of
 from zero.training.objective import Objective
 from zero.training.objectives import make_objective
 from zero.training.optimizer import make_optimizer
@@ -183,7 +182,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         vocab_size=size.vocab_size,
         **hyperparameters,
     )
-    layout = state_layout(model, tx, averages_of(model, options))
+    layout = state_layout(model, tx, options)
     device = (devices or jax.devices())[0]
     if config.zero.remat == "auto" and device.platform == "tpu" and model.stage == 3 and not options.fused_update:
         rows = rows or objective.rows * training.batch_size // (jax.local_device_count() // model.axis.row_group)

@@ -18,7 +18,6 @@ from zero.partition import pmapped
 from zero.partition.collectives.axis import Axis
 from zero.partition.layout import PyTree
 from zero.partition.sharded_optimizer import on_shards
-from zero.training.averages import averages_of
 from zero.training.dpo import reference_step
 from zero.training.inference import Sampling, evaluate_step, extend, prefill, score, score_on
 from zero.training.parts import StepOptions, TrainState
@@ -68,10 +67,10 @@ def make_programs(
     Raises:
       ValueError: options that cannot be combined.
     """
-    step, averages = make_step(model, tx, options), averages_of(model, options)
+    step = make_step(model, tx, options)
 
     def start(weights: PyTree) -> TrainState:
-        return new_state(weights, on_shards(tx, model.layout, model.axis), model, averages)
+        return new_state(weights, on_shards(tx, model.layout, model.axis), model, options)
 
     pmap = partial(pmapped.pmap, axis_name=model.axis.name, devices=devices)
     scoring: Any = {"model": dataclasses.replace(model, drops=False), "micro_batches": options.micro_batches}

@@ -6,7 +6,7 @@ inside pmap.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from zero.training.averages import averages_of
 from zero.training.batch import Batch
 from zero.training.fused_update import fused_update
 from zero.training.guard import init_guard, make_guard
-from zero.training.parts import Average, StepOptions, TrainState, unless
+from zero.training.parts import StepOptions, TrainState, unless
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.whole_gradient import whole_gradient
 
@@ -55,21 +55,18 @@ def make_step(model: ShardedGPT, tx: optax.GradientTransformation, options: Step
 
 
 def new_state(
-    weights: PyTree, tx: optax.GradientTransformation, model: ShardedGPT, averages: Mapping[str, Average]
+    weights: PyTree, tx: optax.GradientTransformation, model: ShardedGPT, options: StepOptions | None
 ) -> TrainState:
     """The initial state for these weights: whole, or shards if `tx` is for shards."""
     params, collections = model.split(weights)
-    started = {name: average.init(params, collections) for name, average in averages.items()}
+    started = {name: average.init(params, collections) for name, average in averages_of(model, options).items()}
     return TrainState(jnp.int32(0), params, tx.init(params), started, init_guard())
 
 
-def state_layout(
-    model: ShardedGPT, tx: optax.GradientTransformation, averages: Mapping[str, Average] | None = None
-) -> Layout:
-    """The layout of the state; its arrays are the same at every stage. `averages`: by default the model's."""
-    followed = averages_of(model) if averages is None else averages
+def state_layout(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions | None = None) -> Layout:
+    """The layout of the state; its arrays are the same at every stage. Options may add averages to the model's."""
 
     def start(params: PyTree) -> TrainState:
-        return new_state({**params, **model.new_collections(jax.random.key(0))}, tx, model, followed)
+        return new_state({**params, **model.new_collections(jax.random.key(0))}, tx, model, options)
 
     return derive_layout(start, model.layout)
