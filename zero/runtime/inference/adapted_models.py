@@ -35,7 +35,7 @@ from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import Tuning
 
 
-def adapted_models(config: Config, model: ShardedGPT, host: int) -> Iterator[tuple[str, TrainedModel]]:
+def adapted_models(config: Config, model: ShardedGPT) -> Iterator[tuple[str, TrainedModel]]:
     """Each place of `evaluate.adapters`, and the model with its adapters merged.
 
     The base is that of the run `model.model_path`, or the weights of that run where it trained all. The devices hold
@@ -49,7 +49,7 @@ def adapted_models(config: Config, model: ShardedGPT, host: int) -> Iterator[tup
     for place in config.evaluate.adapters or []:
         read = _of_folder if (Path(place) / CONFIG_FILE).is_file() else _of_run
         params, step = read(place, base, model)
-        yield place, TrainedModel(model, params, tokenizer, step, host)
+        yield place, TrainedModel(model, params, tokenizer, step)
         del params  # before the next ones are merged
 
 

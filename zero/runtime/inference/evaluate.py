@@ -11,6 +11,7 @@ from typing import Any
 from zero.models.config import GPTConfig
 from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
+from zero.runtime.hosts.agreement import is_host_0
 from zero.runtime.hosts.watchdog import ending_together
 from zero.runtime.inference.adapted_models import adapted_models
 from zero.runtime.inference.follow import follow, wait_for_checkpoint
@@ -51,16 +52,15 @@ def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
         if config.evaluate.follow:
             follow(config, scorer, partial(_result, config, scorer, context), run_directory)
             return 0
-        result, host = _result(config, scorer, context), scorer.trained.host
+        result = _result(config, scorer, context)
     else:
-        model, host = place_model(config, size, rows)
-        result = {"run": str(config.model.model_path), "context": context, "adapters": {}}
-        one = None
-        for place, trained in adapted_models(config, model, host):
-            one = Scorer(trained, context, rows) if one is None else one.of(trained)
-            result["adapters"][place] = {"step": trained.step, **_scores(config, one, context)}
+        result, scorer = {"run": str(config.model.model_path), "context": context, "adapters": {}}, None
+        for place, trained in adapted_models(config, place_model(config, size, rows)):
+            scorer = scorer or Scorer(trained, context, rows)
+            scorer.trained = trained
+            result["adapters"][place] = {"step": trained.step, **_scores(config, scorer, context)}
             log.info("%s is scored", place)
-    if host == 0:
+    if is_host_0():
         text = json.dumps(result, indent=2)
         (run_directory / RESULT_FILE).write_text(text + "\n")
         print(text)

@@ -48,12 +48,14 @@ def follow(config: Config, scorer: Scorer, evaluate: Callable[[], dict[str, Any]
     Raises:
       UserError: the newest checkpoint cannot be read.
     """
-    run, model, host = Path(str(config.model.model_path)), scorer.trained.model, scorer.trained.host
+    run, model = Path(str(config.model.model_path)), scorer.trained.model
     with ExitStack() as stack:
-        tracker = stack.enter_context(_tracker(config, run, run_directory)) if host == 0 else None
+        tracker = stack.enter_context(_tracker(config, run, run_directory)) if agreement.is_host_0() else None
         for number in count():
             watchdog.progress()
-            steps, done = _on_host_0(f"follow {number}", lambda: [saved_steps(run), _evaluated_steps(run)])
+            steps, done = _on_host_0(
+                f"follow {number}", lambda: [saved_steps(run), [line["step"] for line in read_evaluations(run)]]
+            )
             for step in (step for step in steps if step > max(done, default=-1)):
                 scorer.trained = scorer.trained._replace(params=None)  # two copies may not fit
                 try:
@@ -92,10 +94,6 @@ def metrics_of(result: dict[str, Any]) -> dict[str, Any]:
 def _on_host_0(name: str, compute: Callable[[], Any]) -> Any:
     """What host 0 computes, on all hosts, as JSON gives it."""
     return json.loads(agreement.broadcast(name, json.dumps(compute()) if agreement.is_host_0() else ""))
-
-
-def _evaluated_steps(run: Path) -> list[int]:
-    return [line["step"] for line in read_evaluations(run)]
 
 
 def _is_last(run: Path, step: int) -> bool:

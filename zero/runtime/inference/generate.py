@@ -61,6 +61,12 @@ def generate(
         yield np.asarray(every)[: len(prompts), : shortest + done * chunk]
 
 
+def until_end(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
+    """The tokens before the first end of text."""
+    ends = np.flatnonzero(tokens == end_of_text)
+    return tokens[: ends[0]] if len(ends) else tokens
+
+
 def _width(programs: Inference, shortest: int, end: int) -> int:
     """The positions of the cache for texts of up to `end`, which choose the frequencies of rotary positions."""
     switch = programs.switch

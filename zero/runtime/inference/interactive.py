@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from zero.runtime.config.schema import Sample
 from zero.runtime.errors import UserError
-from zero.runtime.inference.generate import generate
+from zero.runtime.inference.generate import generate, until_end
 from zero.runtime.inference.trained_model import TrainedModel
 from zero.training.inference import Sampling
 from zero.training.programs import Inference, make_inference
@@ -93,12 +93,6 @@ def _changed(options: Sample, command: str) -> Sample:
     except OmegaConfBaseException as error:
         raise UserError(f"/{name} {text}: {str(error).splitlines()[0]}") from error
     return dataclasses.replace(options, **{name: value})
-
-
-def until_end(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
-    """The tokens before the first end of text."""
-    ends = np.flatnonzero(tokens == end_of_text)
-    return tokens[: ends[0]] if len(ends) else tokens
 
 
 def stream(screen: TextIO, shown: str, text: str) -> str:

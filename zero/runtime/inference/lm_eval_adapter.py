@@ -16,6 +16,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from zero.runtime.errors import WRONG_PATH, Unavailable, UserError, causes, first_line
+from zero.runtime.inference.generate import until_end
 from zero.runtime.inference.scoring import batched
 from zero.runtime.text.tokenizers import Tokenizer
 
@@ -105,12 +106,11 @@ class HarnessModel(TemplateLM):
 
     def _until(self, tokens: np.ndarray, stops: Sequence[str]) -> tuple[str, bool]:
         """The text before the end-of-text token and the first stop string, and whether it has reached one of them."""
-        ends = np.flatnonzero(tokens == self.eot_token_id)
-        text = self._encoding.decode(tokens[: ends[0]] if len(ends) else tokens)
-        cut = text
+        kept = until_end(tokens, self.eot_token_id)
+        text = cut = self._encoding.decode(kept)
         for stop in stops:
             cut = cut.split(stop)[0]
-        return cut, bool(len(ends)) or cut != text
+        return cut, len(kept) < len(tokens) or cut != text
 
 
 @cache

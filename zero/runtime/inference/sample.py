@@ -17,9 +17,10 @@ from tqdm import tqdm
 from zero.models.config import GPTConfig
 from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
+from zero.runtime.hosts.agreement import is_host_0
 from zero.runtime.hosts.watchdog import ending_together
-from zero.runtime.inference.generate import generate
-from zero.runtime.inference.interactive import STREAM_CHUNK, converse, sampling_of, stream, until_end
+from zero.runtime.inference.generate import generate, until_end
+from zero.runtime.inference.interactive import STREAM_CHUNK, converse, sampling_of, stream
 from zero.runtime.inference.scoring import Passage, Scorer
 from zero.runtime.inference.trained_model import open_model
 from zero.runtime.parsing import reading
@@ -43,14 +44,12 @@ def sample(config: Config, size: GPTConfig, run_directory: Path) -> int:
       UserError: there is no such run or prompt, or the text is longer than the model's positions.
     """
     options = config.sample
-    if options.interactive:
-        trained = open_model(config, size, rows=1)
-        encode = _chat_encoder(config, trained.tokenizer) if options.chat else trained.tokenizer.encode
-        return converse(trained, options, encode)
-    prompts = [prompt for prompt in _prompts(config) for _ in range(options.copies)]
-    trained = open_model(config, size, rows=len(prompts))
-    end = trained.tokenizer.end_of_text
+    prompts = [] if options.interactive else [prompt for prompt in _prompts(config) for _ in range(options.copies)]
+    trained = open_model(config, size, rows=1 if options.interactive else len(prompts))
     encode = _chat_encoder(config, trained.tokenizer) if options.chat else trained.tokenizer.encode
+    if options.interactive:
+        return converse(trained, options, encode)
+    end = trained.tokenizer.end_of_text
     encoded = [np.append(end, encode(prompt)).astype(np.int32) for prompt in prompts]
     longest = max(map(len, encoded)) + options.tokens
     if size.has_learned_positions and longest > size.block_size:
@@ -59,10 +58,9 @@ def sample(config: Config, size: GPTConfig, run_directory: Path) -> int:
             f"{size.block_size} positions"
         )
     line_break = "\n" if options.chat else ""
-    screen = sys.stdout if trained.host == 0 and len(prompts) == 1 else None
+    screen = sys.stdout if is_host_0() and len(prompts) == 1 else None
     if screen:
         screen.write(prompts[0] + line_break)
-    started = time.monotonic()
     shown, drawn = "", 0
     programs = make_inference(trained.model, sampling_of(options))
     steps = generate(programs, trained.params, encoded, options.tokens, seed=options.seed, chunk=STREAM_CHUNK)
@@ -87,7 +85,7 @@ def sample(config: Config, size: GPTConfig, run_directory: Path) -> int:
         passages = [Passage(row, len(prompt)) for row, prompt in zip(whole, encoded, strict=True)]
         scores = Scorer(trained, max(map(len, whole)), len(whole)).scores(passages)
         more = [{"log_probabilities": (-score.losses).tolist()} for score in scores]
-    if trained.host == 0:
+    if is_host_0():
         decoded = [trained.tokenizer.decode(text) for text in texts]
         if screen:
             screen.write("\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections import deque
@@ -44,6 +43,7 @@ class Scorer:
     """Scores passages of at most `context` tokens, batch by batch on all devices, in their order.
 
     `rows` is per host and batch; the sum over hosts is rounded up to a multiple of the number of tensor groups.
+    `trained` may be replaced by other weights of the same model, for which nothing is compiled again.
     """
 
     def __init__(self, trained: TrainedModel, context: int, rows: int):
@@ -51,12 +51,6 @@ class Scorer:
         self._groups = trained.model.axis.size // trained.model.axis.tensor  # of devices that take the same rows
         self._rows = -(-rows * jax.process_count() // self._groups)  # per group
         self._programs = make_inference(trained.model)
-
-    def of(self, trained: TrainedModel) -> Scorer:
-        """The same programs for other weights of the same model."""
-        other = copy.copy(self)
-        other.trained = trained
-        return other
 
     @property
     def batch_rows(self) -> int:
@@ -98,7 +92,7 @@ class Scorer:
         tokens = np.full((self.batch_rows, length), -1, np.int32)
         for blank, row in zip(tokens, rows, strict=False):
             blank[: len(row)] = row
-        return split_rows(tokens, axis.size, axis.tensor)[self.trained.host * local :][:local]
+        return split_rows(tokens, axis.size, axis.tensor)[jax.process_index() * local :][:local]
 
 
 def batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
@@ -176,9 +170,8 @@ def score_validation_set(
 
     def rows() -> Iterator[np.ndarray]:
         with closing(prefetch(loader.batches())) as batches:
-            for batch in tqdm(
-                batches, total=loader.rows, unit="row", desc="validation", disable=scorer.trained.host != 0
-            ):
+            is_shown = jax.process_index() == 0
+            for batch in tqdm(batches, total=loader.rows, unit="row", desc="validation", disable=not is_shown):
                 yield np.trim_zeros(batch.tokens[0] + 1, "b") - 1  # without its padding
 
     def passages(stride: int) -> Iterator[Passage]:

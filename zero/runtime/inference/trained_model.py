@@ -19,12 +19,7 @@ from zero.runtime.hosts.same_configuration import check_same_configuration
 from zero.runtime.job import make_model
 from zero.runtime.run_directory import saved_checkpoint_directory
 from zero.runtime.text.tokenizers import Tokenizer, load_tokenizer
-from zero.runtime.weights.checkpoint_weights import (
-    UNSEEN_IN_CHECKPOINTS,
-    check_unseen,
-    trained_size,
-    weights_subtree,
-)
+from zero.runtime.weights.checkpoint_weights import UNSEEN_IN_CHECKPOINTS, check_unseen, trained_size, weights_subtree
 from zero.runtime.weights.warm_start import weights_of_step
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -38,7 +33,6 @@ class TrainedModel(NamedTuple):
     params: PyTree
     tokenizer: Tokenizer
     step: int | None
-    host: int
 
 
 def open_model(config: Config, size: GPTConfig, rows: int) -> TrainedModel:
@@ -47,14 +41,14 @@ def open_model(config: Config, size: GPTConfig, rows: int) -> TrainedModel:
     Sharded by `zero.stage`; or whole on every device that has a row, if `zero.replicate` is true, or null and two
     copies fit.
     """
-    model, host = place_model(config, size, rows)
+    model = place_model(config, size, rows)
     params, step = load_weights(Path(str(config.model.model_path)), model, config.data.resume_step, config.model.ema)
-    return TrainedModel(model, params, load_tokenizer(config.data.tokenizer), step, host)
+    return TrainedModel(model, params, load_tokenizer(config.data.tokenizer), step)
 
 
-def place_model(config: Config, size: GPTConfig, rows: int) -> tuple[ShardedGPT, int]:
-    """The model of `open_model` as it is placed on the devices, and the number of this host."""
-    host, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
+def place_model(config: Config, size: GPTConfig, rows: int) -> ShardedGPT:
+    """The model of `open_model` as it is placed on the devices."""
+    _, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
     check_same_configuration(config, size)
     # One copy, over however many devices there are now, and whole rows.
     model = make_model(replace(config, zero=replace(config.zero, replicas=1, context_shards=1)), size)
@@ -69,7 +63,7 @@ def place_model(config: Config, size: GPTConfig, rows: int) -> tuple[ShardedGPT,
         "sharded over" if model.stage else "whole on",
         model.axis.size,
     )
-    return model, host
+    return model
 
 
 def load_weights(run: Path, model: ShardedGPT, step: int | None, ema: bool = False) -> tuple[PyTree, int]:

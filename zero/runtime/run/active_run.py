@@ -281,11 +281,9 @@ class ActiveRun:
 
     def harness_results(self) -> dict[str, float]:
         """The tasks of `evaluate.harness` on the weights of this step, as `harness/TASK/METRIC`."""
-        host = jax.process_index()
-        trained = TrainedModel(self.model, self.weights, self.tokenizer, self.position.step, host)
+        trained = TrainedModel(self.model, self.weights, self.tokenizer, self.position.step)
         scorer = Scorer(trained, self.context.full, self.config.training.batch_size)
-        results = run_tasks(scorer, self.context.full, self.config.evaluate.harness)
-        return numbers_of(results)
+        return numbers_of(run_tasks(scorer, self.context.full, self.config.evaluate.harness))
 
     def log(self, line: dict[str, Any]) -> None:
         """Records a line of metrics, on host 0."""
