@@ -41,14 +41,8 @@ class Architecture:
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys
     written: Mapping[str, Any] = field(default_factory=dict)  # keys of an export that do not concern the weights
     rotary: tuple[str, str | None] | None = None  # keys of the base of rotary positions and of the rotated fraction
-    scalings: tuple[str, ...] = (
-        "linear",
-        "llama3",
-        "yarn",
-        "yarn_unrounded",
-        "dynamic",
-        "longrope",
-    )  # kinds of `rotary_scaling`
+    # Kinds of `rotary_scaling`.
+    scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "yarn_unrounded", "dynamic", "longrope")
     scaling_aliases: Mapping[str, str] = field(default_factory=dict)  # other names of these
     local_rotary: tuple[str, float] | None = None  # key and default of the base in layers with windows
     unrotated: int | None = None  # the default of no_rope_layer_interval

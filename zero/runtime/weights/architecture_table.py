@@ -5,7 +5,8 @@ The reasons for this choice are in docs/decisions/interchange.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
@@ -13,7 +14,7 @@ from zero.runtime.errors import UserError
 from zero.runtime.weights.architecture import FUSED_QKV, Architecture
 
 
-def _layers(names: Mapping[str, str], prefix: str) -> dict[str, str]:
+def _layers(names: Mapping[str, str], prefix: str = "layers") -> dict[str, str]:
     """Modules of a layer, by name within it."""
     return {f"{STACK}/{name}": f"{prefix}.{{}}.{hf_name}" for name, hf_name in names.items()}
 
@@ -116,11 +117,7 @@ GPT_NEO = Architecture(
         "resid_dropout": "residual_drop_rate",
         "embed_dropout": "embedding_dropout",
     },
-    absent={
-        "layer_norm_epsilon": 1e-5,
-        "attention_types": [[["global", "local"], 12]],
-        "window_size": 256,
-    },
+    absent={"layer_norm_epsilon": 1e-5, "attention_types": [[["global", "local"], 12]], "window_size": 256},
     fixed={"activation_function": "gelu_new", "tie_word_embeddings": True},
     prefix="transformer.",
     modules={
@@ -171,7 +168,7 @@ GPT_NEOX = Architecture(
     prefix="gpt_neox.",
     modules={
         VOCABULARY: "embed_in",
-        **_layers(_megatron_names("attention"), "layers"),
+        **_layers(_megatron_names("attention")),
         "norm": "final_layer_norm",
         HEAD: "embed_out",
     },
@@ -206,186 +203,156 @@ _LLAMA_MODULES = {
             "mlp_gate": "mlp.gate_proj",
             "mlp_in": "mlp.up_proj",
             "mlp_out": "mlp.down_proj",
-        },
-        "layers",
+        }
     ),
     "norm": "norm",
     HEAD: "lm_head",
 }
-_LLAMA_SHARED: dict[str, Any] = {
-    "keys": _LLAMA_KEYS,
-    "absent": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 1e4},
-    "prefix": "model.",
-    "modules": _LLAMA_MODULES,
-    "rotary": ("rope_theta", None),
-}
-LLAMA = Architecture(
-    model_type="llama",
-    class_name="LlamaForCausalLM",
-    family="llama",
+_ATTENTION_MODULES = {name: hf_name for name, hf_name in _LLAMA_MODULES.items() if "mlp." not in hf_name}
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+def _like_llama(
+    model_type: str,
+    class_name: str,
+    *,
+    without: Sequence[str] = (),
+    keys: Mapping[str, str] = _NONE,
+    absent: Mapping[str, Any] = _NONE,
+    modules: Mapping[str, str] = _LLAMA_MODULES,
+    **others: Any,
+) -> Architecture:
+    """An architecture with the keys of Llama except `without`, and with `keys` beside them or in place of them.
+
+    `absent` are its values of missing keys where Llama's differ; `others` are the other attributes.
+    """
+    missing = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 1e4}
+    own: dict[str, Any] = {"family": model_type, "rotary": ("rope_theta", None), **others}
+    return Architecture(
+        model_type=model_type,
+        class_name=class_name,
+        keys={**{key: name for key, name in _LLAMA_KEYS.items() if key not in without}, **keys},
+        absent={**{key: value for key, value in missing.items() if key not in without}, **absent},
+        prefix="model.",
+        modules=modules,
+        **own,
+    )
+
+
+LLAMA = _like_llama(
+    "llama",
+    "LlamaForCausalLM",
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     width_divides=True,
-    **_LLAMA_SHARED,
 )
-MISTRAL = Architecture(
-    model_type="mistral",
-    class_name="MistralForCausalLM",
-    family="mistral",
+MISTRAL = _like_llama(
+    "mistral",
+    "MistralForCausalLM",
+    absent={"sliding_window": 4096},
     fixed={"hidden_act": "silu"},
     windows="sliding_window",
-    **{**_LLAMA_SHARED, "absent": {**_LLAMA_SHARED["absent"], "sliding_window": 4096}},
 )
-QWEN2 = Architecture(
-    model_type="qwen2",
-    class_name="Qwen2ForCausalLM",
-    family="qwen2",
-    fixed={"hidden_act": "silu", "use_sliding_window": False},
-    **_LLAMA_SHARED,
-)
-SMOLLM3 = Architecture(
-    model_type="smollm3",
-    class_name="SmolLM3ForCausalLM",
-    family="smollm3",
+QWEN2 = _like_llama("qwen2", "Qwen2ForCausalLM", fixed={"hidden_act": "silu", "use_sliding_window": False})
+SMOLLM3 = _like_llama(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    absent={"tie_word_embeddings": True, "rope_theta": 2e6},
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False},
     unrotated=4,
     written={"pad_token_id": None},
-    **{**_LLAMA_SHARED, "absent": {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 2e6}},
 )
-STABLELM = Architecture(
-    model_type="stablelm",
-    class_name="StableLmForCausalLM",
-    family="stablelm",
+STABLELM = _like_llama(
+    "stablelm",
+    "StableLmForCausalLM",
+    without=("rms_norm_eps", "head_dim"),
+    keys={"layer_norm_eps": "norm_epsilon", "use_qkv_bias": "qkv_bias"},
+    absent={"layer_norm_eps": 1e-5, "use_qkv_bias": False, "partial_rotary_factor": 0.25},
     fixed={"hidden_act": "silu", "qk_layernorm": False, "use_parallel_residual": False, "hidden_dropout": 0.0},
+    rotary=("rope_theta", "partial_rotary_factor"),
     width_divides=True,
-    **{
-        **_LLAMA_SHARED,
-        "keys": {key: name for key, name in _LLAMA_KEYS.items() if key not in ("rms_norm_eps", "head_dim")}
-        | {"layer_norm_eps": "norm_epsilon", "use_qkv_bias": "qkv_bias"},
-        "absent": {
-            "layer_norm_eps": 1e-5,
-            "tie_word_embeddings": False,
-            "use_qkv_bias": False,
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 0.25,
-        },
-        "rotary": ("rope_theta", "partial_rotary_factor"),
-    },
 )
-_OLMO_SHARED: dict[str, Any] = {
-    **_LLAMA_SHARED,
+_OLMO: dict[str, Any] = {
     "fixed": {"hidden_act": "silu", "attention_bias": False},
     "modules": _LLAMA_MODULES
-    | _layers(
-        {"norm_attention_after": "post_attention_layernorm", "norm_mlp_after": "post_feedforward_layernorm"}, "layers"
-    ),
+    | _layers({"norm_attention_after": "post_attention_layernorm", "norm_mlp_after": "post_feedforward_layernorm"}),
 }
-OLMO2 = Architecture(
-    model_type="olmo2",
-    class_name="Olmo2ForCausalLM",
-    family="olmo2",
-    **{**_OLMO_SHARED, "absent": {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope_theta": 1e4}},
-)
-OLMO3 = Architecture(
-    model_type="olmo3",
-    class_name="Olmo3ForCausalLM",
-    family="olmo3",
+OLMO2 = _like_llama("olmo2", "Olmo2ForCausalLM", absent={"rms_norm_eps": 1e-5}, **_OLMO)
+OLMO3 = _like_llama(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    absent={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
     windows="layer_types",
     window_period=4,
     local_rotary=("", 5e5),
-    **{
-        **_OLMO_SHARED,
-        "absent": {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope_theta": 5e5, "sliding_window": 4096},
-    },
+    **_OLMO,
 )
-PHI3 = Architecture(
-    model_type="phi3",
-    class_name="Phi3ForCausalLM",
-    family="phi3",
+PHI3 = _like_llama(
+    "phi3",
+    "Phi3ForCausalLM",
+    keys={"resid_pdrop": "residual_drop_rate"},
+    absent={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "sliding_window": None},
     fixed={"hidden_act": "silu", "embd_pdrop": 0.0},
+    modules=_LLAMA_MODULES
+    | _layers(
+        {
+            **dict.fromkeys(FUSED_QKV, "self_attn.qkv_proj"),
+            "mlp_gate": "mlp.gate_up_proj",
+            "mlp_in": "mlp.gate_up_proj",
+        }
+    ),
     windows="sliding_window",
     written={"pad_token_id": None},
+    rotary=("rope_theta", "partial_rotary_factor"),
     scalings=("longrope",),
     scaling_aliases={"su": "longrope", "yarn": "longrope"},  # as transformers has it for this one
     fused="rows",
-    **{
-        **_LLAMA_SHARED,
-        "keys": {**_LLAMA_KEYS, "resid_pdrop": "residual_drop_rate"},
-        "absent": {
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": False,
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 1.0,
-            "sliding_window": None,
-        },
-        "modules": _LLAMA_MODULES
-        | _layers(
-            {
-                **dict.fromkeys(FUSED_QKV, "self_attn.qkv_proj"),
-                "mlp_gate": "mlp.gate_up_proj",
-                "mlp_in": "mlp.gate_up_proj",
-            },
-            "layers",
-        ),
-        "rotary": ("rope_theta", "partial_rotary_factor"),
-    },
 )
-GRANITE = Architecture(
-    model_type="granite",
-    class_name="GraniteForCausalLM",
-    family="granite",
+_GRANITE_KEYS = {
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "attention_multiplier": "score_multiplier",
+    "logits_scaling": "logit_divisor",
+}
+GRANITE = _like_llama(
+    "granite",
+    "GraniteForCausalLM",
+    keys=_GRANITE_KEYS,
+    absent=dict.fromkeys(_GRANITE_KEYS, 1.0),
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    **{
-        **_LLAMA_SHARED,
-        "keys": _LLAMA_KEYS
-        | {
-            "embedding_multiplier": "embedding_multiplier",
-            "residual_multiplier": "residual_multiplier",
-            "attention_multiplier": "score_multiplier",
-            "logits_scaling": "logit_divisor",
-        },
-        "absent": {
-            **_LLAMA_SHARED["absent"],
-            "embedding_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-            "logits_scaling": 1.0,
-        },
-    },
 )
-QWEN3 = Architecture(
-    model_type="qwen3",
-    class_name="Qwen3ForCausalLM",
-    family="qwen3",
-    fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
-    **_LLAMA_SHARED,
+QWEN3 = _like_llama(
+    "qwen3", "Qwen3ForCausalLM", fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
 )
-_ATTENTION_MODULES = {name: hf_name for name, hf_name in _LLAMA_MODULES.items() if "mlp." not in hf_name}
 
 
 def _expert_modules(block: str, router: str, gate: str, into: str, out: str) -> dict[str, str]:
     """The modules of Llama, with experts instead of the MLP."""
     names = {"mlp_gate": gate, "mlp_in": into, "mlp_out": out}
     experts = {f"experts/{name}": f"{block}.experts.{{}}.{hf_name}" for name, hf_name in names.items()}
-    return _ATTENTION_MODULES | _layers({"experts/router": f"{block}.{router}", **experts}, "layers")
+    return _ATTENTION_MODULES | _layers({"experts/router": f"{block}.{router}", **experts})
 
 
-MIXTRAL = Architecture(
-    model_type="mixtral",
-    class_name="MixtralForCausalLM",
-    family="mixtral",
+MIXTRAL = _like_llama(
+    "mixtral",
+    "MixtralForCausalLM",
+    keys={"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"},
+    absent={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2},
     fixed={"hidden_act": "silu"},
+    modules=_expert_modules("block_sparse_moe", "gate", "w1", "w3", "w2"),
     windows="sliding_window",
-    **{
-        **_LLAMA_SHARED,
-        "keys": {**_LLAMA_KEYS, "num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"},
-        "absent": {**_LLAMA_SHARED["absent"], "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2},
-        "modules": _expert_modules("block_sparse_moe", "gate", "w1", "w3", "w2"),
-    },
 )
-QWEN3_MOE = Architecture(
-    model_type="qwen3_moe",
-    class_name="Qwen3MoeForCausalLM",
-    family="qwen3_moe",
+QWEN3_MOE = _like_llama(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    without=("intermediate_size",),
+    keys={
+        "moe_intermediate_size": "mlp_width",
+        "num_experts": "experts",
+        "num_experts_per_tok": "experts_per_token",
+        "norm_topk_prob": "normalise_router",
+    },
+    absent={"num_experts_per_tok": 8, "norm_topk_prob": False},
+    aliases={"num_experts": "num_local_experts"},  # as transformers 5 writes it
     fixed={
         "hidden_act": "silu",
         "attention_bias": False,
@@ -393,66 +360,49 @@ QWEN3_MOE = Architecture(
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
-    aliases={"num_experts": "num_local_experts"},  # as transformers 5 writes it
-    **{
-        **_LLAMA_SHARED,
-        "keys": {
-            **{key: name for key, name in _LLAMA_KEYS.items() if name != "mlp_width"},
-            "moe_intermediate_size": "mlp_width",
-            "num_experts": "experts",
-            "num_experts_per_tok": "experts_per_token",
-            "norm_topk_prob": "normalise_router",
-        },
-        "absent": {**_LLAMA_SHARED["absent"], "num_experts_per_tok": 8, "norm_topk_prob": False},
-        "modules": _expert_modules("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
-    },
+    modules=_expert_modules("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
 )
-GPT_OSS = Architecture(
-    model_type="gpt_oss",
-    class_name="GptOssForCausalLM",
-    family="gpt_oss",
+GPT_OSS = _like_llama(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    keys={"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"},
+    absent={
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1.5e5,
+        "num_experts_per_tok": 4,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+            "rope_theta": 1.5e5,
+        },
+    },
     fixed={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    modules=_ATTENTION_MODULES
+    | _layers(
+        {
+            "sinks": "self_attn.sinks",
+            "experts/router": "mlp.router",
+            "experts/mlp_gate": "mlp.experts.gate_up_proj",
+            "experts/mlp_in": "mlp.experts.gate_up_proj",
+            "experts/mlp_out": "mlp.experts.down_proj",
+        }
+    ),
     windows="layer_types",
     scalings=("linear", "llama3", "yarn", "yarn_unrounded"),
     fused="columns",
     bare=("layers.{}.self_attn.sinks", "layers.{}.mlp.experts.gate_up_proj", "layers.{}.mlp.experts.down_proj"),
-    **{
-        **_LLAMA_SHARED,
-        "keys": {**_LLAMA_KEYS, "num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"},
-        "absent": {
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": False,
-            "rope_theta": 1.5e5,
-            "num_experts_per_tok": 4,
-            "head_dim": 64,
-            "sliding_window": 128,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-                "rope_theta": 1.5e5,
-            },
-        },
-        "modules": _ATTENTION_MODULES
-        | _layers(
-            {
-                "sinks": "self_attn.sinks",
-                "experts/router": "mlp.router",
-                "experts/mlp_gate": "mlp.experts.gate_up_proj",
-                "experts/mlp_in": "mlp.experts.gate_up_proj",
-                "experts/mlp_out": "mlp.experts.down_proj",
-            },
-            "layers",
-        ),
-    },
 )
-GEMMA = Architecture(
-    model_type="gemma",
-    class_name="GemmaForCausalLM",
-    family="gemma",
+GEMMA = _like_llama(
+    "gemma",
+    "GemmaForCausalLM",
+    without=("tie_word_embeddings",),
+    absent={"tie_word_embeddings": True, "head_dim": 256},
     fixed={
         "hidden_act": "gelu_pytorch_tanh",
         "attention_bias": False,
@@ -460,76 +410,61 @@ GEMMA = Architecture(
         "use_bidirectional_attention": None,
     },
     legacy={"hidden_act": "gelu", "use_bidirectional_attention": False},
-    **{
-        **_LLAMA_SHARED,
-        "keys": {key: name for key, name in _LLAMA_KEYS.items() if name != "tied"},
-        "absent": {**_LLAMA_SHARED["absent"], "tie_word_embeddings": True, "head_dim": 256},
-    },
 )
-_GEMMA_KEYS = {
-    "query_pre_attn_scalar": "score_width",
-    "attn_logit_softcapping": "attention_cap",
-    "final_logit_softcapping": "logit_cap",
-}
 _GEMMA_MODULES = _LLAMA_MODULES | _layers(
     {
         "norm_attention_after": "post_attention_layernorm",
         "norm_mlp": "pre_feedforward_layernorm",
         "norm_mlp_after": "post_feedforward_layernorm",
-    },
-    "layers",
+    }
 )
-GEMMA2 = Architecture(
-    model_type="gemma2",
-    class_name="Gemma2ForCausalLM",
-    family="gemma2",
+GEMMA2 = _like_llama(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    without=("tie_word_embeddings",),
+    keys={
+        "query_pre_attn_scalar": "score_width",
+        "attn_logit_softcapping": "attention_cap",
+        "final_logit_softcapping": "logit_cap",
+    },
+    absent={
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
     fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "tie_word_embeddings": True},
+    modules=_GEMMA_MODULES,
     windows="layer_types",
     width_divides=True,
-    **{
-        **_LLAMA_SHARED,
-        "keys": {key: name for key, name in _LLAMA_KEYS.items() if name != "tied"} | _GEMMA_KEYS,
-        "absent": {
-            **_LLAMA_SHARED["absent"],
-            "tie_word_embeddings": True,
-            "sliding_window": 4096,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-        "modules": _GEMMA_MODULES,
-    },
 )
-GEMMA3 = Architecture(
-    model_type="gemma3_text",
-    class_name="Gemma3ForCausalLM",
+GEMMA3 = _like_llama(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
     family="gemma3",
+    without=("tie_word_embeddings",),
+    keys={"query_pre_attn_scalar": "score_width", "final_logit_softcapping": "logit_cap"},
+    absent={
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        "sliding_window": 4096,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "final_logit_softcapping": None,
+    },
     fixed={
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
         "tie_word_embeddings": True,
         "use_bidirectional_attention": False,
     },
+    modules=_GEMMA_MODULES,
     windows="layer_types",
     window_period=6,
     local_rotary=("rope_local_base_freq", 1e4),
     width_divides=True,
-    **{
-        **_LLAMA_SHARED,
-        "keys": {key: name for key, name in _LLAMA_KEYS.items() if name != "tied"}
-        | {"query_pre_attn_scalar": "score_width", "final_logit_softcapping": "logit_cap"},
-        "absent": {
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-            "rope_theta": 1e6,
-            "sliding_window": 4096,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-            "final_logit_softcapping": None,
-        },
-        "modules": _GEMMA_MODULES,
-    },
 )
 # If several equal a model, the first is exported.
 _LLAMAS = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, OLMO2, OLMO3, GRANITE, PHI3)

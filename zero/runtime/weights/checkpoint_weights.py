@@ -22,13 +22,7 @@ from zero.training.ema import EMA
 from zero.training.sharded_gpt import ShardedGPT
 
 # As `UNSEEN`, of checkpoints: what a Hugging Face folder is compared by in other ways.
-UNSEEN_IN_CHECKPOINTS = (
-    "alibi_attn",
-    "norm_place",
-    "expert_capacity",
-    "expert_priority",
-    "distance_base",
-)
+UNSEEN_IN_CHECKPOINTS = ("alibi_attn", "norm_place", "expert_capacity", "expert_priority", "distance_base")
 
 
 def open_checkpoints(place: str) -> Checkpoints:
