@@ -14,7 +14,7 @@ from zero.runtime.checkpoints.migration import FORMAT, migrate
 from zero.runtime.errors import UserError
 from zero.runtime.run.restore import restore
 from zero.runtime.weights.average import average
-from zero.runtime.weights.checkpoint_weights import restore_weights, weights_subtree
+from zero.runtime.weights.checkpoint_weights import saved_step
 
 # After 4 steps of small_gpt on 2 devices, the third of which was skipped: AdamW with a moving average of the weights
 # and running statistics of losses, and vector-quantised keys. The metadata has the losses of the next 4 steps.
@@ -61,11 +61,11 @@ def test_later_format_is_refused() -> None:
 def test_weights_of_an_earlier_format(tmp_path: Path) -> None:
     """Weights and their averages are read from an earlier format."""
     with opened("ema", tmp_path) as checkpoints:
-        meta = checkpoints.meta(4)
-        on = trainer(meta, "ema", 3)
+        saved = saved_step(checkpoints, 4)
+        on = trainer(saved.meta, "ema", 3)
         found = {}
         for ema in (False, True):
-            shards = restore_weights(checkpoints, 4, on.model, weights_subtree("run", meta, ema))
+            shards = saved.restore(on.model, saved.subtree(ema))
             found[ema] = on.whole(shards, on.model.layout)["vocabulary/table"]
             name = ("averages/ema" if ema else "params") + "/vocabulary/table"
             np.testing.assert_array_equal(found[ema], checkpoints.read(4, name))

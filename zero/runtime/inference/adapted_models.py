@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +13,9 @@ from zero.runtime.config.schema import Config
 from zero.runtime.errors import UserError
 from zero.runtime.inference.trained_model import TrainedModel
 from zero.runtime.text.tokenizers import load_tokenizer
-from zero.runtime.weights.checkpoint_weights import (
-    UNSEEN_IN_CHECKPOINTS,
-    check_unseen,
-    choose_steps,
-    open_checkpoints,
-    restore_weights,
-    trained_size,
-    weights_subtree,
-)
+from zero.runtime.weights.checkpoint_weights import choose_steps, open_checkpoints, saved_step
 from zero.runtime.weights.peft_folder import CONFIG_FILE, peft_adapters, read_peft
-from zero.runtime.weights.warm_start import (
-    base_checksum,
-    check_base,
-    merged_weights,
-    saved_base,
-    saved_tuning,
-    warm_start,
-)
+from zero.runtime.weights.warm_start import base_checksum, check_base, merged_weights, warm_start
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import Tuning
 
@@ -56,13 +41,12 @@ def adapted_models(config: Config, model: ShardedGPT) -> Iterator[tuple[str, Tra
 def _base(config: Config, model: ShardedGPT) -> PyTree:
     """The weights under all adapters, in float32."""
     with open_checkpoints(str(config.model.model_path)) as checkpoints:
-        step = checkpoints.choose(config.data.resume_step)
-        origin, meta = f"{checkpoints.directory}, step {step}", checkpoints.meta(step)
-        check_unseen(origin, asdict(trained_size(origin, meta)), model.config, UNSEEN_IN_CHECKPOINTS)
-        if saved_tuning(meta) is None:
-            return restore_weights(checkpoints, step, model, weights_subtree(origin, meta, config.model.ema))
-        saved = saved_base(origin, meta)
-        return warm_start(saved["place"], model, ema=saved["ema"])
+        saved = saved_step(checkpoints, checkpoints.choose(config.data.resume_step))
+        saved.check_size(model.config)
+        if saved.tuning() is None:
+            return saved.restore(model, saved.subtree(config.model.ema))
+        base = saved.base()
+        return warm_start(base["place"], model, ema=base["ema"])
 
 
 def _held(base: PyTree, tuned: ShardedGPT) -> PyTree:
@@ -74,17 +58,16 @@ def _held(base: PyTree, tuned: ShardedGPT) -> PyTree:
 
 def _of_run(place: str, base: PyTree, model: ShardedGPT) -> tuple[PyTree, int | None]:
     with open_checkpoints(place) as checkpoints:
-        step = choose_steps(checkpoints, None)[-1]
-        origin, meta = f"{checkpoints.directory}, step {step}", checkpoints.meta(step)
-        tuning = saved_tuning(meta)
+        saved = saved_step(checkpoints, choose_steps(checkpoints, None)[-1])
+        tuning = saved.tuning()
         if tuning is None:
             raise UserError(f"evaluate.adapters: {place} trained all weights; expected a run of adapters, or a folder")
-        check_unseen(origin, asdict(trained_size(origin, meta)), model.config, UNSEEN_IN_CHECKPOINTS)
+        saved.check_size(model.config)
         tuned = replace(model, tuning=tuning)
         held = _held(base, tuned)
-        check_base(f"evaluate.adapters={place}", base_checksum(held, tuned), saved_base(origin, meta))
-        adapters = restore_weights(checkpoints, step, tuned, weights_subtree(origin, meta, ema=False))
-    return merged_weights(held, adapters, tuned, model), step
+        check_base(f"evaluate.adapters={place}", base_checksum(held, tuned), saved.base())
+        adapters = saved.restore(tuned, saved.subtree(ema=False))
+    return merged_weights(held, adapters, tuned, model), saved.step
 
 
 def _of_folder(place: str, base: PyTree, model: ShardedGPT) -> tuple[PyTree, int | None]:

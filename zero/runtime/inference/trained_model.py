@@ -19,7 +19,7 @@ from zero.runtime.hosts.same_configuration import check_same_configuration
 from zero.runtime.job import make_model
 from zero.runtime.run_directory import saved_checkpoint_directory
 from zero.runtime.text.tokenizers import Tokenizer, load_tokenizer
-from zero.runtime.weights.checkpoint_weights import UNSEEN_IN_CHECKPOINTS, check_unseen, trained_size, weights_subtree
+from zero.runtime.weights.checkpoint_weights import saved_step
 from zero.runtime.weights.warm_start import weights_of_step
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -76,9 +76,8 @@ def load_weights(run: Path, model: ShardedGPT, step: int | None, ema: bool = Fal
     """
     directory = saved_checkpoint_directory(run)
     with Checkpoints(directory, keep=None) as checkpoints:
-        step = checkpoints.choose(step)
-        origin, meta = f"{directory}, step {step}", checkpoints.meta(step)
-        weights = weights_of_step(checkpoints, step, model, weights_subtree(origin, meta, ema))
-        check_unseen(origin, asdict(trained_size(origin, meta)), model.config, UNSEEN_IN_CHECKPOINTS)
-    log.info("weights from step %d of %s", step, directory)
-    return weights, step
+        saved = saved_step(checkpoints, checkpoints.choose(step))
+        weights = weights_of_step(saved, model, saved.subtree(ema))
+        saved.check_size(model.config)
+    log.info("weights from step %d of %s", saved.step, directory)
+    return weights, saved.step

@@ -16,7 +16,7 @@ from zero.partition.pmapped import pmap
 from zero.runtime.checkpoints.damage import DamagedCheckpoint
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
-from zero.runtime.weights.checkpoint_weights import UNSEEN_IN_CHECKPOINTS, check_unseen, trained_size
+from zero.runtime.weights.checkpoint_weights import UNSEEN_IN_CHECKPOINTS, check_unseen, saved_step
 from zero.training.optimizer import convert_state
 from zero.training.parts import TrainState
 
@@ -53,9 +53,9 @@ def restore(
     newest, damaged = source.choose(step), []
     for candidate in [newest] if step is not None else source.steps()[::-1]:
         try:
-            meta = source.meta(candidate)
-            origin = f"{source.directory}, step {candidate}"
-            position, trained = _position(origin, meta), asdict(trained_size(origin, meta))
+            checkpoint = saved_step(source, candidate)
+            origin, meta = checkpoint.origin, checkpoint.meta
+            position, trained = _position(origin, meta), asdict(checkpoint.size())
             saved = source.as_saved(candidate, layout)
             whole = source.restore(candidate, saved, axis)
             check_unseen(origin, trained, size, also=("parametrization", "mup_base_width", *UNSEEN_IN_CHECKPOINTS))

@@ -7,8 +7,9 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero.models.config import GPTConfig
 from zero.partition.global_arrays import from_global
@@ -20,6 +21,7 @@ from zero.runtime.run_directory import CONFIG_FILE, saved_checkpoint_directory
 from zero.runtime.weights.hf_config import UNSEEN
 from zero.training.ema import EMA
 from zero.training.sharded_gpt import ShardedGPT
+from zero.training.tuning import Tuning, make_tuning
 
 # As `UNSEEN`, of checkpoints: what a Hugging Face folder is compared by in other ways.
 UNSEEN_IN_CHECKPOINTS = ("alibi_attn", "norm_place", "expert_capacity", "expert_priority", "distance_base")
@@ -60,42 +62,73 @@ def check_unseen(origin: str, saved: Mapping[str, Any], expected: GPTConfig, als
             raise UserError(f"{origin}: {key} is {saved[key]}, this run expects {getattr(expected, key)}")
 
 
-def trained_size(origin: str, meta: Mapping[str, Any]) -> GPTConfig:
-    """The size of the model that a checkpoint is of, from its metadata.
+class SavedStep(NamedTuple):
+    """One checkpoint of a run, and what its metadata tell of its weights; errors begin with its origin."""
 
-    Raises:
-      DamagedCheckpoint: they hold none; `origin` begins the message.
-    """
-    try:
-        return GPTConfig(**meta["size"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamagedCheckpoint(f"{origin}: its metadata hold no size of a model: {error!r}") from error
+    checkpoints: Checkpoints
+    step: int
+    meta: dict[str, Any]
+
+    @property
+    def origin(self) -> str:
+        """The directory and the step."""
+        return f"{self.checkpoints.directory}, step {self.step}"
+
+    def size(self) -> GPTConfig:
+        """The size of the model. Raises DamagedCheckpoint if the metadata hold none."""
+        try:
+            return GPTConfig(**self.meta["size"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedCheckpoint(f"{self.origin}: its metadata hold no size of a model: {error!r}") from error
+
+    def check_size(self, expected: GPTConfig) -> None:
+        """Raises UserError where an attribute that no leaf shows differs from the expected one."""
+        check_unseen(self.origin, asdict(self.size()), expected, UNSEEN_IN_CHECKPOINTS)
+
+    def tuning(self) -> Tuning | None:
+        """What the run trained; None for all parameters."""
+        keys = self.meta["config"].get("tuning")  # absent in runs of earlier versions
+        return None if keys is None else make_tuning(keys)
+
+    def base(self) -> dict[str, Any]:
+        """The base of its adapters: its `place`, whether its `ema` was taken, and its `checksum`.
+
+        Raises DamagedCheckpoint if the metadata name none.
+        """
+        base = self.meta.get("base")
+        if not isinstance(base, dict) or base.keys() != {"place", "ema", "checksum"}:
+            raise DamagedCheckpoint(f"{self.origin}: its metadata name no base for its adapters")
+        return base
+
+    def subtree(self, ema: bool) -> str:
+        """The part of the state to read: the parameters or, with `ema`, their moving average.
+
+        Raises UserError if the run kept no average.
+        """
+        name = f"averages/{EMA}" if ema else "params"
+        if not any(leaf.startswith(f"{name}/") for leaf in self.meta["shapes"]):
+            raise UserError(
+                f"{self.origin}: holds no moving average of the weights; training.ema keeps one from the first step"
+            )
+        return name
+
+    def restore(self, model: ShardedGPT, within: str) -> PyTree:
+        """Shards for a pmap of the parameters in this subtree, with the model's collections.
+
+        Raises as `Checkpoints.restore`.
+        """
+
+        def shards(layout: Layout, within: str) -> PyTree:
+            whole = self.checkpoints.restore(self.step, layout, model.axis, within=within)
+            return from_global(whole, layout, model.axis, donate=True)
+
+        collections = {name: shards(layout, f"averages/{name}") for name, layout in model.collection_layouts.items()}
+        return {**shards(model.layout, within), **collections}
 
 
-def weights_subtree(origin: str, meta: Mapping[str, Any], ema: bool) -> str:
-    """The subtree of a checkpointed state to read: the parameters or, with `ema`, their moving average.
-
-    Raises:
-      UserError: the run kept no average; `origin` begins the message.
-    """
-    name = f"averages/{EMA}" if ema else "params"
-    if not any(leaf.startswith(f"{name}/") for leaf in meta["shapes"]):
-        raise UserError(f"{origin}: holds no moving average of the weights; training.ema keeps one from the first step")
-    return name
-
-
-def restore_weights(checkpoints: Checkpoints, step: int, model: ShardedGPT, within: str) -> PyTree:
-    """Shards for a pmap of the parameters `within` a checkpointed state, with the model's collections.
-
-    Raises as `Checkpoints.restore`.
-    """
-
-    def shards(layout: Layout, within: str) -> PyTree:
-        whole = checkpoints.restore(step, layout, model.axis, within=within)
-        return from_global(whole, layout, model.axis, donate=True)
-
-    collections = {name: shards(layout, f"averages/{name}") for name, layout in model.collection_layouts.items()}
-    return {**shards(model.layout, within), **collections}
+def saved_step(checkpoints: Checkpoints, step: int) -> SavedStep:
+    """This checkpoint, with its metadata; raises as `Checkpoints.meta`."""
+    return SavedStep(checkpoints, step, checkpoints.meta(step))
 
 
 @contextmanager

@@ -18,24 +18,23 @@ from safetensors.numpy import save_file
 from zero.models.config import STACK, GPTConfig
 from zero.partition.collectives.axis import Axis
 from zero.partition.whole_state import to_host
-from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import Unavailable, UserError, first_line
 from zero.runtime.text.chat_template import load_chat_template
 from zero.runtime.text.tokenizers import BYTES_END_OF_TEXT, FileTokenizer, Tokenizer, bytes_as_file, load_tokenizer
 from zero.runtime.weights.architecture import Architecture
 from zero.runtime.weights.architecture_table import architecture_of
 from zero.runtime.weights.checkpoint_weights import (
+    SavedStep,
     choose_steps,
     new_directory,
     open_checkpoints,
-    trained_size,
-    weights_subtree,
+    saved_step,
 )
 from zero.runtime.weights.hf_config import write_config
 from zero.runtime.weights.hf_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from zero.runtime.weights.hub import PREFIX
 from zero.runtime.weights.peft_folder import write_peft
-from zero.runtime.weights.warm_start import saved_base, saved_tuning, weights_of_step
+from zero.runtime.weights.warm_start import weights_of_step
 from zero.runtime.weights.with_code import CODE, ZERO, computed_keys
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -43,21 +42,12 @@ MAX_FILE_BYTES = 4 << 30  # a file is held in memory while it is written; a larg
 
 
 class Form(NamedTuple):
-    """How a model is written.
-
-    Attributes:
-      architecture: the names and layout of its tensors.
-      size: the model that they make.
-      query_factor: the factor of its queries.
-      keys: of config.json, beside those of the architecture.
-      code: a file that goes with it; None for none.
-    """
+    """How a model is written: an architecture, the model that its tensors make, and the factor of its queries."""
 
     architecture: Architecture
     size: GPTConfig
     query_factor: float = 1.0
-    keys: Mapping[str, Any] = MappingProxyType({})
-    code: Path | None = None
+    keys: Mapping[str, Any] = MappingProxyType({})  # of config.json, beside those of the architecture
 
 
 def export(
@@ -83,41 +73,38 @@ def export(
     """
     with open_checkpoints(place) as checkpoints:
         step = choose_steps(checkpoints, None if step is None else [step])[-1]
-        origin, meta = f"{checkpoints.directory}, step {step}", checkpoints.meta(step)
-        form = (_own_form if with_code else _form_of_transformers)(trained_size(origin, meta))
-        tokenizer = load_tokenizer(meta["config"]["data"]["tokenizer"])
-        prefix = weights_subtree(origin, meta, ema) + "/"
-        leaves = [name.removeprefix(prefix) for name in meta["shapes"] if name.startswith(prefix)]
-        tuning = saved_tuning(meta)
+        saved = saved_step(checkpoints, step)
+        size = saved.size()
+        form = Form(ZERO, size, keys=computed_keys(size)) if with_code else _form_of_transformers(size)
+        tokenizer = load_tokenizer(saved.meta["config"]["data"]["tokenizer"])
+        within, tuning = saved.subtree(ema), saved.tuning()
+        prefix = f"{within}/"
+        leaves = [name.removeprefix(prefix) for name in saved.meta["shapes"] if name.startswith(prefix)]
         if merges and tuning is None:
-            raise UserError(f"{origin}: holds no adapters to merge; zero-weights export writes its weights")
-
+            raise UserError(f"{saved.origin}: holds no adapters to merge; zero-weights export writes its weights")
         if with_code and tuning is not None and not merges:
-            raise UserError(f"{origin}: holds adapters; zero-weights merge --with-code writes their base with them")
+            raise UserError(
+                f"{saved.origin}: holds adapters; zero-weights merge --with-code writes their base with them"
+            )
 
         read: Callable[[str], np.ndarray] = lambda leaf: checkpoints.read(step, prefix + leaf)  # noqa: E731
         with new_directory(folder) as unfinished:
             if tuning is not None and not merges:
-                base = saved_base(origin, meta)["place"].removeprefix(PREFIX)
+                base = saved.base()["place"].removeprefix(PREFIX)
                 write_peft(unfinished, read, leaves, tuning.adapters, form.architecture, base)
                 _save_tokenizer(tokenizer, unfinished)
                 return step
             if tuning is not None:
-                whole = _merged(checkpoints, step, form.size, prefix.rstrip("/"))
+                whole = _merged(saved, form.size, within)
                 leaves, read = list(whole), whole.__getitem__
-            tensors = _tensors(read, leaves, form)
-            _save_tensors(tensors, unfinished)
+            _save_tensors(_tensors(read, leaves, form), unfinished)
             _save_tokenizer(tokenizer, unfinished)
             ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
             keys = {**write_config(form.architecture, form.size), **form.keys, **ends}
             _write_json(unfinished / CONFIG_FILE, keys)
-            if form.code is not None:
-                (unfinished / form.code.name).write_bytes(form.code.read_bytes())
+            if with_code:
+                (unfinished / CODE.name).write_bytes(CODE.read_bytes())
     return step
-
-
-def _own_form(size: GPTConfig) -> Form:
-    return Form(ZERO, size, keys=computed_keys(size), code=CODE)
 
 
 def _form_of_transformers(size: GPTConfig) -> Form:
@@ -134,10 +121,10 @@ def _form_of_transformers(size: GPTConfig) -> Form:
     return Form(architecture_of(size), size, factor)
 
 
-def _merged(checkpoints: Checkpoints, step: int, size: GPTConfig, within: str) -> dict[str, np.ndarray]:
+def _merged(saved: SavedStep, size: GPTConfig, within: str) -> dict[str, np.ndarray]:
     """The whole weights of a run that trained adapters, by leaf."""
     model = ShardedGPT(size, Axis("zero", (1, jax.device_count())), 3)
-    whole = to_host(weights_of_step(checkpoints, step, model, within), model.layout, model.axis)
+    whole = to_host(weights_of_step(saved, model, within), model.layout, model.axis)
     return {leaf.name: x for leaf, x in zip(model.layout.leaves, model.layout.leaves_of(whole), strict=True)}
 
 

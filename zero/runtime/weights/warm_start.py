@@ -19,22 +19,13 @@ from zero.partition.checksums import checksums
 from zero.partition.global_arrays import from_global
 from zero.partition.layout import PyTree
 from zero.partition.pmapped import pmap
-from zero.runtime.checkpoints.damage import DamagedCheckpoint
-from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.errors import UserError
-from zero.runtime.weights.checkpoint_weights import (
-    check_unseen,
-    choose_steps,
-    open_checkpoints,
-    restore_weights,
-    trained_size,
-    weights_subtree,
-)
+from zero.runtime.weights.checkpoint_weights import SavedStep, check_unseen, choose_steps, open_checkpoints, saved_step
 from zero.runtime.weights.hf_folder import CONFIG_FILE, HuggingFaceFolder
 from zero.runtime.weights.hub import PREFIX, hub_folder
 from zero.training.programs import repeat_layers
 from zero.training.sharded_gpt import ShardedGPT
-from zero.training.tuning import Tuning, make_tuning, merge_shards
+from zero.training.tuning import merge_shards
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +55,11 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
 
         else:
             checkpoints = stack.enter_context(open_checkpoints(place))
-            step = choose_steps(checkpoints, None)[-1]
-            origin, meta = f"{checkpoints.directory}, step {step}", checkpoints.meta(step)
-            size, within = dataclasses.asdict(trained_size(origin, meta)), weights_subtree(origin, meta, ema)
+            saved = saved_step(checkpoints, choose_steps(checkpoints, None)[-1])
+            origin, size, within = saved.origin, dataclasses.asdict(saved.size()), saved.subtree(ema)
 
             def read(model: ShardedGPT) -> PyTree:
-                return weights_of_step(checkpoints, step, model, within)
+                return weights_of_step(saved, model, within)
 
         check_unseen(origin, size, model.config)
         differ = len(model.config.windows) > 1 or model.config.experts_every > 1 or model.config.unrotated_every
@@ -85,20 +75,19 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
     return params
 
 
-def weights_of_step(checkpoints: Checkpoints, step: int, model: ShardedGPT, within: str) -> PyTree:
+def weights_of_step(saved: SavedStep, model: ShardedGPT, within: str) -> PyTree:
     """Weights in shards for a pmap from a checkpoint; adapters are merged into the base that they were trained for.
 
-    Raises as `restore_weights`, and:
+    Raises as `SavedStep.restore`, and:
       UserError: the base is not at its place, or has changed.
     """
-    meta = checkpoints.meta(step)
-    tuning = saved_tuning(meta)
+    tuning = saved.tuning()
     if tuning is None:
-        return restore_weights(checkpoints, step, model, within)
-    tuned, saved = dataclasses.replace(model, tuning=tuning), saved_base(f"{checkpoints.directory}, step {step}", meta)
-    base = warm_start(saved["place"], tuned.base, ema=saved["ema"])
-    check_base(f"model.model_path={saved['place']}", base_checksum(base, tuned), saved)
-    return merged_weights(base, restore_weights(checkpoints, step, tuned, within), tuned, model)
+        return saved.restore(model, within)
+    tuned, known = dataclasses.replace(model, tuning=tuning), saved.base()
+    base = warm_start(known["place"], tuned.base, ema=known["ema"])
+    check_base(f"model.model_path={known['place']}", base_checksum(base, tuned), known)
+    return merged_weights(base, saved.restore(tuned, within), tuned, model)
 
 
 def merged_weights(base: PyTree, adapters: PyTree, tuned: ShardedGPT, model: ShardedGPT) -> PyTree:
@@ -111,24 +100,6 @@ def merged_weights(base: PyTree, adapters: PyTree, tuned: ShardedGPT, model: Sha
         return model.layout.map(lambda leaf, x: x.astype(leaf.dtype), merge(base, adapters))
 
     return pmap(merged, model.axis.name)(base, adapters)
-
-
-def saved_tuning(meta: Mapping[str, Any]) -> Tuning | None:
-    """What the run of a checkpoint trained, from its metadata; None for all parameters."""
-    keys = meta["config"].get("tuning")  # absent in runs of earlier versions
-    return None if keys is None else make_tuning(keys)
-
-
-def saved_base(origin: str, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The base of the adapters of a checkpoint: its `place`, whether its `ema` was taken, and its `checksum`.
-
-    Raises:
-      DamagedCheckpoint: the metadata name none; `origin` begins the message.
-    """
-    base = meta.get("base")
-    if not isinstance(base, dict) or base.keys() != {"place", "ema", "checksum"}:
-        raise DamagedCheckpoint(f"{origin}: its metadata name no base for its adapters")
-    return base
 
 
 def base_checksum(base: PyTree, model: ShardedGPT) -> int:
