@@ -7,15 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from zero.models.adapters import LORA_A, LORA_B, MAGNITUDE, PRODUCTS, Adapters
 from zero.models.config import STACK, GPTConfig
-from zero.partition.global_arrays import from_global, global_shapes
 from zero.partition.layout import LeafLayout, PyTree
+from zero.partition.whole_state import from_host
 from zero.runtime.errors import Unavailable, UserError, first_line
 from zero.runtime.parsing import json_object, reading
 from zero.runtime.weights.architecture import Architecture
@@ -152,21 +151,17 @@ def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
     with _opened(folder) as file:
         left_over = set(file.keys())
 
-        def read(leaf: LeafLayout, target: jax.ShapeDtypeStruct) -> jax.Array:
-            padded = np.zeros(leaf.padded_shape, leaf.dtype)
-            logical = padded[tuple(slice(length) for length in leaf.shape)]
-            pattern = tensor_name(leaf.name, architecture)
-            for layer in range(leaf.shape[0]):
-                name = pattern.format(layer)
-                expected = leaf.shape[:0:-1]
-                found = tuple(file.get_slice(name).get_shape()) if name in file.keys() else "nothing"  # noqa: SIM118
+        def read(leaf: LeafLayout) -> np.ndarray:
+            names = [tensor_name(leaf.name, architecture).format(layer) for layer in range(leaf.shape[0])]
+            expected = leaf.shape[:0:-1]
+            for name in names:
+                found = tuple(file.get_slice(name).get_shape()) if name in left_over else "nothing"
                 if found != expected:
                     raise UserError(f"{folder}, tensor {name}: holds {found}, leaf {leaf.name} expects {expected}")
-                logical[layer] = file.get_tensor(name).T
                 left_over.discard(name)
-            return jax.make_array_from_callback(padded.shape, target.sharding, lambda index: padded[index])
+            return np.stack([file.get_tensor(name).T for name in names]).astype(leaf.dtype)
 
-        whole = model.layout.map(read, global_shapes(model.layout, model.axis))
+        whole = model.layout.map(read)
     if left_over:
         raise UserError(f"{folder}, tensor {min(left_over)}: tuning.targets names no product for it")
-    return from_global(whole, model.layout, model.axis, donate=True)
+    return from_host(whole, model.layout, model.axis)
