@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -37,7 +36,6 @@ class HuggingFaceFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._files = ExitStack()
         config = json_object((path / CONFIG_FILE).read_bytes(), str(path / CONFIG_FILE))
         self.architecture = read_architecture(str(path / CONFIG_FILE), config)
         self._is_tied = config.get("tie_word_embeddings", self.architecture.choices()["tied"])
@@ -123,7 +121,5 @@ class HuggingFaceFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._files.close()
