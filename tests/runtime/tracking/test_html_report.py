@@ -128,9 +128,9 @@ def test_opens_in_a_browser(page: Path, tmp_path: Path) -> None:
     """The page opens in a browser without errors or requests."""
     elements, complaints, asked = browse(page, tmp_path / "profile")
     tasks = 2
-    curves = sum(len(metrics) for _, metrics, _ in PANELS) + tasks
+    curves = sum(map(len, PANELS.values())) + tasks
     assert len(re.findall(r'<path class="js-line"', elements)) == 2 * curves + 1  # that of the sweep
-    for title in (TASKS, *(title for title, _, _ in PANELS)):
+    for title in (TASKS, *PANELS):
         assert f">{title}</text>" in elements
     assert elements.count(">resumed</text>") == 1
     assert (complaints, asked) == ([], [])

@@ -16,58 +16,49 @@ from plotly.subplots import make_subplots
 
 from zero.runtime.config.saved_config import default_config, flat_config
 from zero.runtime.errors import UserError
-from zero.runtime.run_directory import (
-    LAYOUT_FILE,
-    METRICS_FILE,
-    SAMPLES_FILE,
-    saved_config,
-)
+from zero.runtime.run_directory import LAYOUT_FILE, METRICS_FILE, SAMPLES_FILE, saved_config
 from zero.runtime.tracking.evaluations_file import read_evaluations
 from zero.runtime.tracking.goodput import describe
 from zero.runtime.tracking.metrics_file import EVALUATED, read_metrics, read_resumes
 from zero.runtime.tracking.tensor_panels import tensor_panels
 
 REPORT_FILE = "report.html"
-# Panel, its curves as (metric, dash), and whether the axis is logarithmic.
-PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...] = (
-    (
-        "loss (nats per token), validation dashed, of averaged weights dotted",
-        (("train/loss", "solid"), ("validation/loss", "dash"), ("validation/ema_loss", "dot")),
-        False,
+PANELS = {  # their metrics: the first one solid, the second one dashed, the third one dotted
+    "loss (nats per token), validation dashed, of averaged weights dotted": (
+        "train/loss",
+        "validation/loss",
+        "validation/ema_loss",
     ),
-    ("learning rate", (("learning_rate", "solid"),), False),
-    ("sequence length (tokens)", (("sequence_length", "solid"),), False),
-    ("throughput (tokens/s)", (("tokens_per_second", "solid"),), False),
-    ("gradient norm", (("gradient_norm", "solid"),), True),
-    ("model FLOPs utilization (share of the published peak)", (("mfu", "solid"),), False),
-    ("peak memory (bytes per device)", (("peak_memory", "solid"),), False),
-    ("wait for data (share of a step), for devices dashed", (("data_wait", "solid"), ("device_wait", "dash")), False),
-    ("speed (share of the predicted one)", (("predicted_speed", "solid"),), False),
-    ("skipped steps, spikes dashed", (("skipped_steps", "solid"), ("skipped_spikes", "dash")), False),
-    ("step time (s)", (("step_time", "solid"),), False),
-    (
-        "goodput (share of the wall clock in steps), restarts and repeated work dashed, evaluation dotted",
-        (("goodput/steps", "solid"), ("goodput/restarts", "dash"), ("goodput/evaluation", "dot")),
-        False,
+    "learning rate": ("learning_rate",),
+    "sequence length (tokens)": ("sequence_length",),
+    "throughput (tokens/s)": ("tokens_per_second",),
+    "gradient norm": ("gradient_norm",),
+    "model FLOPs utilization (share of the published peak)": ("mfu",),
+    "peak memory (bytes per device)": ("peak_memory",),
+    "wait for data (share of a step), for devices dashed": ("data_wait", "device_wait"),
+    "speed (share of the predicted one)": ("predicted_speed",),
+    "skipped steps, spikes dashed": ("skipped_steps", "skipped_spikes"),
+    "step time (s)": ("step_time",),
+    "goodput (share of the wall clock in steps), restarts and repeated work dashed, evaluation dotted": (
+        "goodput/steps",
+        "goodput/restarts",
+        "goodput/evaluation",
     ),
-    (
-        "share of tokens of the most chosen expert, of the least chosen dashed, share dropped dotted",
-        (("expert_share_max", "solid"), ("expert_share_min", "dash"), ("dropped_share", "dot")),
-        False,
+    "share of tokens of the most chosen expert, of the least chosen dashed, share dropped dotted": (
+        "expert_share_max",
+        "expert_share_min",
+        "dropped_share",
     ),
-    ("entropy of the router (nats)", (("router_entropy", "solid"),), False),
-    ("perplexity of the codes of keys", (("codebook/perplexity", "solid"),), False),
-    (
-        "relative error of rounded keys, share of unused codes dashed",
-        (("codebook/error", "solid"), ("codebook/unused", "dash")),
-        False,
-    ),
-)
+    "entropy of the router (nats)": ("router_entropy",),
+    "perplexity of the codes of keys": ("codebook/perplexity",),
+    "relative error of rounded keys, share of unused codes dashed": ("codebook/error", "codebook/unused"),
+}
 SETS = "loss of each validation set, and of evaluate.follow (nats per token)"
 TASKS = "tasks of lm-evaluation-harness"
 DASHES = ("solid", "dash", "dot", "dashdot")
 MOST_POINTS = 2_000  # of a curve
 COUNTS = ("sequence_length", "skipped_steps", "skipped_spikes")  # drawn as steps
+LOGARITHMIC = ("gradient norm",)  # panels
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse } td, th { border-bottom: 1px solid #ddd; padding: .2rem .8rem; text-align: left }
@@ -136,24 +127,23 @@ def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[
         for directory in directories
     ]
     known = {metric for lines in logged for line in lines for metric in line}
-    tasks = tuple(
-        zip(sorted(metric for metric in known if metric.startswith(("harness/", "evaluation/harness/"))), cycle(DASHES))
-    )
-    of_sets = sorted(
-        metric for metric in known if re.fullmatch("validation/[^/]+/loss|evaluation/([^/]+/)?loss", metric)
-    )
-    more = ((SETS, tuple(zip(of_sets, cycle(DASHES))), False), (TASKS, tasks, False))
-    panels = [panel for panel in (*PANELS, *more) if any(metric in known for metric, _ in panel[1])]
+    of_sets = [name for name in sorted(known) if re.fullmatch("validation/[^/]+/loss|evaluation/([^/]+/)?loss", name)]
+    tasks = [name for name in sorted(known) if name.startswith(("harness/", "evaluation/harness/"))]
+    panels = {
+        title: metrics
+        for title, metrics in {**PANELS, SETS: of_sets, TASKS: tasks}.items()
+        if not known.isdisjoint(metrics)
+    }
     if not panels:
         raise UserError(f"{directories[0] / METRICS_FILE}: holds no curve; expected a run that has made a step")
     rows = -(-len(panels) // 2)
-    figure = make_subplots(rows, 2, subplot_titles=[title for title, _, _ in panels], vertical_spacing=0.07)
+    figure = make_subplots(rows, 2, subplot_titles=list(panels), vertical_spacing=0.07)
     resume_lines: list[dict[str, Any]] = []
     for directory, lines, name, color in zip(directories, logged, names, colors, strict=True):
         resumes = read_resumes(directory / METRICS_FILE)
-        for number, (_, metrics, is_log) in enumerate(panels):
+        for number, (title, metrics) in enumerate(panels.items()):
             place: Any = {"row": number // 2 + 1, "col": number % 2 + 1}
-            for metric, dash in metrics:
+            for metric, dash in zip(metrics, cycle(DASHES)):
                 points = _thinned([(line["step"], line[metric]) for line in lines if metric in line])
                 figure.add_trace(
                     go.Scatter(
@@ -172,7 +162,9 @@ def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[
                 label = "resumed" if number == index == 0 else ""
                 resume_lines.append(_vertical_line(step, number, color, label))
             figure.update_yaxes(
-                type="log" if is_log else "linear", rangemode="normal" if number == 0 else "tozero", **place
+                type="log" if title in LOGARITHMIC else "linear",
+                rangemode="normal" if number == 0 else "tozero",
+                **place,
             )
             figure.update_xaxes(title_text="step" if number // 2 == rows - 1 else None, **place)
     # All at once: add_vline looks through all lines before, which takes minutes for a run that was often resumed.
