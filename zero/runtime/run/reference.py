@@ -11,6 +11,7 @@ import io
 import json
 import logging
 from contextlib import closing
+from functools import cache
 from typing import Any
 
 import jax
@@ -25,11 +26,11 @@ from zero.runtime.errors import UserError, file_error
 from zero.runtime.hosts import agreement, watchdog
 from zero.runtime.job import Job
 from zero.runtime.parsing import reading
+from zero.runtime.run.frozen_base import load_unchanged
 from zero.runtime.run.restore import TrainingPosition
 from zero.runtime.streaming.index_files import index_paths, named_sets, read_index
 from zero.runtime.streaming.loader import Loader
 from zero.runtime.streaming.prefetch import prefetch
-from zero.runtime.weights.warm_start import base_checksum, warm_start
 from zero.training.programs import split_rows
 
 log = logging.getLogger(__name__)
@@ -46,12 +47,10 @@ def load_references(config: Config, job: Job, position: TrainingPosition) -> dic
     """
     if not job.objective.has_reference or job.model.tuning is not None:
         return None
-    weights: list[PyTree] = []  # read where they are needed
 
+    @cache  # read where it is needed
     def reference() -> PyTree:
-        if not weights:
-            weights.append(_load_weights(config, job, position))
-        return weights[0]
+        return load_unchanged(config, job.model, position, "the run has other weights as its reference")
 
     if position.base is None:
         reference()
@@ -66,20 +65,6 @@ def _indices(config: Config) -> list[str]:
         sets += named_sets(data.index_path_validation, data.bucket_path).values()
     files = (file for one in sets for file in ([one] if isinstance(one, str) else one))
     return list(dict.fromkeys(files))
-
-
-def _load_weights(config: Config, job: Job, position: TrainingPosition) -> PyTree:
-    place, before = str(config.model.model_path), position.base
-    ema = config.model.ema if before is None else before["ema"]
-    weights = warm_start(place, job.model, ema=ema)
-    checksum = base_checksum(weights, job.model)
-    if before is not None and before["checksum"] != checksum:
-        raise UserError(
-            f"model.model_path={place}: the run has other weights as its reference, those of {before['place']} with "
-            f"checksum {before['checksum']:08x}; these have {checksum:08x}"
-        )
-    position.base = {"place": place, "ema": ema, "checksum": checksum}
-    return weights
 
 
 def _of_index(index: str, config: Config, job: Job, position: TrainingPosition, reference: Any) -> np.ndarray:

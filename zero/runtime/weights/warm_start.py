@@ -27,6 +27,7 @@ from zero.training.programs import repeat_layers
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import merge_shards
 
+OTHER_BASE = "the adapters were trained for other weights"
 log = logging.getLogger(__name__)
 
 
@@ -108,12 +109,12 @@ def base_checksum(base: PyTree, model: ShardedGPT) -> int:
     return zlib.crc32(json.dumps(sums, sort_keys=True).encode())
 
 
-def check_base(origin: str, checksum: int, saved: Mapping[str, Any] | None) -> None:
-    """Raises UserError if the weights are not those that adapters were trained for; `origin` begins the message."""
+def check_base(origin: str, checksum: int, saved: Mapping[str, Any] | None, otherwise: str = OTHER_BASE) -> None:
+    """Raises UserError if the weights are not those that a run began with; the message is `origin: otherwise, ...`."""
     if saved is not None and saved["checksum"] != checksum:
         raise UserError(
-            f"{origin}: the adapters were trained for other weights, those of {saved['place']} with "
-            f"checksum {saved['checksum']:08x}; these have {checksum:08x}"
+            f"{origin}: {otherwise}, those of {saved['place']} with checksum {saved['checksum']:08x}; "
+            f"these have {checksum:08x}"
         )
 
 
