@@ -65,6 +65,14 @@ class Due(NamedTuple):
     stop: bool
 
 
+class CompiledStep(NamedTuple):
+    """The step for sequences of one length."""
+
+    program: Callable[..., Any]
+    flops: int  # of the model per device
+    predicted: float | None  # seconds
+
+
 @dataclass
 class ActiveRun:
     """A run in progress on this host; `zero.runtime.run.setup.open_run` makes it."""
@@ -101,9 +109,7 @@ class ActiveRun:
     reported_at: float = field(default_factory=time.monotonic)  # end of the newest report
     _is_save_due: bool = False  # by the clock
     _uncounted: tuple[int, int] = (0, 0)  # rows skipped and checksum of this host since the last line of metrics
-    _steps: dict[int, Callable[..., Any]] = field(default_factory=dict)  # compiled, by the length of a sequence
-    _flops: dict[int, int] = field(default_factory=dict)  # of the model per device and step, by the same length
-    _predicted: dict[int, float | None] = field(default_factory=dict)  # seconds per step, by the same length
+    _steps: dict[int, CompiledStep] = field(default_factory=dict)  # by the length of a sequence
 
     @property
     def axis(self) -> Axis:
@@ -141,20 +147,17 @@ class ActiveRun:
         if self.statistics.is_due(step):
             self.statistics.before(self.model.weights(self.state.params, self.state.averages))
         if length in self._steps:
-            self.state, metrics = self._steps[length](self.state, per_device, self.frozen)
-            is_waited_for = self.profiler.is_last(step)
-            leave = 0 if is_waited_for else self.in_flight
-            self.metrics.add(metrics, leave, self._flops[length], self._predicted[length])
+            program, flops, predicted = self._steps[length]
+            self.state, metrics = program(self.state, per_device, self.frozen)
+            self.metrics.add(metrics, 0 if self.profiler.is_last(step) else self.in_flight, flops, predicted)
         elif not self._first_step(length, per_device):
             return False
-        if self.profiler.is_last(step):
-            with self.goodput.phase("evaluation"):
+        with self.goodput.phase("evaluation"):
+            if self.profiler.is_last(step):
                 self.profiler.stop()
-        if self.statistics.is_due(step):
-            with self.goodput.phase("evaluation"):
+            if self.statistics.is_due(step):
                 self.statistics.after(self.state, per_device, self.frozen)
-        if self.verifier.is_due(step):
-            with self.goodput.phase("evaluation"):
+            if self.verifier.is_due(step):
                 self.verifier.check(step, self.weights, per_device.tokens)
         self._count(step, batch)
         self.bar.update()
@@ -188,13 +191,11 @@ class ActiveRun:
             self.metrics.add(metrics, leave=0)
         seconds, age = time.monotonic() - began, process_age()
         self.metrics.leave_untimed(**({} if self._steps else {"seconds_to_first_step": age}))
-        self._steps[length] = program
         flops = 0
         if self.metrics.counts_flops:  # by a trace of the model, which takes a tenth of a second
             frozen = self.model.tuning is not None
             flops = model_flops(self.size, per_device.tokens.shape[1], length, frozen=frozen)
-        self._flops[length] = flops // self.axis.row_group
-        self._predicted[length] = self._predict(program, length)
+        self._steps[length] = CompiledStep(program, flops // self.axis.row_group, self._predict(program, length))
         log.info(
             "first step with sequences of %d tokens: %.1f s after the start; it took %.1f s and was %s",
             length,

@@ -92,8 +92,8 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
         emergency = None  # opened before the durable checkpoints, so that it is deleted after their last save
         if config.zero.emergency_steps is not None:
             directory = Path(config.zero.emergency_directory)
-            opened = EmergencyCheckpoints(directory, place, asdict(size), job.layout, model.axis)
-            emergency = stack.enter_context(opened)
+            emergency = EmergencyCheckpoints(directory, place, asdict(size), job.layout, model.axis)
+            stack.enter_context(emergency)
         data = config.data
         retention = Retention(data.keep_checkpoints, data.keep_every, data.keep_every_hours)
         checkpoints = stack.enter_context(Checkpoints(place, retention))
@@ -358,43 +358,31 @@ def _loaders(
         return SyntheticLoader(data.corpus, *shape, host, hosts), {}
     cache = ShardCache(Path(data.cache_directory), data.cache_bytes) if data.cache_directory else None
     pairs = objective.rows == 2
-    rows: dict[str, Any] = {
+    shared: dict[str, Any] = {
+        "global_rows": global_rows,
+        "context": data.max_context,
+        "vocab_size": size.vocab_size,
+        "host": host,
+        "hosts": hosts,
+        "cache": cache,
         "only_completions": pairs or config.training.loss_on == "completion",
         "pairs": pairs,
         "reference": reference,
     }
     training = Loader(
         index_paths(data.index_path_train, data.bucket_path),
-        global_rows=global_rows,
-        context=data.max_context,
-        vocab_size=size.vocab_size,
         seed=config.seed,
         max_epochs=config.training.max_epochs,
         train_samples=data.train_samples,
-        host=host,
-        hosts=hosts,
         shuffle_shards=data.shuffle_shards,
         skip_bad=data.max_skipped_rows > 0,
-        cache=cache,
         crop=data.crop,
-        **rows,
+        **shared,
     )
-    validation: dict[str, Loader] = {}
     is_validated = config.has_validation_set and config.training.maximum_evaluation_steps
-    for name, index in named_sets(data.index_path_validation, data.bucket_path).items() if is_validated else ():
-        validation[name] = Loader(
-            index,
-            global_rows=global_rows,
-            context=data.max_context,
-            vocab_size=size.vocab_size,
-            shuffle=False,
-            max_epochs=1,
-            host=host,
-            hosts=hosts,
-            cache=cache,
-            **rows,
-            crop="first" if data.crop == "first" else "all",  # not at random: evaluations are compared
-        )
+    sets = named_sets(data.index_path_validation, data.bucket_path) if is_validated else {}
+    crop = "first" if data.crop == "first" else "all"  # not at random: evaluations are compared
+    validation = {name: Loader(index, shuffle=False, max_epochs=1, crop=crop, **shared) for name, index in sets.items()}
     if names := uncovered(validation, config.training.maximum_evaluation_steps, global_rows):
         log.warning(
             "training.maximum_evaluation_steps=%d, counted over all sets one after the other, ends before %s: "
