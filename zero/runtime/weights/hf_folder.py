@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from zero.models.config import HEAD
-from zero.partition.global_arrays import global_shapes
+from zero.partition.global_arrays import from_global, global_shapes
 from zero.partition.layout import LeafLayout, PyTree
 from zero.runtime.errors import UserError
 from zero.runtime.parsing import json_object, reading
@@ -83,7 +83,7 @@ class HuggingFaceFolder:
         return sorted(set(weight_map.values()))
 
     def params(self, model: ShardedGPT) -> PyTree:
-        """Whole arrays for `zero.from_global`, padded for the model's layout; the host holds one leaf at a time.
+        """Shards for a pmap; the host holds one leaf at a time.
 
         Raises:
           UserError: a tensor is missing, left over, of integers, or of another shape than the model's.
@@ -109,7 +109,8 @@ class HuggingFaceFolder:
                 logical[index] = architecture.unpack(leaf, self._tensors[name][:], size)
             return jax.make_array_from_callback(padded.shape, target.sharding, lambda index: padded[index])
 
-        return model.layout.map(read, global_shapes(model.layout, model.axis))
+        whole = model.layout.map(read, global_shapes(model.layout, model.axis))
+        return from_global(whole, model.layout, model.axis, donate=True)
 
     def _tensor_names(self, leaf: LeafLayout) -> dict[tuple[int, ...], str]:
         """The tensors that hold this leaf, one per layer and expert, by their place in it."""

@@ -9,14 +9,13 @@ import dataclasses
 import json
 import logging
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zero.partition.checksums import checksums
-from zero.partition.global_arrays import from_global
 from zero.partition.layout import PyTree
 from zero.partition.pmapped import pmap
 from zero.runtime.errors import UserError
@@ -40,7 +39,6 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
     Raises:
       UserError: it holds no weights, or they do not fit the model; the message names them.
     """
-    read: Callable[[ShardedGPT], PyTree]
     if place.startswith(PREFIX):
         place = str(hub_folder(place))
     with ExitStack() as stack:
@@ -48,20 +46,12 @@ def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
             if ema:
                 raise UserError(f"{place}: a Hugging Face folder holds no moving average of the weights")
             folder = stack.enter_context(HuggingFaceFolder(Path(place)))
-            origin, size = place, folder.size
-
-            def read(model: ShardedGPT) -> PyTree:
-                whole = folder.params(model)
-                return from_global(whole, model.layout, model.axis, donate=True)
-
+            origin, size, read = place, folder.size, folder.params
         else:
             checkpoints = stack.enter_context(open_checkpoints(place))
             saved = saved_step(checkpoints, choose_steps(checkpoints, None)[-1])
-            origin, size, within = saved.origin, dataclasses.asdict(saved.size()), saved.subtree(ema)
-
-            def read(model: ShardedGPT) -> PyTree:
-                return weights_of_step(saved, model, within)
-
+            origin, size = saved.origin, dataclasses.asdict(saved.size())
+            read = partial(weights_of_step, saved, within=saved.subtree(ema))
         check_unseen(origin, size, model.config)
         differ = len(model.config.windows) > 1 or model.config.experts_every > 1 or model.config.unrotated_every
         if size["N"] != model.config.N and differ:
