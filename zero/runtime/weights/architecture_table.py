@@ -121,22 +121,16 @@ GPT_NEO = Architecture(
     fixed={"activation_function": "gelu_new", "tie_word_embeddings": True},
     prefix="transformer.",
     modules={
-        VOCABULARY: "wte",
-        "positions": "wpe",
+        **GPT2.modules,
         **_layers(
             {
-                "norm_attention": "ln_1",
                 "query": "attn.attention.q_proj",
                 "key": "attn.attention.k_proj",
                 "value": "attn.attention.v_proj",
                 "attention_out": "attn.attention.out_proj",
-                "norm_mlp": "ln_2",
-                "mlp_in": "mlp.c_fc",
-                "mlp_out": "mlp.c_proj",
             },
             "h",
         ),
-        "norm": "ln_f",
     },
     windows="attention_types",
 )
