@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from zero.runtime.errors import UserError, install_command
 from zero.runtime.inference.generate import generate
-from zero.runtime.inference.scoring import Passage, Score, Scorer
+from zero.runtime.inference.scoring import Scorer
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference
 
@@ -43,10 +43,7 @@ def adapter(scorer: Scorer, context: int) -> Any:
         for rows in generate(greedy, trained.params, prompts, count, seed=0, chunk=CHUNK):
             yield [row[len(prompt) :][:count] for row, prompt in zip(rows, prompts, strict=True)]
 
-    def score(passages: Iterable[tuple[np.ndarray, int]]) -> Iterator[Score]:
-        return scorer.scores(Passage(*one) for one in passages)
-
-    return _adapter_module().HarnessModel(trained.tokenizer, context, score, write, scorer.batch_rows)
+    return _adapter_module().HarnessModel(trained.tokenizer, context, scorer.scores, write, scorer.batch_rows)
 
 
 def _adapter_module() -> Any:

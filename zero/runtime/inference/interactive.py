@@ -30,11 +30,8 @@ def sampling_of(options: Sample) -> Sampling:
     return Sampling(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Sampling)})
 
 
-def converse(trained: TrainedModel, options: Sample, encode: Callable[[str], np.ndarray]) -> int:
-    """Continues each line of standard input; a line that begins with a slash changes a setting.
-
-    Returns:
-      The exit status, 0, at the end of the input.
+def converse(trained: TrainedModel, options: Sample, encode: Callable[[str], np.ndarray]) -> None:
+    """Continues each line of standard input, to its end; a line that begins with a slash changes a setting.
 
     Raises:
       UserError: there are several hosts, which have no terminal in common.
@@ -70,7 +67,6 @@ def converse(trained: TrainedModel, options: Sample, encode: Callable[[str], np.
             if len(text) < len(written):
                 break
         print(flush=True)
-    return 0
 
 
 def _changed(options: Sample, command: str) -> Sample:

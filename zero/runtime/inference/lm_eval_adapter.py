@@ -17,7 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from zero.runtime.errors import WRONG_PATH, Unavailable, UserError, causes, first_line
 from zero.runtime.inference.generate import until_end
-from zero.runtime.inference.scoring import batched
+from zero.runtime.inference.scoring import Passage, Score, batched
 from zero.runtime.text.tokenizers import Tokenizer
 
 LONGEST_ANSWER = 256  # tokens, if a task sets no limit
@@ -28,8 +28,7 @@ class HarnessModel(TemplateLM):
 
     Args:
       context: tokens that the model sees at once, of which it scores all but the first.
-      score: `(tokens, first)` to the losses in nats of the tokens from `first` on, and whether each was the most
-        likely.
+      score: `Scorer.scores`.
       write: `(prompts, count)` to an iterator of the most likely continuations of all prompts so far, until each has
         `count` tokens.
       rows: prompts per batch.
@@ -39,7 +38,7 @@ class HarnessModel(TemplateLM):
         self,
         tokenizer: Tokenizer,
         context: int,
-        score: Callable[[Iterable[tuple[np.ndarray, int]]], Iterator[tuple[np.ndarray, np.ndarray]]],
+        score: Callable[[Iterable[Passage]], Iterator[Score]],
         write: Callable[[Sequence[np.ndarray], int], Iterator[list[np.ndarray]]],
         rows: int,
     ) -> None:
@@ -57,12 +56,12 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        def passages() -> Iterator[tuple[np.ndarray, int]]:
+        def passages() -> Iterator[Passage]:
             for _, before, text in requests:
                 if len(text) >= self._context:
                     raise UserError(f"evaluate.context={self._context}: a task scores {len(text)} tokens at once")
                 tokens = np.asarray(before + text, np.int32)[-self._context :]
-                yield tokens, len(tokens) - len(text)
+                yield Passage(tokens, len(tokens) - len(text))
 
         self.is_computing = True
         scores = [(-float(losses.sum()), bool(is_greedy.all())) for losses, is_greedy in self._score(passages())]

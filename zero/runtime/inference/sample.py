@@ -48,7 +48,8 @@ def sample(config: Config, size: GPTConfig, run_directory: Path) -> int:
     trained = open_model(config, size, rows=1 if options.interactive else len(prompts))
     encode = _chat_encoder(config, trained.tokenizer) if options.chat else trained.tokenizer.encode
     if options.interactive:
-        return converse(trained, options, encode)
+        converse(trained, options, encode)
+        return 0
     end = trained.tokenizer.end_of_text
     encoded = [np.append(end, encode(prompt)).astype(np.int32) for prompt in prompts]
     longest = max(map(len, encoded)) + options.tokens
