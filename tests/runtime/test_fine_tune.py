@@ -125,7 +125,7 @@ def test_losses_equal_pytorch(place: Place) -> None:
     tokenizer = load_tokenizer(config.data.tokenizer)
     trained = TrainedModel(model, warm_start("folder", model), tokenizer, 0)
     index = str(config.data.index_path_validation)
-    got = score_validation_set(Scorer(trained, CONTEXT, 8), index, CONTEXT, 1, only_completions=True).means()
+    got = score_validation_set(Scorer(trained, CONTEXT, 8), index, 1, only_completions=True).means()
 
     auto: Any = transformers.AutoModelForCausalLM
     theirs = auto.from_pretrained("folder")

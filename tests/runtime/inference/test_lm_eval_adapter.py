@@ -91,7 +91,7 @@ def ours(place: Path, size: GPTConfig) -> Any:
         whole = checkpoints.restore(1, model.layout, model.axis, within="params")
     tokenizer = load_tokenizer(str(place / "bpe.json"))
     trained = TrainedModel(model, from_global(whole, model.layout, model.axis), tokenizer, 1)
-    return adapter(Scorer(trained, CONTEXT, 8), CONTEXT)
+    return adapter(Scorer(trained, CONTEXT, 8))
 
 
 @pytest.fixture(scope="module")

@@ -253,7 +253,7 @@ def test_tasks_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """Tasks are logged by name, without their standard errors."""
     results = {"choice": {"acc,none": 0.5, "acc_stderr,none": 0.1, "alias": "choice"}}
     monkeypatch.setattr(active_run, "Scorer", lambda *arguments: None)
-    monkeypatch.setattr(active_run, "run_tasks", lambda scorer, context, tasks: results)
+    monkeypatch.setattr(active_run, "run_tasks", lambda scorer, tasks: results)
     run: Any = make_run(tmp_path, None)
     run.config.training.batch_size = 8
     run.tokenizer = None

@@ -68,7 +68,7 @@ def test_imported_and_trained_further(tmp_path: Path, monkeypatch: pytest.Monkey
     config = check(compose(*job, *start, "training.total_steps=60", "training.maximum_evaluation_steps=99"), Only(SIZE))
     model = make_model(config, SIZE)
     trained = TrainedModel(model, warm_start("folder", model), load_tokenizer(config.data.tokenizer), 0)
-    got = score_validation_set(Scorer(trained, cli.CONTEXT, 8), cli.INDICES[1], cli.CONTEXT, 1).means()
+    got = score_validation_set(Scorer(trained, cli.CONTEXT, 8), cli.INDICES[1], 1).means()
     assert got["loss"] == pytest.approx(expected, rel=1e-5)
 
     run = tmp_path / "run"

@@ -50,15 +50,15 @@ def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
     if config.evaluate.adapters is None:
         scorer = Scorer(open_model(config, size, rows), context, rows)
         if config.evaluate.follow:
-            follow(config, scorer, partial(_result, config, scorer, context), run_directory)
+            follow(config, scorer, partial(_result, config, scorer), run_directory)
             return 0
-        result = _result(config, scorer, context)
+        result = _result(config, scorer)
     else:
         result, scorer = {"run": str(config.model.model_path), "context": context, "adapters": {}}, None
         for place, trained in adapted_models(config, place_model(config, size, rows)):
             scorer = scorer or Scorer(trained, context, rows)
             scorer.trained = trained
-            result["adapters"][place] = {"step": trained.step, **_scores(config, scorer, context)}
+            result["adapters"][place] = {"step": trained.step, **_scores(config, scorer)}
             log.info("%s is scored", place)
     if is_host_0():
         text = json.dumps(result, indent=2)
@@ -68,13 +68,13 @@ def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
     return 0
 
 
-def _result(config: Config, scorer: Scorer, context: int) -> dict[str, Any]:
+def _result(config: Config, scorer: Scorer) -> dict[str, Any]:
     """What evaluation.json holds, of the weights of the scorer."""
-    step, scores = scorer.trained.step, _scores(config, scorer, context)
-    return {"run": str(config.model.model_path), "step": step, "context": context, **scores}
+    described = {"run": str(config.model.model_path), "step": scorer.trained.step, "context": scorer.context}
+    return {**described, **_scores(config, scorer)}
 
 
-def _scores(config: Config, scorer: Scorer, context: int) -> dict[str, Any]:
+def _scores(config: Config, scorer: Scorer) -> dict[str, Any]:
     """The means of the validation set, and under "harness" the results of the tasks."""
     result: dict[str, Any] = {}
     if config.evaluate.validation:
@@ -84,8 +84,8 @@ def _scores(config: Config, scorer: Scorer, context: int) -> dict[str, Any]:
             paths = [path for one in sets.values() for path in ([one] if isinstance(one, str) else one)]
             tokenizer = scorer.trained.tokenizer
             check_end_of_text([shard.path for path in paths for shard in read_index(path)], tokenizer)
-        stride = None if config.evaluate.carry else config.evaluate.stride or -(-context // 2)
-        result |= score_sets(scorer, sets, context, stride, config.training.loss_on == "completion")
+        stride = None if config.evaluate.carry else config.evaluate.stride or -(-scorer.context // 2)
+        result |= score_sets(scorer, sets, stride, config.training.loss_on == "completion")
     if config.evaluate.harness:
-        result["harness"] = run_tasks(scorer, context, config.evaluate.harness)
+        result["harness"] = run_tasks(scorer, config.evaluate.harness)
     return result

@@ -16,12 +16,12 @@ from zero.training.programs import make_inference
 CHUNK = 16  # tokens between two checks whether all texts have ended
 
 
-def run_tasks(scorer: Scorer, context: int, tasks: list[Any]) -> dict[str, dict[str, Any]]:
+def run_tasks(scorer: Scorer, tasks: list[Any]) -> dict[str, dict[str, Any]]:
     """The harness's own results, by task: a name of the harness, or the path of a .yaml file.
 
     Raises UserError where lm-eval is not installed, or a task or its data cannot be found.
     """
-    return _adapter_module().run(adapter(scorer, context), tasks)
+    return _adapter_module().run(adapter(scorer), tasks)
 
 
 def numbers_of(results: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -34,7 +34,7 @@ def numbers_of(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def adapter(scorer: Scorer, context: int) -> Any:
+def adapter(scorer: Scorer) -> Any:
     """Wraps the model in the interface of the harness."""
     trained = scorer.trained
     greedy = make_inference(trained.model, Sampling(temperature=0.0))
@@ -43,7 +43,7 @@ def adapter(scorer: Scorer, context: int) -> Any:
         for rows in generate(greedy, trained.params, prompts, count, seed=0, chunk=CHUNK):
             yield [row[len(prompt) :][:count] for row, prompt in zip(rows, prompts, strict=True)]
 
-    return _adapter_module().HarnessModel(trained.tokenizer, context, scorer.scores, write, scorer.batch_rows)
+    return _adapter_module().HarnessModel(trained.tokenizer, scorer.context, scorer.scores, write, scorer.batch_rows)
 
 
 def _adapter_module() -> Any:

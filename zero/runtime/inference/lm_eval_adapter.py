@@ -64,7 +64,7 @@ class HarnessModel(TemplateLM):
                 yield Passage(tokens, len(tokens) - len(text))
 
         self.is_computing = True
-        scores = [(-float(losses.sum()), bool(is_greedy.all())) for losses, is_greedy in self._score(passages())]
+        scores = [(-float(one.losses.sum()), bool(one.is_greedy.all())) for one in self._score(passages())]
         self.is_computing = False
         return scores
 

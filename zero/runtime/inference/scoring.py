@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
@@ -33,8 +32,9 @@ class Passage(NamedTuple):
 
 
 class Score(NamedTuple):
-    """The losses in nats of a passage's scored tokens, and whether each was the most likely token."""
+    """The scored tokens of a passage, their losses in nats, and whether each was the most likely token."""
 
+    tokens: np.ndarray
     losses: np.ndarray
     is_greedy: np.ndarray
 
@@ -47,7 +47,7 @@ class Scorer:
     """
 
     def __init__(self, trained: TrainedModel, context: int, rows: int):
-        self.trained, self._context = trained, context
+        self.trained, self.context = trained, context
         self._groups = trained.model.axis.size // trained.model.axis.tensor  # of devices that take the same rows
         self._rows = -(-rows * jax.process_count() // self._groups)  # per group
         self._programs = make_inference(trained.model)
@@ -59,12 +59,12 @@ class Scorer:
 
     def scores(self, passages: Iterable[Passage]) -> Iterator[Score]:
         for batch in batched(passages, self.batch_rows):
-            mine = self._place([passage.tokens for passage in batch], self._context)
+            mine = self._place([passage.tokens for passage in batch], self.context)
             progress()
             losses, is_greedy = (np.asarray(x) for x in self._programs.score(self.trained.params, mine))
             for row, (text, first) in enumerate(batch):
                 part = slice(first - 1, len(text) - 1)  # the loss of token t is at t - 1
-                yield Score(losses[row, part].astype(np.float64), is_greedy[row, part])
+                yield Score(text[first:], losses[row, part].astype(np.float64), is_greedy[row, part])
 
     def scores_of_whole(self, rows: Iterable[np.ndarray]) -> Iterator[Score]:
         """Scores every token but the first of rows of any length, given all tokens before it.
@@ -74,16 +74,17 @@ class Scorer:
         """
         for batch in batched(rows, self.batch_rows):
             length = max(map(len, batch)) - 1
-            mine = self._place(batch, -(-length // self._context) * self._context + 1)
+            mine = self._place(batch, -(-length // self.context) * self.context + 1)
             cache, parts = self._programs.new_cache(mine), []
-            for start in range(0, length, self._context):
-                part, position = mine[..., start : start + self._context + 1], np.full(len(mine), start, np.int32)
+            for start in range(0, length, self.context):
+                part, position = mine[..., start : start + self.context + 1], np.full(len(mine), start, np.int32)
                 *found, cache = self._programs.score_on(self.trained.params, part, cache, position)
                 parts.append([np.asarray(x) for x in found])
             progress()
             losses, is_greedy = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
             for number, row in enumerate(batch):
-                yield Score(losses[number, : len(row) - 1].astype(np.float64), is_greedy[number, : len(row) - 1])
+                scored = slice(len(row) - 1)
+                yield Score(row[1:], losses[number, scored].astype(np.float64), is_greedy[number, scored])
 
     def _place(self, rows: Sequence[np.ndarray], length: int) -> np.ndarray:
         """These rows for the devices of this host `(devices, rows, length)`, padded with -1."""
@@ -136,24 +137,22 @@ class Sums(NamedTuple):
 
 
 def score_sets(
-    scorer: Scorer, sets: Mapping[str, str | list[str]], context: int, stride: int | None, only_completions: bool
+    scorer: Scorer, sets: Mapping[str, str | list[str]], stride: int | None, only_completions: bool
 ) -> dict[str, Any]:
     """The means over the tokens of all sets, and under "sets" those of each set that has a name."""
-    sums = {
-        name: score_validation_set(scorer, index, context, stride, only_completions) for name, index in sets.items()
-    }
+    sums = {name: score_validation_set(scorer, index, stride, only_completions) for name, index in sets.items()}
     total = functools.reduce(Sums.plus, sums.values())
     named = {name: one.means() for name, one in sums.items() if name}
     return {**total.means(), "stride": stride, **({"sets": named} if named else {})}
 
 
 def score_validation_set(
-    scorer: Scorer, index: str | list[str], context: int, stride: int | None, only_completions: bool = False
+    scorer: Scorer, index: str | list[str], stride: int | None, only_completions: bool = False
 ) -> Sums:
     """The losses over every token but the first of each row, each token scored once.
 
-    Longer rows than `context` are scored in passages `stride` tokens apart; with None, as if seen at once. With
-    `only_completions`, as for a `Loader`, only these tokens count.
+    Rows longer than the scorer's context are scored in passages `stride` tokens apart; with None, as if seen at once.
+    With `only_completions`, as for a `Loader`, only these tokens count.
     """
     tokenizer = scorer.trained.tokenizer
     loader = Loader(
@@ -166,7 +165,6 @@ def score_validation_set(
         only_completions=only_completions,
     )
     lengths = tokenizer.byte_lengths()
-    texts: deque[np.ndarray] = deque()
 
     def rows() -> Iterator[np.ndarray]:
         with closing(prefetch(loader.batches())) as batches:
@@ -174,22 +172,14 @@ def score_validation_set(
             for batch in tqdm(batches, total=loader.rows, unit="row", desc="validation", disable=not is_shown):
                 yield np.trim_zeros(batch.tokens[0] + 1, "b") - 1  # without its padding
 
-    def passages(stride: int) -> Iterator[Passage]:
-        for row in rows():
-            for passage in windows(row, context, stride):
-                texts.append(passage.tokens[passage.first :])
-                yield passage
-
-    def whole_rows() -> Iterator[np.ndarray]:
-        for row in rows():
-            texts.append(row[1:])
-            yield row
-
+    if stride is None:
+        scores = scorer.scores_of_whole(rows())
+    else:
+        scores = scorer.scores(passage for row in rows() for passage in windows(row, scorer.context, stride))
     sums = Sums()
-    for score in scorer.scores_of_whole(whole_rows()) if stride is None else scorer.scores(passages(stride)):
-        text = texts.popleft()
-        is_scored = text >= 0
-        count, size = int(is_scored.sum()), int(lengths[text[is_scored]].sum())
+    for score in scores:
+        is_scored = score.tokens >= 0
+        count, size = int(is_scored.sum()), int(lengths[score.tokens[is_scored]].sum())
         sums = sums.plus(Sums(score.losses[is_scored].sum(), count, size))
     if not sums.tokens:
         raise UserError(f"{index}: its rows hold no token to score")

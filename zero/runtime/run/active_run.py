@@ -284,7 +284,7 @@ class ActiveRun:
         """The tasks of `evaluate.harness` on the weights of this step, as `harness/TASK/METRIC`."""
         trained = TrainedModel(self.model, self.weights, self.tokenizer, self.position.step)
         scorer = Scorer(trained, self.context.full, self.config.training.batch_size)
-        return numbers_of(run_tasks(scorer, self.context.full, self.config.evaluate.harness))
+        return numbers_of(run_tasks(scorer, self.config.evaluate.harness))
 
     def log(self, line: dict[str, Any]) -> None:
         """Records a line of metrics, on host 0."""
