@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from zero.models.config import GPTConfig
@@ -115,38 +115,45 @@ def _read_rotary(origin: str, config: Mapping[str, Any], architecture: Architect
             f"zero computes {', '.join(map(repr, known))}"
         )
     found["rotary_base"] = float(parameters.get("rope_theta", config.get(base, architecture.absent[base])))
-    found["rotary_scaling"] = _SCALINGS[kind](origin, parameters, config)
+    found["rotary_scaling"] = _read_scaling(origin, kind, parameters, config)
     if fraction is not None:
         otherwise = config.get(fraction, architecture.absent[fraction])
         found["rotary_fraction"] = float(parameters.get("partial_rotary_factor", otherwise))
     return found
 
 
-def _numbers(origin: str, kind: str, parameters: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[float, ...]:
+def _read_scaling(
+    origin: str, kind: str, parameters: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[Any, ...] | None:
+    if kind == "default":
+        return None
+    if kind == "longrope":
+        return _read_longrope(origin, parameters, config)
+    if kind == "yarn":
+        parameters = _yarn_parameters(parameters, config)
+    if kind == "dynamic":  # transformers reads its original context here, whatever other keys there are
+        parameters = {**parameters, _CONTEXT: config.get(_CONTEXT)}
+    keys = _KEYS[kind]
     if missing := [key for key in keys if parameters.get(key) is None]:
         raise UserError(f"{origin}: {missing[0]} of rope_type {kind!r} is missing")
-    return tuple(float(parameters[key]) for key in keys)
+    numbers = tuple(float(parameters[key]) for key in keys)
+    if kind == "llama3":
+        return numbers
+    return ("yarn_unrounded" if kind == "yarn" and not parameters.get("truncate", True) else kind, *numbers)
 
 
-def _read_yarn(origin: str, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Any, ...]:
-    context = config.get("max_position_embeddings")
+def _yarn_parameters(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters, and those that transformers infers where they are missing."""
+    context = config.get(_CONTEXT)
     original = config.get(_ORIGINAL) or parameters.get(_ORIGINAL) or context
     factor = parameters.get("factor") or float(context or 0) / float(original or 1)
-    given = {**parameters, "factor": factor, _ORIGINAL: original}
     scales = parameters.get("mscale"), parameters.get("mscale_all_dim")
     length = parameters.get("attention_factor")
-    if length is None:  # as transformers infers it
+    if length is None:
         over, under = scales if all(scales) else (1.0, 0.0)
         length = _yarn_length(float(factor), float(over or 1)) / _yarn_length(float(factor), float(under or 0))
-    given |= {"beta_fast": parameters.get("beta_fast") or 32, "beta_slow": parameters.get("beta_slow") or 1}
-    kind = "yarn" if parameters.get("truncate", True) else "yarn_unrounded"
-    return (kind, *_numbers(origin, "yarn", given | {"attention_factor": length}, _YARN))
-
-
-def _read_dynamic(origin: str, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The original context is `max_position_embeddings`, whatever other keys there are: what transformers reads."""
-    given = {**parameters, _CONTEXT: config.get(_CONTEXT)}
-    return ("dynamic", *_numbers(origin, "dynamic", given, ("factor", _CONTEXT)))
+    betas = {"beta_fast": parameters.get("beta_fast") or 32, "beta_slow": parameters.get("beta_slow") or 1}
+    return {**parameters, **betas, "factor": factor, _ORIGINAL: original, "attention_factor": length}
 
 
 def _read_longrope(origin: str, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -169,22 +176,11 @@ def _yarn_length(factor: float, scale: float) -> float:
 
 _ORIGINAL, _CONTEXT = "original_max_position_embeddings", "max_position_embeddings"
 _DIVISORS = ("short_factor", "long_factor")
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
-_YARN = ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor")
-_KEYS = {
+_KEYS = {  # of the numbers of `rotary_scaling`, in their order
     "linear": ("factor",),
-    "llama3": _LLAMA3,
-    "yarn": _YARN,
-    "yarn_unrounded": _YARN,
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor"),
     "dynamic": ("factor", _CONTEXT),
-}
-_SCALINGS: dict[str, Callable[[str, Mapping[str, Any], Mapping[str, Any]], tuple[Any, ...] | None]] = {
-    "default": lambda origin, parameters, config: None,
-    "linear": lambda origin, parameters, config: ("linear", *_numbers(origin, "linear", parameters, ("factor",))),
-    "llama3": lambda origin, parameters, config: _numbers(origin, "llama3", parameters, _LLAMA3),
-    "yarn": _read_yarn,
-    "dynamic": _read_dynamic,
-    "longrope": _read_longrope,
 }
 
 
@@ -216,8 +212,10 @@ def _scaling_keys(size: GPTConfig) -> dict[str, Any]:
         pairs = len(divisors) // 2
         by_length = dict(zip(_DIVISORS, (divisors[:pairs], divisors[pairs:]), strict=True))
         return {"rope_type": kind, _ORIGINAL: int(original), "attention_factor": length, **by_length}
-    named = {"rope_type": "yarn", "truncate": False} if kind == "yarn_unrounded" else {"rope_type": kind}
-    scaling: dict[str, Any] = {**named, **dict(zip(_KEYS[kind], numbers, strict=True))}
+    scaling: dict[str, Any] = {"rope_type": kind}
+    if kind == "yarn_unrounded":
+        kind, scaling = "yarn", {"rope_type": "yarn", "truncate": False}
+    scaling |= zip(_KEYS[kind], numbers, strict=True)
     return scaling | {key: int(scaling[key]) for key in (_ORIGINAL, _CONTEXT) if key in scaling}
 
 
