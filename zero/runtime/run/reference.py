@@ -22,10 +22,11 @@ from zero.partition.layout import PyTree
 from zero.partition.pmapped import pmap
 from zero.runtime import storage
 from zero.runtime.config.schema import Config
-from zero.runtime.errors import UserError, file_error
+from zero.runtime.errors import UserError
 from zero.runtime.hosts import agreement, watchdog
 from zero.runtime.job import Job
 from zero.runtime.parsing import reading
+from zero.runtime.preparing import directory
 from zero.runtime.run.frozen_base import load_unchanged
 from zero.runtime.run.restore import TrainingPosition
 from zero.runtime.streaming.index_files import index_paths, named_sets, read_index
@@ -78,7 +79,9 @@ def _of_index(index: str, config: Config, job: Job, position: TrainingPosition, 
         values = _computed(index, rows, config, job, reference(), position.global_rows)
         for is_turn in (jax.process_index() == 0, jax.process_index() != 0):  # hosts may share a disk
             if is_turn and not storage.exists(path):
-                _write(path, values)
+                data = io.BytesIO()
+                np.save(data, values, allow_pickle=False)
+                directory.write(path, data.getvalue())
             agreement.wait_for_all()
     with reading(f"{path} is not a complete .npy array: remove it, and it is computed again"):
         stored: np.ndarray = np.load(io.BytesIO(storage.read_bytes(path)), allow_pickle=False)
@@ -120,12 +123,3 @@ def _computed(index: str, rows: int, config: Config, job: Job, weights: PyTree, 
             found.append(np.asarray(values).reshape(-1, 2))
             watchdog.progress()
     return np.concatenate(found)[:rows]
-
-
-def _write(path: str, values: np.ndarray) -> None:
-    data = io.BytesIO()
-    np.save(data, values, allow_pickle=False)
-    try:
-        storage.write(path, data.getvalue())
-    except OSError as error:
-        raise file_error(f"{path} cannot be written: {error.strerror or error}", error) from error
