@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from zero.runtime import storage
 from zero.runtime.errors import UserError
 from zero.runtime.run_directory import WANDB_ID_FILE
 from zero.runtime.tracking.metrics_file import Log
@@ -33,9 +34,7 @@ def weights_and_biases(run_directory: Path, project: str, config: dict[str, Any]
     """
     id_file = run_directory / WANDB_ID_FILE
     if not id_file.exists():
-        fresh = id_file.with_suffix(".new")
-        fresh.write_text(secrets.token_hex(4))
-        fresh.rename(id_file)
+        storage.write(id_file, secrets.token_hex(4).encode())
 
     with ExitStack() as stack:
 
