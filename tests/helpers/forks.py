@@ -22,7 +22,7 @@ import zero.runtime.train  # noqa: F401
 from zero.runtime.config.saved_config import default_config
 from zero.runtime.run_directory import save_config
 from zero.runtime.tracking import html_report, plot
-from zero.runtime.tracking.tracker import Tracker
+from zero.runtime.tracking.tracker import open_tracker
 
 program = sys.argv[1]
 with hydra.initialize_config_dir(str(Path(program).parent / "conf"), version_base="1.3"):
@@ -31,8 +31,8 @@ default_config()
 plot._plot([], [], "").savefig(io.BytesIO())  # the first picture finds fonts
 with tempfile.TemporaryDirectory() as place:  # and the first page imports what it consists of
     save_config(Path(place), default_config())
-    with Tracker(Path(place), project=None, config={}, resumed_from=1) as tracker:
-        tracker.log({"step": 1, "train/loss": 1.0})
+    with open_tracker(Path(place), project=None, config={}, resumed_from=1) as tracker:
+        tracker({"step": 1, "train/loss": 1.0})
     html_report._curves([Path(place)], ["run"], ["black"]).to_html()
 gc.freeze()  # what has been imported is no garbage
 gc.set_threshold(100_000, 20, 20)

@@ -22,7 +22,8 @@ from zero.runtime.run.step_metrics import StepMetrics
 from zero.runtime.streaming.loader import HostBatch
 from zero.runtime.tracking import plot
 from zero.runtime.tracking.goodput import Goodput
-from zero.runtime.tracking.tracker import Tracker
+from zero.runtime.tracking.metrics_file import Log
+from zero.runtime.tracking.tracker import open_tracker
 from zero.training.schedules import SequenceLengths
 
 
@@ -48,7 +49,7 @@ class NoCheckpoints:
         return []
 
 
-def make_run(directory: Path, tracker: Tracker | None, **metrics: float) -> ActiveRun:
+def make_run(directory: Path, tracker: Log | None, **metrics: float) -> ActiveRun:
     training = SimpleNamespace(
         max_skipped_in_a_row=20, skip_bad_steps=False, skip_spikes=None, sample_tokens=0, harness_frequency=2
     )
@@ -98,7 +99,7 @@ def test_failed_report_ends_no_training(
         raise error
 
     monkeypatch.setattr(plot, "draw_run", fail)
-    with Tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
+    with open_tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
         run = make_run(tmp_path, tracker)
         train._report(run, {"step": 10, "train/loss": 2.0})
     assert f"step 10: the report of the run could not be written: {error}" in caplog.text
@@ -111,7 +112,7 @@ def test_reports_are_seldom(
     """A report is drawn every ten seconds at most, and at the last step; each evaluation writes its sample."""
     drawn: list[Path] = []
     monkeypatch.setattr(train, "_draw", drawn.append)
-    with Tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
+    with open_tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
         run = make_run(tmp_path, tracker)
         run.reported_at = before = time.monotonic() - seconds_ago
         train._report(run, {"step": step, "train/loss": 2.0})

@@ -18,7 +18,7 @@ from zero.runtime.config.saved_config import default_config
 from zero.runtime.tracking.html_report import MOST_POINTS, PANELS, TASKS, write_report
 from zero.runtime.tracking.metrics_file import read_metrics
 from zero.runtime.tracking.tensor_panels import tensor_panels
-from zero.runtime.tracking.tracker import Tracker
+from zero.runtime.tracking.tracker import open_tracker
 
 EVALUATED = ("validation/ema_loss", "harness/choice/acc", "harness/lambada/acc")
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -26,7 +26,7 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 def make_run(directory: Path, rate: float, resumed_from: int | None = None, with_device: bool = True) -> Path:
     directory.mkdir(exist_ok=True)
-    with Tracker(directory, project=None, config={}, resumed_from=resumed_from) as tracker:
+    with open_tracker(directory, project=None, config={}, resumed_from=resumed_from) as tracker:
         for step in range((resumed_from or 0) + 1, (resumed_from or 0) + 21):
             names = ["learning_rate", "sequence_length", "tokens_per_second", "gradient_norm", "data_wait", "step_time"]
             names += ["goodput/steps", "goodput/restarts", "goodput/evaluation"]
@@ -40,7 +40,7 @@ def make_run(directory: Path, rate: float, resumed_from: int | None = None, with
                 **dict.fromkeys(names, rate / step),
             }
             evaluated = dict.fromkeys(("validation/loss", *(EVALUATED if with_device else ())), 6 * rate / step)
-            tracker.log(line | (evaluated if step % 5 == 0 else {}))
+            tracker(line | (evaluated if step % 5 == 0 else {}))
     config = default_config()
     config.training.peak_learning_rate = rate
     OmegaConf.save(config, directory / run_directory.CONFIG_FILE)
@@ -60,12 +60,12 @@ def test_statistics_of_tensors(tmp_path: Path) -> None:
     """A page has heat maps of activations and curves of leaves."""
     run = make_run(tmp_path / "run", 0.5)
     before = write_report([run], tmp_path / "page.html").read_text(encoding="utf-8")
-    with Tracker(run, project=None, config={}, resumed_from=20) as tracker:
+    with open_tracker(run, project=None, config={}, resumed_from=20) as tracker:
         for step in (25, 30):
             places = [(name, layer) for name in ("query", "stream") for layer in (0, 1)]
             sizes = {f"activation/{name}/{layer}": step * 10.0**-layer for name, layer in places}
             leaves = {f"{kind}/norm/scale": 2.0 for kind in ("change", "gradient_norm", "weight_norm")}
-            tracker.log({"step": step, "train/loss": 1.0, **sizes, **leaves})
+            tracker({"step": step, "train/loss": 1.0, **sizes, **leaves})
     page = write_report([run], tmp_path / "page.html").read_text(encoding="utf-8")
     assert "Statistics of tensors" in page and "Statistics of tensors" not in before
     maps, curves = tensor_panels(read_metrics(run / "metrics.jsonl"))

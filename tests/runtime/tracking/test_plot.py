@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 from zero.runtime.tracking.plot import _plot, draw_run
-from zero.runtime.tracking.tracker import Tracker
+from zero.runtime.tracking.tracker import open_tracker
 
 
 def metrics_at(step: int) -> dict[str, float | int]:
@@ -28,12 +28,12 @@ def metrics_at(step: int) -> dict[str, float | int]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    with Tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
+    with open_tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
         for step in range(1, 26):
-            tracker.log(metrics_at(step))
-    with Tracker(tmp_path, project=None, config={}, resumed_from=20) as tracker:
+            tracker(metrics_at(step))
+    with open_tracker(tmp_path, project=None, config={}, resumed_from=20) as tracker:
         for step in range(21, 41):
-            tracker.log(metrics_at(step))
+            tracker(metrics_at(step))
     return tmp_path
 
 
@@ -78,9 +78,9 @@ def test_empty_run_is_drawn(tmp_path: Path) -> None:
 
 def test_drawing_time(tmp_path: Path) -> None:
     """A picture of two thousand steps takes less than a second."""
-    with Tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
+    with open_tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
         for step in range(1, 2001):
-            tracker.log(metrics_at(step))
+            tracker(metrics_at(step))
     started = time.process_time()
     draw_run(tmp_path)
     assert time.process_time() - started < 1

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from zero.runtime.errors import UserError
 from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
-from zero.runtime.tracking.tracker import Tracker
+from zero.runtime.tracking.tracker import open_tracker
 from zero.runtime.tracking.weights_and_biases import _has_login
 
 
 def track(directory: Path, steps: range, *, resumed_from: int | None = None, project: str | None = None) -> None:
-    with Tracker(directory, project=project, config={"seed": 7}, resumed_from=resumed_from) as tracker:
+    with open_tracker(directory, project=project, config={"seed": 7}, resumed_from=resumed_from) as tracker:
         for step in steps:
-            tracker.log({"step": step, "train/loss": 1 / step})
+            tracker({"step": step, "train/loss": 1 / step})
 
 
 def steps_of(directory: Path) -> list[int]:
@@ -32,8 +32,8 @@ def steps_of(directory: Path) -> list[int]:
 def test_later_lines_count(tmp_path: Path) -> None:
     """A resumed run keeps every line, and the later ones count."""
     track(tmp_path, range(1, 8))
-    with Tracker(tmp_path, project=None, config={}, resumed_from=4) as tracker:
-        tracker.log({"step": 5, "train/loss": 0.5})
+    with open_tracker(tmp_path, project=None, config={}, resumed_from=4) as tracker:
+        tracker({"step": 5, "train/loss": 0.5})
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5]  # 6 and 7 are not reached again yet
     assert metrics[-1]["train/loss"] == 0.5
@@ -46,9 +46,9 @@ def test_discarded_and_replaced_lines(tmp_path: Path) -> None:
     """Each resume discards the steps above it, and a later line replaces an earlier one."""
     path = tmp_path / "metrics.jsonl"
     for resumed_from, steps in ((None, range(1, 6)), (4, range(5, 8)), (1, range(2, 3))):
-        with Tracker(tmp_path, project=None, config={}, resumed_from=resumed_from) as tracker:
+        with open_tracker(tmp_path, project=None, config={}, resumed_from=resumed_from) as tracker:
             for step in steps:
-                tracker.log({"step": step, "from": resumed_from or 0})
+                tracker({"step": step, "from": resumed_from or 0})
     assert [(line["step"], line["from"]) for line in read_metrics(path)] == [(1, 0), (2, 1)]
     with path.open("a") as file:
         file.write('{"step": 2, "from": 9}\n')
@@ -57,8 +57,8 @@ def test_discarded_and_replaced_lines(tmp_path: Path) -> None:
 
 def test_not_finite_is_null(tmp_path: Path) -> None:
     """Numbers that are not finite are null."""
-    with Tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
-        tracker.log({"step": 1, "train/loss": math.nan, "gradient_norm": math.inf, "learning_rate": 0.5})
+    with open_tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
+        tracker({"step": 1, "train/loss": math.nan, "gradient_norm": math.inf, "learning_rate": 0.5})
     assert (tmp_path / "metrics.jsonl").read_text() == (
         '{"step": 1, "train/loss": null, "gradient_norm": null, "learning_rate": 0.5}\n'
     )
@@ -66,10 +66,10 @@ def test_not_finite_is_null(tmp_path: Path) -> None:
 
 def test_steps_are_logged_in_order(tmp_path: Path) -> None:
     """A step is logged once and in order."""
-    with Tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
-        tracker.log({"step": 2})
+    with open_tracker(tmp_path, project=None, config={}, resumed_from=None) as tracker:
+        tracker({"step": 2})
         with pytest.raises(ValueError, match="step 2 is logged after step 2"):
-            tracker.log({"step": 2})
+            tracker({"step": 2})
 
 
 @given(cut=st.integers(min_value=0))
@@ -90,8 +90,8 @@ def test_kill_at_any_byte(tmp_path_factory: pytest.TempPathFactory, cut: int) ->
 def test_process_killed_while_it_logs(tmp_path: Path) -> None:
     code = (
         "import os, pathlib, zero.runtime.tracking.tracker as t\n"
-        f"with t.Tracker(pathlib.Path({str(tmp_path)!r}), project=None, config={{}}, resumed_from=None) as tracker:\n"
-        "    for step in range(1, 101): tracker.log({'step': step})\n"
+        f"with t.open_tracker(pathlib.Path({str(tmp_path)!r}), project=None, config={{}}, resumed_from=None) as log:\n"
+        "    for step in range(1, 101): log({'step': step})\n"
         "    os.kill(os.getpid(), 9)\n"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == -9
@@ -170,14 +170,14 @@ def is_running() -> bool:
 
 def test_wandb_starts_with_the_first_line(tmp_path: Path, no_login: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a login wandb starts with the first line of metrics; with a login it starts at once."""
-    with Tracker(tmp_path, project="zero-tests", config={}, resumed_from=None) as tracker:
+    with open_tracker(tmp_path, project="zero-tests", config={}, resumed_from=None) as tracker:
         assert (tmp_path / "wandb_run_id").exists() and not is_running()
-        tracker.log({"step": 1})
+        tracker({"step": 1})
         assert is_running()
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     wandb.teardown()
-    with Tracker(tmp_path, project="zero-tests", config={}, resumed_from=1):
+    with open_tracker(tmp_path, project="zero-tests", config={}, resumed_from=1):
         assert is_running()
 
 

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -26,7 +26,8 @@ from zero.runtime.inference.scoring import Scorer
 from zero.runtime.inference.trained_model import load_weights
 from zero.runtime.run_directory import WAIT_SECONDS, WANDB_ID_FILE, saved_checkpoint_directory, saved_steps, shared_file
 from zero.runtime.tracking.evaluations_file import PREFIX, append_evaluation, read_evaluations
-from zero.runtime.tracking.tracker import Tracker
+from zero.runtime.tracking.metrics_file import Log
+from zero.runtime.tracking.tracker import open_tracker
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def follow(config: Config, scorer: Scorer, evaluate: Callable[[], dict[str, Any]
                 line = metrics_of(evaluate())
                 if tracker is not None:
                     append_evaluation(run, line)  # first: after a kill here it is not evaluated again
-                    tracker.log(line)
+                    tracker(line)
                     print(json.dumps(line), flush=True)
                 done = [step]
             if steps and max(done, default=-1) >= steps[-1] and _is_last(run, steps[-1]):
@@ -103,12 +104,12 @@ def _is_last(run: Path, step: int) -> bool:
     return step >= meta.get("last_step", meta["config"]["training"]["total_steps"])  # before 0.1 there was none
 
 
-def _tracker(config: Config, run: Path, run_directory: Path) -> Tracker:
+def _tracker(config: Config, run: Path, run_directory: Path) -> AbstractContextManager[Log]:
     """A tracker of its own; a restart continues its run of W&B, which is named after that of the training."""
     trained = shared_file(run, saved_checkpoint_directory(run), WANDB_ID_FILE)
     if storage.exists(trained):
         storage.write(run_directory / WANDB_ID_FILE, storage.read_bytes(trained) + b"-evaluation")
-    return Tracker(
+    return open_tracker(
         run_directory,
         project=config.data.wandb_project,
         tensorboard=config.data.tensorboard,

@@ -43,7 +43,7 @@ from zero.runtime.streaming.prefetch import prefetch
 from zero.runtime.streaming.synthetic import AnyLoader
 from zero.runtime.text.tokenizers import Tokenizer
 from zero.runtime.tracking.goodput import Goodput, counts_as
-from zero.runtime.tracking.tracker import Tracker
+from zero.runtime.tracking.metrics_file import Log
 from zero.training.batch import Batch
 from zero.training.flops import model_flops
 from zero.training.objective import LIKELIHOOD, Objective
@@ -90,7 +90,7 @@ class ActiveRun:
     validation: dict[str, Loader]  # by the names of the sets; a set without a name is ""
     checkpoints: Checkpoints
     emergency: EmergencyCheckpoints | None
-    tracker: Tracker | None  # of host 0
+    tracker: Log | None  # of host 0
     stop_requests: list[int]  # signals received so far
     any_host: agreement.AnyHost
     bar: tqdm
@@ -289,7 +289,7 @@ class ActiveRun:
     def log(self, line: dict[str, Any]) -> None:
         """Records a line of metrics, on host 0."""
         if self.tracker is not None:
-            self.tracker.log(line | self.goodput.line())
+            self.tracker(line | self.goodput.line())
 
     @counts_as("checkpoint")
     def save(self, validation_loss: float | None = None) -> None:

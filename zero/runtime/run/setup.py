@@ -50,7 +50,7 @@ from zero.runtime.streaming.synthetic import SYNTHETIC, AnyLoader, SyntheticLoad
 from zero.runtime.text.tokenizers import Tokenizer, load_tokenizer
 from zero.runtime.tracking.goodput import Goodput
 from zero.runtime.tracking.metrics_file import EVALUATED, read_metrics
-from zero.runtime.tracking.tracker import Tracker
+from zero.runtime.tracking.tracker import open_tracker
 from zero.runtime.weights.peft_folder import read_peft
 from zero.runtime.weights.warm_start import warm_start
 from zero.training.objective import Objective
@@ -120,14 +120,14 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             if config.resume is not None and not is_fork:
                 goodput = Goodput(startup.process_age(), _line_of(run_directory, position.step))
             _write_run_files(run_directory, config, job, forked_at=position.step if is_fork else None)
-            tracker = Tracker(
+            opened = open_tracker(
                 run_directory,
                 project=config.data.wandb_project,
                 tensorboard=config.data.tensorboard,
                 config=asdict(config),
                 resumed_from=None if config.resume is None else position.step,
             )
-            stack.enter_context(tracker)
+            tracker = stack.enter_context(opened)
             _write_lineage(run_directory, emergency)
             run_files.mirror(run_directory, place)
         stop_requests = stack.enter_context(signals.stop_requests())
