@@ -20,6 +20,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.whole_state import to_host
 from zero.runtime.errors import Unavailable, UserError, first_line
 from zero.runtime.text.chat_template import load_chat_template
+from zero.runtime.text.hub import PREFIX
 from zero.runtime.text.tokenizers import BYTES_END_OF_TEXT, FileTokenizer, Tokenizer, bytes_as_file, load_tokenizer
 from zero.runtime.weights.architecture import Architecture
 from zero.runtime.weights.architecture_table import architecture_of
@@ -32,7 +33,6 @@ from zero.runtime.weights.checkpoint_weights import (
 )
 from zero.runtime.weights.hf_config import write_config
 from zero.runtime.weights.hf_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
-from zero.runtime.weights.hub import PREFIX
 from zero.runtime.weights.peft_folder import write_peft
 from zero.runtime.weights.warm_start import weights_of_step
 from zero.runtime.weights.with_code import CODE, ZERO, computed_keys

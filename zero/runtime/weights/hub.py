@@ -11,9 +11,7 @@ import jax
 
 from zero.runtime.errors import Unavailable, UserError
 from zero.runtime.hosts import agreement
-from zero.runtime.text.hub import PREFIX, download
-
-__all__ = ["PREFIX", "hub_folder"]
+from zero.runtime.text.hub import download
 
 log = logging.getLogger(__name__)
 

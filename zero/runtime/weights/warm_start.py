@@ -19,9 +19,10 @@ from zero.partition.checksums import checksums
 from zero.partition.layout import PyTree
 from zero.partition.pmapped import pmap
 from zero.runtime.errors import UserError
+from zero.runtime.text.hub import PREFIX
 from zero.runtime.weights.checkpoint_weights import SavedStep, check_unseen, choose_steps, open_checkpoints, saved_step
 from zero.runtime.weights.hf_folder import CONFIG_FILE, HuggingFaceFolder
-from zero.runtime.weights.hub import PREFIX, hub_folder
+from zero.runtime.weights.hub import hub_folder
 from zero.training.programs import repeat_layers
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.tuning import merge_shards
