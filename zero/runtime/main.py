@@ -46,10 +46,7 @@ def main() -> None:
         try:
             sys.argv[1:] = resume_overrides(sys.argv[1:])
             run()
-        except (
-            HydraException,
-            OmegaConfBaseException,
-        ) as error:  # the latter of an interpolation in a key of Hydra's own
+        except (HydraException, OmegaConfBaseException) as error:  # the latter: an interpolation in a key of Hydra's
             raise UserError("\n".join(all_mistakes(sys.argv[1:], error))) from error
 
 

@@ -136,10 +136,9 @@ def run(model: HarnessModel, tasks: list[Any]) -> dict[str, dict[str, Any]]:
     except Exception as error:  # a task is a program of its author's: YAML, templates, filters, Python
         if model.is_computing or isinstance(error, UserError):
             raise
+        # FileNotFoundError: datasets has it without a number.
         outages = (cause for cause in causes(error) if isinstance(cause, OSError) and cause.errno not in WRONG_PATH)
-        is_outage = any(
-            not isinstance(cause, FileNotFoundError) for cause in outages
-        )  # datasets has it without a number
+        is_outage = any(not isinstance(cause, FileNotFoundError) for cause in outages)
         names = ", ".join(task if isinstance(task, str) else str(task.get("task")) for task in tasks)
         raise (Unavailable if is_outage else UserError)(f"evaluate.harness: {names}: {first_line(error)}") from error
     assert found is not None  # it is None for ranks other than 0, and the harness takes every host for rank 0

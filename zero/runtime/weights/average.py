@@ -62,9 +62,8 @@ def average(place: str, run_directory: Path, steps: Sequence[int] | None = None)
         config = meta["config"]
         config["data"] |= {"bucket_path": None, "checkpoint_directory": "checkpoints"}
         run_files.save_config(unfinished, config)
-        kept = {
-            key: value for key, value in meta.items() if key not in ("shapes", "dtypes", "checksums")
-        }  # of other arrays
+        of_arrays = ("shapes", "dtypes", "checksums")
+        kept = {key: value for key, value in meta.items() if key not in of_arrays}
         with Checkpoints(unfinished / "checkpoints", keep=1) as averaged:
             averaged.save(chosen[-1], means, make_layout(means, 1), kept | {"averaged": chosen})
     return chosen
