@@ -284,18 +284,16 @@ def _prepare_corpus(config: Config, tokenizer: Tokenizer) -> Config:
     data, is_first = config.data, jax.process_index() == 0
     if data.corpus in SYNTHETIC:
         return config
-    indices: dict[str, Any] = {"index_path_train": index_paths(data.index_path_train, data.bucket_path)}
+    train = index_paths(data.index_path_train, data.bucket_path)
     sets = named_sets(data.index_path_validation, data.bucket_path)
-    indices |= {"index_path_validation": sets[""]} if "" in sets else {f"validation set {x}": sets[x] for x in sets}
-    paths = [path for index in indices.values() for path in ([index] if isinstance(index, str) else index)]
+    paths = [path for index in (train, *sets.values()) for path in ([index] if isinstance(index, str) else index)]
     for is_turn in (is_first, not is_first):  # hosts that share a disk find the corpus of the first one
         if is_turn and data.corpus:
             used = prepare_if_missing(data.corpus, paths, tokenizer, data.max_context)
             if used:
                 log.info("data.corpus=%s has shorter rows: %s in place of it", data.corpus, ", ".join(used.values()))
-                new: dict[str, Any] = {
-                    key: used[path] for key, path in indices.items() if isinstance(path, str) and hasattr(data, key)
-                }
+                single = {"index_path_train": train, "index_path_validation": sets.get("")}
+                new: dict[str, Any] = {key: used[path] for key, path in single.items() if isinstance(path, str)}
                 config = replace(config, data=replace(data, **new))
         agreement.wait_for_all()
     return config
