@@ -70,11 +70,9 @@ def until_end(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
 def _width(programs: Inference, shortest: int, end: int) -> int:
     """The positions of the cache for texts of up to `end`, which choose the frequencies of rotary positions."""
     switch = programs.switch
-    if switch is None:
-        return bucket(end)
-    if end <= switch:
+    if switch is not None and end <= switch:
         return min(bucket(end), switch)
-    if shortest <= switch or programs.grows:
+    if switch is not None and (shortest <= switch or programs.grows):
         longer = "" if programs.grows else f", or that all prompts are longer than {switch}"
         raise UserError(
             f"texts of up to {end} tokens: the model's rotary frequencies change beyond {switch} positions, where keys "

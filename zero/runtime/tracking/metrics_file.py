@@ -74,7 +74,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _parse(text: bytes) -> dict[str, Any] | None:
-    """A line, or None if it is not complete, or not one that `MetricsFile` writes."""
+    """A line, or None if it is not complete, or not one that `metrics_file` writes."""
     try:
         line = json.loads(text)
         numbers = [value for key, value in line.items() if key != "event" and value is not None]
