@@ -24,6 +24,7 @@ from zero.runtime.tracking import plot
 from zero.runtime.tracking.goodput import Goodput
 from zero.runtime.tracking.metrics_file import Log
 from zero.runtime.tracking.tracker import open_tracker
+from zero.training.objective import LIKELIHOOD
 from zero.training.schedules import SequenceLengths
 
 
@@ -60,7 +61,8 @@ def make_run(directory: Path, tracker: Log | None, **metrics: float) -> ActiveRu
         evaluate=SimpleNamespace(harness=["a.yaml"]),
     )
     run.directory, run.tracker, run.checkpoints = directory, tracker, NoCheckpoints()
-    run.model = SimpleNamespace(axis=Axis("zero", (1, 8)), weights=lambda params, averages, frozen: params)
+    model = SimpleNamespace(axis=Axis("zero", (1, 8)), weights=lambda params, averages, frozen: params)
+    run.job = SimpleNamespace(model=model, objective=LIKELIHOOD)
     run.state, run.frozen = SimpleNamespace(params=0.0, averages={}), None
     run.position = TrainingPosition(8, step=3, cursor={"batches": 3})
     run.loader = SimpleNamespace(rows_seen=lambda batches: {}, epochs_seen=lambda batches: {})
@@ -83,7 +85,7 @@ def test_emergency_checkpoints_hold_no_nan(tmp_path: Path) -> None:
     """A state that is not finite ends the run at the next emergency checkpoint, which keeps the one before."""
     run: Any = make_run(tmp_path, None)
     run.emergency = SimpleNamespace(save=lambda *_: pytest.fail("saved"))
-    run.layout = make_layout({"w": jax.ShapeDtypeStruct((8,), np.float32)}, 8)
+    run.job.layout = make_layout({"w": jax.ShapeDtypeStruct((8,), np.float32)}, 8)
     run.state = {"w": jax.pmap(lambda x: x, "zero")(np.asarray([[np.nan], *7 * [[1]]], np.float32))}
     with pytest.raises(UserError, match=r"step 3: w not finite; this state is not saved"):
         run.protect()
@@ -215,7 +217,7 @@ def test_transfers_and_tasks_of_evaluation(
     run.last_step = 70
     batch = HostBatch(np.zeros((8, 4), np.int32), {}, 0)
     run.validation = {"": SimpleNamespace(batches=lambda: iter([batch] * 5), rows=40)}
-    run.programs = SimpleNamespace(evaluate=lambda *_: (jnp.float32(6.0), jnp.int32(4), {}))
+    run.job.programs = SimpleNamespace(evaluate=lambda *_: (jnp.float32(6.0), jnp.int32(4), {}))
     monkeypatch.setattr(ActiveRun, "poll", lambda run: False)
     monkeypatch.setattr(ActiveRun, "harness_results", lambda run: {"harness/choice/acc": 0.5})
     line = {"step": step}

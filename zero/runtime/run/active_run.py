@@ -16,11 +16,10 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from zero.models.config import GPTConfig
 from zero.partition.checksums import examine
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import from_global, pmap_devices, to_global
-from zero.partition.layout import Layout, PyTree
+from zero.partition.layout import PyTree
 from zero.runtime.checkpoints.emergency import EmergencyCheckpoints
 from zero.runtime.checkpoints.manager import Checkpoints
 from zero.runtime.config.schema import Config
@@ -31,6 +30,7 @@ from zero.runtime.hosts.startup import process_age
 from zero.runtime.inference.harness_tasks import numbers_of, run_tasks
 from zero.runtime.inference.scoring import Scorer
 from zero.runtime.inference.trained_model import TrainedModel
+from zero.runtime.job import Job
 from zero.runtime.planning.predict import predict
 from zero.runtime.run.profiling import Profiler
 from zero.runtime.run.restore import TrainingPosition
@@ -46,11 +46,9 @@ from zero.runtime.tracking.goodput import Goodput, counts_as
 from zero.runtime.tracking.metrics_file import Log
 from zero.training.batch import Batch
 from zero.training.flops import model_flops
-from zero.training.objective import LIKELIHOOD, Objective
 from zero.training.parts import TrainState
-from zero.training.programs import Inference, Programs, split_rows
+from zero.training.programs import Inference, split_rows
 from zero.training.schedules import SequenceLengths
-from zero.training.sharded_gpt import ShardedGPT
 
 log = logging.getLogger(__name__)
 
@@ -78,13 +76,10 @@ class ActiveRun:
     """A run in progress on this host; `zero.runtime.run.setup.open_run` makes it."""
 
     config: Config
-    size: GPTConfig
+    job: Job
     directory: Path
     tokenizer: Tokenizer
-    model: ShardedGPT
-    programs: Programs
     inference: Inference
-    layout: Layout
     context: SequenceLengths
     loader: AnyLoader
     validation: dict[str, Loader]  # by the names of the sets; a set without a name is ""
@@ -104,7 +99,6 @@ class ActiveRun:
     position: TrainingPosition
     last_step: int  # of the schedule, or of the data if that ends earlier
     in_flight: int  # steps that may be dispatched before the host waits for their metrics
-    objective: Objective = LIKELIHOOD
     saved_at: float = field(default_factory=time.monotonic)  # start of the newest checkpoint
     reported_at: float = field(default_factory=time.monotonic)  # end of the newest report
     _is_save_due: bool = False  # by the clock
@@ -114,12 +108,12 @@ class ActiveRun:
     @property
     def axis(self) -> Axis:
         """The pmap axis."""
-        return self.model.axis
+        return self.job.model.axis
 
     @property
     def weights(self) -> PyTree:
         """The part of the state that inference needs."""
-        return self.model.weights(self.state.params, self.state.averages, self.frozen)
+        return self.job.model.weights(self.state.params, self.state.averages, self.frozen)
 
     @property
     def has_evaluation(self) -> bool:
@@ -145,7 +139,7 @@ class ActiveRun:
         per_device = per_device._replace(reference=self.reference(per_device.tokens, batch.reference))
         self.profiler.before(step)
         if self.statistics.is_due(step):
-            self.statistics.before(self.model.weights(self.state.params, self.state.averages))
+            self.statistics.before(self.job.model.weights(self.state.params, self.state.averages))
         if length in self._steps:
             program, flops, predicted = self._steps[length]
             self.state, metrics = program(self.state, per_device, self.frozen)
@@ -173,8 +167,8 @@ class ActiveRun:
         if stored is not None:
             return split_rows(stored.reshape(-1), len(tokens), self.axis.row_group)
         found: jax.Array | None = None
-        if self.objective.has_reference:
-            found = self.programs.reference(self.frozen, tokens)
+        if self.job.objective.has_reference:
+            found = self.job.programs.reference(self.frozen, tokens)
         return found
 
     @counts_as("compilation")
@@ -182,7 +176,7 @@ class ActiveRun:
         """Compiles and runs the first step of this sequence length; waits for it, and times it separately."""
         began = time.monotonic()
         with recorded_events() as events:
-            program, arguments = self.programs.step, (self.state, per_device, self.frozen)
+            program, arguments = self.job.programs.step, (self.state, per_device, self.frozen)
             if jax.process_count() == 1:
                 program = compile_unless_stopped(self.stop_requests, program, *arguments)
                 if program is None:
@@ -193,8 +187,8 @@ class ActiveRun:
         self.metrics.leave_untimed(**({} if self._steps else {"seconds_to_first_step": age}))
         flops = 0
         if self.metrics.counts_flops:  # by a trace of the model, which takes a tenth of a second
-            frozen = self.model.tuning is not None
-            flops = model_flops(self.size, per_device.tokens.shape[1], length, frozen=frozen)
+            frozen = self.job.model.tuning is not None
+            flops = model_flops(self.job.model.config, per_device.tokens.shape[1], length, frozen=frozen)
         self._steps[length] = CompiledStep(program, flops // self.axis.row_group, self._predict(program, length))
         log.info(
             "first step with sequences of %d tokens: %.1f s after the start; it took %.1f s and was %s",
@@ -254,7 +248,7 @@ class ActiveRun:
         """
         self.checkpoints.check()
         self._sum_counters()
-        position, row_tokens = self.position, self.objective.rows * self.context.full
+        position, row_tokens = self.position, self.job.objective.rows * self.context.full
         assert position.cursor is not None
         line = {
             "step": position.step,
@@ -282,7 +276,7 @@ class ActiveRun:
 
     def harness_results(self) -> dict[str, float]:
         """The tasks of `evaluate.harness` on the weights of this step, as `harness/TASK/METRIC`."""
-        trained = TrainedModel(self.model, self.weights, self.tokenizer, self.position.step)
+        trained = TrainedModel(self.job.model, self.weights, self.tokenizer, self.position.step)
         scorer = Scorer(trained, self.context.full, self.config.training.batch_size)
         return numbers_of(run_tasks(scorer, self.config.evaluate.harness))
 
@@ -310,11 +304,11 @@ class ActiveRun:
             "last_step": self.last_step,
             "checksums": sums,
             "config": asdict(self.config),
-            "size": asdict(self.size),
+            "size": asdict(self.job.model.config),
         }
-        whole = to_global(self.state, self.layout, self.axis, donate=True)
-        self.checkpoints.save(self.position.step, whole, self.layout, meta, validation_loss=validation_loss)
-        self.state = from_global(whole, self.layout, self.axis, donate=True)
+        whole = to_global(self.state, self.job.layout, self.axis, donate=True)
+        self.checkpoints.save(self.position.step, whole, self.job.layout, meta, validation_loss=validation_loss)
+        self.state = from_global(whole, self.job.layout, self.axis, donate=True)
         self.saved_at, self._is_save_due = time.monotonic(), False
 
     @counts_as("checkpoint")
@@ -332,7 +326,7 @@ class ActiveRun:
     def _examined(self, validation_loss: float | None = None) -> dict[str, int]:
         """Checksums of the state by leaf; raises as `save` does where it must not be saved."""
         try:
-            sums, not_finite = examine(self.state, self.layout, self.axis)
+            sums, not_finite = examine(self.state, self.job.layout, self.axis)
         except ValueError as error:
             raise Unavailable(
                 f"step {self.position.step}: {error}; a device, its memory or a link is faulty, or a program is not "

@@ -140,12 +140,9 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
         peak = config.profile.peak_flops or peak_flops(jax.local_devices()[0])
         yield ActiveRun(
             config=config,
-            size=size,
+            job=job,
             directory=run_directory,
             tokenizer=tokenizer,
-            model=model,
-            programs=job.programs,
-            layout=job.layout,
             loader=loader,
             validation=validation,
             checkpoints=checkpoints,
@@ -168,7 +165,6 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             in_flight=in_flight,
             context=staged_context(config),
             inference=make_inference(model),
-            objective=job.objective,
         )
 
 

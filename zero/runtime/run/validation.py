@@ -35,9 +35,9 @@ def validation_metrics(run: ActiveRun) -> dict[str, float] | None:
     averages = run.state.averages
     weights = {"loss": run.weights}
     if EMA in averages:
-        weights["ema_loss"] = run.model.weights(averages[EMA], averages, run.frozen)
+        weights["ema_loss"] = run.job.model.weights(averages[EMA], averages, run.frozen)
     is_named = "" not in run.validation
-    sizes = _byte_sizes(run) if is_named and not run.objective.metrics else None
+    sizes = _byte_sizes(run) if is_named and not run.job.objective.metrics else None
     metrics: dict[str, float] = {}
     total = _zeros(run, weights)
     left = run.config.training.maximum_evaluation_steps * run.position.global_rows
@@ -75,7 +75,7 @@ def _check_tokens(run: ActiveRun, sums: Sums, of_set: str) -> None:
 def _byte_sizes(run: ActiveRun) -> np.ndarray:
     """The bytes of text of each token of the model; ids above those of the tokenizer have none."""
     lengths = run.tokenizer.byte_lengths()
-    return np.pad(lengths, (0, run.size.vocab_size - len(lengths)))
+    return np.pad(lengths, (0, run.job.model.config.vocab_size - len(lengths)))
 
 
 def _sums(
@@ -113,11 +113,11 @@ def _sums_of_batch(
     """
     sums = _zeros(run, weights)
     rows = split_rows(
-        tokens.reshape(run.objective.rows * len(tokens), -1), jax.local_device_count(), run.axis.row_group
+        tokens.reshape(run.job.objective.rows * len(tokens), -1), jax.local_device_count(), run.axis.row_group
     )
     by_reference = run.reference(rows, reference)
     for name, params in weights.items():
-        loss, terms, of_objective = jax.device_get(run.programs.evaluate(params, rows, by_reference))
+        loss, terms, of_objective = jax.device_get(run.job.programs.evaluate(params, rows, by_reference))
         sums[name] = loss.item()
         if name == "loss":
             sums |= {"tokens": terms.item(), **{key: x.item() for key, x in of_objective.items()}}
@@ -136,7 +136,7 @@ def _over_hosts(sums: Sums, sizes: np.ndarray | None) -> Sums:
 
 
 def _zeros(run: ActiveRun, weights: Mapping[str, object]) -> Sums:
-    return dict.fromkeys((*weights, *run.objective.metrics, "tokens", "bytes"), 0.0)
+    return dict.fromkeys((*weights, *run.job.objective.metrics, "tokens", "bytes"), 0.0)
 
 
 def _plus(one: Sums, other: Sums) -> Sums:
