@@ -53,7 +53,6 @@ from zero.runtime.tracking.metrics_file import EVALUATED, read_metrics
 from zero.runtime.tracking.tracker import open_tracker
 from zero.runtime.weights.peft_folder import read_peft
 from zero.runtime.weights.warm_start import warm_start
-from zero.training.objective import Objective
 from zero.training.parts import TrainState
 from zero.training.programs import make_inference
 from zero.training.schedules import SequenceLengths
@@ -104,7 +103,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             position, state = _resume(config, job, run_directory, is_fork, checkpoints, emergency)
         config = with_global_batch(config, position.global_rows)
         reference = load_references(config, job, position)
-        loader, validation = _loaders(config, size, tokenizer, position.global_rows, job.objective, reference)
+        loader, validation = _loaders(config, job, tokenizer, position.global_rows, reference)
         last_step = _last_step(config, loader)
         if position.unevaluated is not None and _is_evaluated(run_directory, position.step):
             position.unevaluated = None
@@ -333,29 +332,24 @@ def staged_context(config: Config) -> SequenceLengths:
 
 
 def _loaders(
-    config: Config,
-    size: GPTConfig,
-    tokenizer: Tokenizer,
-    global_rows: int,
-    objective: Objective,
-    reference: dict[str, np.ndarray] | None,
+    config: Config, job: Job, tokenizer: Tokenizer, global_rows: int, reference: dict[str, np.ndarray] | None
 ) -> tuple[AnyLoader, dict[str, Loader]]:
     """The loaders of the training set and of each validation set; with `load_references`, if there are any.
 
     Raises:
       UserError: the data does not fit the configuration.
     """
-    data = config.data
+    data, vocab_size = config.data, job.model.config.vocab_size
     host, hosts = jax.process_index(), jax.process_count()
     if data.corpus is not None and data.corpus in SYNTHETIC:
-        shape = (global_rows, data.max_context, size.vocab_size, config.seed)
+        shape = (global_rows, data.max_context, vocab_size, config.seed)
         return SyntheticLoader(data.corpus, *shape, host, hosts), {}
     cache = ShardCache(Path(data.cache_directory), data.cache_bytes) if data.cache_directory else None
-    pairs = objective.rows == 2
+    pairs = job.objective.rows == 2
     shared: dict[str, Any] = {
         "global_rows": global_rows,
         "context": data.max_context,
-        "vocab_size": size.vocab_size,
+        "vocab_size": vocab_size,
         "host": host,
         "hosts": hosts,
         "cache": cache,
