@@ -14,7 +14,7 @@ import numpy as np
 from zero.runtime.errors import UserError
 from zero.runtime.hosts import agreement
 from zero.runtime.run.active_run import ActiveRun
-from zero.runtime.streaming.loader import Loader
+from zero.runtime.streaming.loader import HostBatch, Loader
 from zero.runtime.streaming.prefetch import prefetch
 from zero.training.ema import EMA
 from zero.training.programs import split_rows
@@ -86,36 +86,29 @@ def _sums(
     rows = run.position.global_rows
     with closing(prefetch(loader.batches())) as batches:
         for number, batch in enumerate(islice(batches, run.config.training.maximum_evaluation_steps)):
-            found = _sums_of_batch(run, batch.tokens, batch.reference, weights, sizes)
+            found = _sums_of_batch(run, batch, weights, sizes)
             own, inside = _plus(own, found), left - number * rows
             if inside >= min(rows, loader.rows - number * rows):
                 counted = _plus(counted, found)
             elif inside > 0:
                 first = jax.process_index() * len(batch.tokens)
                 is_inside = np.arange(first, first + len(batch.tokens)) < inside
-                some = np.where(is_inside[:, None], batch.tokens, -1)
-                counted = _plus(counted, _sums_of_batch(run, some, batch.reference, weights, sizes))
+                some = batch._replace(tokens=np.where(is_inside[:, None], batch.tokens, -1))
+                counted = _plus(counted, _sums_of_batch(run, some, weights, sizes))
             if run.poll():
                 return None
     return _over_hosts(own, sizes), _over_hosts(counted, sizes)
 
 
-def _sums_of_batch(
-    run: ActiveRun,
-    tokens: np.ndarray,
-    reference: np.ndarray | None,
-    weights: dict[str, object],
-    sizes: np.ndarray | None,
-) -> Sums:
+def _sums_of_batch(run: ActiveRun, batch: HostBatch, weights: dict[str, object], sizes: np.ndarray | None) -> Sums:
     """The sum of losses by each of `weights`, the scored tokens, and with `sizes` their bytes on this host.
 
     For an objective on pairs, of the losses and metrics of pairs, which count in place of tokens.
     """
-    sums = _zeros(run, weights)
-    rows = split_rows(
-        tokens.reshape(run.job.objective.rows * len(tokens), -1), jax.local_device_count(), run.axis.row_group
-    )
-    by_reference = run.reference(rows, reference)
+    sums, tokens = _zeros(run, weights), batch.tokens
+    texts = tokens.reshape(run.job.objective.rows * len(tokens), -1)
+    rows = split_rows(texts, jax.local_device_count(), run.axis.row_group)
+    by_reference = run.reference(rows, batch.reference)
     for name, params in weights.items():
         loss, terms, of_objective = jax.device_get(run.job.programs.evaluate(params, rows, by_reference))
         sums[name] = loss.item()
