@@ -4,12 +4,14 @@ So are they where `training.verify_every` compares devices as well, of which tes
 """
 
 import math
+import re
 
 from tests.helpers import cli
+from zero.runtime.tracking.metrics_file import read_metrics
 
 
 def test_statistics_change_no_loss(forks: cli.Forks) -> None:
-    """A run with statistics that compares devices computes the same, and logs statistics."""
+    """A run with statistics that compares devices computes the same, and logs statistics; docs name all metrics."""
     plain = forks.train("plain", *cli.TINY)
     every = ("training.statistics=5", "training.log_frequency=4", "training.verify_every=2")
     lines = cli.metrics(forks.train("statistics", *cli.TINY, *every))
@@ -22,6 +24,11 @@ def test_statistics_change_no_loss(forks: cli.Forks) -> None:
         assert {k: v for k, v in line.items() if k not in means} == {
             k: v for k, v in per_step[line["step"]].items() if k not in means
         }
+    page = (cli.MAIN.parent / "docs" / "training.md").read_text()
+    rows = page.partition("| metric | meaning |")[2].partition("\n\n")[0]
+    documented = set(re.findall(r"`([^`]*)`", rows))
+    written = {name for line in read_metrics(plain / "metrics.jsonl") for name in line}
+    assert {re.sub(r"^goodput/.*", "goodput/PHASE", name) for name in written} <= documented
     for line in lines:
         if line["step"] in (5, 10):
             norms = [x for name, x in line.items() if name.startswith("gradient_norm/")]
