@@ -394,9 +394,3 @@ def test_end_of_data_finishes_the_run(forks: cli.Forks, workplace: Path) -> None
     assert saved_steps(workplace / "epochs") == [3, 5]
     done = forks.run("--resume", "hydra.run.dir=epochs")
     assert done.returncode == 0 and "nothing left to do: the run is at step 5 of 5" in done.stderr, done.stderr
-
-
-def test_multirun_runs_every_job(forks: cli.Forks, workplace: Path) -> None:
-    forks.check("--multirun", *cli.TINY, "data.train_samples=100,200", "hydra.sweep.dir=sweep")
-    losses = [read_metrics(workplace / "sweep" / job / "metrics.jsonl")[-1]["train/loss"] for job in "01"]
-    assert losses[0] != losses[1]

@@ -12,7 +12,9 @@ from tests.helpers import cli
 from zero.runtime.run_directory import saved_steps
 from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
 
-SWEEP = (*cli.TINY, "training.evaluation_frequency=4", "seed=0,1,2", "hydra.sweep.dir=runs/multirun/mine")
+# What is swept is no part of a compiled program, as a seed or a learning rate would be: all jobs share one.
+SWEPT = "data.train_samples"
+SWEEP = (*cli.TINY, "training.evaluation_frequency=4", f"{SWEPT}=100,200,300", "hydra.sweep.dir=runs/multirun/mine")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,10 @@ def test_repeated_sweep(arguments: tuple[str, ...], then: tuple[str, ...], kille
             assert [line["step"] for line in read_metrics(killed / job / "metrics.jsonl")] == list(range(1, 13))
         assert [len(read_resumes(killed / job / "metrics.jsonl")) for job in "012"] == [0, 1, 0]
         table = list(csv.DictReader((killed / "sweep.csv").read_text().splitlines()))
-        assert [(row["job"], row["seed"], row["step"]) for row in table] == [(job, job, "12") for job in "012"]
+        assert [(row["job"], row[SWEPT], row["step"]) for row in table] == [
+            (job, samples, "12") for job, samples in zip("012", ("100", "200", "300"), strict=True)
+        ]
+        assert len({row["train/loss"] for row in table}) == 3
         for row in table:
             assert float(row["validation/loss"]) == cli.losses(killed / row["job"], "validation/loss")[-1]
         everything = of_jobs(killed)
@@ -70,10 +75,10 @@ def test_other_sweep_is_refused(killed: Path, forks: cli.Forks) -> None:
     Also by a key that a resume may change: the finished job would pass for one of the new values.
     """
     before = of_jobs(killed)
-    swept = ("seed=5,6", "training.peak_learning_rate=1e-4,2e-4", "+preset=v3-8,v4-32")
-    saved = (("expected 0", 1), ("expected 0.003", 1), ("expected", 4))  # and as many keys that differ
+    swept = (f"{SWEPT}=5,6", "training.peak_learning_rate=1e-4,2e-4", "+preset=v3-8,v4-32")
+    saved = (("expected 100", 1), ("expected 0.003", 1), ("expected", 4))  # and as many keys that differ
     for other, (expected, keys) in zip(swept, saved, strict=True):
-        done = forks.run("--multirun", *(one for one in SWEEP if not one.startswith("seed")), other)
+        done = forks.run("--multirun", *(one for one in SWEEP if not one.startswith(SWEPT)), other)
         cli.check_refusal(done, expected, f"{killed}/0", "another hydra.sweep.dir", lines=keys)
     assert of_jobs(killed) == before
 
@@ -82,7 +87,7 @@ def test_fork_into_used_directory(killed: Path, forks: cli.Forks) -> None:
     """A fork into a directory with checkpoints is refused before anything is written."""
     before = cli.contents(killed)
     for place in ("checkpoints", "elsewhere"):
-        into = ("resume=runs/multirun/mine/1", "hydra.run.dir=runs/multirun/mine/0", "seed=1")
+        into = ("resume=runs/multirun/mine/1", "hydra.run.dir=runs/multirun/mine/0", f"{SWEPT}=200")
         done = forks.run(*into, f"data.checkpoint_directory={place}")
         cli.check_refusal(done, f"{killed}/0", "has checkpoints", "another hydra.run.dir")
     done = forks.run(*cli.TINY, "hydra.run.dir=runs/multirun/mine/0", "data.checkpoint_directory=elsewhere")
@@ -96,7 +101,7 @@ def test_repeated_sweep_of_forks(killed: Path, forks: cli.Forks) -> None:
     Where its jobs share a directory of checkpoints it is refused before the first one; one for each passes.
     """
     origin = ("--resume", "hydra.run.dir=runs/multirun/mine/0", "data.resume_step=8")
-    command = ("--multirun", *origin, "training.peak_learning_rate=1e-4,2e-4", "hydra.sweep.dir=forks")
+    command = ("--multirun", *origin, "data.keep_checkpoints=3,4", "hydra.sweep.dir=forks")
     place, shared = forks.workplace / "all", f"data.checkpoint_directory={forks.workplace}/all"
     before = cli.contents(killed)
     cli.check_refusal(forks.run(*command, shared), f"{place} for all", "${hydra:job.num}")

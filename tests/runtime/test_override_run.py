@@ -73,6 +73,7 @@ def test_edited_sizes_are_refused(forks: cli.Forks) -> None:
         path.write_text(SIZES)
 
 
+@pytest.mark.slow  # test_sweeps.py has sweeps, and the runs above overrides
 def test_sweep_over_widths(forks: cli.Forks) -> None:
     """One key sweeps the width, with as many heads as it has room for."""
     once = ("training.evaluation_frequency=12", "hydra.sweep.dir=widths")

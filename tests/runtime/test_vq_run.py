@@ -49,13 +49,14 @@ def test_it_resumes_bit_for_bit(forks: cli.Forks) -> None:
         np.testing.assert_array_equal(x, expected[name], err_msg=name)
 
 
+@pytest.mark.slow  # tests/training/test_codebook.py trains in groups, test_manager.py restores on other devices
 def test_continues_in_groups(forks: cli.Forks) -> None:
     """The run continues in tensor groups, with the codebook of none."""
     whole = forks.workplace / "whole"
     assert_same_up_to_rounding(forks.fork("whole", 4, "zero.tensor_shards=4"), whole)
 
 
-@pytest.mark.slow  # test_continues_in_groups is its short form
+@pytest.mark.slow
 def test_killed_and_resumed_in_groups(forks: cli.Forks) -> None:
     """A run in tensor groups that is killed resumes in groups of another size, with the codebook of none."""
     process = forks.start(*VQ, "zero.tensor_shards=4", "hydra.run.dir=groups")
