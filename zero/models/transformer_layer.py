@@ -95,6 +95,23 @@ def attention_form(config: GPTConfig, window: int, cut: ModelParallel = WHOLE) -
     )
 
 
+def missing_in_kernel(
+    kernel: str | None, config: GPTConfig, cut: ModelParallel, positions: int, *, has_segments: bool
+) -> str | None:
+    """The first feature of a model's attention that the kernel lacks in training; arguments as of `missing_in`."""
+    swap = cut.head_swap(config.num_head, config.key_heads)
+    return missing_in(
+        kernel,
+        attention_form(config, max(config.windows), cut if swap is None else swap.cut),
+        positions=positions,
+        shared=config.num_head // config.key_heads,
+        width=config.head_width,
+        drops=config.attention_drop_rate > 0,
+        has_bias=config.position_kind == "t5",
+        has_segments=has_segments,
+    )
+
+
 class Sinks(nn.Module):
     """A learned logit for each head, beside those of the keys."""
 

@@ -11,10 +11,10 @@ import jax
 import optax
 
 from zero.models.attention.blockwise import blockwise_from
-from zero.models.attention.kernel import chosen_kernel, missing_in
+from zero.models.attention.kernel import chosen_kernel
 from zero.models.config import STACK, GPTConfig
 from zero.models.parametrization import multipliers_of
-from zero.models.transformer_layer import attention_form
+from zero.models.transformer_layer import missing_in_kernel
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import pmap_devices
 from zero.partition.layout import Layout
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 class Job(NamedTuple):
     """A model on an axis of devices, its optimizer, the programs made of them, and the layout of the whole state.
 
-    The objective is what the programs minimise.
+    The objective is what the programs minimise; `held` counts the bytes of state and frozen parameters per device.
     """
 
     model: ShardedGPT
@@ -47,6 +47,7 @@ class Job(NamedTuple):
     programs: Programs
     layout: Layout
     objective: Objective
+    held: int
 
 
 def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> ShardedGPT:
@@ -59,6 +60,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         ("float32" if platform == "cpu" else "bfloat16") if zero.compute_dtype == "auto" else zero.compute_dtype
     )
     axis = make_axis(zero, devices)
+    tuning = make_tuning(dataclasses.asdict(config.tuning))
     wire_dtype = compute_dtype if axis.exchanges and zero.stage >= 2 else "float32"
     model = ShardedGPT(
         size,
@@ -74,9 +76,10 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         end_of_text=end_of_text,
         gather_dtype=None if zero.gather_dtype == "auto" else zero.gather_dtype,
         kernel=chosen_kernel(config.model.attention, platform, device_kind, positions=config.data.max_context),
-        tuning=make_tuning(dataclasses.asdict(config.tuning)),
+        tuning=tuning,
     )
-    missing = _missing_in_kernel(config, model)
+    data = config.data
+    missing = missing_in_kernel(model.kernel, size, model.cut, data.max_context, has_segments=data.isolate_documents)
     if missing is not None and config.model.attention == "kernel":
         log.warning("model.attention=kernel lacks %s: attention is computed as with model.attention=auto", missing)
     if missing is not None:  # so that nothing counts on it, as `zero.remat=auto` does
@@ -88,22 +91,6 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
                 f"it is cut, does not divide over {leaf.splits[0].shards} devices"
             )
     return model
-
-
-def _missing_in_kernel(config: Config, model: ShardedGPT) -> str | None:
-    """The first feature of the attention of training that the model's kernel lacks."""
-    size, cut = model.config, model.cut
-    swap = cut.head_swap(size.num_head, size.key_heads)
-    return missing_in(
-        model.kernel,
-        attention_form(size, max(size.windows), cut if swap is None else swap.cut),
-        positions=config.data.max_context,
-        shared=size.num_head // size.key_heads,
-        width=size.head_width,
-        drops=size.attention_drop_rate > 0,
-        has_bias=size.position_kind == "t5",
-        has_segments=config.data.isolate_documents,
-    )
 
 
 def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
@@ -183,27 +170,15 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         **hyperparameters,
     )
     layout = state_layout(model, tx, options)
+    held = layout.bytes_per_device() + (0 if model.tuning is None else model.frozen_layout.bytes_per_device())
     device = (devices or jax.devices())[0]
-    if config.zero.remat == "auto" and device.platform == "tpu" and model.stage == 3 and not options.fused_update:
+    speed = SPEEDS.get(device.device_kind) if device.platform == "tpu" else None
+    if config.zero.remat == "auto" and speed is not None and model.stage == 3 and not options.fused_update:
         rows = rows or objective.rows * training.batch_size // (jax.local_device_count() // model.axis.row_group)
-        model = _storing_what_fits(config, model, layout, rows, device.device_kind)
-    return Job(model, tx, make_programs(model, tx, options, devices), layout, objective)
-
-
-def _storing_what_fits(config: Config, model: ShardedGPT, layout: Layout, rows: int, device_kind: str) -> ShardedGPT:
-    """The model with the policy `zero.remat=auto`, from the memory of a TPU and the rows per step on it."""
-    if device_kind not in SPEEDS:
-        return model
-    held = held_bytes(model, layout)
-    micro_batch = rows // config.training.gradient_accumulation_steps
-    remat = fitting_remat(model, micro_batch, config.data.max_context, held, SPEEDS[device_kind].capacity)
-    log.info("zero.remat=auto: %s", remat)
-    return dataclasses.replace(model, remat=remat)
-
-
-def held_bytes(model: ShardedGPT, layout: Layout) -> int:
-    """Bytes per device held between steps: the state, and frozen parameters."""
-    return layout.bytes_per_device() + (0 if model.tuning is None else model.frozen_layout.bytes_per_device())
+        remat = fitting_remat(model, rows // options.micro_batches, config.data.max_context, held, speed.capacity)
+        log.info("zero.remat=auto: %s", remat)
+        model = dataclasses.replace(model, remat=remat)
+    return Job(model, tx, make_programs(model, tx, options, devices), layout, objective, held)
 
 
 def learning_rate(config: Config) -> LearningRate:

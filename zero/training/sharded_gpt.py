@@ -188,12 +188,12 @@ class ShardedGPT:
 
     def init(self, key: jax.Array) -> PyTree:
         """New weights, made layer by layer; their values do not depend on the number of devices."""
-        if self.tuning is not None:
-            new = self.tuning.adapters.init(key, self._trained_shapes)
-            return shard(self.layout.map(lambda leaf, x: x.astype(leaf.dtype), new), self.layout, self.axis)
-        gpt = self._gpt(self._lift_shards)
-        variables = gpt.init(key, jnp.zeros((1, 2), jnp.int32), None, method="hidden")
-        return {**variables["params"], **self.new_collections(key)}
+        if self.tuning is None:
+            gpt = self._gpt(self._lift_shards)
+            variables = gpt.init(key, jnp.zeros((1, 2), jnp.int32), None, method="hidden")
+            return {**variables["params"], **self.new_collections(key)}
+        new = self.tuning.adapters.init(key, self._trained_shapes)
+        return shard(self.layout.map(lambda leaf, x: x.astype(leaf.dtype), new), self.layout, self.axis)
 
     @cached_property
     def collections(self) -> dict[str, Collection]:

@@ -17,7 +17,7 @@ from zero.runtime.config.schema import Config
 from zero.runtime.hosts import xla_options
 from zero.runtime.hosts.speeds import SPEEDS, Speed
 from zero.runtime.inference.generate import bucket
-from zero.runtime.job import Job, held_bytes, make_job
+from zero.runtime.job import Job, make_job
 from zero.runtime.planning import formula
 from zero.runtime.planning.hlo import Collective, across_hosts, bytes_by_kind, collectives, hidden_share
 from zero.runtime.planning.predict import Prediction, predict
@@ -90,7 +90,7 @@ def compile_step(request: Request) -> Row:
     devices = find_devices(config.plan.topology)
     job = make_job(config, request.size, devices, request.rows)
     model, sharded = job.model, job.model.base.sharded_layout
-    held, available = held_bytes(model, job.layout), available_bytes(devices)
+    held, available = job.held, available_bytes(devices)
     arguments = step_arguments(job, request.rows, config.data.max_context)
     started = time.monotonic()
     sent: list[Collective] | None = None  # of a step that fits
@@ -221,7 +221,7 @@ def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, s
 
     Statistics need a copy of the trained weights, which is also there during the step before them.
     """
-    training, held = request.config.training, held_bytes(job.model, job.layout)
+    training, held = request.config.training, job.held
 
     def peak(program: Any, *arguments: Any, taken: int) -> int:
         rest = held - taken
@@ -274,7 +274,7 @@ def _operations(request: Request, job: Job, arguments: Any, sent: list[Collectiv
     if speed is not None:
         total = sum(collective.sent for collective in sent)
         alone = sum(collective.sent for collective in sent if not collective.is_hidden)
-        held = 2 * held_bytes(job.model, job.layout)  # read and written once
+        held = 2 * job.held  # read and written once
         bound = max(flops / speed.flops + alone / speed.network, held / speed.memory, total / speed.network)
     return {"flops": flops, "model_flops": of_group // job.model.axis.row_group, "seconds_lower_bound": bound}
 

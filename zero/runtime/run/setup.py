@@ -31,7 +31,7 @@ from zero.runtime.errors import UserError
 from zero.runtime.hosts import agreement, signals, startup
 from zero.runtime.hosts.same_configuration import check_same_configuration
 from zero.runtime.hosts.speeds import peak_flops
-from zero.runtime.job import Job, make_axis, make_job
+from zero.runtime.job import Job, make_job
 from zero.runtime.preparing.manifest import check_end_of_text
 from zero.runtime.preparing.prepare_if_missing import prepare_if_missing
 from zero.runtime.run.active_run import ActiveRun
@@ -75,13 +75,12 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
     check_same_configuration(config, size)
     count, backend = jax.device_count(), jax.default_backend()
     log.info("%d %s devices, %d of this host; %s", count, backend, jax.local_device_count(), run_directory)
-    make_axis(config.zero)  # refuses groups that cannot be made, before what depends on them
-    if config.resume is None:  # a batch that does not divide is refused before a corpus is prepared
+    job = make_job(config, size)  # what devices or batches refuse is known before a corpus is prepared
+    model = job.model
+    if config.resume is None:
         with_global_batch(config, config.training.batch_size * hosts)
     tokenizer = _load_tokenizer(config, size)
     config = _prepare_corpus(config, tokenizer)
-    job = make_job(config, size)
-    model = job.model
 
     with ExitStack() as stack:
         if host == 0:
