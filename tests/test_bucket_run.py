@@ -44,7 +44,8 @@ def test_bucket_run_equals_disk_run(run: Run, calm: list[float], tmp_path: Path)
     there = run()
     assert there.returncode == 0, there.stderr
     assert cli.losses(tmp_path / "run") == calm
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "run"]  # nothing was downloaded
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["checkpoints", "checkpoints-run", "run"]  # nothing was downloaded
 
 
 @pytest.mark.slow

@@ -226,6 +226,7 @@ import threading
 from pathlib import Path
 import hydra
 from tests.helpers import cli
+from tests.runtime.config.composing import Only
 from zero.models.config import GPTConfig
 from zero.runtime.config.check import check
 from zero.runtime.train import train
@@ -233,7 +234,7 @@ from zero.runtime.train import train
 size = GPTConfig(embedding_dim=8, vocab_size=256, num_head=1, block_size=8, dropout=0.1, N=1)
 with hydra.initialize_config_dir("{cli.MAIN.parent}/conf", version_base="1.3"):
     config = hydra.compose("config", [*cli.TINY, *sys.argv[1:]])
-sys.exit(train(check(config, {{"test": size}}), size, Path.cwd()))
+sys.exit(train(check(config, Only(size)), size, Path.cwd()))
 """
 
 
