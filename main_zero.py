@@ -22,12 +22,12 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # the import takes seconds, during which a signal may arrive
         signal.signal(number, interrupted)
     if "--doctor" in sys.argv:
-        from zero.runtime.doctor import main as examine
+        from zero.doctor import main as examine
 
         sys.argv.remove("--doctor")
         sys.exit(examine(sys.argv[1:]))
     gc.disable()  # until all is imported: a tenth of the CPU time to the first step went into passes over modules
-    from zero.runtime.main import main
+    from zero.cli import main
 
     main()
 

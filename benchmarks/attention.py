@@ -31,6 +31,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 
+from zero.cycles.hlo import collectives
 from zero.models.attention.blockwise import BLOCK, blockwise_attention
 from zero.models.attention.dense import dense_attention
 from zero.models.attention.kernel import kernel_of
@@ -42,7 +43,6 @@ from zero.models.gated_unit import attend as attend_by_codes
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup, Ulysses
 from zero.partition.collectives.ordering import in_order
-from zero.runtime.planning.hlo import collectives
 from zero.virtual_devices import use_cpu_devices
 
 HEADS, HEAD_DIM = 6, 64
@@ -165,10 +165,10 @@ def plan(
     topology: str, size: str, context: int, documents: int, forms: Sequence[str], context_shards: int, rotary: bool
 ) -> Iterator[str]:
     """Peak memory of a training step, which would take minutes on a TPU to find out."""
-    from zero.runtime.config.files import load_sizes
-    from zero.runtime.job import Job
-    from zero.runtime.planning.compile import step_arguments
-    from zero.runtime.planning.topology import find_devices, out_of_memory
+    from zero.config.files import load_sizes
+    from zero.job import Job
+    from zero.plan.compile import step_arguments
+    from zero.plan.topology import find_devices, out_of_memory
     from zero.training.objective import LIKELIHOOD
     from zero.training.optimizer import adamw
     from zero.training.parts import StepOptions

@@ -37,7 +37,7 @@ import tensorstore
 from jax.experimental import multihost_utils
 
 import zero
-from zero.runtime.checkpoints.manager import Checkpoints
+from zero.checkpoints.manager import Checkpoints
 
 STACK, WIDTH, VOCAB = 16, 1024, 50304
 

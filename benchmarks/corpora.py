@@ -26,9 +26,9 @@ import numpy as np
 import tokenizers
 
 from benchmarks.prepare import collect
-from zero.runtime.preparing.prepare import prepare
-from zero.runtime.streaming.loader import Loader
-from zero.runtime.text.tokenizers import FileTokenizer, train_tokenizer
+from zero.corpus.preparing.prepare import prepare
+from zero.corpus.reading.loader import Loader
+from zero.corpus.text.tokenizers import FileTokenizer, train_tokenizer
 
 ROW, BATCH, CORES = 1024, 32, os.cpu_count() or 1
 

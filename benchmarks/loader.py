@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import webdataset
 
-from zero.runtime.streaming.loader import Loader
+from zero.corpus.reading.loader import Loader
 
 CONTEXT, VOCAB, BATCH = 1024, 50304, 32
 

@@ -54,10 +54,10 @@ def zero_step(place: Path, method: str, remat: str) -> Callable[[int], float]:
     import jax.numpy as jnp
 
     import zero
+    from zero.exchange.peft_folder import peft_adapters, read_peft
+    from zero.exchange.warm_start import warm_start
     from zero.models.config import GPTConfig
     from zero.models.families import FAMILIES
-    from zero.runtime.weights.peft_folder import peft_adapters, read_peft
-    from zero.runtime.weights.warm_start import warm_start
     from zero.training.batch import Batch
     from zero.training.optimizer import adamw
     from zero.training.parts import StepOptions

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.prepare import collect
-from zero.runtime.preparing.packing import best_fit
-from zero.runtime.text.tokenizers import FileTokenizer, train_tokenizer
+from zero.corpus.preparing.packing import best_fit
+from zero.corpus.text.tokenizers import FileTokenizer, train_tokenizer
 
 
 def main() -> None:

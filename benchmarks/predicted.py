@@ -4,12 +4,12 @@
     python benchmarks/predicted.py --program step.txt --topology v6e-8 --measured 3.443 [--step llama3_8b 3 8192]
 
 First form: compiles a step of zero for the slice of each run, without a TPU, and compares the predicted time (of
-`zero/runtime/planning/predict.py`, as in mode=plan) with the published one. A compilation takes minutes of CPU; with
+`zero/cycles/predict.py`, as in mode=plan) with the published one. A compilation takes minutes of CPU; with
 --texts the text of each program is kept in the directory, and read from there if it is there already. Second form: the
 same for the text of any program that XLA has compiled for the slice, such as a step of another package
 (benchmarks/maxtext_step.py); MFU is by zero's formula for a model of conf/model_config.yaml, sequences per device and
 tokens per sequence. Nothing is
-fitted: the constants are those of `zero/runtime/hosts/speeds.py`.
+fitted: the constants are those of `zero/hosts/speeds.py`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
+from zero.config.files import load_sizes
+from zero.config.saved_config import default_config
+from zero.config.schema import Config
+from zero.cycles.predict import predict
+from zero.hosts.speeds import SPEEDS
+from zero.job import make_job
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
-from zero.runtime.config.files import load_sizes
-from zero.runtime.config.saved_config import default_config
-from zero.runtime.config.schema import Config
-from zero.runtime.hosts.speeds import SPEEDS
-from zero.runtime.job import make_job
-from zero.runtime.planning.compile import Request, compiler_options, step_arguments
-from zero.runtime.planning.predict import predict
-from zero.runtime.planning.topology import find_devices, prepare_environment
+from zero.plan.compile import Request, compiler_options, step_arguments
+from zero.plan.topology import find_devices, prepare_environment
 from zero.training.flops import model_flops
 
 SIZES_FILE = Path(__file__).parent.parent / "conf" / "model_config.yaml"

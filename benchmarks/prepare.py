@@ -20,8 +20,8 @@ from pathlib import Path
 
 import tokenizers
 
-from zero.runtime.preparing.prepare import prepare
-from zero.runtime.text.tokenizers import FileTokenizer, train_tokenizer
+from zero.corpus.preparing.prepare import prepare
+from zero.corpus.text.tokenizers import FileTokenizer, train_tokenizer
 
 
 def collect(folder: Path, size: int) -> list[str]:

@@ -34,14 +34,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from zero.config.files import load_sizes
+from zero.corpus.preparing.prepare_if_missing import prepare_if_missing
+from zero.corpus.reading.loader import Loader
+from zero.corpus.text.tokenizers import load_tokenizer
 from zero.models.config import GPTConfig
 from zero.partition.collectives.axis import Axis
 from zero.partition.quantised_optimizers import quantised_adamw, rounded_updates
-from zero.runtime.config.files import load_sizes
-from zero.runtime.planning.topology import find_devices, prepare_environment
-from zero.runtime.preparing.prepare_if_missing import prepare_if_missing
-from zero.runtime.streaming.loader import Loader
-from zero.runtime.text.tokenizers import load_tokenizer
+from zero.plan.topology import find_devices, prepare_environment
 from zero.training import optimizer
 from zero.training.batch import Batch
 from zero.training.optimizer import adamw, decayed

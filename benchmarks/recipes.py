@@ -13,9 +13,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from zero.runtime.main import compose
-from zero.runtime.planning.compile import Request, compile_step, highest_peak
-from zero.runtime.planning.topology import prepare_environment
+from zero.cli import compose
+from zero.plan.compile import Request, compile_step, highest_peak
+from zero.plan.topology import prepare_environment
 
 DIRECTORY = Path(__file__).resolve().parents[1] / "conf" / "recipe"
 RECIPES = sorted(path.stem for path in DIRECTORY.glob("*.yaml") if path.stem != "common")

@@ -20,8 +20,8 @@ import tarfile
 from io import BytesIO
 from pathlib import Path
 
-from zero.runtime.preparing.prepare import prepare
-from zero.runtime.text.tokenizers import ByteTokenizer
+from zero.corpus.preparing.prepare import prepare
+from zero.corpus.text.tokenizers import ByteTokenizer
 
 REPOSITORY = Path(__file__).parents[1]
 KEYS = ("train/loss", "validation/loss", "gradient_norm", "skipped_steps", "samples_checksum", "validation/ema_loss")

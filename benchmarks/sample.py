@@ -28,12 +28,12 @@ import numpy as np
 import torch as PyTorch
 import transformers
 
+from zero.config.files import load_sizes
+from zero.exchange.warm_start import warm_start
+from zero.inference.generate import generate
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
 from zero.partition.collectives.axis import Axis
-from zero.runtime.config.files import load_sizes
-from zero.runtime.inference.generate import generate
-from zero.runtime.weights.warm_start import warm_start
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference
 from zero.training.sharded_gpt import ShardedGPT

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 
 from benchmarks.collectives import DEVICES
+from zero.config.files import load_sizes
+from zero.cycles.hlo import collectives
 from zero.partition.collectives.axis import Axis
 from zero.partition.memory import memory
-from zero.runtime.config.files import load_sizes
-from zero.runtime.planning.hlo import collectives
 from zero.training.batch import Batch
 from zero.training.optimizer import adamw
 from zero.training.parts import StepOptions

@@ -40,12 +40,12 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero.hosts.startup import start
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
 from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import pmap_devices
 from zero.partition.layout import LeafLayout
-from zero.runtime.hosts.startup import start
 from zero.training.batch import Batch, next_tokens
 from zero.training.optimizer import adamw, decayed
 from zero.training.parts import StepOptions

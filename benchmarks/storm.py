@@ -43,10 +43,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.helpers import bucket, cli, hosts
-from zero.runtime.checkpoints.manager import Checkpoints
-from zero.runtime.run_directory import CONFIG_FILE, checkpoint_directory, saved_config, saved_steps
-from zero.runtime.storage import gcs
-from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
+from zero.checkpoints.manager import Checkpoints
+from zero.files.storage import gcs
+from zero.run_directory import CONFIG_FILE, checkpoint_directory, saved_config, saved_steps
+from zero.tracking.metrics_file import read_metrics, read_resumes
 
 SHAPES = ((1, 8), (2, 4), (1, 4))  # processes, devices of each
 HOSTS_SHAPES = ((1, 2), (2, 1), (3, 1))  # few devices: most of the time goes into starts

@@ -28,12 +28,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 
+from zero.corpus.preparing.prepare_if_missing import prepare_if_missing
+from zero.corpus.reading.loader import Loader
+from zero.corpus.text.tokenizers import load_tokenizer
 from zero.models.config import GPTConfig
 from zero.models.parametrization import multipliers_of
 from zero.partition.collectives.axis import Axis
-from zero.runtime.preparing.prepare_if_missing import prepare_if_missing
-from zero.runtime.streaming.loader import Loader
-from zero.runtime.text.tokenizers import load_tokenizer
 from zero.training.batch import Batch
 from zero.training.optimizer import make_optimizer
 from zero.training.parts import StepOptions

@@ -6,14 +6,14 @@ import pytest
 from hydra.errors import HydraException
 
 from tests.bad_inputs import CONFIGURATIONS, FILES, PROGRAMS, content
+from tests.config.composing import compose
 from tests.helpers import cli
 from tests.helpers.readers import READERS, outcome
-from tests.runtime.config.composing import compose
-from zero.runtime.config.saved_config import default_config
-from zero.runtime.errors import UserError
-from zero.runtime.main import all_mistakes, resolve
-from zero.runtime.run.find_run import resume_overrides
-from zero.runtime.run_directory import save_config
+from zero.cli import all_mistakes, resolve
+from zero.config.saved_config import default_config
+from zero.errors import UserError
+from zero.run.find_run import resume_overrides
+from zero.run_directory import save_config
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.helpers import bucket, cli, s3
-from zero.runtime import storage
-from zero.runtime.tracking.metrics_file import read_metrics
+from zero.files import storage
+from zero.tracking.metrics_file import read_metrics
 
 pytestmark = pytest.mark.timeout(400)
 JOB = (*cli.TINY, "hydra.run.dir=run")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import cli
-from zero.runtime.tracking.metrics_file import read_resumes
+from zero.tracking.metrics_file import read_resumes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the spinning processes take most of it
 

@@ -13,8 +13,8 @@ from typing import Any
 import hydra
 import pytest
 
-import zero.runtime.config.schema  # noqa: F401  declares the keys
-from zero.runtime.config.files import conf_directory
+import zero.config.schema  # noqa: F401  declares the keys
+from zero.config.files import conf_directory
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [

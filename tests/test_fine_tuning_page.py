@@ -11,8 +11,8 @@ import pytest
 
 from tests.helpers import cli
 from tests.helpers.corpora import call
-from zero.runtime.text.tokenizers import train_tokenizer
-from zero.runtime.weights import zero_weights
+from zero.corpus.text.tokenizers import train_tokenizer
+from zero.exchange import zero_weights
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tests.config.composing import compose
 from tests.helpers.readers import READERS, outcome, valid_files
-from tests.runtime.config.composing import compose
-from zero.runtime.config.check import describe
-from zero.runtime.config.saved_config import default_config, flat_config
-from zero.runtime.errors import UserError
-from zero.runtime.main import all_mistakes, resolve
-from zero.runtime.run.setup import staged_context
+from zero.cli import all_mistakes, resolve
+from zero.config.check import describe
+from zero.config.saved_config import default_config, flat_config
+from zero.errors import UserError
+from zero.run.setup import staged_context
 
 COMPOSED = compose()
 KEYS = sorted(flat_config(default_config()))

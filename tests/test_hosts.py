@@ -15,9 +15,9 @@ import pytest
 
 from tests.helpers import cli, hosts
 from tests.helpers.shards import npy, write_tar
-from zero.runtime.run_directory import saved_config, saved_steps
-from zero.runtime.streaming.index_files import read_index
-from zero.runtime.tracking.metrics_file import read_metrics
+from zero.corpus.reading.index_files import read_index
+from zero.run_directory import saved_config, saved_steps
+from zero.tracking.metrics_file import read_metrics
 
 pytestmark = pytest.mark.timeout(400)
 

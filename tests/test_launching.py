@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from zero.runtime.main import compose
+from zero.cli import compose
 
 REPOSITORY = Path(__file__).parent.parent
 STUB = """#!/usr/bin/env bash
@@ -369,7 +369,7 @@ def test_loop_survives_a_signal(tmp_path: Path) -> None:
 TRAINER = """
 import sys, time
 sys.path.insert(0, {repository!r})
-from zero.runtime.hosts.signals import PREEMPTED, stop_requests
+from zero.hosts.signals import PREEMPTED, stop_requests
 with stop_requests() as received:
     open("ready", "w").close()
     while not received:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import cli, hosts
-from zero.runtime.run_directory import saved_steps
-from zero.runtime.tracking.metrics_file import read_resumes
+from zero.run_directory import saved_steps
+from zero.tracking.metrics_file import read_resumes
 
 pytestmark = pytest.mark.timeout(600)
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP

@@ -17,11 +17,11 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from tests.helpers import cli
-from zero.runtime.checkpoints.manager import META_CHECKSUM, meta_checksum
-from zero.runtime.errors import Unavailable, UserError
-from zero.runtime.main import errors_in_lines
-from zero.runtime.run_directory import locked, saved_steps
-from zero.runtime.tracking.metrics_file import read_metrics
+from zero.checkpoints.manager import META_CHECKSUM, meta_checksum
+from zero.cli import errors_in_lines
+from zero.errors import Unavailable, UserError
+from zero.run_directory import locked, saved_steps
+from zero.tracking.metrics_file import read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def report(record):
         os._exit(0)
     return True
 
-logging.getLogger("zero.runtime.run.active_run").addFilter(report)
+logging.getLogger("zero.run.active_run").addFilter(report)
 """
 
 
@@ -128,7 +128,7 @@ def test_mistakes_of_a_resume(forks: cli.Forks, finished: Path) -> None:
 
 def test_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The exit status tells whether a repeat may succeed."""
-    monkeypatch.setattr("zero.runtime.main.exit_immediately", sys.exit)
+    monkeypatch.setattr("zero.cli.exit_immediately", sys.exit)
     for error, status in (
         (OSError(errno.ENOSPC, "full"), 1),
         (PermissionError(errno.EACCES, "no"), 2),
@@ -170,7 +170,7 @@ IN_UNITS = pytest.mark.slow  # test_check.py and test_index_files.py have them w
         pytest.param(
             ["training.skip_bad_steps=false", "training.peak_learning_rate=1e30"],
             ["not finite", "skip_bad_steps=false"],
-            marks=pytest.mark.slow,  # that compiles; tests/runtime/run/test_active_run.py shows it without
+            marks=pytest.mark.slow,  # that compiles; tests/run/test_active_run.py shows it without
         ),
         (["hydra.run.dir=text/0.txt"], ["text/0.txt"]),
         (["hydra.run.dir=/dev/null/run"], ["/dev/null"]),
@@ -348,7 +348,7 @@ def test_start_from_an_average(forks: cli.Forks, finished: Path, workplace: Path
     """An average of checkpoints is a run to start from."""
 
     def weights(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "zero.runtime.weights.zero_weights", *arguments]
+        command = [sys.executable, "-m", "zero.exchange.zero_weights", *arguments]
         where = cli.environment() | {"PYTHONPATH": str(cli.MAIN.parent)}
         return subprocess.run(command, cwd=workplace, env=where, capture_output=True, text=True)
 

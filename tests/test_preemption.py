@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.helpers import cli
-from zero.runtime.run_directory import saved_steps
-from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
+from zero.run_directory import saved_steps
+from zero.tracking.metrics_file import read_metrics, read_resumes
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -81,7 +81,7 @@ def test_interruption_inside_a_library() -> None:
     """An interruption that a library turned into an error of its own is still an interruption."""
     program = """
 import os, signal
-from zero.runtime.main import errors_in_lines, interrupt
+from zero.cli import errors_in_lines, interrupt
 
 signal.signal(signal.SIGTERM, interrupt)
 with errors_in_lines():
@@ -197,11 +197,11 @@ from functools import partial
 from pathlib import Path
 import hydra
 import jax
-from zero.runtime.errors import UserError
-from zero.runtime.run import setup
-from zero.runtime.train import train
-from zero.runtime.config.check import check
-from zero.runtime.config.files import load_sizes
+from zero.errors import UserError
+from zero.run import setup
+from zero.run.train import train
+from zero.config.check import check
+from zero.config.files import load_sizes
 
 def diverging(config, size, make=setup.make_job):
     job = make(config, size)

@@ -7,7 +7,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
-from zero.runtime.storage import fsspec_store
+from zero.files.storage import fsspec_store
 
 
 class InMemory(MemoryFileSystem):

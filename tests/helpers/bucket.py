@@ -24,8 +24,8 @@ import pytest
 from gcp_storage_emulator.handlers import objects
 from gcp_storage_emulator.server import create_server
 
-from zero.runtime import storage
-from zero.runtime.storage import fsspec_store, gcs
+from zero.files import storage
+from zero.files.storage import fsspec_store, gcs
 
 BUCKET = "bucket"
 REFUSALS = ("429", "500", "503")  # of any request; other statuses may be given too

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import zero
+from zero.checkpoints.manager import Checkpoints
 from zero.models.config import GPTConfig
-from zero.runtime.checkpoints.manager import Checkpoints
 from zero.training.optimizer import adamw
 from zero.training.sharded_gpt import ShardedGPT
 from zero.training.step import state_layout

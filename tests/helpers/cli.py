@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from zero.runtime.preparing.prepare import prepare
-from zero.runtime.text.tokenizers import ByteTokenizer
-from zero.runtime.tracking import goodput
-from zero.runtime.tracking.metrics_file import read_metrics
+from zero.corpus.preparing.prepare import prepare
+from zero.corpus.text.tokenizers import ByteTokenizer
+from zero.tracking import goodput
+from zero.tracking.metrics_file import read_metrics
 from zero.virtual_devices import IN_ORDER
 
 MAIN = Path(__file__).parents[2] / "main_zero.py"

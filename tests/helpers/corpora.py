@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from zero.runtime.preparing import zero_prepare
-from zero.runtime.preparing.prepare import Corpus, prepare
-from zero.runtime.streaming.loader import Loader
-from zero.runtime.text.tokenizers import ByteTokenizer
+from zero.corpus.preparing import zero_prepare
+from zero.corpus.preparing.prepare import Corpus, prepare
+from zero.corpus.reading.loader import Loader
+from zero.corpus.text.tokenizers import ByteTokenizer
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = [sys.executable, "data/prepare.py"]

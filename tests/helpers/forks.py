@@ -16,13 +16,13 @@ from typing import Any
 import hydra
 
 # What takes long to import.
-import zero.runtime.checkpoints.orbax_commit
-import zero.runtime.main
-import zero.runtime.train  # noqa: F401
-from zero.runtime.config.saved_config import default_config
-from zero.runtime.run_directory import save_config
-from zero.runtime.tracking import html_report, plot
-from zero.runtime.tracking.tracker import open_tracker
+import zero.checkpoints.orbax_commit
+import zero.cli
+import zero.run.train  # noqa: F401
+from zero.config.saved_config import default_config
+from zero.report import html_report, plot
+from zero.run_directory import save_config
+from zero.tracking.tracker import open_tracker
 
 program = sys.argv[1]
 with hydra.initialize_config_dir(str(Path(program).parent / "conf"), version_base="1.3"):

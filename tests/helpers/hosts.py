@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.helpers import cli
-from zero.runtime.tracking.metrics_file import read_metrics
+from zero.tracking.metrics_file import read_metrics
 
 MINUTE = 60
 REPOSITORY = Path(__file__).parents[2]

@@ -20,21 +20,21 @@ import zstandard
 from omegaconf import DictConfig, OmegaConf
 from safetensors.numpy import save, save_file
 
+from tests.config.composing import CONF, compose
 from tests.helpers.shards import loader, npy, write_tar
-from tests.runtime.config.composing import CONF, compose
-from zero.runtime.config.check import check
-from zero.runtime.config.files import load_sizes
-from zero.runtime.config.saved_config import default_config, merge_resumed
-from zero.runtime.errors import UserError, file_error
-from zero.runtime.inference.sample import _prompts
-from zero.runtime.preparing import manifest
-from zero.runtime.preparing.sources.completions import CompletionReader
-from zero.runtime.preparing.sources.source import Source
-from zero.runtime.run_directory import METRICS_FILE, saved_config, saved_steps
-from zero.runtime.text.chat_template import load_chat_template
-from zero.runtime.text.tokenizers import load_tokenizer, train_tokenizer
-from zero.runtime.tracking.metrics_file import read_metrics, read_resumes
-from zero.runtime.weights.hf_folder import HuggingFaceFolder
+from zero.config.check import check
+from zero.config.files import load_sizes
+from zero.config.saved_config import default_config, merge_resumed
+from zero.corpus.preparing import manifest
+from zero.corpus.preparing.sources.completions import CompletionReader
+from zero.corpus.preparing.sources.source import Source
+from zero.corpus.text.chat_template import load_chat_template
+from zero.corpus.text.tokenizers import load_tokenizer, train_tokenizer
+from zero.errors import UserError, file_error
+from zero.exchange.hf_folder import HuggingFaceFolder
+from zero.inference.sample import _prompts
+from zero.run_directory import METRICS_FILE, saved_config, saved_steps
+from zero.tracking.metrics_file import read_metrics, read_resumes
 
 MESSAGES = [{"role": "user", "content": "What is it?"}]
 GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_head": 2}

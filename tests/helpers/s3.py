@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from zero.runtime.storage import fsspec_store
+from zero.files.storage import fsspec_store
 
 BUCKET = "bucket"
 

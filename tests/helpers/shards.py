@@ -16,7 +16,7 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from zero.runtime.streaming.loader import HostBatch, Loader
+from zero.corpus.reading.loader import HostBatch, Loader
 
 CONTEXT = 4
 VOCAB = 60_000

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from zero.config.files import load_sizes
 from zero.models.attention.scores import alibi_slopes
 from zero.models.config import GPTConfig
 from zero.models.elements import dropout
 from zero.models.gpt import GPT
 from zero.models.transformer_layer import init_cache
-from zero.runtime.config.files import load_sizes
 
 SIZES_FILE = Path(__file__).parents[2] / "conf" / "model_config.yaml"
 SIZES = load_sizes()

@@ -16,7 +16,7 @@ from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.partition.pmapped import pmap
-from zero.runtime.run.frozen_base import fit_to_base
+from zero.run.frozen_base import fit_to_base
 from zero.training.batch import Batch
 from zero.training.block_codes import FORMS, hold, thaw
 from zero.training.optimizer import adamw

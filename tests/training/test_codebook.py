@@ -23,10 +23,10 @@ from tests.training.small_gpt import (
     setup,
     tokens,
 )
+from zero.inference.generate import generate
 from zero.models.codebook import METRICS, codebook_metrics
 from zero.models.gated_unit import CODEBOOK
 from zero.models.gpt import GPT
-from zero.runtime.inference.generate import generate
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference, split_rows
 

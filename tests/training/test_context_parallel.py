@@ -25,11 +25,11 @@ from tests.training.small_gpt import (
     shapes_of,
     tokens,
 )
+from zero.cycles.hlo import collectives
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.gpt import GPT
 from zero.partition.collectives.context_group import ContextGroup
-from zero.runtime.planning.hlo import collectives
 from zero.training.batch import Batch
 from zero.training.programs import split_rows
 

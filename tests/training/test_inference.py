@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import zero
+from zero.inference.generate import generate
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
-from zero.runtime.inference.generate import generate
 from zero.training.inference import Sampling, evaluate_step, filtered, penalised
 from zero.training.optimizer import adamw
 from zero.training.parts import StepOptions

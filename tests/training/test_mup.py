@@ -212,7 +212,7 @@ def test_ten_steps_of_mu_transformer(config: GPTConfig, decay: str, scaled_eps: 
     after = [] if decay == "coupled" else [optax.add_decayed_weights(-DECAY, decays)]
     source = optax.chain(optax.multi_transform(groups, labels), *after)  # times a schedule, which is 1 here
 
-    weight_decay = DECAY / peak if decay == "independent" else DECAY  # as zero.runtime.job gives it
+    weight_decay = DECAY / peak if decay == "independent" else DECAY  # as zero.job gives it
     options: dict[str, Any] = {"b2": 0.999, "eps": eps, "decay": decay, "scaled_eps": scaled_eps}
     tx = make_optimizer("adamw", weight_decay, multipliers=partial(rate_multipliers, config), **options)
     params = expected = first_params(config)

@@ -20,9 +20,9 @@ from tests.training.small_gpt import (
     shapes_of,
     tokens,
 )
+from zero.cycles.hlo import collectives
+from zero.inference.generate import generate
 from zero.models.config import GPTConfig
-from zero.runtime.inference.generate import generate
-from zero.runtime.planning.hlo import collectives
 from zero.training.batch import Batch
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference, split_rows

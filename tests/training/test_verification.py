@@ -21,10 +21,10 @@ from tests.training.small_gpt import (
     setup,
     tokens,
 )
+from zero.errors import Unavailable, UserError
 from zero.models.gpt import GPT
 from zero.partition import pmapped
-from zero.runtime.errors import Unavailable, UserError
-from zero.runtime.run.verification import Verifier
+from zero.run.verification import Verifier
 from zero.training.verification import suspects, verify
 
 GROUPS = dataclasses.replace(CONFIG, embedding_dim=48, num_head=8, block_size=16)

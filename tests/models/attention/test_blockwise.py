@@ -15,6 +15,7 @@ from jax.extend.random import threefry_2x32
 
 import zero
 from tests.helpers.attention import EVERYTHING, ROWS, starts_of
+from zero.inference.generate import generate
 from zero.model_parallel import WHOLE
 from zero.models.attention.block_pairs import Blocks, dropped_block
 from zero.models.attention.blockwise import blockwise_attention, blockwise_from
@@ -22,7 +23,6 @@ from zero.models.attention.dense import dense_attention
 from zero.models.attention.scores import Form
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
-from zero.runtime.inference.generate import generate
 from zero.training.flops import matmul_flops
 from zero.training.inference import Sampling
 from zero.training.programs import make_inference

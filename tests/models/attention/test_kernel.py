@@ -25,7 +25,7 @@ from zero.models.attention.kernel import (
 from zero.models.attention.scores import Form
 from zero.partition.collectives.axis import Axis
 from zero.partition.collectives.context_group import ContextGroup
-from zero.runtime.planning.topology import find_devices
+from zero.plan.topology import find_devices
 
 
 def compare(

@@ -13,7 +13,7 @@ from zero.models.attention.rotary_kernel import fused_rotate
 from zero.models.config import GPTConfig
 from zero.models.elements import cosines_and_sines, rotate, rotation_of
 from zero.models.gpt import GPT, variable_shapes
-from zero.runtime.planning.topology import find_devices
+from zero.plan.topology import find_devices
 
 WIDE = GPTConfig(
     embedding_dim=48,

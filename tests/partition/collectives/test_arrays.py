@@ -15,9 +15,9 @@ import pytest
 from jax.experimental.topologies import get_topology_desc
 
 import zero
+from zero.cycles.hlo import collectives
+from zero.hosts.xla_options import OVERLAP_ON_TPU
 from zero.partition.collectives.arrays import gather_array, scatter_sum_array, slice_array
-from zero.runtime.hosts.xla_options import OVERLAP_ON_TPU
-from zero.runtime.planning.hlo import collectives
 
 AXES = {
     "one": zero.Axis("batch", (1, 1)),

@@ -1,0 +1,25 @@
+"""Buckets through orbax: as patient as zero's own storage, without a change for other users of fsspec."""
+
+import fsspec
+import gcsfs
+import pytest
+
+from tests.helpers import bucket
+from tests.helpers.checkpoints import assert_same, make_state, save_small, small
+from zero.checkpoints.manager import Checkpoints
+
+
+def test_patient_buckets_for_orbax_only(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only orbax gets patient buckets; other users of fsspec do not."""
+    from zero.checkpoints.orbax_buckets import PatientBucket
+
+    bucket.use(monkeypatch, server)
+    before = fsspec.get_filesystem_class("gs")
+    assert issubclass(before, gcsfs.GCSFileSystem) and before is not PatientBucket
+    place = f"gs://{bucket.BUCKET}/patient"
+    with Checkpoints(place, keep=1) as checkpoints:
+        assert fsspec.get_filesystem_class("gs") is fsspec.get_filesystem_class("gcs") is before
+        save_small(checkpoints, 5)
+        checkpoints.wait()
+        assert isinstance(checkpoints._manager.directory._backend.fs(place), PatientBucket)
+        assert_same(checkpoints.restore(5, *small(8)), make_state(*small(8), seed=5), small(8)[0])

@@ -1,0 +1,51 @@
+"""`compose` makes a configuration from conf/config.yaml and overrides, as the command line does; `CONF` is conf/.
+
+`Only` stands for the sizes in conf/model_config.yaml where a test has a model of its own.
+"""
+
+import copy
+from functools import cache
+from typing import NamedTuple
+
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import zero.config.schema  # noqa: F401  declares the keys
+from zero.config.files import conf_directory
+from zero.config.schema import Model
+from zero.models.config import GPTConfig
+
+CONF = conf_directory()
+
+
+@cache
+def _composed(*overrides: str) -> DictConfig:
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        return hydra.compose("config", list(overrides))
+
+
+def compose(*overrides: str) -> DictConfig:
+    """Hydra composes anew where files are chosen, keys are new or types wrong; else a copy is changed."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    plain = {one.key_or_group: one.value() for one in parsed if one.type == OverrideType.CHANGE}
+    if len(plain) < len(overrides) or any(OmegaConf.select(_composed(), key) is None for key in plain):
+        return copy.deepcopy(_composed(*overrides))
+    config = copy.deepcopy(_composed())
+    try:
+        for key, value in plain.items():
+            OmegaConf.update(config, key, value, merge=True)
+    except OmegaConfBaseException:
+        return copy.deepcopy(_composed(*overrides))
+    return config
+
+
+class Only(NamedTuple):
+    """One model, whatever `model.size` names."""
+
+    size: GPTConfig
+
+    def chosen(self, model: Model) -> GPTConfig:
+        return self.size

@@ -1,0 +1,329 @@
+"""The check before a start: each mistake is a line that names the key and what was expected, and all are listed."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from tests.config.composing import CONF, compose
+from zero.config.check import check, describe
+from zero.config.files import load_sizes
+from zero.config.schema import Config
+from zero.errors import UserError
+
+pytestmark = pytest.mark.quick
+
+SIZES = load_sizes()
+
+
+def refusal(*overrides: str) -> str:
+    """What a person reads."""
+    try:
+        check(compose(*overrides), SIZES)
+    except HydraException as error:
+        return describe(error)
+    except UserError as error:
+        return str(error)
+    raise AssertionError("it was accepted")
+
+
+def test_default_job() -> None:
+    """The default job is accepted, and its values are typed."""
+    checked = check(compose(), SIZES)
+    assert isinstance(checked, Config)
+    assert checked.model.size == "bytes" and checked.zero.stage == 3
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size_can_be_trained(size: str) -> None:
+    context = SIZES[size].block_size
+    check(compose(f"model.size='{size}'", f"data.max_context={context}", "training.warmup_train_context=8"), SIZES)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("model.sizee=test", ["model.sizee", "size, warm_start, model_path"]),
+        ("+foo=1", ["foo", "expected one of mode, resume, seed"]),
+        ("++data.foo=1", ["data.foo", "expected one of corpus"]),
+        ("~seed", ["seed", "missing"]),
+        ("~training.total_steps", ["training.total_steps", "deletion"]),
+        ("training=5", ["training=5", "int"]),
+        ("training.total_steps=many", ["training.total_steps=many", "Integer"]),
+        ("training.total_steps=1.5", ["training.total_steps=1.5", "Integer"]),
+        ("training.total_steps=null", ["training.total_steps=null", "not Optional"]),
+        ("training.peak_learning_rate=fast", ["training.peak_learning_rate=fast", "Float"]),
+        ("data.max_context", ["data.max_context", "EQUAL"]),
+        ("mode=tain", ["mode=tain", "train"]),
+        ("data.index_path_train=null", ["data.index_path_train=null", "the path of an index file, or a list"]),
+        ("data.index_path_train=[]", ["data.index_path_train=[]", "the path of an index file, or a list"]),
+        ("data.index_path_train=[{index: a, weight: 0}]", ["data.index_path_train", "weight"]),
+        ("data.index_path_train=[{index: a, weigth: 1}]", ["data.index_path_train", "weight"]),
+        ("data.index_path_train=[{index: a, weight: 1}, b]", ["data.index_path_train", "weight"]),
+        ("data.index_path_train=[{index: a, weight: [[5, 1]]}]", ["data.index_path_train", "weight"]),
+        ("data.index_path_train=[{index: a, weight: [[0, 1], [5, 0]]}]", ["data.index_path_train", "weight"]),
+        ("data.index_path_train=[{index: x/a, weight: 1}, {index: y/a, weight: 1}]", ["files of different names"]),
+        ("data.index_path_validation=[{index: a, weight: 1}]", ["data.index_path_validation", "or a list"]),
+        ("data.index_path_validation={}", ["data.index_path_validation={}", "{name: one of these, ...}"]),
+        ("data.index_path_validation={a/b: c.index}", ["data.index_path_validation", "letters, digits"]),
+        ("evaluate.index={a: []}", ["evaluate.index={'a': []}", "or a list"]),
+        ("data.checkpoint_directory=s3://b/c", ["data.checkpoint_directory=s3://b/c", "orbax cannot save to s3://b/c"]),
+        ("data.bucket_path=s3://b/c", ["data.checkpoint_directory=checkpoints", "save to s3://b/c/checkpoints"]),
+        ("data.crop=last", ["data.crop=last", "one of first, all, random"]),
+        ("data.shuffle_shards=0", ["data.shuffle_shards=0", "at least 1"]),
+        ("profile.steps=[5]", ["profile.steps=[5]", "[20,25], or null"]),
+        ("profile.peak_flops=0", ["profile.peak_flops=0", "null"]),
+        ("training.harness_frequency=2", ["training.harness_frequency=2", "evaluate.harness"]),
+        ("plan.search=true", ["plan.search=True", "one of none, fastest, largest"]),
+        ("plan.dollars_per_hour=0", ["plan.dollars_per_hour=0", "null"]),
+        ("distributed.process_id=1", ["distributed.process_id=1", "no distributed.coordinator_address"]),
+        (
+            "distributed.coordinator_address=host; distributed.num_processes=1; distributed.process_id=0",
+            ["distributed.coordinator_address=host", "host:port"],
+        ),
+        ("mode=evaluate; evaluate.validation=false", ["evaluate.validation=false", "evaluate.harness"]),
+        (
+            "mode=evaluate; evaluate.follow=true; data.resume_step=6",
+            ["evaluate.follow=true", "false, as data.resume_step=6"],
+        ),
+        ("evaluate.stride=256", ["evaluate.stride=256", "1 to 255"]),
+        ("data.max_skipped_rows=-1", ["data.max_skipped_rows=-1", "zero or more"]),
+        ("data.cache_bytes=0", ["data.cache_bytes=0", "at least 1"]),
+        ("model.size=999b", ["model.size=999b", "one of test, bytes, bytes_mup, 124m"]),
+        ("zero.stage=4", ["zero.stage=4", "one of 0, 1, 2, 3"]),
+        ("zero.compute_dtype=float16", ["zero.compute_dtype=float16", "float32, bfloat16"]),
+        ("seed=-1", ["seed=-1"]),
+        ("seed=4294967296", ["seed=4294967296"]),
+        ("training.batch_size=0", ["training.batch_size=0", "at least 1"]),
+        ("training.gradient_accumulation_steps=-1", ["training.gradient_accumulation_steps=-1", "at least 1"]),
+        ("training.max_gradient_norm=0", ["training.max_gradient_norm=0", "null"]),
+        ("training.skip_spikes=0", ["training.skip_spikes=0", "null"]),
+        ("training.skip_spikes=nan", ["training.skip_spikes=nan", "more than 0"]),
+        ("training.peak_learning_rate=-1", ["training.peak_learning_rate=-1"]),
+        ("training.peak_learning_rate=nan", ["training.peak_learning_rate=nan"]),
+        ("training.weight_decay=inf", ["training.weight_decay=inf"]),
+        ("optimizer.b1=0.99999999", ["optimizer.b1=0.99999999", "less than 1 in float32"]),
+        ("optimizer.b2=0.9999999999", ["optimizer.b2=0.9999999999", "less than 1 in float32"]),
+        ("optimizer.name=muon; optimizer.adam_b2=0.99999999", ["optimizer.adam_b2=0.99999999", "in float32"]),
+        ("training.ema=0.99999999", ["training.ema=0.99999999", "less than 1 in float32"]),
+        ("optimizer.eps=1e-60", ["optimizer.eps=1e-60", "more than 0", "1.2e-38 to 3.4e38"]),
+        ("training.max_gradient_norm=1e-50", ["training.max_gradient_norm=1e-50", "more than 0 in float32"]),
+        ("training.peak_learning_rate=1e308", ["training.peak_learning_rate=1e+308", "finite in float32"]),
+        ("training.weight_decay=1e39", ["training.weight_decay=1e+39", "finite in float32"]),
+        ("training.max_epochs=0", ["training.max_epochs=0", "null"]),
+        ("training.warmup_steps=100000", ["training.warmup_steps=100000", "fewer than training.total_steps="]),
+        ("training.warmup_steps=-1", ["training.warmup_steps=-1"]),
+        ("training.warmup_train_context=100", ["training.warmup_train_context=100", "data.max_context=256"]),
+        ("training.warmup_train_context=512", ["training.warmup_train_context=512", "data.max_context=256"]),
+        ("training.warmup_train_context=1", ["training.warmup_train_context=1"]),
+        ("training.context_stages=[[5,64],[5,100]]", ["[[5, 64], [5, 100]]", "data.max_context=256"]),
+        ("training.context_stages=[[0,64]]", ["training.context_stages", "[[steps, tokens per sequence], ...]"]),
+        ("training.context_stages=quadratic", ["training.context_stages", "linear"]),
+        ("training.context_stages=[[true,64]]", ["training.context_stages", "[[steps, tokens per sequence], ...]"]),
+        ("data.max_context=true", ["data.max_context=true", "at least 2"]),
+        ("data.index_path_train=[{index: a, weight: true}]", ["data.index_path_train", "weight"]),
+        ("model.ema=2", ["model.ema=2", "true or false"]),
+        ("zero.fused_update=null", ["zero.fused_update=null", "true or false"]),
+        ("zero.replicate=2", ["zero.replicate=2", "true or false, or null"]),
+        ("plan.grid.overlap_gathers=[1]", ["plan.grid.overlap_gathers=[1]", "each element true or false"]),
+        ("data.tokenizer=", ["data.tokenizer=: expected a text that is not empty"]),
+        ("data.tokenizer=' '", ["data.tokenizer= : expected a text that is not empty"]),
+        ("data.bucket_path=", ["data.bucket_path=: expected a text that is not empty, or null"]),
+        ("data.wandb_project=a/b", ["data.wandb_project=a/b", "without any of / \\ # ? % :"]),
+        ("data.wandb_project=' '", ["data.wandb_project= : expected a text that is not empty"]),
+        (f"data.wandb_project={'a' * 129}", ["data.wandb_project=aa", "at most 128 characters"]),
+        ("data.checkpoint_directory=", ["data.checkpoint_directory=: expected a text that is not empty"]),
+        ("data.cache_directory=", ["data.cache_directory=", "not empty, or null"]),
+        ("data.corpus=", ["data.corpus=", "not empty, or null"]),
+        ("model.model_path=", ["model.model_path=", "not empty, or null"]),
+        ("data.max_context=257", ["data.max_context=257", "2 to 256, the block_size"]),
+        ("data.max_context=1", ["data.max_context=1"]),
+        ("data.train_samples=0", ["data.train_samples=0", "null"]),
+        ("data.keep_checkpoints=0", ["data.keep_checkpoints=0"]),
+        ("data.resume_step=5", ["data.resume_step=5", "--resume"]),
+        ("model.warm_start=true", ["model.model_path", "model.warm_start=true"]),
+        ("distributed.cpu_devices=0", ["distributed.cpu_devices=0"]),
+        ("data.max_context=long", ["data.max_context=long", "null"]),
+        ("zero.gradient_dtype=int8", ["zero.gradient_dtype=int8", "float32, bfloat16"]),
+        ("zero.master_dtype=int8", ["zero.master_dtype=int8", "float32, bfloat16"]),
+        ("optimizer.state_dtype=float16", ["optimizer.state_dtype=float16", "float32, bfloat16, int8"]),
+        ("optimizer.name=adam", ["optimizer.name=adam", "one of adamw, lion"]),
+        (
+            "optimizer.name=muon; optimizer.state_dtype=int8",
+            ["optimizer.state_dtype=int8", "float32, as optimizer.name=muon"],
+        ),
+        (
+            "model.size=bytes_mup; optimizer.name=muon",
+            ["optimizer.name=muon", "adamw or lion, as model.size=bytes_mup is in mup"],
+        ),
+        ("optimizer.nesterov=true", ["optimizer.nesterov=true", "null, as optimizer.name=adamw"]),
+        ("optimizer.name=lamb; zero.fused_update=true", ["optimizer.name=lamb", "adamw, lion, sgd"]),
+        ("schedule.decay_steps=9", ["schedule.decay_steps=9", "null, as schedule.name=cosine"]),
+        ("schedule.name=wsd; schedule.decay_steps=941", ["schedule.decay_steps=941", "at most 940"]),
+        ("plan.grid.state_dtype=[int8,int4]", ["plan.grid.state_dtype", "float32, bfloat16, int8"]),
+        ("zero.replicas=2; zero.phases=torus", ["zero.phases=torus", "auto or flat, as zero.replicas=2"]),
+        ("zero.tensor_shards=2; zero.phases=torus", ["zero.phases=torus", "auto or flat, as zero.tensor_shards=2"]),
+        ("zero.wire_dtype=int8; zero.stage=0", ["zero.wire_dtype=int8", "auto, float32 or bfloat16, as zero.stage=0"]),
+        ("zero.gather_dtype=int8; zero.stage=0", ["zero.gather_dtype=int8", "auto, as zero.stage=0"]),
+        ("zero.tensor_shards=4", ["zero.tensor_shards=4", "a divisor of num_head=6 of model.size=bytes"]),
+        ("zero.context_shards=2; zero.tensor_shards=2", ["zero.context_shards=2", "1, as zero.tensor_shards=2"]),
+        ("zero.context_shards=3", ["zero.context_shards=3", "a divisor of half of the 256 tokens of a sequence"]),
+        ("zero.context_shards=2; model.attention=dense", ["model.attention=dense", "auto or blockwise, as zero.co"]),
+        ("zero.expert_shards=2", ["zero.expert_shards=2", "1, as model.size=bytes has no experts"]),
+        ("model.size=mixtral_8x7b; zero.expert_shards=2", ["zero.expert_shards=2", "a number as expert_capacity of"]),
+        ("model.size=test_experts; zero.expert_shards=3", ["zero.expert_shards=3", "a divisor of experts=8 of"]),
+        (
+            "model.size=test_experts; zero.expert_shards=2; zero.tensor_shards=3; data.max_context=63; "
+            "training.staged_warmup_steps=0",
+            ["zero.tensor_shards=3", "1, as zero.expert_shards=2"],
+        ),
+        (
+            "model.size=test_experts; zero.expert_shards=2; zero.gather_dtype=int8",
+            ["zero.gather_dtype=int8", "auto, as zero.expert_shards=2"],
+        ),
+        ("model.size=test_experts; zero.expert_shards=2; zero.phases=torus", ["zero.phases=torus", "auto or flat"]),
+        (
+            "model.size=bytes_vq; zero.context_shards=2",
+            ["zero.context_shards=2", "1, as model.size=bytes_vq"],
+        ),
+        (
+            "model.size=bytes_vq; zero.fused_update=true",
+            ["zero.fused_update=true", "false, as model.size=bytes_vq has a codebook"],
+        ),
+        (
+            "model.size=bytes_vq; data.isolate_documents=true",
+            ["data.isolate_documents=true", "false, as model.size=bytes_vq has gated units"],
+        ),
+        ("evaluate.carry=true", ["evaluate.carry=true", "false, as model.size=bytes has no memory of constant size"]),
+        (
+            "model.size=bytes_vq; evaluate.carry=true; evaluate.context=1000",
+            ["evaluate.carry=true", "a multiple of vq_block=128 of model.size=bytes_vq"],
+        ),
+        ("zero.remat=some", ["zero.remat=some", "nested, full, attention, projections, mlp_in, mlp, "]),
+        ("model.attention=some", ["model.attention=some", "auto, dense, blockwise, kernel"]),
+        ("plan.micro_batch=0", ["plan.micro_batch=0", "at least 1"]),
+        ("plan.grid.stage=[4]", ["plan.grid.stage=[4]", "0, 1, 2, 3"]),
+        ("plan.grid.remat=[]", ["plan.grid.remat=[]", "nested, full, attention, projections, mlp_in, mlp, "]),
+        ("plan.grid.context=[1024]", ["plan.grid.context=[1024]", "2 to 256"]),
+        (
+            "plan.grid.state_dtype=[float32,int8]; optimizer.name=sgd",
+            ["plan.grid.state_dtype=", "as optimizer.name=sgd"],
+        ),
+    ],
+)
+def test_mistakes_name_key_and_expectation(override: str, named: list[str]) -> None:
+    """A mistake is one line that names the key and what was expected."""
+    line = refusal(*override.split("; "))
+    assert "\n" not in line
+    assert [part for part in named if part not in line] == [], line
+
+
+def test_unused_context_need_not_divide() -> None:
+    """A context that does not divide the rows is refused only where it is used."""
+    check(compose("training.warmup_train_context=100", "training.staged_warmup_steps=0"), SIZES)
+
+
+def test_default_context() -> None:
+    """The context is the longest of the model unless it is given."""
+    assert check(compose("model.size=test"), SIZES).data.max_context == SIZES["test"].block_size
+    assert check(compose("data.max_context=128"), SIZES).data.max_context == 128
+
+
+PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset(name: str) -> None:
+    """Every preset is accepted, and its file opens with what to expect."""
+    checked = check(compose(f"+preset={name}"), SIZES)
+    assert checked.data.max_context == 1024 and name.startswith(checked.plan.topology)
+    head = (CONF / "preset" / f"{name}.yaml").read_text().split("\n\n")[0]
+    for part in (f"python main_zero.py +preset={name}", "# Hardware", "GiB per device at the peak", "# Not measured"):
+        assert part in head
+
+
+def test_slice_with_memory_recipe() -> None:
+    """A slice and a memory recipe are combined where there is no preset."""
+    config = compose("+slice=v4-32", "+memory=4-bytes", "model.size=119_9b")
+    assert (config.plan.topology, config.plan.micro_batch, config.optimizer.state_dtype) == ("v4-32", 1, "int8")
+    assert (config.zero.fused_update, config.zero.remat, config.zero.master_dtype) == (True, "nested", "bfloat16")
+    check(config, SIZES)
+    assert compose("+preset=v3-8-fused") == compose("+slice=v3-8", "+memory=fused", "model.size=10_3b")
+
+
+FUSED = ("zero.fused_update=true",)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "zero.stage=2",
+        "zero.remat=dots",
+        "training.skip_spikes=6",
+        "training.gradient_accumulation_steps=2",
+    ],
+)
+def test_fused_update_refusals(override: str) -> None:
+    """A fused update refuses options that need the whole gradient."""
+    check(compose(*FUSED), SIZES)
+    line = refusal(*FUSED, override)
+    assert override.split("=")[0] in line and "zero.fused_update=true" in line
+
+
+def test_fused_update_of_bfloat16_weights() -> None:
+    """A fused update of bfloat16 weights has bfloat16 gradients."""
+    keys = (*FUSED, "zero.master_dtype=bfloat16", "optimizer.state_dtype=int8")
+    check(compose(*keys, "zero.gradient_dtype=bfloat16"), SIZES)
+    assert refusal(*keys).startswith("zero.gradient_dtype=float32: expected bfloat16, the dtype of zero.master_dtype")
+    check(compose("zero.master_dtype=bfloat16", "optimizer.state_dtype=int8"), SIZES)
+
+
+def test_sample_fits_learned_positions(tmp_path: Path) -> None:
+    """A sample has to fit into learned positions."""
+    (tmp_path / "sizes.yaml").write_text(
+        (CONF / "model_config.yaml").read_text().replace("alibi_attn: true", "alibi_attn: false")
+    )
+    sizes = load_sizes(tmp_path / "sizes.yaml")
+    with pytest.raises(UserError, match=r"training.sample_tokens=256: expected .*255"):
+        check(compose("training.sample_tokens=256"), sizes)
+    check(compose("training.sample_tokens=255"), sizes)
+
+
+def test_every_mistake_has_a_line() -> None:
+    """Of single keys first: a rule between keys may use any key, and so needs each of them to be right."""
+    rules = ("training.warmup_steps=9999", "evaluate.stride=999")
+    lines = refusal("seed=-1", "zero.stage=7", "++data.foo=1", *rules)
+    assert [line.partition("=")[0].partition(":")[0] for line in lines.splitlines()] == [
+        "data.foo",
+        "seed",
+        "zero.stage",
+    ]
+    assert [line.partition("=")[0] for line in refusal(*rules).splitlines()] == [
+        "training.warmup_steps",
+        "evaluate.stride",
+    ]
+
+
+def test_fused_update_names_all_refusals() -> None:
+    """A fused update names every option that it refuses."""
+    lines = refusal("zero.fused_update=true", "zero.stage=2", "training.skip_spikes=6").splitlines()
+    keys = ["zero.stage=2", "training.skip_spikes=6.0"]
+    assert [line.partition(":")[0] for line in lines] == keys
+
+
+def test_defaults_are_in_one_place() -> None:
+    """Each default is in one place with a comment.
+
+    No dataclass has a value, and each line of a section in conf/config.yaml says what it means.
+    """
+    values = yaml.safe_load((CONF / "config.yaml").read_text())
+    with pytest.raises(UserError) as caught:
+        check(OmegaConf.create({}), SIZES)
+    missing = {line.partition(":")[0] for line in str(caught.value).splitlines()}
+    written = {f"{key}.{name}" for key in values for name in (values[key] if isinstance(values[key], dict) else [""])}
+    for key in missing:
+        assert any(f"{key}.".startswith(name) for name in written), key
+    lines = (CONF / "config.yaml").read_text().partition("\nmode:")[2].partition("\nhydra:")[0].splitlines()
+    assert [line for line in lines if line.startswith("  ") and not line.startswith("    ") and "#" not in line] == []

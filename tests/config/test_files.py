@@ -1,0 +1,106 @@
+"""The files of conf/: found in the repository and in a wheel, and a mistake in a model size is named."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero.config.files import conf_directory, load_sizes
+from zero.config.schema import Model
+from zero.errors import UserError
+from zero.models.config import GPTConfig
+
+CONF = conf_directory()
+
+
+def test_packaged_conf() -> None:
+    """The directory zero/conf of the package is the directory conf of the repository."""
+    assert CONF.samefile(Path(__file__).parents[3] / "conf")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("num_head: 3", "num_heads: 3", ["num_heads", "expected one of embedding_dim"]),
+        ("  num_head: 3\n", "", ["num_head", "Missing mandatory"]),
+        ("num_head: 3", "num_head: 5", ["embedding_dim 48", "num_head 5"]),
+        ("num_head: 3", "num_head: 0", ["num_head"]),
+        ("num_head: 3", "num_head: three", ["num_head"]),
+        ("N: 2", "N: 0", ["N"]),
+        ("dropout: 0.1", "dropout: 1.0", ["dropout"]),
+        ("vocab_chunks: 3", "vocab_chunks: 0", ["vocab_chunks"]),
+        ("vocab_chunks: 3", "vocab_chunks: 200", ["vocab_chunks"]),
+        ("alibi_attn: true", "alibi_attn: maybe", ["alibi_attn"]),
+        ("  mup_base_width: 64\n", "", ["bytes_mup", "parametrization: mup needs mup_base_width"]),
+        ("  tied: false\n", "", ["bytes_mup", "parametrization: mup needs tied: false"]),
+    ],
+)
+def test_mistakes_in_sizes(tmp_path: Path, old: str, new: str, named: list[str]) -> None:
+    """A mistake in a size names the file, the size and the key."""
+    path = tmp_path / "sizes.yaml"
+    text, *_ = (CONF / "model_config.yaml").read_text().partition('"124m":')
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(UserError) as caught:
+        load_sizes(path)
+    assert all(part in str(caught.value) for part in ["sizes.yaml", *named]) and "\n" not in str(caught.value)
+
+
+def test_missing_sizes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none.yaml: not found"):
+        load_sizes(tmp_path / "none.yaml")
+    (tmp_path / "empty.yaml").write_text("test:\n")
+    with pytest.raises(UserError, match=r"empty.yaml: size 'test'"):
+        load_sizes(tmp_path / "empty.yaml")
+
+
+def chosen(size: str, sizes: Path | None = None, **override: Any) -> GPTConfig:
+    path = None if sizes is None else str(sizes)
+    return load_sizes().chosen(Model(size, sizes=path, override=override))
+
+
+def test_override_of_an_entry() -> None:
+    """Overrides are merged before defaults are derived, those of a family included."""
+    assert chosen("test", N=5) == replace(load_sizes()["test"], N=5)
+    mup = chosen("bytes", parametrization="mup", mup_base_width=64, tied=False)
+    assert mup == load_sizes()["bytes_mup"] and mup.attention_scale == "linear"
+    assert chosen("pythia_1b", family="llama", num_head=8).norm == "rms"
+
+
+def test_heads_by_their_width() -> None:
+    """With num_head null the number of heads is the width of the model over that of a head."""
+    widths = [chosen("test", num_head=None, head_dim=16, embedding_dim=width).num_head for width in (32, 64, 128)]
+    assert widths == [2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ({"N": 0}, "model.size=test with model.override={'N': 0}: N must be at least 1"),
+        ({"layers": 3}, "model.override={'layers': 3}: layers: .*expected one of embedding_dim"),
+        ({"N": "many"}, "model.override={'N': 'many'}: N: "),
+        ({"family": "gpt9"}, "family must be one of gpt2"),
+        ({"num_head": None}, "num_head"),
+        ({"num_head": None, "head_dim": 20}, "embedding_dim 48 is no multiple of head_dim 20"),
+    ],
+    ids=["impossible", "unknown", "type", "family", "no heads", "heads of another width"],
+)
+def test_override_refusals(override: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named) as caught:
+        chosen("test", **override)
+    assert "\n" not in str(caught.value)
+
+
+def test_sizes_of_another_file(tmp_path: Path) -> None:
+    """A file of more entries replaces those of the same name."""
+    path = tmp_path / "my.yaml"
+    text = (CONF / "model_config.yaml").read_text().partition("\ntest:")[2].partition("\n\n")[0]
+    path.write_text(f"mine:{text}\ntest_vq:{text}".replace("N: 2", "N: 3"))
+    mine = chosen("mine", path, dropout=0.0)
+    assert mine == replace(load_sizes()["test"], N=3, dropout=0.0)
+    assert chosen("test_vq", path, dropout=0.0) == mine and chosen("test", path) == load_sizes()["test"]
+    with pytest.raises(UserError, match=r"model.size=none: expected one of test, .* and .*my.yaml"):
+        chosen("none", path)
+    with pytest.raises(UserError, match=r"gone.yaml: not found"):
+        chosen("test", tmp_path / "gone.yaml")

@@ -1,0 +1,54 @@
+"""Sources that the tests of this folder prepare."""
+
+import gzip
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from zero.corpus.text.tokenizers import train_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes most of the time of these tests, and matters only when the power fails (tests/run/storage)."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "text"
+    for i in range(40):
+        path = root / f"part{i % 3}" / f"{i:02}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"document {i}: " + "é" * (7 * i))
+    return root
+
+
+@pytest.fixture(scope="session")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five mebibytes: several units, of files and of lines, plain and packed."""
+    root, words = tmp_path_factory.mktemp("mixed"), random.Random(0)
+
+    def text(i: int, size: int) -> str:
+        return f"document {i}, not <|endoftext|>: " + " ".join(
+            words.choices(["shard", "gather", "scatter", "zéro", "\n"], k=size)
+        )
+
+    for i in range(30):
+        (root / f"{i:02}.txt").write_text(text(i, 9000), encoding="utf-8")
+    lines = b"".join(json.dumps({"text": text(i, 900)}).encode() + b"\n" for i in range(300))
+    (root / "x.jsonl").write_bytes(lines)
+    (root / "y.jsonl.gz").write_bytes(gzip.compress(lines[: len(lines) // 2 - 9].rpartition(b"\n")[0], mtime=0))
+    (root / "latin.txt").write_bytes(b"\xe9")
+    return root
+
+
+@pytest.fixture(scope="session")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of the tokenizers library."""
+    path = tmp_path_factory.mktemp("bpe") / "bpe.json"
+    path.write_bytes(train_tokenizer(["document shard gather scatter zéro"] * 9, 290))
+    return path

@@ -1,0 +1,116 @@
+"""Hugging Face datasets: real ones on this disk, and a hub that is not there."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from tests.helpers.corpora import both, documents_of, make, run
+from zero.corpus.preparing.sources.documents import TextReader
+from zero.corpus.preparing.sources.hub import HubDataset
+from zero.corpus.preparing.sources.source import Source
+from zero.corpus.reading.loader import Loader
+from zero.errors import UserError
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    place = tmp_path / "dataset"
+    place.mkdir()
+    for split, count in (("train", 50), ("test", 3)):
+        table = {"text": [f"{split} {i}" for i in range(count)], "number": list(range(count))}
+        parquet.write_table(pyarrow.table(table), place / f"{split}-00000-of-00001.parquet")
+    return place
+
+
+def texts_of(name: str, key: str = "text") -> list[str]:
+    return [str(document.content) for document in HubDataset(name, TextReader(key)).documents()]
+
+
+def test_splits_and_columns(dataset: Path):
+    assert texts_of(str(dataset), "text") == [f"train {i}" for i in range(50)]
+    assert texts_of(f"{dataset}:default:test", "text") == [f"test {i}" for i in range(3)]
+    assert texts_of(f"{dataset}::test", "text") == [f"test {i}" for i in range(3)]
+
+
+def test_a_corpus_of_a_dataset(dataset: Path, tmp_path: Path):
+    corpus = make(f"hf:{dataset}", tmp_path)
+    assert both(corpus) == sorted(f"train {i}" for i in range(50))
+    assert make(f"hf:{dataset}", tmp_path) == corpus
+    assert Source(f"hf:{dataset}", "text", 0.1).size is None
+
+
+def test_completions_of_a_dataset(tmp_path: Path):
+    (tmp_path / "pairs").mkdir()
+    table = {"prompt": [f"{i}?" for i in range(20)], "completion": [f" yes {i}" for i in range(20)]}
+    parquet.write_table(pyarrow.table(table), tmp_path / "pairs" / "train-00000-of-00001.parquet")
+    corpus = make(f"hf:{tmp_path / 'pairs'}", tmp_path, completions=True)
+    assert both(corpus) == sorted(f"{i}? yes {i}" for i in range(20))
+    loader = Loader(corpus.train_index, global_rows=1, context=16, vocab_size=256, only_completions=True)
+    assert (next(loader.batches()).tokens < 0).any()
+
+
+def test_what_is_wrong_is_named(dataset: Path):
+    for name, message in [
+        (f"{dataset}::none", "Bad split: none"),
+        (f"{dataset}:none", "'none' not found"),
+        (f"{dataset}:a:b:c", "expected hf:name, hf:name:config or hf:name:config:split"),
+        (f"{dataset}/nowhere", "nowhere"),
+    ]:
+        with pytest.raises(UserError, match=f"^hf:.*{message}") as caught:
+            HubDataset(name, TextReader("text"))
+        assert caught.value.status == 2
+    with pytest.raises(UserError, match='row 0: expected a string under "number"; found number, text'):
+        texts_of(str(dataset), "number")
+    (dataset / "train-00000-of-00001.parquet").write_bytes(b"PAR1 and then nothing of it PAR1")
+    with pytest.raises(UserError, match=r"^hf:.*"):
+        texts_of(str(dataset), "text")
+
+
+def test_status_of_a_broken_stream(dataset: Path):
+    """The exit status tells whether a stream may be continued later."""
+    source = HubDataset(str(dataset), TextReader("text"))
+    for error, status in ((ConnectionError("reset"), 1), (FileNotFoundError("gone"), 2), (ValueError("no JSON"), 2)):
+        source._parts = [("", None, failing(error))]
+        with pytest.raises(UserError, match=f"^hf:.*: {error}") as caught:
+            list(source.documents())
+        assert caught.value.status == status
+
+
+def failing(error: Exception) -> Iterator[dict[str, str]]:
+    yield {"text": "the first"}
+    raise error
+
+
+def test_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = run("hf:some/dataset", "--directory", tmp_path, "--index-directory", tmp_path)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == "error: hf:some/dataset: Couldn't reach 'some/dataset' on the Hub (OfflineModeIsEnabled)\n"
+
+
+def test_without_the_library():
+    use = "from zero.corpus.preparing.sources.hub import HubDataset; HubDataset('x', 'y')"
+    hidden = f"import sys; sys.modules['datasets'] = None; {use}"
+    done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
+    assert re.search(r"hf:x: the datasets library is missing; pip install -e '.*\[hub\]'", done.stderr)
+
+
+def test_official_splits_of_a_dataset(dataset: Path, tmp_path: Path):
+    """--splits official reads all splits of a dataset, each as its own; without validation it is refused."""
+    with pytest.raises(UserError, match="of which the first two are needed; found train, test"):
+        make(f"hf:{dataset}", tmp_path, splits="official")
+    table = pyarrow.table({"text": [f"validation {i}" for i in range(4)], "number": list(range(4))})
+    parquet.write_table(table, dataset / "validation-00000-of-00001.parquet")
+    corpus = make(f"hf:{dataset}", tmp_path, splits="official")
+    assert corpus.test_index is not None
+    counts = {"train": 50, "validation": 4, "test": 3}
+    for split, index in zip(counts, (corpus.train_index, corpus.validation_index, corpus.test_index), strict=True):
+        assert documents_of(index, 16) == [f"{split} {i}" for i in range(counts[split])]
+    with pytest.raises(UserError, match="names a split, and --splits official reads all of them"):
+        make(f"hf:{dataset}::train", tmp_path, splits="official")

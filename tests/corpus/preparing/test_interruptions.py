@@ -1,0 +1,376 @@
+"""Interrupted, killed, or out of disk: the next call continues, and no index lists a missing shard."""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import bucket, s3
+from tests.helpers.corpora import COMMAND, REPOSITORY, both, call, digest, make
+from zero.corpus.preparing.prepare import prepare
+from zero.corpus.preparing.sources import documents
+from zero.corpus.preparing.verify import verify
+from zero.corpus.reading.index_files import read_index
+from zero.corpus.text.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer
+from zero.errors import Unavailable, UserError
+from zero.files import storage
+
+
+class Stopping(ByteTokenizer):
+    """One that is interrupted, and counts what it was asked to do."""
+
+    def __init__(self, at: int | None = None):
+        self.calls, self._at = 0, at
+
+    def encode(self, text: str) -> np.ndarray:
+        if self.calls == self._at:
+            raise KeyboardInterrupt
+        self.calls += 1
+        return super().encode(text)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 60), min_size=8, max_size=40),
+    unit=st.integers(1, 200),
+    rows_per_member=st.integers(1, 3),
+    members=st.integers(1, 3),
+    rows_of=st.sampled_from([{}, {"one_document_per_row": True}, {"pack": "best-fit"}]),
+    stops=st.lists(st.integers(0, 50), max_size=4),
+)
+def test_interrupted_anywhere_and_called_again(
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[int],
+    unit: int,
+    rows_per_member: int,
+    members: int,
+    rows_of: dict[str, Any],
+    stops: list[int],
+):
+    root = tmp_path_factory.mktemp("stops")
+    lines = [json.dumps({"text": f"{i}" + "x" * size}) for i, size in enumerate(sizes)]
+    (root / "lines.jsonl").write_text("\n".join(lines))
+    options: dict[str, Any] = {
+        "row_tokens": 8,
+        "rows_per_member": rows_per_member,
+        "rows_per_shard": rows_per_member * members,
+        "validation_fraction": 0.3,
+        **rows_of,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "UNIT_BYTES", unit)
+        whole = make(root / "lines.jsonl", root / "whole", **options)
+        for at in stops:
+            try:
+                make(root / "lines.jsonl", root / "parts", **options, tokenizer=Stopping(at))
+            except KeyboardInterrupt:
+                assert not (root / "parts" / "index").exists()
+        parts = make(root / "lines.jsonl", root / "parts", **options)
+    assert parts.train == whole.train and parts.validation == whole.validation
+    assert digest(root / "parts") == digest(root / "whole")
+
+
+def test_second_call_completes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A second call tokenizes only what is missing."""
+    monkeypatch.setattr(documents, "UNIT_BYTES", 200)
+    lines = [json.dumps({"text": f"{i:3} and more"}) for i in range(400)]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "lines.jsonl", tmp_path, tokenizer=Stopping(350))
+    finished = {path.name: path.stat().st_mtime_ns for path in Path(tmp_path, "corpus/c").glob("*.tar")}
+    assert len(finished) > 20
+    rest = Stopping()
+    corpus = make(tmp_path / "lines.jsonl", tmp_path, tokenizer=rest)
+    assert 50 <= rest.calls < 100  # of 400: the rest, the documents of a shard each, and of a unit
+    assert {name: Path(corpus.directory, name).stat().st_mtime_ns for name in finished} == finished
+
+
+def test_changed_source_under_half_corpus(tmp_path: Path):
+    """A source that changed under half a corpus is noticed."""
+    lines = [json.dumps({"text": f"{i:3} and more"}) + "\n" for i in range(400)]
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(lines))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(documents, "UNIT_BYTES", 200)
+        make(path, tmp_path, tokenizer=Stopping(350))
+    path.write_text("".join(reversed(lines)))  # of the same size
+    with pytest.raises(UserError, match="half done, and its source has changed since"):
+        make(path, tmp_path)
+    assert len(both(make(path, tmp_path, overwrite=True))) == 400
+
+
+KILLED = """
+import json, os, signal, sys
+from pathlib import Path
+from zero.corpus.preparing.prepare import prepare
+from zero.corpus.text.tokenizers import ByteTokenizer
+
+os.fsync = lambda _: None  # as in conftest.py
+
+def run(source, place, fatal, options):
+    calls = 0
+    def count(event, arguments):
+        nonlocal calls
+        if event in ("os.rename", "os.remove"):
+            if calls == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+            calls += 1
+    sys.addaudithook(count)
+    prepare(source, "c", directory=Path(place, "corpus"), index_directory=Path(place, "index"),
+            tokenizer=ByteTokenizer(), rows_per_member=4, rows_per_shard=8, **options)
+
+for line in sys.stdin:  # a process for each, without importing everything again
+    if (child := os.fork()) == 0:
+        run(*json.loads(line))
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_killed_prepare_leaves_no_index(folder: Path, tmp_path: Path):
+    """A killed prepare leaves no index of missing shards.
+
+    Killed by itself at the n-th renaming or removing of a file, for several n, with and without another corpus.
+    """
+    cases = [(0, False), (3, False), (20, False), (1000, False), (1, True), (20, True), (59, True), (1000, True)]
+    runs: list[tuple[int, bool, dict[str, Any]]] = [(*case, {"row_tokens": 32, "overwrite": True}) for case in cases]
+    runs += [(20, False, {"row_tokens": 32, "overwrite": True, "pack": "best-fit"})]
+    for options in (runs[0][2], runs[-1][2]):
+        make(folder, tmp_path / f"whole{len(options)}", **options)
+    places = [tmp_path / f"killed{number}" for number in range(len(runs))]
+    for place, (_, replaces, _) in zip(places, runs, strict=True):
+        if replaces:
+            make(folder, place)
+    orders = [
+        json.dumps([str(folder), str(place), fatal, options])
+        for place, (fatal, _, options) in zip(places, runs, strict=True)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED],
+        input="\n".join(orders),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    statuses = [int(line) for line in done.stdout.split()]
+    assert set(statuses) == {0, -signal.SIGKILL} and 2 <= statuses.count(0) <= 3
+    for place, (fatal, replaces, options) in zip(places, runs, strict=True):
+        for index in (place / "index").glob("*.index"):
+            read_index(index)  # raises if a shard is missing
+        finished = {path: path.stat().st_mtime_ns for path in recorded_shards(place / "corpus/c")}
+        make(folder, place, **options)
+        assert digest(place) == digest(tmp_path / f"whole{len(options)}")  # and no temporary file is left
+        assert fatal < 20 or replaces or len(finished) > 3
+        if not replaces:
+            assert {path: path.stat().st_mtime_ns for path in finished} == finished
+
+
+def recorded_shards(place: Path) -> list[Path]:
+    """The shards in the manifest of a corpus, finished or not."""
+    if not (place / "manifest.json").exists():
+        return []
+    manifest = json.loads((place / "manifest.json").read_text())
+    return [place / shard["name"] for split in ("train", "validation") for shard in manifest[split]["shards"]]
+
+
+def test_killed_with_its_workers(mixed: Path, tmp_path: Path, bpe: Path):
+    """A prepare that is killed in the middle is completed by a second call.
+
+    kill -9 from outside: the workers go too, and a second call finishes what is missing alone.
+    """
+    options = ["--name", "c", "--tokenizer", str(bpe), "--row-tokens", "256", "--rows-per-member", "8"]
+    options += ["--rows-per-shard", "64", "--workers", "2"]
+
+    def places(place: Path) -> list[str]:
+        return ["--directory", str(place / "corpus"), "--index-directory", str(place / "index")]
+
+    assert call(mixed, *options[:-1], "1", *places(tmp_path / "whole")).returncode == 0
+    place = tmp_path / "killed"
+    process = subprocess.Popen(
+        [*COMMAND, str(mixed), *map(str, options), *places(place)],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.DEVNULL,
+    )
+    wait(lambda: len(recorded_shards(place / "corpus/c")) > 5)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert len(children) >= 2
+    wait(lambda: not any(is_running(child) for child in children))
+    finished = {path: path.stat().st_mtime_ns for path in recorded_shards(place / "corpus/c")}
+    assert 5 < len(finished) < len(recorded_shards(tmp_path / "whole/corpus/c"))
+    assert not (place / "index").exists()
+    assert call(mixed, *options[:-1], "1", *places(place)).returncode == 0
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished
+    assert digest(place) == digest(tmp_path / "whole")
+
+
+class Killed(ByteTokenizer):
+    """One that the kernel kills, as where memory runs out."""
+
+    def encode(self, text: str) -> np.ndarray:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+def test_killed_worker_is_temporary(folder: Path, tmp_path: Path):
+    """A killed worker is an error that a repeat may mend."""
+    with pytest.raises(Unavailable, match=r"a worker process was killed.*fewer --workers"):
+        make(folder, tmp_path, tokenizer=Killed(), workers=2)
+
+
+def test_ctrl_c_is_one_line(mixed: Path, tmp_path: Path, bpe: Path):
+    """At a time when the workers are about to start; it reaches them as well."""
+    source = tmp_path / "source"  # of which there is enough for more than a moment
+    source.mkdir()
+    for copy in range(12):
+        shutil.copy(mixed / "x.jsonl", source / f"{copy}.jsonl")
+    options = [
+        "--tokenizer",
+        str(bpe),
+        "--workers",
+        "2",
+        "--directory",
+        str(tmp_path),
+        "--index-directory",
+        str(tmp_path),
+    ]
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # inherited; a script's background ignores it
+    try:
+        process = subprocess.Popen(
+            [*COMMAND, str(source), *options],
+            cwd=REPOSITORY,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait(lambda: len(children.read_text().split()) == 3)  # multiprocessing has a process of its own
+    time.sleep(0.05)  # they import
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1 and said == "stopped; the same call continues\n"
+
+
+def is_running(process: str) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_bucket_gets_the_same_bytes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Interrupted and called again, shards and index in a bucket, or only the shards."""
+    options: dict[str, Any] = {"row_tokens": 8, "rows_per_member": 2, "rows_per_shard": 4, "tokenizer": 300}
+    encode, calls = FileTokenizer.encode, itertools.count()
+
+    def stopping(tokenizer: FileTokenizer, text: str) -> np.ndarray:
+        if next(calls) == 25:
+            raise KeyboardInterrupt
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(documents, "UNIT_BYTES", 200)
+    local = make(folder, tmp_path, **options)
+    with bucket.serving() as address:
+        bucket.use(monkeypatch, address)
+        place = f"gs://{bucket.BUCKET}/corpora"
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(FileTokenizer, "encode", stopping)
+            prepare(folder, "c", directory=place, index_directory=f"gs://{bucket.BUCKET}/index", **options)
+        half = storage.list_files(place)
+        assert 3 < len(half) < local.train.shards
+        corpus = prepare(folder, "c", directory=place, index_directory=f"gs://{bucket.BUCKET}/index", **options)
+        assert (corpus.train, corpus.validation) == (local.train, local.validation)
+        for path in Path(local.directory).iterdir():
+            assert storage.read_bytes(f"{place}/c/{path.name}") == path.read_bytes(), path.name
+        first = storage.read_bytes(corpus.train_index).decode().split("\n")[1]
+        assert first == "../corpora/c/train-00000.tar # 4 rows"
+        tokenizer = load_tokenizer(f"{place}/c/tokenizer.json")
+        assert verify(corpus.train_index, tokenizer) == []
+
+        away = prepare(folder, "c", directory=place, index_directory=tmp_path / "away", **options)
+        first = Path(away.train_index).read_text().split("\n")[1]
+        assert first == f"{place}/c/train-00000.tar # 4 rows"
+        storage.remove(f"{place}/c/train-00001.tar")
+        assert verify(away.train_index) == [f"{place}/c/train-00001.tar is missing"]
+
+
+KILLED_UPLOAD = """
+import itertools, os, signal
+from zero.corpus.preparing.zero_prepare import main
+from zero.files.storage.fsspec_store import FsspecStore
+write, calls = FsspecStore.write, itertools.count()
+def dying(store, url, data):
+    if next(calls) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(store, url, data)
+FsspecStore.write = dying
+main()
+"""
+
+
+def test_killed_on_the_way_to_s3(folder: Path, tmp_path: Path, s3_server: str, monkeypatch: pytest.MonkeyPatch):
+    """From s3:// to s3://, killed between two shards and called again: the bytes of a preparation on disk."""
+    options = ["--name", "c", "--row-tokens", "2", "--rows-per-shard", "256", "--tokenizer", "bytes", "--workers", "1"]
+    near = ["--directory", str(tmp_path / "corpus"), "--index-directory", str(tmp_path / "corpus" / "index")]
+    root = f"s3://{s3.BUCKET}/killed"
+    far = ["--directory", f"{root}/corpus", "--index-directory", f"{root}/corpus/index"]
+    s3.use(monkeypatch, s3_server)
+    bucket.upload(folder, f"{root}/source")
+    command = [sys.executable, "-c", KILLED_UPLOAD, f"{root}/source", *far, *options]
+    killed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    half = storage.list_files(f"{root}/corpus")
+    assert len(half) > 2 and not [url for url in half if url.endswith(".index")]
+    for source, places in ((f"{root}/source", far), (folder, near)):
+        done = call(source, *places, *options)
+        assert done.returncode == 0, done.stderr
+    urls = storage.list_files(f"{root}/corpus")
+    assert len(half) < len(urls) == len(storage.list_files(tmp_path / "corpus"))
+    for url in urls:
+        data = (tmp_path / url.removeprefix(f"{root}/")).read_bytes()
+        if url.endswith("manifest.json"):
+            data = data.replace(str(folder).encode(), f"{root}/source".encode())
+        assert storage.read_bytes(url) == data, url
+
+
+def test_full_disk_is_one_line(mixed: Path, tmp_path: Path):
+    """A full disk is reported in one line, and the next call continues."""
+    limited = """
+import resource
+from zero.corpus.preparing.zero_prepare import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))  # of a file, in bytes: to the program, a full disk
+main()
+"""
+    options = ["--name", "c", "--rows-per-shard", "512", "--workers", "1"]
+    options += ["--directory", str(tmp_path / "corpus"), "--index-directory", str(tmp_path / "index")]
+    command = [sys.executable, "-c", limited, str(mixed), *options]
+    full = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert full.returncode == 1
+    assert full.stderr == f"error: {tmp_path}/corpus/c/train-00000.tar cannot be written: File too large\n"
+    assert call(mixed, *options).returncode == 0
+    assert not list(tmp_path.rglob(".*"))

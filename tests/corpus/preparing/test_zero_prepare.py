@@ -1,0 +1,44 @@
+"""The command zero-prepare, and data/prepare.py, which calls it."""
+
+from pathlib import Path
+
+from tests.helpers.corpora import call, run
+from zero.corpus.reading.index_files import read_index
+
+
+def test_the_command(folder: Path, tmp_path: Path):
+    options = ["--name", "mine", "--row-tokens", "16"]
+    options += ["--directory", str(tmp_path / "corpus"), "--index-directory", str(tmp_path / "index")]
+    done = run(folder, *options, check=True)
+    assert "mine_train.index: " in done.stdout and (tmp_path / "corpus/mine/train-00000.tar").is_file()
+    assert call(folder, *options).stdout == done.stdout  # the second call finds it finished
+    assert call(tmp_path / "corpus/mine", "--verify").stdout == f"{tmp_path}/corpus/mine matches its manifest\n"
+    mistakes: list[tuple[int, list[str | Path]]] = [
+        (2, [folder, *options, "--row-tokens", "8"]),
+        (2, [folder, *options, "--workers", "0"]),
+        (2, [folder, *options, "--name", "a/b"]),
+        (2, [folder, *options, "--tokenizer", "nowhere.json"]),
+        (2, [folder, *options, "--index-directory", "gs://bucket/index"]),
+        (2, [folder, *options, "--directory", "/proc/nowhere"]),
+        (2, [tmp_path / "nowhere", "--verify"]),
+        (2, [folder, *options, "--row-tokens", "many"]),
+        (2, [folder, *options, "--unknown"]),
+        (2, [folder, *options, "--tokenizer", "bytes", "--train-tokenizer", "300"]),
+        (2, []),
+    ]
+    for status, arguments in mistakes:
+        bad = call(*arguments)
+        assert bad.returncode == status and bad.stdout == ""
+        assert bad.stderr.startswith("error: ") and bad.stderr.count("\n") == 1
+
+
+def test_writes_below_the_current_directory(folder: Path, tmp_path: Path, monkeypatch):
+    """Without options zero-prepare writes below the current directory.
+
+    As a wheel in any directory does: where the default index paths of a run look.
+    """
+    monkeypatch.chdir(tmp_path)
+    assert call(folder, "--row-tokens", "16").returncode == 0
+    assert (tmp_path / "data/corpus/text/train-00000.tar").is_file()
+    shards = read_index("data/index/text_train.index")
+    assert shards[0].path == "data/index/../corpus/text/train-00000.tar"

@@ -1,0 +1,94 @@
+"""Index files: names, row counts, and what is wrong with them."""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.shards import first_tokens, loader, npy, write_corpus, write_tar
+from zero.corpus.reading.index_files import index_paths, read_index
+from zero.errors import Unavailable, UserError
+from zero.files import storage
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_rows_are_counted(tmp_path: Path, counted: bool):
+    """Rows are counted where the index does not give their number."""
+    index = write_corpus(tmp_path, [700, 3, 1200], rows_per_member=300, counted=counted)
+    assert [shard.rows for shard in read_index(index)] == [700, 3, 1200]
+    (rows,) = first_tokens(loader(index, global_rows=1903, max_epochs=1).batches())
+    assert sorted(rows) == list(range(1903))
+
+
+def test_any_character_in_a_name(tmp_path: Path):
+    """A name may contain any character but a line feed."""
+    names = ["a\u2028b.tar", "a\x0bb.tar", "a\x85b.tar", "a\x1cb.tar"]  # splitlines() would cut them in two
+    for name in names:
+        write_tar(tmp_path / name, {"a.input_id.npy": npy(np.arange(4))})
+    (tmp_path / "it.index").write_bytes("".join(f"{name} # 1 rows\r\n" for name in names).encode())
+    assert [shard.name for shard in read_index(tmp_path / "it.index")] == [f"{tmp_path.name}/{name}" for name in names]
+
+
+def test_names_with_spaces_and_sharps(tmp_path: Path):
+    write_tar(tmp_path / "a #1.tar", {"a.input_id.npy": npy(np.arange(4))})
+    write_tar(tmp_path / "a#1 b.tar", {"a.input_id.npy": npy(np.arange(4))})
+    (tmp_path / "it.index").write_text("# 3 rows\na#1 b.tar\t# 1 rows, all of them\n")
+    assert [(shard.name, shard.rows) for shard in read_index(tmp_path / "it.index")] == [
+        (f"{tmp_path.name}/a#1 b.tar", 1)
+    ]
+
+
+# ---- what can be wrong -----------------------------------------------------------------------------------------------
+
+
+def test_status_of_missing_index_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The exit status tells whether an index file may be read later."""
+    (tmp_path / "latin.index").write_bytes(b"\xe9.tar\n")
+    for name, message in (("latin.index", "is not UTF-8 text"), ("", "cannot be read: .*Is a directory")):
+        with pytest.raises(UserError, match=message) as caught:
+            read_index(tmp_path / name)
+        assert caught.value.status == 2
+
+    def fail(url: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(storage, "read_bytes", fail)
+    with pytest.raises(Unavailable, match="Input/output error"):
+        read_index(tmp_path / "latin.index")
+
+
+def test_bad_index_files(tmp_path: Path, corpus):
+    with pytest.raises(UserError, match=r"index file .*none\.index: no such file"):
+        loader(tmp_path / "none.index")
+    (tmp_path / "it.index").write_text("# nothing\n\n")
+    with pytest.raises(UserError, match=r"it\.index lists no shards"):
+        loader(tmp_path / "it.index")
+    (tmp_path / "it.index").write_text("a/b.tar # 4 rows\n")
+    with pytest.raises(UserError, match=r"it\.index: shard .*a/b\.tar is missing"):
+        loader(tmp_path / "it.index")
+    with pytest.raises(UserError, match="7 rows does not divide over 2 hosts"):
+        loader(corpus([4]), global_rows=7, hosts=2)
+    with pytest.raises(UserError, match="2 epochs of 4 rows do not fill one batch of 9"):
+        loader(corpus([4]), global_rows=9, max_epochs=2)
+    with pytest.raises(UserError, match="hold no rows"):
+        loader(corpus([4]), train_samples=0)
+
+
+@pytest.mark.parametrize(
+    ("value", "bucket_path", "index"),
+    [
+        ("a/b.index", None, "a/b.index"),
+        ("a/b.index", "gs://bucket/place/", "gs://bucket/place/a/b.index"),
+        ("/a/b.index", "bucket", "/a/b.index"),
+        (["a", "gs://other/b"], "bucket", ["gs://bucket/a", "gs://other/b"]),
+        ([{"index": "a", "weight": 0.7}, {"index": "b", "weight": 3}], None, {"a": 0.7, "b": 3}),
+        ([{"index": "a", "weight": 0.7}], "bucket", {"gs://bucket/a": 0.7}),
+    ],
+)
+def test_places_of_index_files(value: Any, bucket_path: str | None, index: Any) -> None:
+    """Index files are in the bucket, or where their own address says."""
+    assert index_paths(value, bucket_path) == index

@@ -1,0 +1,251 @@
+"""Exported folders: what transformers computes with them, and that they are whole or not there at all."""
+
+import dataclasses
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.exchange.greedy import greedy
+from tests.exchange.random_weights import (
+    ALIBI,
+    BOTH,
+    LEARNED,
+    SIZES,
+    SOME,
+    SOME_OF_EACH,
+    assert_same,
+    contents,
+    model_of,
+    params,
+    save,
+    whole,
+    without_padding,
+)
+from zero.checkpoints.manager import Checkpoints
+from zero.errors import UserError
+from zero.exchange import export as exporting
+from zero.exchange import zero_weights
+from zero.exchange.export import export
+from zero.exchange.warm_start import warm_start
+from zero.models.config import GPTConfig
+from zero.models.gpt import GPT
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+
+
+OTHERS = ("gpt_neox_sequential", "llama_tied", "olmo2", "granite", "gemma")  # not of test_models_of_transformers
+FEW = [pytest.param(size, marks=() if name in (*SOME, *OTHERS) else pytest.mark.slow) for name, size in SIZES.items()]
+
+
+@pytest.mark.parametrize("size", FEW, ids=SIZES)
+def test_equals_transformers(size: GPTConfig, tmp_path: Path) -> None:
+    """transformers computes the same logits and writes the same text."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    save(tmp_path / "checkpoints", size, 0)
+    export(str(tmp_path / "checkpoints"), tmp_path / "hf")
+    auto: Any = transformers.AutoModelForCausalLM
+    model, loaded = auto.from_pretrained(tmp_path / "hf", output_loading_info=True, attn_implementation="eager")
+    assert not any(loaded.values())
+    prompt = (17, 4, 99)
+    tokens, logits = greedy(size, prompt, 100)
+    assert len(set(tokens.tolist())) > 10  # not one word a hundred times
+    x = torch.tensor([prompt + tuple(tokens.tolist())])
+    with torch.no_grad():
+        theirs = model(x).logits[0, len(prompt) - 1 : -1].numpy()
+    np.testing.assert_allclose(logits, theirs, atol=1e-4, rtol=0)
+    written = model.generate(
+        x[:, : len(prompt)],
+        attention_mask=torch.ones(1, len(prompt)),
+        do_sample=False,
+        max_new_tokens=100,
+        eos_token_id=None,
+    )
+    assert written[0, len(prompt) :].tolist() == tokens.tolist()
+
+
+@SOME_OF_EACH  # test_equals_transformers exports each, and test_hf_folder.py reads them
+def test_round_trip_of_an_export(size: GPTConfig, tmp_path: Path) -> None:
+    """A model that is exported, imported and exported again has the same bytes."""
+    save(tmp_path / "first", size, 3, 7)
+    export(str(tmp_path / "first"), tmp_path / "hf", 3)
+    for devices, stage in [(8, 3), (1, 2), (3, 1)] if size is ALIBI else [(8, 0)]:
+        model = model_of(size, devices, stage)
+        shards = warm_start(str(tmp_path / "hf"), model)
+        assert_same(
+            jax.tree.map(lambda x: x.shape[1:], shards), jax.tree.map(lambda x: x.shape, model.layout.shard_shapes())
+        )
+        assert_same(without_padding(whole(shards, model), size), without_padding(params(size, 3), size))
+    save(tmp_path / "second", size, 9, values=whole(shards, model))
+    export(str(tmp_path / "second"), tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(tmp_path / "hf")
+    assert sorted(contents(tmp_path / "hf")) == FILES
+
+
+@BOTH
+def test_many_files_hold_what_one_holds(size: GPTConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporting, "MAX_FILE_BYTES", 30_000)
+    save(tmp_path / "run", size, 0)
+    export(str(tmp_path / "run"), tmp_path / "hf")
+    files = [name for name in contents(tmp_path / "hf") if name.endswith(".safetensors")]
+    assert len(files) > 5 and all((tmp_path / "hf" / name).stat().st_size < 40_000 for name in files)
+    model = model_of(size)
+    read = whole(warm_start(str(tmp_path / "hf"), model), model)
+    assert_same(without_padding(read, size), without_padding(params(size), size))
+
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    _, loaded = auto.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(loaded.values())
+
+
+def test_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
+    import tokenizers
+    import transformers
+
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(tmp_path / "words.json"))
+    save(tmp_path / "run", LEARNED, 0, meta={"data": {"tokenizer": str(tmp_path / "words.json")}})
+    export(str(tmp_path / "run"), tmp_path / "plain")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "plain").chat_template is None
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "?"}')
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token + messages[0].content }}")
+    export(str(tmp_path / "run"), tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer("b a a")["input_ids"] == [1, 0, 0]
+    rendered: Any = tokenizer.apply_chat_template([{"role": "user", "content": " a b"}])
+    assert rendered["input_ids"] == [2, 0, 1]
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 3)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 3
+
+
+def test_export_refuses_in_a_line(tmp_path: Path) -> None:
+    save(tmp_path / "plain", dataclasses.replace(ALIBI, embedding_norm=False), 0)
+    with pytest.raises(UserError, match="gpt2 has alibi_attn=False, this model True; bloom has embedding_norm"):
+        export(str(tmp_path / "plain"), tmp_path / "hf")
+    save(tmp_path / "uneven", dataclasses.replace(SIZES["gemma2"], embedding_dim=44, head_dim=10), 0)
+    with pytest.raises(UserError, match="gemma2 has embedding_dim divisible by num_head, this model 44 and 6"):
+        export(str(tmp_path / "uneven"), tmp_path / "hf")
+    save(tmp_path / "run", LEARNED, 3, 4)
+    with pytest.raises(UserError, match=r"run: no step 5; there are 3, 4"):
+        export(str(tmp_path / "run"), tmp_path / "hf", 5)
+    assert not (tmp_path / "hf").exists()
+    (tmp_path / "hf").mkdir()
+    with pytest.raises(UserError, match="hf exists already; nothing is overwritten"):
+        export(str(tmp_path / "run"), tmp_path / "hf")
+    assert contents(tmp_path / "hf") == {}
+
+
+def test_failed_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export that fails leaves nothing and can be repeated."""
+    save(tmp_path / "run", LEARNED, 0)
+    read = Checkpoints.read
+
+    def fail(self: Checkpoints, step: int, name: str) -> np.ndarray:
+        if name.startswith("params/norm/"):
+            raise UserError("the disk is gone")
+        return read(self, step, name)
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="the disk is gone"):
+        patch.setattr(Checkpoints, "read", fail)
+        patch.setattr(exporting, "MAX_FILE_BYTES", 30_000)  # so that files are written before
+        export(str(tmp_path / "run"), tmp_path / "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    export(str(tmp_path / "run"), tmp_path / "hf")
+    assert sorted(contents(tmp_path / "hf")) == FILES
+
+
+def test_export_of_the_average(tmp_path: Path) -> None:
+    """The moving average is exported, and used for a start, in place of the weights."""
+    save(tmp_path / "run", LEARNED, 4, ema=9)
+    save(tmp_path / "average", LEARNED, 9)
+    model = model_of(LEARNED)
+    assert export(str(tmp_path / "run"), tmp_path / "weights") == 4
+    assert export(str(tmp_path / "run"), tmp_path / "ema", ema=True) == 4
+    export(str(tmp_path / "average"), tmp_path / "expected")
+    assert contents(tmp_path / "ema") == contents(tmp_path / "expected") != contents(tmp_path / "weights")
+    for ema, seed in ((False, 4), (True, 9)):
+        assert_same(whole(warm_start(str(tmp_path / "run"), model, ema=ema), model), params(LEARNED, seed))
+    for refused in (
+        lambda: export(str(tmp_path / "average"), tmp_path / "x", ema=True),
+        lambda: warm_start(str(tmp_path / "average"), model, ema=True),
+    ):
+        with pytest.raises(UserError, match=r"average, step 9: holds no moving average of the weights; training.ema"):
+            refused()
+    with pytest.raises(UserError, match=r"weights: a Hugging Face folder holds no moving average"):
+        warm_start(str(tmp_path / "weights"), model, ema=True)
+
+
+def test_bfloat16_weights_are_exported_in_float32(tmp_path: Path) -> None:
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params(ALIBI, 3))
+    for name, values in (("narrow", rounded), ("wide", jax.tree.map(lambda x: x.astype(np.float32), rounded))):
+        save(tmp_path / name, ALIBI, 3, values=values)
+        export(str(tmp_path / name), tmp_path / f"{name}-hf")
+    assert contents(tmp_path / "narrow-hf") == contents(tmp_path / "wide-hf")
+
+
+def test_full_disk_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "checkpoints", LEARNED, 0)
+    command = ["zero-weights", "export", str(tmp_path / "checkpoints"), str(tmp_path / "hf")]
+    monkeypatch.setattr(sys, "argv", command)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # of a file, in bytes: to the program, a full disk
+    try:
+        with pytest.raises(SystemExit, match=r"^1$"):
+            zero_weights.main()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "File too large" in said and said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param("llama", marks=pytest.mark.slow), "qwen3", pytest.param("gpt_neox", marks=pytest.mark.slow)]
+)
+def test_export_of_mup(family: str, tmp_path: Path) -> None:
+    """A model in mup is exported as the standard model with the same logits.
+
+    To the bit: with heads of 16 queries are a quarter as large.
+    """
+    mup: dict[str, Any] = {"parametrization": "mup", "mup_base_width": 16, "attention_scale": None}
+    standard = dataclasses.replace(SIZES[family], embedding_dim=48, num_head=3, head_dim=16, kv_heads=3, mlp_dim=192)
+    trained = dataclasses.replace(standard, **mup)
+    save(tmp_path / "run", trained, 0)
+    export(str(tmp_path / "run"), tmp_path / "hf")
+    model = model_of(standard)
+    read = whole(warm_start(str(tmp_path / "hf"), model), model)
+    tokens = np.random.default_rng(0).integers(0, standard.vocab_size, (2, 40))
+
+    def losses(size: GPTConfig, values: Any) -> np.ndarray:
+        return np.asarray(jax.jit(GPT(size).apply)({"params": values}, tokens, tokens))
+
+    np.testing.assert_array_equal(losses(standard, read), losses(trained, params(trained)))
+    with pytest.raises(UserError, match="attention_scale is sqrt, this run expects linear"):
+        warm_start(str(tmp_path / "hf"), model_of(trained))
+
+
+def test_rounded_mup_is_not_exported(tmp_path: Path) -> None:
+    """A model in mup whose queries would be rounded is not exported."""
+    mup: dict[str, Any] = {"parametrization": "mup", "mup_base_width": 16, "attention_scale": None}
+    save(tmp_path / "run", dataclasses.replace(SIZES["llama"], **mup), 0)
+    with pytest.raises(UserError, match="attention_scale=sqrt, this model linear"):
+        export(str(tmp_path / "run"), tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()

@@ -1,0 +1,96 @@
+"""Adapters beside peft in PyTorch: the same losses over a training, from the same folder of adapters."""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zero
+from tests.helpers import llama
+from zero.exchange.peft_folder import peft_adapters, read_peft
+from zero.exchange.warm_start import warm_start
+from zero.models.adapters import PRODUCTS
+from zero.training.batch import Batch
+from zero.training.optimizer import adamw
+from zero.training.parts import StepOptions
+from zero.training.programs import make_programs
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.tuning import Tuning
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+
+# peft asks transformers for a property that is deprecated there.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+CONTEXT, STEPS, RATE, DECAY = 24, 20, 1e-2, 0.1
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"]
+
+
+class Peft(NamedTuple):
+    """A folder of transformers, one of PEFT with random adapters for it, and what PyTorch made of both."""
+
+    base: Path
+    adapters: Path
+    losses: list[float]
+
+
+def rows() -> np.ndarray:
+    """The rows of each step `(steps, devices, rows, context)`."""
+    return np.random.default_rng(0).integers(0, 300, (STEPS, 8, 1, CONTEXT), np.int32)
+
+
+@pytest.fixture(scope="module", params=[pytest.param("lora", marks=pytest.mark.slow), "dora"])
+def trained_by_peft(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Peft:
+    import peft
+    import torch
+    import transformers
+
+    place = tmp_path_factory.mktemp("peft")
+    llama.save(place / "base", CONTEXT)
+    auto: Any = transformers.AutoModelForCausalLM
+    # A and B are random.
+    options: dict[str, Any] = {"init_lora_weights": False, "use_dora": request.param == "dora"}
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=MODULES, task_type="CAUSAL_LM", **options)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(auto.from_pretrained(place / "base"), config)
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if "magnitude" in name:
+                x.mul_(1 + 0.1 * torch.randn_like(x))
+    model.save_pretrained(str(place / "adapters"))
+    trained = [x for x in model.parameters() if x.requires_grad]
+    groups: Any = [
+        {"params": [x for x in trained if x.ndim > 1], "weight_decay": DECAY},
+        {"params": [x for x in trained if x.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for batch in rows():
+        tokens = torch.tensor(batch.reshape(-1, CONTEXT)).long()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return Peft(place / "base", place / "adapters", losses)
+
+
+def test_losses_equal_peft(trained_by_peft: Peft) -> None:
+    """Losses over 20 steps on 8 devices at stage 3 are those of peft, from the same adapters."""
+    size = llama.size(CONTEXT)
+    adapters = peft_adapters(trained_by_peft.adapters, size)
+    assert (adapters.rank, adapters.alpha, adapters.targets) == (4, 6.0, PRODUCTS)
+    model = ShardedGPT(size, zero.Axis("zero", (1, 8)), 3, tuning=Tuning(adapters))
+    devices = tuple(jax.devices())
+    programs = make_programs(model, adamw(DECAY), StepOptions(lambda step: jnp.float32(RATE)), devices)
+    frozen = warm_start(str(trained_by_peft.base), model.base)
+    state = programs.start(read_peft(trained_by_peft.adapters, model))
+    losses = []
+    for batch in rows():
+        state, metrics = programs.step(state, Batch(batch, np.arange(8, dtype=np.int32)), frozen)
+        losses.append(metrics["loss"].item())
+    np.testing.assert_allclose(losses, trained_by_peft.losses, rtol=1e-4)
+    assert np.ptp(losses) > 0.1

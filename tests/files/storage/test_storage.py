@@ -1,0 +1,209 @@
+"""Files in a bucket: a real storage server over HTTP, and everything that can go wrong on the way to it."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import azure, bucket, hosts, s3
+from zero.errors import UserError
+from zero.files import storage
+from zero.files.storage import gcs
+
+DATA = bytes(range(256)) * 400
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A directory of its own, here or in the bucket."""
+    if request.param == "local":
+        return str(tmp_path)
+    if request.param == "gs":
+        bucket.use(monkeypatch, request.getfixturevalue("server"))
+    elif request.param == "s3":
+        s3.use(monkeypatch, request.getfixturevalue("s3_server"))
+    else:
+        azure.use(monkeypatch)
+    return f"{request.param}://{bucket.BUCKET}{tmp_path}"
+
+
+@pytest.mark.parametrize("place", ["local", "gs", "s3", "az"], indirect=True)
+def test_a_bucket_is_like_a_directory(place: str):
+    assert storage.list_files(place) == []
+    url = storage.join(place, "a/b c.tar")
+    assert not storage.exists(url)
+    with pytest.raises(FileNotFoundError, match="b c"):
+        storage.read_bytes(url)
+    storage.write(url, b"before")
+    assert storage.read_bytes(url) == b"before"
+    storage.write(url, DATA)
+    assert storage.exists(url)
+    assert storage.read_bytes(url) == DATA
+    with storage.open_reader(url) as stream:
+        assert stream.read(3) == DATA[:3]
+        stream.seek(90_000, os.SEEK_CUR)
+        assert stream.read(5) == DATA[90_003:90_008]
+    storage.write(storage.join(place, "copy"), DATA)
+    storage.write(storage.join(place, "empty"), b"")
+    assert storage.read_bytes(storage.join(place, "empty")) == b""
+    assert storage.read_bytes(storage.join(place, "copy")) == DATA
+    assert storage.list_files(place) == [storage.join(place, name) for name in ("a/b c.tar", "copy", "empty")]
+    assert storage.list_files(storage.join(place, "a")) == [url] and storage.parent(url) == storage.join(place, "a")
+    for _ in range(2):
+        storage.remove(url)
+    assert not storage.exists(url)
+
+
+def test_write_is_synced_before_renaming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A write is on the disk before it has its name."""
+    events: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def watched_fsync(descriptor: int) -> None:
+        events.append("fsync")
+        fsync(descriptor)
+
+    def watched_replace(path: Path, target: Path) -> Path:
+        events.append("replace")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(Path, "replace", watched_replace)
+    storage.write(tmp_path / "a", DATA)
+    assert events == ["fsync", "replace"] and (tmp_path / "a").read_bytes() == DATA
+
+
+def test_failed_write_keeps_contents(tmp_path: Path):
+    """A write that fails keeps the former contents."""
+    storage.write(tmp_path / "a", b"before")
+    with pytest.raises(TypeError):
+        storage.write(tmp_path / "a", 7)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert storage.read_bytes(tmp_path / "a") == b"before"
+
+
+@pytest.mark.parametrize("url", ["ftp://bucket/a", "gs://bucket", "s3://", "gs:///a", "https://host/a"])
+def test_other_addresses_are_refused(url: str):
+    with pytest.raises(UserError, match=r"expected a local path or gs://bucket/name"):
+        storage.read_bytes(url)
+
+
+@pytest.mark.parametrize(
+    "fault",  # uploads below meet every refusal
+    [
+        *(pytest.param(status, marks=pytest.mark.slow) for status in bucket.REFUSALS[:-1]),
+        *bucket.REFUSALS[-1:],
+        *bucket.BODY_FAULTS,
+    ],
+)
+def test_every_fault_is_overcome(server: str, monkeypatch: pytest.MonkeyPatch, fault: str):
+    bucket.use(monkeypatch, server)
+    storage.write(f"gs://{bucket.BUCKET}/faults", DATA)
+    proxy = bucket.Proxy(server, budget=3, faults=(fault,))
+    with bucket.disturbed(proxy) as address:
+        bucket.use(monkeypatch, address)
+        assert storage.read_bytes(f"gs://{bucket.BUCKET}/faults") == DATA
+    assert proxy.injected == {fault: 3}
+
+
+def test_broken_read_continues(server: str, monkeypatch: pytest.MonkeyPatch):
+    """A broken read continues at its byte."""
+    bucket.use(monkeypatch, server)
+    storage.write(f"gs://{bucket.BUCKET}/long", DATA)
+    seen: list[str] = []
+    proxy = bucket.Proxy(server, budget=1, faults=("truncated",))
+    with bucket.disturbed(proxy) as address:
+        bucket.use(monkeypatch, address)
+        http = gcs.client(os.getpid())._http
+        request = http.request
+
+        def watch(method, url, **options):
+            seen.append((options.get("headers") or {}).get("range", ""))
+            return request(method, url, **options)
+
+        monkeypatch.setattr(http, "request", watch)
+        assert storage.read_bytes(f"gs://{bucket.BUCKET}/long") == DATA
+    assert [line for line in seen if line] == [f"bytes={len(DATA) // 2}-"]
+
+
+def test_bytes_that_stay_wrong_are_told(server: str, monkeypatch: pytest.MonkeyPatch):
+    bucket.use(monkeypatch, server)
+    storage.write(f"gs://{bucket.BUCKET}/wrong", DATA)
+    with bucket.disturbed(bucket.Proxy(server, budget=99, faults=("wrong bytes",))) as address:
+        bucket.use(monkeypatch, address)
+        with pytest.raises(UserError, match=r"gs://bucket/wrong: crc32c is .*, expected .*, 5 times in a row"):
+            storage.read_bytes(f"gs://{bucket.BUCKET}/wrong")
+
+
+def test_wrong_bytes_are_noticed(server: str, monkeypatch: pytest.MonkeyPatch):
+    """Wrong bytes after a broken connection are noticed.
+
+    Google's library compares no checksum of a download that it has continued.
+    """
+    bucket.use(monkeypatch, server)
+    storage.write(f"gs://{bucket.BUCKET}/wrong", DATA)
+    proxy = bucket.Proxy(server, budget=2, faults=("truncated", "wrong bytes"))
+    with bucket.disturbed(proxy) as address:
+        bucket.use(monkeypatch, address)
+        assert storage.read_bytes(f"gs://{bucket.BUCKET}/wrong") == DATA
+    assert proxy.injected == {"truncated": 1, "wrong bytes": 1}
+
+
+def test_silent_bucket_is_reported(server: str, monkeypatch: pytest.MonkeyPatch):
+    """A bucket that does not answer is reported."""
+    with bucket.disturbed(bucket.Proxy(server, budget=10**6, faults=("503",))) as address:
+        bucket.use(monkeypatch, address, deadline=0.3)
+        with pytest.raises(UserError, match=r"^gs://bucket/a: no answer within 300 s: 503") as caught:
+            storage.read_bytes(f"gs://{bucket.BUCKET}/a")
+    assert "\n" not in str(caught.value)
+    bucket.use(monkeypatch, f"http://127.0.0.1:{hosts.free_port()}", deadline=0.3)
+    with pytest.raises(UserError, match=r"^gs://bucket/a: no answer within 300 s: .*refused"):
+        storage.read_bytes(f"gs://{bucket.BUCKET}/a")
+
+
+def test_uploads_survive_faults(server: str, monkeypatch: pytest.MonkeyPatch):
+    proxy = bucket.Proxy(server, budget=6, faults=bucket.REFUSALS)
+    with bucket.disturbed(proxy) as address:
+        bucket.use(monkeypatch, address)
+        for number in range(3):
+            storage.write(f"gs://{bucket.BUCKET}/up/{number}", DATA)
+        assert [storage.read_bytes(url) for url in storage.list_files(f"gs://{bucket.BUCKET}/up")] == [DATA] * 3
+    assert proxy.injected.total() == 6
+
+
+def test_threads_share_a_client(server: str, monkeypatch: pytest.MonkeyPatch):
+    bucket.use(monkeypatch, server)
+    storage.write(f"gs://{bucket.BUCKET}/shared", DATA)
+    came: list[bytes] = []
+    threads = [
+        threading.Thread(target=lambda: came.append(storage.read_bytes(f"gs://{bucket.BUCKET}/shared")))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert came == [DATA] * 8
+
+
+def test_lazy_import_of_buckets():
+    """The library of buckets is not imported before a bucket is named."""
+    code = "import sys; from zero.files import storage; storage.exists('x')"
+    code += "; print({'google.cloud', 'fsspec'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())
+    assert done.stdout == "set()\n"
+
+
+def test_move_of_a_directory(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory in a bucket is moved whole, and nothing else with it."""
+    bucket.use(monkeypatch, server)
+    for name in ("10/a", "10/state/b", "100/a"):
+        storage.write(f"gs://bucket/moved/{name}", name.encode())
+    storage.move("gs://bucket/moved/10", "gs://bucket/moved/10.damaged")
+    left = [url.removeprefix("gs://bucket/moved/") for url in storage.list_files("gs://bucket/moved")]
+    assert left == ["10.damaged/a", "10.damaged/state/b", "100/a"]
+    with storage.open_reader("gs://bucket/moved/10.damaged/state/b") as file:
+        assert file.read() == b"10/state/b"

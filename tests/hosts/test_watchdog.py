@@ -1,0 +1,124 @@
+"""The watchdog against a key-value store that fails, for a moment or for good (real hosts: tests/test_hosts.py)."""
+
+import threading
+import time
+from typing import Any
+
+import jax
+import pytest
+
+from zero.hosts import watchdog
+
+
+class Store:
+    """The store of two hosts, of which the other one sends a heartbeat whenever it is asked."""
+
+    def __init__(self) -> None:
+        self.is_failing, self.is_stopped = threading.Event(), threading.Event()
+        self.of_host_0 = ""  # its last report
+        self.reports: list[str] = []  # of this host
+        self.failures = 0
+        self.beats = 0
+
+    def key_value_set(self, key: str, value: str, overwrite: bool = False) -> None:
+        if self.is_stopped.is_set():
+            threading.Event().wait(30)
+        if self.is_failing.is_set():
+            self.failures += 1
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect")
+        self.reports.append(value)
+
+    def blocking_key_value_get(self, key: str, timeout: int) -> str:
+        return "name"
+
+    def key_value_dir_get(self, directory: str) -> list[tuple[str, str]]:
+        self.beats += 1
+        return [("zero/heartbeat/0", self.of_host_0 or str(self.beats)), ("zero/heartbeat/1", "")]
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The watchdog of host 1, at a hundred times its speed, and the status with which it would end the process."""
+    ended: list[int] = []
+    monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(watchdog, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(watchdog, "LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(watchdog, "exit_immediately", ended.append)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    store = Store()
+    watching = watchdog._Watchdog(store, stall_minutes=None)
+    watching.start()
+    yield store, ended
+    watching._stopped.set()
+    watching.join(30)
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_brief_failures_end_nobody(watched: Any) -> None:
+    """Requests that fail for a moment end no process."""
+    store, ended = watched
+    for _ in range(3):
+        wait_until(lambda beats=store.beats: store.beats > beats)
+        store.is_failing.set()
+        wait_until(lambda failures=store.failures: store.failures > failures + 1)
+        store.is_failing.clear()
+    wait_until(lambda beats=store.beats: store.beats > beats + 2)
+    assert not ended
+
+
+def test_silent_store_ends_the_process(watched: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A store that stays silent ends the process, which names the host."""
+    store, ended = watched
+    store.is_failing.set()
+    wait_until(lambda: ended)
+    assert ended[0] == 1
+    assert "host 0 of 2 (name) which coordinates, has not answered for 0.5 s (UNAVAILABLE" in caplog.text
+
+
+def test_store_that_never_answers(watched: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A store that never answers ends the process too.
+
+    Where host 0 is stopped, requests neither fail nor return.
+    """
+    store, ended = watched
+    store.is_stopped.set()
+    wait_until(lambda: ended)
+    assert ended == [1]
+    assert "host 0 of 2 (name) which coordinates, has not answered for 0.5 s (no answer)" in caplog.text
+
+
+def test_reason_of_a_leaving_host(watched: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The reason of a host that leaves is repeated, with its exit status."""
+    store, ended = watched
+    store.of_host_0 = "leaving 2 0 ended: error: shard 1.tar is damaged"
+    wait_until(lambda: ended)
+    assert ended == [2]
+    assert "host 0 of 2 (name) ended: error: shard 1.tar is damaged; this one ends as well" in caplog.text
+    assert store.reports[-1] == store.of_host_0  # for host 0, which waits until all have read it
+
+
+def test_stalled_training_shows_stacks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Training that stalls ends with the stacks of its threads."""
+    ended: list[int] = []
+    monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(watchdog, "exit_immediately", ended.append)
+    watching = watchdog._Watchdog(None, stall_minutes=0.5 / 60)
+    watching.start()
+    time.sleep(1)
+    assert not ended  # before the first step it may take as long as it needs
+    for _ in range(20):
+        watchdog.progress()
+        time.sleep(0.05)
+    assert not ended
+    wait_until(lambda: ended)
+    assert ended[0] == 1
+    assert "host 0 of 1" in caplog.text and "has made no progress for distributed.stall_minutes" in caplog.text
+    assert "thread MainThread" in caplog.text and "in wait_until" in caplog.text
+    watching._stopped.set()

@@ -1,0 +1,88 @@
+"""Options of XLA that a run sets before the devices start."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zero.hosts import xla_options
+from zero.hosts.xla_options import (
+    OVERLAP_ON_GPU,
+    OVERLAP_ON_SPARSECORES,
+    OVERLAP_ON_TPU,
+    set_before_start,
+)
+
+GATHER, EXCHANGE = (f"--{name}" for name in OVERLAP_ON_TPU)
+
+
+@pytest.fixture(autouse=True)
+def pci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The PCI devices of this machine: none."""
+    monkeypatch.setattr(xla_options, "PCI", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", f"{GATHER}=false {EXCHANGE}=false"),
+        ("--xla_other=1", f"--xla_other=1 {GATHER}=false {EXCHANGE}=false"),
+        (f"{GATHER}=true", f"{GATHER}=true {EXCHANGE}=false"),
+    ],
+)
+def test_overlap_can_be_overridden(before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The overlap of gathers is an option that users can override."""
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", before)
+    set_before_start(False, None)
+    assert os.environ["LIBTPU_INIT_ARGS"] == after
+
+
+@pytest.mark.parametrize(
+    ("device", "offloads", "vmem_kib"),
+    [
+        ("0x005e", False, None),
+        ("0x0062", False, None),
+        ("0x0063", False, 32768),
+        ("0x006f", True, 65536),
+        ("0x0076", True, None),
+        (None, False, None),
+    ],
+    ids=["v4", "v5p", "v5e", "v6e", "TPU7x", "no TPU"],
+)
+def test_options_of_this_machine(
+    device: str | None, offloads: bool, vmem_kib: int | None, pci: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine gets the options of its TPUs, and of no other vendor's device of the same number."""
+    for number, (vendor, name) in enumerate([("0x8086", "0x006f"), *([("0x1ae0", device)] if device else [])]):
+        (pci / str(number)).mkdir()
+        for file, text in (("vendor", vendor), ("device", name)):
+            (pci / str(number) / file).write_text(f"{text}\n")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    set_before_start(True, "tpu")
+    expected = [f"--{name}=true" for name in OVERLAP_ON_TPU + OVERLAP_ON_SPARSECORES * offloads]
+    expected += [] if vmem_kib is None else [f"--xla_tpu_scoped_vmem_limit_kib={vmem_kib}"]
+    assert os.environ["LIBTPU_INIT_ARGS"].split() == expected
+
+
+def test_overlap_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user has set stays, and XLA knows every option: it ends the process at an unknown one."""
+    given = "--xla_gpu_enable_pipelined_all_gather=false"
+    monkeypatch.setenv("XLA_FLAGS", given)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    set_before_start(True, "cuda12")
+    flags = os.environ["XLA_FLAGS"].split()
+    assert flags[0] == given and {flag.split("=")[0] for flag in flags} == {f"--{name}" for name in OVERLAP_ON_GPU}
+    assert [flag.endswith("=true") for flag in flags] == [False, True, True, True]
+    code = "import jax; assert jax.device_count()"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_longer_option_hides_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option is set beside a longer one whose name begins with its own; one that is given stays."""
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_gather_fused=false --xla_scatter=3")
+    xla_options._append("LIBTPU_INIT_ARGS", {"xla_gather": True, "xla_scatter": 4})
+    assert os.environ["LIBTPU_INIT_ARGS"] == "--xla_gather_fused=false --xla_scatter=3 --xla_gather=true"

@@ -1,0 +1,67 @@
+"""Plans of GPUs that are not there: their names, traffic counted in a trace, memory by the formula."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from zero.cli import compose
+from zero.cycles.hlo import bytes_by_kind, collectives
+from zero.errors import UserError
+from zero.hosts.speeds import SPEEDS
+from zero.plan import formula
+from zero.plan.compile import Request, Row, compile_step
+
+DEVICES = 8
+
+
+def plan(topology: str, *overrides: str, stage: int = 3) -> Row:
+    config, size = compose(["mode=plan", "model.size=124m", f"plan.topology={topology}", *overrides])
+    return compile_step(Request(config, size, config.plan.micro_batch).with_changes(stage=stage))
+
+
+@pytest.mark.parametrize("kind", formula.KINDS)
+def test_kinds_have_peaks(kind: str) -> None:
+    assert formula.gpus(f"gpu:{kind}x2")[1].device_kind in SPEEDS
+
+
+@pytest.mark.parametrize("name", ["gpu:h100", "gpu:h100x0", "gpu:voodoox8", "gpu:x8", "gpu:h100x8x2"])
+def test_unknown_gpus(name: str) -> None:
+    with pytest.raises(UserError, match=rf"plan.topology={name}: expected gpu:KINDxCOUNT .* h100"):
+        formula.gpus(name)
+
+
+def test_counted_traffic_is_compiled_traffic() -> None:
+    """Of gathers, scatters, sums and exchanges, in groups and in a loop."""
+    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    def step(x: jax.Array) -> Any:
+        def body(total: jax.Array, _: None) -> tuple[jax.Array, None]:
+            whole = lax.all_gather(total, "x", axis_index_groups=groups, tiled=True)
+            return total + lax.psum_scatter(jnp.sin(whole), "x", axis_index_groups=groups, tiled=True), None
+
+        looped = lax.scan(body, x, None, length=5)[0]
+        exchanged = lax.all_to_all(jnp.cos(x).reshape(DEVICES, -1), "x", 0, 0)
+        return looped, lax.psum(x * 2, "x"), exchanged
+
+    x = np.ones((DEVICES, 16), np.float32)
+    program = jax.pmap(step, "x")
+    counted = bytes_by_kind(formula.collectives_of(jax.make_jaxpr(program)(x).jaxpr, DEVICES))
+    # 5 x 64 bytes x 3 shards; a shard is a quarter of the gathered bytes; 2 x 7/8 and 7/8 of 64 bytes
+    assert counted == {"all-gather": 960, "reduce-scatter": 960, "all-reduce": 112, "all-to-all": 56}
+    assert counted == bytes_by_kind(collectives(program.lower(x).compile().as_text()))
+
+
+def test_plan_by_formula() -> None:
+    """State is exact, stages and rematerialisation order the peak, and seconds are a lower bound."""
+    rows = {stage: plan("gpu:h100x16", stage=stage) for stage in (0, 3)}
+    assert rows[3]["parameters"] * 12 / 16 == pytest.approx(rows[3]["state_bytes"], rel=0.01)
+    assert rows[3]["peak_bytes"] < rows[0]["peak_bytes"] and rows[3]["available_bytes"] == 60 * 10**9
+    assert (rows[3]["devices"], rows[3]["hosts"], rows[3]["is_estimate"], rows[3]["fits"]) == (16, 2, True, True)
+    assert rows[3]["seconds"] is None
+    assert rows[3]["seconds_lower_bound"] >= rows[3]["flops"] / SPEEDS["NVIDIA H100 80GB HBM3"].flops
+    assert rows[3]["collective_bytes_across_hosts"] == sum(rows[3]["collective_bytes"].values()) > 0
+    assert plan("gpu:t4x1", "plan.micro_batch=64", "zero.remat=none")["fits"] is False

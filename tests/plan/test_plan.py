@@ -1,0 +1,297 @@
+"""Plans against what they plan: the table of a slice that is not here, and a step that was really made."""
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import psutil
+import pytest
+from omegaconf import OmegaConf
+
+from tests.config.composing import compose
+from tests.helpers import cli
+from zero.config.check import check
+from zero.config.files import load_sizes
+from zero.config.saved_config import default_config
+from zero.config.schema import Config
+from zero.hosts.speeds import SPEEDS
+from zero.job import make_job
+from zero.models.config import GPTConfig
+from zero.plan.compile import PAUSES, step_arguments
+from zero.plan.page import page
+from zero.plan.table import DETAILS, RESULTS, SETTINGS, WIDTH, breakdown_table, table, training_command
+from zero.run.active_run import split_batch
+
+KEYS = {"stage", "micro_batch", "accumulation", "remat", "context", "gradient_dtype", "clipping", "fused_update"}
+KEYS |= {"fits", "state_bytes", "peak_bytes", "available_bytes", "collective_bytes", "flops", "seconds_lower_bound"}
+KEYS |= {"state_dtype", "master_dtype", "state_bytes_per_parameter"}
+KEYS |= {"compile_seconds", "is_estimate", *(f"{name}_peak_bytes" for name in PAUSES), "model_flops"}
+KEYS |= {"seconds", "tokens_per_second", "mfu", "exposed_bytes", "exposed_seconds", "breakdown"}
+
+
+def plan(place: Path, *overrides: str, timeout: float = 280) -> dict[str, Any]:
+    done = cli.finish(cli.start(place, "mode=plan", "hydra.run.dir=plan", *overrides), timeout)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    return json.loads((place / "plan" / "plan.json").read_text())
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 3), marks=pytest.mark.slow)])
+def test_plan_of_a_v3_8(tmp_path: Path, stages: tuple[int, ...]) -> None:
+    pytest.importorskip("libtpu")
+    grid = (
+        "plan.search=fastest",
+        f"plan.grid.stage={[*stages]}",
+        "plan.grid.accumulation=[1]",
+        "plan.grid.remat=[full]",
+    )
+    price = ("plan.dollars_per_hour=12", "plan.breakdown=true", "training.total_steps=1_000_000")
+    slice_of_8 = ("plan.topology=v3-8", "plan.processes=2", "training.statistics=100")
+    result = plan(tmp_path, *slice_of_8, *grid, *price, "model.size=test", "plan.grid.micro_batch=[2]")
+    rows = result["rows"]
+    assert (result["devices"], result["parameters"], [row["stage"] for row in rows]) == (8, 69024, [*stages])
+    assert all(KEYS <= row.keys() for row in rows)
+    for row in rows:
+        assert row["fits"] and row["clipping"] and (row["micro_batch"], row["context"]) == (2, 64)
+        assert row["state_bytes"] < row["peak_bytes"] < row["available_bytes"] == int(15.48 * 2**30)
+    third = rows[-1]
+    assert result["best"] in range(len(stages)) and 0 <= third["gathers_hidden"] <= 1
+    assert 8 * third["state_bytes"] == pytest.approx(12 * 69024, rel=0.02)  # weights and two moments, cut and padded
+    for plain in rows[:-1]:
+        assert 7 * third["state_bytes"] < plain["state_bytes"] and third["peak_bytes"] < plain["peak_bytes"]
+        # All-reduced once: 2 x 7/8 of 4 bytes per parameter, and a few scalars.
+        assert 0 <= plain["collective_bytes"]["all-reduce"] - 7 * 69024 < 100
+        assert plain["gathers_hidden"] is None
+    alone = (1 - third["gathers_hidden"]) * third["collective_bytes"]["all-gather"]  # and what else is never hidden
+    alone += sum(sent for kind, sent in third["collective_bytes"].items() if kind != "all-gather")
+    computing = third["flops"] / SPEEDS["TPU v3"].flops
+    assert third["seconds_lower_bound"] == pytest.approx(computing + alone / SPEEDS["TPU v3"].network, rel=0.1)
+    for row in rows:  # the model's operations are the same at each stage: 6 per parameter and token, and attention
+        assert row["model_flops"] == third["model_flops"]
+        assert row["seconds"] > row["exposed_seconds"] > 0
+        assert row["seconds"] == pytest.approx(sum(seconds for _, _, seconds in row["breakdown"]))
+        assert row["tokens_per_second"] == pytest.approx(8 * 2 * 64 / row["seconds"])
+        assert row["mfu"] == pytest.approx(row["model_flops"] / (row["seconds"] * SPEEDS["TPU v3"].flops))
+        assert row["days"] == pytest.approx(1e6 * row["seconds"] / 86400)
+        assert row["dollars"] == pytest.approx(12 * 24 * row["days"])
+        # The optimizer's two moments stay while the parameters are used.
+        moments = 2 * row["state_bytes"] // 3
+        assert moments < row["evaluation_peak_bytes"] < row["peak_bytes"] and moments < row["sampling_peak_bytes"]
+        assert row["statistics_peak_bytes"] >= row["peak_bytes"] + row["state_bytes"] // 3 - 16  # a copy of the weights
+    assert 0.9 < third["model_flops"] / (6 * 69024 * 2 * 64) < 1.3
+    # 8 operations per parameter and token: forward, forward again, and twice that backward; attention comes on top.
+    assert 0.9 < rows[0]["flops"] / (8 * 69024 * 2 * 64) < 1.3
+
+
+@pytest.mark.slow  # test_topology.py reads the compiler's error
+@pytest.mark.timeout(300)
+def test_row_of_misfits(tmp_path: Path) -> None:
+    """A program that does not fit into memory has a row too."""
+    pytest.importorskip("libtpu")
+    overrides = ("plan.topology=v3-8", "model.size=1_3b", "plan.grid.stage=[0]", "plan.grid.accumulation=[1]")
+    result = plan(tmp_path, *overrides, "plan.search=fastest", "plan.grid.micro_batch=[1, 2]", "plan.grid.remat=[full]")
+    (row,) = result["rows"]  # with two sequences it would not fit either
+    assert not row["fits"] and row["peak_bytes"] > row["available_bytes"] and result["best"] is None
+
+
+def test_plan_lowers_the_step_of_training() -> None:
+    """Shapes that a plan compiles for and arrays of a run lower to the same program, to the letter."""
+    config = check(compose("plan.topology=cpu", "data.max_context=64", "training.sample_tokens=0"), load_sizes())
+    size = GPTConfig(embedding_dim=16, vocab_size=64, num_head=2, block_size=64, dropout=0.0, N=2, vocab_chunks=2)
+    job = make_job(config, size)
+    key = np.asarray(jax.random.key_data(jax.random.key(0)))
+    state = job.programs.start(job.programs.init(np.stack([key] * 8)))
+    lowered = job.programs.step.lower(state, split_batch(np.ones((32, 64), np.int32), 0, 1))
+    assert lowered.as_text() == job.programs.step.lower(*step_arguments(job, 4, 64)).as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "arguments",
+    [("zero.stage=1",), ("zero.gradient_dtype=bfloat16",)],
+    ids=lambda a: a[0],
+)
+def test_planned_bytes_equal_real_step(arguments: tuple[str, ...]) -> None:
+    """Planned bytes are those of a real step."""
+    script = Path(__file__).parent / "planned_memory.py"
+    environment = cli.environment() | {"XLA_FLAGS": "", "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    row = found["row"]
+    assert found["is_same"]  # training and plan lower the same program, to the letter
+    assert found["live"] == pytest.approx(row["state_bytes"], abs=100)  # and a scalar or two
+    assert row["peak_bytes"] - row["state_bytes"] == pytest.approx(found["grown"], rel=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_plan_of_four_bytes_per_parameter(tmp_path: Path) -> None:
+    pytest.importorskip("libtpu")
+    state = ("optimizer.state_dtype=int8", "zero.master_dtype=bfloat16", "zero.gradient_dtype=bfloat16")
+    small = (
+        "zero.fused_update=true",
+        "zero.remat=nested",
+        "model.size=bytes",
+        "data.max_context=64",
+        "plan.micro_batch=1",
+        "training.sample_tokens=0",
+    )
+    (row,) = plan(tmp_path, "plan.topology=v3-8", "plan.processes=1", *state, *small)["rows"]
+    assert (row["stage"], row["remat"], row["master_dtype"], row["state_dtype"]) == (3, "nested", "bfloat16", "int8")
+    assert row["fits"] and row["fused_update"] and row["clipping"] and row["skipping"]
+    assert row["statistics_peak_bytes"] is None
+    assert 4 < row["state_bytes_per_parameter"] < 4.1  # norms and biases have 12
+    assert row["state_bytes"] < row["evaluation_peak_bytes"] < row["peak_bytes"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+def test_a_signal_leaves_no_compiler_behind(number: int, tmp_path: Path) -> None:
+    pytest.importorskip("libtpu")
+    options = ("plan.topology=v3-8", "model.size=1_3b", "plan.processes=2")
+    process = cli.start(tmp_path, "mode=plan", "hydra.run.dir=plan", *options)
+    log = tmp_path / "plan" / "compiler.log"
+    while not (log.exists() and log.stat().st_size):  # libtpu is loaded, and a program is traced or compiled
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(2)
+    compilers = psutil.Process(process.pid).children(recursive=True)
+    assert len(compilers) >= 2
+    process.send_signal(number)
+    try:
+        assert process.wait(60) == (128 + number if number == signal.SIGTERM else -number)
+        assert psutil.wait_procs(compilers, timeout=30)[1] == []
+    finally:
+        for compiler in compilers:
+            with suppress(psutil.NoSuchProcess):
+                compiler.kill()
+    errors = cli.finish(process).stderr
+    assert number == signal.SIGKILL or errors.endswith("error: interrupted\n")
+
+
+def planned_rows(**changes: Any) -> dict[str, Any]:
+    """A plan of two rows that differ in the stage and in `changes` of the second."""
+    row = dict.fromkeys(("state_bytes", "gradient_bytes", "gathered_bytes", "evaluation_peak_bytes"), 2**30)
+    row |= {"peak_bytes": 2**32, "sampling_peak_bytes": 5 * 2**30, "available_bytes": 2**33, "parameters": 10**9}
+    row |= {"stage": 3, "micro_batch": 2, "accumulation": 1, "context": 64, "tokens": 1024, "flops": 10**12}
+    found: dict[str, Any] = row | {"remat": "full", "fused_update": False, "fits": True, "collective_bytes": None}
+    found |= {"state_bytes_per_parameter": 12.0, "tensor_shards": 2, "context_shards": 1, "expert_shards": 1}
+    found |= {"collective_bytes_across_hosts": None, "gathers_hidden": None, "grid": [1, 2, 4]}
+    found |= {"master_dtype": "float32", "state_dtype": "float32", "overlap_gathers": True, "compile_seconds": 3.0}
+    found |= {"is_estimate": False, "statistics_peak_bytes": None}
+    found |= {"seconds": 0.512, "seconds_lower_bound": 0.25, "tokens_per_second": 2000.0, "mfu": 0.456}
+    found |= {"exposed_bytes": 5.8e9, "exposed_seconds": 0.1}
+    found |= {"breakdown": [["MLP", "forward", 0.128], ["MLP", "backward", 0.256], ["<softmax>", "forward", 0.128]]}
+    rows = [found, found | {"stage": 2} | changes]
+    return {"topology": "v3-8", "devices": 8, "parameters": 10**9, "best": 0, "rows": rows}
+
+
+def test_plan_table() -> None:
+    """The table shows the columns that differ and those that decide."""
+    config: Config = OmegaConf.to_object(OmegaConf.merge(Config, default_config()))  # type: ignore[assignment]
+    text = table(planned_rows(), config)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    _, same, _, header, *rows = text.splitlines()
+    assert "context 64" in same and "stage" not in same
+    assert header.split() == ["stage", "peak", "seconds", "tokens/s", "MFU", "exposed"]
+    assert rows[0].split()[:6] == ["3", "4.00", "0.5120", "2,000", "45.6%", "5.8"]
+    assert rows[0].endswith("fits, 3.00 to spare <- best")  # sampling needs the most
+    text = table(planned_rows(micro_batch=4, seconds=None, tokens_per_second=None), config)
+    _, _, _, header, _, second, *_ = text.splitlines()
+    assert "sequences x micro-batches" in header and "> 0.2500" in second  # no prediction: the lower bound
+
+
+def test_days_and_dollars() -> None:
+    """Days and dollars are shown where there is a price."""
+    config: Config = OmegaConf.to_object(OmegaConf.merge(Config, default_config()))  # type: ignore[assignment]
+    assert "dollars" not in table(planned_rows(), config)
+    config.plan.dollars_per_hour = 8.8
+    priced = table(planned_rows(days=1234.5, dollars=98765.4), config)
+    assert "1,234.50" in priced and "98,765" in priced
+    assert f"{config.training.total_steps} steps, at 8.8 dollars per" in priced.replace("\n  ", " ")
+
+
+def test_breakdown_sums_to_the_predicted_time() -> None:
+    result = planned_rows()
+    header, mlp, softmax = breakdown_table(result["rows"][0]).splitlines()
+    assert header.split() == ["ms", "forward", "recomputed", "backward", "update", "all", "share"]
+    assert mlp.split() == ["MLP", "128.0", "0.0", "256.0", "0.0", "384.0", "75.0%"]
+    assert softmax.split()[-1] == "25.0%"
+
+
+def test_plan_page() -> None:
+    """The page has every column and a picture."""
+    text = page(planned_rows(), "a <summary>")
+    assert all(f"<th>{name}</th>" in text for name in (*SETTINGS, *RESULTS, *DETAILS))
+    assert "a &lt;summary&gt;" in text and "<svg" in text and "<softmax>" not in text
+    unknown = dict.fromkeys(("seconds", "breakdown", "tokens_per_second", "mfu", "exposed_bytes", "exposed_seconds"))
+    result = planned_rows(**unknown)
+    assert "<svg" not in page(result | {"rows": result["rows"][1:]}, "")
+
+
+MIXTURE = "[{index: 'my text.index', weight: 0.7}, {index: gs://b/c.index, weight: 0.3}]"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["+preset=v3-8-fused", "model.attention=auto", "data.index_path_train=a.index"],
+        ["model.size=1_1b", "zero.wire_dtype=bfloat16", "zero.reduce_dtype=bfloat16", "zero.compute_dtype=float32"],
+        ["training.max_gradient_norm=null", "training.skip_bad_steps=false", "training.skip_spikes=6", "seed=3"],
+        ["zero.master_dtype=bfloat16"],
+        ["training.ema=0.999", "model.attention=blockwise", f"data.index_path_train={MIXTURE}", "profile.steps=[2,3]"],
+    ],
+    ids=lambda overrides: overrides[0] if overrides else "defaults",
+)
+def test_training_command_equals_plan(overrides: list[str]) -> None:
+    """The training command composes to the configuration that was planned.
+
+    Every key of it, but those of the plan: the step is then the one that was compiled.
+    """
+    planned = check(compose("mode=plan", "plan.topology=v3-32", *overrides), load_sizes())
+    row: dict[str, Any] = {"micro_batch": 2, "devices": 32, "hosts": 4, "context": 128, "state_dtype": "bfloat16"}
+    is_fused = planned.zero.fused_update
+    row |= (
+        {"stage": 3, "remat": "nested", "accumulation": 1}
+        if is_fused
+        else {"stage": 2, "remat": "dots", "accumulation": 4}
+    )
+    row |= {"master_dtype": planned.zero.master_dtype, "tensor_shards": 1, "context_shards": 2, "replicas": 2}
+    row |= {"expert_shards": 1, "phases": "auto", "overlap_gathers": False, "seconds": 0.5}
+    python, program, *command = shlex.split(training_command(row, planned))
+    assert (python, program) == ("python", "main_zero.py")
+    trained = check(compose(*command), load_sizes())
+    assert (trained.mode, trained.training.batch_size) == ("train", 8 * row["accumulation"])
+    planned.data.max_context, planned.zero.stage, planned.zero.remat = 128, row["stage"], row["remat"]
+    planned.optimizer.state_dtype = row["state_dtype"]
+    planned.zero.context_shards, planned.zero.replicas, planned.zero.overlap_gathers = 2, 2, False
+    planned.training.batch_size = trained.training.batch_size
+    planned.training.gradient_accumulation_steps = row["accumulation"]
+    planned.mode, planned.plan, planned.profile.step_time = trained.mode, trained.plan, 0.5
+    assert trained == planned
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_one_billion_on_32_cores(tmp_path: Path) -> None:
+    """A model of one billion parameters fits 32 v3 cores."""
+    pytest.importorskip("libtpu")
+    overrides = ("plan.topology=v3-32", "model.size=1_1b", "plan.micro_batch=4", "plan.processes=1", "zero.remat=full")
+    rows = plan(tmp_path, *overrides, timeout=1100)["rows"]
+    assert [row["fits"] for row in rows] == [False, True, True, True]
+    for row, gib in zip(rows[1:], (5.3, 3.4, 1.5), strict=True):
+        assert row["peak_bytes"] <= gib * 2**30 and row["clipping"] and row["skipping"]

@@ -1,0 +1,204 @@
+"""Searches over rows that are made up: no compiler is needed to see what they choose."""
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from zero.config.schema import Config, Grid
+from zero.errors import UserError
+from zero.models.config import GPTConfig
+from zero.plan import search
+from zero.plan.compile import Request
+
+# What is known of a step before it is compiled, and after.
+SAME = {"tokens": 100, "seconds": None, "seconds_lower_bound": 1.0}
+PEAKS = {
+    "peak_bytes": 50,
+    "evaluation_peak_bytes": 10,
+    "sampling_peak_bytes": None,
+    "statistics_peak_bytes": None,
+    "available_bytes": 100,
+}
+FITTING: dict[str, Any] = SAME | PEAKS | {"fits": True, "parameters": 1}
+
+
+def grid_of(**values: Any) -> Grid:
+    """One setting, but for these values."""
+    one: dict[str, Any] = {field.name: [1] for field in dataclasses.fields(Grid)}
+    one |= {"stage": [3], "remat": ["full"], "phases": ["flat"], "overlap_gathers": [True]}
+    return Grid(**one | dict.fromkeys(("master_dtype", "state_dtype", "context")) | values)
+
+
+def test_search_prefers_fast_with_headroom() -> None:
+    """A search prefers configurations that are fast and leave headroom."""
+    row = FITTING
+    slow, fast = row | {"seconds_lower_bound": 2.0}, row | {"seconds_lower_bound": 1.0}
+    full = row | {"seconds_lower_bound": 0.1, "peak_bytes": 96}
+    too_big = row | {"seconds_lower_bound": 0.1, "fits": False}
+    assert search.best([slow, full, fast, too_big], headroom=0.05) is fast
+    assert search.best([full, too_big], headroom=0.05) is None
+    evaluates = row | {"seconds_lower_bound": 0.1, "evaluation_peak_bytes": 96}
+    assert search.best([evaluates, slow], headroom=0.05) is slow
+    predicted = row | {"seconds_lower_bound": 0.1, "seconds": 1.5}
+    assert search.best([predicted, slow], headroom=0.05) is predicted
+    assert search.best([predicted, fast], headroom=0.05) is fast
+
+
+def test_rows_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a search each stage has a row, and with a fused update only stage 3."""
+    monkeypatch.setattr(search, "compile_step", lambda request: {"stage": request.config.zero.stage})
+    request = Request(Config(), GPTConfig(512, 50304, 2, 64, 0.0, 4), 1)
+    with ThreadPoolExecutor(1) as pool:
+        for is_fused, stages in ((False, [0, 1, 2, 3]), (True, [3])):
+            request.config.zero.fused_update = is_fused
+            assert [row["stage"] for row in search.every_stage(pool, request)] == stages
+
+
+def test_search_covers_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search covers all combinations of the grid."""
+    monkeypatch.setattr(search, "outline", lambda request: SAME)
+    monkeypatch.setattr(search, "compile_step", lambda request: FITTING | {"config": request.config})
+    config = Config()
+    config.plan.grid = grid = grid_of(stage=[2, 3], micro_batch=[4, 1])
+    config.data.max_context, config.optimizer.state_dtype, config.zero.master_dtype = 64, "bfloat16", "float32"
+    config.zero.fused_update, config.mode = False, "evaluate"
+    for state_dtypes, master_dtypes in ((None, None), (["float32", "int8"], ["float32", "bfloat16"])):
+        grid.state_dtype, grid.master_dtype = state_dtypes, master_dtypes
+        with ThreadPoolExecutor(1) as pool:
+            rows = search.fastest(pool, Request(config, GPTConfig(512, 50304, 2, 64, 0.0, 4), 1), 1)
+        found = [row["config"] for row in rows]
+        assert [(c.zero.stage, c.optimizer.state_dtype, c.zero.master_dtype) for c in found[::2]] == [
+            (stage, state_dtype, master_dtype)
+            for stage in (2, 3)
+            for master_dtype in master_dtypes or ["float32"]
+            for state_dtype in state_dtypes or ["bfloat16"]
+        ]
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_search_compiles_possible_winners(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search compiles only what can be the fastest.
+
+    The step takes twice its bound; rows of 4 do not fit; the bound of stage 1 is below the speed of stage 3.
+    """
+    bounds, compiled = {1: 5.0, 2: 1.5, 3: 1.0}, []
+
+    def outline(request: Request) -> dict[str, Any]:
+        rows = request.micro_batch
+        return {
+            "tokens": 100 * rows,
+            "seconds": None,
+            "seconds_lower_bound": rows * bounds[request.config.zero.stage],
+        }
+
+    def compile_step(request: Request) -> dict[str, Any]:
+        row, rows = outline(request), request.micro_batch
+        compiled.append((request.config.zero.stage, rows))
+        seconds = 2 * row["seconds_lower_bound"]
+        return FITTING | row | {"seconds": seconds, "fits": rows < 4}
+
+    monkeypatch.setattr(search, "outline", outline)
+    monkeypatch.setattr(search, "compile_step", compile_step)
+    config = Config()
+    config.plan.grid = Grid(
+        [1, 2, 3], [8, 1, 4, 2], [1], ["full"], None, None, None, [1], [1], [1], [1], ["flat"], [True]
+    )
+    config.data.max_context, config.optimizer.state_dtype, config.zero.master_dtype = 64, "float32", "float32"
+    config.zero.fused_update, config.mode = False, "evaluate"
+    with ThreadPoolExecutor(processes) as pool:
+        rows = search.fastest(pool, Request(config, GPTConfig(512, 50304, 2, 64, 0.0, 4), 1), processes)
+    if processes == 1:
+        assert compiled == [(3, 1), (3, 2), (3, 4), (2, 1), (2, 2), (2, 4)]
+    else:  # whoever has nothing else to do tries stage 1, before anything is known
+        assert {(3, 1), (3, 2), (3, 4), (2, 1)} <= set(compiled) and (3, 8) not in compiled
+    assert len(rows) == len(compiled)
+    assert search.best(rows, 0.05) in [row for row in rows if row["seconds"] == 2 * row["tokens"] / 100]
+
+
+def test_search_skips_the_impossible(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """A search leaves out what is not possible.
+
+    By the configuration alone, and by the devices, which the processes that compile know.
+    """
+
+    def outline(request: Request) -> dict[str, Any]:
+        if request.config.zero.replicas == 3:
+            raise UserError("zero.replicas=3: expected a divisor of 8")
+        return SAME
+
+    def compile_step(request: Request) -> dict[str, Any]:
+        zero = request.config.zero
+        return FITTING | {"zero": (zero.tensor_shards, zero.context_shards, zero.replicas, zero.phases)}
+
+    monkeypatch.setattr(search, "outline", outline)
+    monkeypatch.setattr(search, "compile_step", compile_step)
+    config = Config()
+    numbers, phases = [1, 2, 3], ["flat", "torus"]
+    config.plan.grid = grid_of(context=[64], tensor=numbers, context_shards=numbers, replicas=numbers, phases=phases)
+    config.zero.master_dtype, config.optimizer.state_dtype, config.model.size = "float32", "float32", "two_heads"
+    config.zero.fused_update, config.mode, config.model.attention = False, "plan", "auto"
+    config.training.context_stages, config.training.staged_warmup_steps = None, 0
+    request = Request(config, GPTConfig(512, 50304, 2, 64, 0.0, 4), 1)
+    with ThreadPoolExecutor(1) as pool:
+        found = [row["zero"] for row in search.fastest(pool, request, 1)]
+        expected = [(1, 1), (1, 2), (2, 1)]  # of 64 positions 3 devices have no equal numbers of pieces
+        assert sorted({one[:2] for one in found}) == expected
+        for groups in expected:
+            of_phases = [("flat", 1), ("torus", 1), ("flat", 2)] if groups[0] == 1 else [("flat", 1), ("flat", 2)]
+            assert [one[:1:-1] for one in found if one[:2] == groups] == of_phases
+        assert "left out: zero.replicas=3: expected a divisor of 8" in caplog.text
+        config.plan.grid.replicas = [3]
+        with pytest.raises(UserError, match="divisor of 8"):
+            search.fastest(pool, request, 1)
+        config.plan.grid.tensor = [3]
+        with pytest.raises(
+            UserError, match=r"(?s)no combination.*zero.tensor_shards: expected a divisor of num_head=2"
+        ):
+            search.fastest(pool, request, 1)
+
+
+@pytest.mark.parametrize(("fits_up_to", "remat"), [(4, "full"), (5, "full"), (8, "full"), (61, "full"), (77, "nested")])
+def test_deepest_that_fits(fits_up_to: int, remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deepest model that fits is found with a few programs."""
+    tried = []
+
+    def compile_step(request: Request) -> dict[str, Any]:
+        layers = request.size.N
+        tried.append(layers)
+        peak = 1000 + 100 * layers + (layers % 3) * 2  # a line, but for rounding
+        available = 1000 + 100 * fits_up_to + 50
+        peaks = {
+            "peak_bytes": peak,
+            "evaluation_peak_bytes": None,
+            "sampling_peak_bytes": None,
+            "statistics_peak_bytes": None,
+        }
+        return peaks | {"fits": layers <= fits_up_to, "available_bytes": available, "layers": layers}
+
+    monkeypatch.setattr(search, "compile_step", compile_step)
+    request = Request(Config(), GPTConfig(512, 50304, 2, 64, 0.0, 4), 1).with_changes(remat=remat)
+    row = search.deepest(request)
+    assert row is not None and row["layers"] == (72 if remat == "nested" else fits_up_to) and len(tried) <= 6
+    monkeypatch.setattr(search, "compile_step", lambda request: compile_step(request) | {"fits": False})
+    assert search.deepest(request) is None
+
+
+def test_search_over_state_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches include the dtypes of the state."""
+    config = Config()
+    config.plan.grid = grid_of(master_dtype=["float32", "bfloat16"], state_dtype=["int8"], context=[64])
+    config.zero.fused_update, config.mode = False, "evaluate"
+
+    def dtypes(request: Request) -> dict[str, Any]:
+        return FITTING | {"dtypes": (request.config.zero.master_dtype, request.config.optimizer.state_dtype)}
+
+    monkeypatch.setattr(search, "outline", lambda request: SAME)
+    monkeypatch.setattr(search, "compile_step", dtypes)
+    monkeypatch.setattr(search, "deepest", dtypes)
+    monkeypatch.setattr(search, "WIDTHS", (512,))
+    size = GPTConfig(512, 50304, 2, 64, 0.0, 4)
+    with ThreadPoolExecutor(1) as pool:
+        for rows in (search.fastest(pool, Request(config, size, 1), 1), search.largest(pool, config)):
+            assert [row["dtypes"] for row in rows] == [("float32", "int8"), ("bfloat16", "int8")]

@@ -1,0 +1,185 @@
+"""Direct preference optimization as a whole: JSON lines and a folder in; the reference's values, learned, resumed."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from tests.config.composing import Only, compose
+from tests.helpers import cli, llama
+from tests.helpers.corpora import call
+from zero.config.check import check
+from zero.config.schema import Config
+from zero.corpus.reading.loader import Loader
+from zero.errors import UserError
+from zero.job import make_job
+from zero.models.families import FAMILIES
+from zero.plan.compile import Request, evaluation_arguments, step_arguments
+from zero.training.dpo import METRICS
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+
+CONTEXT, STEPS = 24, 6
+SIZE = llama.size(CONTEXT)
+SHAPE = {"embedding_dim": 48, "vocab_size": 300, "num_head": 6, "kv_heads": 2, "mlp_dim": 61, "N": 2, "dropout": 0.0}
+TRAIN, VALIDATION = (f"data/index/pairs_{split}.index" for split in ("train", "validation"))
+JOB = (
+    *(o for o in cli.TINY if not o.startswith(("model.", "data.", "training.total", "training.eval", "training.max"))),
+    "model.size=mine",
+    "model.sizes=sizes.yaml",
+    "model.warm_start=true",
+    "model.model_path=folder",
+    "data.corpus=null",
+    "data.wandb_project=null",
+    f"data.max_context={CONTEXT}",
+    f"data.index_path_train={TRAIN}",
+    f"data.index_path_validation={VALIDATION}",
+    "training.objective=dpo",
+    "training.dpo_beta=0.3",
+    "training.peak_learning_rate=3e-3",
+    f"training.total_steps={STEPS}",
+    f"training.evaluation_frequency={STEPS // 2}",
+    "training.maximum_evaluation_steps=100",
+)
+LORA = ("tuning.method=lora", "tuning.rank=4", "tuning.alpha=8", "training.peak_learning_rate=2e-2")
+
+
+class Place(NamedTuple):
+    forks: cli.Forks
+    run: Path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A folder of transformers, a corpus of pairs, and a run of main_zero.py on 8 devices that has learned them."""
+    root = tmp_path_factory.mktemp("dpo")
+    llama.save(root / "folder", CONTEXT)
+    sizes = {"mine": {**SHAPE, "block_size": CONTEXT, "alibi_attn": False, **FAMILIES["llama"]}}
+    (root / "sizes.yaml").write_text(yaml.safe_dump(sizes))
+    lines = [
+        {"prompt": f"{i} and {j}? ", "chosen": "yes" + "!" * (i % 3), "rejected": "no" + "?" * (j % 5)}
+        for i in range(12)
+        for j in range(12)
+    ]
+    (root / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        done = call("pairs.jsonl", "--preferences", "--row-tokens", str(CONTEXT), "--validation-fraction", "0.2")
+        assert done.returncode == 0, done.stderr
+        forks = cli.Forks(root)
+        yield Place(forks, forks.train("run", *JOB))
+
+
+def torch_values(index: str) -> np.ndarray:
+    """The log-probability of each completion given its prompt by PyTorch, `(rows, 2)`, one text at a time."""
+    import torch
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained("folder")
+    options: dict[str, Any] = {"shuffle": False, "max_epochs": 1, "only_completions": True, "pairs": True}
+    found = []
+    for batch in Loader(index, global_rows=1, context=CONTEXT, vocab_size=300, **options).batches():
+        for text in batch.tokens.reshape(2, CONTEXT):
+            own = text[: len(np.trim_zeros(text + 1, "b"))]
+            ids = torch.tensor(np.maximum(own, ~own)[None]).long()
+            with torch.no_grad():
+                log_probabilities = model(ids).logits.log_softmax(-1)[0, :-1]
+            per_token = log_probabilities[torch.arange(len(own) - 1), ids[0, 1:]].numpy()
+            found.append(per_token[own[1:] >= 0].sum())
+    return np.reshape(found, (-1, 2))
+
+
+def test_reference_is_that_of_pytorch(place: Place) -> None:
+    """Values of PyTorch beside each index file."""
+    for index in (TRAIN, VALIDATION):
+        (path,) = Path(index).parent.glob(f"{Path(index).stem}.reference-*.npy")
+        np.testing.assert_allclose(np.load(path), torch_values(index), rtol=1e-4, atol=1e-3)
+
+
+def test_preference_is_learned(place: Place) -> None:
+    """The first loss is that of equal models; then the chosen texts are preferred, also in pairs not learned from."""
+    lines = cli.metrics(place.run)
+    assert lines[0]["train/loss"] == pytest.approx(np.log(2), abs=1e-4)
+    assert abs(lines[0]["rewards/margins"]) < 1e-4 and set(METRICS) < set(lines[0])
+    assert lines[-1]["rewards/accuracies"] == 1 and lines[-1]["train/loss"] < 0.5
+    assert lines[-1]["validation/rewards/accuracies"] == 1 and lines[-1]["validation/loss"] < 0.5
+    assert lines[-1]["logps/chosen"] > lines[-1]["logps/rejected"]
+    assert lines[-1]["tokens_seen"] == STEPS * 16 * 2 * CONTEXT
+
+
+def test_resumed_bit_for_bit(place: Place) -> None:
+    """A run that continues from the middle is the same, bit for bit, and reads the values that were stored."""
+    before = {path: path.stat().st_mtime_ns for path in Path("data/index").glob("*.npy")}
+    assert cli.metrics(place.forks.fork("run", STEPS // 2)) == cli.metrics(place.run)
+    assert {path: path.stat().st_mtime_ns for path in Path("data/index").glob("*.npy")} == before
+
+
+@pytest.mark.slow
+def test_adapters_on_their_base(place: Place) -> None:
+    """Adapters learn with their base as the reference, and are resumed bit for bit; nothing is stored."""
+    before = set(Path("data/index").iterdir())
+    run = place.forks.train("lora", *JOB, *LORA, "zero.stage=2")
+    lines = cli.metrics(run)
+    assert lines[0]["train/loss"] == pytest.approx(np.log(2), abs=1e-4)
+    assert lines[-1]["train/loss"] < 0.6 and lines[-1]["validation/rewards/accuracies"] > 0.9
+    assert cli.metrics(place.forks.fork("lora", STEPS // 2)) == lines
+    assert set(Path("data/index").iterdir()) == before
+
+
+def test_damaged_reference_is_named(place: Place, tmp_path: Path) -> None:
+    (path,) = Path("data/index").glob("pairs_train.reference-*.npy")
+    data = path.read_bytes()
+    try:
+        path.write_bytes(data[:-8])
+        cli.check_refusal(place.forks.run(*JOB, f"hydra.run.dir={tmp_path}"), f"{path} is not a complete .npy array")
+    finally:
+        path.write_bytes(data)
+
+
+def configured(*overrides: str) -> Config:
+    return check(compose(*(o for o in JOB if "model.size" not in o), "model.size=mine", *overrides), Only(SIZE))
+
+
+def test_plan_has_the_texts_of_pairs() -> None:
+    """A planned step and evaluation take two texts per pair of a micro-batch, and the values of the reference."""
+    config = configured("mode=plan", "plan.micro_batch=3")
+    request, job = Request(config, SIZE, 3), make_job(config, SIZE)
+    arguments = step_arguments(job, request.rows, CONTEXT)
+    assert arguments[1].tokens.shape == (8, 3 * 2 * 2, CONTEXT) and arguments[1].reference.shape == (8, 3 * 2 * 2)
+    _, metrics = jax.eval_shape(job.programs.step, *arguments)
+    assert set(METRICS) < set(metrics)
+    _, _, sums = jax.eval_shape(job.programs.evaluate, *evaluation_arguments(job, request))
+    assert set(sums) == set(METRICS)
+
+
+def test_contradictions_are_refused() -> None:
+    """Keys that do not fit pairs, or a stored reference, are refused by name, all at once."""
+    wrong = {
+        "model.warm_start=false": "true, as the reference of training.objective=dpo",
+        "training.staged_warmup_steps=2": "0, as training.objective=dpo compares whole texts",
+        "data.corpus=stdlib": "null, as zero-prepare --preferences",
+        "data.crop=all": "first, as a row is one text",
+        "data.isolate_documents=true": "false, as a row is one text",
+        "data.max_skipped_rows=5": "0, as training.objective=dpo stores",
+    }
+    with pytest.raises(UserError) as error:
+        configured(*wrong)
+    lines = str(error.value).splitlines()
+    for line, (given, expected) in zip(sorted(lines), sorted(wrong.items()), strict=True):
+        assert line.startswith(f"{given}: expected {expected}")
+    with pytest.raises(
+        UserError, match=r"evaluate.index=null: expected an index file of texts, as data.index_path_val"
+    ):
+        configured("mode=evaluate")
+    configured("data.max_skipped_rows=5", *LORA)
+    with pytest.raises(
+        UserError, match=r"objective=dpo: expected likelihood, as model\.size=mine has z_loss, with a loss"
+    ):
+        check(compose(*JOB), Only(dataclasses.replace(SIZE, z_loss=1e-4)))

@@ -1,0 +1,290 @@
+"""Where runs lie: which one a resume finds, and what its command line becomes."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import hydra
+import pytest
+
+import zero.config.schema  # noqa: F401  declares the keys
+from tests.helpers import bucket, hosts
+from zero.cli import errors_in_lines
+from zero.errors import UserError
+from zero.run.find_run import DEFAULT_ROOT, newest_run, resume_overrides
+from zero.run_directory import (
+    CONFIG_FILE,
+    LAYOUT_FILE,
+    checkpoint_directory,
+    locked,
+    mirror,
+    rebuild,
+    saved_config,
+    saved_steps,
+)
+
+CONF = Path(__file__).parents[3] / "conf"
+ODD_NAMES = [
+    "my run",
+    "it's",
+    "a='b', c",
+    'say "so"',
+    "back\\slash",
+    "trailing\\",
+    "{a: 1}",
+    "a,b",
+    "#1",
+    "(x)",
+    "ü",
+    "$x",
+]
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def make_run(place: Path, steps: list[int], checkpoints: str = "checkpoints", bucket_path: str = "null") -> Path:
+    place.mkdir(parents=True)
+    (place / CONFIG_FILE).write_text(f"data:\n  bucket_path: {bucket_path}\n  checkpoint_directory: {checkpoints}\n")
+    (place / LAYOUT_FILE).write_text("1 element\n")
+    for step in steps:
+        (place / checkpoints / str(step)).mkdir(parents=True)
+    return place
+
+
+def hydra_reads(overrides: list[str]) -> tuple[str, str]:
+    """The run to resume and the run directory, as a program gets them."""
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        config = hydra.compose("config", overrides, return_hydra_config=True)
+    return config.resume, config.hydra.run.dir
+
+
+def test_without_a_flag_nothing_changes() -> None:
+    make_run(DEFAULT_ROOT / "a", [5])
+    assert resume_overrides(["seed=1", "--cfg", "job"]) == ["seed=1", "--cfg", "job"]
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--resume=auto"])
+def test_resume_finds_the_last_run(flag: str, in_tmp_path: Path) -> None:
+    """A resume finds the run that was started last and continues in its directory."""
+    make_run(DEFAULT_ROOT / "b", [5])
+    make_run(DEFAULT_ROOT / "2030-01-01" / "a", [5, 10])
+    make_run(DEFAULT_ROOT / "c", [])
+    overrides = resume_overrides(["seed=1", flag])
+    assert overrides[0] == "seed=1"
+    assert hydra_reads(overrides) == (str(in_tmp_path / "runs/2030-01-01/a"),) * 2
+
+
+def test_other_config_files() -> None:
+    """Other files called config.yaml are not runs."""
+    run = make_run(DEFAULT_ROOT / "a", [5])
+    for other in ("wandb/offline-run/files", ".hydra", "checkpoints/5/meta"):
+        (run / other).mkdir(parents=True)
+        (run / other / CONFIG_FILE).write_text("data:\n  value: 3\n")
+    assert newest_run(DEFAULT_ROOT) == run
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+@pytest.mark.parametrize("is_fork", [False, True])
+def test_any_directory_name(name: str, is_fork: bool, in_tmp_path: Path) -> None:
+    """Any name of a directory survives the way through Hydra."""
+    run = make_run(DEFAULT_ROOT / name, [5, 10])
+    step = ["data.resume_step=5"] if is_fork else []
+    resumed, directory = hydra_reads(resume_overrides(["--resume", *step]))
+    assert resumed == str(in_tmp_path / run)
+    assert (directory == resumed) is not is_fork
+
+
+@pytest.mark.parametrize(
+    "given", ["elsewhere/my run", "'elsewhere/my run'", '"elsewhere/my run"', "./elsewhere/../elsewhere/my run"]
+)
+def test_run_can_be_named(given: str, in_tmp_path: Path) -> None:
+    make_run(DEFAULT_ROOT / "newer", [5])
+    run = make_run(Path("elsewhere/my run"), [5, 10])
+    overrides = resume_overrides([f"hydra.run.dir={given}", "--resume"])
+    assert hydra_reads(overrides) == (str(in_tmp_path / run),) * 2
+
+
+def test_older_step_forks(in_tmp_path: Path) -> None:
+    """A resume from an older step gets a new directory."""
+    run = make_run(Path("mine"), [5, 10])
+    for step, is_fork in (("5", True), ("10", False), ("null", False)):
+        overrides = resume_overrides(["hydra.run.dir=mine", f"data.resume_step={step}", "--resume"])
+        resumed, directory = hydra_reads(overrides)
+        assert resumed == str(in_tmp_path / run)
+        assert directory.startswith("runs/") if is_fork else directory == resumed
+
+
+def test_nothing_to_resume() -> None:
+    make_run(DEFAULT_ROOT / "a", [])
+    make_run(Path("empty"), [])
+    Path("other").mkdir()
+    with pytest.raises(UserError, match="runs has no checkpoint"):
+        resume_overrides(["--resume"])
+    for place in ("empty", "other", "nowhere"):
+        with pytest.raises(UserError, match=f"{place} has no checkpoint"):
+            resume_overrides(["--resume", f"hydra.run.dir={place}"])
+        assert resume_overrides(["--resume=auto", f"hydra.run.dir={place}"]) == [f"hydra.run.dir={place}"]
+    assert resume_overrides(["--resume=auto", "seed=1"]) == ["seed=1"]
+
+
+@pytest.mark.parametrize("option", ["-m", "--multirun"])
+def test_sweep_directories(option: str, in_tmp_path: Path) -> None:
+    """A sweep is continued in its directory, and no job in that of another."""
+    make_run(DEFAULT_ROOT / "multirun" / "older" / "0", [5])
+    make_run(DEFAULT_ROOT / "multirun" / "it's" / "1", [5])
+    make_run(DEFAULT_ROOT / "no sweep", [5])
+    make_run(Path("mine") / "a" / "0", [5])
+    for flag in ("--resume", "--resume=auto"):
+        newest, given = resume_overrides([option, "seed=1,2", flag]), ("hydra.sweep.dir=mine",)
+        assert newest == [option, "seed=1,2", f"hydra.sweep.dir='{in_tmp_path}/runs/multirun/it\\'s'"]
+        named = resume_overrides([option, "seed=1,2", *given, flag])
+        assert named == [option, "seed=1,2", f"hydra.sweep.dir='{in_tmp_path}/mine'"]
+    with pytest.raises(UserError, match="none has no checkpoint"):
+        resume_overrides([option, "--resume", "hydra.sweep.dir=none"])
+    assert resume_overrides([option, "--resume=auto", "hydra.sweep.dir=none"]) == [option, "hydra.sweep.dir=none"]
+    forks = resume_overrides([option, "--resume", "hydra.run.dir=mine/a/0", "seed=1,2"])
+    assert forks == [option, "seed=1,2", f"resume='{in_tmp_path}/mine/a/0'"]
+
+
+@pytest.mark.parametrize("flag", ["--resume=yes", "--resume=", "--resume-auto", "--resumes"])
+def test_misspelt_flag_is_refused(flag: str) -> None:
+    make_run(DEFAULT_ROOT / "a", [5])
+    with pytest.raises(UserError, match=f"{flag}: expected --resume or --resume=auto"):
+        resume_overrides([flag])
+
+
+@pytest.mark.parametrize("content", ["", "data: {", "seed: 1\n", "data: 5\n", "data:\n  corpus: null\n"])
+def test_damaged_run(content: str, in_tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A damaged run is named and passed over."""
+    good = make_run(DEFAULT_ROOT / "good", [5])
+    damaged = make_run(DEFAULT_ROOT / "newer", [5])
+    (damaged / CONFIG_FILE).write_text(content)
+    assert f"resume='{in_tmp_path / good}'" in resume_overrides(["--resume"])
+    assert f"skipped: {damaged}/{CONFIG_FILE} is damaged: " in caplog.text
+    with pytest.raises(UserError, match=f"{damaged}/{CONFIG_FILE} is damaged: "):  # where it is the one that is named
+        resume_overrides(["--resume=auto", f"hydra.run.dir={damaged}"])
+
+
+def test_deleted_bucket(
+    server: str, in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A deleted bucket is named and passed over."""
+    bucket.use(monkeypatch, server)
+    older = make_run(DEFAULT_ROOT / "older", [5])
+    make_run(DEFAULT_ROOT / "newer", [], bucket_path="deleted")
+    assert newest_run(DEFAULT_ROOT) == older
+    assert "skipped: gs://deleted/checkpoints: no such bucket" in caplog.text
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--resume=auto"])
+def test_silent_bucket_is_tried_again(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bucket that does not answer is tried again, and no older run is taken."""
+    bucket.use(monkeypatch, f"http://127.0.0.1:{hosts.free_port()}", deadline=0.3)
+    make_run(DEFAULT_ROOT / "older", [5])
+    make_run(DEFAULT_ROOT / "newer", [], bucket_path="bucket")
+    monkeypatch.setattr("zero.cli.exit_immediately", sys.exit)
+    with pytest.raises(SystemExit, match=r"^1$"), errors_in_lines():
+        resume_overrides([flag])
+    assert capsys.readouterr().err.startswith("error: gs://bucket/checkpoints: no answer within")
+
+
+def test_older_runs_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs older than the newest valid one are not examined."""
+    make_run(DEFAULT_ROOT / "older", [5])
+    newest = make_run(DEFAULT_ROOT / "newest", [5])
+    examined: list[Path] = []
+
+    def count(run: Path) -> list[int]:
+        examined.append(run)
+        return saved_steps(run)
+
+    monkeypatch.setattr("zero.run.find_run.saved_steps", count)
+    assert newest_run(DEFAULT_ROOT) == newest and examined == [newest]
+
+
+def test_launcher_with_a_fixed_step() -> None:
+    """A launcher that would go back at every start is refused."""
+    make_run(DEFAULT_ROOT / "a", [5, 10])
+    with pytest.raises(UserError, match=r"data\.resume_step: expected --resume, once"):
+        resume_overrides(["--resume=auto", "data.resume_step=5"])
+
+
+def test_half_written_checkpoint_is_none() -> None:
+    run = make_run(DEFAULT_ROOT / "a", [5])
+    (run / "checkpoints" / "10.orbax-checkpoint-tmp").mkdir()
+    (run / "checkpoints" / "11").touch()
+    assert saved_steps(run) == [5]
+
+
+def test_place_of_checkpoints(in_tmp_path: Path) -> None:
+    assert checkpoint_directory(Path("run"), None, "checkpoints") == Path("run/checkpoints")
+    assert checkpoint_directory(Path("run"), None, "/scratch/it") == Path("/scratch/it")
+    assert checkpoint_directory(Path("run"), "gs://bucket/", "a/b/") == "gs://bucket/a/b"
+    assert checkpoint_directory(Path("run"), "bucket", "/scratch/it") == Path("/scratch/it")
+    run = make_run(Path("run"), [], checkpoints=str(in_tmp_path / "shared"))
+    (in_tmp_path / "shared" / "7").mkdir(parents=True)
+    assert saved_steps(run) == [7]
+
+
+def test_directory_without_a_run() -> None:
+    """A directory that is not a run is named."""
+    with pytest.raises(UserError, match=r"nowhere: not a run directory, config\.yaml is missing"):
+        saved_config(Path("nowhere"))
+
+
+def test_lost_run_directory(in_tmp_path: Path) -> None:
+    """A run directory that was lost is rebuilt from the copy beside its checkpoints."""
+    place = in_tmp_path / "shared"
+    run = make_run(Path("mine"), [5], checkpoints=str(place))
+    (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    mirror(run, place)
+    kept = {path.name: path.read_bytes() for path in run.iterdir()}
+    shutil.rmtree(run)
+    for named in ([], ["hydra.run.dir=mine"], ["hydra.run.dir=elsewhere/other"]):
+        overrides = resume_overrides(["--resume", f"data.checkpoint_directory={place}", *named])
+        resumed, directory = hydra_reads([one for one in overrides if "checkpoint_directory" not in one])
+        assert resumed == directory and Path(directory).is_relative_to(in_tmp_path)
+        assert {path.name: path.read_bytes() for path in Path(directory).iterdir()} == kept
+
+    # What this machine has written since stays; what another one has written since comes.
+    (Path("mine") / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    (Path("mine") / "samples.txt").write_text("")
+    assert rebuild(Path("mine"), place)
+    assert (Path("mine") / "metrics.jsonl").read_text().count("step") == 3
+    (in_tmp_path / "shared-run" / "samples.txt").write_text("text")
+    assert rebuild(Path("mine"), place)
+    assert (Path("mine") / "samples.txt").read_text() == "text"
+
+
+def test_no_mirror_inside_the_run(in_tmp_path: Path) -> None:
+    """Nothing is mirrored beside checkpoints that are inside the run directory."""
+    run = make_run(in_tmp_path / "mine", [5])
+    mirror(run, run / "checkpoints")
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["5"]
+    assert not rebuild(run, run / "checkpoints")
+
+
+def test_resume_from_named_checkpoints(in_tmp_path: Path) -> None:
+    """A resume from named checkpoints takes no other run."""
+    run = make_run(DEFAULT_ROOT / "a", [], checkpoints=str(in_tmp_path / "one"))
+    (in_tmp_path / "one" / "7").mkdir(parents=True)
+    make_run(DEFAULT_ROOT / "newer", [9])
+    resumed, _ = hydra_reads(resume_overrides(["--resume", f"data.checkpoint_directory={in_tmp_path}/one"])[1:])
+    assert resumed == str(in_tmp_path / run)
+    with pytest.raises(UserError, match=f"{in_tmp_path}/two has no checkpoint"):
+        resume_overrides(["--resume", f"data.checkpoint_directory={in_tmp_path}/two"])
+
+
+def test_one_process_a_run(in_tmp_path: Path) -> None:
+    with locked(in_tmp_path):
+        with pytest.raises(UserError, match="another process trains here"):
+            with locked(in_tmp_path):
+                raise AssertionError("both are in")
+    with locked(in_tmp_path):
+        assert list(in_tmp_path.iterdir()) == []

@@ -1,0 +1,83 @@
+"""Runs of models that the command line changes: resumed, refused with another model, and swept over widths."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import cli
+from zero.run_directory import saved_config
+from zero.tracking.metrics_file import read_resumes
+
+SIZES = """
+mine:
+  embedding_dim: 96
+  vocab_size: 257
+  num_head: null
+  head_dim: 16
+  block_size: 32
+  dropout: 0.1
+  N: 2
+  alibi_attn: false
+  positions: rotary
+  rotary_base: 1000.0
+"""
+MINE = (
+    *(key for key in cli.TINY if not key.startswith("model.")),
+    *("model.sizes=mine.yaml", "model.size=mine", "model.override.N=1", "model.override.embedding_dim=32"),
+)
+
+
+@pytest.fixture(scope="module")
+def workplace(workplace: Path) -> Path:
+    """With a file of sizes, and a run that has ended."""
+    (workplace / "mine.yaml").write_text(SIZES)
+    cli.Forks(workplace).train("whole", *MINE)
+    return workplace
+
+
+def test_lost_steps_are_repeated(forks: cli.Forks) -> None:
+    """A run that lost its last steps resumes with its overrides, bit for bit, and ends as one that did not."""
+    shutil.copytree(forks.workplace / "whole", forks.workplace / "killed")
+    shutil.rmtree(forks.workplace / "killed/checkpoints/12")
+    run = forks.train("killed", "--resume")
+    assert read_resumes(run / "metrics.jsonl") == [6]
+    assert saved_config(run).model.override == {"N": 1, "embedding_dim": 32}
+    assert cli.losses(run) == cli.losses(forks.workplace / "whole")
+    found = forks.evaluate("whole/used", "model.model_path=whole")
+    assert found["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (
+            ["model.override.N=2"],
+            "override={'N': 2, 'embedding_dim': 32}: expected {'N': 1, 'embedding_dim': 32}",
+        ),
+        (["model.sizes=null", "model.size=mine"], "model.sizes=null: expected mine.yaml, the value of the run"),
+    ],
+)
+def test_another_model_is_refused(forks: cli.Forks, arguments: list[str], named: str) -> None:
+    cli.check_refusal(forks.run("--resume", "hydra.run.dir=whole", *arguments), named)
+
+
+def test_edited_sizes_are_refused(forks: cli.Forks) -> None:
+    """A file of sizes whose entry computes something else since the start is refused by the key."""
+    path = forks.workplace / "mine.yaml"
+    path.write_text(SIZES.replace("1000.0", "2000.0"))
+    try:
+        done = forks.run("--resume", "hydra.run.dir=whole", "training.total_steps=13")
+        cli.check_refusal(done, "rotary_base is 1000.0, this run expects 2000.0")
+    finally:
+        path.write_text(SIZES)
+
+
+@pytest.mark.slow  # test_sweeps.py has sweeps, and the runs above overrides
+def test_sweep_over_widths(forks: cli.Forks) -> None:
+    """One key sweeps the width, with as many heads as it has room for."""
+    once = ("training.evaluation_frequency=12", "hydra.sweep.dir=widths")
+    forks.check("--multirun", *MINE[:-1], "model.override.embedding_dim=16,32", *once)
+    for job, heads in (("0", 1), ("1", 2)):
+        layout = (forks.workplace / "widths" / job / "layout.txt").read_text()
+        assert f"{16 * heads}" in layout and len(cli.losses(forks.workplace / "widths" / job)) == 12

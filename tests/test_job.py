@@ -1,0 +1,124 @@
+"""What is bound from a configuration before any device is used."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.config.composing import compose
+from zero.config.check import check
+from zero.config.files import load_sizes
+from zero.job import exchanges_gradients, learning_rate, make_job, make_model
+from zero.plan.topology import find_devices
+
+
+@pytest.mark.parametrize(("warmup", "total"), [(2, 5), (0, 1), (19, 20), (20, 100)])
+def test_linear_end_of_short_runs(warmup: int, total: int) -> None:
+    """A constant rate with a linear end reaches the end also in short runs."""
+    keys = ("schedule.name=wsd", f"training.warmup_steps={warmup}", f"training.total_steps={total}")
+    rate = learning_rate(check(compose(*keys, "training.end_learning_rate=0"), load_sizes()))
+    assert float(rate(total - 1)) == 0
+    if total - warmup > 1:
+        assert float(rate(total - 1 - max(1, total // 10))) == pytest.approx(3e-3)
+
+
+@pytest.mark.parametrize(("size", "share"), [("bytes_mup", 64 / 192), ("bytes", 1.0)])
+def test_rates_of_mup_matrices(size: str, share: float) -> None:
+    """Matrices of a model in mup learn at their share of the rate."""
+    config = check(compose(f"model.size={size}"), load_sizes())
+    tx = make_job(config, load_sizes()[size]).tx
+    params = {
+        "blocks": {"query": {"kernel": jnp.zeros(3), "bias": jnp.zeros(3)}},
+        "vocabulary": {"table": jnp.zeros(3)},
+    }
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    np.testing.assert_allclose(updates["blocks"]["query"]["kernel"], share, rtol=1e-6)
+    for update in (updates["blocks"]["query"]["bias"], updates["vocabulary"]["table"]):
+        np.testing.assert_allclose(update, 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("attention", "lacks"), [("kernel", ["a kernel for this device"]), ("auto", [])])
+def test_kernel_falls_back_to_auto(attention: str, lacks: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """Where a kernel does not support the attention, this is logged once, and attention falls back to auto."""
+    config = check(compose(f"model.attention={attention}"), load_sizes())
+    model = make_model(config, load_sizes()["bytes"])
+    said = [record.message for record in caplog.records if "kernel" in record.message]
+    assert model.kernel is None and model.blockwise_from == 512
+    assert said == [
+        f"model.attention=kernel lacks {x}: attention is computed as with model.attention=auto" for x in lacks
+    ]
+
+
+@pytest.mark.parametrize(
+    ("topology", "size", "context", "kernel"),
+    [
+        ("v3-8", "1_1b", 1024, "tpu_v2"),
+        ("v3-8", "1_1b", 256, None),
+        ("v3-8", "llama3_8b", 2048, None),  # the gradient of four heads' queries exceeds VMEM
+        ("v5e-4", "llama3_8b", 8192, "tpu_v5e"),
+        ("v3-8", "mistral_7b", 8192, None),  # in a window of 4,096
+        ("v5e-4", "mistral_7b", 8192, "tpu_v5e"),
+    ],
+)
+def test_kernels_of_tpus(topology: str, size: str, context: int, kernel: str | None) -> None:
+    """A model has a kernel only where it computes the attention of training: estimates of memory count on it."""
+    config = check(compose(f"model.size={size}", f"data.max_context={context}", "zero.stage=3"), load_sizes())
+    assert make_model(config, load_sizes()[size], find_devices(topology)).kernel == kernel
+
+
+@pytest.mark.parametrize(
+    ("kind", "sides", "expected"),
+    [
+        ("TPU v3", (4, 4), True),  # both cores of a chip send
+        ("TPU v3", (8, 8), False),
+        ("TPU v4", (2, 2, 4), True),
+        ("TPU v4", (4, 4, 8), False),
+        ("TPU v5 lite", (4, 4), True),
+        ("TPU v5 lite", (16, 16), False),
+        ("TPU v5 lite", (1, 1), True),
+        ("TPU v6 lite", (2, 4), False),  # SparseCores run its reduce-scatters
+        ("TPU v9", (2, 2), False),
+    ],
+)
+def test_slices_that_exchange_gradients(kind: str, sides: tuple[int, ...], expected: bool) -> None:
+    """An all-to-all may take twice as long as an all-reduce, which a long dimension exceeds."""
+    devices = [SimpleNamespace(device_kind=kind, coords=place) for place in np.ndindex(*sides)]
+    assert exchanges_gradients(devices) == expected
+
+
+def on_v5e(*overrides: str) -> Any:
+    config = check(compose("model.size=bytes", "zero.stage=3", "data.max_context=256", *overrides), load_sizes())
+    return make_model(config, load_sizes()["bytes"], find_devices("v5e-4"))
+
+
+def test_wire_of_a_slice() -> None:
+    """Where gradients are exchanged they travel in the dtype in which they are computed."""
+    for overrides, wire, exchanges in (
+        ((), "bfloat16", True),
+        (("zero.compute_dtype=float32",), "float32", True),
+        (("zero.wire_dtype=float32",), "float32", True),
+        (("zero.stage=1",), "float32", True),
+        (("zero.overlap_gathers=false",), "float32", False),
+    ):
+        model = on_v5e(*overrides)
+        phases = (4,) if exchanges else (2, 2)  # without overlap one along each dimension of the slice
+        assert (model.wire_dtype, model.axis.exchanges, model.axis.shape) == (wire, exchanges, (1, *phases))
+    here = make_model(check(compose(), load_sizes()), load_sizes()["bytes"])
+    assert here.wire_dtype == "float32" and not here.axis.exchanges
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(16, "mlp"), (32, "full")])
+def test_automatic_remat(rows: int, expected: str, caplog: pytest.LogCaptureFixture) -> None:
+    """On TPU the policy depends on the memory that a micro-batch leaves."""
+    caplog.set_level("INFO")
+    size, devices = load_sizes()["1_1b"], find_devices("v5e-16")
+    keys = ("model.size=1_1b", "zero.stage=3", "data.max_context=1024")
+    assert make_job(check(compose(*keys), load_sizes()), size, devices, rows).model.remat == expected
+    assert f"zero.remat=auto: {expected}" in caplog.messages
+    config = check(compose(*keys, "training.gradient_accumulation_steps=4"), load_sizes())
+    assert make_job(config, size, devices, rows).model.remat == "mlp"
+    config = check(compose(*keys, "zero.remat=dots"), load_sizes())
+    assert make_job(config, size, devices, rows).model.remat == "dots"

@@ -1,0 +1,108 @@
+"""Distinguishes damaged checkpoints from temporary failures of storage, and sets damaged ones aside."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+
+from zero.errors import Unavailable, UserError, causes
+from zero.files import storage
+
+# Codes of tensorstore's errors that do not concern the stored bytes.
+OUTAGE_CODES = {"ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"}
+OUTAGE_CODES |= {"UNAUTHENTICATED", "UNAVAILABLE", "UNKNOWN"}
+TENSORSTORE_ERROR = re.compile(r"(?:(?P<code>[A-Z_]+): )?Error (?:opening|reading|decoding) ")
+LOST_HOST = re.compile(r"Gloo \w+ failed")  # of a collective: not the storage
+LEAF_IN_ERROR = re.compile(r'(?:Error reading|Metadata at) "([^"]+)/[^"/]+"')
+
+
+class DamagedCheckpoint(UserError):
+    """Stored data of a checkpoint is truncated, missing, or cannot be decoded."""
+
+
+@contextmanager
+def read_errors(checkpoint: str, json_files: Sequence[str]) -> Iterator[None]:
+    """Turns errors of reading into one line each; errors that are neither damage nor an outage are raised unchanged.
+
+    `checkpoint` begins the line. Of `json_files`, which are read within, the first one that does not parse is named.
+
+    Raises:
+      DamagedCheckpoint: the stored data is truncated, missing, or cannot be decoded.
+      UserError: permission, network, disk or memory failed.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        for cause in causes(error):
+            if isinstance(cause, json.JSONDecodeError | UnicodeDecodeError):
+                file = next((file for file in json_files if not _is_valid_json(file)), json_files[0])
+                raise DamagedCheckpoint(
+                    f"{checkpoint}: file {file} cannot be read: not valid JSON, {without_brackets(cause)}"
+                ) from error
+            if isinstance(cause, FileNotFoundError):
+                raise DamagedCheckpoint(f"{checkpoint}: a file cannot be read: {without_brackets(cause)}") from error
+            if _is_outage(cause):
+                raise Unavailable(f"{checkpoint} cannot be read now: {without_brackets(cause)}") from error
+            if isinstance(cause, ValueError) and TENSORSTORE_ERROR.match(str(cause)):
+                leaf = LEAF_IN_ERROR.search(str(cause))
+                what = f"leaf {leaf[1]}" if leaf else "a file"
+                raise DamagedCheckpoint(f"{checkpoint}: {what} cannot be read: {without_brackets(cause)}") from error
+        raise
+
+
+@contextmanager
+def write_errors(directory: Path | str) -> Iterator[None]:
+    """Turns errors of writing into UserErrors that name the directory.
+
+    Orbax raises them from a background thread; a full disk is an OSError or, from tensorstore, a ValueError. One of
+    jax because another host is gone is raised unchanged: the watchdog names the host.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if LOST_HOST.search(str(error)) or not (isinstance(error, ValueError) or storage.is_outage(error)):
+            raise
+        raise Unavailable(f"{directory}: the checkpoint could not be written: {without_brackets(error)}") from error
+
+
+def move_aside(directory: Path | str, step: int) -> str:
+    """Renames a checkpoint to STEP.damaged, or STEP.damaged-2 and so on; returns the new path."""
+    source = storage.join(directory, str(step))
+    target, number = f"{source}.damaged", 1
+    while storage.list_files(target):
+        number += 1
+        target = f"{source}.damaged-{number}"
+    with write_errors(directory):
+        storage.move(source, target)
+    return target
+
+
+def without_brackets(error: BaseException) -> str:
+    """The first line, without tensorstore's brackets: the whole specification, and lines of its source."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].partition(" [")[0]
+
+
+def _is_outage(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or storage.is_outage(error):
+        return True
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return "RESOURCE_EXHAUSTED" in str(error)
+    matched = TENSORSTORE_ERROR.match(str(error)) if isinstance(error, ValueError) else None
+    return matched is not None and matched["code"] in OUTAGE_CODES
+
+
+def _is_valid_json(file: str) -> bool:
+    try:
+        json.loads(storage.read_bytes(file))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return False
+    return True

@@ -1,0 +1,415 @@
+"""Checkpoints that any number of devices can read (orbax).
+
+A checkpoint is one directory per step: `state`, whole logical arrays stored with their padding under the leaf's name,
+and `meta`, JSON with the logical shapes and the caller's own metadata. It is written under a temporary
+name, synced, and then renamed; in a bucket, where nothing can be renamed, a last file marks it as complete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+
+import jax
+import numpy as np
+
+from zero.checkpoints.damage import DamagedCheckpoint, move_aside, read_errors, without_brackets, write_errors
+from zero.checkpoints.migration import FORMAT, migrate, stored_path
+from zero.checkpoints.quiet_orbax import draining_event_loops, quiet_loggers
+from zero.checkpoints.retention import Retention, Saved
+from zero.errors import Unavailable, UserError
+from zero.files import storage
+from zero.files.parsing import reading
+from zero.hosts import agreement
+from zero.partition.collectives.axis import Axis
+from zero.partition.global_arrays import global_shapes
+from zero.partition.layout import Layout, PyTree
+
+if TYPE_CHECKING:  # orbax is imported where it is used: a fresh start of one process does not wait for it
+    import orbax.checkpoint as ocp
+
+PACKAGES = ("zero-pmap", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+META_CHECKSUM = "meta_checksum"
+_Result = TypeVar("_Result")
+log = logging.getLogger(__name__)
+
+
+class _PendingSave(NamedTuple):
+    step: int
+    size: int  # bytes
+    started: float
+
+
+class Checkpoints:
+    """The checkpoints of one run; a context manager, which waits for the last save when it is left.
+
+    All hosts call every method together, and where one host fails to read, all of them raise.
+
+    Args:
+      directory: a local path or `gs://bucket/path`; made at the first save.
+      keep: how many of the newest to keep, besides the one with the lowest validation loss, or a `Retention`; None only
+        reads, also while another process writes there.
+    """
+
+    def __init__(self, directory: Path | str, keep: int | Retention | None) -> None:
+        self.directory = str(directory) if str(directory).startswith("gs://") else Path(directory).absolute()
+        self._keep = Retention(keep) if isinstance(keep, int) else keep
+        self._saved: dict[int, Saved] | None = None
+        self._pending: _PendingSave | None = None
+        self._is_stale = False  # after a failed save orbax's list of steps may lack some that still exist
+        self._commit_times: dict[int, float] = {}
+        self._leaves: list[str] = []  # of the save under way
+        if keep is not None:
+            _check_path(self.directory)
+        with ExitStack() as stack:
+            stack.enter_context(quiet_loggers())
+            self._cleans_up = keep is not None and not self._is_absent()  # later unfinished saves are another run's
+            if not self._is_absent():
+                self._manager  # noqa: B018, opens the directory
+            self._until_closed = stack.pop_all()
+
+    def _is_absent(self) -> bool:
+        """Whether there is nothing to open yet: no such local directory. Several hosts open it together, so at once."""
+        return jax.process_count() == 1 and isinstance(self.directory, Path) and not self.directory.exists()
+
+    @property
+    def _is_open(self) -> bool:
+        return "_manager" in vars(self)
+
+    @cached_property
+    def _arrays(self) -> ocp.PyTreeCheckpointHandler:
+        import orbax.checkpoint as ocp
+
+        return ocp.PyTreeCheckpointHandler(use_compression=False)
+
+    @cached_property
+    def _manager(self) -> ocp.CheckpointManager:
+        import orbax.checkpoint as ocp
+
+        from zero.checkpoints.orbax_commit import barrier_unless_failing, temporary_path_class
+
+        is_remote = storage.is_remote(storage.join(self.directory, "0"))
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=self._keep and dataclasses.replace(self._keep, saved=self._known),
+            read_only=self._keep is None,
+            create=False,
+            cleanup_tmp_directories=self._cleans_up,
+            enable_async_checkpointing=True,
+            async_options=ocp.AsyncOptions(
+                barrier_sync_fn=barrier_unless_failing,
+                # Else threads wait minutes for a directory that could not be made, and the process for them at its end.
+                create_directories_asynchronously=False,
+            ),
+            temporary_path_class=temporary_path_class(is_remote, self._commit_times, self._leaves),
+            lightweight_initialize=True,  # else it reads a file of each checkpoint, which may be damaged
+        )
+
+        def create() -> ocp.CheckpointManager:
+            return ocp.CheckpointManager(
+                self.directory, item_names=("state", "meta"), item_handlers={"state": self._arrays}, options=options
+            )
+
+        try:
+            with _patient_buckets() if is_remote else nullcontext():
+                try:
+                    return create()
+                except FileNotFoundError:
+                    # A bucket's directory is gone with its last file: host 0 has just deleted an unfinished save.
+                    return create()
+        except Exception as error:
+            if not storage.is_outage(error):
+                raise
+            raise Unavailable(f"{self.directory} cannot be read now: {without_brackets(error)}") from error
+
+    def steps(self) -> list[int]:
+        """The steps that were saved, oldest first."""
+        if not self._is_open and self._is_absent():
+            return []
+        if self._is_stale:
+            self._manager.reload()
+            self._is_stale = False
+        return sorted(self._manager.all_steps())
+
+    def choose(self, step: int | None) -> int:
+        """This step, or the newest if it is None.
+
+        Raises:
+          UserError: there is no such checkpoint.
+        """
+        steps = self.steps()
+        if not steps:
+            raise UserError(f"{self.directory} holds no checkpoint")
+        if step is not None and step not in steps:
+            raise UserError(f"data.resume_step={step}: {self.directory} holds steps {', '.join(map(str, steps))}")
+        return steps[-1] if step is None else step
+
+    def save(
+        self, step: int, state: PyTree, layout: Layout, meta: dict[str, Any], *, validation_loss: float | None = None
+    ) -> None:
+        """Copies whole arrays, as `zero.to_global` labels them, to the host, and writes them in the background.
+
+        `shapes`, `dtypes`, `versions`, `format`, `validation_loss` and a checksum of all these are added to the
+        caller's `meta`. For retention the order of saving counts, not the step.
+
+        Raises:
+          UserError: the step exists already, or this save or the one before it failed; older checkpoints are intact.
+        """
+        self.wait()
+        if step in self.steps():
+            raise UserError(f"{self.directory}: step {step} is saved already, and nothing is overwritten")
+        arrays = {leaf.name: x for leaf, x in zip(layout.leaves, layout.treedef.flatten_up_to(state), strict=True)}
+        meta = meta | {
+            "shapes": {leaf.name: list(leaf.shape) for leaf in layout.leaves},
+            "dtypes": {name: x.dtype.name for name, x in arrays.items()},
+            "versions": {name: version(name) for name in PACKAGES},
+            "format": FORMAT,
+            "validation_loss": validation_loss,
+        }
+        meta[META_CHECKSUM] = meta_checksum(meta)
+        self._known()[step] = _retained(meta)
+        import orbax.checkpoint as ocp
+
+        started = time.monotonic()
+        self._commit_times.pop(step, None)  # of a checkpoint that was set aside
+        self._leaves[:] = arrays
+        with self._write_errors():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta)),
+                force=True,  # else orbax skips a step lower than an existing one, and only its result tells
+            )
+        self._pending = _PendingSave(step, sum(x.nbytes for x in arrays.values()), started)
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """The caller's metadata, and `shapes`, the logical shape of each leaf by its current path.
+
+        Raises:
+          DamagedCheckpoint: it is missing or cannot be decoded.
+          UserError: storage fails for the moment.
+        """
+        self.wait()
+        return self._on_all_hosts(step, lambda: self._read_meta(step))
+
+    def as_saved(self, step: int, layout: Layout) -> Layout:
+        """This layout of a state with the dtypes that the checkpoint holds; raises as `meta`."""
+        dtypes = self.meta(step)["dtypes"]
+        saved = (jax.numpy.dtype(dtypes.get(leaf.name, leaf.dtype)) for leaf in layout.leaves)
+        leaves = (dataclasses.replace(leaf, dtype=dtype) for leaf, dtype in zip(layout.leaves, saved, strict=True))
+        return dataclasses.replace(layout, leaves=tuple(leaves))
+
+    def restore(self, step: int, layout: Layout, axis: Axis, *, within: str | None = None) -> PyTree:
+        """Whole arrays for `zero.from_global`, cropped or padded to this layout, from any number of devices.
+
+        Floats are cast to the layout's dtypes. Moments in 8 bits are restored `as_saved`, and converted later.
+        With `within` the layout is of this subtree of the state, such as "params".
+
+        Raises:
+          DamagedCheckpoint: the stored data is truncated, missing, or cannot be decoded.
+          UserError: a leaf is missing, left over, of another logical shape, or of a dtype that no cast converts; or
+            storage fails for the moment.
+        """
+        prefix, meta = f"{within}/" if within else "", self.meta(step)
+        saved = {name: tuple(shape) for name, shape in meta["shapes"].items()}
+        expected = {prefix + leaf.name: leaf.shape for leaf in layout.leaves}
+        for name in dict.fromkeys([*expected, *(name for name in saved if name.startswith(prefix))]):
+            if saved.get(name) != expected.get(name):
+                raise UserError(
+                    f"{self._name(step)}, leaf {name}: "
+                    f"holds {saved.get(name, 'nothing')}, this run expects {expected.get(name, 'nothing')}"
+                )
+        for leaf in layout.leaves:
+            held = jax.numpy.dtype(meta["dtypes"].get(prefix + leaf.name, leaf.dtype))
+            if held != leaf.dtype and not all(jax.numpy.issubdtype(x, np.floating) for x in (held, leaf.dtype)):
+                name = f"{self._name(step)}, leaf {prefix + leaf.name}"
+                raise UserError(f"{name}: holds {held.name}, this run expects {leaf.dtype.name}")
+        import orbax.checkpoint as ocp
+
+        paths = [stored_path(meta, prefix + leaf.name) for leaf in layout.leaves]
+        shapes = layout.treedef.flatten_up_to(global_shapes(layout, axis))
+        targets = dict(zip(paths, shapes, strict=True))
+        restore_args = {
+            name: ocp.ArrayRestoreArgs(dtype=x.dtype, sharding=x.sharding, global_shape=x.shape, strict=False)
+            for name, x in targets.items()
+        }
+        arrays = self._on_all_hosts(step, lambda: self._read_arrays(step, targets, restore_args))
+        return jax.tree.unflatten(layout.treedef, [arrays[path] for path in paths])
+
+    def read(self, step: int, name: str) -> np.ndarray:
+        """One leaf, whole on this host and without its padding; raises as `restore`."""
+        import orbax.checkpoint as ocp
+
+        meta = self.meta(step)
+        shape, path = meta["shapes"][name], stored_path(meta, name)
+        restore_args = {path: ocp.RestoreArgs(restore_type=np.ndarray)}
+        padded = self._on_all_hosts(step, lambda: self._read_arrays(step, {path: 0}, restore_args))[path]
+        return padded[tuple(slice(length) for length in shape)]
+
+    def set_aside(self, step: int) -> None:
+        """Renames a damaged checkpoint to STEP.damaged; nothing of it is deleted, and its step may be saved again.
+
+        Raises:
+          UserError: it could not be renamed.
+        """
+        if self._keep is None:
+            raise ValueError(f"{self.directory} was opened for reading only")
+
+        def rename() -> None:
+            if jax.process_index() == 0:
+                log.warning("checkpoint %d set aside as %s", step, move_aside(self.directory, step))
+
+        self._on_all_hosts(step, rename)
+        self._manager.reload()
+        self._saved = None
+
+    def check(self) -> None:
+        """Raises the error of a background save that has failed, as `save` does; logs one that has finished."""
+        if self._is_open and not self._manager.is_saving_in_progress():
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns once every save so far is durable; raises as `save`, logs as `check`."""
+        if not self._is_open:
+            return
+        saved, self._pending = self._pending, None
+        failure = None
+        try:
+            with self._write_errors():
+                self._manager.wait_until_finished()
+        except UserError as error:
+            if saved is None or saved.step not in self._commit_times:
+                raise
+            failure = error
+        if saved is not None and jax.process_index() == 0:  # the host that commits
+            seconds = self._commit_times[saved.step] - saved.started
+            log.info("checkpoint %d saved: %.2f GB in %.1f s", saved.step, saved.size / 1e9, seconds)
+            if failure is not None:
+                log.warning("older checkpoints than %d could not be deleted: %s", saved.step, failure.__cause__)
+
+    def _known(self) -> dict[int, Saved]:
+        """What retention depends on of existing checkpoints whose metadata can be read, by step."""
+        if self._saved is None:
+            self._saved = {}
+            for step in self.steps():
+                try:
+                    self._saved[step] = _retained(self._read_meta(step))
+                except DamagedCheckpoint as error:
+                    log.warning("%s", error)
+        return self._saved
+
+    def _read_meta(self, step: int) -> dict[str, Any]:
+        file = storage.join(self.directory, f"{step}/meta/metadata")
+        with read_errors(self._name(step), [file]):
+            text = storage.read_bytes(file)
+        with reading(f"{self._name(step)}: file {file} cannot be read", kind=DamagedCheckpoint):
+            meta = json.loads(text)
+            _check_meta(meta)
+            return migrate(meta)
+
+    def _read_arrays(self, step: int, targets: PyTree, restore_args: PyTree) -> PyTree:
+        import orbax.checkpoint as ocp
+
+        files = storage.list_files(storage.join(self.directory, f"{step}/state"))
+        json_files = [file for file in files if file.endswith("/_METADATA") or "/array_metadatas/" in file]
+        with read_errors(self._name(step), json_files), draining_event_loops():
+            # Not through the manager, whose hosts wait for each other, and so for one that cannot read.
+            return self._arrays.restore(
+                self._manager.directory / str(step) / "state",
+                args=ocp.args.PyTreeRestore(targets, restore_args=restore_args, partial_restore=True),
+            )
+
+    def _name(self, step: int) -> str:
+        return f"checkpoint {self.directory}, step {step}"
+
+    def _on_all_hosts(self, step: int, action: Callable[[], _Result]) -> _Result:
+        """The result; where any host raises UserError, all of them do."""
+        failure = None
+        try:
+            result = action()
+        except UserError as error:
+            failure = error
+        if jax.process_count() > 1:
+            failed, damaged = agreement.sum_over_hosts(failure is not None, isinstance(failure, DamagedCheckpoint))
+            if failed:
+                kind = DamagedCheckpoint if failed == damaged else Unavailable
+                raise kind(failure or f"{self._name(step)}: another host could not read it")
+        if failure is not None:
+            raise failure
+        return result
+
+    @contextmanager
+    def _write_errors(self) -> Iterator[None]:
+        try:
+            with write_errors(self.directory):
+                yield
+        except UserError:
+            self._is_stale = True
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self.wait()
+        except UserError as late:
+            if error is None:
+                raise
+            log.error("%s", late)  # raised, it would hide the error that ended the block
+        finally:
+            if self._is_open:
+                self._manager.close()
+            self._until_closed.close()
+
+
+def meta_checksum(meta: dict[str, Any]) -> int:
+    """CRC-32 of all but itself, as sorted JSON."""
+    kept = {key: value for key, value in json.loads(json.dumps(meta)).items() if key != META_CHECKSUM}
+    return zlib.crc32(json.dumps(kept, sort_keys=True).encode())
+
+
+def _retained(meta: dict[str, Any]) -> Saved:
+    """What retention depends on, from the metadata of a checkpoint; before 0.1 they held no time."""
+    loss, saved_at = meta.get("validation_loss"), meta.get("saved_at")
+    return Saved(loss if loss is not None and math.isfinite(loss) else None, saved_at)
+
+
+def _check_meta(meta: Any) -> None:
+    """Raises ValueError if `meta` is not as `save` has written it."""
+    if not isinstance(meta, dict):
+        raise ValueError("not a JSON object")
+    if META_CHECKSUM in meta:
+        if meta[META_CHECKSUM] != meta_checksum(meta):
+            raise ValueError(f"its content is not what was saved, by its {META_CHECKSUM}")
+        return
+    shapes, dtypes, loss = meta.get("shapes"), meta.get("dtypes"), meta.get("validation_loss")  # of format 1
+    if not isinstance(shapes, dict) or not all(
+        isinstance(shape, list) and all(isinstance(length, int) for length in shape) for shape in shapes.values()
+    ):
+        raise ValueError(f"no shapes of leaves, but {shapes!r:.60}")
+    if not isinstance(dtypes, dict) or not all(isinstance(name, str) for name in dtypes.values()):
+        raise ValueError(f"no dtypes of leaves, but {dtypes!r:.60}")
+    if not isinstance(loss, int | float | None):
+        raise ValueError(f"validation_loss is {loss!r:.60}")
+
+
+def _check_path(directory: Path | str) -> None:
+    """Orbax lists directories by patterns, which it makes of their paths; tensorstore takes only UTF-8."""
+    if re.search(r"[*?\[\\\ud800-\udfff]", str(directory)):
+        raise UserError(f"{str(directory)!r}: expected a path in UTF-8 without * ? [ and backslashes; name another one")
+
+
+def _patient_buckets() -> AbstractContextManager[None]:
+    from zero.checkpoints.orbax_buckets import patient_buckets  # takes a second to import
+
+    return patient_buckets()

@@ -1,0 +1,49 @@
+"""Buckets for orbax, through fsspec: retries as long as `zero.files.storage`, and lists without a cache (gcsfs)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import fsspec
+from gcsfs.retry import is_retriable
+
+from zero.files.storage import DEADLINE
+
+log = logging.getLogger(__name__)
+
+
+class PatientBucket(fsspec.get_filesystem_class("gs")):  # type: ignore[misc]
+    """gcsfs gives up after half a minute, and does not see later changes of a directory that it has listed."""
+
+    def __init__(self, *args: Any, use_listings_cache: bool = False, **options: Any) -> None:
+        super().__init__(*args, use_listings_cache=use_listings_cache, **options)
+
+    async def _request(self, *args: Any, **options: Any) -> Any:
+        ends = time.monotonic() + DEADLINE
+        while True:
+            try:
+                return await super()._request(*args, **options)  # pauses between attempts of its own
+            except Exception as error:
+                if not is_retriable(error) or time.monotonic() > ends:
+                    raise
+                log.warning("a bucket does not answer, trying again: %s", str(error).partition("\n")[0])
+
+
+@contextmanager
+def patient_buckets() -> Iterator[None]:
+    """In this context, fsspec opens gs:// as a `PatientBucket`.
+
+    Orbax's paths keep the file system that they first opened, so creating a checkpoint manager within is enough.
+    """
+    before = {name: fsspec.get_filesystem_class(name) for name in ("gs", "gcs")}
+    try:
+        for name in before:
+            fsspec.register_implementation(name, PatientBucket, clobber=True)
+        yield
+    finally:
+        for name, filesystem in before.items():
+            fsspec.register_implementation(name, filesystem, clobber=True)

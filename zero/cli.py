@@ -1,0 +1,182 @@
+"""The command line (hydra): checks the configuration and hands over to train, evaluate, sample or plan."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from zero.config.check import check, describe
+from zero.config.files import conf_directory, load_sizes
+from zero.config.saved_config import merge_resumed
+from zero.config.schema import Config
+from zero.errors import WRONG_PATH, UserError, file_error
+from zero.hosts.signals import SIGNALS, IgnoreBrokenPipe, exit_immediately, unanswered
+from zero.models.config import GPTConfig
+from zero.run.find_run import resume_overrides, trained_run
+from zero.run.sweeps import check_places, continue_job, swept_keys, write_table
+from zero.run_directory import saved_config
+
+FULL_DISK = {errno.EDQUOT, errno.ENOSPC}
+
+
+def main() -> None:
+    """Runs the command line in `sys.argv`. Exit status: see docs/training.md."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra itself prints what it catches, over many lines
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax's threads would log after the last line
+    sys.stdout = IgnoreBrokenPipe(sys.stdout)
+    with errors_in_lines():
+        for number in SIGNALS:
+            signal.signal(number, interrupt)
+        try:
+            sys.argv[1:] = resume_overrides(sys.argv[1:])
+            run()
+        except (HydraException, OmegaConfBaseException) as error:  # the latter: an interpolation in a key of Hydra's
+            raise UserError("\n".join(all_mistakes(sys.argv[1:], error))) from error
+
+
+@hydra.main(version_base="1.3", config_path=str(conf_directory()), config_name="config")
+def run(config: DictConfig) -> None:
+    hydra_config = HydraConfig.get()
+    overrides, run_directory = list(hydra_config.overrides.task), Path(hydra_config.runtime.output_dir)
+    with errors_in_lines():
+        is_job = hydra_config.mode == RunMode.MULTIRUN and config.mode == "train"
+        if is_job:
+            keys = swept_keys(sys.argv[1:], overrides)
+            check_places(config, run_directory, keys)
+            continue_job(config, run_directory, keys)
+        checked, size = resolve(config, overrides)
+        start = program(checked.mode)
+        if not gc.isenabled():  # by main_zero.py; what is imported stays, and is not looked at again
+            gc.freeze()
+            gc.set_threshold(100_000, 20, 20)  # passes over a trace, which is no garbage, take a fifth of its time
+            gc.enable()
+        status = start(checked, size, run_directory)
+        if is_job and not status:
+            write_table(run_directory.parent, keys)
+    if status:
+        exit_immediately(status)  # a status of 0 returns, so that --multirun continues
+
+
+def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig]:
+    """The checked configuration, merged with that of the run that it resumes or uses, and the size of its model.
+
+    Raises:
+      UserError: a line for each mistake.
+    """
+    try:
+        if config.resume is not None:
+            config = merge_resumed(saved_config(Path(config.resume)), config, overrides)
+        elif config.mode in ("evaluate", "sample"):
+            config.model.model_path = str(trained_run(config.model.model_path, config.evaluate.follow is True))
+            saved = saved_config(Path(config.model.model_path))
+            config = merge_resumed(saved, config, [*overrides, "model.model_path"])
+    except OmegaConfBaseException as error:  # one of these keys is missing or no value
+        raise UserError(describe(error)) from error
+    sizes = load_sizes()
+    checked = check(config, sizes)
+    return checked, sizes.chosen(checked.model)
+
+
+def compose(overrides: list[str]) -> tuple[Config, GPTConfig]:
+    """The checked configuration of a fresh run with these overrides, and the size of its model; nothing is run.
+
+    Raises:
+      UserError: a line for each mistake.
+    """
+    try:
+        with hydra.initialize_config_dir(str(conf_directory()), version_base="1.3"):
+            return resolve(hydra.compose("config", overrides), overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError("\n".join(all_mistakes(overrides, error))) from error
+
+
+def program(mode: str) -> Callable[[Config, GPTConfig, Path], int]:
+    """The function of a mode, imported after the check of the configuration, because the import takes seconds."""
+    if mode == "plan":
+        from zero.plan.plan import plan
+
+        return plan
+    if mode == "evaluate":
+        from zero.inference.evaluate import evaluate
+
+        return evaluate
+    if mode == "sample":
+        from zero.inference.sample import sample
+
+        return sample
+    from zero.run.train import train
+
+    return train
+
+
+def all_mistakes(arguments: Sequence[str], first: HydraException | OmegaConfBaseException) -> list[str]:
+    """A line for each mistake in the overrides, composed one by one, because Hydra reports only the first mistake."""
+    if any(argument.startswith("-") for argument in arguments):  # Hydra's own options: not all arguments are overrides
+        return [describe(first)]
+    found, right = [], []
+    with hydra.initialize_config_dir(str(conf_directory()), version_base="1.3"):
+        for override in arguments:
+            try:
+                hydra.compose("config", [override])
+                right.append(override)
+            except HydraException as error:
+                found.append(describe(error))
+        try:
+            resolve(hydra.compose("config", right), right)
+        except HydraException as error:
+            found.append(describe(error))
+        except UserError as error:
+            found += str(error).splitlines()
+    return found or [describe(first)]
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Interrupts the program, even if the exception is lost, as in a callback of the garbage collector."""
+    timer = threading.Timer(5, report_interrupt, [number])
+    timer.daemon = True
+    unanswered.append((number, timer))
+    timer.start()
+    raise KeyboardInterrupt(number)
+
+
+def report_interrupt(number: int) -> None:
+    print("error: interrupted", file=sys.stderr, flush=True)
+    os._exit(128 + number)  # Python's own exit waits for threads that compile, and crashes some of them
+
+
+@contextmanager
+def errors_in_lines() -> Iterator[None]:
+    """Ends the program with a line for each mistake, without a traceback, and with the status of the error."""
+    try:
+        yield
+    except BaseException as error:
+        if unanswered:  # nothing to save yet, or a model in use; a library may have made its own error of it
+            report_interrupt(unanswered[0][0])
+        if isinstance(error, UserError):
+            end(str(error), error.status)
+        for cause in (error, error.__cause__):  # logging has an error of its own where it cannot open its file
+            if isinstance(cause, OSError) and cause.errno in WRONG_PATH | FULL_DISK:  # of the run directory
+                end(str(cause), file_error(str(cause), cause).status)
+        raise
+
+
+def end(message: str, status: int) -> None:
+    for line in message.splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    exit_immediately(status)  # threads of libraries would continue and log after the last line

@@ -1,0 +1,159 @@
+"""Constraints on the values of configuration keys, as fields of the dataclasses in schema.py (omegaconf).
+
+The type of a key determines whether it may be null; null is not checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from omegaconf import MISSING
+
+from zero.corpus.reading.order import weight_stages
+
+# Programs compute in float32: values that round to 0, 1 or infinity there would divide by zero.
+SMALLEST, LARGEST, ONE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max), 1 - 2.0**-25
+
+
+class Check(NamedTuple):
+    """A condition on a value, and its text in messages."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+
+
+def checked(holds: Callable[[Any], bool], expected: str) -> Any:
+    """A key whose value must satisfy `holds`. Its default is only in conf/config.yaml."""
+    return dataclasses.field(default=MISSING, metadata={"check": Check(holds, expected)})
+
+
+INT32 = 2**31 - 1  # the largest number of a step, a row of a batch or a token on a device
+INT64 = 2**63 - 1
+
+
+def at_least(minimum: int, maximum: int = INT32) -> Any:
+    return checked(lambda value: minimum <= value <= maximum, f"at least {minimum}, at most {maximum}")
+
+
+def zero_or_more() -> Any:
+    return checked(lambda value: 0 <= value <= LARGEST, "zero or more, finite in float32")
+
+
+def positive() -> Any:
+    return checked(lambda value: SMALLEST <= value <= LARGEST, "more than 0, as a float32 (1.2e-38 to 3.4e38)")
+
+
+def fraction() -> Any:
+    return checked(lambda value: 0 < value <= 1, "more than 0, at most 1")
+
+
+def fraction_below_one() -> Any:
+    return checked(lambda value: 0 <= value < ONE, "at least 0, less than 1 in float32")
+
+
+def boolean(optional: bool = False) -> Any:
+    """A key of type Any: Hydra would take any number and several words for a boolean."""
+    return checked(
+        lambda value: isinstance(value, bool) or (optional and value is None),
+        "true or false" + (", or null" if optional else ""),
+    )
+
+
+def not_empty() -> Any:
+    return checked(lambda value: bool(value.strip()), "a text that is not empty")
+
+
+def project_name() -> Any:
+    """What W&B takes."""
+    forbidden = "/\\#?%:"
+    expected = f"a text that is not empty, of at most 128 characters, without any of {' '.join(forbidden)}"
+    return checked(lambda value: value.strip() and len(value) <= 128 and not set(value) & set(forbidden), expected)
+
+
+def random_seed() -> Any:
+    return checked(lambda value: 0 <= value < 2**32, "0 to 4294967295")
+
+
+def one_of(*choices: Any) -> Any:
+    return checked(lambda value: value in choices, f"one of {', '.join(map(str, choices))}")
+
+
+def list_of(key: Any) -> Any:
+    """A list with at least one element, each of which satisfies the check of `key`."""
+    holds, expected = key.metadata["check"]
+    return checked(lambda values: bool(values) and all(map(holds, values)), f"a list, each element {expected}")
+
+
+def shown(value: Any) -> str:
+    """A value as the command line takes it.
+
+    >>> shown(None), shown(True), shown(0.5), shown([1, 2])
+    ('null', 'true', '0.5', '[1, 2]')
+    """
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def is_prompts(value: Any) -> bool:
+    """Whether a value is a text or a list of texts. The command line makes a number of a text that looks like one."""
+    texts = value if isinstance(value, list) else [value]
+    return bool(texts) and all(isinstance(text, str) for text in texts)
+
+
+def is_paths(value: Any) -> bool:
+    """Whether a value is the path of an index file or a list of them, and not a mixture."""
+    paths = value if isinstance(value, list) else [value]
+    return bool(paths) and all(isinstance(path, str) and path for path in paths)
+
+
+def is_sets(value: Any) -> bool:
+    """Whether a value is names of validation sets, each with the path of an index file or a list of them."""
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name) for name in value)
+        and all(map(is_paths, value.values()))
+    )
+
+
+def is_stages(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(stage, list) and len(stage) == 2 and all(type(x) is int and 1 <= x <= INT32 for x in stage)
+        for stage in value
+    )
+
+
+def _is_weight(value: Any, lowest: float = 0) -> bool:
+    return type(value) in (int, float) and lowest <= value < math.inf
+
+
+def _is_curve(value: Any) -> bool:
+    """Whether a value is [[step, weight], ...] with rising steps from 0 on, and a weight above 0 among them."""
+    if not isinstance(value, list) or not value:
+        return False
+    pairs = [pair for pair in value if isinstance(pair, list) and len(pair) == 2]
+    if len(pairs) < len(value) or not all(type(step) is int and _is_weight(weight) for step, weight in pairs):
+        return False
+    steps, weights = zip(*pairs, strict=True)
+    return steps[0] == 0 and all(a < b <= INT32 for a, b in itertools.pairwise(steps)) and max(weights) > 0
+
+
+def is_mixture(value: Any) -> bool:
+    if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
+        return False
+    is_whole = all(
+        entry.keys() == {"index", "weight"}
+        and isinstance(entry["index"], str)
+        and (_is_weight(entry["weight"], lowest=SMALLEST) or _is_curve(entry["weight"]))
+        for entry in value
+    )
+    if not is_whole or not all(sum(weights) > 0 for _, weights in weight_stages(entry["weight"] for entry in value)):
+        return False
+    # The metrics name a corpus by the stem of its index file.
+    return len({Path(entry["index"]).stem for entry in value}) == len(value)

@@ -1,0 +1,306 @@
+"""Rules between the keys of a configuration. Checks of single keys are in schema.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from zero.config.constraints import is_paths, shown
+from zero.config.schema import Config
+from zero.corpus.reading.synthetic import SYNTHETIC
+from zero.files import storage
+from zero.models.config import GPTConfig
+from zero.models.stack import STORED, span_size
+from zero.training.block_codes import FORMS
+from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE, hyperparameters
+
+Mistakes = Iterator[tuple[str, str]]  # key, and what was expected
+_WITHOUT_INT8 = {"wire_dtype": "auto, float32 or bfloat16", "gather_dtype": "auto"}
+
+
+def mistakes(config: Config, size: GPTConfig) -> Mistakes:
+    """The contradictions between keys, section by section."""
+    for rules in (
+        training_rules,
+        objective_rules,
+        model_rules,
+        data_rules,
+        optimizer_rules,
+        tuning_rules,
+        schedule_rules,
+        zero_rules,
+        evaluate_rules,
+        plan_rules,
+        distributed_rules,
+    ):
+        yield from rules(config, size)
+
+
+def training_rules(config: Config, size: GPTConfig) -> Mistakes:
+    training = config.training
+    if training.warmup_steps >= training.total_steps:
+        yield "training.warmup_steps", f"fewer than training.total_steps={training.total_steps}"
+    longest = config.data.max_context
+    key = "context_stages" if isinstance(training.context_stages, list) else "warmup_train_context"
+    if longest <= size.block_size and any(length < 2 or longest % length for _, length in training.stages()):
+        yield f"training.{key}", f"a divisor of data.max_context={longest}, at least 2"
+    if size.has_learned_positions and training.sample_tokens >= size.block_size:
+        learned = f"the learned positions of model.size={config.model.size} less one"
+        yield "training.sample_tokens", f"at most {size.block_size - 1}, {learned}"
+    if training.harness_frequency is not None and not config.evaluate.harness:
+        yield "training.harness_frequency", "null, or tasks in evaluate.harness as well"
+
+
+def objective_rules(config: Config, size: GPTConfig) -> Mistakes:
+    """What an objective on pairs does not have: terms per token, rows that are cut or joined, other corpora."""
+    training, data = config.training, config.data
+    if training.objective == "likelihood":
+        return
+    of_model, given = f"model.size={config.model.size}", f"training.objective={training.objective}"
+    lacks = {"experts": size.experts is not None, "a codebook": size.has_codebook, "z_loss": size.z_loss != 0}
+    for what in (name for name, has_it in lacks.items() if has_it):
+        yield "training.objective", f"likelihood, as {of_model} has {what}, with a loss per token"
+    if config.mode == "evaluate" and config.evaluate.validation and not config.evaluate.index:
+        yield "evaluate.index", f"an index file of texts, as data.index_path_validation of {given} holds pairs"
+    if config.mode not in ("train", "plan"):
+        return
+    if config.mode == "train" and not config.model.warm_start:
+        yield "model.warm_start", f"true, as the reference of {given} is the model at model.model_path"
+    if training.context_stages is not None:
+        yield "training.context_stages", f"null, as {given} compares whole texts"
+    elif training.stages():
+        yield "training.staged_warmup_steps", f"0, as {given} compares whole texts"
+    if config.mode == "train" and data.corpus is not None:
+        yield "data.corpus", f"null, as zero-prepare --preferences makes the corpus of {given}"
+    for key, expected in (("crop", "first"), ("isolate_documents", False)):
+        if getattr(data, key) != expected:
+            yield f"data.{key}", f"{shown(expected)}, as a row is one text with {given}"
+    if data.max_skipped_rows and config.tuning.method == "all":
+        yield "data.max_skipped_rows", f"0, as {given} stores log-probabilities for rows by their number"
+
+
+def model_rules(config: Config, size: GPTConfig) -> Mistakes:
+    model = config.model
+    if config.mode == "train" and model.warm_start and not model.model_path:
+        places = "a run, a directory of checkpoints or a Hugging Face folder"
+        yield "model.model_path", f"{places}, as model.warm_start=true"
+
+
+def data_rules(config: Config, size: GPTConfig) -> Mistakes:
+    data, of_model = config.data, f"model.size={config.model.size}"
+    if data.max_context > size.block_size:
+        yield "data.max_context", f"2 to {size.block_size}, the block_size of {of_model}, or null"
+    if not is_paths(data.index_path_train) and data.train_samples is not None:
+        yield "data.train_samples", "null, as data.index_path_train is a mixture"
+    if data.corpus in SYNTHETIC:
+        has_rows = f"as data.corpus={data.corpus} has no end, no documents and no completions"
+        for key, value, expected in (
+            ("training.max_epochs", config.training.max_epochs, None),
+            ("data.train_samples", data.train_samples, None),
+            ("data.crop", data.crop, "first"),
+            ("data.isolate_documents", data.isolate_documents, False),
+            ("training.loss_on", config.training.loss_on, "all"),
+        ):
+            if value != expected:
+                yield key, f"{shown(expected)}, {has_rows}"
+    if data.isolate_documents and size.layer == "gated_units":
+        yield "data.isolate_documents", f"false, as {of_model} has gated units"
+    switch = size.rotary_switch
+    if switch is not None and data.isolate_documents and data.max_context > switch:
+        yield "data.isolate_documents", f"false, as rotary frequencies depend on the length of rows beyond {switch}"
+    if switch is not None and config.training.sample_tokens >= switch:
+        yield "training.sample_tokens", f"less than {switch}, beyond which rotary frequencies depend on the length"
+    place = storage.join(storage.bucket(data.bucket_path) if data.bucket_path else "", data.checkpoint_directory)
+    if config.mode == "train" and "://" in place and storage.scheme(place) != "gs":
+        why = f"orbax cannot save to {place} (docs/decisions/stores.md)"
+        yield "data.checkpoint_directory", f"an absolute path or a gs:// URL, as {why}"
+    if data.resume_step is not None and config.resume is None and config.mode == "train":
+        yield "data.resume_step", "null without --resume"
+
+
+def optimizer_rules(config: Config, size: GPTConfig) -> Mistakes:
+    optimizer = config.optimizer
+    for key in sorted(optimizer.hyperparameters().keys() - hyperparameters(optimizer.name).keys()):
+        yield f"optimizer.{key}", f"null, as optimizer.name={optimizer.name} does not have it"
+    if optimizer.name not in QUANTISABLE and optimizer.state_dtype != "float32":
+        yield "optimizer.state_dtype", f"float32, as optimizer.name={optimizer.name}"
+    for key in ("decay", "scaled_eps"):
+        if size.parametrization == "standard" and getattr(optimizer, key) in ("coupled", True):
+            yield f"optimizer.{key}", f"another value, as model.size={config.model.size} is not in mup"
+    if optimizer.decay == "independent" and config.training.peak_learning_rate == 0:
+        yield "optimizer.decay", "rate or null, as training.peak_learning_rate=0"
+    if optimizer.name not in MULTIPLIABLE and size.parametrization != "standard":
+        yield "optimizer.name", f"{' or '.join(MULTIPLIABLE)}, as model.size={config.model.size} is in mup"
+    if optimizer.name not in ELEMENTWISE and config.zero.fused_update:
+        yield "optimizer.name", f"{', '.join(ELEMENTWISE)}, as zero.fused_update=true updates one layer at a time"
+
+
+def tuning_rules(config: Config, size: GPTConfig) -> Mistakes:
+    tuning, zero = config.tuning, config.zero
+    if tuning.method == "all":
+        if tuning.adapter is not None:
+            yield "tuning.adapter", "null, as tuning.method=all"
+        return
+    if config.mode not in ("train", "plan"):
+        return
+    of_model, given = f"model.size={config.model.size}", f"tuning.method={tuning.method}"
+    if config.mode == "train" and not config.model.warm_start:
+        yield "model.warm_start", f"true, as {given} adapts the weights of model.model_path"
+    if size.layer == "gated_units":
+        yield "tuning.method", f"all, as {of_model} has gated units"
+    if size.parametrization != "standard":
+        why = "with learning rates for whole matrices"
+        yield "tuning.method", f"all, as {of_model} is in {size.parametrization}, {why}"
+    if zero.fused_update:
+        yield "zero.fused_update", f"false, as {given} has only small gradients"
+    lacking = {"mlp_gate"} if not size.gated else set[str]()
+    if size.experts is not None and size.experts_every == 1:
+        lacking |= {"mlp_in", "mlp_gate", "mlp_out"}
+    for name in sorted(lacking & {*(tuning.targets or ())}):
+        why = "its MLP has no gate" if size.experts is None else "adapters are not for experts"
+        yield "tuning.targets", f"products without {name}, as {why} in {of_model}"
+    if tuning.dropout and tuning.method == "dora":
+        yield "tuning.dropout", "0, as tuning.method=dora scales the products of base and adapters together"
+    if tuning.base_dtype in FORMS and zero.tensor_shards > 1:
+        why = f"zero.tensor_shards={zero.tensor_shards} cuts blocks of codes"
+        yield "tuning.base_dtype", f"float32 or bfloat16, as {why}"
+    for key in ("tensor_shards", "context_shards"):
+        if tuning.dropout and getattr(zero, key) > 1:
+            yield "tuning.dropout", f"0, as zero.{key}={getattr(zero, key)} divides the inputs of adapters"
+
+
+def schedule_rules(config: Config, size: GPTConfig) -> Mistakes:
+    schedule = config.schedule
+    left = config.training.total_steps - config.training.warmup_steps
+    if schedule.name != "wsd" and schedule.decay_steps is not None:
+        yield "schedule.decay_steps", f"null, as schedule.name={schedule.name}"
+    elif schedule.decay_steps is not None and schedule.decay_steps > left:
+        yield "schedule.decay_steps", f"at most {left}, the steps after the warmup"
+
+
+def zero_rules(config: Config, size: GPTConfig) -> Mistakes:
+    zero, of_model = config.zero, f"model.size={config.model.size}"
+    if zero.remat in STORED and size.layer == "gated_units":
+        yield "zero.remat", f"dots, full or none, as {of_model} has gated units"
+    if zero.remat == "nested" and span_size(size.scanned_layers) == 1:
+        yield "zero.remat", f"full, as the {size.scanned_layers} layers of {of_model} make no equal spans"
+    for key in ("replicas", "tensor_shards", "expert_shards"):
+        if zero.phases == "torus" and getattr(zero, key) > 1:
+            yield "zero.phases", f"auto or flat, as zero.{key}={getattr(zero, key)}"
+    for key, other in _WITHOUT_INT8.items():
+        if zero.stage == 0 and getattr(zero, key) == "int8":
+            yield f"zero.{key}", f"{other}, as zero.stage=0 sums whole gradients and gathers nothing"
+    yield from _uncut(config, size)
+    yield from _undivided(config, size)
+    if size.layer == "gated_units" and zero.context_shards > 1:
+        yield "zero.context_shards", f"1, as {of_model} has gated units (docs/decisions/vq.md)"
+    if size.has_codebook and zero.fused_update:
+        yield "zero.fused_update", f"false, as {of_model} has a codebook, which an update of single layers cannot move"
+    if not zero.fused_update:
+        return
+    needed: dict[str, tuple[Any, list[Any]]] = {
+        "zero.stage": (zero.stage, [3]),
+        "zero.remat": (zero.remat, ["auto", "full", "nested"]),
+        "training.skip_spikes": (config.training.skip_spikes, [None]),
+        "training.gradient_accumulation_steps": (config.training.gradient_accumulation_steps, [1]),
+    }
+    for key, (value, choices) in needed.items():
+        if value not in choices:
+            possible = " or ".join(map(shown, choices))
+            yield key, f"{possible}, as zero.fused_update=true never holds the whole gradient"
+    if zero.master_dtype == "bfloat16" and zero.gradient_dtype != "bfloat16":
+        yield "zero.gradient_dtype", "bfloat16, the dtype of zero.master_dtype, as zero.fused_update=true"
+
+
+def _undivided(config: Config, size: GPTConfig) -> Mistakes:
+    """The keys that do not fit expert groups."""
+    zero, of_model = config.zero, f"model.size={config.model.size}"
+    if zero.expert_shards == 1:
+        return
+    if size.experts is None:
+        yield "zero.expert_shards", f"1, as {of_model} has no experts"
+    elif size.experts % zero.expert_shards:
+        yield "zero.expert_shards", f"a divisor of experts={size.experts} of {of_model}"
+    elif size.expert_capacity is None:
+        why = "as devices exchange a fixed number of tokens"
+        yield "zero.expert_shards", f"1, or a number as expert_capacity of {of_model}, {why}"
+    given = f"zero.expert_shards={zero.expert_shards}"
+    if zero.tensor_shards > 1:
+        yield "zero.tensor_shards", f"1, as {given}"
+    for key, other in _WITHOUT_INT8.items():
+        if getattr(zero, key) == "int8":
+            yield f"zero.{key}", f"{other}, as {given}"
+
+
+def _uncut(config: Config, size: GPTConfig) -> Mistakes:
+    """The keys and sizes that tensor groups and context groups cannot cut into equal parts."""
+    zero = config.zero
+    of_model = f"of model.size={config.model.size}"
+    cut = {
+        f"num_head={size.num_head} {of_model}": size.num_head,
+        f"kv_heads={size.key_heads} {of_model}": size.key_heads,
+        f"mlp_dim={size.mlp_width} {of_model}": size.mlp_width,
+    }
+    if size.layer == "gated_units":
+        cut = {f"twice embedding_dim={size.embedding_dim} {of_model}": 2 * size.embedding_dim}
+    if config.mode in ("train", "plan"):
+        cut[f"data.max_context={config.data.max_context}"] = config.data.max_context
+        cut |= {f"a stage of {length} tokens": length for _, length in config.training.stages()}
+    for what, count in cut.items():
+        if count % zero.tensor_shards:
+            yield "zero.tensor_shards", f"a divisor of {what}"
+    if zero.context_shards == 1 or config.mode not in ("train", "plan"):
+        return
+    if zero.tensor_shards > 1:
+        yield "zero.context_shards", f"1, as zero.tensor_shards={zero.tensor_shards}"
+    if size.experts is not None:
+        yield "zero.context_shards", f"1, as tokens are routed row by row in model.size={config.model.size}"
+    if config.model.attention == "dense":
+        yield "model.attention", f"auto or blockwise, as zero.context_shards={zero.context_shards}"
+    for length in (config.data.max_context, *(length for _, length in config.training.stages())):
+        if length % (2 * zero.context_shards):
+            yield "zero.context_shards", f"a divisor of half of the {length} tokens of a sequence"
+
+
+def evaluate_rules(config: Config, size: GPTConfig) -> Mistakes:
+    evaluate = config.evaluate
+    if config.mode == "evaluate" and not (evaluate.validation or evaluate.harness):
+        yield "evaluate.validation", "true, or tasks in evaluate.harness"
+    elif config.mode == "evaluate" and evaluate.validation and not (evaluate.index or config.has_validation_set):
+        data, path = config.data, shown(config.data.index_path_validation)
+        given = f"data.corpus={shown(data.corpus)} and data.index_path_validation={path}"
+        yield "evaluate.validation", f"false, as {given} hold no validation set"
+    if evaluate.follow and config.mode == "evaluate" and config.data.resume_step is not None:
+        yield "evaluate.follow", f"false, as data.resume_step={config.data.resume_step} names one checkpoint"
+    if evaluate.follow and evaluate.adapters is not None:
+        yield "evaluate.adapters", "null with evaluate.follow, which scores the checkpoints of one run"
+    context = evaluate.context or config.data.max_context
+    if evaluate.stride is not None and evaluate.stride >= context:
+        yield "evaluate.stride", f"1 to {context - 1}, or null"
+    if evaluate.carry and size.layer != "gated_units":
+        yield "evaluate.carry", f"false, as model.size={config.model.size} has no memory of constant size"
+    elif evaluate.carry and (evaluate.stride is not None or context % size.vq_block):
+        block = f"vq_block={size.vq_block} of model.size={config.model.size}"
+        yield "evaluate.carry", f"false, or evaluate.stride=null and a context that is a multiple of {block}"
+
+
+def plan_rules(config: Config, size: GPTConfig) -> Mistakes:
+    plan = config.plan
+    if plan.search != "largest" and max(plan.grid.context or [0]) > size.block_size:
+        limit = f"the block_size of model.size={config.model.size}"
+        yield "plan.grid.context", f"a list, each element 2 to {size.block_size}, {limit}, or null"
+    if config.optimizer.name not in QUANTISABLE and set(plan.grid.state_dtype or []) - {"float32"}:
+        yield "plan.grid.state_dtype", f"[float32] or null, as optimizer.name={config.optimizer.name}"
+
+
+def distributed_rules(config: Config, size: GPTConfig) -> Mistakes:
+    distributed = config.distributed
+    number, count = distributed.process_id, distributed.num_processes
+    if distributed.coordinator_address is None:
+        for key, value in (("num_processes", count), ("process_id", number)):
+            if value is not None:
+                yield f"distributed.{key}", "null, as there is no distributed.coordinator_address"
+    elif count is None:
+        yield "distributed.num_processes", "the number of processes, as there is a distributed.coordinator_address"
+    elif number is None or number >= count:
+        yield "distributed.process_id", f"0 to {count - 1}, another one for each process"

@@ -1,0 +1,62 @@
+"""Checks that all hosts have the same configuration; with different ones they would wait for ever or diverge."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from zero.config.schema import Config
+from zero.errors import UserError
+from zero.hosts import agreement
+from zero.models.config import GPTConfig
+
+# Keys that name something of one host. `agreement.check_shared` compares what is in data.checkpoint_directory.
+OF_A_HOST = {
+    "resume",
+    "data.cache_directory",
+    "data.checkpoint_directory",
+    "zero.emergency_directory",
+    "distributed.coordinator_address",
+    "distributed.process_id",
+    "distributed.compilation_cache",
+}
+
+
+def check_same_configuration(config: Config, size: GPTConfig) -> None:
+    """Compares the checked configuration, the model and the version of jax with those of all other hosts.
+
+    Raises:
+      UserError: on all hosts, a line for each key that differs, with its values and the hosts that have them.
+    """
+    values = {f"{key} of the model (model_config.yaml)": value for key, value in asdict(size).items()}
+    for section, value in asdict(config).items():
+        keys = value if isinstance(value, dict) else {"": value}
+        values |= {f"{section}.{key}".rstrip("."): one for key, one in keys.items()}
+    values |= {f"the version of {package}": version(package) for package in ("jax", "jaxlib")}
+    texts = {key: json.dumps(value, default=str) for key, value in values.items() if key not in OF_A_HOST}
+    if mistakes := _differences(texts):
+        raise UserError("\n".join(f"{mistake}; all hosts need the same" for mistake in mistakes))
+
+
+def _differences(texts: dict[str, str]) -> list[str]:
+    """Each key whose text is not the same on all hosts."""
+    first = json.loads(agreement.broadcast("configuration", json.dumps(texts)))
+    mine: dict[str, Any] = {
+        key: texts.get(key, "nothing") for key in sorted(first | texts) if texts.get(key) != first.get(key)
+    }
+    differing: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for host, text in enumerate(agreement.gather("configuration", json.dumps(mine))):
+        for key, value in json.loads(text).items():
+            differing[key][value].append(host)
+    return [
+        f"{key}: host 0 has {first.get(key, 'nothing')}, "
+        + ", ".join(f"{_hosts(hosts)} {value}" for value, hosts in differing[key].items())
+        for key in sorted(differing)
+    ]
+
+
+def _hosts(numbers: list[int]) -> str:
+    return f"host {numbers[0]} has" if len(numbers) == 1 else f"hosts {', '.join(map(str, numbers))} have"

@@ -1,0 +1,55 @@
+"""The directory of a corpus, on a disk or in a bucket: reading and writing its files, and its lock."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zero.errors import UserError, file_error
+from zero.files import storage
+
+
+def read(path: str) -> bytes:
+    try:
+        return storage.read_bytes(path)
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; expected a corpus made by zero-prepare, or its index file") from error
+    except OSError as error:
+        raise file_error(f"{path} cannot be read: {error.strerror or error}", error) from error
+
+
+def write(path: str, data: bytes) -> None:
+    try:
+        storage.write(path, data)
+    except OSError as error:
+        raise file_error(f"{path} cannot be written: {error.strerror or error}", error) from error
+
+
+def file_names(directory: str) -> set[str]:
+    """The files of a corpus, including temporary files of a process that was killed."""
+    return {os.path.basename(path) for path in storage.list_files(directory)}
+
+
+def remove_temporary_files(directory: str, name: str) -> None:
+    """Removes temporary files of this name that a killed process has left; buckets keep none."""
+    if not storage.is_remote(directory):
+        for path in Path(directory).glob(f".{name}.????????"):
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(directory: str) -> Iterator[None]:
+    """Waits while another process of this machine prepares the same corpus: several hosts may start at once."""
+    if storage.is_remote(directory):
+        yield  # there the same call writes the same bytes, in whole objects
+        return
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

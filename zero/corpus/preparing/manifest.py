@@ -1,0 +1,199 @@
+"""The manifest of a corpus: its arguments, its shards, and the position to continue from; its index files."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from zero.corpus.preparing import directory
+from zero.corpus.text.chat_template import CONFIG, TEMPLATE
+from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer
+from zero.errors import UserError
+from zero.files import storage
+from zero.files.parsing import reading
+
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+SPLITS = ("train", "validation")  # of every corpus
+ALL_SPLITS = (*SPLITS, "test")
+NO_HASH = 2**64  # higher than any hash
+
+
+class Counts(NamedTuple):
+    """The contents of some units for one split."""
+
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    skipped: int = 0  # files of both splits
+    lowest: int = NO_HASH  # of the documents' hashes
+    short: int = 0  # documents that were left out
+    duplicates: int = 0  # of both splits
+    long: int = 0  # pairs that were left out
+
+    def plus(self, other: Counts) -> Counts:
+        sums = Counts(*map(operator.add, self, other))
+        return sums._replace(lowest=min(self.lowest, other.lowest))
+
+
+class UnitPosition(NamedTuple):
+    """The position in the source at which the next shard of a split begins."""
+
+    unit: int = 0
+    skip: int = 0  # tokens of that unit, or rows if each document has its own, that belong to the shard before
+    counts: Counts = Counts()  # of the units before
+
+
+def splits_of(manifest: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(split for split in ALL_SPLITS if split in SPLITS or split in manifest)
+
+
+def find_usable(place: str, arguments: dict[str, Any], source_state: str, overwrite: bool) -> dict[str, Any] | None:
+    """The manifest of an earlier call with the same arguments, if all of its shards exist.
+
+    Raises UserError for a corpus that was made with other arguments, unless `overwrite`.
+    """
+    if not storage.exists(storage.join(place, MANIFEST)):
+        return None
+    manifest = load(place)
+    shards = [shard["name"] for split in splits_of(manifest) for shard in manifest[split]["shards"]]
+    for key, value in arguments.items():
+        if manifest.get(key) != value:
+            if overwrite or not shards:
+                return None
+            difference = f"with {key}={manifest.get(key)}, not {key}={value}"
+            if key == "source_files":
+                difference = f"when {arguments['source']} held other files, or files of other sizes"
+            raise UserError(
+                f"corpus {place} was prepared {difference}: choose another name, or --overwrite to replace it"
+            )
+    if "unfinished" in manifest and manifest["unfinished"]["source_state"] != source_state:
+        if overwrite or not shards:
+            return None
+        raise UserError(f"corpus {place} is half done, and its source has changed since: --overwrite starts again")
+    return manifest if set(shards) <= directory.file_names(place) else None
+
+
+def load(place: str) -> dict[str, Any]:
+    path = storage.join(place, MANIFEST)
+    with reading(f"{path} is not a manifest that this version can read, choose another name, or remove it"):
+        manifest: dict[str, Any] = json.loads(directory.read(path))
+        _check_form(manifest)
+    return manifest
+
+
+def _check_form(manifest: dict[str, Any]) -> None:
+    """Raises one of `zero.files.parsing.MALFORMED` if a value is missing or of another type."""
+    is_done = "unfinished" not in manifest
+    expected: list[tuple[Any, type]] = [(manifest["tokenizer"], str)]
+    for split in splits_of(manifest):
+        expected.append((manifest[split]["shards"], list))
+        expected += [(shard["name"], str) for shard in manifest[split]["shards"]]
+        expected += [(shard["rows"], int) for shard in manifest[split]["shards"]]
+        if is_done:
+            expected += [(manifest[split][key], int) for key in ("documents", "tokens", "rows")]
+        else:
+            unit, skip, counts = manifest["unfinished"][split]
+            expected += [(number, int) for number in (unit, skip, *Counts(*counts))]
+    for value, kind in expected:
+        if not isinstance(value, kind):
+            raise TypeError(f"expected {kind.__name__}, found {value!r}")
+
+
+def check_tokenizer(place: str, tokenizer: Tokenizer) -> None:
+    """Raises UserError if the corpus in `place` was prepared with another tokenizer; shards without a manifest pass."""
+    if storage.exists(storage.join(place, MANIFEST)):
+        recorded = load(place)["tokenizer"]
+        if recorded.rpartition(":")[2] != tokenizer.name.rpartition(":")[2]:  # the file may have another name
+            raise UserError(f"corpus {place} was prepared with tokenizer {recorded}, not {tokenizer.name}")
+
+
+def check_end_of_text(shards: Iterable[str], tokenizer: Tokenizer) -> None:
+    """Raises UserError if one of these shards separates its documents by an end of text of another tokenizer."""
+    for place in sorted({storage.parent(shard) for shard in shards}):
+        try:
+            check_tokenizer(place, tokenizer)
+        except UserError as error:
+            raise UserError(f"data.isolate_documents=true needs data.tokenizer of the corpus: {error}") from error
+
+
+def save(place: str, manifest: dict[str, Any]) -> None:
+    directory.write(storage.join(place, MANIFEST), json.dumps(manifest, indent=1).encode("utf-8") + b"\n")
+
+
+def begin(
+    place: str,
+    indices: dict[str, str],
+    arguments: dict[str, Any],
+    source_state: str,
+    threshold: int,
+    tokenizer: Tokenizer,
+    splits: Sequence[str],
+) -> dict[str, Any]:
+    """Removes an earlier corpus and writes a manifest without shards; hashes below `threshold` are for validation."""
+    remove_corpus(place, indices)
+    if isinstance(tokenizer, FileTokenizer):
+        directory.write(storage.join(place, TOKENIZER), tokenizer.data)
+        for name in (CONFIG, TEMPLATE):  # data.tokenizer is the copy, beside which sampling and export look for them
+            beside = storage.join(storage.parent(tokenizer.path), name)
+            if storage.exists(beside) and beside != storage.join(place, name):
+                directory.write(storage.join(place, name), directory.read(beside))
+    manifest: dict[str, Any] = arguments | {split: {"shards": []} for split in splits}
+    manifest["unfinished"] = {"source_state": source_state, "threshold": threshold}
+    manifest["unfinished"] |= {split: UnitPosition() for split in splits}
+    save(place, manifest)
+    return manifest
+
+
+def finish(place: str, manifest: dict[str, Any], counts: Sequence[Counts], has_ids: bool) -> None:
+    del manifest["unfinished"]
+    for split, count in zip(splits_of(manifest), counts, strict=True):
+        cut = [shard["truncations"] for shard in manifest[split]["shards"] if "truncations" in shard]
+        manifest[split] = {
+            "documents": count.documents,
+            "tokens": count.tokens,
+            "bytes": None if has_ids else count.bytes,
+            "rows": sum(shard["rows"] for shard in manifest[split]["shards"]),
+            **({"truncations": sum(cut)} if cut else {}),
+            "shards": manifest[split]["shards"],
+        }
+    manifest["skipped"] = counts[0].skipped
+    manifest["short"] = sum(count.short for count in counts)
+    manifest["duplicates"] = counts[0].duplicates
+    if manifest.get("preferences"):
+        manifest["long"] = sum(count.long for count in counts)
+    save(place, manifest)
+
+
+def remove_corpus(place: str, indices: dict[str, str]) -> None:
+    """`indices` are those of all splits. Index files first: no index ever lists a shard that does not exist."""
+    for index in indices.values():
+        storage.remove(index)
+    for name in [MANIFEST, TOKENIZER, CONFIG, TEMPLATE, *shard_names(directory.file_names(place))]:
+        storage.remove(storage.join(place, name))
+
+
+def shard_names(names: Iterable[str]) -> set[str]:
+    """The names that have the form of a shard's."""
+    splits = "|".join(ALL_SPLITS)
+    return {name for name in names if re.fullmatch(rf"({splits})-\d{{5,}}\.tar", name)}
+
+
+def index_text(index: str, place: str, split: str, summary: dict[str, Any]) -> bytes:
+    """The contents of an index file; shards are named relative to it if both are on this machine or in one bucket."""
+    lines = [f"# {os.path.basename(place)}, {split}: {summary['tokens']} tokens of {summary['documents']} documents"]
+    bucket, target = _bucket(place), place
+    if bucket == _bucket(index):
+        start = storage.parent(index).removeprefix(bucket) or "/"
+        target = os.path.relpath(place.removeprefix(bucket), start)
+    lines += [f"{target}/{shard['name']} # {shard['rows']} rows" for shard in summary["shards"]]
+    return ("\n".join(lines) + "\n").encode("utf-8")
+
+
+def _bucket(path: str) -> str:
+    """gs://bucket, or nothing for a local path."""
+    return "/".join(path.split("/")[:3]) if storage.is_remote(path) else ""

@@ -1,0 +1,117 @@
+"""Shows rows of a prepared corpus as a person reads them: their text, where documents begin, and what was cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from zero.corpus.preparing import manifest
+from zero.corpus.preparing.sources.preferences import ANSWERS
+from zero.corpus.reading.crop import Crop
+from zero.corpus.reading.index_files import Shard, read_index
+from zero.corpus.reading.shards import decode, open_shard, read_samples, row_tokens
+from zero.corpus.text.tokenizers import MOST_TOKENS, Tokenizer, load_tokenizer
+from zero.errors import UserError
+from zero.files import storage
+
+
+def peek(index: str, rows: int, tokenizer: Tokenizer | None = None) -> Iterator[str]:
+    """Two lines for each of some rows that are spread over an index file, and one about all rows of their shards.
+
+    Without a tokenizer it is the one that the manifest of the corpus records.
+
+    Raises:
+      UserError: there is no such index file, the corpus has another tokenizer, or a token is outside its vocabulary.
+    """
+    if rows < 1:
+        raise UserError(f"--peek {rows}: expected at least one row")
+    shards = read_index(index)
+    place = storage.parent(shards[0].path)
+    if tokenizer is None:
+        given = manifest.load(place)["tokenizer"]
+        tokenizer = load_tokenizer(given if given == "bytes" else storage.join(place, manifest.TOKENIZER))
+    manifest.check_tokenizer(place, tokenizer)
+    recorded = manifest.load(place) if storage.exists(storage.join(place, manifest.MANIFEST)) else {}
+    is_packed, names = recorded.get("pack") is not None, ANSWERS if recorded.get("preferences") else ("",)
+    total = sum(shard.rows for shard in shards)
+    shown = min(rows, total)
+    wanted = {number * total // shown for number in range(shown)}
+    seen, length, first = _Seen(), row_tokens(shards[0].path), 0
+    for shard in shards:
+        own = {number - first for number in wanted if first <= number < first + shard.rows}
+        if own:
+            seen.shards += 1
+            begins = None if is_packed or first else True  # whether a document begins in the first column
+            for i, (name, ids) in enumerate(_texts(shard, length, names)):
+                number = i // len(names)
+                seen.add(ids, length, tokenizer)
+                if number in own:
+                    of_row = f"row {first + number}{name and f', {name}'}"
+                    yield _described(of_row, ids, length, tokenizer, True if name else begins)
+                    yield f"  {tokenizer.decode(ids.tolist())!r}"
+                begins = None if is_packed else bool(len(ids)) and int(ids[-1]) == tokenizer.end_of_text
+        first += shard.rows
+    yield seen.described(len(shards), length, tokenizer, "texts" if len(names) > 1 else "rows")
+    if total < rows:
+        yield f"{index} has {total} rows"
+
+
+def _texts(shard: Shard, length: int, names: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+    """The tokens of each row without padding; of a pair, those of both texts with their names."""
+    pairs = len(names) > 1
+    with open_shard(shard.path) as stream:
+        for sample in read_samples(shard.path, stream):
+            of_sample = f"shard {shard.path}, sample {sample['__key__']}"
+            found = decode(sample, of_sample, length, MOST_TOKENS, Crop(), np.zeros, pairs, pairs)
+            for row, size in zip(found.tokens, found.lengths, strict=True):
+                for name, text in zip(names, row.reshape(len(names), -1), strict=True):
+                    yield name, np.maximum(text, ~text)[text != -1] if pairs else text[:size]
+
+
+@dataclass
+class _Seen:
+    """All rows of the shards that were read."""
+
+    shards: int = 0
+    rows: int = 0
+    cut: int = 0  # rows that end within a document
+    padding: int = 0  # tokens
+    ids: list[int] = field(default_factory=list)  # the lowest and the highest, once there is one
+
+    def add(self, ids: np.ndarray, length: int, tokenizer: Tokenizer) -> None:
+        if len(ids):
+            self.ids = [min([*self.ids, int(ids.min())]), max([*self.ids, int(ids.max())])]
+            self.cut += int(ids[-1]) != tokenizer.end_of_text
+            if self.ids[1] >= tokenizer.vocab_size:
+                raise UserError(
+                    f"row {self.rows} of those read holds token {self.ids[1]}, outside the vocabulary of "
+                    f"{tokenizer.vocab_size}"
+                )
+        self.rows += 1
+        self.padding += length - len(ids)
+
+    def described(self, shards: int, length: int, tokenizer: Tokenizer, unit: str) -> str:
+        return (
+            f"{self.shards} of {shards} shards: {self.rows} {unit}, ids {_span(self.ids)} of {tokenizer.vocab_size}; "
+            f"{self.cut} {unit} end within a document; {self.padding} of {self.rows * length} tokens are padding"
+        )
+
+
+def _described(name: str, ids: np.ndarray, length: int, tokenizer: Tokenizer, begins: bool | None) -> str:
+    ends = np.flatnonzero(ids == tokenizer.end_of_text)
+    starts = [0] * bool(begins) + [int(end) + 1 for end in ends if end + 1 < len(ids)]
+    found = [f"documents begin at {', '.join(map(str, starts))}" if starts else "no document begins"]
+    if begins is False:
+        found.append("the first one is the rest of a document")
+    elif begins is None:
+        found.append("column 0 begins a document, or the rest of one")
+    if len(ids) and (not len(ends) or ends[-1] != len(ids) - 1):
+        found.append("the last document is cut")
+    span = [int(ids.min()), int(ids.max())] if len(ids) else []
+    return f"{name}: {len(ids)} of {length} tokens, ids {_span(span)} of {tokenizer.vocab_size}; {'; '.join(found)}"
+
+
+def _span(ids: list[int]) -> str:
+    return f"{ids[0]} to {ids[1]}" if ids else "none"

@@ -1,0 +1,267 @@
+"""Text to token shards, their index files and a manifest. The same input and arguments give the same bytes.
+
+Worker processes read and tokenize the documents in units that depend only on the source; one process joins their
+tokens in order. A shard is written whole, then recorded in the manifest together with the position in the source where
+the next one begins: a second call continues from there. docs/decisions/preparing.md has the reasons and the costs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from zero.corpus.preparing import directory as directories
+from zero.corpus.preparing import manifest as manifests
+from zero.corpus.preparing.manifest import ALL_SPLITS, NO_HASH, SPLITS, TOKENIZER
+from zero.corpus.preparing.sources.changes import digests, repeated
+from zero.corpus.preparing.sources.completions import LEARNED, CompletionReader
+from zero.corpus.preparing.sources.documents import Reader
+from zero.corpus.preparing.sources.preferences import PreferenceReader
+from zero.corpus.preparing.sources.source import Source
+from zero.corpus.preparing.workers import map_in_order
+from zero.corpus.preparing.writer import useful_workers, write_shards
+from zero.corpus.text.chat_template import load_chat_template
+from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, train_tokenizer
+from zero.errors import UserError
+from zero.files import storage
+
+_TRAINING_BYTES = 1 << 30  # of a source, from its beginning, that a tokenizer is trained on
+
+
+@dataclass(frozen=True)
+class SplitSummary:
+    """The size of the training or the validation split."""
+
+    documents: int
+    tokens: int  # ends of text included
+    bytes: int | None  # of the text in UTF-8; None if the source held token ids
+    rows: int
+    shards: int
+    truncations: int | None = None  # cuts of documents that are longer than a row; None: not packed
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared corpus: `directory` holds its shards and manifest.json."""
+
+    directory: str
+    train_index: str
+    validation_index: str
+    train: SplitSummary
+    validation: SplitSummary
+    skipped: int  # files that are not UTF-8
+    short: int = 0  # documents that --minimum-tokens has left out
+    duplicates: int = 0  # documents that --deduplicate has left out
+    long: int = 0  # pairs that are longer than a row
+    test_index: str | None = None
+    test: SplitSummary | None = None  # of a source that has one
+
+
+def prepare(
+    source: str | Path,
+    name: str,
+    *,
+    directory: str | Path,
+    index_directory: str | Path,
+    tokenizer: Tokenizer | int,
+    row_tokens: int,
+    one_document_per_row: bool = False,
+    pack: str | None = None,
+    validation_fraction: float = 0.05,
+    rows_per_member: int = 256,
+    rows_per_shard: int = 8192,
+    key: str = "text",
+    completions: bool = False,
+    preferences: bool = False,
+    loss_on: Sequence[str] = LEARNED,
+    splits: str | None = None,
+    minimum_tokens: int = 0,
+    normalise: str | None = None,
+    deduplicate: bool = False,
+    tokenizer_source: str | None = None,
+    workers: int | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> Corpus:
+    """Write `directory/name/*.tar`, and `name_train.index` and `name_validation.index` into `index_directory`.
+
+    A hash of its text decides whether a document is for validation; if it decides so for none, the document with the
+    lowest hash is. Of a single text it is the last part. Documents are joined with the tokenizer's end of text and cut
+    into rows without loss: the last row of a split is padded, as its length.npy records. With `pack`, a key of
+    `packing.PACKINGS`, the documents of each shard are packed into rows, and shards hold about `rows_per_shard`.
+
+    After an interruption the next call with these arguments continues after the finished shards; a finished corpus is
+    kept. At no time does an index list a shard that does not exist.
+
+    `tokenizer_source` is recorded: where the tokenizer comes from, such as hf:NAME@COMMIT. Its chat template is copied.
+    The options are those of `zero-prepare --help`; `tokenizer` may also be a number of tokens, to train one of that
+    size on the source and save it as `directory/name/tokenizer.json`. A few shards are held in memory.
+
+    Raises:
+        UserError: there is no text, it cannot be read, or a corpus of this name was made with other arguments.
+    """
+    if not 0 < validation_fraction < 1:
+        raise UserError(f"validation_fraction must lie between 0 and 1, not {validation_fraction}")
+    if row_tokens < 2 or rows_per_member < 1 or rows_per_shard < 1 or rows_per_shard % rows_per_member:
+        raise UserError(
+            f"row_tokens {row_tokens} must be at least 2 and rows_per_shard {rows_per_shard} a multiple of "
+            f"rows_per_member {rows_per_member}"
+        )
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise UserError(f"name {name}: expected letters, digits, and . - _ between them; --name gives another one")
+    if workers is not None and workers < 1:
+        raise UserError(f"workers must be at least 1, not {workers}")
+    if completions and preferences:
+        raise UserError("--completions and --preferences: expected one of them")
+    if not completions and tuple(loss_on) != LEARNED:
+        raise UserError(f"--loss-on {' '.join(loss_on)} expects --completions, whose roles it names")
+    template = None
+    if (completions or preferences) and isinstance(tokenizer, FileTokenizer):
+        template = load_chat_template(tokenizer.path)
+    reader: Reader | None = CompletionReader(template, tuple(loss_on)) if completions else None
+    if preferences:
+        reader, one_document_per_row = PreferenceReader(template), True
+    opened = Source(str(source), key, validation_fraction, reader, splits, normalise)
+    for option, is_given in (
+        ("one_document_per_row", one_document_per_row),
+        ("pack", pack),
+        ("minimum_tokens", minimum_tokens),
+        ("deduplicate", deduplicate),
+    ):
+        if not opened.has_documents and is_given:
+            raise UserError(f"{source} is one long text, and {option} expects documents: a folder or JSON lines")
+    if pack and one_document_per_row:
+        other = "preferences" if preferences else "one_document_per_row"
+        raise UserError(f"pack={pack} joins documents in a row, and {other} does not: choose one of them")
+    arguments: dict[str, Any] = {
+        "source": str(source),
+        "source_files": opened.fingerprint,
+        "key": key,
+        "train_tokenizer": tokenizer if isinstance(tokenizer, int) else None,
+        "row_tokens": row_tokens,
+        "one_document_per_row": one_document_per_row,
+        "validation_fraction": validation_fraction,
+        "rows_per_member": rows_per_member,
+        "rows_per_shard": rows_per_shard,
+        # Null, as in manifests of earlier versions, where nothing is recorded.
+        "pack": pack,
+        "completions": completions or None,
+        "preferences": preferences or None,
+        "loss_on": None if tuple(loss_on) == LEARNED else list(loss_on),
+        "chat_template": template and template.digest,
+        "splits": splits,
+        "minimum_tokens": minimum_tokens or None,
+        "normalise": normalise,
+        "deduplicate": deduplicate or None,
+        "tokenizer_source": tokenizer_source,
+    }
+    place = storage.join(directory, name)
+    indices = {split: storage.join(index_directory, f"{name}_{split}.index") for split in ALL_SPLITS}
+    if storage.is_remote(indices["train"]) and not storage.is_remote(place):
+        raise UserError(f"index_directory {index_directory}: an index in a bucket cannot list shards in {place}")
+    hidden = None if progress else True  # None: hidden unless there is a terminal
+    with directories.locked(place), tqdm(desc=name, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
+        manifest = _prepare_locked(opened, place, indices, arguments, tokenizer, workers, overwrite, bar)
+    train, validation, *test = (
+        SplitSummary(**(manifest[split] | {"shards": len(manifest[split]["shards"])}))
+        for split in manifests.splits_of(manifest)
+    )
+    left_out = (manifest.get(key, 0) for key in ("skipped", "short", "duplicates", "long"))
+    of_test = (indices["test"], test[0]) if test else ()
+    return Corpus(place, indices["train"], indices["validation"], train, validation, *left_out, *of_test)
+
+
+def _prepare_locked(
+    source: Source,
+    place: str,
+    indices: dict[str, str],
+    arguments: dict[str, Any],
+    tokenizer: Tokenizer | int,
+    workers: int | None,
+    overwrite: bool,
+    bar: tqdm,
+) -> dict[str, Any]:
+    """Continues or begins a corpus, writes the missing shards, and returns its manifest."""
+    manifest = manifests.find_usable(place, arguments, source.state, overwrite)
+    if isinstance(tokenizer, int):
+        tokenizer = _load_or_train_tokenizer(place, manifest is not None, source, tokenizer, bar)
+    arguments |= {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
+    if manifest is not None:
+        manifest = manifests.find_usable(place, arguments, source.state, overwrite)
+    threshold = int(arguments["validation_fraction"] * 2**64)
+    splits = ALL_SPLITS[: source.splits]
+    if manifest is None:
+        manifest = manifests.begin(place, indices, arguments, source.state, threshold, tokenizer, splits)
+    directories.remove_temporary_files(place, "*")
+    for index in indices.values():
+        directories.remove_temporary_files(storage.parent(index), os.path.basename(index))
+    if "unfinished" in manifest and arguments["deduplicate"]:
+        _leave_out_duplicates(source, workers, bar)
+    while "unfinished" in manifest:
+        counts = write_shards(source, place, manifest, tokenizer, workers, bar)
+        train, validation = counts[: len(SPLITS)]
+        if all(count.documents for count in counts):
+            manifests.finish(place, manifest, counts, source.has_ids)
+            break
+        # With few documents one split may get none: then the document with the lowest hash is for validation.
+        threshold = min(train.lowest, validation.lowest) + 1
+        if source.is_one_text or threshold in (NO_HASH + 1, manifest["unfinished"]["threshold"]):
+            manifests.remove_corpus(place, indices)
+            if long := sum(count.long for count in counts):
+                raise UserError(
+                    f"{arguments['source']}: {long} pairs have a text of more tokens than --row-tokens "
+                    f"{arguments['row_tokens']}, and too few are left"
+                )
+            some = "too little text to set documents aside for validation"
+            raise UserError(
+                f"{arguments['source']} holds {some if train.documents + validation.documents else 'no text'}"
+            )
+        manifest = manifests.begin(place, indices, arguments, source.state, threshold, tokenizer, splits)
+    for split, index in indices.items():
+        if split in manifest and not storage.exists(index):
+            directories.write(index, manifests.index_text(index, place, split, manifest[split]))
+    return manifest
+
+
+def _leave_out_duplicates(source: Source, workers: int | None, bar: tqdm) -> None:
+    """Reads the whole source once: what comes again in a later unit is known before anything is tokenized."""
+    bar.set_description("duplicates")
+    bar.reset(source.size)
+
+    def found() -> Iterator[list[bytes | None]]:
+        tasks = ((unit, ()) for unit in source.units())
+        for unit, one in map_in_order(tasks, digests, workers or useful_workers(source)):
+            yield one
+            bar.update(unit.size)
+
+    source.duplicates = repeated(found())
+
+
+def _load_or_train_tokenizer(
+    place: str, is_continued: bool, source: Source, vocab_size: int, bar: tqdm
+) -> FileTokenizer:
+    """The tokenizer that an earlier call has trained, or one that is trained on the beginning of the source."""
+    path = storage.join(place, TOKENIZER)
+    if is_continued and storage.exists(path):
+        return FileTokenizer(path, storage.read_bytes(path))
+    if source.has_ids:
+        raise UserError("train_tokenizer expects text, and the source holds tokens")
+
+    def texts() -> Iterator[str]:
+        read = 0
+        for unit in source.units():
+            yield from (document.content for document in unit.documents() if document)  # type: ignore[misc]
+            bar.update(unit.size)
+            read += unit.size
+            if read >= _TRAINING_BYTES:
+                return
+
+    bar.set_description("tokenizer")
+    bar.reset(source.size and min(source.size, _TRAINING_BYTES))
+    return FileTokenizer(path, train_tokenizer(texts(), vocab_size))

@@ -1,0 +1,162 @@
+"""Units of arrays of token ids: .npy, nanoGPT's and llm.c's .bin, Megatron's .bin with its .idx.
+
+An array without documents is one text: its last part is for validation. Each document of a Megatron corpus counts.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from zero.corpus.preparing.sources import documents
+from zero.corpus.preparing.sources.documents import TRAIN, VALIDATION, Document, Unit
+from zero.corpus.preparing.sources.files import open_file
+from zero.corpus.reading.shards import NPY_HEADER, npy_header
+from zero.errors import UserError
+from zero.files import storage
+from zero.files.parsing import reading
+
+_LLM_C = 20240520, 1024  # the first integer of a file of llm.c, and the size of its header in bytes
+_LLM_C_DTYPES = {1: "<u2", 7: "<u4"}  # by the version, its second integer: GPT-2's and Llama 3's tokens
+_MEGATRON = b"MMIDIDX\0\0"
+_MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+class _Array(NamedTuple):
+    """A one-dimensional array of integers in a file."""
+
+    path: str
+    dtype: str
+    offset: int  # in bytes
+    tokens: int
+
+
+def array_units(path: str, validation_fraction: float | None) -> Iterator[Unit]:
+    """The tokens of a file; of an array without documents the last part is for validation, unless that is None."""
+    index = megatron_index(path)
+    if index is not None:
+        return _megatron_units(path, index)
+    array = _npy(path) if path.lower().endswith(".npy") else _bin(path)
+    return _flat_units(array, validation_fraction)
+
+
+def megatron_index(path: str) -> str | None:
+    """The index of Megatron-LM beside a .bin file; None without one."""
+    index = path[:-4] + ".idx"
+    return index if path.lower().endswith(".bin") and storage.exists(index) else None
+
+
+def _npy(path: str) -> _Array:
+    with open_file(path) as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        with reading(f"{path} is not a complete .npy file, copy or write it again"):
+            header = npy_header(file.read(NPY_HEADER))
+            count = math.prod(header.shape)
+            if header.dtype.kind not in "ui" or header.is_fortran:
+                raise ValueError(f"it holds {header.dtype}; expected integers, row after row")
+            if size != header.offset + count * header.dtype.itemsize:
+                raise ValueError(f"it has {size} bytes, and the shape {header.shape}")
+    return _Array(path, header.dtype.str, header.offset, count)
+
+
+def _bin(path: str) -> _Array:
+    with open_file(path) as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        head = file.read(12)
+    magic, offset = _LLM_C
+    if len(head) == 12 and struct.unpack("<i", head[:4]) == (magic,):
+        _, version, count = struct.unpack("<3i", head)
+        dtype = _LLM_C_DTYPES.get(version)
+        if dtype is None or size != offset + count * np.dtype(dtype).itemsize:
+            raise UserError(
+                f"{path}: a header of llm.c with version {version} and {count} tokens, in {size} bytes; expected "
+                "version 1 or 7, and all tokens: copy or write it again"
+            )
+        return _Array(path, dtype, offset, count)
+    if size % 2:
+        raise UserError(
+            f"{path} has {size} bytes: expected tokens of 2 bytes each, as nanoGPT writes them, or Megatron's "
+            f"{path[:-4]}.idx beside it"
+        )
+    return _Array(path, "<u2", 0, size // 2)
+
+
+def _flat_units(array: _Array, validation_fraction: float | None) -> Iterator[Unit]:
+    if validation_fraction is None:
+        parts = [(TRAIN, 0, array.tokens)]  # the source assigns another split
+    else:
+        cut = int(array.tokens * (1 - validation_fraction))
+        parts = [(TRAIN, 0, cut), (VALIDATION, cut, array.tokens)]
+    itemsize = np.dtype(array.dtype).itemsize
+    step = max(1, documents.UNIT_BYTES // itemsize)
+    extra = array.offset  # the header belongs to the first unit
+    for split, first, last in parts:
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            size = (stop - start) * itemsize + extra
+            yield Unit(size, partial(_flat_part, array, start, stop, split, stop == last))
+            extra = 0
+
+
+def _flat_part(array: _Array, start: int, stop: int, split: int, ends: bool) -> Iterator[Document | None]:
+    name = f"{array.path}, tokens {start} to {stop}"
+    yield Document(_tokens(array, start, stop), split, ends, name)
+
+
+def _tokens(array: _Array, start: int, stop: int) -> np.ndarray:
+    itemsize = np.dtype(array.dtype).itemsize
+    with open_file(array.path) as file:
+        file.seek(array.offset + start * itemsize)
+        data = file.read((stop - start) * itemsize)
+    if len(data) < (stop - start) * itemsize:
+        raise UserError(f"{array.path} has shrunk while it was read")
+    return np.frombuffer(data, array.dtype).astype(np.int64)
+
+
+def _megatron_units(path: str, index: str) -> Iterator[Unit]:
+    """The documents of a corpus, from the beginnings of its documents in the index."""
+    with open_file(index) as file:
+        head, rest = file.read(34), file.read()
+    with open_file(path) as file:
+        size = file.seek(0, 2)
+    with reading(f"{index} is not an index of Megatron-LM for {path}, copy or write both again", struct.error):
+        if head[:9] != _MEGATRON:
+            raise ValueError("expected MMIDIDX at its beginning; indices before Megatron-LM 2.0 are not read")
+        version, code, sequences, count = struct.unpack("<QBQQ", head[9:])
+        if version != 1 or code not in _MEGATRON_DTYPES:
+            raise ValueError(f"version {version} with type {code}; expected version 1 with integers")
+        if len(rest) < 12 * sequences + 8 * count:
+            raise ValueError("it is truncated")
+        lengths = np.frombuffer(rest, "<i4", sequences)
+        starts = np.frombuffer(rest, "<i8", count, 12 * sequences)
+        if (
+            lengths.min(initial=0) < 0
+            or (np.diff(starts) < 0).any()
+            or (count and (starts[0], starts[-1]) != (0, sequences))
+        ):
+            raise ValueError("its documents are not in order")
+        ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        dtype = _MEGATRON_DTYPES[code]
+        if ends[-1] * np.dtype(dtype).itemsize != size:
+            raise ValueError(f"it lists {ends[-1]} tokens of {dtype}, and {path} has {size} bytes")
+    array, bounds = _Array(path, dtype, 0, int(ends[-1])), ends[starts]
+    itemsize, first = np.dtype(dtype).itemsize, 0
+    for number in range(1, len(bounds)):
+        held = int(bounds[number] - bounds[first]) * itemsize
+        if held >= documents.UNIT_BYTES or number == len(bounds) - 1:
+            yield Unit(held, partial(_megatron_documents, array, first, bounds[first : number + 1]))
+            first = number
+
+
+def _megatron_documents(array: _Array, number: int, bounds: np.ndarray) -> Iterator[Document | None]:
+    tokens = _tokens(array, int(bounds[0]), int(bounds[-1]))
+    for ids in np.split(tokens, bounds[1:-1] - bounds[0]):
+        yield Document(ids, name=f"{array.path}, document {number}")
+        number += 1

@@ -1,0 +1,83 @@
+"""What may be done to the documents of a source before they are tokenized: normalising them, dropping duplicates."""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Literal
+
+from zero.corpus.preparing.sources.documents import Document, Documents, Unit
+
+Form = Literal["NFC", "NFKC"]
+FORMS: dict[str, Form] = {"nfc": "NFC", "nfkc": "NFKC"}
+_DIGEST = 16  # bytes: of a trillion documents, two different ones share a digest with a probability of 1e-15
+
+
+def changed(units: Iterable[Unit], change: Callable[[Document], Document]) -> Iterator[Unit]:
+    """The same units, with each document changed by a function that can be pickled."""
+    for unit in units:
+        yield Unit(unit.size, partial(_changed, unit.documents, change))
+
+
+def _changed(documents: Documents, change: Callable[[Document], Document]) -> Iterator[Document | None]:
+    for document in documents():
+        yield document and change(document)
+
+
+def normalised(form: Form, document: Document) -> Document:
+    """The document with its text in a Unicode normalisation form."""
+    if isinstance(document.content, str):
+        document = document._replace(content=unicodedata.normalize(form, document.content))
+    return document
+
+
+def without(units: Iterable[Unit], duplicates: Mapping[int, frozenset[int]]) -> Iterator[Unit]:
+    """The same units; the documents at these places, by the number of the unit, are marked as duplicates."""
+    for number, unit in enumerate(units):
+        places = duplicates.get(number)
+        yield Unit(unit.size, partial(_marked, unit.documents, places)) if places else unit
+
+
+def _marked(documents: Documents, places: frozenset[int]) -> Iterator[Document | None]:
+    for place, document in enumerate(documents()):
+        yield document._replace(content="", is_duplicate=True) if document and place in places else document
+
+
+def digests(unit: Unit, wanted: tuple[bool, ...]) -> list[bytes | None]:
+    """A digest of the contents of each document of a unit; None for one that is not UTF-8."""
+    return [document and _digest(document) for document in unit.documents()]
+
+
+def _digest(document: Document) -> bytes:
+    return hashlib.blake2b(content_bytes(document), digest_size=_DIGEST).digest()
+
+
+def content_bytes(document: Document) -> bytes:
+    """The bytes of a document, for hashes; of both texts of a pair."""
+    if document.rejected is not None:
+        return content_bytes(document._replace(rejected=None)) + b"\0" + content_bytes(document.rejected)
+    content = document.content
+    # JSON can hold lone surrogates, which strict UTF-8 refuses; nothing of a document should be lost.
+    return content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content.tobytes()
+
+
+def repeated(found: Iterable[list[bytes | None]]) -> dict[int, frozenset[int]]:
+    """The places of all documents but the first of each digest, by the number of their unit.
+
+    >>> repeated([[b"a", b"b"], [None, b"a", b"c", b"c"]])
+    {1: frozenset({1, 3})}
+    """
+    seen: set[bytes] = set()
+    duplicates: dict[int, frozenset[int]] = {}
+    for number, unit in enumerate(found):
+        places = set()
+        for place, digest in enumerate(unit):
+            if digest in seen:
+                places.add(place)
+            elif digest is not None:
+                seen.add(digest)
+        if places:
+            duplicates[number] = frozenset(places)
+    return duplicates

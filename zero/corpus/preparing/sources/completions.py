@@ -1,0 +1,54 @@
+"""Documents in which a model learns completions: prompts with theirs, and conversations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zero.corpus.preparing.sources.conversations import (
+    ASSISTANT,
+    checked_messages,
+    checked_tools,
+    learned_spans,
+    needed,
+)
+from zero.corpus.preparing.sources.documents import Document, found
+from zero.corpus.text.chat_template import ChatTemplate
+from zero.errors import UserError
+
+LEARNED = (ASSISTANT,)  # roles, by default
+
+
+@dataclass(frozen=True)
+class CompletionReader:
+    """Reads `prompt` and `completion`, or `messages`, in which the turns of `roles` are the completions."""
+
+    template: ChatTemplate | None
+    roles: tuple[str, ...] = LEARNED
+
+    def __call__(self, entry: Any, name: str) -> Document:
+        given = entry if isinstance(entry, dict) else {}
+        prompt, completion, messages = (given.get(key) for key in ("prompt", "completion", "messages"))
+        if isinstance(prompt, str) and isinstance(completion, str):
+            whole = prompt + completion
+            return Document(whole, name=name, completions=((len(prompt), len(whole)),))
+        if not isinstance(messages, list):
+            raise UserError(
+                f'{name}: expected strings under "prompt" and "completion", or a list under "messages"; {found(entry)}'
+            )
+        try:
+            return self._conversation(given, name)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
+
+    def _conversation(self, entry: dict[str, Any], name: str) -> Document:
+        template, tools = needed(self.template), checked_tools(entry.get("tools"))
+        messages = checked_messages(entry["messages"], "messages")
+        if not any(message["role"] in self.roles for message in messages):
+            roles = " or ".join(f'"{role}"' for role in self.roles)
+            raise UserError(f"no message has the role {roles}, so there is nothing to learn")
+        text = template.render(messages, add_generation_prompt=False, tools=tools)
+        spans = tuple(learned_spans(text, messages, tools, template, self.roles))
+        if not spans:
+            raise UserError(f"{template.path} marks no text of these messages with {{% generation %}}")
+        return Document(text, name=name, completions=spans, has_special=True)

@@ -1,0 +1,61 @@
+"""The types that all sources produce: documents, in units that worker processes can read independently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zero.errors import UserError
+
+TRAIN, VALIDATION, TEST = range(3)  # splits, in the order of `zero.corpus.preparing.manifest.ALL_SPLITS`
+UNIT_BYTES = 1 << 20  # of a source per unit: a fraction of a second for a tokenizer
+
+
+class Document(NamedTuple):
+    """A text, or the ids of its tokens, or a part of either."""
+
+    content: str | np.ndarray
+    split: int | None = None  # None: decided by its hash
+    ends: bool = True  # False: the next unit continues it
+    name: str = ""  # where it is, for errors
+    completions: tuple[tuple[int, int], ...] | None = None  # first and past last characters; None: nothing is a prompt
+    has_special: bool = False  # the text spells special tokens
+    is_complete: bool = False  # rows of another program, that are joined without an end of text between them
+    is_duplicate: bool = False  # of an earlier one; then its content is empty
+    rejected: Document | None = None  # the other text of a pair, of which this one is preferred
+
+
+# The document of an object of JSON, or of a row of a dataset; raises UserError, with the name that is its second
+# argument, for an entry without what it reads.
+Reader = Callable[[Any, str], Document]
+# The documents of a unit; None for a file that is not UTF-8. It raises UserError for what cannot be read.
+Documents = Callable[[], Iterator[Document | None]]
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """Reads the text under one key."""
+
+    key: str
+
+    def __call__(self, entry: Any, name: str) -> Document:
+        text = entry.get(self.key) if isinstance(entry, dict) else None
+        if not isinstance(text, str):
+            raise UserError(f'{name}: expected a string under "{self.key}"; {found(entry)}; --key names another one')
+        return Document(text)
+
+
+def found(entry: Any) -> str:
+    """A description of an entry, for an error."""
+    return f"found {', '.join(sorted(entry))}" if isinstance(entry, dict) else "found no object"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """About `UNIT_BYTES` of a source. Its contents depend only on the source, not on the number of workers."""
+
+    size: int  # in bytes of the source
+    documents: Documents  # can be pickled

@@ -1,0 +1,149 @@
+"""The files of a source, on this machine or in a bucket: which of them count as text, and errors that name the file.
+
+A file is named by its path or URL. An object of a bucket is read whole into memory, and its checksum compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import io
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import BinaryIO, NamedTuple
+
+from zero.errors import UserError, file_error
+from zero.files import storage
+
+# Suffixes of text in a folder. A file with any other suffix can still be given as the source itself.
+_SUFFIXES = """
+    .txt .md .rst .tex .org .py .pyi .ipynb .c .h .cc .cpp .hpp .cu .cuh .m .rs .go .java .kt .scala .swift .cs
+    .js .mjs .jsx .ts .tsx .html .css .rb .php .pl .lua .r .jl .hs .ml .ex .exs .erl .clj .lisp .sh .bash .sql .proto
+    .cmake .toml .yaml .yml .ini .cfg
+"""
+_WILDCARD = re.compile(r"[*?\[]")
+# Left out of the standard library: tests are repetitive, encodings and pydoc_data are tables, packages are not its own.
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+_NOT_TEXT = {"__pycache__", "node_modules"}
+
+
+class SourceFile(NamedTuple):
+    path: str  # or the URL of an object
+    relative: str  # to the source
+    size: int
+    changed: int | str  # its modification time in ns, or the version of an object
+
+
+def find_files(source: str, has_format: Callable[[str], bool]) -> list[SourceFile]:
+    """The files of a file, folder, glob or "stdlib", in an order that does not depend on the file system.
+
+    Of a folder these are files of text, and those that `has_format`; of a glob all that match.
+
+    Raises:
+      UserError: there are none.
+    """
+    is_stdlib = source == "stdlib"
+    root = sysconfig.get_paths()["stdlib"] if is_stdlib else source
+    skip = _NOT_STDLIB if is_stdlib else _NOT_TEXT
+    suffixes = {".py"} if is_stdlib else set(_SUFFIXES.split())
+    find = _find_remote if storage.is_remote(root) else _find_local
+    files, is_folder = find(root)
+    if is_folder:
+        files = [
+            file
+            for file in files
+            if not any(part in skip or part.startswith(".") for part in file.relative.split("/")[:-1])
+            and (os.path.splitext(file.path)[1].lower() in suffixes or (not is_stdlib and has_format(file.path)))
+        ]
+        if not files:
+            raise UserError(f"{source} holds no text files; expected some of {' '.join(sorted(suffixes))}")
+    if not files:
+        raise UserError(
+            f'{source}: no such file or folder; expected one that holds text, a glob, hf:<dataset> or "stdlib"'
+        )
+    return sorted(files, key=lambda file: file.relative.split("/"))
+
+
+def _find_local(root: str) -> tuple[list[SourceFile], bool]:
+    """All files, and whether they are those of a folder."""
+    base, is_folder = root, os.path.isdir(root)
+    if is_folder:
+        # Folders without text are not entered: a virtual environment has many files.
+        paths = [os.path.join(parent, name) for parent, names in _walk(root) for name in names]
+    elif os.path.exists(root):
+        paths = [root]
+    else:
+        base, paths = _base(root), glob.glob(root, recursive=True)
+    return [_file(path, os.path.relpath(path, base)) for path in paths if os.path.isfile(path)], is_folder
+
+
+def _walk(root: str) -> Iterator[tuple[str, list[str]]]:
+    for parent, folders, names in os.walk(root, onerror=_raise):
+        folders[:] = [folder for folder in folders if folder not in _NOT_TEXT and not folder.startswith(".")]
+        yield parent, names
+
+
+def _file(path: str, relative: str) -> SourceFile:
+    with named_errors(path):
+        status = os.stat(path)
+    return SourceFile(path, relative, status.st_size, status.st_mtime_ns)
+
+
+def _find_remote(root: str) -> tuple[list[SourceFile], bool]:
+    """All objects, and whether they are those of a folder."""
+    if _WILDCARD.search(root):
+        from fsspec.utils import glob_translate
+
+        base = _base(root)
+        found = storage.list_stats(base)
+        # As in a shell, * does not match across folders, and ** does where it is all between two slashes.
+        parts = [part if part == "**" else re.sub(r"\*+", "*", part) for part in root.split("/")]
+        pattern = re.compile(glob_translate("/".join(parts)))
+        paths = [path for path in found if pattern.fullmatch(path)]
+        return [SourceFile(path, path[len(base) :].lstrip("/"), *found[path][:2]) for path in paths], False
+    try:
+        stat = storage.stat(root)
+        return [SourceFile(root, ".", stat.size, stat.version)], False
+    except FileNotFoundError:
+        base = root.rstrip("/")
+        found = storage.list_stats(base)
+        return [SourceFile(path, path[len(base) + 1 :], *found[path][:2]) for path in found], bool(found)
+
+
+def _base(pattern: str) -> str:
+    """The folder above the first wildcard of a glob."""
+    start = _WILDCARD.search(pattern)
+    return storage.parent(pattern[: start.start() + 1]) if start else pattern
+
+
+@contextmanager
+def open_file(path: str) -> Iterator[BinaryIO]:
+    """A file of a source to read from; errors name it."""
+    with named_errors(path):
+        if storage.is_remote(path):
+            yield io.BytesIO(_object(path))
+        else:
+            with open(path, "rb") as file:
+                yield file
+
+
+@functools.lru_cache(maxsize=1)
+def _object(url: str) -> bytes:
+    """The newest object, for the units that are cut from it one after the other."""
+    return storage.read_bytes(url)
+
+
+@contextmanager
+def named_errors(path: str) -> Iterator[None]:
+    """Raises UserError, which names the file, for an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise file_error(f"{path} cannot be read: {error.strerror or error}", error) from error
+
+
+def _raise(error: OSError) -> None:
+    raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error

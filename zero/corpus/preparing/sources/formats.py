@@ -1,0 +1,75 @@
+"""The table of file formats that a source can hold. A new format is a file beside this one, and an entry."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from zero.corpus.preparing.sources import documents
+from zero.corpus.preparing.sources.arrays import array_units, megatron_index
+from zero.corpus.preparing.sources.documents import Reader, Unit
+from zero.corpus.preparing.sources.json_lines import json_lines
+from zero.corpus.preparing.sources.tables import table_units
+from zero.corpus.preparing.sources.tars import has_tensors, tar_units
+from zero.corpus.preparing.sources.tfrecords import record_units
+
+
+class Options(NamedTuple):
+    """How the files of a source are read."""
+
+    key: str  # of the ids in a TFRecord
+    reader: Reader  # of objects of JSON and rows of tables
+    validation_fraction: float | None  # of an array of tokens, its last part; None: the source gives the split
+
+
+class Format(NamedTuple):
+    """The files of one format: their names, their units, and whether they hold ids, documents, and objects of JSON."""
+
+    names: re.Pattern[str]
+    units: Callable[[str, Options], Iterator[Unit]]
+    has_ids: Callable[[str], bool] = lambda path: False
+    has_documents: Callable[[str], bool] = lambda path: True
+    has_objects: bool = False  # which a reader of completions takes
+
+
+def _names(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf".*{pattern}", re.IGNORECASE | re.DOTALL)
+
+
+FORMATS = (
+    Format(
+        _names(r"(\.(jsonl|ndjson)(\.gz|\.xz|\.zst)?|\.json(\.gz|\.xz|\.zst))"),
+        lambda path, options: json_lines(path, options.reader),
+        has_objects=True,
+    ),
+    Format(
+        _names(r"\.(parquet|arrow|feather)"), lambda path, options: table_units(path, options.reader), has_objects=True
+    ),
+    Format(
+        _names(r"(\.tar|\.tar\.gz|\.tar\.xz|\.tgz)"),
+        lambda path, options: tar_units(path, options.reader),
+        has_tensors,
+        has_objects=True,
+    ),
+    Format(
+        _names(r"\.tfrecords?(-\d+-of-\d+)?"),
+        lambda path, options: record_units(path, options.key, documents.UNIT_BYTES),
+        lambda path: True,
+    ),
+    Format(
+        _names(r"\.(npy|bin)"),
+        lambda path, options: array_units(path, options.validation_fraction),
+        lambda path: True,
+        lambda path: megatron_index(path) is not None,
+    ),
+)
+
+
+def format_of(path: str) -> Format | None:
+    """The format of a file by its name; None is text.
+
+    >>> format_of("gs://bucket/c4.jsonl.gz") is FORMATS[0], format_of("a.txt")
+    (True, None)
+    """
+    return next((one for one in FORMATS if one.names.fullmatch(path)), None)

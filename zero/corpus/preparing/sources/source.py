@@ -1,0 +1,133 @@
+"""A source of documents by its name: opens files, datasets and token arrays, and cuts them into units."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from operator import methodcaller
+
+from zero.corpus.preparing.sources import documents
+from zero.corpus.preparing.sources.changes import FORMS, changed, normalised, without
+from zero.corpus.preparing.sources.documents import VALIDATION, Reader, TextReader, Unit
+from zero.corpus.preparing.sources.files import SourceFile, find_files
+from zero.corpus.preparing.sources.formats import Options, format_of
+from zero.corpus.preparing.sources.hub import HubDataset
+from zero.corpus.preparing.sources.splits import OFFICIAL, official_splits, part_sizes
+from zero.corpus.preparing.sources.text import text_parts, whole_files
+from zero.errors import UserError
+
+
+class Source:
+    """A file, folder or glob, here or in a bucket; `hf:` and a dataset; or `"stdlib"`, the library of this Python.
+
+    Args:
+        name: the suffix of a file decides its format (`formats.py`); without one of these it is one text.
+        key: of the text in an object of JSON or a row of a table, of the ids in a TFRecord.
+        validation_fraction: how much of a single text, or of an array of tokens, is set aside, its last part.
+        splits: None; "official", by the names of its files or of the splits of a dataset; or the sizes of the parts of
+            one text, in bytes.
+        normalise: a key of `FORMS`, the Unicode normalisation form of all text; None: as it is.
+        reader: of objects of JSON and rows of a table, where they are not a text under `key`; then the source holds
+            nothing else.
+
+    Raises:
+        UserError: there is no such source, or nothing in it can be read.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        key: str,
+        validation_fraction: float,
+        reader: Reader | None = None,
+        splits: str | None = None,
+        normalise: str | None = None,
+    ):
+        self._validation_fraction, self._form = validation_fraction, normalise and FORMS[normalise]
+        is_official = splits == OFFICIAL
+        self._options = Options(key, reader or TextReader(key), None if is_official else validation_fraction)
+        self._sizes = part_sizes(splits) if splits and not is_official else None
+        # The places of documents that `units` marks as duplicates, by the number of their unit.
+        self.duplicates: Mapping[int, frozenset[int]] = {}
+        is_hub = name.startswith("hf:")
+        opened = HubDataset(name.removeprefix("hf:"), self._options.reader, is_official) if is_hub else None
+        self._hub = opened
+        self._files = [] if is_hub else find_files(name, lambda path: format_of(path) is not None)
+        formats = [format_of(file.path) for file in self._files]
+        if reader is not None:
+            for file, one in zip(self._files, formats, strict=True):
+                if one is None or not one.has_objects:
+                    raise UserError(
+                        f"{file.path}: expected JSON lines, as --completions and --preferences read their objects"
+                    )
+        holds_ids = [one is not None and one.has_ids(file.path) for file, one in zip(self._files, formats, strict=True)]
+        if any(holds_ids) and not all(holds_ids):
+            raise UserError(f"{name} holds both files of tokens and text; expected one or the other")
+        self.has_ids = any(holds_ids)
+        self.is_one_text = formats == [None]
+        self.has_documents = not self.is_one_text and all(
+            one is None or one.has_documents(file.path) for file, one in zip(self._files, formats, strict=True)
+        )
+        if self._sizes and not self.is_one_text:
+            raise UserError(f"{name}: --splits with numbers of bytes expects one file of text")
+        if normalise and (self.has_ids or reader is not None):
+            held = "tokens" if self.has_ids else "completions, which are marked in the text as it is"
+            raise UserError(f"{name}: --normalise expects text; the source holds {held}")
+        self._of_files = (
+            official_splits(name, (file.relative for file in self._files)) if is_official and not is_hub else []
+        )
+        official = opened.splits if opened else self._of_files
+        self.splits = len(self._sizes) if self._sizes else 1 + max([VALIDATION, *official])
+        self.size = None if self._hub else sum(file.size for file in self._files)  # bytes; None is unknown
+        # A hash of names and sizes, which a copy shares; the state of an unfinished corpus also depends on the times.
+        sizes = [(file.relative, file.size) for file in self._files]
+        self.fingerprint = self._hub.fingerprint if self._hub else _digest(sizes)
+        times = [(file.relative, file.changed) for file in self._files]
+        self.state = _digest([(self.fingerprint, documents.UNIT_BYTES), *times])
+
+    def units(self) -> Iterator[Unit]:
+        """All units, the same ones at every call."""
+        if self._hub:
+            units = self._hub.units()
+        elif self.is_one_text:
+            units = text_parts(self._files[0].path, self._validation_fraction, self._sizes)
+        else:
+            units = self._file_units()
+        if self._form:
+            units = changed(units, partial(normalised, self._form))
+        return without(units, self.duplicates)
+
+    def _file_units(self) -> Iterator[Unit]:
+        if self._of_files:
+            for split in sorted(set(self._of_files)):
+                files = [file for file, own in zip(self._files, self._of_files, strict=True) if own == split]
+                yield from changed(self._units_of(files), methodcaller("_replace", split=split))
+        else:
+            yield from self._units_of(self._files)
+
+    def _units_of(self, files: list[SourceFile]) -> Iterator[Unit]:
+        group: list[SourceFile] = []
+        size = 0
+        for file in files:
+            one = format_of(file.path)
+            if group and (one is not None or size >= documents.UNIT_BYTES):
+                yield _texts(group)
+                group, size = [], 0
+            if one is not None:
+                yield from one.units(file.path, self._options)
+            else:
+                group.append(file)
+                size += file.size
+        if group:
+            yield _texts(group)
+
+
+def _texts(files: list[SourceFile]) -> Unit:
+    """Files that are one document each."""
+    return Unit(sum(file.size for file in files), partial(whole_files, tuple(file.path for file in files)))
+
+
+def _digest(facts: Sequence[tuple[str, int | str]]) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

@@ -1,0 +1,89 @@
+"""Units of Parquet and Arrow files: each row is an object with one document (pyarrow)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, BinaryIO
+
+from zero.corpus.preparing.sources import documents
+from zero.corpus.preparing.sources.documents import Document, Reader, TextReader, Unit
+from zero.corpus.preparing.sources.files import open_file
+from zero.errors import UserError, install_command
+from zero.files.parsing import reading
+
+_ROWS = 64  # of a batch that is read at once
+
+
+def table_units(path: str, reader: Reader) -> Iterator[Unit]:
+    """The rows of a file in units of about `UNIT_BYTES` of their contents."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise UserError(f"{path}: the pyarrow library is missing; {install_command('parquet')}") from None
+    batches = _parquet if path.lower().endswith(".parquet") else _arrow
+    first = size = told = 0
+    group: list[Any] = []
+    with open_file(path) as file:
+        whole = file.seek(0, 2)
+        file.seek(0)
+        with reading(f"{path} is not a complete Parquet or Arrow file, copy or write it again", pyarrow.ArrowException):
+            for batch, share in batches(file, reader):
+                group.append(batch)
+                size += batch.nbytes
+                if size >= documents.UNIT_BYTES:
+                    stop = round(whole * share)
+                    yield Unit(stop - told, partial(_documents, path, first, _packed(group), reader))
+                    first, group, size, told = first + sum(part.num_rows for part in group), [], 0, stop
+        if group or told < whole:
+            yield Unit(whole - told, partial(_documents, path, first, _packed(group), reader))
+
+
+def _packed(batches: list[Any]) -> bytes:
+    """Batches as an Arrow stream. Pickled as they are, a slice would take all of its file along."""
+    import pyarrow
+
+    packed = pyarrow.BufferOutputStream()
+    if batches:
+        with pyarrow.ipc.new_stream(packed, batches[0].schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+    return packed.getvalue().to_pybytes()
+
+
+def _parquet(file: BinaryIO, reader: Reader) -> Iterator[tuple[Any, float]]:
+    """Batches of rows, and the share of the file up to each."""
+    from pyarrow import parquet
+
+    table, rows = parquet.ParquetFile(file), 0
+    wanted = [reader.key] if isinstance(reader, TextReader) else []
+    columns = [name for name in wanted if name in table.schema_arrow.names]  # else the reader names what is there
+    for batch in table.iter_batches(_ROWS, columns=columns or None):
+        rows += batch.num_rows
+        yield batch, rows / table.metadata.num_rows
+
+
+def _arrow(file: BinaryIO, reader: Reader) -> Iterator[tuple[Any, float]]:
+    """The same of an Arrow file, or of a stream, as the datasets library writes it."""
+    import pyarrow
+
+    size = file.seek(0, 2)
+    file.seek(0)
+    is_file = file.read(6) == b"ARROW1"
+    file.seek(0)
+    table = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
+    batches = map(table.get_batch, range(table.num_record_batches)) if is_file else table
+    for number, batch in enumerate(batches, 1):
+        share = number / table.num_record_batches if is_file else min(1.0, file.tell() / size)
+        for start in range(0, batch.num_rows, _ROWS):
+            yield batch.slice(start, _ROWS), share
+
+
+def _documents(path: str, number: int, packed: bytes, reader: Reader) -> Iterator[Document | None]:
+    """The rows of some batches, of which the first has this number."""
+    import pyarrow
+
+    for batch in pyarrow.ipc.open_stream(packed) if packed else ():
+        for row in batch.to_pylist():
+            yield reader(row, f"{path}, row {number}")
+            number += 1

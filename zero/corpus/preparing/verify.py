@@ -1,0 +1,76 @@
+"""Compares a corpus with its manifest: shards, index files and the tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+from tqdm import tqdm
+
+from zero.corpus.preparing import directory, manifest
+from zero.corpus.preparing.manifest import TOKENIZER, splits_of
+from zero.corpus.text.tokenizers import Tokenizer
+from zero.errors import UserError
+from zero.files import storage
+
+
+def verify(place: str, tokenizer: Tokenizer | None = None) -> list[str]:
+    """All differences from the manifest, one line each: missing, damaged or unknown shards, another tokenizer.
+
+    `place` is the directory of a corpus, or one of its index files, which is then compared as well.
+
+    Raises:
+        UserError: there is no prepared corpus.
+    """
+    index = place if place.endswith(".index") else None
+    if index:
+        place = _directory_of(index)
+    loaded = manifest.load(place)
+    if "unfinished" in loaded:
+        raise UserError(f"{place} is not finished; repeat the call of zero-prepare that began it")
+    found = []
+    if index:
+        split = index.removesuffix(".index").rpartition("_")[2]
+        is_known = split in splits_of(loaded)
+        if not is_known or directory.read(index) != manifest.index_text(index, place, split, loaded[split]):
+            found.append(f"{index} does not list the shards of {place} as its manifest does")
+    found += _shard_differences(place, loaded)
+    found += _tokenizer_differences(place, loaded["tokenizer"], tokenizer)
+    return found
+
+
+def _directory_of(index: str) -> str:
+    """The directory of the first shard that an index file lists."""
+    lines = directory.read(index).decode("utf-8", "replace").split("\n")
+    paths = [line for line in lines if line and not line.startswith("#")]
+    if not paths:
+        raise UserError(f"{index} lists no shards")
+    return storage.parent(storage.join(storage.parent(index), paths[0].partition(" ")[0]))
+
+
+def _shard_differences(place: str, loaded: dict[str, Any]) -> Iterator[str]:
+    existing = directory.file_names(place)
+    listed = {shard["name"]: shard for split in splits_of(loaded) for shard in loaded[split]["shards"]}
+    for name in sorted(manifest.shard_names(existing) - set(listed)):
+        yield f"{storage.join(place, name)} is not in the manifest"
+    for name, shard in tqdm(listed.items(), desc="verifying", unit="shard", disable=None, leave=False):
+        path = storage.join(place, name)
+        if name not in existing:
+            yield f"{path} is missing"
+        elif len(data := directory.read(path)) != shard["size"]:
+            yield f"{path} has {len(data)} bytes; expected {shard['size']}"
+        elif hashlib.sha256(data).hexdigest() != shard["sha256"]:
+            yield f"{path} does not match its checksum"
+
+
+def _tokenizer_differences(place: str, recorded: str, tokenizer: Tokenizer | None) -> Iterator[str]:
+    """Tokenizers are compared by their hash: the name of the file may differ."""
+    if recorded != "bytes":
+        path = storage.join(place, TOKENIZER)
+        if not storage.exists(path):
+            yield f"{path} is missing"
+        elif hashlib.sha256(directory.read(path)).hexdigest()[:16] != recorded.rpartition(":")[2]:
+            yield f"{path} is not the tokenizer of this corpus, {recorded}"
+    if tokenizer and tokenizer.name.rpartition(":")[2] != recorded.rpartition(":")[2]:
+        yield f"{place} was prepared with tokenizer {recorded}, not {tokenizer.name}"

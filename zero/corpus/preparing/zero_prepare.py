@@ -1,0 +1,219 @@
+"""Text to token shards and index files: zero-prepare <source> [options]
+
+A source is
+  a folder or glob    of text and source files, or of the formats below; the suffixes decide; here or gs://
+  .jsonl, .json.gz    JSON lines: objects with a "text" (--key for another one), also as .gz, .xz or .zst;
+                      with --completions of "prompt" and "completion", or of chat "messages";
+                      with --preferences of "prompt", "chosen" and "rejected"
+  .parquet, .arrow    tables, whose rows are such objects
+  .tar, .tar.gz       samples of webdataset: .txt, .json, or token ids in a .pth of torch.save
+  .tfrecord           token ids that --tokenizer made, as in the next two
+  .bin, .npy          an array of token ids, nanoGPT's and llm.c's too: its last part is for validation
+  .bin with .idx      documents of Megatron-LM
+  any other file      one text: its last part is for validation
+  hf:name             a dataset of the Hugging Face hub, streamed: hf:name, hf:name:config, hf:name:config:split
+  stdlib              the standard library of the running Python
+
+The same call again continues after an interruption, and does nothing if the corpus is finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from zero.corpus.preparing.manifest import TOKENIZER
+from zero.corpus.preparing.packing import PACKINGS
+from zero.corpus.preparing.peek import peek
+from zero.corpus.preparing.prepare import prepare
+from zero.corpus.preparing.prepare_if_missing import DIRECTORY, INDEX_DIRECTORY
+from zero.corpus.preparing.sources.changes import FORMS
+from zero.corpus.preparing.sources.completions import LEARNED
+from zero.corpus.preparing.verify import verify
+from zero.corpus.text.chat_template import CONFIG, TEMPLATE
+from zero.corpus.text.hub import PREFIX, download
+from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
+from zero.errors import UserError, exit_on_error
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; --help lists the options\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command with these arguments, or those of the process.
+
+    An error is one line, and status 2 for a mistake, 1 where a repeat may succeed. `--verify` also exits with status 1,
+    where something differs.
+    """
+    options = vars(_parser().parse_args(arguments))
+    try:
+        with exit_on_error():
+            is_verify, rows = options.pop("verify"), options.pop("peek")
+            if rows is not None:
+                _peek(rows, **options)
+            else:
+                (_verify if is_verify else _prepare)(**options)
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same call continues")
+
+
+def _parser() -> argparse.ArgumentParser:
+    description, _, sources = (__doc__ or "").partition("\n")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(description=description, epilog=sources, formatter_class=raw, allow_abbrev=False)
+    parser.add_argument("source", help="what to prepare, or with --verify, what to check")
+    parser.add_argument("--name", help="of the corpus; default: the last part of the source")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--tokenizer",
+        help='"bytes" (the default), a file of the tokenizers library (.json), SentencePiece (.model) or tiktoken '
+        "(cl100k_base.tiktoken), or hf:NAME@REVISION",
+    )
+    kind.add_argument("--train-tokenizer", type=int, metavar="TOKENS", help="train one of that size on the source")
+    parser.add_argument(
+        "--row-tokens", type=int, default=1024, help="tokens per row, the longest context to train with (1024)"
+    )
+    parser.add_argument(
+        "--one-document-per-row",
+        action="store_true",
+        help="pad the rows of each document, instead of joining documents",
+    )
+    parser.add_argument(
+        "--pack",
+        choices=PACKINGS,
+        help="best-fit: choose documents that fill a row together, so that only those longer than a row are cut",
+    )
+    parser.add_argument("--validation-fraction", type=float, default=0.05, help="of the documents (0.05)")
+    parser.add_argument(
+        "--splits",
+        help="official: files or splits of a dataset named train, validation and test; or the bytes of the parts of "
+        "one text, such as 90000000,5000000,5000000",
+    )
+    parser.add_argument(
+        "--minimum-tokens", type=int, default=0, help="of a document, its end of text included; others are left out"
+    )
+    parser.add_argument("--normalise", choices=sorted(FORMS), help="Unicode normalisation of all text")
+    parser.add_argument("--deduplicate", action="store_true", help="leave out documents equal to an earlier one")
+    parser.add_argument("--rows-per-member", type=int, default=256, help="rows in one array of a shard (256)")
+    parser.add_argument("--rows-per-shard", type=int, default=8192, help="rows in a shard (8192)")
+    parser.add_argument("--key", default="text", help='of the text in an object or of the ids in a TFRecord ("text")')
+    parser.add_argument(
+        "--completions",
+        action="store_true",
+        help='read "prompt" and "completion", or "messages", and record what training.loss_on=completion learns',
+    )
+    parser.add_argument(
+        "--loss-on",
+        default=LEARNED,
+        type=lambda roles: tuple(roles.split(",")),
+        metavar="ROLE,...",
+        help=f"of the messages that --completions marks as learned ({','.join(LEARNED)})",
+    )
+    parser.add_argument(
+        "--preferences",
+        action="store_true",
+        help='read pairs, "prompt", "chosen" and "rejected", texts or messages, for training.objective=dpo',
+    )
+    parser.add_argument("--directory", default=DIRECTORY, help=f"of all corpora, a path or gs:// URL ({DIRECTORY})")
+    parser.add_argument(
+        "--index-directory",
+        default=INDEX_DIRECTORY,
+        help=f"of the index files, a path or gs:// URL ({INDEX_DIRECTORY})",
+    )
+    parser.add_argument("--workers", type=int, help="processes; default: one per core; the result is the same")
+    parser.add_argument("--overwrite", action="store_true", help="replace a corpus that was made with other options")
+    parser.add_argument(
+        "--peek",
+        type=int,
+        metavar="ROWS",
+        help="print so many rows, spread over an index file, as text: their ids, where documents begin, what was cut",
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="compare a corpus, or one of its index files, with its manifest"
+    )
+    return parser
+
+
+def _prepare(
+    source: str,
+    name: str | None,
+    tokenizer: str | None,
+    train_tokenizer: int | None,
+    row_tokens: int,
+    **options: object,
+) -> None:
+    """Prepares a corpus and prints its size."""
+    if name is None:
+        path = Path(source.removeprefix("hf:").partition(":")[0]).resolve()
+        name = path.name if path.is_dir() else path.name.partition(".")[0]
+    used: Tokenizer | int
+    tokenizer_source = None
+    if tokenizer is not None and tokenizer.startswith(PREFIX):
+        used, tokenizer_source = _hub_tokenizer(tokenizer)
+        print(f"tokenizer {tokenizer} is {tokenizer_source}")
+    else:
+        used = train_tokenizer or load_tokenizer(tokenizer or "bytes")
+    corpus = prepare(
+        source,
+        name,
+        tokenizer=used,
+        tokenizer_source=tokenizer_source,
+        row_tokens=row_tokens,
+        **options,  # type: ignore[arg-type]
+    )
+    for index, split in (
+        (corpus.train_index, corpus.train),
+        (corpus.validation_index, corpus.validation),
+        (corpus.test_index, corpus.test),
+    ):
+        if split is None:
+            continue
+        print(
+            f"{index}: {split.documents} documents, {split.tokens} tokens, {split.rows} rows of {row_tokens}, "
+            f"{split.shards} shards"
+            + ("" if split.truncations is None else f", documents cut {split.truncations} times")
+        )
+    if corpus.skipped:
+        print(f"{corpus.skipped} files were left out because they are not UTF-8")
+    if corpus.short:
+        print(f"{corpus.short} documents were left out because they have fewer tokens than --minimum-tokens")
+    if corpus.long:
+        print(f"{corpus.long} pairs were left out because a text has more tokens than --row-tokens {row_tokens}")
+    if corpus.duplicates:
+        print(f"{corpus.duplicates} documents were left out because they equal an earlier one")
+
+
+def _hub_tokenizer(place: str) -> tuple[FileTokenizer, str]:
+    """The tokenizer of a model of the hub, and its name as `hf:NAME@COMMIT`, which is the same for ever."""
+    folder = download(place, (TOKENIZER, CONFIG, TEMPLATE))
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise UserError(f"{place} has no {TOKENIZER}; expected a model with a file of the tokenizers library")
+    return FileTokenizer(str(path), path.read_bytes()), f"{place.partition('@')[0]}@{folder.name}"
+
+
+def _peek(rows: int, source: str, tokenizer: str | None, **_: object) -> None:
+    """Prints some rows of an index file."""
+    for line in peek(source, rows, load_tokenizer(tokenizer) if tokenizer else None):
+        print(line)
+
+
+def _verify(source: str, tokenizer: str | None, **_: object) -> None:
+    """Prints the differences from the manifest; if there are any, the exit status is 1."""
+    differences = verify(source, load_tokenizer(tokenizer) if tokenizer else None)
+    for difference in differences:
+        print(difference)
+    if differences:
+        sys.exit(1)
+    print(f"{source} matches its manifest")
+
+
+if __name__ == "__main__":
+    main()

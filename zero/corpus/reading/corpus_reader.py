@@ -1,0 +1,156 @@
+"""Reads the shuffle buffers of one corpus: opens shards, decodes their rows, and skips or reports bad data.
+
+A row that cannot be read (its shard is missing, its sample is damaged) keeps its place in the order and has no tokens.
+
+What the order counts as rows are the sequences that a crop makes of the rows in the shards, or pairs of them.
+
+Shapes: n rows of a shuffle buffer, T tokens of a row: the context, or twice that for pairs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+import numpy as np
+
+from zero.corpus.reading.cache import ShardCache
+from zero.corpus.reading.crop import Crop
+from zero.corpus.reading.index_files import Shard
+from zero.corpus.reading.order import Order, RowRange, ShuffleBuffer, permutation
+from zero.corpus.reading.shards import BadData, Decoded, Rows, decode, open_shard, read_samples
+from zero.errors import UserError
+from zero.files import storage
+
+SKIPPED = -1  # the length of a row that could not be read
+DISCARDED = 0.01  # share of the tokens that a crop may leave out without a warning
+_OFFSETS = 1  # last number of the key of random offsets: keys of permutations have fewer numbers
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CorpusReader:
+    """The shards of one corpus and how their rows are read."""
+
+    shards: list[tuple[Shard, int]]  # each with the number of its sequences that are used
+    order: Order
+    context: int
+    vocab_size: int
+    skip_bad: bool
+    cache: ShardCache | None
+    only_completions: bool
+    crop: Crop
+    pairs: bool = False  # rows are pairs of sequences
+    reference: np.ndarray | None = None  # float32 (rows, 2), for each row of the shards in order
+    _unchecked: threading.Lock = field(default_factory=threading.Lock)  # taken by the first sample that is decoded
+
+    @property
+    def rows(self) -> int:
+        return sum(self.order.rows)
+
+    @property
+    def is_remote(self) -> bool:
+        return any(storage.is_remote(shard.path) for shard, _ in self.shards)
+
+    @property
+    def width(self) -> int:
+        """Tokens of a row."""
+        return 2 * self.context if self.pairs else self.context
+
+    def read_buffer(self, buffer: ShuffleBuffer) -> Rows:
+        """Permuted rows (n, T), tokens in the smallest dtype that holds them."""
+        count = sum(part.stop - part.start for part in buffer.ranges)
+        slots = np.arange(count) if self.order.seed is None else permutation(count, *buffer.key)
+        dtype = np.dtype(np.int32) if self.only_completions else np.min_scalar_type(self.vocab_size - 1)
+        tokens = np.empty((count, self.width), dtype)
+        lengths = np.empty(count, np.int32)
+        reference = np.empty((count, 0 if self.reference is None else 2), np.float32)
+        for part in buffer.ranges:
+            own, slots = np.split(slots, [part.stop - part.start])
+            for problem in self._fill(part, buffer.key, own, tokens, lengths):
+                _log.warning("skipped: %s", problem)
+            if self.reference is not None:
+                before = sum(self.order.rows[: part.shard])
+                reference[own] = self.reference[before + part.start : before + part.stop]
+        return Rows(tokens, lengths, reference).after(buffer.skip)
+
+    def _fill(
+        self, part: RowRange, key: tuple[int, ...], slots: np.ndarray, tokens: np.ndarray, lengths: np.ndarray
+    ) -> list[str]:
+        """Puts the rows of a range into these slots of `tokens` and `lengths`; returns the skipped problems."""
+        shard, _ = self.shards[part.shard]
+        problems: list[str] = []
+        filled = 0
+        try:
+            with open_shard(shard.path, (self.cache or storage).open_reader) as stream:
+                for rows, row_lengths in self._read(part, key, stream, problems):
+                    into = slots[filled : filled + len(rows)]
+                    tokens[into], lengths[into] = rows, row_lengths
+                    filled += len(rows)
+        except BadData as error:
+            if not self.skip_bad:
+                raise
+            problems.append(str(error))
+        tokens[slots[filled:]], lengths[slots[filled:]] = 0, SKIPPED
+        return problems
+
+    def _read(
+        self, part: RowRange, key: tuple[int, ...], stream: BinaryIO, problems: list[str]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The rows of a range and their lengths, sample by sample; a bad sample joins `problems`, or is raised.
+
+        The rows after a bad sample move up: the place of a row depends only on the contents of its shard.
+        """
+        shard, _ = self.shards[part.shard]
+        total = shard.rows * self.crop.sequences
+        seen = 0  # sequences of the shard so far
+        (seed, epoch, *_) = key
+
+        def draw(count: int) -> np.ndarray:
+            """Raw bits for the rows from `seen` on, of a generator per shard: they depend on (seed, epoch, row)."""
+            generator = np.random.PCG64((seed, epoch, part.shard, 0, _OFFSETS))
+            return generator.advance(seen // self.crop.sequences).random_raw(count)
+
+        samples = read_samples(shard.path, stream)
+        while True:
+            try:
+                sample = next(samples, None)
+                if sample is None:
+                    break
+                name = f"shard {shard.path}, sample {sample['__key__']}"
+                marks = self.only_completions, self.pairs
+                decoded = decode(sample, name, self.context, self.vocab_size, self.crop, draw, *marks)
+            except BadData as error:
+                if not self.skip_bad:
+                    raise
+                problems.append(str(error))
+                continue
+            self._warn_of_discarded(shard, decoded)
+            inside = slice(max(0, part.start - seen), max(0, part.stop - seen))
+            seen += len(decoded.tokens)
+            if len(decoded.tokens[inside]):
+                yield decoded.tokens[inside], decoded.lengths[inside]
+            if part.stop <= seen and part.stop < total:
+                return  # the rest belongs to another stream
+        if seen > total or (seen < total and not problems):
+            rows = seen // self.crop.sequences
+            raise UserError(f"shard {shard.path} holds {rows} rows, but the index file records {shard.rows}")
+
+    def _warn_of_discarded(self, shard: Shard, decoded: Decoded) -> None:
+        """Warns once, at the first sample, where sequences leave out much of their rows."""
+        # At random all tokens are read, in the long run.
+        if self.crop.name == "random" or not self._unchecked.acquire(blocking=False):
+            return
+        left_out = 1 - int(decoded.lengths.sum()) / max(1, decoded.total)
+        if left_out > DISCARDED:
+            _log.warning(
+                "data.crop=%s with data.max_context=%d leaves out %.1f%% of the tokens of %s (longer rows); %s",
+                self.crop.name,
+                self.context,
+                100 * left_out,
+                storage.parent(shard.path),
+                "data.crop=all or random uses them" if self.crop.name == "first" else "data.crop=random uses them",
+            )

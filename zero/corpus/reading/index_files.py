@@ -1,0 +1,122 @@
+"""Index files: text files that list the shards of a corpus and the number of rows in each."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero.corpus.reading import shards
+from zero.corpus.reading.order import Weight
+from zero.corpus.reading.shards import BadData
+from zero.errors import UserError, file_error
+from zero.files import storage
+from zero.files.parsing import reading
+
+MOST_ROWS = 2**31 - 1  # of a shard in a bucket, whose size is not known yet
+FEW_ROWS = 2**24  # that need no more than 128 MiB for their order: what is missing of a truncated shard can be skipped
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar file and the number of rows in it."""
+
+    path: str  # or gs://bucket/name
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """Directory and file name, which stay the same when a corpus moves to another disk or a bucket."""
+        path = self.path if storage.is_remote(self.path) else os.path.abspath(self.path)
+        return "/".join(path.split("/")[-2:])
+
+
+def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
+    """The shards of an .index file: one path or URL per line, relative to the file; `#` begins a comment.
+
+    A comment of `<n> rows` after a path, as zero-prepare writes it, saves counting the rows of that shard.
+    Raises UserError for a missing or empty index and for shards whose rows cannot be counted, and BadData for shards
+    that are missing, unless `skip_bad`.
+    """
+    try:
+        content = storage.read_bytes(index)
+    except FileNotFoundError:
+        raise UserError(f"index file {index}: no such file; zero-prepare writes one") from None
+    except OSError as error:
+        raise file_error(f"index file {index} cannot be read: {error}", error) from error
+    with reading(f"index file {index} is not UTF-8 text"):
+        # Not splitlines(), which also cuts at characters that a file name may hold, as U+2028.
+        lines = content.decode().split("\n")
+    listed: list[tuple[str, int | None]] = []
+    for number, line in enumerate(lines, 1):
+        name, *comment = re.split(r"(?:^|\s+)#", line.strip(), maxsplit=1)
+        if name:
+            counted = re.match(r"\s*([0-9]+) rows\b", "".join(comment))
+            path = storage.join(storage.parent(index), name)
+            if counted and not _can_hold(path, counted[1]):
+                raise UserError(f"index file {index}, line {number}: the shard cannot hold {counted[1][:30]} rows")
+            listed.append((path, int(counted[1]) if counted else None))
+    if not listed:
+        raise UserError(f"index file {index} lists no shards; expected one path per line")
+    try:
+        missing = _missing([path for path, _ in listed])
+    except UserError as error:
+        raise type(error)(f"index file {index}: shard {error}") from error
+    if missing and not skip_bad:
+        raise BadData(f"index file {index}: shard {missing[0]} is missing")
+    return [Shard(path, shards.count_rows(path) if rows is None else rows) for path, rows in listed]
+
+
+def index_paths(value: Any, bucket_path: str | None) -> str | list[str] | dict[str, Weight]:
+    """A Loader's `index` from `data.index_path_train`, or of a validation set: index files, or their weights.
+
+    Relative paths are in the bucket, if there is one.
+    """
+    if isinstance(value, str):
+        return storage.join(storage.bucket(bucket_path), value) if bucket_path else value
+    if all(isinstance(entry, str) for entry in value):
+        return [str(index_paths(entry, bucket_path)) for entry in value]
+    return {str(index_paths(entry["index"], bucket_path)): entry["weight"] for entry in value}
+
+
+def named_sets(value: Any, bucket_path: str | None) -> dict[str, Any]:
+    """The index file, or the list of them, of each validation set; the only name is "" where sets have none.
+
+    >>> named_sets({"pile_cc": "a.index", "arxiv": ["b.index"]}, None)
+    {'pile_cc': 'a.index', 'arxiv': ['b.index']}
+    >>> named_sets(["a.index"], "bucket"), named_sets(None, None)
+    ({'': ['gs://bucket/a.index']}, {})
+    """
+    sets = value if isinstance(value, dict) else {} if value is None else {"": value}
+    return {name: index_paths(index, bucket_path) for name, index in sets.items()}
+
+
+def _can_hold(path: str, rows: str) -> bool:
+    """Whether a shard may have this many rows: each has at least one byte, and takes 8 in the order of the rows."""
+    most = max(os.path.getsize(path), FEW_ROWS) if os.path.isfile(path) else MOST_ROWS  # a bucket's size is not known
+    return len(rows) <= 10 and int(rows) <= most
+
+
+def _missing(paths: list[str]) -> list[str]:
+    """The paths that do not exist; not checked in a bucket that may be read but not listed."""
+    missing = [path for path in paths if not storage.is_remote(path) and not os.path.isfile(path)]
+    remote = [path for path in paths if storage.is_remote(path)]
+    for directory in dict.fromkeys(map(storage.parent, remote)):
+        try:
+            existing = set(storage.list_files(directory))
+        except storage.AccessDenied as error:
+            _log.warning("missing shards will be noticed only when they are read: %s", error)
+            continue
+        missing += [path for path in remote if storage.parent(path) == directory and path not in existing]
+    return missing
+
+
+def row_tokens(index: str | Path | Sequence[str | Path]) -> int:
+    """The number of tokens per row in the shards, according to the first row."""
+    first = read_index(index if isinstance(index, str | Path) else index[0])[0]
+    return shards.row_tokens(first.path)

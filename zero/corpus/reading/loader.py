@@ -1,0 +1,285 @@
+"""Batches of token rows: one order for any number of hosts, continued exactly from a saved cursor.
+
+`zero.corpus.reading.order` decides which row comes where, `corpus_reader` reads the rows, this file cuts batches.
+
+Shapes: B rows of the global batch, T tokens (the context), N rows of an epoch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import logging
+import math
+import os
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from zero.corpus.reading.cache import ShardCache
+from zero.corpus.reading.corpus_reader import SKIPPED, CorpusReader
+from zero.corpus.reading.crop import CROPS, Crop
+from zero.corpus.reading.index_files import Shard, read_index
+from zero.corpus.reading.order import Mixture, Order, StagedMixture, Weight, exact_weights, weight_stages
+from zero.corpus.reading.prefetch import RowStream
+from zero.corpus.reading.shards import BadData, Rows, row_tokens
+from zero.errors import UserError
+
+_REMOTE_THREADS = 16  # at most; they wait for the network, not for Python
+_EARLIER = {"crop": 0}  # what cursors of versions without these parts belong to
+_log = logging.getLogger(__name__)
+
+
+class HostBatch(NamedTuple):
+    """One host's rows of a global batch, and the position of the data after it."""
+
+    tokens: np.ndarray  # int32 (B / hosts, T); -1 where there is no token, ~t for a token t that is not predicted
+    # For pairs (B / hosts, 2 T), the first text and then the second one.
+    cursor: dict[str, int]  # for `Loader.batches`; plain ints, so that JSON can hold it
+    skipped: int  # rows of these that could not be read
+    reference: np.ndarray | None = None  # float32 (B / hosts, 2), where the loader has it
+
+
+class Loader:
+    """Batches of token rows from the shards of one or several index files.
+
+    The sequence of global batches depends only on the index files, `global_rows`, `seed`, `shuffle_shards`, `shuffle`,
+    `train_samples` and `crop`. Each of `hosts` loaders, of which this is number `host`, gives its part of every batch.
+
+    Args:
+        index: the .index file, local or in a bucket; several that count as one; or a mixture, index files with weights,
+            which may change over training: [[step, weight], ...] with the steps, from 0 on, at which a weight begins.
+        global_rows: rows of a batch over all hosts.
+        context: tokens of a sequence.
+        vocab_size: token ids must be below it.
+        seed: of the order.
+        shuffle: False reads the rows in the order of the shards.
+        max_epochs: where to stop; None never does. Rows at the very end that do not fill a batch are dropped if the
+            order is shuffled; otherwise rows of -1 fill the last batch up. A mixture stops before any of its corpora
+            would be read more often.
+        train_samples: rows of an epoch, the first ones of the index; None is all.
+        shuffle_shards: shards of a corpus whose rows are mixed at any time, in the shuffle buffers of all streams
+            together. Twice as many are in memory while the next ones are read.
+        skip_bad: continue without data that is missing or damaged: its rows are -1, logged, and counted in each
+            batch. The index files must record the number of rows of each shard.
+        cache: keeps shards of a bucket on this machine.
+        only_completions: tokens that completion.npy does not count among the completions are not predicted.
+        crop: how longer rows are cut: "first", their first `context` tokens; "all", floor(R / context) sequences of a
+            row of R tokens, each of which counts as a row of the order; "random", one sequence at an offset that
+            depends on the seed, the epoch and the row.
+        pairs: rows are pairs of texts, as zero-prepare --preferences writes them; for `only_completions` and the crop
+            "first".
+        reference: float32 `(rows, 2)` of each index file, by its name: a value for each text of each pair.
+
+    Raises:
+        UserError: the data is wrong (file and sample are named), or a batch does not divide over the hosts.
+    """
+
+    def __init__(
+        self,
+        index: str | Path | Sequence[str | Path] | Mapping[str, Weight],
+        *,
+        global_rows: int,
+        context: int,
+        vocab_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        max_epochs: int | None = None,
+        train_samples: int | None = None,
+        host: int = 0,
+        hosts: int = 1,
+        shuffle_shards: int = 16,
+        skip_bad: bool = False,
+        cache: ShardCache | None = None,
+        only_completions: bool = False,
+        crop: str = "first",
+        pairs: bool = False,
+        reference: Mapping[str, np.ndarray] | None = None,
+    ):
+        if global_rows % hosts:
+            raise UserError(f"a global batch of {global_rows} rows does not divide over {hosts} hosts")
+        mixture: Mapping[str, Weight] = index if isinstance(index, Mapping) else {}
+        if mixture and not (shuffle and train_samples is None):
+            raise UserError("a mixture of index files is shuffled, and takes no train_samples")
+        # Each index file of a mixture is a corpus; others are one, all together.
+        groups: list[list[str | Path]] = [[name] for name in mixture]
+        groups = groups or [[index] if isinstance(index, str | Path) else list(index)]
+        whole = [_used_shards(group, train_samples, skip_bad) for group in groups]
+        crops = [_crop(crop, shards, context, skip_bad) for shards in whole]
+        used = [
+            [(shard, rows * one.sequences) for shard, rows in shards] for shards, one in zip(whole, crops, strict=True)
+        ]
+        # One stream per shard to mix, so that hosts share as few shards as possible.
+        most = min(shuffle_shards, max(map(len, used))) if shuffle else 1
+        streams = max(s for s in range(1, most + 1) if global_rows % s == 0)
+        buffer_shards = max(1, shuffle_shards // streams) if shuffle else 1
+        order_seed = seed if shuffle else None
+        self.corpora = []
+        for group, shards, one in zip(groups, used, crops, strict=True):
+            order = Order(tuple(rows for _, rows in shards), streams, buffer_shards, order_seed, max_epochs)
+            values = None if reference is None else np.concatenate([reference[str(name)] for name in group])
+            self.corpora.append(
+                CorpusReader(shards, order, context, vocab_size, skip_bad, cache, only_completions, one, pairs, values)
+            )
+        self.rows = sum(corpus.rows for corpus in self.corpora)
+        self._names = [Path(name).stem for name in mixture]
+        weights: list[Weight] = list(mixture.values()) or [1]
+        part = global_rows // streams  # rows of each stream per batch
+        self._mixture = StagedMixture(
+            tuple((step * part, Mixture(exact_weights(one), streams)) for step, one in weight_stages(weights))
+        )
+        self._global_rows, self._host, self._hosts, self._width = global_rows, host, hosts, self.corpora[0].width
+        self._reference = 0 if reference is None else 2  # values of each row
+        self._streams, self._stream_rows = streams, part
+        self.total_batches = None if max_epochs is None else self._batches_of(max_epochs, fill_up=not shuffle)
+        if self.total_batches == 0:
+            raise UserError(f"{max_epochs} epochs of {self.rows} rows do not fill one batch of {global_rows}")
+        self._dropped = 0
+        if max_epochs is not None and shuffle and not mixture:
+            self._dropped = max_epochs * self.rows % global_rows
+        self._identity = {
+            "shards": _fingerprint(used, self._mixture if mixture else None),
+            "global_rows": global_rows,
+            "seed": seed,
+            "shuffle": int(shuffle),
+            "shuffle_shards": shuffle_shards,
+            "crop": list(CROPS).index(crop),
+        }
+
+    def _batches_of(self, epochs: int, fill_up: bool) -> int:
+        """Batches until a stream has given `epochs` times its part of a corpus, or, filled up, all of the corpus."""
+        if fill_up:
+            return -(-epochs * self.rows // self._global_rows)
+
+        def fits(batches: int) -> bool:
+            for stream in range(self._streams):
+                counts = self._mixture.counts(stream, batches * self._stream_rows)[:, 0]
+                for corpus, count in zip(self.corpora, counts.tolist(), strict=True):
+                    if count > (epochs * corpus.rows + stream) // self._streams:
+                        return False
+            return True
+
+        return bisect.bisect_left(
+            range(1, epochs * self.rows // self._global_rows + 1), True, key=lambda k: not fits(k)
+        )
+
+    def rows_seen(self, batches: int) -> dict[str, int]:
+        """Rows of each corpus of a mixture in that many batches, by the name of its index file."""
+        rows = batches * self._stream_rows
+        counts = sum(self._mixture.counts(stream, rows)[:, 0] for stream in range(self._streams))
+        return dict(zip(self._names, np.asarray(counts).tolist(), strict=bool(self._names)))
+
+    def epochs_seen(self, batches: int) -> dict[str, float]:
+        """Passes over each corpus of a mixture in that many batches, by the name of its index file."""
+        rows = self.rows_seen(batches)
+        return {name: seen / corpus.rows for (name, seen), corpus in zip(rows.items(), self.corpora, strict=False)}
+
+    def batches(self, cursor: dict[str, int] | None = None) -> Generator[HostBatch, None, None]:
+        """Batches from the beginning, or from just after the one that `cursor` came with.
+
+        Raises UserError for a cursor of other data or another order, and names the difference.
+        """
+        done = batches_done(cursor, self._identity)
+        part = self._stream_rows
+        first = self._host * self._global_rows // self._hosts
+        last = (self._host + 1) * self._global_rows // self._hosts
+        own_streams = range(first // part, -(-last // part))
+        first, last = first - own_streams.start * part, last - own_streams.start * part
+        # More threads than cores only compete for Python's lock, unless they wait for a network.
+        is_remote = any(corpus.is_remote for corpus in self.corpora)
+        threads = min(len(own_streams) * len(self.corpora), _REMOTE_THREADS if is_remote else os.cpu_count() or 1)
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="shards")
+        try:
+            streams = [self._open_stream(number, done * part, pool) for number in own_streams]
+            while self.total_batches is None or done < self.total_batches:
+                tokens = np.empty((len(own_streams), part, self._width), np.int32)
+                lengths = np.empty((len(own_streams), part), np.int32)
+                reference = np.empty((len(own_streams), part, self._reference), np.float32)
+                for i, number in enumerate(own_streams):
+                    self._take(number, done * part, streams[i], Rows(tokens[i], lengths[i], reference[i]))
+                if lengths.min() < self._width:
+                    tokens[np.arange(self._width) >= lengths[..., None]] = -1
+                skipped = int((lengths.reshape(-1)[first:last] == SKIPPED).sum())
+                done += 1
+                cursor = {**self._identity, "batches": done}
+                own = tokens.reshape(-1, self._width)[first:last]
+                values = reference.reshape(-1, self._reference)[first:last] if self._reference else None
+                yield HostBatch(own, cursor, skipped, values)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        if self._dropped:
+            _log.info("end of the data: the last %d rows do not fill a batch and were not used", self._dropped)
+
+    def _open_stream(self, number: int, row: int, pool: ThreadPoolExecutor) -> list[RowStream]:
+        """One stream from its `row` on: a `RowStream` for each corpus."""
+        counts = self._mixture.counts(number, row)[:, 0].tolist()
+        return [
+            RowStream(corpus.order.buffers(number, count), corpus.read_buffer, pool)
+            for corpus, count in zip(self.corpora, counts, strict=True)
+        ]
+
+    def _take(self, number: int, row: int, group: list[RowStream], into: Rows) -> None:
+        """Fills these arrays with the rows of a stream from its `row` on."""
+        count = len(into.lengths)
+        if len(group) == 1:
+            for array, values in zip(into, group[0].take(count), strict=True):
+                array[:] = values
+            return
+        is_own = np.diff(self._mixture.counts(number, row, count)).astype(bool)
+        for stream, own in zip(group, is_own, strict=True):
+            if own.any():
+                for array, values in zip(into, stream.take(int(own.sum())), strict=True):
+                    array[own] = values
+
+
+def batches_done(cursor: dict[str, int] | None, identity: dict[str, int]) -> int:
+    """The batches before a cursor; raises UserError if it belongs to data with another `identity`."""
+    if cursor is None:
+        return 0
+    for key, value in identity.items():
+        before = cursor.get(key, _EARLIER.get(key))
+        if before != value:
+            if key == "shards":
+                raise UserError("the saved data cursor belongs to other shards than the index file lists now")
+            raise UserError(f"the saved data cursor belongs to {key}={before}, not to {key}={value}")
+    return cursor["batches"]
+
+
+def _used_shards(indices: list[str | Path], train_samples: int | None, skip_bad: bool) -> list[tuple[Shard, int]]:
+    """The shards of a corpus with the rows to use of each: all, or the first `train_samples` of the index."""
+    left = math.inf if train_samples is None else train_samples
+    used = []
+    for shard in [shard for index in indices for shard in read_index(index, skip_bad)]:
+        rows = int(min(shard.rows, left))
+        left -= rows
+        if rows:
+            used.append((shard, rows))
+    if not used:
+        raise UserError(f"index file {', '.join(map(str, indices))}: the shards hold no rows")
+    return used
+
+
+def _crop(name: str, used: list[tuple[Shard, int]], context: int, skip_bad: bool) -> Crop:
+    """The cut of a corpus; what depends on the length of its rows is known from the first one that can be read."""
+    if name != "all":
+        return Crop(name)
+    for shard, _ in used:
+        try:
+            return Crop.of_rows(name, row_tokens(shard.path), context)
+        except BadData:
+            if not skip_bad:
+                raise
+    raise UserError(f"data.crop={name}: none of {len(used)} shards holds a row that can be read")
+
+
+def _fingerprint(used: list[list[tuple[Shard, int]]], mixture: StagedMixture | None) -> int:
+    """48 bits that change with the shards, their rows, or the weights of a mixture."""
+    lines = [f"{shard.name} {shard.rows} {rows}" for shards in used for shard, rows in shards]
+    if mixture is not None:
+        for first, stage in mixture.stages:
+            at = f" from {first}" if first else ""
+            lines += [f"{len(shards)} {weight}{at}" for shards, weight in zip(used, stage.weights, strict=True)]
+    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:6])

@@ -1,0 +1,166 @@
+"""The order of the data: arithmetic on the number of rows in each shard, without reading any file.
+
+A position is one number, and any position is found in the same time (reasons: docs/decisions/data-order.md):
+
+- An epoch is a line of all rows, shard after shard, the shards in an order drawn from (seed, epoch).
+- The line is cut into S *streams* of equal length, where S divides the global batch. Row r of every batch comes from
+  stream r * S // global_rows, so a host opens only the shards of its own streams.
+- A stream goes through its part of the line in *shuffle buffers* of a few neighbouring shards and permutes the rows of
+  each buffer. A resume reads one buffer per stream again.
+- Streams continue from epoch to epoch. Rows that do not divide by S go to another stream in each epoch, so that all
+  streams have given the same number of rows whenever a batch is full, and no row is repeated or lost.
+- In a mixture every corpus has its own streams, and (weights, s, n) determine the corpus of row n of stream s.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from zero.errors import UserError
+
+
+class RowRange(NamedTuple):
+    """Rows start to stop of a shard."""
+
+    shard: int
+    start: int
+    stop: int
+
+
+class ShuffleBuffer(NamedTuple):
+    """Row ranges whose rows are permuted together; the first `skip` rows of the result were already used."""
+
+    ranges: tuple[RowRange, ...]
+    key: tuple[int, ...]  # of the permutation
+    skip: int
+
+
+def permutation(n: int, *key: int) -> np.ndarray:
+    # numpy guarantees the raw bits of a generator in all versions, but the results of its shuffle only within one.
+    return np.argsort(np.random.PCG64(key).random_raw(n), kind="stable")
+
+
+@dataclass(frozen=True)
+class Order:
+    rows: tuple[int, ...]  # of each shard
+    streams: int
+    buffer_shards: int  # in one shuffle buffer of one stream
+    seed: int | None  # None: in the order of the shards
+    epochs: int | None  # None: without end
+
+    def buffers(self, stream: int, row: int) -> Iterator[ShuffleBuffer]:
+        """The shuffle buffers of a stream, beginning with its `row` (rows are counted over all epochs)."""
+        total, streams = sum(self.rows), self.streams
+        # Stream s has given (e * N + s) // S rows before epoch e; over all streams that makes e * N.
+        begin = row * streams // total  # or the epoch after it
+        skip = row - (begin * total + stream) // streams
+        for epoch in itertools.count(begin) if self.epochs is None else range(begin, self.epochs):
+            before, after = (np.arange(streams) + e * total for e in (epoch, epoch + 1))
+            ends = np.cumsum(after // streams - before // streams)
+            first, last = (int(ends[stream - 1]) if stream else 0), int(ends[stream])
+            for number, ranges in enumerate(self._cut(epoch, first, last)):
+                rows = sum(part.stop - part.start for part in ranges)
+                if skip < rows:
+                    yield ShuffleBuffer(ranges, (self.seed or 0, epoch, stream, number), skip)
+                skip = max(0, skip - rows)
+
+    def _cut(self, epoch: int, first: int, last: int) -> Iterator[tuple[RowRange, ...]]:
+        """Rows `first` to `last` of an epoch's line, as the row ranges of each shuffle buffer."""
+        count = len(self.rows)
+        order = np.arange(count) if self.seed is None else permutation(count, self.seed, epoch)
+        ends = np.cumsum(np.asarray(self.rows)[order])
+        ranges = []
+        for place in range(int(np.searchsorted(ends, first, "right")), int(np.searchsorted(ends, last, "left")) + 1):
+            shard = int(order[place])
+            begin = int(ends[place]) - self.rows[shard]
+            ranges.append(RowRange(shard, max(first - begin, 0), min(last - begin, self.rows[shard])))
+        for i in range(0, len(ranges), self.buffer_shards):
+            yield tuple(ranges[i : i + self.buffer_shards])
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Determines the corpus of each row of a stream."""
+
+    weights: tuple[Fraction, ...]  # of each corpus; they sum to 1
+    streams: int
+
+    def counts(self, stream: int, row: int, count: int = 0) -> np.ndarray:
+        """How many of the first n rows of a stream are of each corpus, for n from row to row + count.
+
+        Shape `(corpora, 1 + count)`.
+
+        The first corpus takes its share of the rows, rounded down, the second its share of the rest, and so on: no
+        count ever decreases, and none drifts from its weight. Streams round at different rows, so that batches are
+        mixed alike.
+        """
+        left, weight = row + np.arange(1 + count), Fraction(1)
+        counts = []
+        for own in self.weights[:-1]:
+            share = own / weight if own else own  # no weight is left after the last corpus that has one
+            step, whole = share.numerator * self.streams, share.denominator * self.streams
+            first = int(left[0])  # exact, however large: Python's integers
+            taken, rest = divmod(first * step + stream * share.denominator, whole)
+            counts.append(taken + (rest + (left - first) * step) // whole)
+            left, weight = left - counts[-1], weight - own
+        return np.stack([*counts, left])
+
+
+@dataclass(frozen=True)
+class StagedMixture:
+    """Mixtures one after the other: the first row of a stream that each determines, from 0 on, and its weights."""
+
+    stages: tuple[tuple[int, Mixture], ...]
+
+    def counts(self, stream: int, row: int, count: int = 0) -> np.ndarray:
+        """As `Mixture.counts`; each stage counts on from where the one before ended.
+
+        >>> half, first = Mixture(exact_weights([1, 1]), 1), Mixture(exact_weights([1, 0]), 1)
+        >>> StagedMixture(((0, half), (4, first))).counts(0, 2, 5).tolist()
+        [[1, 1, 2, 3, 4, 5], [1, 2, 2, 2, 2, 2]]
+        """
+        total: np.ndarray | None = None
+        ends = [first for first, _ in self.stages[1:]] + [row + count]
+        for (first, mixture), end in zip(self.stages, ends, strict=True):
+            start, stop = (min(max(one, first), max(end, first)) - first for one in (row, row + count))
+            before = min(max(first - row, 0), count)
+            after = count - before - (stop - start)
+            part = np.pad(mixture.counts(stream, start, stop - start), ((0, 0), (before, after)), mode="edge")
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+
+Weight = float | Sequence[Sequence[float]]  # of a corpus: a number, or [[step, weight], ...] with steps from 0 on
+
+
+def weight_stages(weights: Iterable[Weight]) -> list[tuple[int, list[float]]]:
+    """The steps from which other weights hold, and the weight of each corpus from then on.
+
+    >>> weight_stages([0.7, [[0, 0.3], [500, 1]]])
+    [(0, [0.7, 0.3]), (500, [0.7, 1])]
+    """
+    curves: list[list[tuple[int, float]]] = [
+        [(0, weight)] if isinstance(weight, int | float) else [(int(step), one) for step, one in weight]
+        for weight in weights
+    ]
+    for curve in curves:
+        lowest = min(weight for _, weight in curve)
+        if lowest < 0 or not any(weight for _, weight in curve):
+            raise UserError(f"the weights of a mixture must be positive, not {lowest}")
+    steps = sorted({step for curve in curves for step, _ in curve})
+    return [(step, [[weight for first, weight in curve if first <= step][-1] for curve in curves]) for step in steps]
+
+
+def exact_weights(weights: Sequence[float]) -> tuple[Fraction, ...]:
+    """The weights, to a millionth as they are written in decimal, divided by their sum."""
+    exact = [Fraction(str(weight)).limit_denominator(10**6) for weight in weights]
+    if not sum(exact):
+        raise UserError("the weights of a mixture must be positive, one of them at least at each step")
+    return tuple(weight / sum(exact) for weight in exact)

@@ -1,0 +1,73 @@
+"""Reading ahead in background threads: the next shuffle buffer of a stream, and the next batches of a loader."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+import numpy as np
+
+from zero.corpus.reading.order import ShuffleBuffer
+from zero.corpus.reading.shards import Rows
+
+_Item = TypeVar("_Item")
+
+
+class RowStream:
+    """The rows of one stream in order. The next shuffle buffer is read while one is in use."""
+
+    def __init__(
+        self, buffers: Iterator[ShuffleBuffer], read: Callable[[ShuffleBuffer], Rows], pool: ThreadPoolExecutor
+    ):
+        self._buffers, self._read, self._pool = buffers, read, pool
+        self._next = self._read_ahead()
+        self._rows = Rows(np.empty((0, 0)), np.empty(0), np.empty((0, 0)))
+
+    def _read_ahead(self) -> Future[Rows] | None:
+        buffer = next(self._buffers, None)
+        return None if buffer is None else self._pool.submit(self._read, buffer)
+
+    def take(self, count: int) -> Rows:
+        """The next rows; after the end of the data, rows without tokens."""
+        parts: list[Rows] = []
+        while count:
+            if not len(self._rows.tokens):
+                if self._next is None:
+                    parts.append(Rows(*(np.zeros((count, *x.shape[1:]), x.dtype) for x in self._rows)))
+                    break
+                self._rows = self._next.result()
+                self._next = self._read_ahead()
+            parts.append(self._rows.first(count))
+            self._rows = self._rows.after(count)
+            count -= len(parts[-1].tokens)
+        return Rows(*map(np.concatenate, zip(*parts, strict=True))) if len(parts) > 1 else parts[0]
+
+
+def prefetch(iterator: Iterator[_Item], depth: int = 2, stop: Sequence[Any] = ()) -> Generator[_Item, None, None]:
+    """The same items, up to `depth` of them made ahead in a background thread.
+
+    An exception of the iterator is raised here, in its place. When the consumer stops, so do the thread and the
+    iterator. As soon as `stop` is not empty the generator ends without waiting for the item that is being made.
+
+    >>> list(prefetch(iter("abc")))
+    ['a', 'b', 'c']
+    """
+    end: Any = object()
+    pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+    try:
+        ahead = deque(pool.submit(next, iterator, end) for _ in range(depth))
+        while True:
+            next_one = ahead.popleft()
+            while not wait([next_one], timeout=0.1).done:
+                if stop:
+                    return
+            if (item := next_one.result()) is end:
+                return
+            ahead.append(pool.submit(next, iterator, end))
+            yield item
+    finally:
+        pool.shutdown(wait=not stop, cancel_futures=True)
+        if isinstance(iterator, Generator) and not stop:
+            iterator.close()

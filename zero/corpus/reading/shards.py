@@ -1,0 +1,297 @@
+"""The rows of one shard: a tar file of .npy arrays in webdataset's convention, every sample checked.
+
+In a sample of pairs, `(n, 2, R)`, each row is two texts, of which the first one is preferred.
+
+Shapes: n rows of a sample, R tokens of a row, T tokens of a sequence (the context), k sequences of a row.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import os
+import re
+import tokenize
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from zero.corpus.reading.crop import Crop, Draw, cut, lengths_after
+from zero.errors import UserError, file_error
+from zero.files import storage
+from zero.files.parsing import MALFORMED, reading
+
+NPY_HEADER = 1024  # bytes to read for it; numpy writes 128
+_MEMBER = re.compile(r"((?:.*/|)[^.]+)\.([^/]*)")  # the key and the suffix of a file
+
+
+class Rows(NamedTuple):
+    """Rows, with what belongs to each of them."""
+
+    tokens: np.ndarray  # (n, T), or (n, 2 T) for pairs
+    lengths: np.ndarray  # (n,), the number of tokens in each
+    reference: np.ndarray  # float32 (n, 2), log-probabilities of a pair by the reference model, or (n, 0)
+
+    def first(self, count: int) -> Rows:
+        return Rows(*(array[:count] for array in self))
+
+    def after(self, count: int) -> Rows:
+        return Rows(*(array[count:] for array in self))
+
+
+class BadData(UserError):
+    """A missing or damaged shard, or a sample that cannot be used; a loader can be configured to skip them."""
+
+
+@contextmanager
+def open_shard(
+    path: str | Path, opener: Callable[[Any], BinaryIO] = storage.open_reader, missing: str = "is missing"
+) -> Iterator[BinaryIO]:
+    """A shard to read from; raises BadData, with `missing`, if it does not exist, and UserError where a disk fails."""
+    try:
+        with opener(path) as stream:
+            yield stream
+    except FileNotFoundError:
+        raise BadData(f"shard {path} {missing}") from None
+    except OSError as error:
+        raise file_error(f"shard {path} cannot be read: {error}", error) from error
+
+
+def count_rows(path: str | Path) -> int:
+    """Rows of a shard, from only the headers of its members; raises BadData for a truncated or damaged shard."""
+    rows, missing = 0, "is missing, and the index file does not record its number of rows"
+    with reading(f"shard {path} is truncated or damaged", kind=BadData), open_shard(path, missing=missing) as stream:
+        for name, data, size in _tar_files(stream, most=NPY_HEADER):
+            if name.lower().endswith(".input_id.npy"):
+                shape = npy_header(data).shape
+                if len(shape) > 1 and shape[0] > size:  # a row is a byte at least
+                    raise ValueError(f"{name} has the shape {shape} and {size} bytes")
+                rows += shape[0] if len(shape) > 1 else 1
+    return rows
+
+
+def row_tokens(path: str) -> int:
+    """The number of tokens per row, or per text of a pair, according to the first sample of a shard.
+
+    Raises:
+      BadData: the shard is missing, or its first sample holds no rows.
+    """
+    with open_shard(path) as stream:
+        sample = next(read_samples(path, stream), None)
+    if sample is None:
+        raise BadData(f"shard {path} holds no sample")
+    name = f"shard {path}, sample {sample['__key__']}"
+    rows = _array(sample, "input_id.npy", name)
+    return rows.shape[-1] if rows.ndim == 3 else _rows(sample, name, pairs=False).shape[1]
+
+
+def read_samples(path: str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
+    """The samples of a shard: `__key__` and the bytes of each member, by its suffix in lower case.
+
+    As in webdataset, neighbouring files are members of one sample if their paths agree up to the first dot of the file
+    name, and files without a suffix are left out.
+    """
+    sample: dict[str, Any] = {}
+    try:
+        for name, data, _ in _tar_files(stream):
+            match = _MEMBER.fullmatch(name)
+            if match is None:
+                continue
+            key, suffix = match[1], match[2].lower()
+            if sample and key != sample["__key__"]:
+                yield sample
+                sample = {}
+            if suffix in sample:
+                raise ValueError(f"{name} is there twice")
+            sample |= {"__key__": key, suffix: data}
+        if sample:
+            yield sample
+    except MALFORMED as error:
+        raise BadData(f"shard {path} is truncated or damaged: {error.args[0]}; copy it again") from error
+
+
+def _rows(sample: dict[str, Any], name: str, pairs: bool) -> np.ndarray:
+    """The rows (n, R) of a sample; of one of pairs, both texts of each in turn, (2 n, R).
+
+    Raises UserError, not BadData, for a corpus of the other kind: it is not damaged.
+    """
+    rows = _array(sample, "input_id.npy", name)
+    is_pairs = rows.ndim == 3 and rows.shape[1] == 2
+    if pairs and not is_pairs:
+        raise UserError(
+            f"{name}: input_id.npy has the shape {rows.shape}; training.objective=dpo expects (rows, 2, tokens), which "
+            "zero-prepare --preferences writes"
+        )
+    if is_pairs and not pairs:
+        raise UserError(f"{name} holds pairs of texts, which only training.objective=dpo reads")
+    if rows.ndim not in (1, 2) and not pairs:
+        raise BadData(f"{name}: input_id.npy must have 1 or 2 dimensions, not {rows.ndim}")
+    return rows.reshape(2 * len(rows), rows.shape[2]) if pairs else np.atleast_2d(rows)
+
+
+class Decoded(NamedTuple):
+    """The sequences (n * k, T) of a sample, and the number of tokens in each (n * k,)."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    total: int  # tokens of the rows that they were cut from, without padding
+
+
+def decode(
+    sample: dict[str, Any],
+    name: str,
+    context: int,
+    vocab_size: int,
+    crop: Crop,
+    draw: Draw,
+    only_completions: bool = False,
+    pairs: bool = False,
+) -> Decoded:
+    """The sequences of a sample, in its dtype; of a sample of `pairs` with `only_completions`, int32 (n, 2 T).
+
+    With `only_completions` a token t for which completion.npy has 0 is ~t, and they are int32. Every token id that
+    the model would read is checked here: BadData, with `name`, for one outside the vocabulary.
+    """
+    rows = _rows(sample, name, pairs)
+    if rows.shape[1] < context:
+        raise BadData(
+            f"{name} has rows of {rows.shape[1]} tokens, and the model reads {context}: "
+            f"prepare the corpus again: zero-prepare <source> --row-tokens {context} --overwrite"
+        )
+    is_learned = _completions(sample, name, rows.shape) if only_completions else None
+    lengths = np.full(len(rows), rows.shape[1])
+    if "length.npy" in sample:
+        given = _array(sample, "length.npy", name).reshape(-1)
+        if given.shape != lengths.shape or (given.size and given.min() < 0):
+            raise BadData(f"{name}: length.npy must hold one length for each of {len(rows)} rows")
+        lengths = np.minimum(given, rows.shape[1]).astype(np.int64)
+    total = int(lengths.sum())
+    with reading(f"{name}: data.crop={crop.name} expects rows of one length; these give", kind=BadData):
+        starts = crop.starts(lengths, rows.shape[1], context, draw)
+    rows, lengths = cut(rows, starts, context), lengths_after(lengths, starts, context)
+    if "length.npy" in sample:
+        rows = np.where(np.arange(context) < lengths[:, None], rows, np.zeros((), rows.dtype))
+    info = np.iinfo(rows.dtype)
+    if rows.size and (info.min < 0 or info.max >= vocab_size):  # else no value of this dtype is outside
+        low, high = 0 if info.min == 0 else int(rows.min()), int(rows.max())
+        if low < 0 or high >= vocab_size:
+            token = low if low < 0 else high
+            raise BadData(f"{name} holds token {token}, outside the vocabulary of {vocab_size}")
+    if is_learned is not None:
+        rows = rows.astype(np.int32)
+        rows = np.where(cut(is_learned, starts, context), rows, ~rows)
+    if pairs:  # a row of two texts is full, the shorter one ends in -1
+        discarded = total - int(lengths.sum())
+        rows = np.where(np.arange(context) < lengths[:, None], rows, -1).reshape(-1, 2 * context)
+        return Decoded(rows, np.full(len(rows), 2 * context), rows.size + discarded)
+    return Decoded(rows, lengths, total)
+
+
+def _completions(sample: dict[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Whether each token of a sample is to be learned, bool of the shape of its rows.
+
+    Raises UserError, not BadData, if it is not recorded: a corpus of another kind is not damaged.
+    """
+    if "completion.npy" not in sample:
+        raise UserError(
+            f"{name} has no member completion.npy, which marks the completions: training.loss_on=completion needs "
+            "a corpus of zero-prepare --completions"
+        )
+    given = _array(sample, "completion.npy", name)
+    if given.shape[-1:] != shape[-1:] or given.size != math.prod(shape):
+        raise BadData(f"{name}: completion.npy must have the shape {shape} of input_id.npy, not {given.shape}")
+    return given.reshape(shape) != 0
+
+
+# ---- tar -------------------------------------------------------------------------------------------------------------
+
+
+def _tar_files(stream: BinaryIO, most: int | None = None) -> Iterator[tuple[str, bytes, int]]:
+    """Names, contents and sizes of the files in a tar; with `most`, only so many first bytes of each.
+
+    Unlike tarfile this does not take a damaged header for the end of the archive, and it is ten times as fast.
+    """
+    long_name = b""  # of the next file
+    while (header := _read_exactly(stream, 512)) != bytes(512):
+        # The checksum is the sum of the header's bytes, with its own eight counted as blanks.
+        if _octal(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * 32:
+            raise ValueError("a header does not match its checksum")
+        size, kind = _octal(header[124:136]), header[156:157]
+        wanted = size if most is None or kind not in b"0\0" else min(size, most)
+        data = _read_exactly(stream, wanted)
+        if wanted < size:
+            stream.seek(size - wanted, os.SEEK_CUR)
+        _read_exactly(stream, -size % 512)
+        if kind == b"L":  # GNU tar
+            long_name = data.rstrip(b"\0")
+        elif kind == b"x":  # POSIX: lines of "<length> <key>=<value>"
+            found = re.search(rb"^\d+ path=(.*)$", data, re.MULTILINE)
+            long_name = found[1] if found else b""
+        elif kind in b"0\0":
+            prefix = header[345:500] if header[257:263] == b"ustar\0" else b""
+            short_name = b"/".join(part for field in (prefix, header[:100]) if (part := field.partition(b"\0")[0]))
+            name = (long_name or short_name).decode("utf-8", "backslashreplace")
+            long_name = b""
+            if not re.match(r"__[^/]*__(/|$)", name):  # webdataset's mark of metadata
+                yield name, data, size
+
+
+def _octal(field: bytes) -> int:
+    digits = field.strip(b" \0")
+    if not digits.isdigit():
+        raise ValueError("this is no tar header")
+    return int(digits, 8)
+
+
+def _read_exactly(stream: BinaryIO, size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) < size:
+        raise EOFError("unexpected end of file")
+    return data
+
+
+# ---- npy -------------------------------------------------------------------------------------------------------------
+
+
+class NpyHeader(NamedTuple):
+    shape: tuple[int, ...]
+    is_fortran: bool
+    dtype: np.dtype
+    offset: int  # of the data, in bytes
+
+
+def npy_header(data: bytes) -> NpyHeader:
+    """The header of a .npy file, from its beginning."""
+    size = 2 if data[6:7] == b"\1" else 4  # of the header's length, by the version of the format
+    return _parse_npy_header(data[: 8 + size + int.from_bytes(data[8 : 8 + size], "little")])
+
+
+@functools.lru_cache(maxsize=1024)  # members of one shape share their header, which numpy takes long to parse
+def _parse_npy_header(header: bytes) -> NpyHeader:
+    file = io.BytesIO(header)
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    try:
+        parsed = NpyHeader(*read(file), file.tell())
+    except tokenize.TokenError as error:  # numpy parses it as a Python literal
+        raise ValueError(f"cannot parse its header: {error}") from error
+    if min(parsed.shape, default=0) < 0:
+        raise ValueError(f"its shape is {parsed.shape}")
+    return parsed
+
+
+def _array(sample: dict[str, Any], member: str, name: str) -> np.ndarray:
+    """An integer array. Nothing is unpickled: object arrays are refused by their dtype."""
+    if member not in sample:
+        others = ", ".join(key for key in sample if not key.startswith("__"))
+        raise BadData(f"{name} has no member {member}, only {others}")
+    with reading(f"{name}: member {member} is not a complete .npy array", kind=BadData):
+        header = npy_header(sample[member])
+        if header.dtype.kind not in "ui":
+            raise BadData(f"{name}: member {member} must hold integers, not {header.dtype}")
+        array = np.frombuffer(sample[member], header.dtype, math.prod(header.shape), header.offset)
+    return array.reshape(header.shape, order="F" if header.is_fortran else "C")

@@ -1,0 +1,84 @@
+"""Rows that are computed instead of read: to measure a run before there are any data, and to compare programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
+
+import numpy as np
+
+from zero.corpus.reading.corpus_reader import CorpusReader
+from zero.corpus.reading.loader import HostBatch, Loader, batches_done
+
+
+def _random_row(seed: int, row: int, context: int, vocab_size: int) -> np.ndarray:
+    # numpy guarantees the raw bits of a generator in all versions.
+    return np.random.PCG64((seed, row)).random_raw(context) % vocab_size
+
+
+def _ones(seed: int, row: int, context: int, vocab_size: int) -> np.ndarray:
+    return np.ones(context, np.int32)
+
+
+# Values of data.corpus, and `(seed, row, context, vocab_size)` to the tokens of a row.
+SYNTHETIC: Mapping[str, Callable[[int, int, int, int], np.ndarray]] = MappingProxyType(
+    {"synthetic": _random_row, "synthetic:ones": _ones}
+)
+
+
+@dataclass(frozen=True)
+class SyntheticLoader:
+    """Batches without end, of the interface of `Loader`: row r of the run depends only on `kind`, `seed` and r.
+
+    Attributes:
+      kind: a key of `SYNTHETIC`.
+      global_rows: rows of a batch over all hosts.
+      context: tokens of a row.
+      vocab_size: token ids are below it.
+      seed: of all rows.
+      host, hosts: which part of every batch this loader gives.
+
+    >>> rows = [next(SyntheticLoader("synthetic", 4, 3, 9, host=host, hosts=2).batches()).tokens for host in (0, 1)]
+    >>> alone = next(SyntheticLoader("synthetic", 4, 3, 9).batches()).tokens
+    >>> bool((np.concatenate(rows) == alone).all()), alone.shape
+    (True, (4, 3))
+    """
+
+    kind: str
+    global_rows: int
+    context: int
+    vocab_size: int
+    seed: int = 0
+    host: int = 0
+    hosts: int = 1
+
+    total_batches: ClassVar[None] = None  # there is no last one
+    corpora: ClassVar[tuple[CorpusReader, ...]] = ()
+
+    def rows_seen(self, batches: int) -> dict[str, int]:
+        """The rows of each corpus of a mixture: there is none."""
+        return {}
+
+    def epochs_seen(self, batches: int) -> dict[str, float]:
+        """Passes over each corpus of a mixture: there is none."""
+        return {}
+
+    def batches(self, cursor: dict[str, int] | None = None) -> Generator[HostBatch, None, None]:
+        """Batches from the beginning, or from just after the one that `cursor` came with.
+
+        Raises UserError for a cursor of other data.
+        """
+        kind = list(SYNTHETIC).index(self.kind)
+        identity = {"synthetic": kind, "seed": self.seed, "global_rows": self.global_rows}
+        done = batches_done(cursor, identity)
+        share, row_of = self.global_rows // self.hosts, SYNTHETIC[self.kind]
+        while True:
+            first = done * self.global_rows + self.host * share
+            rows = [row_of(self.seed, row, self.context, self.vocab_size) for row in range(first, first + share)]
+            done += 1
+            yield HostBatch(np.stack(rows).astype(np.int32), {**identity, "batches": done}, 0)
+
+
+AnyLoader = Loader | SyntheticLoader

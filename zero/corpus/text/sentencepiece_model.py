@@ -1,0 +1,100 @@
+"""A SentencePiece .model as a file of the `tokenizers` library.
+
+docs/decisions/preparing.md says which conversions are exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zero.corpus.text.pieces import merges
+from zero.errors import UserError
+from zero.files.parsing import reading
+
+_UNIGRAM, _BPE = 1, 2  # of the model type in sentencepiece_model.proto
+_TYPES = {3: "WORD", 4: "CHAR"}
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # types of pieces
+_BLANK = "▁"
+
+
+def converted(path: str, proto: Any) -> bytes:
+    """The .json file of a parsed model. Raises UserError, with `path`, for what such a file cannot express."""
+    with reading(f"tokenizer {path} is not a complete model of SentencePiece", Exception):
+        return _converted(path, proto)
+
+
+def _converted(path: str, proto: Any) -> bytes:
+    import tokenizers
+    from tokenizers import decoders, models
+
+    _check(path, proto)
+    names, spec = [piece.piece for piece in proto.pieces], proto.trainer_spec
+    normal = {piece.piece: piece.score for piece in proto.pieces if piece.type == _NORMAL}
+    if spec.model_type == _BPE:
+        pairs = list(merges({piece: -score for piece, score in normal.items()}))
+        vocabulary = {name: i for i, name in enumerate(names)}
+        unknown = names[spec.unk_id]
+        made: Any = models.BPE(vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=spec.byte_fallback)
+    else:
+        # The library would find control symbols and bytes in a text that spells them: their characters score higher.
+        longest = max(map(len, set(names) - set(normal)))
+        hidden = (longest + 1) * min(normal.values()) - 1
+        scores = [(name, normal.get(name, hidden)) for name in names]
+        made = models.Unigram(scores, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
+    tokenizer = tokenizers.Tokenizer(made)
+    tokenizer.normalizer = _normalizer(proto.normalizer_spec)
+    parts: list[Any] = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if proto.normalizer_spec.add_dummy_prefix:
+        parts.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(parts)
+    special = [piece.piece for piece in proto.pieces if piece.type in (_UNKNOWN, _CONTROL, _USER_DEFINED)]
+    tokenizer.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in special])
+    return tokenizer.to_str(pretty=True).encode()
+
+
+def _check(path: str, proto: Any) -> None:
+    """Raises UserError for a model whose ids a file of the tokenizers library cannot give."""
+    spec, types = proto.trainer_spec, {piece.piece: piece.type for piece in proto.pieces}
+    normal = [piece for piece in proto.pieces if piece.type == _NORMAL]
+    characters = {character for piece in normal for character in piece.piece}
+    spelled = {name for name, kind in types.items() if kind != _NORMAL}
+    tied: dict[float, list[str]] = {}  # joined pieces, by their score
+    for piece in normal:
+        if len(piece.piece) > 1:
+            tied.setdefault(piece.score, []).append(piece.piece)
+    ambiguous = [group for group in tied.values() if len(group) > 1 and len({*"".join(group)}) > 1]
+    found = ""
+    if spec.model_type not in (_UNIGRAM, _BPE):
+        found = f"its type is {_TYPES.get(spec.model_type, spec.model_type)}; expected UNIGRAM or BPE"
+    elif spec.treat_whitespace_as_suffix or not proto.normalizer_spec.escape_whitespaces:
+        found = "it marks blanks in another way than by ▁ before a word"
+    elif others := [name for name, kind in types.items() if kind == _UNUSED]:
+        found = f"it has unused pieces, such as {others[0]!r}"
+    elif missing := sorted(character for character in characters if types.get(character) != _NORMAL):
+        found = f"{missing[0]!r} is a character of some pieces, and no piece"
+    elif spec.model_type == _BPE and ambiguous:
+        found = f"{' and '.join(map(repr, ambiguous[0][:2]))} have the same score"
+    elif spec.model_type == _BPE and (short := [name for name in spelled if len(name) == 1]):
+        found = f"its symbol {short[0]!r} is one character"
+    if found:
+        raise UserError(
+            f"tokenizer {path} cannot be converted to a file of the tokenizers library: {found}; use the "
+            "tokenizer.json of the same model if its authors give one"
+        )
+
+
+def _normalizer(spec: Any) -> Any:
+    """What SentencePiece does to a text before it is cut into pieces."""
+    from tokenizers import Regex, normalizers
+
+    parts: list[Any] = []
+    if spec.precompiled_charsmap:
+        parts.append(normalizers.Precompiled(spec.precompiled_charsmap))
+    if spec.remove_extra_whitespaces:
+        parts += [normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if spec.add_dummy_prefix:
+        parts.append(normalizers.Prepend(_BLANK))
+    parts.append(normalizers.Replace(" ", _BLANK))
+    if spec.remove_extra_whitespaces:
+        parts.append(normalizers.Replace(Regex(rf"{_BLANK}+\z"), ""))
+    return normalizers.Sequence(parts)

@@ -1,0 +1,237 @@
+"""Text to tokens and back: bytes, or a file of Hugging Face's `tokenizers`, which can be trained or converted here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from zero.corpus.text import sentencepiece_model, tiktoken_file
+from zero.corpus.text.pieces import byte_spellings
+from zero.corpus.text.sentencepiece_library import SentencePiece
+from zero.errors import UserError
+from zero.files import storage
+from zero.files.parsing import reading
+
+if TYPE_CHECKING:
+    import tokenizers
+
+MOST_TOKENS = 1 << 24  # of a vocabulary: tables of a number for each token fit into memory
+BYTES_END_OF_TEXT = "<|endoftext|>"  # of bytes, in a file
+# Names of the token between two documents in published tokenizers, most specific first.
+_END_OF_TEXT = (
+    BYTES_END_OF_TEXT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|im_end|>",
+    "<｜end▁of▁sentence｜>",  # DeepSeek's
+    "[SEP]",
+)
+
+
+class Tokenizer(Protocol):
+    """The interface of all tokenizers. Ids are below `vocab_size`; `end_of_text` separates two documents."""
+
+    name: str  # "bytes", or file name and hash
+    vocab_size: int
+    end_of_text: int
+
+    def encode(self, text: str) -> np.ndarray:
+        """A 1-D array of ids. `end_of_text` is never among them, even if the text spells it."""
+        ...
+
+    def encode_with_spans(self, text: str, has_special: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Ids (n,), and (n, 2) the number of characters of the text before each and up to its end.
+
+        With `has_special`, the spelling of a special token becomes that token, `end_of_text` included.
+        """
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text for any ids: invalid UTF-8 becomes U+FFFD, `end_of_text` and unknown ids are left out."""
+        ...
+
+    def byte_lengths(self) -> np.ndarray:
+        """The number of bytes of text per id, int64 `(vocab_size,)`; 0 for `end_of_text`."""
+        ...
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8. The NUL byte is the end of text; NULs inside a text are dropped.
+
+    >>> tokenizer = ByteTokenizer()
+    >>> tokenizer.encode("zéro").tolist()
+    [122, 195, 169, 114, 111]
+    >>> tokenizer.decode([122, 195, 0, 111])
+    'z\ufffdo'
+    """
+
+    name = "bytes"
+    vocab_size = 256
+    end_of_text = 0
+
+    def encode(self, text: str) -> np.ndarray:
+        # JSON can hold lone surrogates, which strict UTF-8 refuses; nothing of a document should be lost.
+        return np.frombuffer(text.encode("utf-8", "surrogatepass").replace(b"\0", b""), np.uint8)
+
+    def encode_with_spans(self, text: str, has_special: bool) -> tuple[np.ndarray, np.ndarray]:
+        starts = np.asarray([i for i, character in enumerate(text) for _ in self.encode(character)], np.int64)
+        return self.encode(text), np.stack([starts, starts + 1], axis=1)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in map(int, ids) if 0 < i < 256).decode("utf-8", "replace")
+
+    def byte_lengths(self) -> np.ndarray:
+        return np.where(np.arange(256) == self.end_of_text, 0, 1)
+
+
+def bytes_as_file() -> bytes:
+    """`ByteTokenizer` as a file of Hugging Face's `tokenizers`; the end of text is `BYTES_END_OF_TEXT`."""
+    names = byte_spellings()
+    end, level = ByteTokenizer.end_of_text, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    names[end] = BYTES_END_OF_TEXT  # a NUL inside a text is unknown, and dropped
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content = {
+        "version": "1.0",
+        "added_tokens": [{"id": end, "content": BYTES_END_OF_TEXT, **flags, "special": True}],
+        "pre_tokenizer": {**level, "use_regex": False},
+        "decoder": {**level, "use_regex": False},
+        "model": {"type": "BPE", "vocab": {name: byte for byte, name in names.items()}, "merges": []},
+    }
+    return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
+
+
+class FileTokenizer:
+    """A tokenizer of the `tokenizers` library, from the bytes of its .json file."""
+
+    def __init__(self, path: str, data: bytes):
+        import tokenizers  # the import takes long, and bytes do not need it
+
+        self.path, self.data = path, data
+        self.name = f"{Path(path).name} sha256:{hashlib.sha256(data).hexdigest()[:16]}"
+        # For a bad file the library raises a bare Exception and nothing narrower.
+        with reading(f"tokenizer {path} is not a file of the tokenizers library", Exception):
+            self._tokenizer: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        # A text that contains "<|endoftext|>" must not end a document.
+        self._tokenizer.encode_special_tokens = True
+        # Files may leave holes between the ids of their added tokens: the count of tokens would be too small.
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if self.vocab_size > MOST_TOKENS:
+            raise UserError(f"tokenizer {path}: its highest id is {self.vocab_size - 1}; expected less than 2**24")
+        ids = {name: self._tokenizer.token_to_id(name) for name in _END_OF_TEXT}
+        found = next(((name, i) for name, i in ids.items() if i is not None), None)
+        if found is None:
+            raise UserError(
+                f"tokenizer {path} has no token that ends a text; expected one of {', '.join(_END_OF_TEXT)}"
+            )
+        self.end_of_text_token, self.end_of_text = found
+
+    def __reduce__(self) -> tuple[type[FileTokenizer], tuple[str, bytes]]:
+        # For worker processes: the library's own copy loses encode_special_tokens.
+        return FileTokenizer, (self.path, self.data)
+
+    def encode(self, text: str) -> np.ndarray:
+        # The fast one leaves out the offsets of each token, and takes two thirds of the time.
+        with reading(f"tokenizer {self.path} cannot encode a text", Exception):
+            (encoding,) = self._tokenizer.encode_batch_fast([_without_surrogates(text)], add_special_tokens=False)
+        return np.asarray(encoding.ids, np.uint32)
+
+    def encode_with_spans(self, text: str, has_special: bool) -> tuple[np.ndarray, np.ndarray]:
+        self._tokenizer.encode_special_tokens = not has_special
+        with reading(f"tokenizer {self.path} cannot encode a text", Exception):
+            encoding = self._tokenizer.encode(_without_surrogates(text), add_special_tokens=False)
+        self._tokenizer.encode_special_tokens = True
+        return np.asarray(encoding.ids, np.uint32), np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        known = [i for i in map(int, ids) if 0 <= i < self.vocab_size and i != self.end_of_text]
+        return self._tokenizer.decode(known, skip_special_tokens=False)
+
+    def byte_lengths(self) -> np.ndarray:
+        """The length of each token's spelling: a character per byte (byte-level), `▁` a blank, `<0x0A>` a byte."""
+        is_byte_level = "ByteLevel" in str(self._tokenizer.decoder)
+        special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        lengths = np.zeros(self.vocab_size, np.int64)
+        for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if i in special:
+                continue
+            spelled = re.sub(r"^<0x[0-9A-F]{2}>$", "?", token).replace("▁", " ")
+            lengths[i] = len(token) if is_byte_level else len(spelled.encode())
+        return lengths
+
+
+class SentencePieceTokenizer(FileTokenizer):
+    """Encodes documents with the sentencepiece library; all else is that of the converted file, kept beside a corpus.
+
+    Raises:
+      UserError: the library is missing, it is not such a model, or one that cannot be converted.
+    """
+
+    def __init__(self, path: str, model: bytes):
+        self._model, self._library = model, SentencePiece(path, model)
+        super().__init__(path, sentencepiece_model.converted(path, self._library.proto))
+
+    def __reduce__(self) -> tuple[type[FileTokenizer], tuple[str, bytes]]:
+        return SentencePieceTokenizer, (self.path, self._model)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.asarray(self._library.encode(_without_surrogates(text)), np.uint32)
+
+
+def _without_surrogates(text: str) -> str:
+    """The text with a question mark for each lone surrogate, which cannot cross into Rust."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
+    """The .json file of a byte-level BPE tokenizer (GPT-2's kind) with at most `vocab_size` tokens.
+
+    The 256 bytes are among them, so that any text can be encoded, and <|endoftext|>, which is token 0. The same texts
+    give the same file. Raises UserError if the vocabulary is too small for that.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size <= 256:
+        raise UserError(f"a tokenizer of {vocab_size} tokens cannot be trained: 256 bytes and the end of text need 257")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_END_OF_TEXT[0]],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(map(_without_surrogates, texts), trainer)
+    return tokenizer.to_str(pretty=True).encode("utf-8")
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """`"bytes"`, or the path or gs:// URL of a file: of the `tokenizers` library, SentencePiece (.model) or tiktoken.
+
+    Raises UserError if there is no such file or it cannot be used.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    try:
+        # The last suffix that is known: Mistral's models are called tokenizer.model.v3.
+        suffix = next((suffix for suffix in reversed(Path(name).suffixes) if suffix in _FORMATS), ".json")
+        return _FORMATS[suffix](name, storage.read_bytes(name))
+    except (FileNotFoundError, IsADirectoryError):
+        raise UserError(
+            f'tokenizer {name}: no such file; expected "bytes" or the path of a tokenizers .json file, a SentencePiece '
+            ".model or a .tiktoken file"
+        ) from None
+
+
+_FORMATS: dict[str, Callable[[str, bytes], FileTokenizer]] = {
+    ".json": FileTokenizer,
+    ".model": SentencePieceTokenizer,
+    ".tiktoken": lambda path, data: FileTokenizer(path, tiktoken_file.converted(path, data)),
+}

@@ -1,0 +1,491 @@
+"""The architectures of `transformers` that models of zero equal: names of their tensors and keys of config.json.
+
+The reasons for this choice are in docs/decisions/interchange.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from zero.errors import UserError
+from zero.exchange.architecture import FUSED_QKV, Architecture
+from zero.models.config import HEAD, STACK, VOCABULARY, GPTConfig
+
+
+def _layers(names: Mapping[str, str], prefix: str = "layers") -> dict[str, str]:
+    """Modules of a layer, by name within it."""
+    return {f"{STACK}/{name}": f"{prefix}.{{}}.{hf_name}" for name, hf_name in names.items()}
+
+
+def _megatron_names(attention: str) -> dict[str, str]:
+    """Modules of a layer as Megatron-LM names them, and after it BLOOM and GPT-NeoX."""
+    return {
+        "norm_attention": "input_layernorm",
+        **dict.fromkeys(FUSED_QKV, f"{attention}.query_key_value"),
+        "attention_out": f"{attention}.dense",
+        "norm_mlp": "post_attention_layernorm",
+        "mlp_in": "mlp.dense_h_to_4h",
+        "mlp_out": "mlp.dense_4h_to_h",
+    }
+
+
+GPT2 = Architecture(
+    model_type="gpt2",
+    class_name="GPT2LMHeadModel",
+    family="gpt2",
+    keys={
+        "vocab_size": "vocab_size",
+        "n_positions": "block_size",
+        "n_embd": "embedding_dim",
+        "n_layer": "N",
+        "n_head": "num_head",
+        "n_inner": "mlp_width",
+        "layer_norm_epsilon": "norm_epsilon",
+        "attn_pdrop": "attention_drop_rate",
+        "resid_pdrop": "residual_drop_rate",
+        "embd_pdrop": "embedding_dropout",
+    },
+    absent={"layer_norm_epsilon": 1e-5},
+    fixed={
+        "activation_function": "gelu_new",
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+        "tie_word_embeddings": True,
+    },
+    prefix="transformer.",
+    modules={
+        VOCABULARY: "wte",
+        "positions": "wpe",
+        **_layers(
+            {
+                "norm_attention": "ln_1",
+                **dict.fromkeys(FUSED_QKV, "attn.c_attn"),
+                "attention_out": "attn.c_proj",
+                "norm_mlp": "ln_2",
+                "mlp_in": "mlp.c_fc",
+                "mlp_out": "mlp.c_proj",
+            },
+            "h",
+        ),
+        "norm": "ln_f",
+    },
+    is_transposed=False,
+    fused="rows",
+)
+BLOOM = Architecture(
+    model_type="bloom",
+    class_name="BloomForCausalLM",
+    family="bloom",
+    keys={
+        "vocab_size": "vocab_size",
+        "seq_length": "block_size",
+        "hidden_size": "embedding_dim",
+        "n_layer": "N",
+        "n_head": "num_head",
+        "layer_norm_epsilon": "norm_epsilon",
+        "attention_dropout": "attention_drop_rate",
+        "hidden_dropout": "residual_drop_rate",
+    },
+    absent={"layer_norm_epsilon": 1e-5},
+    aliases={"n_head": "num_attention_heads"},  # in bigscience's own
+    fixed={"apply_residual_connection_post_layernorm": False, "tie_word_embeddings": True},
+    prefix="transformer.",
+    modules={
+        VOCABULARY: "word_embeddings",
+        "embedding_norm": "word_embeddings_layernorm",
+        **_layers(_megatron_names("self_attention"), "h"),
+        "norm": "ln_f",
+    },
+    fused="head",
+)
+GPT_NEO = Architecture(
+    model_type="gpt_neo",
+    class_name="GPTNeoForCausalLM",
+    family="gpt_neo",
+    keys={
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "block_size",
+        "hidden_size": "embedding_dim",
+        "num_layers": "N",
+        "num_heads": "num_head",
+        "intermediate_size": "mlp_width",
+        "layer_norm_epsilon": "norm_epsilon",
+        "attention_dropout": "attention_drop_rate",
+        "resid_dropout": "residual_drop_rate",
+        "embed_dropout": "embedding_dropout",
+    },
+    absent={"layer_norm_epsilon": 1e-5, "attention_types": [[["global", "local"], 12]], "window_size": 256},
+    fixed={"activation_function": "gelu_new", "tie_word_embeddings": True},
+    prefix="transformer.",
+    modules={
+        **GPT2.modules,
+        **_layers(
+            {
+                "query": "attn.attention.q_proj",
+                "key": "attn.attention.k_proj",
+                "value": "attn.attention.v_proj",
+                "attention_out": "attn.attention.out_proj",
+            },
+            "h",
+        ),
+    },
+    windows="attention_types",
+)
+GPT_NEOX = Architecture(
+    model_type="gpt_neox",
+    class_name="GPTNeoXForCausalLM",
+    family="gpt_neox",
+    keys={
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "block_size",
+        "hidden_size": "embedding_dim",
+        "num_hidden_layers": "N",
+        "num_attention_heads": "num_head",
+        "intermediate_size": "mlp_width",
+        "layer_norm_eps": "norm_epsilon",
+        "use_parallel_residual": "parallel_residual",
+        "tie_word_embeddings": "tied",
+        "attention_dropout": "attention_drop_rate",
+        "hidden_dropout": "residual_drop_rate",
+    },
+    absent={
+        "layer_norm_eps": 1e-5,
+        "use_parallel_residual": True,
+        "tie_word_embeddings": False,
+        "rotary_emb_base": 1e4,
+        "rotary_pct": 0.25,
+    },
+    fixed={"hidden_act": "gelu", "attention_bias": True},
+    prefix="gpt_neox.",
+    modules={
+        VOCABULARY: "embed_in",
+        **_layers(_megatron_names("attention")),
+        "norm": "final_layer_norm",
+        HEAD: "embed_out",
+    },
+    rotary=("rotary_emb_base", "rotary_pct"),
+    fused="head",
+)
+_LLAMA_KEYS = {
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "block_size",
+    "hidden_size": "embedding_dim",
+    "num_hidden_layers": "N",
+    "num_attention_heads": "num_head",
+    "num_key_value_heads": "key_heads",
+    "head_dim": "head_width",
+    "intermediate_size": "mlp_width",
+    "rms_norm_eps": "norm_epsilon",
+    "tie_word_embeddings": "tied",
+    "attention_dropout": "attention_drop_rate",
+}
+_LLAMA_MODULES = {
+    VOCABULARY: "embed_tokens",
+    **_layers(
+        {
+            "norm_attention": "input_layernorm",
+            "query": "self_attn.q_proj",
+            "query_norm": "self_attn.q_norm",  # Qwen 3
+            "key": "self_attn.k_proj",
+            "key_norm": "self_attn.k_norm",
+            "value": "self_attn.v_proj",
+            "attention_out": "self_attn.o_proj",
+            "norm_mlp": "post_attention_layernorm",
+            "mlp_gate": "mlp.gate_proj",
+            "mlp_in": "mlp.up_proj",
+            "mlp_out": "mlp.down_proj",
+        }
+    ),
+    "norm": "norm",
+    HEAD: "lm_head",
+}
+_ATTENTION_MODULES = {name: hf_name for name, hf_name in _LLAMA_MODULES.items() if "mlp." not in hf_name}
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+def _like_llama(
+    model_type: str,
+    class_name: str,
+    *,
+    without: Sequence[str] = (),
+    keys: Mapping[str, str] = _NONE,
+    absent: Mapping[str, Any] = _NONE,
+    modules: Mapping[str, str] = _LLAMA_MODULES,
+    **others: Any,
+) -> Architecture:
+    """An architecture with the keys of Llama except `without`, and with `keys` beside them or in place of them.
+
+    `absent` are its values of missing keys where Llama's differ; `others` are the other attributes.
+    """
+    missing = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 1e4}
+    own: dict[str, Any] = {"family": model_type, "rotary": ("rope_theta", None), **others}
+    return Architecture(
+        model_type=model_type,
+        class_name=class_name,
+        keys={**{key: name for key, name in _LLAMA_KEYS.items() if key not in without}, **keys},
+        absent={**{key: value for key, value in missing.items() if key not in without}, **absent},
+        prefix="model.",
+        modules=modules,
+        **own,
+    )
+
+
+LLAMA = _like_llama(
+    "llama",
+    "LlamaForCausalLM",
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    width_divides=True,
+)
+MISTRAL = _like_llama(
+    "mistral",
+    "MistralForCausalLM",
+    absent={"sliding_window": 4096},
+    fixed={"hidden_act": "silu"},
+    windows="sliding_window",
+)
+QWEN2 = _like_llama("qwen2", "Qwen2ForCausalLM", fixed={"hidden_act": "silu", "use_sliding_window": False})
+SMOLLM3 = _like_llama(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    absent={"tie_word_embeddings": True, "rope_theta": 2e6},
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False},
+    unrotated=4,
+    written={"pad_token_id": None},
+)
+STABLELM = _like_llama(
+    "stablelm",
+    "StableLmForCausalLM",
+    without=("rms_norm_eps", "head_dim"),
+    keys={"layer_norm_eps": "norm_epsilon", "use_qkv_bias": "qkv_bias"},
+    absent={"layer_norm_eps": 1e-5, "use_qkv_bias": False, "partial_rotary_factor": 0.25},
+    fixed={"hidden_act": "silu", "qk_layernorm": False, "use_parallel_residual": False, "hidden_dropout": 0.0},
+    rotary=("rope_theta", "partial_rotary_factor"),
+    width_divides=True,
+)
+_OLMO: dict[str, Any] = {
+    "fixed": {"hidden_act": "silu", "attention_bias": False},
+    "modules": _LLAMA_MODULES
+    | _layers({"norm_attention_after": "post_attention_layernorm", "norm_mlp_after": "post_feedforward_layernorm"}),
+}
+OLMO2 = _like_llama("olmo2", "Olmo2ForCausalLM", absent={"rms_norm_eps": 1e-5}, **_OLMO)
+OLMO3 = _like_llama(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    absent={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
+    windows="layer_types",
+    window_period=4,
+    local_rotary=("", 5e5),
+    **_OLMO,
+)
+PHI3 = _like_llama(
+    "phi3",
+    "Phi3ForCausalLM",
+    keys={"resid_pdrop": "residual_drop_rate"},
+    absent={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "sliding_window": None},
+    fixed={"hidden_act": "silu", "embd_pdrop": 0.0},
+    modules=_LLAMA_MODULES
+    | _layers(
+        {
+            **dict.fromkeys(FUSED_QKV, "self_attn.qkv_proj"),
+            "mlp_gate": "mlp.gate_up_proj",
+            "mlp_in": "mlp.gate_up_proj",
+        }
+    ),
+    windows="sliding_window",
+    written={"pad_token_id": None},
+    rotary=("rope_theta", "partial_rotary_factor"),
+    scalings=("longrope",),
+    scaling_aliases={"su": "longrope", "yarn": "longrope"},  # as transformers has it for this one
+    fused="rows",
+)
+_GRANITE_KEYS = {
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "attention_multiplier": "score_multiplier",
+    "logits_scaling": "logit_divisor",
+}
+GRANITE = _like_llama(
+    "granite",
+    "GraniteForCausalLM",
+    keys=_GRANITE_KEYS,
+    absent=dict.fromkeys(_GRANITE_KEYS, 1.0),
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+)
+QWEN3 = _like_llama(
+    "qwen3", "Qwen3ForCausalLM", fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+)
+
+
+def _expert_modules(block: str, router: str, gate: str, into: str, out: str) -> dict[str, str]:
+    """The modules of Llama, with experts instead of the MLP."""
+    names = {"mlp_gate": gate, "mlp_in": into, "mlp_out": out}
+    experts = {f"experts/{name}": f"{block}.experts.{{}}.{hf_name}" for name, hf_name in names.items()}
+    return _ATTENTION_MODULES | _layers({"experts/router": f"{block}.{router}", **experts})
+
+
+MIXTRAL = _like_llama(
+    "mixtral",
+    "MixtralForCausalLM",
+    keys={"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"},
+    absent={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2},
+    fixed={"hidden_act": "silu"},
+    modules=_expert_modules("block_sparse_moe", "gate", "w1", "w3", "w2"),
+    windows="sliding_window",
+)
+QWEN3_MOE = _like_llama(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    without=("intermediate_size",),
+    keys={
+        "moe_intermediate_size": "mlp_width",
+        "num_experts": "experts",
+        "num_experts_per_tok": "experts_per_token",
+        "norm_topk_prob": "normalise_router",
+    },
+    absent={"num_experts_per_tok": 8, "norm_topk_prob": False},
+    aliases={"num_experts": "num_local_experts"},  # as transformers 5 writes it
+    fixed={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    modules=_expert_modules("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
+)
+GPT_OSS = _like_llama(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    keys={"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"},
+    absent={
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1.5e5,
+        "num_experts_per_tok": 4,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+            "rope_theta": 1.5e5,
+        },
+    },
+    fixed={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    modules=_ATTENTION_MODULES
+    | _layers(
+        {
+            "sinks": "self_attn.sinks",
+            "experts/router": "mlp.router",
+            "experts/mlp_gate": "mlp.experts.gate_up_proj",
+            "experts/mlp_in": "mlp.experts.gate_up_proj",
+            "experts/mlp_out": "mlp.experts.down_proj",
+        }
+    ),
+    windows="layer_types",
+    scalings=("linear", "llama3", "yarn", "yarn_unrounded"),
+    fused="columns",
+    bare=("layers.{}.self_attn.sinks", "layers.{}.mlp.experts.gate_up_proj", "layers.{}.mlp.experts.down_proj"),
+)
+GEMMA = _like_llama(
+    "gemma",
+    "GemmaForCausalLM",
+    without=("tie_word_embeddings",),
+    absent={"tie_word_embeddings": True, "head_dim": 256},
+    fixed={
+        "hidden_act": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": None,
+    },
+    legacy={"hidden_act": "gelu", "use_bidirectional_attention": False},
+)
+_GEMMA_MODULES = _LLAMA_MODULES | _layers(
+    {
+        "norm_attention_after": "post_attention_layernorm",
+        "norm_mlp": "pre_feedforward_layernorm",
+        "norm_mlp_after": "post_feedforward_layernorm",
+    }
+)
+GEMMA2 = _like_llama(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    without=("tie_word_embeddings",),
+    keys={
+        "query_pre_attn_scalar": "score_width",
+        "attn_logit_softcapping": "attention_cap",
+        "final_logit_softcapping": "logit_cap",
+    },
+    absent={
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "tie_word_embeddings": True},
+    modules=_GEMMA_MODULES,
+    windows="layer_types",
+    width_divides=True,
+)
+GEMMA3 = _like_llama(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    family="gemma3",
+    without=("tie_word_embeddings",),
+    keys={"query_pre_attn_scalar": "score_width", "final_logit_softcapping": "logit_cap"},
+    absent={
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        "sliding_window": 4096,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "final_logit_softcapping": None,
+    },
+    fixed={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": False,
+    },
+    modules=_GEMMA_MODULES,
+    windows="layer_types",
+    window_period=6,
+    local_rotary=("rope_local_base_freq", 1e4),
+    width_divides=True,
+)
+# If several equal a model, the first is exported.
+_LLAMAS = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STABLELM, OLMO2, OLMO3, GRANITE, PHI3)
+_ALL = (GPT2, BLOOM, GPT_NEO, GPT_NEOX, *_LLAMAS, GEMMA, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS)
+ARCHITECTURES = {one.model_type: one for one in _ALL}
+# What models that are asked for have and no model of zero has.
+MISSING = {
+    "deepseek_v2": "latent attention (compressed keys and values) and shared experts",
+    "deepseek_v3": "latent attention (compressed keys and values), shared experts and routing by groups with biases",
+    "gemma3": "images; a folder of the text alone (gemma3_text) is read",
+    "llama4": "images; llama4_text has what is missing for text",
+    "llama4_text": "shared experts, gates before experts, chunked attention and scaling of queries by position",
+}
+
+
+def architecture_of(size: GPTConfig) -> Architecture:
+    """The architecture that computes the same as a model of this size.
+
+    Raises:
+      UserError: there is none; the message names the differences from the nearest ones.
+    """
+    differences = {one: one.differences(size) for one in ARCHITECTURES.values()}
+    fewest = min(map(len, differences.values()))
+    nearest = {one: found for one, found in differences.items() if len(found) == fewest}
+    if fewest:
+        raise UserError(
+            "no architecture of transformers equals this model: "
+            + "; ".join(f"{one.model_type} has {', '.join(found)}" for one, found in nearest.items())
+        )
+    return next(iter(nearest))

@@ -1,0 +1,151 @@
+"""Reads weights from checkpoints of a run, and writes directories that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero.checkpoints.damage import DamagedCheckpoint
+from zero.checkpoints.manager import Checkpoints
+from zero.errors import UserError
+from zero.exchange.hf_config import UNSEEN
+from zero.models.config import GPTConfig
+from zero.partition.global_arrays import from_global
+from zero.partition.layout import Layout, PyTree
+from zero.run_directory import CONFIG_FILE, saved_checkpoint_directory
+from zero.training.ema import EMA
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.tuning import Tuning, make_tuning
+
+# As `UNSEEN`, of checkpoints: what a Hugging Face folder is compared by in other ways.
+UNSEEN_IN_CHECKPOINTS = ("alibi_attn", "norm_place", "expert_capacity", "expert_priority", "distance_base")
+
+
+def open_checkpoints(place: str) -> Checkpoints:
+    """The checkpoints of a run directory, or those in this directory itself, local or gs://, to be read only."""
+    is_run = (Path(place) / CONFIG_FILE).is_file()
+    return Checkpoints(saved_checkpoint_directory(Path(place)) if is_run else place, keep=None)
+
+
+def choose_steps(checkpoints: Checkpoints, steps: Sequence[int] | None) -> list[int]:
+    """These steps in ascending order, or all where they are None.
+
+    Raises:
+      UserError: there is no such step, or none at all.
+    """
+    existing = checkpoints.steps()
+    if not existing:
+        raise UserError(
+            f"{checkpoints.directory}: no weights; expected a run directory, a directory of checkpoints, or a Hugging "
+            "Face folder"
+        )
+    missing = sorted(set(steps or []) - set(existing))
+    if missing:
+        raise UserError(f"{checkpoints.directory}: no step {missing[0]}; there are {', '.join(map(str, existing))}")
+    return sorted(set(steps)) if steps else existing
+
+
+def check_unseen(origin: str, saved: Mapping[str, Any], expected: GPTConfig, also: Sequence[str] = ()) -> None:
+    """Compares attributes that no leaf shows, `UNSEEN` and `also`, of the saved size with the expected ones.
+
+    Raises:
+      UserError: one differs; `origin` begins the message.
+    """
+    for key in (*also, *UNSEEN):
+        if saved[key] != getattr(expected, key):
+            raise UserError(f"{origin}: {key} is {saved[key]}, this run expects {getattr(expected, key)}")
+
+
+class SavedStep(NamedTuple):
+    """One checkpoint of a run, and what its metadata tell of its weights; errors begin with its origin."""
+
+    checkpoints: Checkpoints
+    step: int
+    meta: dict[str, Any]
+
+    @property
+    def origin(self) -> str:
+        """The directory and the step."""
+        return f"{self.checkpoints.directory}, step {self.step}"
+
+    def size(self) -> GPTConfig:
+        """The size of the model. Raises DamagedCheckpoint if the metadata hold none."""
+        try:
+            return GPTConfig(**self.meta["size"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedCheckpoint(f"{self.origin}: its metadata hold no size of a model: {error!r}") from error
+
+    def check_size(self, expected: GPTConfig) -> None:
+        """Raises UserError where an attribute that no leaf shows differs from the expected one."""
+        check_unseen(self.origin, asdict(self.size()), expected, UNSEEN_IN_CHECKPOINTS)
+
+    def tuning(self) -> Tuning | None:
+        """What the run trained; None for all parameters."""
+        keys = self.meta["config"].get("tuning")  # absent in runs of earlier versions
+        return None if keys is None else make_tuning(keys)
+
+    def base(self) -> dict[str, Any]:
+        """The base of its adapters: its `place`, whether its `ema` was taken, and its `checksum`.
+
+        Raises DamagedCheckpoint if the metadata name none.
+        """
+        base = self.meta.get("base")
+        if not isinstance(base, dict) or base.keys() != {"place", "ema", "checksum"}:
+            raise DamagedCheckpoint(f"{self.origin}: its metadata name no base for its adapters")
+        return base
+
+    def subtree(self, ema: bool) -> str:
+        """The part of the state to read: the parameters or, with `ema`, their moving average.
+
+        Raises UserError if the run kept no average.
+        """
+        name = f"averages/{EMA}" if ema else "params"
+        if not any(leaf.startswith(f"{name}/") for leaf in self.meta["shapes"]):
+            raise UserError(
+                f"{self.origin}: holds no moving average of the weights; training.ema keeps one from the first step"
+            )
+        return name
+
+    def restore(self, model: ShardedGPT, within: str) -> PyTree:
+        """Shards for a pmap of the parameters in this subtree, with the model's collections.
+
+        Raises as `Checkpoints.restore`.
+        """
+
+        def shards(layout: Layout, within: str) -> PyTree:
+            whole = self.checkpoints.restore(self.step, layout, model.axis, within=within)
+            return from_global(whole, layout, model.axis, donate=True)
+
+        collections = {name: shards(layout, f"averages/{name}") for name, layout in model.collection_layouts.items()}
+        return {**shards(model.layout, within), **collections}
+
+
+def saved_step(checkpoints: Checkpoints, step: int) -> SavedStep:
+    """This checkpoint, with its metadata; raises as `Checkpoints.meta`."""
+    return SavedStep(checkpoints, step, checkpoints.meta(step))
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """An empty directory to fill, renamed to `path` when the block succeeds and deleted when it fails.
+
+    Raises:
+      UserError: `path` exists.
+    """
+    if os.path.lexists(path):
+        raise UserError(f"{path} exists already; nothing is overwritten, name another")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        unfinished.rename(path)
+    except BaseException:
+        shutil.rmtree(unfinished)
+        raise

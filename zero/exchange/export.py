@@ -1,0 +1,190 @@
+"""Writes a checkpoint as a Hugging Face folder, which `transformers` loads (safetensors)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from zero.corpus.text.chat_template import load_chat_template
+from zero.corpus.text.hub import PREFIX
+from zero.corpus.text.tokenizers import BYTES_END_OF_TEXT, FileTokenizer, Tokenizer, bytes_as_file, load_tokenizer
+from zero.errors import Unavailable, UserError, first_line
+from zero.exchange.architecture import Architecture
+from zero.exchange.architecture_table import architecture_of
+from zero.exchange.checkpoint_weights import (
+    SavedStep,
+    choose_steps,
+    new_directory,
+    open_checkpoints,
+    saved_step,
+)
+from zero.exchange.hf_config import write_config
+from zero.exchange.hf_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+from zero.exchange.peft_folder import write_peft
+from zero.exchange.warm_start import weights_of_step
+from zero.exchange.with_code import CODE, ZERO, computed_keys
+from zero.models.config import STACK, GPTConfig
+from zero.partition.collectives.axis import Axis
+from zero.partition.whole_state import to_host
+from zero.training.sharded_gpt import ShardedGPT
+
+MAX_FILE_BYTES = 4 << 30  # a file is held in memory while it is written; a larger tensor gets a file of its own
+
+
+class Form(NamedTuple):
+    """How a model is written: an architecture, the model that its tensors make, and the factor of its queries."""
+
+    architecture: Architecture
+    size: GPTConfig
+    query_factor: float = 1.0
+    keys: Mapping[str, Any] = MappingProxyType({})  # of config.json, beside those of the architecture
+
+
+def export(
+    place: str,
+    folder: Path,
+    step: int | None = None,
+    *,
+    ema: bool = False,
+    merges: bool = False,
+    with_code: bool = False,
+) -> int:
+    """Writes one checkpoint as a new Hugging Face folder in float32, with the tokenizer file and its chat template.
+
+    The same checkpoint gives the same bytes. The folder appears once it is complete. With `ema` it holds the moving
+    average of the weights, and `with_code` its own code for PyTorch, with which `transformers` loads models that equal
+    none of its architectures (`trust_remote_code=True`). Returns the step, which is the newest for None. Of a run that
+    trained adapters the folder is one of PEFT, or with `merges` one of its base with the adapters merged, for which the
+    host holds the whole model.
+
+    Raises:
+      UserError: no architecture equals the model, there is no such step or no average, the folder exists, or there are
+        no adapters to merge.
+    """
+    with open_checkpoints(place) as checkpoints:
+        step = choose_steps(checkpoints, None if step is None else [step])[-1]
+        saved = saved_step(checkpoints, step)
+        size = saved.size()
+        form = Form(ZERO, size, keys=computed_keys(size)) if with_code else _form_of_transformers(size)
+        tokenizer = load_tokenizer(saved.meta["config"]["data"]["tokenizer"])
+        within, tuning = saved.subtree(ema), saved.tuning()
+        prefix = f"{within}/"
+        leaves = [name.removeprefix(prefix) for name in saved.meta["shapes"] if name.startswith(prefix)]
+        if merges and tuning is None:
+            raise UserError(f"{saved.origin}: holds no adapters to merge; zero-weights export writes its weights")
+        if with_code and tuning is not None and not merges:
+            raise UserError(
+                f"{saved.origin}: holds adapters; zero-weights merge --with-code writes their base with them"
+            )
+
+        read: Callable[[str], np.ndarray] = lambda leaf: checkpoints.read(step, prefix + leaf)  # noqa: E731
+        with new_directory(folder) as unfinished:
+            if tuning is not None and not merges:
+                base = saved.base()["place"].removeprefix(PREFIX)
+                write_peft(unfinished, read, leaves, tuning.adapters, form.architecture, base)
+                _save_tokenizer(tokenizer, unfinished)
+                return step
+            if tuning is not None:
+                whole = _merged(saved, form.size, within)
+                leaves, read = list(whole), whole.__getitem__
+            _save_tensors(_tensors(read, leaves, form), unfinished)
+            _save_tokenizer(tokenizer, unfinished)
+            ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
+            keys = {**write_config(form.architecture, form.size), **form.keys, **ends}
+            _write_json(unfinished / CONFIG_FILE, keys)
+            if with_code:
+                (unfinished / CODE.name).write_bytes(CODE.read_bytes())
+    return step
+
+
+def _form_of_transformers(size: GPTConfig) -> Form:
+    """The form in which `transformers` computes the same with an architecture of its own, whose scores are standard.
+
+    Scores divided by the head dimension, as in mup, are those of smaller queries divided by its root. Only where the
+    factor is a power of two, so that no digit of a weight, a product or a sum changes.
+    """
+    factor = size.head_width**-0.5
+    if size.attention_scale != "linear" or not math.log2(factor).is_integer():
+        return Form(architecture_of(size), size)
+    changes: dict[str, Any] = {"parametrization": "standard", "mup_base_width": None, "attention_scale": "sqrt"}
+    size = dataclasses.replace(size, **changes)
+    return Form(architecture_of(size), size, factor)
+
+
+def _merged(saved: SavedStep, size: GPTConfig, within: str) -> dict[str, np.ndarray]:
+    """The whole weights of a run that trained adapters, by leaf."""
+    model = ShardedGPT(size, Axis("zero", (1, jax.device_count())), 3)
+    whole = to_host(weights_of_step(saved, model, within), model.layout, model.axis)
+    return {leaf.name: x for leaf, x in zip(model.layout.leaves, model.layout.leaves_of(whole), strict=True)}
+
+
+def _tensors(read: Callable[[str], np.ndarray], leaves: list[str], form: Form) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and values in the order of the architecture's modules; the leaves of one tensor are read at a time."""
+    architecture, size = form.architecture, form.size
+    order = list(architecture.modules)  # query, key, value
+    parts: dict[str, list[str]] = {}
+    for leaf in sorted(leaves, key=lambda leaf: order.index(leaf.rpartition("/")[0])):
+        parts.setdefault(architecture.full_name(leaf), []).append(leaf)
+    makes_queries = f"{STACK}/query_norm/" if size.qk_norm else f"{STACK}/query/"
+    for name, parts_of_tensor in parts.items():
+        arrays = [
+            read(leaf).astype(np.float32) * np.float32(form.query_factor if leaf.startswith(makes_queries) else 1)
+            for leaf in parts_of_tensor
+        ]
+        tensor = architecture.pack(parts_of_tensor[0], arrays, size)
+        for index in np.ndindex(tensor.shape[: name.count("{}")]):  # of layers and experts
+            yield name.format(*index), tensor[index]
+
+
+def _save_tensors(tensors: Iterable[tuple[str, np.ndarray]], folder: Path) -> None:
+    """One file, or several and their index, with the names that `transformers` expects."""
+    written: list[list[str]] = []
+    pending: dict[str, np.ndarray] = {}
+    total = 0
+
+    def write() -> None:
+        try:
+            save_file(pending, folder / f"{len(written)}.part", {"format": "pt"})
+        except SafetensorError as error:  # a full disk among them
+            raise Unavailable(f"{folder.parent}: the weights could not be written: {first_line(error)}") from error
+        written.append(list(pending))
+        pending.clear()
+
+    for name, x in tensors:
+        if pending and sum(one.nbytes for one in pending.values()) + x.nbytes > MAX_FILE_BYTES:
+            write()
+        pending[name] = np.ascontiguousarray(x)  # save_file ignores strides
+        total += x.nbytes
+    write()
+    files = [WEIGHTS_FILE]
+    if len(written) > 1:
+        files = [f"model-{i + 1:05}-of-{len(written):05}.safetensors" for i in range(len(written))]
+        weight_map = {name: file for file, names in zip(files, written, strict=True) for name in names}
+        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    for i, file in enumerate(files):
+        (folder / f"{i}.part").rename(folder / file)
+
+
+def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    token = tokenizer.end_of_text_token if isinstance(tokenizer, FileTokenizer) else BYTES_END_OF_TEXT
+    data = tokenizer.data if isinstance(tokenizer, FileTokenizer) else bytes_as_file()
+    (folder / "tokenizer.json").write_bytes(data)
+    # The tokenizer classes of GPT-2 and BLOOM would add rules of their own.
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": token, "eos_token": token}
+    if isinstance(tokenizer, FileTokenizer) and (template := load_chat_template(tokenizer.path)):
+        config |= {**dict(template.special_tokens), "chat_template": template.text}
+    _write_json(folder / "tokenizer_config.json", config)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

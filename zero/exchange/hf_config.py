@@ -1,0 +1,274 @@
+"""config.json of a Hugging Face folder: from an architecture of `transformers` to the choices of a model, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from zero.errors import UserError
+from zero.exchange.architecture import Architecture
+from zero.exchange.architecture_table import ARCHITECTURES, MISSING
+from zero.files.parsing import reading
+from zero.models.config import GPTConfig
+
+_MISSING = object()
+# Attributes of a model that no shape or name of a tensor shows, and that its weights were trained with.
+UNSEEN = (
+    *("num_head", "norm_epsilon", "positions"),
+    *("rotary_base", "rotary_fraction", "rotary_scaling", "local_rotary_base", "unrotated_every"),
+    *("norm", "windows", "attention_scale", "attention_cap", "extra_logit", "parallel_residual", "activation"),
+    *("experts_per_token", "experts_every", "normalise_router", "tied"),
+    *("scale_embedding", "scale_output", "embedding_multiplier", "residual_multiplier", "output_scale", "logit_cap"),
+    *("layer", "vq_block"),
+)
+
+
+def read_architecture(origin: str, config: Mapping[str, Any]) -> Architecture:
+    """The architecture of a config.json.
+
+    Raises:
+      UserError: no model of zero equals it; `origin` begins the message.
+    """
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in MISSING:
+        raise UserError(f"{origin}: model_type {model_type!r} has {MISSING[model_type]}, no model of zero has these")
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+        raise UserError(f"{origin}: model_type {model_type!r}: expected one of {', '.join(map(repr, ARCHITECTURES))}")
+    architecture = ARCHITECTURES[model_type]
+    for key, value in architecture.fixed.items():
+        if config.get(key, value) not in (value, architecture.legacy.get(key, value)):
+            raise UserError(f"{origin}: {key} is {config[key]!r}, a GPT of zero has {value!r}")
+    return architecture
+
+
+def read_choices(origin: str, config: Mapping[str, Any], architecture: Architecture, layers: int) -> dict[str, Any]:
+    """The attributes in `UNSEEN` of the model that a config.json describes, with this many layers.
+
+    Raises:
+      UserError: one of them cannot be read, or no model of zero has it; `origin` begins the message.
+    """
+    found = architecture.choices()
+    for key, name in architecture.keys.items():
+        value = config.get(key, config.get(architecture.aliases.get(key, ""), architecture.absent.get(key, _MISSING)))
+        if value is not _MISSING:
+            found[name] = value
+        elif name in UNSEEN:
+            raise UserError(f"{origin}: {key} is missing")
+    if architecture.rotary is not None:
+        with reading(f"{origin}: the keys of rotary positions hold something else"):
+            found |= _read_rotary(origin, config, architecture)
+    if architecture.windows:
+        with reading(f"{origin}: the keys of windows hold something else"):
+            found["windows"] = _read_windows(origin, {**architecture.absent, **config}, architecture, layers)
+    if architecture.unrotated:
+        with reading(f"{origin}: no_rope_layers holds something else"):
+            found["unrotated_every"] = _read_unrotated(origin, config, architecture.unrotated, layers)
+    if "score_width" in found or "score_multiplier" in found:
+        with reading(f"{origin}: the scale of scores is something else"):
+            width = found.get("head_width") or found["embedding_dim"] // found["num_head"]
+            multiplier = float(found.get("score_multiplier") or found["score_width"] ** -0.5)
+            found["attention_scale"] = "sqrt" if multiplier == width**-0.5 else multiplier
+    if "logit_divisor" in found:
+        with reading(f"{origin}: logits_scaling is no number"):
+            found["output_scale"] = 1 / float(found["logit_divisor"])
+    if config.get(architecture.layers_key) != layers:
+        stated = config.get(architecture.layers_key, "missing")
+        raise UserError(f"{origin}: {architecture.layers_key} is {stated}, the files hold {layers} layers")
+    return {name: found[name] for name in UNSEEN}
+
+
+def write_config(architecture: Architecture, size: GPTConfig) -> dict[str, Any]:
+    """The content of config.json for a model that equals this architecture, without its tokenizer's keys."""
+    keys = {key: getattr(size, name) for key, name in architecture.keys.items()}
+    names = {"architectures": [architecture.class_name], "model_type": architecture.model_type, "dtype": "float32"}
+    content = {**names, **keys, **architecture.fixed, **architecture.written}
+    if architecture.unrotated:
+        every = size.unrotated_every or size.N + 1
+        content |= {"no_rope_layer_interval": every, "no_rope_layers": _rotated(every, size.N)}
+    return content | _write_rotary(architecture, size) | _write_windows(architecture.windows, size)
+
+
+def _read_rotary(origin: str, config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """The bases and scaling of rotary positions, read like `transformers`: `rope_scaling` replaces `rope_parameters`.
+
+    Where layers with windows have a base of their own, `rope_parameters` are by type of layer and `rope_scaling` is
+    that of the others.
+    """
+    assert architecture.rotary is not None
+    base, fraction = architecture.rotary
+    name, found = "rope_scaling" if config.get("rope_scaling") else "rope_parameters", dict[str, Any]()
+    parameters = config.get(name) or architecture.absent.get("rope_parameters") or {}
+    if architecture.local_rotary is not None:
+        by_type = config.get("rope_parameters") or {}
+        parameters = {**(by_type.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
+        local, (key, default) = by_type.get("sliding_attention") or {}, architecture.local_rotary
+        if (kind := local.get("rope_type", "default")) != "default":
+            raise UserError(f"{origin}: rope_type of sliding_attention is {kind!r}, a GPT of zero has 'default'")
+        found["local_rotary_base"] = float(local.get("rope_theta", config.get(key, default)))
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = architecture.scaling_aliases.get(kind, kind)
+    known = ("default", *architecture.scalings)
+    if kind not in known:
+        raise UserError(
+            f"{origin}: {name} has rope_type {kind!r}, with which these weights were trained; "
+            f"zero computes {', '.join(map(repr, known))}"
+        )
+    found["rotary_base"] = float(parameters.get("rope_theta", config.get(base, architecture.absent[base])))
+    found["rotary_scaling"] = _read_scaling(origin, kind, parameters, config)
+    if fraction is not None:
+        otherwise = config.get(fraction, architecture.absent[fraction])
+        found["rotary_fraction"] = float(parameters.get("partial_rotary_factor", otherwise))
+    return found
+
+
+def _read_scaling(
+    origin: str, kind: str, parameters: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[Any, ...] | None:
+    if kind == "default":
+        return None
+    if kind == "longrope":
+        return _read_longrope(origin, parameters, config)
+    if kind == "yarn":
+        parameters = _yarn_parameters(parameters, config)
+    if kind == "dynamic":  # transformers reads its original context here, whatever other keys there are
+        parameters = {**parameters, _CONTEXT: config.get(_CONTEXT)}
+    keys = _KEYS[kind]
+    if missing := [key for key in keys if parameters.get(key) is None]:
+        raise UserError(f"{origin}: {missing[0]} of rope_type {kind!r} is missing")
+    numbers = tuple(float(parameters[key]) for key in keys)
+    if kind == "llama3":
+        return numbers
+    return ("yarn_unrounded" if kind == "yarn" and not parameters.get("truncate", True) else kind, *numbers)
+
+
+def _yarn_parameters(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters, and those that transformers infers where they are missing."""
+    context = config.get(_CONTEXT)
+    original = config.get(_ORIGINAL) or parameters.get(_ORIGINAL) or context
+    factor = parameters.get("factor") or float(context or 0) / float(original or 1)
+    scales = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    length = parameters.get("attention_factor")
+    if length is None:
+        over, under = scales if all(scales) else (1.0, 0.0)
+        length = _yarn_length(float(factor), float(over or 1)) / _yarn_length(float(factor), float(under or 0))
+    betas = {"beta_fast": parameters.get("beta_fast") or 32, "beta_slow": parameters.get("beta_slow") or 1}
+    return {**parameters, **betas, "factor": factor, _ORIGINAL: original, "attention_factor": length}
+
+
+def _read_longrope(origin: str, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Any, ...]:
+    context = config.get(_CONTEXT)
+    original = float(config.get(_ORIGINAL) or parameters.get(_ORIGINAL) or context or 0)
+    length = parameters.get("attention_factor")
+    if length is None:  # as transformers infers it
+        factor = float(parameters.get("factor") or float(context or 0) / (original or 1))
+        length = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    divisors = [float(x) for key in _DIVISORS for x in parameters.get(key) or ()]
+    if not divisors or len(parameters[_DIVISORS[0]]) != len(parameters[_DIVISORS[1]]):
+        raise UserError(f"{origin}: rope_type 'longrope' expects as many numbers in short_factor as in long_factor")
+    return ("longrope", original, float(length), *divisors)
+
+
+def _yarn_length(factor: float, scale: float) -> float:
+    """YaRN, arXiv 2309.00071, equation 22."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+_ORIGINAL, _CONTEXT = "original_max_position_embeddings", "max_position_embeddings"
+_DIVISORS = ("short_factor", "long_factor")
+_KEYS = {  # of the numbers of `rotary_scaling`, in their order
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor"),
+    "dynamic": ("factor", _CONTEXT),
+}
+
+
+def _write_rotary(architecture: Architecture, size: GPTConfig) -> dict[str, Any]:
+    if architecture.rotary is None:
+        return {}
+    scaling = _scaling_keys(size)
+    beside = {_CONTEXT: scaling.pop(_CONTEXT)} if _CONTEXT in scaling else {}
+    if size.rotary_kind == "longrope":  # Phi-3's classes read it here only
+        beside[_ORIGINAL] = scaling[_ORIGINAL]
+    base, fraction = architecture.rotary
+    if architecture.local_rotary is not None:
+        full = {"rope_type": "default", "rope_theta": size.rotary_base, **scaling}
+        local = {"rope_type": "default", "rope_theta": size.local_rotary_base}
+        return {"rope_parameters": {"full_attention": full, "sliding_attention": local}, **beside}
+    content = {base: size.rotary_base} | ({} if fraction is None else {fraction: size.rotary_fraction})
+    if not scaling and "rope_parameters" in architecture.absent:  # else the class would scale
+        return content | {"rope_parameters": {"rope_type": "default", "rope_theta": size.rotary_base}}
+    return content | ({"rope_scaling": scaling} if scaling else {}) | beside
+
+
+def _scaling_keys(size: GPTConfig) -> dict[str, Any]:
+    """The keys of `rotary_scaling` in a config.json; empty without one."""
+    if size.rotary_scaling is None:
+        return {}
+    kind, numbers = str(size.rotary_kind), size.rotary_numbers
+    if kind == "longrope":
+        original, length, *divisors = numbers
+        pairs = len(divisors) // 2
+        by_length = dict(zip(_DIVISORS, (divisors[:pairs], divisors[pairs:]), strict=True))
+        return {"rope_type": kind, _ORIGINAL: int(original), "attention_factor": length, **by_length}
+    scaling: dict[str, Any] = {"rope_type": kind}
+    if kind == "yarn_unrounded":
+        kind, scaling = "yarn", {"rope_type": "yarn", "truncate": False}
+    scaling |= zip(_KEYS[kind], numbers, strict=True)
+    return scaling | {key: int(scaling[key]) for key in (_ORIGINAL, _CONTEXT) if key in scaling}
+
+
+def _rotated(every: int, layers: int) -> list[int]:
+    """As `no_rope_layers` lists them: 0 for a layer without rotary positions."""
+    return [int((layer + 1) % every != 0) for layer in range(layers)]
+
+
+def _read_unrotated(origin: str, config: Mapping[str, Any], default: int, layers: int) -> int | None:
+    listed = config.get("no_rope_layers")
+    if listed is None:
+        listed = _rotated(int(config.get("no_rope_layer_interval", default)), layers)
+    listed = [int(bool(one)) for one in listed[:layers]]
+    for every in range(1, layers + 1):
+        if listed == _rotated(every, layers) and layers % every == 0:
+            return every
+    if listed != [1] * layers:
+        raise UserError(
+            f"{origin}: no_rope_layers is {listed}, a GPT of zero has none in the last of every so many layers"
+        )
+    return None
+
+
+def _read_windows(origin: str, config: Mapping[str, Any], architecture: Architecture, layers: int) -> tuple[int, ...]:
+    """The shortest pattern that gives the windows of all layers."""
+    kind = architecture.windows
+    window = int(config.get("window_size" if kind == "attention_types" else "sliding_window") or 0)
+    if kind == "sliding_window":
+        return (window,)
+    if kind == "attention_types":
+        parts = config.get("attention_types") or []
+        names = [name for part, times in parts for name in part * min(times, layers + 1)]  # not any number of times
+        local = "local"
+    else:
+        local, every = "sliding_attention", int(config.get("sliding_window_pattern", architecture.window_period))
+        by_default = [local if (layer + 1) % every else "full_attention" for layer in range(layers)]
+        names = list(config.get("layer_types") or by_default)
+    if len(names) != layers:
+        raise UserError(f"{origin}: {kind} names {len(names)} layers, the weights have {layers}")
+    windows = [window if name == local else 0 for name in names]
+    periods = (period for period in range(1, layers + 1) if windows == windows[:period] * (layers // period))
+    return tuple(windows[: next(periods)])
+
+
+def _write_windows(kind: str, size: GPTConfig) -> dict[str, Any]:
+    window, periods = max(size.windows), size.N // len(size.windows)
+    match kind:
+        case "sliding_window":
+            return {"sliding_window": window or None}
+        case "attention_types":
+            names = ["local" if window else "global" for window in size.windows]
+            return {"attention_types": [[names, periods]], "window_size": window or 256}
+        case "layer_types":
+            names = ["sliding_attention" if window else "full_attention" for window in size.windows]
+            return {"layer_types": names * periods, "sliding_window": window or None}
+    return {}

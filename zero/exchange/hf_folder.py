@@ -1,0 +1,126 @@
+"""Reads weights from a Hugging Face folder: `config.json` and safetensors files (safetensors)."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from zero.errors import UserError
+from zero.exchange.hf_config import read_architecture, read_choices
+from zero.exchange.mxfp4 import decoded
+from zero.files.parsing import json_object, reading
+from zero.models.config import HEAD
+from zero.partition.global_arrays import from_global, global_shapes
+from zero.partition.layout import LeafLayout, PyTree
+from zero.training.sharded_gpt import ShardedGPT
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"  # of several files: the file of each tensor
+# Ends of names of tensors that are constants: masks, frequencies of rotary positions.
+_FLOATS = ("F64", "F32", "F16", "BF16")  # integers are codes of a quantised model; a scale would be lost
+_CONSTANTS = (".attn.bias", ".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")
+
+
+class HuggingFaceFolder:
+    """A local Hugging Face folder, open for reading; a context manager that closes its files.
+
+    Raises:
+      UserError: its architecture equals no model of zero, or its weights are not safetensors; no pickle is ever loaded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        config = json_object((path / CONFIG_FILE).read_bytes(), str(path / CONFIG_FILE))
+        self.architecture = read_architecture(str(path / CONFIG_FILE), config)
+        self._is_tied = config.get("tie_word_embeddings", self.architecture.choices()["tied"])
+        with ExitStack() as stack:
+            self._tensors = self._open_tensors(stack)
+            self._files = stack.pop_all()
+        first = self.architecture.layers
+        layers = len({name.removeprefix(first).split(".")[0] for name in self._tensors if name.startswith(first)})
+        if not layers:
+            raise UserError(
+                f"{path}: holds no tensor of a layer; expected {self.architecture.prefix}{first}0 and so on"
+            )
+        self.size = {"N": layers, **read_choices(str(path / CONFIG_FILE), config, self.architecture, layers)}
+
+    def _open_tensors(self, stack: ExitStack) -> dict[str, Any]:
+        """Unread slices of the tensors that are weights, by name without the architecture's prefix."""
+        tensors: dict[str, Any] = {}
+        for name in self._file_names():
+            path = self.path / name
+            if not path.is_file():
+                raise UserError(f"{self.path}: {name} is missing; weights are read from safetensors only")
+            with reading(f"{path}: not a safetensors file", SafetensorError):
+                file = stack.enter_context(safe_open(path, "numpy"))
+            prefix = self.architecture.prefix
+            tensors |= {key.removeprefix(prefix): file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+        tensors = decoded(tensors)
+        head = self.architecture.modules.get(HEAD)
+        if head is None or self._is_tied:
+            # Some folders hold the output matrix although it is the embedding's.
+            tensors = {name: x for name, x in tensors.items() if name != f"{head or 'lm_head'}.weight"}
+        elif "lm_head.weight" in tensors:  # GPT-NeoX as transformers has it in memory
+            tensors[f"{head}.weight"] = tensors.pop("lm_head.weight")
+        return {name: x for name, x in tensors.items() if not name.endswith(_CONSTANTS)}
+
+    def _file_names(self) -> list[str]:
+        index = self.path / INDEX_FILE
+        if not index.is_file():
+            return [WEIGHTS_FILE]
+        weight_map = json_object(index.read_bytes(), str(index)).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise UserError(f"{index}: expected a weight_map from the names of tensors to names of files")
+        for name in weight_map.values():
+            if name != Path(name).name:  # has a directory, as ../x and /x do
+                raise UserError(f"{index}: weight_map names {name!r}; expected a file in this folder")
+        return sorted(set(weight_map.values()))
+
+    def params(self, model: ShardedGPT) -> PyTree:
+        """Shards for a pmap; the host holds one leaf at a time.
+
+        Raises:
+          UserError: a tensor is missing, left over, of integers, or of another shape than the model's.
+        """
+        architecture, size = self.architecture, model.config
+        left_over = set(self._tensors)
+        for leaf in model.layout.leaves:
+            for name in self._tensor_names(leaf).values():
+                expected = architecture.tensor_shape(leaf, size)
+                found = tuple(self._tensors[name].get_shape()) if name in self._tensors else "nothing"
+                if found != expected:
+                    raise UserError(f"{self.path}, tensor {name}: holds {found}, leaf {leaf.name} expects {expected}")
+                if (dtype := self._tensors[name].get_dtype()) not in _FLOATS:
+                    raise UserError(f"{self.path}, tensor {name}: holds {dtype}, expected F64, F32, F16 or BF16")
+                left_over.discard(name)
+        if left_over:
+            raise UserError(f"{self.path}, tensor {min(left_over)}: this model has no leaf for it")
+
+        def read(leaf: LeafLayout, target: jax.ShapeDtypeStruct) -> jax.Array:
+            padded = np.zeros(leaf.padded_shape, leaf.dtype)
+            logical = padded[tuple(slice(length) for length in leaf.shape)]
+            for index, name in self._tensor_names(leaf).items():
+                logical[index] = architecture.unpack(leaf, self._tensors[name][:], size)
+            return jax.make_array_from_callback(padded.shape, target.sharding, lambda index: padded[index])
+
+        whole = model.layout.map(read, global_shapes(model.layout, model.axis))
+        return from_global(whole, model.layout, model.axis, donate=True)
+
+    def _tensor_names(self, leaf: LeafLayout) -> dict[tuple[int, ...], str]:
+        """The tensors that hold this leaf, one per layer and expert, by their place in it."""
+        if leaf.name.rpartition("/")[0] not in self.architecture.modules:
+            raise UserError(f"{self.path}: {self.architecture.model_type} has nothing for leaf {leaf.name}")
+        name = self.architecture.tensor_name(leaf.name)
+        return {index: name.format(*index) for index in np.ndindex(leaf.shape[: name.count("{}")])}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.close()

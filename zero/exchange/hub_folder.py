@@ -1,0 +1,45 @@
+"""Models of the Hugging Face hub, by name (huggingface_hub, of the extra hub)."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from zero.corpus.text.hub import download
+from zero.errors import Unavailable, UserError
+from zero.hosts import agreement
+
+log = logging.getLogger(__name__)
+
+# What is read of a repository: weights are safetensors or nothing, and nothing of it is ever run.
+_FILES = (
+    *("config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+)
+
+
+def hub_folder(place: str) -> Path:
+    """The local folder of `hf:NAME` or `hf:NAME@REVISION`, a branch, a tag or a commit; by default `main`.
+
+    All hosts take the commit that host 0 has found, and the log names it, so that a later run can ask for the same.
+
+    Raises:
+      UserError, Unavailable: as `zero.corpus.text.hub.download`.
+    """
+    found: Path | None = None
+    answer: dict[str, Any] = {}
+    if jax.process_index() == 0:
+        try:
+            found = download(place, _FILES)
+            answer = {"commit": found.name}
+        except UserError as error:
+            answer = {"error": str(error), "status": error.status}
+    answer = json.loads(agreement.broadcast(f"hub {place}", json.dumps(answer)))
+    if "error" in answer:
+        raise (Unavailable if answer["status"] == Unavailable.status else UserError)(answer["error"])
+    log.info("%s is %s@%s", place, place.partition("@")[0], answer["commit"])
+    return found or download(place, _FILES, answer["commit"])

@@ -1,0 +1,167 @@
+"""Adapters in the format of PEFT: `adapter_config.json` and `adapter_model.safetensors` (safetensors)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from zero.errors import Unavailable, UserError, first_line
+from zero.exchange.architecture import Architecture
+from zero.exchange.architecture_table import architecture_of
+from zero.files.parsing import json_object, reading
+from zero.models.adapters import LORA_A, LORA_B, MAGNITUDE, PRODUCTS, Adapters
+from zero.models.config import STACK, GPTConfig
+from zero.partition.layout import LeafLayout, PyTree
+from zero.partition.whole_state import from_host
+from zero.training.sharded_gpt import ShardedGPT
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of names: PEFT's model holds the model of transformers
+_PARTS = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
+# Keys of adapter_config.json that change the computation, and the values with which it is that of zero.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "use_rslora": (False, None),
+    "bias": ("none", None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": (None,),
+    "layer_replication": (None,),
+    "lora_bias": (False, None),
+    "use_qalora": (False, None),
+}
+
+
+def write_peft(
+    folder: Path,
+    read: Callable[[str], np.ndarray],
+    leaves: list[str],
+    adapters: Adapters,
+    architecture: Architecture,
+    base: str,
+) -> None:
+    """Writes adapters into an empty folder, in float32.
+
+    Args:
+      folder: an empty directory.
+      read: from the name of a leaf to its whole array.
+      leaves: names of all adapters, such as "blocks/query/lora_a".
+      adapters: their rank, alpha and dropout.
+      architecture: of the model that they are for.
+      base: name or path of its weights.
+
+    Raises:
+      UserError: a product shares its tensor with others in this architecture.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    for leaf in leaves:
+        name, whole = tensor_name(leaf, architecture), read(leaf).astype(np.float32)
+        for layer in range(len(whole)):
+            tensors[name.format(layer)] = np.ascontiguousarray(whole[layer].T)
+    modules = {architecture.modules[leaf.rpartition("/")[0]].partition("{}.")[2] for leaf in leaves}
+    config = {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": not architecture.is_transposed,
+        "inference_mode": True,
+        "lora_alpha": adapters.alpha,
+        "lora_dropout": adapters.dropout,
+        "peft_type": "LORA",
+        "r": adapters.rank,
+        "target_modules": sorted(modules),
+        "task_type": "CAUSAL_LM",
+        "use_dora": adapters.has_magnitudes,
+    }
+    try:
+        save_file(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
+    except SafetensorError as error:  # a full disk among them
+        raise Unavailable(f"{folder.parent}: the adapters could not be written: {first_line(error)}") from error
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def tensor_name(leaf: str, architecture: Architecture) -> str:
+    """PEFT's name of the tensor of an adapter, with `{}` for the number of the layer.
+
+    Raises:
+      UserError: the product shares its tensor with others in this architecture.
+    """
+    module, _, part = leaf.rpartition("/")
+    name = architecture.modules[module]
+    if list(architecture.modules.values()).count(name) > 1:
+        raise UserError(
+            f"tuning.targets: {module.rpartition('/')[2]} shares the tensor {name} with other products in "
+            f"{architecture.model_type}, where PEFT has one adapter for all; zero-weights merge writes whole weights"
+        )
+    return f"{_PREFIX}{architecture.prefix}{name}.{_PARTS[part]}"
+
+
+def peft_adapters(folder: Path, size: GPTConfig) -> Adapters:
+    """The rank, the scale and the products of the adapters in a folder of PEFT, without dropout.
+
+    Raises:
+      UserError: it holds none for this model.
+    """
+    path, architecture = folder / CONFIG_FILE, architecture_of(size)
+    config = json_object(path.read_bytes(), str(path))
+    with reading(f"{path}: expected numbers r and lora_alpha"):
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    with _opened(folder) as file:
+        names = set(file.keys())
+    targets = [name for name in PRODUCTS if f"{STACK}/{name}" in architecture.modules]
+    found = [name for name in targets if tensor_name(f"{STACK}/{name}/{LORA_A}", architecture).format(0) in names]
+    if not found:
+        raise UserError(f"{folder}: holds no adapter of a product of {architecture.model_type}")
+    return Adapters(rank, alpha, targets=tuple(found), has_magnitudes=bool(config.get("use_dora")))
+
+
+def _opened(folder: Path) -> Any:
+    with reading(f"{folder / WEIGHTS_FILE}: not a safetensors file", SafetensorError):
+        return safe_open(folder / WEIGHTS_FILE, "numpy")
+
+
+def read_peft(folder: Path, model: ShardedGPT) -> PyTree:
+    """Shards for a pmap of the adapters in a folder of PEFT, for a model with adapters of that form.
+
+    Raises:
+      UserError: a key or a tensor is not that of this model's adapters.
+    """
+    assert model.tuning is not None
+    path, adapters = folder / CONFIG_FILE, model.tuning.adapters
+    if not path.is_file():
+        raise UserError(f"tuning.adapter={folder}: expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
+    config = json_object(path.read_bytes(), str(path))
+    for key, values in _FIXED.items():
+        if config.get(key, values[-1]) not in values:
+            raise UserError(f"{path}: {key} is {config[key]!r}, expected {values[0]!r}")
+    for key, own in (("r", adapters.rank), ("lora_alpha", adapters.alpha)):
+        if config.get(key) != own:
+            name = {"r": "rank", "lora_alpha": "alpha"}[key]
+            raise UserError(f"{path}: {key} is {config.get(key)!r}, expected tuning.{name}={own:g}")
+    if bool(config.get("use_dora")) != adapters.has_magnitudes:
+        method = "lora" if adapters.has_magnitudes else "dora"
+        raise UserError(f"{path}: use_dora is {config.get('use_dora', False)}, expected with tuning.method={method}")
+    architecture = architecture_of(model.config)
+    with _opened(folder) as file:
+        left_over = set(file.keys())
+
+        def read(leaf: LeafLayout) -> np.ndarray:
+            names = [tensor_name(leaf.name, architecture).format(layer) for layer in range(leaf.shape[0])]
+            expected = leaf.shape[:0:-1]
+            for name in names:
+                found = tuple(file.get_slice(name).get_shape()) if name in left_over else "nothing"
+                if found != expected:
+                    raise UserError(f"{folder}, tensor {name}: holds {found}, leaf {leaf.name} expects {expected}")
+                left_over.discard(name)
+            return np.stack([file.get_tensor(name).T for name in names]).astype(leaf.dtype)
+
+        whole = model.layout.map(read)
+    if left_over:
+        raise UserError(f"{folder}, tensor {min(left_over)}: tuning.targets names no product for it")
+    return from_host(whole, model.layout, model.axis)

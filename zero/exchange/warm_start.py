@@ -1,0 +1,128 @@
+"""Starts training from the weights of a run or of a Hugging Face folder, also of a model with fewer layers.
+
+The weights of a run that trained adapters are those of its base, with the adapters merged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import zlib
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zero.corpus.text.hub import PREFIX
+from zero.errors import UserError
+from zero.exchange.checkpoint_weights import SavedStep, check_unseen, choose_steps, open_checkpoints, saved_step
+from zero.exchange.hf_folder import CONFIG_FILE, HuggingFaceFolder
+from zero.exchange.hub_folder import hub_folder
+from zero.partition.checksums import checksums
+from zero.partition.layout import PyTree
+from zero.partition.pmapped import pmap
+from zero.training.programs import repeat_layers
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.tuning import merge_shards
+
+OTHER_BASE = "the adapters were trained for other weights"
+log = logging.getLogger(__name__)
+
+
+def warm_start(place: str, model: ShardedGPT, *, ema: bool = False) -> PyTree:
+    """Weights in shards for a pmap, from a Hugging Face folder, a run directory, or a directory of checkpoints.
+
+    The folder may be named as a model of the hub, `hf:NAME@REVISION` (`hub_folder`). A source with fewer layers is
+    grown (`repeated_layers`). With `ema` a run's moving average of the weights is taken.
+
+    Raises:
+      UserError: it holds no weights, or they do not fit the model; the message names them.
+    """
+    if place.startswith(PREFIX):
+        place = str(hub_folder(place))
+    with ExitStack() as stack:
+        if (Path(place) / CONFIG_FILE).is_file():
+            if ema:
+                raise UserError(f"{place}: a Hugging Face folder holds no moving average of the weights")
+            folder = stack.enter_context(HuggingFaceFolder(Path(place)))
+            origin, size, read = place, folder.size, folder.params
+        else:
+            checkpoints = stack.enter_context(open_checkpoints(place))
+            saved = saved_step(checkpoints, choose_steps(checkpoints, None)[-1])
+            origin, size = saved.origin, dataclasses.asdict(saved.size())
+            read = partial(weights_of_step, saved, within=saved.subtree(ema))
+        check_unseen(origin, size, model.config)
+        differ = len(model.config.windows) > 1 or model.config.experts_every > 1 or model.config.unrotated_every
+        if size["N"] != model.config.N and differ:
+            raise UserError(f"{origin}: N={size['N']} different layers do not grow to N={model.config.N}")
+        order = repeated_layers(size["N"], model.config.N, origin)
+        source = dataclasses.replace(model, config=dataclasses.replace(model.config, N=size["N"]))
+        params = read(source)
+    log.info("weights from %s", origin)
+    if size["N"] < model.config.N:
+        log.info("grown from %d layers to %d, which repeat layers %s", size["N"], model.config.N, order)
+        params = repeat_layers(params, order, model.axis)
+    return params
+
+
+def weights_of_step(saved: SavedStep, model: ShardedGPT, within: str) -> PyTree:
+    """Weights in shards for a pmap from a checkpoint; adapters are merged into the base that they were trained for.
+
+    Raises as `SavedStep.restore`, and:
+      UserError: the base is not at its place, or has changed.
+    """
+    tuning = saved.tuning()
+    if tuning is None:
+        return saved.restore(model, within)
+    tuned, known = dataclasses.replace(model, tuning=tuning), saved.base()
+    base = warm_start(known["place"], tuned.base, ema=known["ema"])
+    check_base(f"model.model_path={known['place']}", base_checksum(base, tuned), known)
+    return merged_weights(base, saved.restore(tuned, within), tuned, model)
+
+
+def merged_weights(base: PyTree, adapters: PyTree, tuned: ShardedGPT, model: ShardedGPT) -> PyTree:
+    """Weights in shards for a pmap of `model`, which has no adapters, from those of `tuned`, which has."""
+    assert tuned.tuning is not None
+    layout = tuned.base.layout
+    merge = partial(merge_shards, layout=layout, low=tuned.layout, axis=model.axis, tuning=tuned.tuning)
+
+    def merged(base: PyTree, adapters: PyTree) -> PyTree:
+        return model.layout.map(lambda leaf, x: x.astype(leaf.dtype), merge(base, adapters))
+
+    return pmap(merged, model.axis.name)(base, adapters)
+
+
+def base_checksum(base: PyTree, model: ShardedGPT) -> int:
+    """A checksum of the weights under adapters, before they are coded; the same for any number of devices."""
+    sums = checksums(base, model.base.layout, model.axis)
+    return zlib.crc32(json.dumps(sums, sort_keys=True).encode())
+
+
+def check_base(origin: str, checksum: int, saved: Mapping[str, Any] | None, otherwise: str = OTHER_BASE) -> None:
+    """Raises UserError if the weights are not those that a run began with; the message is `origin: otherwise, ...`."""
+    if saved is not None and saved["checksum"] != checksum:
+        raise UserError(
+            f"{origin}: {otherwise}, those of {saved['place']} with checksum {saved['checksum']:08x}; "
+            f"these have {checksum:08x}"
+        )
+
+
+def repeated_layers(layers: int, deeper: int, origin: str) -> list[int]:
+    """The layer of a model that each layer of a deeper one repeats.
+
+    Source: Gopher (Rae et al., arXiv 2112.11446), appendix G.3.3: at twice the depth each layer is repeated twice, at
+    4/3 of the depth every third one is.
+
+    Raises:
+      UserError: the depth is neither a multiple nor 4/3 of `layers`; `origin` begins the message.
+
+    >>> repeated_layers(3, 6, ""), repeated_layers(3, 4, "")
+    ([0, 0, 1, 1, 2, 2], [0, 1, 2, 2])
+    """
+    if deeper % layers and 3 * deeper != 4 * layers:
+        raise UserError(
+            f"{origin}: N={layers} layers do not grow to N={deeper}, only to a multiple or to 4/3 of {layers}"
+        )
+    return [-(-(i + 1) * layers // deeper) - 1 for i in range(deeper)]

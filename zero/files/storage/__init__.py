@@ -1,0 +1,39 @@
+"""Files on local disks and in buckets, by path or URL."""
+
+from zero.files.storage.failures import AccessDenied, NoSuchBucket, is_outage
+from zero.files.storage.files import (
+    exists,
+    list_files,
+    list_stats,
+    move,
+    open_reader,
+    read_bytes,
+    read_object,
+    remove,
+    stat,
+    write,
+)
+from zero.files.storage.fsspec_store import DEADLINE
+from zero.files.storage.urls import bucket, is_remote, join, parent, scheme
+
+__all__ = [
+    "DEADLINE",
+    "AccessDenied",
+    "NoSuchBucket",
+    "bucket",
+    "exists",
+    "is_outage",
+    "is_remote",
+    "join",
+    "list_files",
+    "list_stats",
+    "move",
+    "open_reader",
+    "parent",
+    "read_bytes",
+    "read_object",
+    "remove",
+    "scheme",
+    "stat",
+    "write",
+]

@@ -1,0 +1,132 @@
+"""Files on local disks and in buckets through one set of functions, by local path or URL.
+
+All of them raise FileNotFoundError for a file that does not exist, and UserError, which names the URL, where a bucket
+denies access or does not answer. The library of a store is not imported before a URL of it is used.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from zero.errors import Unavailable
+from zero.files.storage.failures import NoSuchBucket
+from zero.files.storage.objects import ObjectStat
+from zero.files.storage.stores import STORES, Store
+from zero.files.storage.urls import is_remote, join, parent, scheme
+
+CHECKSUM_ATTEMPTS = 5  # at reading an object whose bytes do not match its checksum
+_log = logging.getLogger(__name__)
+
+
+def _store(url: str | Path) -> Store:
+    return STORES[scheme(url)]
+
+
+def stat(url: str | Path) -> ObjectStat:
+    """Size, version and checksum of an object in a bucket."""
+    return _store(url).stat(url)
+
+
+def list_stats(directory: str | Path) -> dict[str, ObjectStat]:
+    """All objects below a directory in a bucket, by URL."""
+    try:
+        return _store(directory).list_stats(directory)
+    except FileNotFoundError:
+        raise NoSuchBucket(f"{directory}: no such bucket") from None
+
+
+def read_object(url: str | Path, known: ObjectStat | None = None) -> bytes:
+    """The version of an object that is `known`, or else the newest, whose checksum is compared.
+
+    Of a store that states none, the version must be the same before and after.
+    """
+    store = _store(url)
+    known = known or store.stat(url)
+    checksum = known.checksum
+    for attempt in range(CHECKSUM_ATTEMPTS):
+        data = store.read(url, known)
+        if checksum is not None and (found := checksum.of(data)) == checksum:
+            return data
+        if (now := store.stat(url)).version != known.version:
+            raise Unavailable(f"{url}: was replaced while it was read: version {now.version}, not {known.version}")
+        if checksum is None:
+            return data
+        message = f"{url}: {checksum.algorithm} is {found.value}, expected {checksum.value}"
+        _log.warning("%s; attempt %d of %d", message, attempt + 1, CHECKSUM_ATTEMPTS)
+    raise Unavailable(f"{message}, {CHECKSUM_ATTEMPTS} times in a row")
+
+
+def exists(url: str | Path) -> bool:
+    try:
+        stat(url) if is_remote(url) else os.stat(url)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def list_files(directory: str | Path) -> list[str]:
+    """All files below a directory, sorted; an empty list if the directory does not exist."""
+    if is_remote(join(directory, "any")):
+        return sorted(list_stats(directory))
+    return sorted(os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names)
+
+
+def move(directory: str | Path, target: str | Path) -> None:
+    """Renames a directory. In a bucket the server copies every object before the first one is deleted."""
+    if is_remote(directory):
+        urls = list_files(directory)
+        for url in urls:
+            _store(url).copy(url, str(target) + url.removeprefix(str(directory)))
+        for url in urls:
+            remove(url)
+        return
+    os.rename(directory, target)
+    opened = os.open(parent(target), os.O_RDONLY)
+    try:
+        os.fsync(opened)  # so that the new name survives a power failure
+    finally:
+        os.close(opened)
+
+
+def open_reader(url: str | Path) -> BinaryIO:
+    """A file to read from. An object of a bucket is read into memory first, and its checksum is compared."""
+    return io.BytesIO(read_object(url)) if is_remote(url) else open(url, "rb")
+
+
+def read_bytes(url: str | Path) -> bytes:
+    with open_reader(url) as file:
+        return file.read()
+
+
+def write(url: str | Path, data: bytes) -> None:
+    """Creates or replaces a file atomically: readers see all of the new contents or none of them."""
+    if is_remote(url):
+        _store(url).write(url, data)
+        return
+    path = Path(url)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def remove(url: str | Path) -> None:
+    """Deletes a file, if it exists."""
+    with suppress(FileNotFoundError):
+        if is_remote(url):
+            _store(url).remove(url)
+        else:
+            os.unlink(url)

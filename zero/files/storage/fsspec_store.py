@@ -1,0 +1,178 @@
+"""Buckets through fsspec, with the same promises as Google's.
+
+Every request is repeated after status 429, 5xx, a reset or a timeout, with exponential back-off and jitter, until
+`DEADLINE`. A read is made in ranges of `RANGE` bytes, and continues at the range in which the connection broke.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from zero.errors import WRONG_PATH, Unavailable, UserError, first_line, install_command
+from zero.files.storage.failures import CONNECTION_ERRORS, AccessDenied, imported, outages
+from zero.files.storage.objects import ObjectStat
+
+TIMEOUT = 10, 30  # seconds to connect, and without a byte while reading
+DEADLINE = 300  # seconds for one request and its repetitions
+TOLD_AFTER = 4  # attempts: from then on somebody may wonder what is waited for
+PAUSES = 0.5, 30.0  # seconds between repetitions: the first, doubled from then on, and the longest
+SLOWEST = 1e5  # bytes per second of an upload that is not taken for stalled
+RANGE = 8 << 20  # bytes of one request
+_PERMANENT = WRONG_PATH | {errno.EINVAL, errno.EMSGSIZE, errno.ENOSYS}  # numbers of errors that come again
+_Result = TypeVar("_Result")
+_log = logging.getLogger(__name__)
+
+
+class FsspecStore(ABC):
+    """A kind of bucket; each subclass is one, and names its library, its credentials and its checksums."""
+
+    package: ClassVar[str]
+    extra: ClassVar[str]  # of pyproject.toml, which installs the package
+    access: ClassVar[str]  # what a user needs to be let in
+    is_threadsafe: ClassVar[bool] = True  # else each thread has a file system of its own
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of the file system."""
+        return {}
+
+    def range_options(self) -> dict[str, Any]:
+        """The arguments of `cat_file` besides the range."""
+        return {}
+
+    def info(self, files: Any, path: str) -> dict[str, Any]:
+        """What the store tells of a file."""
+        files.invalidate_cache()
+        return files.info(path)
+
+    @abstractmethod
+    def object_stat(self, info: dict[str, Any]) -> ObjectStat:
+        """From what `info` or a list gives about a file."""
+
+    def stat(self, url: str | Path) -> ObjectStat:
+        files, path = self._open(url)
+
+        def request() -> ObjectStat:
+            info = self.info(files, path)
+            if info.get("type", "file") != "file":
+                raise FileNotFoundError
+            return self.object_stat(info)
+
+        return self._repeated(url, request)
+
+    def list_stats(self, directory: str | Path) -> dict[str, ObjectStat]:
+        """All objects below a directory, by URL; without checksums, because a list does not tell of encryption."""
+        place = str(directory).rstrip("/")
+        files, path = self._open(place)
+
+        def request() -> dict[str, dict[str, Any]]:
+            files.invalidate_cache()
+            return files.find(path, detail=True)
+
+        return {
+            place + name.removeprefix(path): self.object_stat(info)._replace(checksum=None)
+            for name, info in self._repeated(place, request).items()
+            if name.startswith(f"{path}/") and info["type"] == "file"
+        }
+
+    def read(self, url: str | Path, known: ObjectStat) -> bytes:
+        return b"".join(self._range(url, start, known.size) for start in range(0, known.size, RANGE))
+
+    def write(self, url: str | Path, data: bytes) -> None:
+        """Uploads an object, which readers see once it is whole, and compares what the store then states of it."""
+        files, path = self._open(url)
+        # No library has a limit of its own for a server that does not let an upload begin.
+        limit = {"timeout": TIMEOUT[1] + len(data) / SLOWEST} if files.async_impl else {}
+        self._repeated(url, lambda: files.pipe_file(path, data, **limit))
+        stat = self.stat(url)
+        if stat.size != len(data) or (stat.checksum is not None and stat.checksum.of(data) != stat.checksum):
+            raise Unavailable(f"{url}: {stat} was stored in place of the {len(data)} bytes that were sent")
+
+    def copy(self, url: str | Path, target: str | Path) -> None:
+        files, path = self._open(url)
+        _, copy = self._open(target)
+        self._repeated(url, lambda: files.cp_file(path, copy))
+
+    def remove(self, url: str | Path) -> None:
+        files, path = self._open(url)
+        self._repeated(url, lambda: files.rm_file(path))
+
+    def _range(self, url: str | Path, start: int, size: int) -> bytes:
+        """The bytes of an object from `start`, at most `RANGE`."""
+        files, path = self._open(url)
+        stop = min(start + RANGE, size)
+
+        def request() -> bytes:
+            data = files.cat_file(path, start=start, end=stop, **self.range_options())
+            if len(data) != stop - start:
+                raise ConnectionError(f"{len(data)} bytes came of {stop - start}")
+            return data
+
+        return self._repeated(url, request)
+
+    def _open(self, url: str | Path) -> tuple[Any, str]:
+        """The file system of a URL, and the path in it."""
+        scheme, _, name = str(url).partition("://")
+        thread = 0 if self.is_threadsafe else threading.get_ident()
+        try:
+            files = file_system(self, f"{scheme}://{name.partition('/')[0]}", os.getpid(), thread)
+        except ImportError:
+            raise UserError(f"{url}: {self.package} is missing; {install_command(self.extra)}") from None
+        return files, files._strip_protocol(str(url))
+
+    def _repeated(self, url: str | Path, request: Callable[[], _Result]) -> _Result:
+        """The result of a request; raises the errors that `zero.files.storage` documents."""
+        ends, (pause, longest), attempts = time.monotonic() + DEADLINE, PAUSES, 0
+        while True:
+            attempts += 1
+            try:
+                return request()
+            except FileNotFoundError:
+                raise FileNotFoundError(f"{url}: no such object") from None
+            except outages() as error:
+                if (status := _status(error)) == 404:
+                    raise FileNotFoundError(f"{url}: no such object") from None
+                if isinstance(error, PermissionError) or status in (401, 403):
+                    message = f"{url}: access denied; a private bucket needs {self.access}: {first_line(error)}"
+                    raise AccessDenied(message) from error
+                if not _is_temporary(error, status):
+                    raise Unavailable(f"{url}: request failed: {first_line(error)}") from error
+                if time.monotonic() + pause > ends:
+                    raise Unavailable(f"{url}: no answer within {DEADLINE:.0f} s: {first_line(error)}") from error
+                if attempts == TOLD_AFTER:
+                    _log.warning("%s: %s; asked again for up to %.0f s", url, first_line(error), DEADLINE)
+            time.sleep(pause * random.uniform(0.5, 1))
+            pause = min(2 * pause, longest)
+
+
+@functools.lru_cache(maxsize=256)
+def file_system(store: FsspecStore, bucket: str, process: int, thread: int) -> Any:
+    """One file system per bucket and process id, because connections do not survive a fork."""
+    import fsspec
+
+    options = {"skip_instance_cache": True, "use_listings_cache": False} | store.options()
+    files, _ = fsspec.url_to_fs(bucket, **options)
+    return files
+
+
+def _status(error: BaseException) -> int | None:
+    """The status of the answer that a library has made this error of, if it tells."""
+    answer = getattr(error, "response", None)
+    return getattr(error, "status_code", None) or getattr(answer, "status_code", None)
+
+
+def _is_temporary(error: BaseException, status: int | None) -> bool:
+    if status is not None:
+        return status in (408, 429) or status >= 500
+    if isinstance(error, OSError):
+        return not isinstance(error, FileExistsError) and error.errno not in _PERMANENT
+    return isinstance(error, imported(CONNECTION_ERRORS))

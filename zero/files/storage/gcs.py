@@ -1,0 +1,119 @@
+"""Google Cloud Storage, for gs:// URLs (google-cloud-storage).
+
+Buckets are accessed with Application Default Credentials if this machine has any, and anonymously otherwise;
+STORAGE_EMULATOR_HOST is honoured. Every request is repeated after status 429, 5xx, a reset or a timeout, with
+exponential back-off and jitter, until `DEADLINE`; a read continues at the byte where the connection broke.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero.errors import Unavailable, first_line
+from zero.files.storage.failures import AccessDenied
+from zero.files.storage.fsspec_store import DEADLINE, TIMEOUT
+from zero.files.storage.objects import Checksum, ObjectStat
+from zero.files.storage.urls import SCHEME, split
+
+if TYPE_CHECKING:
+    from google.cloud import storage
+
+
+def stat(url: str | Path) -> ObjectStat:
+    blob = _blob(url)
+    with _translated_errors(url):
+        blob.reload(timeout=TIMEOUT, retry=_retry())
+    return _stat(blob)
+
+
+def list_stats(directory: str | Path) -> dict[str, ObjectStat]:
+    """All objects below a directory, by URL."""
+    bucket, name = split(directory)
+    prefix = name.rstrip("/") + "/" if name.rstrip("/") else ""
+    with _translated_errors(directory):
+        blobs = list(client(os.getpid()).list_blobs(bucket, prefix=prefix, timeout=TIMEOUT, retry=_retry()))
+    return {f"{SCHEME}://{bucket}/{blob.name}": _stat(blob) for blob in blobs}
+
+
+def _stat(blob: storage.Blob) -> ObjectStat:
+    return ObjectStat(blob.size, blob.generation, Checksum("crc32c", blob.crc32c))
+
+
+def copy(url: str | Path, target: str | Path) -> None:
+    copied, token = _blob(target), None
+    with _translated_errors(url):
+        while True:  # a large object takes several requests
+            token, _, _ = copied.rewrite(_blob(url), token=token, timeout=TIMEOUT, retry=_retry())
+            if token is None:
+                break
+
+
+def read(url: str | Path, known: ObjectStat) -> bytes:
+    blob = _blob(url, int(known.version))
+    with _translated_errors(url):
+        # Google's library compares no checksum after a connection has broken.
+        return blob.download_as_bytes(raw_download=True, checksum=None, timeout=TIMEOUT, retry=_retry())
+
+
+def write(url: str | Path, data: bytes) -> None:
+    with _translated_errors(url):
+        _blob(url).upload_from_string(data, checksum="crc32c", timeout=TIMEOUT, retry=_retry())
+
+
+def remove(url: str | Path) -> None:
+    with _translated_errors(url):
+        _blob(url).delete(timeout=TIMEOUT, retry=_retry())
+
+
+@functools.lru_cache(maxsize=1)
+def client(process: int) -> storage.Client:
+    """One client per process id, because connections do not survive a fork."""
+    import google.auth
+    from google.auth.exceptions import DefaultCredentialsError
+    from google.cloud import storage
+
+    if os.environ.get("STORAGE_EMULATOR_HOST"):
+        return storage.Client.create_anonymous_client()
+    try:
+        credentials, project = google.auth.default(scopes=["https://www.googleapis.com/auth/devstorage.read_write"])
+    except DefaultCredentialsError:
+        return storage.Client.create_anonymous_client()
+    return storage.Client(project=project or "<none>", credentials=credentials)
+
+
+def _blob(url: str | Path, generation: int | None = None) -> storage.Blob:
+    bucket, name = split(url)
+    return client(os.getpid()).bucket(bucket).blob(name, generation=generation)
+
+
+def _retry() -> Any:
+    from google.cloud.storage.retry import DEFAULT_RETRY
+
+    return DEFAULT_RETRY.with_delay(initial=0.5, maximum=30, multiplier=2).with_timeout(DEADLINE)
+
+
+@contextmanager
+def _translated_errors(url: str | Path) -> Iterator[None]:
+    """Turns the exceptions of Google's library into those that `zero.files.storage` documents."""
+    from google.api_core import exceptions
+    from google.auth.exceptions import GoogleAuthError
+    from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
+
+    try:
+        yield
+    except exceptions.NotFound:
+        raise FileNotFoundError(f"{url}: no such object") from None
+    except (exceptions.Unauthorized, exceptions.Forbidden, GoogleAuthError) as error:
+        raise AccessDenied(
+            f"{url}: access denied; a private bucket needs the credentials of an account with access to it "
+            f"(gcloud auth application-default login): {first_line(error)}"
+        ) from error
+    except exceptions.RetryError as error:
+        raise Unavailable(f"{url}: no answer within {DEADLINE} s: {first_line(error.cause or error)}") from error
+    except (exceptions.GoogleAPIError, DataCorruption, InvalidResponse, OSError) as error:
+        raise Unavailable(f"{url}: request failed: {first_line(error)}") from error

@@ -1,0 +1,77 @@
+"""Local paths and URLs of buckets as strings: telling them apart, joining, the parent directory."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from pathlib import Path
+
+from zero.errors import UserError
+
+SCHEME = "gs"  # of a bucket that is named without one
+SCHEMES = (SCHEME, "s3", "az", "abfs", "hf")
+
+
+def is_remote(url: str | Path) -> bool:
+    """Whether this is a file in a bucket.
+
+    Raises:
+      UserError: a URL with another scheme, as https://, or without a bucket or a name in it.
+    """
+    if "://" not in str(url):
+        return False
+    bucket_name, name = split(url)
+    if scheme(url) not in SCHEMES or not bucket_name or not name:
+        raise UserError(
+            f"{url}: expected a local path or gs://bucket/name (in place of gs also {', '.join(SCHEMES[1:])})"
+        )
+    return True
+
+
+def scheme(url: str | Path) -> str:
+    """The scheme of a URL.
+
+    >>> scheme("s3://bucket/corpus/0.tar")
+    's3'
+    """
+    return str(url).partition("://")[0]
+
+
+def split(url: str | Path) -> tuple[str, str]:
+    """The bucket of a URL and the name within it.
+
+    >>> split("gs://bucket/corpus/0.tar")
+    ('bucket', 'corpus/0.tar')
+    """
+    bucket_name, _, name = str(url).partition("://")[2].partition("/")
+    return bucket_name, name
+
+
+def bucket(path: str) -> str:
+    """The URL of `data.bucket_path`: a bucket, or a directory in one; without a scheme it is Google's.
+
+    >>> bucket("name/of/it/"), bucket("s3://name")
+    ('gs://name/of/it', 's3://name')
+    """
+    return path.rstrip("/") if "://" in path else f"{SCHEME}://{path.strip('/')}"
+
+
+def join(directory: str | Path, path: str | Path) -> str:
+    """`path` relative to a directory, local or in a bucket; absolute paths and URLs are returned unchanged.
+
+    >>> join("gs://bucket/index", "../corpus/0.tar")
+    'gs://bucket/corpus/0.tar'
+    >>> join("gs://bucket/index", "/data/0.tar")
+    '/data/0.tar'
+    """
+    if "://" in str(path) or os.path.isabs(path):
+        return str(path)
+    if "://" not in str(directory):
+        return str(Path(directory, path))
+    scheme, place = str(directory).split("://", 1)
+    return f"{scheme}://{posixpath.normpath(posixpath.join(place, Path(path).as_posix()))}"
+
+
+def parent(url: str | Path) -> str:
+    """The directory of a file."""
+    return str(url).rpartition("/")[0] if "://" in str(url) else os.path.dirname(url) or "."

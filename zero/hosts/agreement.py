@@ -1,0 +1,116 @@
+"""Agreement between hosts: sums, messages from host 0, barriers, and decisions at the same step."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental.multihost_utils import reached_preemption_sync_point
+
+from zero.errors import UserError
+from zero.partition.pmapped import pmap
+from zero.partition.whole_state import coordination_client
+
+JOIN_SECONDS = 300  # within which all hosts have to start
+
+
+def sum_over_hosts(*numbers: int) -> list[int]:
+    """Sums over hosts, modulo 2^32, by an all-reduce; all hosts call it at the same step."""
+    if jax.process_count() == 1:
+        return [number % 2**32 for number in numbers]
+    return _sum()(_parts(numbers)).tolist()
+
+
+def is_host_0() -> bool:
+    return jax.process_index() == 0
+
+
+def broadcast(name: str, text: str) -> str:
+    """The text of host 0, on all hosts; each calls it once per name."""
+    if jax.process_count() == 1:
+        return text
+    if jax.process_index() == 0:
+        coordination_client().key_value_set(f"zero/broadcast/{name}", text)
+    return str(coordination_client().blocking_key_value_get(f"zero/broadcast/{name}", 1000 * JOIN_SECONDS))
+
+
+def gather(name: str, text: str) -> list[str]:
+    """The texts of all hosts, ordered by host, on all hosts; each calls it once per name."""
+    if jax.process_count() == 1:
+        return [text]
+    client = coordination_client()
+    client.key_value_set(f"zero/gather/{name}/{jax.process_index()}", text)
+    keys = (f"zero/gather/{name}/{host}" for host in range(jax.process_count()))
+    return [str(client.blocking_key_value_get(key, 1000 * JOIN_SECONDS)) for key in keys]
+
+
+def wait_for_all() -> None:
+    """A barrier: returns when every host has called it."""
+    sum_over_hosts(0)
+
+
+def check_shared(key: str, place: Path | str) -> None:
+    """Checks that all hosts see what host 0 writes to a directory, or name the same place in a bucket.
+
+    Raises:
+      UserError: some do not; `key` is the configuration key that the message names.
+    """
+    if jax.process_count() == 1:
+        return
+    if not isinstance(place, Path):
+        if len(places := sorted(set(gather(key, place)))) > 1:
+            raise UserError(f"{key}: expected one place for all hosts, got {', '.join(places)}")
+        return
+    probe = place / f".visible-to-all-{broadcast(key, secrets.token_hex(4))}"
+    if jax.process_index() == 0:
+        place.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+    wait_for_all()
+    (missing,) = sum_over_hosts(not probe.exists())
+    if jax.process_index() == 0:
+        probe.unlink()
+    if missing:
+        raise UserError(
+            f"{key}: {missing} of {jax.process_count()} hosts do not see {place} of host 0; several hosts need "
+            "data.bucket_path, or a disk that they share"
+        )
+
+
+class AnyHost:
+    """Decisions that all hosts take at the same step: whether any of them has raised a flag.
+
+    Args:
+      lag: 0 answers with the flags of this call; 1 with those of the previous call, without waiting for devices.
+    """
+
+    def __init__(self, lag: int) -> None:
+        self._pending: list[jax.Array] = []
+        self._lag = lag
+
+    def __call__(self, step: int, *flags: bool) -> list[bool]:
+        """Whether any host has raised each flag. All hosts call it equally often at every step.
+
+        The first flag is also raised when jax is notified of the maintenance or preemption of a host.
+        """
+        if jax.process_count() == 1:
+            return list(flags)
+        self._pending.append(_sum()(_parts(flags)))
+        raised = self._pending.pop(0).tolist() if len(self._pending) > self._lag else [0] * len(flags)
+        is_preempted = reached_preemption_sync_point(step)  # orbax calls it too: all hosts have to count alike
+        return [raised[0] > 0 or is_preempted, *(number > 0 for number in raised[1:])]
+
+
+def _parts(numbers: tuple[int, ...] | tuple[bool, ...]) -> np.ndarray:
+    """(local devices, numbers): this host's numbers on its first device, zeros on the others."""
+    parts = np.zeros((jax.local_device_count(), len(numbers)), np.uint32)
+    parts[0] = np.asarray(numbers, np.uint64).astype(np.uint32)
+    return parts
+
+
+@cache
+def _sum() -> Callable[[np.ndarray], jax.Array]:
+    return pmap(partial(jax.lax.psum, axis_name="hosts"), "hosts", out_axes=None)

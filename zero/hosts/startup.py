@@ -1,0 +1,146 @@
+"""Joins the other hosts and initializes the devices (jax.distributed).
+
+A host is a jax process; each runs the same program and owns some of the devices.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import psutil
+
+from zero.errors import Unavailable
+from zero.hosts import watchdog, xla_options
+from zero.hosts.agreement import JOIN_SECONDS
+from zero.hosts.signals import SIGNALS, handled
+from zero.hosts.watchdog import SILENCE_SECONDS
+from zero.virtual_devices import use_cpu_devices
+
+log = logging.getLogger(__name__)
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of mallopt, from glibc's malloc.h
+ACCELERATORS = {"accel*": "tpu", "vfio/*": "tpu", "nvidia0": "cuda12", "kfd": "rocm"}  # device files; extras of jax
+DEVICES = Path("/dev")
+
+
+def keep_freed_memory() -> None:
+    """Has glibc reuse freed memory instead of returning it to the system. Call it before jax starts its threads.
+
+    XLA's CPU backend allocates a program's temporary memory at each call, and the system fills new pages with zeros:
+    with 80 MB a step spends a third of its time there (docs/decisions/cpu-speed.md).
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    for parameter, value in ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1)):
+        libc.mallopt(parameter, value)
+
+
+def start(
+    cpu_devices: int,
+    coordinator_address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    compilation_cache: str | None,
+    stall_minutes: float | None,
+    overlap_gathers: bool,
+) -> tuple[int, int]:
+    """Joins the other hosts, if there are any, and initializes the devices.
+
+    On TPU pods, under Slurm and under Open MPI jax finds the other hosts itself; elsewhere the arguments name them.
+    The only process of a GPU node has all of its GPUs; of several processes on a node each has one.
+
+    Without an accelerator there are `cpu_devices` virtual CPU devices per host (`zero.use_cpu_devices`).
+    `overlap_gathers` runs collectives beside computation (`zero.hosts.xla_options`).
+
+    Returns:
+      The index of this process and the number of processes.
+
+    Raises:
+      Unavailable: jax cannot find or reach the other hosts.
+    """
+    if accelerator() is None:
+        jax.config.update("jax_platforms", "cpu")  # else libtpu searches long for a TPU, and prints errors
+        keep_freed_memory()
+    use_cpu_devices(cpu_devices)
+    xla_options.set_before_start(overlap_gathers, accelerator())
+    if compilation_cache is not None and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(compilation_cache))
+    if not jax.distributed.is_initialized() and (coordinator_address is not None or _jax_finds_hosts()):
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        log.info(
+            "waiting for the other hosts; after %d s jax ends this process with: Terminating process because ...",
+            JOIN_SECONDS,
+        )
+        try:
+            with handled(SIGNALS, signal.SIG_DFL):  # Python's would not run meanwhile, and jax sets its own
+                jax.distributed.initialize(
+                    coordinator_address,
+                    num_processes,
+                    process_id,
+                    local_device_ids=gpus_of_node(),
+                    initialization_timeout=JOIN_SECONDS,
+                    heartbeat_timeout_seconds=3 * SILENCE_SECONDS,  # jax's heartbeat aborts and names no host
+                    shutdown_timeout_seconds=3 * SILENCE_SECONDS,
+                )
+        except (RuntimeError, ValueError) as error:
+            remedy = (
+                "expected TPU pods, Slurm or Open MPI, or HOST:PORT with num_processes and process_id (1 and 0 for a "
+                "single process)"
+            )
+            raise Unavailable(
+                f"distributed.coordinator_address={coordinator_address}: {str(error).splitlines()[0]}; {remedy}"
+            ) from error
+        if jax.process_count() > 1 and jax.default_backend() == "cpu":
+            # docs/decisions/virtual-devices.md, "Several hosts"
+            jax.config.update("jax_enable_compilation_cache", False)
+    watchdog.start(stall_minutes)
+    return jax.process_index(), jax.process_count()
+
+
+def accelerator() -> str | None:
+    """The extra of jax for the accelerator of this machine, by its device files; None without one."""
+    return next((extra for pattern, extra in ACCELERATORS.items() if next(DEVICES.glob(pattern), None)), None)
+
+
+def gpus_of_node() -> list[int] | None:
+    """The numbers of all GPUs of this node if Slurm or Open MPI has started one process on it; else None.
+
+    jax would give this process the first one only; with None it decides itself.
+    """
+    is_alone = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+    if "SLURM_STEP_NUM_NODES" in os.environ:
+        is_alone = os.environ.get("SLURM_NTASKS") == os.environ["SLURM_STEP_NUM_NODES"]
+    if not is_alone or "JAX_LOCAL_DEVICE_IDS" in os.environ:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = len(list(DEVICES.glob("nvidia[0-9]*"))) if visible is None else len(visible.split(","))
+    return list(range(count)) or None
+
+
+def _jax_finds_hosts() -> bool:
+    """Whether jax detects the processes of the run itself: TPU VMs, and tasks of Slurm and Open MPI."""
+    has_tpu = find_spec("libtpu") is not None and accelerator() == "tpu"
+    is_slurm_step = "SLURM_STEP_NODELIST" in os.environ and int(os.environ.get("SLURM_NTASKS", 1)) > 1
+    return has_tpu or is_slurm_step or int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
+
+
+def process_age() -> float:
+    """Seconds since this process began."""
+    return time.time() - psutil.Process().create_time()
+
+
+def device_memory() -> int:
+    """Bytes of one local device; virtual CPU devices share the machine's."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    return int(device.memory_stats()["bytes_limit"])

@@ -1,0 +1,244 @@
+"""Hosts end together: each sends a heartbeat, and ends with a reason when another host's is missing.
+
+The reports are in jax's key-value store, on host 0. A host that ends leaves a last report: the status, the host that
+is the cause and the reason. All others repeat it, and host 0 leaves last.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from zero.errors import Unavailable, UserError, first_line
+from zero.hosts.agreement import wait_for_all
+from zero.hosts.signals import exit_immediately, unanswered
+from zero.partition.whole_state import coordination_client, coordinator_address
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 2
+SILENCE_SECONDS = 20  # without a heartbeat, after which a host counts as lost and all others end
+LEAVE_SECONDS = 10  # that host 0, which holds the store, waits for the others to have read a reason
+_FINISHED, _LEAVING = "finished", "leaving"  # a last report: finished, or leaving STATUS HOST REASON
+_STALLED = "has made no progress for"
+_watchdog: _Watchdog | None = None
+_has_progress = threading.Event()  # since the watchdog last looked
+
+
+def progress() -> None:
+    """Tells the watchdog that training advances; `distributed.stall_minutes` counts from the first call on."""
+    _has_progress.set()
+
+
+class _Watchdog:
+    """Sends this host's heartbeat, and ends this process if another host has ended or stopped, or training stalls.
+
+    Two threads, because requests to the store of a stopped host 0 never return. One iteration of the watching thread
+    counts for at most three heartbeats, so that a process that was itself stopped does not report the others.
+
+    Args:
+      client: of jax's key-value store; None for a single process.
+      stall_minutes: without progress, after which the stack is logged and the process ends; None: never.
+    """
+
+    def __init__(self, client: Any, stall_minutes: float | None) -> None:
+        self._client, self._host, self._hosts = client, jax.process_index(), jax.process_count()
+        self._stall_minutes = stall_minutes
+        self._stopped, self._leaving = threading.Event(), threading.Lock()  # the lock stays with who takes it first
+        self._reports: dict[int, str] = {}
+        self._has_answer = threading.Event()  # of the store, since the watching thread last looked
+        self._failure = "no answer"
+        self._names = [socket.gethostname()]
+        targets = [self._watch]
+        if client is not None:
+            client.key_value_set(f"zero/name/{self._host}", socket.gethostname())
+            self._names = [self._name(host) for host in range(self._hosts)]
+            targets = [self._exchange, self._watch]
+            log.info("hosts: %s", ", ".join(f"{host} is {name}" for host, name in enumerate(self._names)))
+        self._threads = [threading.Thread(target=run, name="watchdog", daemon=True) for run in targets]
+
+    def _name(self, host: int) -> str:
+        try:
+            return str(self._client.blocking_key_value_get(f"zero/name/{host}", 1000 * SILENCE_SECONDS))
+        except jax.errors.JaxRuntimeError as error:
+            raise Unavailable(
+                f"host {host} of {self._hosts} has joined, and is silent for {SILENCE_SECONDS} s ({first_line(error)})"
+            ) from error
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, seconds: float) -> None:
+        """Waits for the end of this process, or so long."""
+        self._threads[-1].join(seconds)
+
+    def _exchange(self) -> None:
+        heartbeats = 0
+        while not self._stopped.wait(HEARTBEAT_SECONDS):
+            heartbeats += 1
+            try:
+                self._publish(str(heartbeats))
+                self._reports = self._read_reports()
+            except jax.errors.JaxRuntimeError as error:  # a single failed request may be a network glitch
+                self._failure = first_line(error)
+            else:
+                self._has_answer.set()
+
+    def _watch(self) -> None:
+        silent, heard = [0.0] * self._hosts, [""] * self._hosts  # seconds, and the newest report
+        unanswered_for = idle = 0.0  # seconds
+        is_training, turned = False, time.monotonic()
+        while not self._stopped.wait(HEARTBEAT_SECONDS):
+            turn, turned = min(time.monotonic() - turned, 3 * HEARTBEAT_SECONDS), time.monotonic()
+            unanswered_for += turn
+            if self._has_answer.is_set():
+                self._has_answer.clear()
+                since, unanswered_for, reports = unanswered_for, 0.0, self._reports
+                for host in set(range(self._hosts)) - {self._host}:
+                    report = reports.get(host, "")
+                    silent[host] = silent[host] + since if report == heard[host] else 0.0
+                    heard[host] = report
+                    if report.startswith(_LEAVING):
+                        _, status, cause, reason = report.split(" ", 3)
+                        self._end(int(cause), reason, int(status))
+                    elif report != _FINISHED and silent[host] > SILENCE_SECONDS:
+                        self._end(host, f"has sent no heartbeat for {SILENCE_SECONDS} s")
+            elif unanswered_for > SILENCE_SECONDS and self._host:
+                self._end(0, f"which coordinates, has not answered for {SILENCE_SECONDS} s ({self._failure})")
+            idle = 0.0 if _has_progress.is_set() else idle + turn
+            is_training |= _has_progress.is_set()
+            _has_progress.clear()
+            if is_training and self._stall_minutes is not None and idle > 60 * self._stall_minutes:
+                self._end(self._host, f"{_STALLED} distributed.stall_minutes={self._stall_minutes}")
+
+    def on_abort(self) -> None:
+        """Ends this process with the reason when jax aborts it because host 0, and with it the store, is gone."""
+        if self._leaving.locked():
+            time.sleep(LEAVE_SECONDS)  # for the thread that is leaving, to report the reason
+        try:
+            socket.create_connection(coordinator_address(), timeout=HEARTBEAT_SECONDS).close()
+        except OSError as error:
+            self._end(0, f"which coordinates, is gone ({error})")
+
+    def _publish(self, report: str) -> None:
+        self._client.key_value_set(f"zero/heartbeat/{self._host}", report, True)
+
+    def _read_reports(self) -> dict[int, str]:
+        return {int(key.rsplit("/", 1)[1]): text for key, text in self._client.key_value_dir_get("zero/heartbeat/")}
+
+    def _end(self, cause: int, reason: str, status: int = 1) -> None:
+        """Logs why this process ends, tells the others, and ends it, unless another thread already does."""
+        if not self._leaving.acquire(blocking=False):
+            return
+        who = f"host {cause} of {self._hosts} ({self._names[cause]})"
+        log.error("%s %s%s", who, reason, "; this one ends as well" if cause != self._host else "")
+        if reason.startswith(_STALLED):
+            log.error("where the threads of host %d are:\n%s", self._host, _stacks())
+        # In a thread: where host 0 is stopped the request never returns.
+        leave = threading.Thread(target=self._leave, args=(cause, reason, status), daemon=True)
+        leave.start()
+        leave.join(2 * HEARTBEAT_SECONDS if self._host else LEAVE_SECONDS + HEARTBEAT_SECONDS)
+        exit_immediately(status)
+
+    def leave(self, reason: str, status: int) -> None:
+        """The last report of a host that has failed; on host 0 it returns when the others have left."""
+        if self._leaving.acquire(blocking=False):
+            self._leave(self._host, reason, status)
+        else:
+            self.join(LEAVE_SECONDS + HEARTBEAT_SECONDS)
+
+    def finish(self) -> None:
+        """The last report of a host that has done its work."""
+        self._report_last(_FINISHED)
+
+    def _leave(self, cause: int, reason: str, status: int) -> None:
+        if not self._report_last(f"{_LEAVING} {status} {cause} {reason}") or self._host:
+            return
+        deadline = time.monotonic() + LEAVE_SECONDS
+        others = set(range(self._hosts)) - {self._host, cause}
+        while others and time.monotonic() < deadline:
+            reports = self._read_reports()
+            others = {host for host in others if not reports.get(host, "").startswith((_LEAVING, _FINISHED))}
+            time.sleep(HEARTBEAT_SECONDS / 10)
+
+    def _report_last(self, report: str) -> bool:
+        """Writes the last report; False for a single process, or if host 0 is gone."""
+        self._stopped.set()
+        if self._client is None:
+            return False
+        self._threads[0].join(HEARTBEAT_SECONDS)  # else a heartbeat might overwrite the last report
+        try:
+            self._publish(report)
+        except jax.errors.JaxRuntimeError:
+            return False
+        return True
+
+
+def start(stall_minutes: float | None) -> None:
+    """Starts watching this host and the others. Called once, when all have joined."""
+    global _watchdog
+    _watchdog = _Watchdog(coordination_client() if jax.process_count() > 1 else None, stall_minutes)
+    _watchdog.start()
+    if jax.process_count() > 1 and sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        libc.signal(signal.SIGABRT, ctypes.cast(_on_abort, ctypes.c_void_p))
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _on_abort(number: int) -> None:
+    """Handles SIGABRT in the aborting thread (Python's handlers wait for the main thread); then abort() continues."""
+    if _watchdog is not None:
+        _watchdog.on_abort()
+
+
+def _stacks() -> str:
+    """The stack of each thread of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "".join(
+        f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame))}"
+        for number, frame in sys._current_frames().items()
+    )
+
+
+@contextmanager
+def ending_together() -> Iterator[None]:
+    """A failing host reports the reason and ends without waiting for the others, which then end as well.
+
+    jax would wait at its exit for hosts that wait for this one in a collective.
+    """
+    global _watchdog
+    try:
+        yield
+        if _watchdog is not None:
+            wait_for_all()  # the others may still write; jax's shutdown waits for a minute only, and aborts
+    except BaseException as error:
+        if _watchdog is not None and jax.process_count() > 1:
+            if isinstance(error, Exception) and not isinstance(error, UserError) and not unanswered:
+                # Most likely a lost connection, which jax raises as one of several classes: the watchdog ends this
+                # process and names the host that caused it.
+                _watchdog.join(SILENCE_SECONDS + 3 * HEARTBEAT_SECONDS + LEAVE_SECONDS)
+            status, reason = error.status if isinstance(error, UserError) else 1, f"ended: error: {first_line(error)}"
+            if unanswered:  # a signal, when there was nothing to save yet
+                status, reason = 128 + int(unanswered[0][0]), f"was stopped by signal {int(unanswered[0][0])}"
+            _watchdog.leave(reason, status)
+            atexit.register(exit_immediately, status)  # runs before jax's exit handler, and after the error was printed
+        raise
+    if _watchdog is not None:
+        watchdog, _watchdog = _watchdog, None
+        watchdog.finish()
+        if jax.process_count() > 1:
+            jax.distributed.shutdown()  # waits for all hosts; one that left earlier would look dead

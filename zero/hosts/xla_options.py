@@ -1,0 +1,80 @@
+"""Options of XLA: a run sets them for its process before XLA starts, and `mode=plan` compiles with the same ones."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from zero.hosts.speeds import SPEEDS
+
+log = logging.getLogger(__name__)
+
+# Gathers and all-to-alls run beside computation; on SparseCores gathers and reduce-scatters. Other generations with
+# SparseCores would wait for gathers. Source: docs/decisions/hidden-gathers.md
+OVERLAP_ON_TPU = ("xla_enable_async_all_gather", "xla_tpu_enable_async_all_to_all")
+OVERLAP_ON_SPARSECORES = (
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
+)
+VMEM = "xla_tpu_scoped_vmem_limit_kib"  # of one fusion
+# Collectives start early, run beside computation, and those of the next layer in this one's.
+# Source: docs.jax.dev/en/latest/gpu_performance_tips.html
+OVERLAP_ON_GPU = (
+    "xla_gpu_enable_latency_hiding_scheduler",
+    "xla_gpu_enable_pipelined_all_gather",
+    "xla_gpu_enable_pipelined_reduce_scatter",
+    "xla_gpu_enable_while_loop_double_buffering",
+)
+# Source: jax/_src/hardware_utils.py; v2 and v3 have the same number.
+PCI, PCI_VENDOR = Path("/sys/bus/pci/devices"), "0x1ae0"
+PCI_DEVICES = {
+    "0x005e": "TPU v4",
+    "0x0062": "TPU v5",
+    "0x0063": "TPU v5 lite",
+    "0x006f": "TPU v6 lite",
+    "0x0076": "TPU7x",
+}
+
+
+def for_tpu(device_kind: str | None, overlap_gathers: bool) -> dict[str, bool | int]:
+    """Options for a kind of TPU, as jax names it; None for one that is not known.
+
+    >>> for_tpu("TPU v4", True)
+    {'xla_enable_async_all_gather': True, 'xla_tpu_enable_async_all_to_all': True}
+    """
+    speed = SPEEDS.get(device_kind or "")
+    offloads, vmem = (speed.offloads, speed.vmem_kib) if speed else (False, None)
+    overlap = dict.fromkeys(OVERLAP_ON_TPU + OVERLAP_ON_SPARSECORES * offloads, overlap_gathers)
+    return overlap | ({} if vmem is None else {VMEM: vmem})
+
+
+def set_before_start(overlap_gathers: bool, extra: str | None) -> None:
+    """Sets the options for TPU, and for NVIDIA's GPUs; a value that is set already stays.
+
+    `extra` is what `startup.accelerator` returns: "cuda12" for any of NVIDIA's GPUs.
+
+    XLA reads the environment variables LIBTPU_INIT_ARGS and XLA_FLAGS when it starts.
+    """
+    _append("LIBTPU_INIT_ARGS", for_tpu(_tpu_of_this_machine(), overlap_gathers))
+    if extra == "cuda12":
+        _append("XLA_FLAGS", dict.fromkeys(OVERLAP_ON_GPU, overlap_gathers))
+        log.info("XLA_FLAGS=%s", os.environ["XLA_FLAGS"])
+
+
+def _tpu_of_this_machine() -> str | None:
+    """The kind of the TPUs of this machine by the numbers of its PCI devices, if one is known."""
+    for vendor in PCI.glob("*/vendor"):
+        number = vendor.with_name("device").read_text().strip()
+        if vendor.read_text().strip() == PCI_VENDOR and number in PCI_DEVICES:
+            return PCI_DEVICES[number]
+    return None
+
+
+def _append(variable: str, options: Mapping[str, bool | int]) -> None:
+    """Appends the options that an environment variable does not set yet."""
+    given = os.environ.get(variable, "")
+    names = {option.partition("=")[0] for option in given.split()}
+    added = [f"--{name}={str(value).lower()}" for name, value in options.items() if f"--{name}" not in names]
+    os.environ[variable] = " ".join([given, *added]).strip()

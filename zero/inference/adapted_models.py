@@ -1,0 +1,75 @@
+"""Several sets of adapters for one base, whose weights are read once: each is merged into a copy of them in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zero.config.schema import Config
+from zero.corpus.text.tokenizers import load_tokenizer
+from zero.errors import UserError
+from zero.exchange.checkpoint_weights import choose_steps, open_checkpoints, saved_step
+from zero.exchange.peft_folder import CONFIG_FILE, peft_adapters, read_peft
+from zero.exchange.warm_start import base_checksum, check_base, merged_weights, warm_start
+from zero.inference.trained_model import TrainedModel
+from zero.partition.layout import PyTree
+from zero.partition.pmapped import pmap
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.tuning import Tuning
+
+
+def adapted_models(config: Config, model: ShardedGPT) -> Iterator[tuple[str, TrainedModel]]:
+    """Each place of `evaluate.adapters`, and the model with its adapters merged.
+
+    The base is that of the run `model.model_path`, or the weights of that run where it trained all. The devices hold
+    it beside the merged weights.
+
+    Raises:
+      UserError: a place holds no adapters, or those for another base.
+    """
+    base = _base(config, replace(model, master_dtype="float32"))
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    for place in config.evaluate.adapters or []:
+        read = _of_folder if (Path(place) / CONFIG_FILE).is_file() else _of_run
+        params, step = read(place, base, model)
+        yield place, TrainedModel(model, params, tokenizer, step)
+        del params  # before the next ones are merged
+
+
+def _base(config: Config, model: ShardedGPT) -> PyTree:
+    """The weights under all adapters, in float32."""
+    with open_checkpoints(str(config.model.model_path)) as checkpoints:
+        saved = saved_step(checkpoints, checkpoints.choose(config.data.resume_step))
+        saved.check_size(model.config)
+        if saved.tuning() is None:
+            return saved.restore(model, saved.subtree(config.model.ema))
+        base = saved.base()
+        return warm_start(base["place"], model, ema=base["ema"])
+
+
+def _held(base: PyTree, tuned: ShardedGPT) -> PyTree:
+    """The base in the dtypes in which this run held it."""
+    layout = tuned.base.layout
+    cast: Any = pmap(lambda base: layout.map(lambda leaf, x: x.astype(leaf.dtype), base), tuned.axis.name)
+    return cast(base)
+
+
+def _of_run(place: str, base: PyTree, model: ShardedGPT) -> tuple[PyTree, int | None]:
+    with open_checkpoints(place) as checkpoints:
+        saved = saved_step(checkpoints, choose_steps(checkpoints, None)[-1])
+        tuning = saved.tuning()
+        if tuning is None:
+            raise UserError(f"evaluate.adapters: {place} trained all weights; expected a run of adapters, or a folder")
+        saved.check_size(model.config)
+        tuned = replace(model, tuning=tuning)
+        held = _held(base, tuned)
+        check_base(f"evaluate.adapters={place}", base_checksum(held, tuned), saved.base())
+        adapters = saved.restore(tuned, saved.subtree(ema=False))
+    return merged_weights(held, adapters, tuned, model), saved.step
+
+
+def _of_folder(place: str, base: PyTree, model: ShardedGPT) -> tuple[PyTree, int | None]:
+    tuned = replace(model, tuning=Tuning(peft_adapters(Path(place), model.config)))
+    return merged_weights(_held(base, tuned), read_peft(Path(place), tuned), tuned, model), None

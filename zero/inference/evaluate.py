@@ -1,0 +1,91 @@
+"""`mode=evaluate`: the loss on the validation set, and tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import json
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zero.config.schema import Config
+from zero.corpus.preparing.manifest import check_end_of_text
+from zero.corpus.reading.index_files import named_sets, read_index
+from zero.errors import UserError
+from zero.hosts.agreement import is_host_0
+from zero.hosts.watchdog import ending_together
+from zero.inference.adapted_models import adapted_models
+from zero.inference.follow import follow, wait_for_checkpoint
+from zero.inference.harness_tasks import run_tasks
+from zero.inference.scoring import Scorer, score_sets
+from zero.inference.trained_model import open_model, place_model
+from zero.models.config import GPTConfig
+
+log = logging.getLogger(__name__)
+
+RESULT_FILE = "evaluation.json"
+
+
+@ending_together()
+def evaluate(config: Config, size: GPTConfig, run_directory: Path) -> int:
+    """Scores the whole validation set and the tasks of `evaluate.harness`; prints the result as JSON.
+
+    With `evaluate.adapters` once for each, merged into the base, whose weights are read once; with `evaluate.follow`
+    for each checkpoint, as long as the run trains.
+
+    Returns:
+      The exit status, 0.
+
+    Raises:
+      UserError: there is no such run or task, or the context is longer than the model's.
+    """
+    context = config.evaluate.context or config.data.max_context
+    if size.has_learned_positions and context > size.block_size:
+        raise UserError(
+            f"evaluate.context={context}: expected at most {size.block_size}, the learned positions of the model"
+        )
+    rows = config.training.batch_size
+    if config.evaluate.follow:
+        wait_for_checkpoint(Path(str(config.model.model_path)))
+    if config.evaluate.adapters is None:
+        scorer = Scorer(open_model(config, size, rows), context, rows)
+        if config.evaluate.follow:
+            follow(config, scorer, partial(_result, config, scorer), run_directory)
+            return 0
+        result = _result(config, scorer)
+    else:
+        result, scorer = {"run": str(config.model.model_path), "context": context, "adapters": {}}, None
+        for place, trained in adapted_models(config, place_model(config, size, rows)):
+            scorer = scorer or Scorer(trained, context, rows)
+            scorer.trained = trained
+            result["adapters"][place] = {"step": trained.step, **_scores(config, scorer)}
+            log.info("%s is scored", place)
+    if is_host_0():
+        text = json.dumps(result, indent=2)
+        (run_directory / RESULT_FILE).write_text(text + "\n")
+        print(text)
+        log.info("written to %s", run_directory / RESULT_FILE)
+    return 0
+
+
+def _result(config: Config, scorer: Scorer) -> dict[str, Any]:
+    """What evaluation.json holds, of the weights of the scorer."""
+    described = {"run": str(config.model.model_path), "step": scorer.trained.step, "context": scorer.context}
+    return {**described, **_scores(config, scorer)}
+
+
+def _scores(config: Config, scorer: Scorer) -> dict[str, Any]:
+    """The means of the validation set, and under "harness" the results of the tasks."""
+    result: dict[str, Any] = {}
+    if config.evaluate.validation:
+        index = config.evaluate.index or config.data.index_path_validation
+        sets = named_sets(index, config.data.bucket_path)
+        if config.data.isolate_documents:
+            paths = [path for one in sets.values() for path in ([one] if isinstance(one, str) else one)]
+            tokenizer = scorer.trained.tokenizer
+            check_end_of_text([shard.path for path in paths for shard in read_index(path)], tokenizer)
+        stride = None if config.evaluate.carry else config.evaluate.stride or -(-scorer.context // 2)
+        result |= score_sets(scorer, sets, stride, config.training.loss_on == "completion")
+    if config.evaluate.harness:
+        result["harness"] = run_tasks(scorer, config.evaluate.harness)
+    return result

@@ -1,0 +1,118 @@
+"""`evaluate.follow=true`: scores each new checkpoint of a run, on another machine, until the run has ended.
+
+The results are in a file of their own beside the run's metrics (`evaluations_file.py`), and in W&B a run of their own:
+nothing is written by two processes. A restart continues after the last line of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from zero.checkpoints.damage import DamagedCheckpoint
+from zero.checkpoints.manager import Checkpoints
+from zero.config.schema import Config
+from zero.files import storage
+from zero.hosts import agreement, watchdog
+from zero.inference.harness_tasks import numbers_of
+from zero.inference.scoring import Scorer
+from zero.inference.trained_model import load_weights
+from zero.run_directory import WAIT_SECONDS, WANDB_ID_FILE, saved_checkpoint_directory, saved_steps, shared_file
+from zero.tracking.evaluations_file import PREFIX, append_evaluation, read_evaluations
+from zero.tracking.metrics_file import Log
+from zero.tracking.tracker import open_tracker
+
+log = logging.getLogger(__name__)
+
+
+def wait_for_checkpoint(run: Path) -> None:
+    """Returns once a run has a checkpoint."""
+    while not saved_steps(run):
+        log.info("%s: waiting for its first checkpoint", run)
+        time.sleep(WAIT_SECONDS)
+
+
+def follow(config: Config, scorer: Scorer, evaluate: Callable[[], dict[str, Any]], run_directory: Path) -> None:
+    """Scores the checkpoints of the run `model.model_path` in their order, each once, up to the last step of the run.
+
+    Args:
+      scorer: of `evaluate`, which scores its weights; they are replaced by those of each checkpoint.
+      run_directory: of this evaluation.
+
+    Raises:
+      UserError: the newest checkpoint cannot be read.
+    """
+    run, model = Path(str(config.model.model_path)), scorer.trained.model
+    with ExitStack() as stack:
+        tracker = stack.enter_context(_tracker(config, run, run_directory)) if agreement.is_host_0() else None
+        for number in count():
+            watchdog.progress()
+            steps, done = _on_host_0(
+                f"follow {number}", lambda: [saved_steps(run), [line["step"] for line in read_evaluations(run)]]
+            )
+            for step in (step for step in steps if step > max(done, default=-1)):
+                scorer.trained = scorer.trained._replace(params=None)  # two copies may not fit
+                try:
+                    params, _ = load_weights(run, model, step, config.model.ema)
+                except DamagedCheckpoint as error:
+                    if step == saved_steps(run)[-1]:
+                        raise
+                    log.warning("%s; it may have been deleted, data.keep_checkpoints keeps more of them", error)
+                    continue
+                scorer.trained = scorer.trained._replace(params=params, step=step)
+                line = metrics_of(evaluate())
+                if tracker is not None:
+                    append_evaluation(run, line)  # first: after a kill here it is not evaluated again
+                    tracker(line)
+                    print(json.dumps(line), flush=True)
+                done = [step]
+            if steps and max(done, default=-1) >= steps[-1] and _is_last(run, steps[-1]):
+                log.info("the run has ended at step %d", steps[-1])
+                return
+            time.sleep(WAIT_SECONDS)
+
+
+def metrics_of(result: dict[str, Any]) -> dict[str, Any]:
+    """A result of `mode=evaluate` as a line of metrics.
+
+    >>> metrics_of({"step": 6, "loss": 2.5, "sets": {"web": {"loss": 2.0}}, "harness": {"task": {"acc,none": 1}}})
+    {'step': 6, 'evaluation/loss': 2.5, 'evaluation/web/loss': 2.0, 'evaluation/harness/task/acc': 1}
+    """
+    line = {"step": result["step"]}
+    for name, means in {"": result, **{f"{name}/": means for name, means in result.get("sets", {}).items()}}.items():
+        found = {key: means.get(key) for key in ("loss", "perplexity", "bits_per_byte")}
+        line |= {f"{PREFIX}{name}{key}": value for key, value in found.items() if value is not None}
+    return line | {f"{PREFIX}{name}": value for name, value in numbers_of(result.get("harness", {})).items()}
+
+
+def _on_host_0(name: str, compute: Callable[[], Any]) -> Any:
+    """What host 0 computes, on all hosts, as JSON gives it."""
+    return json.loads(agreement.broadcast(name, json.dumps(compute()) if agreement.is_host_0() else ""))
+
+
+def _is_last(run: Path, step: int) -> bool:
+    """Whether the run trains no further than this checkpoint."""
+    with Checkpoints(saved_checkpoint_directory(run), keep=None) as checkpoints:
+        meta = checkpoints.meta(step)
+    return step >= meta.get("last_step", meta["config"]["training"]["total_steps"])  # before 0.1 there was none
+
+
+def _tracker(config: Config, run: Path, run_directory: Path) -> AbstractContextManager[Log]:
+    """A tracker of its own; a restart continues its run of W&B, which is named after that of the training."""
+    trained = shared_file(run, saved_checkpoint_directory(run), WANDB_ID_FILE)
+    if storage.exists(trained):
+        storage.write(run_directory / WANDB_ID_FILE, storage.read_bytes(trained) + b"-evaluation")
+    return open_tracker(
+        run_directory,
+        project=config.data.wandb_project,
+        tensorboard=config.data.tensorboard,
+        config=asdict(config),
+        resumed_from=None,
+    )

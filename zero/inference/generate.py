@@ -1,0 +1,81 @@
+"""Generates text in chunks of tokens; programs are compiled once per bucket of lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from zero.errors import UserError
+from zero.partition.layout import PyTree
+from zero.training.programs import Inference, split_rows
+
+SMALLEST_BUCKET = 16
+
+
+def bucket(length: int) -> int:
+    """A length rounded up to one of four per power of two, so that many lengths share a compiled program.
+
+    >>> [bucket(length) for length in (1, 16, 17, 301, 1000)]
+    [16, 16, 20, 320, 1024]
+    """
+    if length <= SMALLEST_BUCKET:
+        return SMALLEST_BUCKET
+    step = 1 << ((length - 1).bit_length() - 3)
+    return -(-length // step) * step
+
+
+def generate(
+    programs: Inference, params: PyTree, prompts: Sequence[np.ndarray], count: int, *, seed: int, chunk: int
+) -> Iterator[np.ndarray]:
+    """All rows so far, int32 `(prompts, positions)`, every `chunk` tokens until each has `count` after its prompt.
+
+    `prompts` are token ids, at least one each. The sampled tokens depend on the seed, the row and the position, not
+    on devices.
+
+    Raises:
+      UserError: the frequencies of rotary positions would change within a text.
+    """
+    local = len(jax.tree.leaves(params)[0])
+    groups = local // programs.tensor * jax.process_count()
+    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
+    chunks = -(-(longest + count - shortest) // chunk)
+    rows = -(-len(prompts) // groups)
+    end = shortest + chunks * chunk
+    tokens = np.full((groups * rows, _width(programs, shortest, end)), -1, np.int32)
+    tokens[:, :shortest] = 0
+    for row, prompt in zip(tokens, prompts, strict=False):
+        row[: len(prompt)] = prompt
+    keys = jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(len(tokens))))
+
+    def split(x: Any) -> np.ndarray:
+        of_all = split_rows(np.asarray(x), local * jax.process_count(), programs.tensor)
+        return of_all[jax.process_index() * local :][:local]
+
+    lengths = np.full(local, shortest, np.int32)
+    state = programs.prefill(params, split(tokens), lengths, bucket(shortest))
+    for done in range(1, chunks + 1):
+        state, every = programs.extend(params, state, split(keys), chunk)
+        yield np.asarray(every)[: len(prompts), : shortest + done * chunk]
+
+
+def until_end(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
+    """The tokens before the first end of text."""
+    ends = np.flatnonzero(tokens == end_of_text)
+    return tokens[: ends[0]] if len(ends) else tokens
+
+
+def _width(programs: Inference, shortest: int, end: int) -> int:
+    """The positions of the cache for texts of up to `end`, which choose the frequencies of rotary positions."""
+    switch = programs.switch
+    if switch is not None and end <= switch:
+        return min(bucket(end), switch)
+    if switch is not None and (shortest <= switch or programs.grows):
+        longer = "" if programs.grows else f", or that all prompts are longer than {switch}"
+        raise UserError(
+            f"texts of up to {end} tokens: the model's rotary frequencies change beyond {switch} positions, where keys "
+            f"in the cache would have others; expected at most {switch} tokens with the prompt{longer}"
+        )
+    return bucket(end)

@@ -1,0 +1,55 @@
+"""Tasks of EleutherAI's lm-evaluation-harness on a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from zero.errors import UserError, install_command
+from zero.inference.generate import generate
+from zero.inference.scoring import Scorer
+from zero.training.inference import Sampling
+from zero.training.programs import make_inference
+
+CHUNK = 16  # tokens between two checks whether all texts have ended
+
+
+def run_tasks(scorer: Scorer, tasks: list[Any]) -> dict[str, dict[str, Any]]:
+    """The harness's own results, by task: a name of the harness, or the path of a .yaml file.
+
+    Raises UserError where lm-eval is not installed, or a task or its data cannot be found.
+    """
+    return _adapter_module().run(adapter(scorer), tasks)
+
+
+def numbers_of(results: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """The metrics of tasks as `harness/TASK/METRIC`, without their standard errors."""
+    return {
+        f"harness/{task}/{metric.partition(',')[0]}": value
+        for task, metrics in results.items()
+        for metric, value in metrics.items()
+        if isinstance(value, int | float) and "stderr" not in metric
+    }
+
+
+def adapter(scorer: Scorer) -> Any:
+    """Wraps the model in the interface of the harness."""
+    trained = scorer.trained
+    greedy = make_inference(trained.model, Sampling(temperature=0.0))
+
+    def write(prompts: Sequence[np.ndarray], count: int) -> Iterator[list[np.ndarray]]:
+        for rows in generate(greedy, trained.params, prompts, count, seed=0, chunk=CHUNK):
+            yield [row[len(prompt) :][:count] for row, prompt in zip(rows, prompts, strict=True)]
+
+    return _adapter_module().HarnessModel(trained.tokenizer, scorer.context, scorer.scores, write, scorer.batch_rows)
+
+
+def _adapter_module() -> Any:
+    """The module that imports lm-eval, which is an extra because it brings 40 packages."""
+    try:
+        from zero.inference import lm_eval_adapter
+    except ModuleNotFoundError as error:
+        raise UserError(f"evaluate.harness: {error.name} is missing; {install_command('lm-eval')}") from error
+    return lm_eval_adapter

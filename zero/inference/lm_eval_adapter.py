@@ -1,0 +1,145 @@
+"""A trained model behind the interface of EleutherAI's lm-evaluation-harness (lm-eval)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from zero.corpus.text.tokenizers import Tokenizer
+from zero.errors import WRONG_PATH, Unavailable, UserError, causes, first_line
+from zero.inference.generate import until_end
+from zero.inference.scoring import Passage, Score, batched
+
+LONGEST_ANSWER = 256  # tokens, if a task sets no limit
+
+
+class HarnessModel(TemplateLM):
+    """Answers the harness's requests to score and generate; a context that is too long loses its beginning.
+
+    Args:
+      context: tokens that the model sees at once, of which it scores all but the first.
+      score: `Scorer.scores`.
+      write: `(prompts, count)` to an iterator of the most likely continuations of all prompts so far, until each has
+        `count` tokens.
+      rows: prompts per batch.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        context: int,
+        score: Callable[[Iterable[Passage]], Iterator[Score]],
+        write: Callable[[Sequence[np.ndarray], int], Iterator[list[np.ndarray]]],
+        rows: int,
+    ) -> None:
+        super().__init__()
+        self._encoding, self._context, self._score, self._write, self._rows = tokenizer, context, score, write, rows
+        self.is_computing = False  # stays true where an error leaves the model
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._encoding.end_of_text
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self._encoding.encode(string).tolist()
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        def passages() -> Iterator[Passage]:
+            for _, before, text in requests:
+                if len(text) >= self._context:
+                    raise UserError(f"evaluate.context={self._context}: a task scores {len(text)} tokens at once")
+                tokens = np.asarray(before + text, np.int32)[-self._context :]
+                yield Passage(tokens, len(tokens) - len(text))
+
+        self.is_computing = True
+        scores = [(-float(one.losses.sum()), bool(one.is_greedy.all())) for one in self._score(passages())]
+        self.is_computing = False
+        return scores
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        parts = [
+            [
+                make_disjoint_window(window)
+                for window in get_rolling_token_windows(self.tok_encode(text), self.eot_token_id, self._context - 1, 1)
+            ]
+            for (text,) in (request.args for request in requests)
+        ]
+        scored = iter(self._loglikelihood_tokens([(("", ""), *part) for text in parts for part in text]))
+        return [sum(next(scored)[0] for _ in text) for text in parts]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        prompts, counts, stops = [], [], []
+        for text, options in (request.args for request in requests):
+            if options.get("do_sample") and options.get("temperature", 1):
+                raise UserError("evaluate.harness: a task wants random samples, and only greedy decoding is supported")
+            until = options.get("until") or []
+            counts.append(options.get("max_gen_toks", LONGEST_ANSWER))
+            stops.append([stop for stop in ([until] if isinstance(until, str) else until) if stop])
+            tokens = np.asarray(self.tok_encode(text) or [self.eot_token_id], np.int32)
+            prompts.append(tokens[-max(1, self._context - counts[-1]) :])
+        self.is_computing, texts = True, [""] * len(requests)
+        # Prompts of like lengths share a batch, and with it a compiled program.
+        order = sorted(range(len(requests)), key=lambda i: (counts[i], len(prompts[i])))
+        for _, group in groupby(order, key=lambda i: counts[i]):
+            for batch in batched(group, self._rows):
+                for written in self._write([prompts[i] for i in batch], counts[batch[0]]):
+                    ends = [self._until(row, stops[i]) for i, row in zip(batch, written, strict=True)]
+                    if all(is_ended for _, is_ended in ends):
+                        break
+                for i, (text, _) in zip(batch, ends, strict=True):
+                    texts[i] = text
+        self.is_computing = False
+        return texts
+
+    def _until(self, tokens: np.ndarray, stops: Sequence[str]) -> tuple[str, bool]:
+        """The text before the end-of-text token and the first stop string, and whether it has reached one of them."""
+        kept = until_end(tokens, self.eot_token_id)
+        text = cut = self._encoding.decode(kept)
+        for stop in stops:
+            cut = cut.split(stop)[0]
+        return cut, len(kept) < len(tokens) or cut != text
+
+
+@cache
+def _task_manager() -> TaskManager:
+    return TaskManager()  # reads 14,000 files
+
+
+def run(model: HarnessModel, tasks: list[Any]) -> dict[str, dict[str, Any]]:
+    """The harness's own results of tasks: names, paths of its .yaml files, or dictionaries like these files.
+
+    Raises:
+      UserError: there is no such task, its file or its data is missing or wrong, or it does not fit its data.
+      Unavailable: the data cannot be reached.
+    """
+    manager = _task_manager()
+    for task in tasks:
+        if isinstance(task, str) and task not in manager.all_tasks and not Path(task).is_file():
+            raise UserError(f"evaluate.harness: {task}: no such task; `lm_eval ls tasks` lists them")
+    model.is_computing = False
+    try:
+        found = lm_eval.simple_evaluate(
+            model=model, tasks=tasks, task_manager=manager, bootstrap_iters=0, log_samples=False
+        )
+    except Exception as error:  # a task is a program of its author's: YAML, templates, filters, Python
+        if model.is_computing or isinstance(error, UserError):
+            raise
+        # FileNotFoundError: datasets has it without a number.
+        outages = (cause for cause in causes(error) if isinstance(cause, OSError) and cause.errno not in WRONG_PATH)
+        is_outage = any(not isinstance(cause, FileNotFoundError) for cause in outages)
+        names = ", ".join(task if isinstance(task, str) else str(task.get("task")) for task in tasks)
+        raise (Unavailable if is_outage else UserError)(f"evaluate.harness: {names}: {first_line(error)}") from error
+    assert found is not None  # it is None for ranks other than 0, and the harness takes every host for rank 0
+    return found["results"]

@@ -1,0 +1,140 @@
+"""`mode=sample`: a trained model continues prompts."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from zero.config.schema import Config
+from zero.corpus.text.chat_template import load_chat_template
+from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer
+from zero.errors import UserError
+from zero.files.parsing import reading
+from zero.hosts.agreement import is_host_0
+from zero.hosts.watchdog import ending_together
+from zero.inference.generate import generate, until_end
+from zero.inference.interactive import STREAM_CHUNK, converse, sampling_of, stream
+from zero.inference.scoring import Passage, Scorer
+from zero.inference.trained_model import open_model
+from zero.models.config import GPTConfig
+from zero.training.programs import make_inference
+
+log = logging.getLogger(__name__)
+
+TEXTS_FILE = "samples.jsonl"
+
+
+@ending_together()
+def sample(config: Config, size: GPTConfig, run_directory: Path) -> int:
+    """Continues each prompt, into `samples.jsonl` and on the terminal, where a single text is streamed.
+
+    Returns:
+      The exit status, 0.
+
+    Raises:
+      UserError: there is no such run or prompt, or the text is longer than the model's positions.
+    """
+    options = config.sample
+    prompts = [] if options.interactive else [prompt for prompt in _prompts(config) for _ in range(options.copies)]
+    trained = open_model(config, size, rows=1 if options.interactive else len(prompts))
+    encode = _chat_encoder(config, trained.tokenizer) if options.chat else trained.tokenizer.encode
+    if options.interactive:
+        converse(trained, options, encode)
+        return 0
+    end = trained.tokenizer.end_of_text
+    encoded = [np.append(end, encode(prompt)).astype(np.int32) for prompt in prompts]
+    longest = max(map(len, encoded)) + options.tokens
+    if size.has_learned_positions and longest > size.block_size:
+        raise UserError(
+            f"sample.tokens={options.tokens}: prompt and text are {longest} tokens, and the model has learned "
+            f"{size.block_size} positions"
+        )
+    line_break = "\n" if options.chat else ""
+    screen = sys.stdout if is_host_0() and len(prompts) == 1 else None
+    if screen:
+        screen.write(prompts[0] + line_break)
+    shown, drawn = "", 0
+    programs = make_inference(trained.model, sampling_of(options))
+    steps = generate(programs, trained.params, encoded, options.tokens, seed=options.seed, chunk=STREAM_CHUNK)
+    bar = tqdm(
+        steps, total=-(-(longest - min(map(len, encoded))) // STREAM_CHUNK), unit="chunk", disable=screen is not None
+    )
+    for tokens in bar:
+        written = [row[len(prompt) :][: options.tokens] for row, prompt in zip(tokens, encoded, strict=True)]
+        texts = [until_end(row, end) for row in written]
+        if drawn == 0:
+            started = time.monotonic()  # compilation is not counted
+            first = sum(map(len, texts))
+        drawn = sum(map(len, texts))
+        if screen:
+            shown = stream(screen, shown, trained.tokenizer.decode(texts[0]))
+        if all(len(text) < len(row) or len(row) == options.tokens for text, row in zip(texts, written, strict=True)):
+            break
+    seconds = time.monotonic() - started
+    more: list[dict[str, Any]] = [{} for _ in texts]
+    if options.log_probabilities:
+        whole = [np.concatenate(pair) for pair in zip(encoded, texts, strict=True)]
+        passages = [Passage(row, len(prompt)) for row, prompt in zip(whole, encoded, strict=True)]
+        scores = Scorer(trained, max(map(len, whole)), len(whole)).scores(passages)
+        more = [{"log_probabilities": (-score.losses).tolist()} for score in scores]
+    if is_host_0():
+        decoded = [trained.tokenizer.decode(text) for text in texts]
+        if screen:
+            screen.write("\n")
+        else:
+            for number, (prompt, text) in enumerate(zip(prompts, decoded, strict=True)):
+                print(f"--- {number}\n{prompt}{line_break}{text}")
+        found = zip(prompts, decoded, more, strict=True)
+        lines = [json.dumps({"prompt": prompt, "text": text, **own}) + "\n" for prompt, text, own in found]
+        (run_directory / TEXTS_FILE).write_text("".join(lines))
+        speed = f"{(drawn - first) / seconds:,.0f} tokens/s" if drawn > first else "too few to time"
+        log.info("%d tokens, %s; written to %s", drawn, speed, run_directory / TEXTS_FILE)
+    return 0
+
+
+def _chat_encoder(config: Config, tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
+    """Encodes a user's message, up to the beginning of the answer."""
+    template = load_chat_template(config.data.tokenizer) if isinstance(tokenizer, FileTokenizer) else None
+    if template is None:
+        raise UserError(f"sample.chat=true: data.tokenizer={config.data.tokenizer} has no chat template beside it")
+
+    def encode(prompt: str) -> np.ndarray:
+        text = template.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
+        return tokenizer.encode_with_spans(text, has_special=True)[0]
+
+    return encode
+
+
+def _prompts(config: Config) -> list[str]:
+    given = config.sample.prompt
+    if given is not None:
+        return [given] if isinstance(given, str) else given
+    if config.sample.prompt_file is None:
+        return [""]
+    if config.sample.prompt_file == "-":
+        data = sys.stdin.buffer.read()
+    else:
+        path = Path(config.sample.prompt_file)
+        if not path.is_file():
+            raise UserError(
+                f"sample.prompt_file={path}: no such file; expected one prompt per line, or - for standard input"
+            )
+        data = path.read_bytes()
+    with reading(f"sample.prompt_file={config.sample.prompt_file} is not UTF-8 text"):
+        lines = io.StringIO(data.decode("utf-8"), newline=None).readlines()  # splitlines() also cuts at U+2028
+    if not lines:
+        raise UserError(f"sample.prompt_file={config.sample.prompt_file}: it has no prompt; expected one per line")
+    if config.sample.prompt_file.endswith(".jsonl"):
+        with reading(f"sample.prompt_file={config.sample.prompt_file}: expected JSON strings or objects with a prompt"):
+            found = [json.loads(line) for line in lines]
+            return [str(one["prompt"]) if isinstance(one, dict) else str(one) for one in found]
+    return [line.rstrip("\n") for line in lines]

@@ -1,0 +1,186 @@
+"""Losses of a trained model over passages of text, and over a whole validation set."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from zero.corpus.reading.index_files import row_tokens
+from zero.corpus.reading.loader import Loader
+from zero.corpus.reading.prefetch import prefetch
+from zero.errors import UserError
+from zero.hosts.watchdog import progress
+from zero.inference.trained_model import TrainedModel
+from zero.training.programs import make_inference, split_rows
+
+_Item = TypeVar("_Item")
+
+
+class Passage(NamedTuple):
+    """Tokens, scored from `first` on, each given all tokens before it; as in `Batch`."""
+
+    tokens: np.ndarray
+    first: int
+
+
+class Score(NamedTuple):
+    """The scored tokens of a passage, their losses in nats, and whether each was the most likely token."""
+
+    tokens: np.ndarray
+    losses: np.ndarray
+    is_greedy: np.ndarray
+
+
+class Scorer:
+    """Scores passages of at most `context` tokens, batch by batch on all devices, in their order.
+
+    `rows` is per host and batch; the sum over hosts is rounded up to a multiple of the number of tensor groups.
+    `trained` may be replaced by other weights of the same model, for which nothing is compiled again.
+    """
+
+    def __init__(self, trained: TrainedModel, context: int, rows: int):
+        self.trained, self.context = trained, context
+        self._groups = trained.model.axis.size // trained.model.axis.tensor  # of devices that take the same rows
+        self._rows = -(-rows * jax.process_count() // self._groups)  # per group
+        self._programs = make_inference(trained.model)
+
+    @property
+    def batch_rows(self) -> int:
+        """Passages of one batch over all devices."""
+        return self._groups * self._rows
+
+    def scores(self, passages: Iterable[Passage]) -> Iterator[Score]:
+        for batch in batched(passages, self.batch_rows):
+            mine = self._place([passage.tokens for passage in batch], self.context)
+            progress()
+            losses, is_greedy = (np.asarray(x) for x in self._programs.score(self.trained.params, mine))
+            for row, (text, first) in enumerate(batch):
+                part = slice(first - 1, len(text) - 1)  # the loss of token t is at t - 1
+                yield Score(text[first:], losses[row, part].astype(np.float64), is_greedy[row, part])
+
+    def scores_of_whole(self, rows: Iterable[np.ndarray]) -> Iterator[Score]:
+        """Scores every token but the first of rows of any length, given all tokens before it.
+
+        For models of gated units: carries their memory from one `context` tokens to the next. A batch of rows takes
+        as long as its longest.
+        """
+        for batch in batched(rows, self.batch_rows):
+            length = max(map(len, batch)) - 1
+            mine = self._place(batch, -(-length // self.context) * self.context + 1)
+            cache, parts = self._programs.new_cache(mine), []
+            for start in range(0, length, self.context):
+                part, position = mine[..., start : start + self.context + 1], np.full(len(mine), start, np.int32)
+                *found, cache = self._programs.score_on(self.trained.params, part, cache, position)
+                parts.append([np.asarray(x) for x in found])
+            progress()
+            losses, is_greedy = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+            for number, row in enumerate(batch):
+                scored = slice(len(row) - 1)
+                yield Score(row[1:], losses[number, scored].astype(np.float64), is_greedy[number, scored])
+
+    def _place(self, rows: Sequence[np.ndarray], length: int) -> np.ndarray:
+        """These rows for the devices of this host `(devices, rows, length)`, padded with -1."""
+        axis = self.trained.model.axis
+        local = axis.size // jax.process_count()
+        tokens = np.full((self.batch_rows, length), -1, np.int32)
+        for blank, row in zip(tokens, rows, strict=False):
+            blank[: len(row)] = row
+        return split_rows(tokens, axis.size, axis.tensor)[jax.process_index() * local :][:local]
+
+
+def batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
+    """The items in lists of `size`; the last one may be shorter."""
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch
+
+
+def windows(tokens: np.ndarray, context: int, stride: int) -> Iterator[Passage]:
+    """Passages that score every token after the first once, each but in the first with `context - stride` before it.
+
+    >>> [(len(tokens), first) for tokens, first in windows(np.arange(10), context=6, stride=3)]
+    [(6, 1), (6, 3), (4, 3)]
+    """
+    scored = 1
+    for start in range(0, len(tokens), stride):
+        end = min(start + context, len(tokens))
+        if end <= scored:
+            return
+        yield Passage(tokens[start:end], scored - start)
+        scored = end
+
+
+class Sums(NamedTuple):
+    """The losses of a set of texts, and what was scored."""
+
+    nats: float = 0.0
+    tokens: int = 0
+    bytes: int = 0
+
+    def plus(self, other: Sums) -> Sums:
+        return Sums(self.nats + other.nats, self.tokens + other.tokens, self.bytes + other.bytes)
+
+    def means(self) -> dict[str, Any]:
+        """Loss in nats per token, perplexity and bits per byte; None without bytes."""
+        loss = self.nats / self.tokens
+        bits = self.nats / math.log(2) / self.bytes if self.bytes else None
+        means = {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": bits}
+        return {**means, "tokens": self.tokens, "bytes": self.bytes}
+
+
+def score_sets(
+    scorer: Scorer, sets: Mapping[str, str | list[str]], stride: int | None, only_completions: bool
+) -> dict[str, Any]:
+    """The means over the tokens of all sets, and under "sets" those of each set that has a name."""
+    sums = {name: score_validation_set(scorer, index, stride, only_completions) for name, index in sets.items()}
+    total = functools.reduce(Sums.plus, sums.values())
+    named = {name: one.means() for name, one in sums.items() if name}
+    return {**total.means(), "stride": stride, **({"sets": named} if named else {})}
+
+
+def score_validation_set(
+    scorer: Scorer, index: str | list[str], stride: int | None, only_completions: bool = False
+) -> Sums:
+    """The losses over every token but the first of each row, each token scored once.
+
+    Rows longer than the scorer's context are scored in passages `stride` tokens apart; with None, as if seen at once.
+    With `only_completions`, as for a `Loader`, only these tokens count.
+    """
+    tokenizer = scorer.trained.tokenizer
+    loader = Loader(
+        index,
+        global_rows=1,
+        context=row_tokens(index),
+        vocab_size=scorer.trained.model.config.vocab_size,
+        shuffle=False,
+        max_epochs=1,
+        only_completions=only_completions,
+    )
+    lengths = tokenizer.byte_lengths()
+
+    def rows() -> Iterator[np.ndarray]:
+        with closing(prefetch(loader.batches())) as batches:
+            is_shown = jax.process_index() == 0
+            for batch in tqdm(batches, total=loader.rows, unit="row", desc="validation", disable=not is_shown):
+                yield np.trim_zeros(batch.tokens[0] + 1, "b") - 1  # without its padding
+
+    if stride is None:
+        scores = scorer.scores_of_whole(rows())
+    else:
+        scores = scorer.scores(passage for row in rows() for passage in windows(row, scorer.context, stride))
+    sums = Sums()
+    for score in scores:
+        is_scored = score.tokens >= 0
+        count, size = int(is_scored.sum()), int(lengths[score.tokens[is_scored]].sum())
+        sums = sums.plus(Sums(score.losses[is_scored].sum(), count, size))
+    if not sums.tokens:
+        raise UserError(f"{index}: its rows hold no token to score")
+    return sums

@@ -1,0 +1,83 @@
+"""A trained model, opened from the checkpoint of a run."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from zero.checkpoints.manager import Checkpoints
+from zero.config.same_configuration import check_same_configuration
+from zero.config.schema import Config
+from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
+from zero.exchange.checkpoint_weights import saved_step
+from zero.exchange.warm_start import weights_of_step
+from zero.hosts import startup
+from zero.job import make_model
+from zero.models.config import GPTConfig
+from zero.partition.collectives.axis import Axis
+from zero.partition.layout import PyTree
+from zero.run_directory import saved_checkpoint_directory
+from zero.training.sharded_gpt import ShardedGPT
+
+log = logging.getLogger(__name__)
+
+
+class TrainedModel(NamedTuple):
+    """A model with its weights on the devices; the step is None for weights that are no checkpoint's."""
+
+    model: ShardedGPT
+    params: PyTree
+    tokenizer: Tokenizer
+    step: int | None
+
+
+def open_model(config: Config, size: GPTConfig, rows: int) -> TrainedModel:
+    """The weights of a checkpoint of the run `model.model_path`, for `rows` rows at a time.
+
+    Sharded by `zero.stage`; or whole on every device that has a row, if `zero.replicate` is true, or null and two
+    copies fit.
+    """
+    model = place_model(config, size, rows)
+    params, step = load_weights(Path(str(config.model.model_path)), model, config.data.resume_step, config.model.ema)
+    return TrainedModel(model, params, load_tokenizer(config.data.tokenizer), step)
+
+
+def place_model(config: Config, size: GPTConfig, rows: int) -> ShardedGPT:
+    """The model of `open_model` as it is placed on the devices."""
+    _, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
+    check_same_configuration(config, size)
+    # One copy, over however many devices there are now, and whole rows.
+    model = make_model(replace(config, zero=replace(config.zero, replicas=1, context_shards=1)), size)
+    model = replace(model, tuning=None)  # adapters are merged
+    whole = model.layout.whole().bytes_per_device()
+    if config.zero.replicate or (config.zero.replicate is None and 2 * whole <= startup.device_memory()):
+        devices = min(rows, jax.device_count()) if hosts == 1 else jax.device_count()
+        model = replace(model, axis=Axis("zero", (1, devices)), stage=0)
+    log.info(
+        "%s bytes of weights, %s %d devices",
+        f"{whole:,}",
+        "sharded over" if model.stage else "whole on",
+        model.axis.size,
+    )
+    return model
+
+
+def load_weights(run: Path, model: ShardedGPT, step: int | None, ema: bool = False) -> tuple[PyTree, int]:
+    """A run's weights for these devices, in shards, and the step they are of; None is the newest.
+
+    With `ema` they are the moving average of the parameters.
+
+    Raises:
+      UserError: the run has no such checkpoint, no average, or another model.
+    """
+    directory = saved_checkpoint_directory(run)
+    with Checkpoints(directory, keep=None) as checkpoints:
+        saved = saved_step(checkpoints, checkpoints.choose(step))
+        weights = weights_of_step(saved, model, saved.subtree(ema))
+        saved.check_size(model.config)
+    log.info("weights from step %d of %s", saved.step, directory)
+    return weights, saved.step

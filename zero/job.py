@@ -1,0 +1,195 @@
+"""Makes the model, the optimizer and the programs of a checked configuration, for training and `mode=plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from zero.config.schema import Config, Zero
+from zero.corpus.text.tokenizers import load_tokenizer
+from zero.errors import UserError
+from zero.hosts.speeds import SPEEDS
+from zero.models.attention.blockwise import blockwise_from
+from zero.models.attention.kernel import chosen_kernel
+from zero.models.config import STACK, GPTConfig
+from zero.models.parametrization import multipliers_of
+from zero.models.transformer_layer import missing_in_kernel
+from zero.partition.collectives.axis import Axis
+from zero.partition.global_arrays import pmap_devices
+from zero.partition.layout import Layout
+from zero.training.activations import fitting_remat
+from zero.training.objective import Objective
+from zero.training.objectives import make_objective
+from zero.training.optimizer import make_optimizer
+from zero.training.parts import StepOptions
+from zero.training.programs import Programs, make_programs
+from zero.training.schedules import LearningRate
+from zero.training.sharded_gpt import ShardedGPT
+from zero.training.step import state_layout
+from zero.training.tuning import make_tuning
+
+log = logging.getLogger(__name__)
+
+
+class Job(NamedTuple):
+    """A model on an axis of devices, its optimizer, the programs made of them, and the layout of the whole state.
+
+    The objective is what the programs minimise; `held` counts the bytes of state and frozen parameters per device.
+    """
+
+    model: ShardedGPT
+    tx: optax.GradientTransformation
+    programs: Programs
+    layout: Layout
+    objective: Objective
+    held: int
+
+
+def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None) -> ShardedGPT:
+    """The model of a checked configuration on these devices, by default all."""
+    zero = config.zero
+    platform, device_kind = (devices or jax.devices())[0].platform, (devices or jax.devices())[0].device_kind
+    remat = "none" if platform == "cpu" and not zero.fused_update else "full"
+    end_of_text = load_tokenizer(config.data.tokenizer).end_of_text if config.data.isolate_documents else None
+    compute_dtype = (
+        ("float32" if platform == "cpu" else "bfloat16") if zero.compute_dtype == "auto" else zero.compute_dtype
+    )
+    axis = make_axis(zero, devices)
+    tuning = make_tuning(dataclasses.asdict(config.tuning))
+    wire_dtype = compute_dtype if axis.exchanges and zero.stage >= 2 else "float32"
+    model = ShardedGPT(
+        size,
+        axis,
+        zero.stage,
+        compute_dtype,
+        wire_dtype=wire_dtype if zero.wire_dtype == "auto" else zero.wire_dtype,
+        reduce_dtype=zero.reduce_dtype,
+        gradient_dtype=zero.gradient_dtype,
+        remat=remat if zero.remat == "auto" else zero.remat,
+        blockwise_from=blockwise_from(config.model.attention, platform),
+        master_dtype=zero.master_dtype,
+        end_of_text=end_of_text,
+        gather_dtype=None if zero.gather_dtype == "auto" else zero.gather_dtype,
+        kernel=chosen_kernel(config.model.attention, platform, device_kind, positions=config.data.max_context),
+        tuning=tuning,
+    )
+    data = config.data
+    missing = missing_in_kernel(model.kernel, size, model.cut, data.max_context, has_segments=data.isolate_documents)
+    if missing is not None and config.model.attention == "kernel":
+        log.warning("model.attention=kernel lacks %s: attention is computed as with model.attention=auto", missing)
+    if missing is not None:  # so that nothing counts on it, as `zero.remat=auto` does
+        model = dataclasses.replace(model, kernel=None)
+    for leaf in (*model.base.layout_by_parts.leaves, *model.layout_by_parts.leaves):
+        if leaf.is_cut and leaf.path[0] == STACK and leaf.splits[0].padding:
+            raise UserError(
+                f"zero.tensor_shards={zero.tensor_shards}: {leaf.splits[0].size}, the size of {leaf.name} along which "
+                f"it is cut, does not divide over {leaf.splits[0].shards} devices"
+            )
+    return model
+
+
+def make_axis(zero: Zero, devices: Sequence[Any] | None = None) -> Axis:
+    """The pmap axis of a checked configuration: copies of the state, groups of devices, the phases of collectives.
+
+    Raises:
+      UserError: the devices do not make groups of equal size.
+    """
+    devices = pmap_devices() if devices is None else devices
+    is_tpu = devices[0].platform == "tpu"
+    exchanges = is_tpu and zero.overlap_gathers and exchanges_gradients(devices)
+    has_torus = is_tpu and not zero.overlap_gathers and zero.replicas == zero.tensor_shards == zero.expert_shards == 1
+    sizes = {key: zero.replicas * getattr(zero, key) for key in ("tensor_shards", "expert_shards")}
+    for key, size in ({"replicas": zero.replicas, "context_shards": zero.context_shards} | sizes).items():
+        if len(devices) % size:
+            times = f" times zero.replicas={zero.replicas}" if key in sizes and zero.replicas > 1 else ""
+            value = getattr(zero, key)
+            raise UserError(f"zero.{key}={value}{times}: expected a divisor of {len(devices)}, the number of devices")
+    if zero.expert_shards > 1:
+        axis = Axis.with_expert_groups("zero", len(devices), zero.expert_shards, zero.replicas)
+        return dataclasses.replace(axis, exchanges=exchanges)
+    hosts = [device.process_index for device in devices]
+    for key in ("tensor_shards", "context_shards"):
+        size = getattr(zero, key)
+        if any(len(set(hosts[i : i + size])) > 1 for i in range(0, len(hosts), size)):
+            raise UserError(f"zero.{key}={size}: expected groups of devices of one host")
+    if zero.phases == "torus" or (zero.phases == "auto" and has_torus):
+        axis = Axis.from_devices("zero", devices)
+    elif zero.tensor_shards == 1:
+        axis = Axis("zero", (zero.replicas, len(devices) // zero.replicas))
+    else:
+        replicas = zero.replicas if zero.stage else len(devices) // zero.tensor_shards  # stage 0: one per tensor group
+        axis = Axis.with_tensor_groups("zero", len(devices), zero.tensor_shards, replicas)
+    return dataclasses.replace(axis, context=zero.context_shards, exchanges=exchanges)
+
+
+def exchanges_gradients(devices: Sequence[Any]) -> bool:
+    """Whether devices of a TPU slice scatter gradients by an all-to-all (docs/decisions/hidden-gathers.md).
+
+    XLA runs it beside matrix products, as SparseCores do a reduce-scatter. It must take at most twice as long as the
+    all-reduce that XLA makes of a scatter elsewhere: the links in the middle of the longest dimension carry half of all
+    bytes of an all-to-all, while those of all dimensions share an all-reduce, and the cores of a chip what it sends.
+    """
+    speed = SPEEDS.get(devices[0].device_kind)
+    if speed is None or speed.offloads:
+        return False
+    sizes = [1 + max(place) for place in zip(*(device.coords for device in devices), strict=True)]
+    spanned = [size for size in sizes if size > 1]
+    return not spanned or speed.devices * max(spanned) / 4 <= 2 * 2 / len(spanned)
+
+
+def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = None, rows: int | None = None) -> Job:
+    """Binds a checked configuration to these devices, by default all. Nothing is compiled yet.
+
+    `rows` are those per step and device, or group of devices that take the same rows; None: as training.batch_size.
+    """
+    training, optimizer, hyperparameters = config.training, config.optimizer, config.optimizer.hyperparameters()
+    objective = make_objective(dataclasses.asdict(training))
+    options = StepOptions(
+        learning_rate(config),
+        seed=config.seed,
+        micro_batches=training.gradient_accumulation_steps,
+        max_gradient_norm=training.max_gradient_norm,
+        skip_bad_steps=training.skip_bad_steps,
+        skip_spikes=training.skip_spikes,
+        fused_update=config.zero.fused_update,
+        ema_decay=training.ema,
+        objective=objective,
+    )
+    model = make_model(config, size, devices)
+    tx = make_optimizer(
+        optimizer.name,
+        training.weight_decay / (training.peak_learning_rate if optimizer.decay == "independent" else 1),
+        state_dtype=optimizer.state_dtype,
+        multipliers=multipliers_of(size),
+        vocab_size=size.vocab_size,
+        **hyperparameters,
+    )
+    layout = state_layout(model, tx, options)
+    held = layout.bytes_per_device() + (0 if model.tuning is None else model.frozen_layout.bytes_per_device())
+    device = (devices or jax.devices())[0]
+    speed = SPEEDS.get(device.device_kind) if device.platform == "tpu" else None
+    if config.zero.remat == "auto" and speed is not None and model.stage == 3 and not options.fused_update:
+        rows = rows or objective.rows * training.batch_size // (jax.local_device_count() // model.axis.row_group)
+        remat = fitting_remat(model, rows // options.micro_batches, config.data.max_context, held, speed.capacity)
+        log.info("zero.remat=auto: %s", remat)
+        model = dataclasses.replace(model, remat=remat)
+    return Job(model, tx, make_programs(model, tx, options, devices), layout, objective, held)
+
+
+def learning_rate(config: Config) -> LearningRate:
+    """The learning rate of a checked configuration, as a function of the step."""
+    training, schedule = config.training, config.schedule
+    after_warmup = training.total_steps - training.warmup_steps
+    return LearningRate(
+        training.peak_learning_rate,
+        training.end_learning_rate,
+        training.warmup_steps,
+        training.total_steps,
+        schedule.name,
+        schedule.decay_steps or min(max(1, training.total_steps // 10), after_warmup),
+    )

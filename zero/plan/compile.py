@@ -1,0 +1,296 @@
+"""Compiles the programs of a training run for a slice that need not exist, and reads their costs."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero.config.schema import Config
+from zero.cycles.hlo import Collective, across_hosts, bytes_by_kind, collectives, hidden_share
+from zero.cycles.predict import Prediction, predict
+from zero.hosts import xla_options
+from zero.hosts.speeds import SPEEDS, Speed
+from zero.inference.generate import bucket
+from zero.job import Job, make_job
+from zero.models.config import GPTConfig
+from zero.partition.memory import memory
+from zero.plan import formula
+from zero.plan.topology import available_bytes, find_devices, out_of_memory
+from zero.training.activations import activation_bytes
+from zero.training.batch import Batch
+from zero.training.flops import matmul_flops, model_flops
+from zero.training.objectives import make_objective
+from zero.training.programs import Inference, make_inference
+
+Row = dict[str, Any]  # of plan.json
+# Keys of the section `zero` that are also keys of a row: how state and sequences are placed on the devices.
+PLACEMENT_KEYS = ("tensor_shards", "context_shards", "expert_shards", "replicas", "phases", "overlap_gathers")
+# Keys of a row that have another name or section in the configuration than in `zero`.
+_ELSEWHERE = {
+    "accumulation": ("training", "gradient_accumulation_steps"),
+    "context": ("data", "max_context"),
+    "state_dtype": ("optimizer", "state_dtype"),
+}
+
+PAUSES = ("evaluation", "sampling", "statistics")  # programs that run between two steps
+
+
+@dataclass(frozen=True)
+class Request:
+    """A step to compile: a checked configuration on a slice."""
+
+    config: Config
+    size: GPTConfig
+    micro_batch: int  # sequences per micro-batch and device, or group of devices that take the same sequences
+
+    @property
+    def rows(self) -> int:
+        """Sequences per step and device, or group of devices that take the same sequences.
+
+        For an objective on pairs, `micro_batch` counts these.
+        """
+        texts = make_objective(asdict(self.config.training)).rows
+        return texts * self.micro_batch * self.config.training.gradient_accumulation_steps
+
+    def with_changes(self, micro_batch: int | None = None, **keys: Any) -> Request:
+        """The same with other values of some keys of a row."""
+        return replace(self, config=with_keys(self.config, keys), micro_batch=micro_batch or self.micro_batch)
+
+
+def with_keys(config: Config, keys: Row) -> Config:
+    """A copy with other values of `accumulation`, `context`, `state_dtype`, or keys of the section `zero`."""
+    config = copy.deepcopy(config)
+    for key, value in keys.items():
+        section, name = _ELSEWHERE.get(key, ("zero", key))
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+def outline(request: Request) -> Row:
+    """The columns of a row before compilation: tokens per step, and a lower bound on the seconds."""
+    devices = find_devices(request.config.plan.topology)
+    job = make_job(request.config, request.size, devices, request.rows)
+    arguments = step_arguments(job, request.rows, request.config.data.max_context)
+    bound = _operations(request, job, arguments, [], devices)["seconds_lower_bound"]
+    return {"tokens": _tokens(request, job), "seconds": None, "seconds_lower_bound": bound}
+
+
+def compile_step(request: Request) -> Row:
+    """The costs of a training run: bytes and operations per device, operations, traffic and seconds per step.
+
+    Compiles the step and, if that fits, the evaluation, the sampling and the statistics between steps.
+    """
+    config, training, zero = request.config, request.config.training, request.config.zero
+    devices = find_devices(config.plan.topology)
+    job = make_job(config, request.size, devices, request.rows)
+    model, sharded = job.model, job.model.base.sharded_layout
+    held, available = job.held, available_bytes(devices)
+    arguments = step_arguments(job, request.rows, config.data.max_context)
+    started = time.monotonic()
+    sent: list[Collective] | None = None  # of a step that fits
+    predicted: Prediction | None = None
+    peaks: dict[str, int | None] = dict.fromkeys(PAUSES)
+    options: Any = {**model.base.layout_options, "compute_dtypes": [model.compute_dtype]}
+    by_stage = memory(sharded.shapes(), job.tx, sharded.shards, **options).rows[zero.stage]
+    gradients = by_stage.gradients
+    if model.tuning is not None or zero.stage >= 2:
+        trained = sum(math.prod(leaf.shard_shape) for leaf in model.sharded_layout.leaves)
+        gradients = 0 if zero.fused_update else trained * jnp.dtype(zero.gradient_dtype).itemsize
+    is_estimate = isinstance(devices[0], formula.Gpu)
+    if is_estimate:
+        rows = request.rows // training.gradient_accumulation_steps
+        activations = activation_bytes(model, rows, config.data.max_context)
+        peak = held + by_stage.gathered + gradients + activations
+        sent = list(formula.collectives_of(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr, len(devices)))
+    elif held > available:  # the step needs more than this, and is not compiled
+        peak = held
+    else:
+        try:
+            compiled = job.programs.step.lower(*arguments).compile(compiler_options(config, devices))
+        except jax.errors.JaxRuntimeError as error:
+            peak, available = out_of_memory(error)
+        else:
+            peak = _peak(compiled.memory_analysis(), devices[0].platform)
+            text = compiled.as_text()
+            sent, predicted = collectives(text), predict(text, devices)
+            if peak <= available:
+                peaks |= _pause_peaks(request, job, devices, arguments, peak)
+    seconds = time.monotonic() - started
+
+    parameters = sum(math.prod(leaf.shape) for leaf in sharded.leaves)
+    # Of the state, without padding and copies.
+    logical = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in job.layout.leaves)
+    row = {
+        "devices": len(devices),
+        "hosts": len({device.process_index for device in devices}),
+        "parameters": parameters,
+        "model": asdict(request.size),
+        "stage": zero.stage,
+        "micro_batch": request.micro_batch,
+        "accumulation": training.gradient_accumulation_steps,
+        "remat": model.remat,
+        "context": config.data.max_context,
+        "compute_dtype": jnp.dtype(model.compute_dtype).name,
+        "gradient_dtype": zero.gradient_dtype,
+        "master_dtype": zero.master_dtype,
+        "state_dtype": config.optimizer.state_dtype,
+        "clipping": training.max_gradient_norm is not None,
+        "skipping": training.skip_bad_steps,
+        "fused_update": zero.fused_update,
+        **{key: getattr(zero, key) for key in PLACEMENT_KEYS},
+        "grid": list(model.axis.shape),
+        "fits": sent is not None and max([peak, *filter(None, peaks.values())]) <= available,
+        "state_bytes": held,
+        "state_bytes_per_parameter": logical / parameters,
+        "gradient_bytes": gradients,
+        "gathered_bytes": by_stage.gathered,
+        "peak_bytes": peak,
+        **{f"{name}_peak_bytes": n for name, n in peaks.items()},
+        "available_bytes": available,
+        **_traffic(sent, devices),
+        **_operations(request, job, arguments, sent or [], devices),
+        "tokens": _tokens(request, job),
+        "compile_seconds": seconds,
+        "is_estimate": is_estimate,
+    }
+    if is_estimate:
+        row["gathers_hidden"] = None
+    return row | _time_and_cost(config, row, predicted, SPEEDS.get(devices[0].device_kind))
+
+
+def _tokens(request: Request, job: Job) -> int:
+    """Tokens of all devices in one step."""
+    axis = job.model.axis
+    return axis.size // axis.row_group * request.rows * request.config.data.max_context
+
+
+def _bytes(shapes: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+
+
+def highest_peak(row: Row) -> int:
+    """The highest peak per device in bytes, in a step or in a program between two steps."""
+    return max(row[key] or 0 for key in ("peak_bytes", *(f"{name}_peak_bytes" for name in PAUSES)))
+
+
+def step_arguments(job: Job, rows: int, context: int) -> Any:
+    """Shapes of the step's arguments on all devices, for `rows` sequences per device."""
+    state = job.layout.shard_shapes()
+    batch = jax.eval_shape(lambda: Batch(jnp.zeros((rows, context), jnp.int32), jnp.int32(0)))
+    if job.objective.has_reference:
+        batch = batch._replace(reference=jax.ShapeDtypeStruct((rows,), jnp.float32))
+    return _on_devices((state, batch, job.model.frozen_shapes()), job)
+
+
+def evaluation_arguments(job: Job, request: Request) -> Any:
+    """Shapes of the arguments of an evaluation during training on all devices, in one call."""
+    tokens = jax.ShapeDtypeStruct((request.rows, request.config.data.max_context), jnp.int32)
+    reference = [jax.ShapeDtypeStruct((request.rows,), jnp.float32)] * job.objective.has_reference
+    return _on_devices((job.model.weight_shapes(), tokens, *reference), job)
+
+
+def sampling_arguments(job: Job, inference: Inference, count: int) -> tuple[Any, ...]:
+    """Shapes of the arguments that extend one text per device, which begins with one token, by `count` tokens."""
+    text, length = jax.ShapeDtypeStruct((1, bucket(1 + count)), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))[None])
+    params, text, length, key = _on_devices((job.model.weight_shapes(), text, length, key), job)
+    state = inference.prefill.lower(params, text, length, bucket(1)).out_info
+    return params, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state), key, count
+
+
+def _on_devices(shapes: Any, job: Job) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((job.model.axis.size, *x.shape), x.dtype), shapes)
+
+
+def _peak(analysis: Any, platform: str) -> int:
+    if platform == "tpu":
+        return analysis.peak_memory_in_bytes
+    # Other compilers leave temporaries out of their peak; the sum is an upper bound.
+    held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return held + analysis.temp_size_in_bytes
+
+
+def _pause_peaks(request: Request, job: Job, devices: list[Any], of_step: Any, step_peak: int) -> dict[str, int | None]:
+    """Peaks of the programs that this run has between two steps; what they do not take stays in memory beside them.
+
+    Statistics need a copy of the trained weights, which is also there during the step before them.
+    """
+    training, held = request.config.training, job.held
+
+    def peak(program: Any, *arguments: Any, taken: int) -> int:
+        rest = held - taken
+        try:
+            compiled = program.lower(*arguments).compile(compiler_options(request.config, devices))
+            return rest + _peak(compiled.memory_analysis(), devices[0].platform)
+        except jax.errors.JaxRuntimeError as error:
+            return rest + out_of_memory(error)[0]
+
+    of_weights = _bytes(job.model.weight_shapes())
+    peaks: dict[str, int | None] = {
+        "evaluation": peak(job.programs.evaluate, *evaluation_arguments(job, request), taken=of_weights)
+    }
+    if training.sample_tokens:
+        inference = make_inference(job.model, devices=devices)
+        arguments = sampling_arguments(job, inference, training.sample_tokens)
+        peaks["sampling"] = peak(inference.extend, *arguments, taken=of_weights)
+    if training.statistics is not None:
+        before = job.model.weights(job.layout.shard_shapes().params, job.layout.shard_shapes().averages)
+        arguments = (_on_devices(before, job), *of_step)
+        after = peak(job.programs.statistics, *arguments, taken=held)
+        peaks["statistics"] = max(step_peak + _bytes(before), after)
+    return peaks
+
+
+def compiler_options(config: Config, devices: list[Any]) -> dict[str, bool | int] | None:
+    """Options of the compiler that a run sets for its process."""
+    if devices[0].platform != "tpu":
+        return None
+    return xla_options.for_tpu(devices[0].device_kind, config.zero.overlap_gathers)
+
+
+def _traffic(sent: list[Collective] | None, devices: list[Any]) -> Row:
+    if sent is None:
+        return dict.fromkeys(("collective_bytes", "collective_bytes_across_hosts", "gathers_hidden"))
+    across = across_hosts(sent, [device.process_index for device in devices])
+    return {
+        "collective_bytes": bytes_by_kind(sent),
+        "collective_bytes_across_hosts": sum(collective.sent for collective in across),
+        "gathers_hidden": hidden_share(sent),
+    }
+
+
+def _operations(request: Request, job: Job, arguments: Any, sent: list[Collective], devices: list[Any]) -> Row:
+    """Operations of a step, and a lower bound on its time from published peaks."""
+    flops = matmul_flops(jax.make_jaxpr(job.programs.step)(*arguments).jaxpr)
+    frozen = job.model.tuning is not None
+    of_group = model_flops(request.size, request.rows, request.config.data.max_context, frozen=frozen)
+    speed, bound = SPEEDS.get(devices[0].device_kind), None
+    if speed is not None:
+        total = sum(collective.sent for collective in sent)
+        alone = sum(collective.sent for collective in sent if not collective.is_hidden)
+        held = 2 * job.held  # read and written once
+        bound = max(flops / speed.flops + alone / speed.network, held / speed.memory, total / speed.network)
+    return {"flops": flops, "model_flops": of_group // job.model.axis.row_group, "seconds_lower_bound": bound}
+
+
+def _time_and_cost(config: Config, row: Row, predicted: Prediction | None, speed: Speed | None) -> Row:
+    """Speed, days and price from the predicted time of a step or, without one, from the lower bound on it."""
+    seconds = predicted and predicted.seconds
+    found: Row = {
+        "seconds": seconds,
+        "tokens_per_second": seconds and row["tokens"] / seconds,
+        "mfu": seconds and speed and row["model_flops"] / (seconds * speed.flops),
+        "exposed_bytes": predicted and predicted.exposed_bytes,
+        "exposed_seconds": predicted and predicted.exposed_seconds,
+        "breakdown": predicted and [[*part, seconds] for part, seconds in predicted.by_part.items()],
+    }
+    hours = (seconds or row["seconds_lower_bound"] or math.nan) * config.training.total_steps / 3600
+    if config.plan.dollars_per_hour is not None and not math.isnan(hours):
+        found |= {"days": hours / 24, "dollars": hours * config.plan.dollars_per_hour}
+    return found

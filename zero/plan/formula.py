@@ -1,0 +1,83 @@
+"""Plans for GPUs without a compiler for them: memory and traffic of a step by formula."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import jaxprs_in_params
+
+from zero.cycles.hlo import Collective
+from zero.errors import UserError
+
+PREFIX = "gpu:"
+# The name that jax has for each kind, and 10^9 bytes of memory (the data sheets of zero/hosts/speeds.py).
+KINDS = {
+    "a100": ("NVIDIA A100-SXM4-40GB", 40),
+    "a100-80g": ("NVIDIA A100-SXM4-80GB", 80),
+    "b200": ("NVIDIA B200", 180),
+    "h100": ("NVIDIA H100 80GB HBM3", 80),
+    "h200": ("NVIDIA H200", 141),
+    "l4": ("NVIDIA L4", 24),
+    "rtx4090": ("NVIDIA GeForce RTX 4090", 24),
+    "t4": ("Tesla T4", 16),
+}
+PER_NODE = 8
+JAX_SHARE = 0.75  # of a GPU's memory, which jax takes unless XLA_PYTHON_CLIENT_MEM_FRACTION sets another share
+_KIND_OF = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce",
+    "all_to_all": "all-to-all",
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that is not there, with the attributes of a `jax.Device` that a job is bound by."""
+
+    id: int
+    process_index: int  # one process per node
+    device_kind: str
+    memory: int  # bytes that programs can have
+    platform: str = "gpu"
+
+
+def gpus(topology: str) -> list[Gpu]:
+    """The devices of `gpu:KINDxCOUNT`, in nodes of eight.
+
+    Raises:
+      UserError: there is no such kind or number.
+
+    >>> [(gpu.device_kind, gpu.process_index) for gpu in gpus("gpu:h100x16")[6:9:2]]
+    [('NVIDIA H100 80GB HBM3', 0), ('NVIDIA H100 80GB HBM3', 1)]
+    """
+    match = re.fullmatch(rf"{PREFIX}([\w-]+?)x(\d+)", topology)
+    if match is None or match[1] not in KINDS or not int(match[2]):
+        raise UserError(f"plan.topology={topology}: expected gpu:KINDxCOUNT such as gpu:h100x8, of {', '.join(KINDS)}")
+    kind, gigabytes = KINDS[match[1]]
+    memory = int(JAX_SHARE * gigabytes * 10**9)
+    return [Gpu(number, number // PER_NODE, kind, memory) for number in range(int(match[2]))]
+
+
+def collectives_of(jaxpr: Any, devices: int, times: int = 1) -> Iterator[Collective]:
+    """The collectives of a traced step that runs so often, as if computation hid them: a lower bound on the time."""
+    for eqn in jaxpr.eqns:
+        inner = list(jaxprs_in_params(eqn.params))
+        if eqn.primitive.name in _KIND_OF:
+            groups = eqn.params["axis_index_groups"] or [list(range(devices))]
+            size, kind = len(groups[0]), _KIND_OF[eqn.primitive.name]
+            held = sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in eqn.invars)
+            # In a ring: a gather sends the own shard k - 1 times, a sum each of k parts twice, the others once.
+            passes = {"all-gather": size - 1.0, "all-reduce": 2 * (size - 1) / size}.get(kind, (size - 1) / size)
+            listed = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups)
+            yield Collective(kind, round(times * held * passes), f"replica_groups={{{listed}}}", True)
+        elif eqn.primitive.name == "cond":
+            found = [list(collectives_of(branch, devices, times)) for branch in inner]
+            yield from max(found, key=lambda branch: sum(one.sent for one in branch))
+        else:
+            for sub in inner:
+                yield from collectives_of(sub, devices, times * eqn.params.get("length", 1))

@@ -1,0 +1,104 @@
+"""`mode=plan`: memory, traffic, time and cost of a training run, before any hardware is rented."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from zero.child_process import end_with_parent
+from zero.config.schema import Config
+from zero.errors import UserError
+from zero.models.config import GPTConfig
+from zero.plan import search
+from zero.plan.compile import Request
+from zero.plan.page import PAGE_FILE, page
+from zero.plan.table import breakdown_table, table, training_command
+from zero.plan.topology import prepare_environment
+from zero.virtual_devices import use_cpu_devices
+
+PLAN_FILE = "plan.json"
+COMPILER_LOG = "compiler.log"
+
+
+def plan(config: Config, size: GPTConfig, run_directory: Path) -> int:
+    """Prints the costs of a training run on `plan.topology`, and writes them to plan.json and plan.html.
+
+    Returns:
+      The exit status, 0.
+
+    Raises:
+      UserError: there is no such slice, or no compiler for it.
+    """
+    settings, request = config.plan, Request(config, size, config.plan.micro_batch)
+    prepare_environment(settings.topology)
+    processes = settings.processes or min(os.cpu_count() or 1, 4)
+    with _compilers(config, processes, run_directory / COMPILER_LOG) as pool:
+        match settings.search:
+            case "largest":
+                rows = search.largest(pool, config)
+            case "fastest":
+                rows = search.fastest(pool, request, processes)
+            case _:
+                rows = search.every_stage(pool, request)
+    if not rows:
+        raise UserError(f"plan.topology={settings.topology}: not even the smallest model fits")
+    best = None
+    if settings.search != "none":
+        best = search.best(rows, headroom=0.0 if settings.search == "largest" else search.HEADROOM)
+    result = {
+        "topology": settings.topology,
+        "devices": rows[0]["devices"],
+        "parameters": (best or rows[0])["parameters"],
+        "best": best and rows.index(best),
+        "rows": rows,
+    }
+    summary = table(result, config)
+    predicted = [row for row in rows if row["breakdown"]]
+    if settings.breakdown and predicted:
+        summary += "\n\n" + breakdown_table(best if best in predicted else predicted[-1])
+    (run_directory / PLAN_FILE).write_text(json.dumps(result, indent=1) + "\n")
+    (run_directory / PAGE_FILE).write_text(page(result, summary))
+    print(summary)
+    if best is not None and settings.search == "largest":
+        print(f"\nThe largest model that fits, as an entry of conf/model_config.yaml: {best['model']}")
+    elif best is not None:
+        print(f"\nThe fastest that fits, with {search.HEADROOM:.0%} of the memory to spare:")
+        print(training_command(best, config))
+    print(f"\n{run_directory / PLAN_FILE}, {run_directory / PAGE_FILE}")
+    return 0
+
+
+@contextmanager
+def _compilers(config: Config, processes: int, log: Path) -> Iterator[ProcessPoolExecutor]:
+    """Fresh processes: each starts jax for the topology, and a compiler that dies takes no other plan with it.
+
+    They are killed where this process is interrupted, and end by themselves where it is killed.
+    """
+    pool = ProcessPoolExecutor(
+        processes,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_compiler,
+        initargs=(str(log), config.plan.topology, config.distributed.cpu_devices),
+    )
+    try:
+        yield pool
+    except BaseException:
+        for compiler in multiprocessing.active_children():  # else the shutdown waits for what they compile
+            compiler.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_compiler(log: str, topology: str, cpu_devices: int) -> None:
+    """Starts a process that compiles; libtpu's stderr goes to a file."""
+    end_with_parent()
+    with Path(log).open("ab") as file:
+        os.dup2(file.fileno(), 2)
+    if topology in ("local", "cpu"):
+        use_cpu_devices(cpu_devices)

@@ -1,0 +1,183 @@
+"""Searches for the fastest setting, or for the largest model, that fits on a slice (tqdm)."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, as_completed, wait
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+from zero.config.rules_between_keys import zero_rules
+from zero.config.schema import Config
+from zero.errors import UserError
+from zero.models.config import GPTConfig
+from zero.plan.compile import Request, Row, compile_step, highest_peak, outline
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+HEADROOM = 0.05  # share of the memory that a search for the fastest leaves free: the compiler does not count all
+WIDTHS = (2048, 3072, 4096, 6144, 8192)  # of the models that a search for the largest tries, with heads of 256
+
+
+def every_stage(pool: Executor, request: Request) -> list[Row]:
+    """A row for each stage; a fused update has stage 3 only."""
+    stages = [3] if request.config.zero.fused_update else [0, 1, 2, 3]
+    return list(gather([pool.submit(compile_step, request.with_changes(stage=stage)) for stage in stages]).values())
+
+
+def fastest(pool: Executor, request: Request, processes: int) -> list[Row]:
+    """A row for each setting of the grid that could be the fastest one that fits, compiled by `processes` processes.
+
+    State and operations give an upper bound on the speed of each setting without compiling it; the highest bounds come
+    first. A setting is skipped if its bound is below the speed of a row that fits with headroom, or if the same one
+    with fewer sequences does not fit.
+
+    Raises:
+      UserError: none is possible.
+    """
+    settings = _combinations(request)
+    outlines = gather([pool.submit(outline, setting) for setting in settings])
+    # Settings whose bounds agree to three digits stay in the order of the grid: fewer sequences first.
+    waiting = sorted(outlines, key=lambda number: -float(f"{_speed(outlines[number]):.2e}"))
+    running: dict[Future[Row], int] = {}
+    rows: dict[int, Row] = {}
+
+    def fewer(number: int, among: Iterable[int]) -> list[int]:
+        own = settings[number]  # others that have fewer sequences and are the same otherwise
+        return [n for n in among if settings[n].micro_batch < own.micro_batch and settings[n].config == own.config]
+
+    def is_pointless(number: int) -> bool:
+        leader = best(list(rows.values()), HEADROOM)
+        is_slower = leader is not None and _speed(outlines[number]) < _speed(leader)
+        return is_slower or not all(rows[other]["fits"] for other in fewer(number, rows))
+
+    with tqdm(total=len(waiting), unit="plan", dynamic_ncols=True) as bar:
+        while waiting or running:
+            possible = [number for number in waiting if not is_pointless(number)]
+            bar.update(len(waiting) - len(possible))
+            # Whether more sequences fit is known when fewer have been compiled.
+            ready = [number for number in possible if not fewer(number, [*running.values(), *possible])]
+            start = ready[: processes - len(running)]
+            running |= {pool.submit(compile_step, settings[number]): number for number in start}
+            waiting = [number for number in possible if number not in start]
+            for job in wait(running, return_when=FIRST_COMPLETED).done:
+                rows[running.pop(job)] = job.result()
+                bar.update(1)
+    left_out = len(outlines) - len(rows)
+    log.info("%d settings compiled; %d left out, which are slower or do not fit", len(rows), left_out)
+    return [rows[number] for number in sorted(rows)]
+
+
+def _combinations(request: Request) -> list[Request]:
+    """The combinations of values of the grid that are possible, fewer sequences first.
+
+    Raises:
+      UserError: none is possible.
+    """
+    grid, zero = request.config.plan.grid, request.config.zero
+    keys: dict[str, Any] = {
+        "stage": grid.stage,
+        "accumulation": grid.accumulation,
+        "remat": grid.remat,
+        "tensor_shards": grid.tensor or [zero.tensor_shards],
+        "context_shards": grid.context_shards or [zero.context_shards],
+        "expert_shards": grid.expert or [zero.expert_shards],
+        "replicas": grid.replicas or [zero.replicas],
+        "phases": grid.phases or [zero.phases],
+        "overlap_gathers": grid.overlap_gathers or [zero.overlap_gathers],
+    }
+    found, mistakes = [], []
+    for values in itertools.product(*keys.values()):
+        for other in _state_dtypes(request.with_changes(**dict(zip(keys, values, strict=True)))):
+            for context in grid.context or [request.config.data.max_context]:
+                rows = [other.with_changes(rows, context=context) for rows in sorted(grid.micro_batch)]
+                mistake = next(zero_rules(rows[0].config, rows[0].size), None)
+                if mistake is None:
+                    found += rows
+                else:
+                    mistakes.append(f"{mistake[0]}: expected {mistake[1]}")
+    if not found:
+        raise UserError("plan.grid: no combination of its values is possible\n" + "\n".join(dict.fromkeys(mistakes)))
+    return found
+
+
+def _speed(row: Row) -> float:
+    """Tokens per second by the predicted time, else by the lower bound on it; tokens without either."""
+    return float(row["tokens"] / (row["seconds"] or row["seconds_lower_bound"] or 1.0))
+
+
+def largest(pool: Executor, config: Config) -> list[Row]:
+    """A row for the deepest model of each width and each dtype of the state in the grid, where one fits."""
+    context = max(config.plan.grid.context or [1024])
+    sizes = (GPTConfig(width, 50304, width // 256, context, 0.0, 4, vocab_chunks=12) for width in WIDTHS)
+    requests = (Request(config, size, config.plan.micro_batch).with_changes(context=context) for size in sizes)
+    found = gather([pool.submit(deepest, other) for request in requests for other in _state_dtypes(request)])
+    return [row for row in found.values() if row is not None]
+
+
+def _state_dtypes(request: Request) -> list[Request]:
+    """The request with each dtype of weights and moments in the grid."""
+    grid, config = request.config.plan.grid, request.config
+    masters = grid.master_dtype or [config.zero.master_dtype]
+    states = grid.state_dtype or [config.optimizer.state_dtype]
+    return [request.with_changes(master_dtype=m, state_dtype=s) for m, s in itertools.product(masters, states)]
+
+
+def deepest(request: Request) -> Row | None:
+    """The row of the deepest model of this width that fits, if any does.
+
+    Memory is almost linear in the number of layers: two programs give the line, the third is the depth at which the
+    line reaches the available memory, and a few more correct it. Layers in spans are added by eight, because some
+    other numbers have no spans of similar size and number.
+    """
+    unit = 8 if request.config.zero.remat == "nested" else 1
+    tried: dict[int, Row] = {}
+
+    def try_layers(layers: int) -> Row:
+        if layers not in tried:
+            tried[layers] = compile_step(replace(request, size=replace(request.size, N=layers)))
+        return tried[layers]
+
+    fewest = max(4, unit)
+    low, high = try_layers(fewest), try_layers(2 * fewest)
+    if not low["fits"]:
+        return None
+    per_layer = (highest_peak(high) - highest_peak(low)) / fewest
+    layers = fewest + unit * int((low["available_bytes"] - highest_peak(low)) / per_layer / unit)
+    while not try_layers(layers)["fits"]:
+        layers -= unit
+    while layers + unit not in tried and try_layers(layers + unit)["fits"]:
+        layers += unit
+    return tried[layers]
+
+
+def best(rows: list[Row], headroom: float) -> Row | None:
+    """The row that fits with headroom and has the most parameters, then the highest predicted speed."""
+    fitting = [row for row in rows if row["fits"] and highest_peak(row) <= (1 - headroom) * row["available_bytes"]]
+
+    def value(row: Row) -> tuple[float, ...]:
+        return row["parameters"], _speed(row), -highest_peak(row)
+
+    return max(fitting, key=value, default=None)
+
+
+def gather(jobs: Sequence[Future[T]]) -> dict[int, T]:
+    """The results by the place of their jobs; a progress bar counts the jobs that are done.
+
+    Raises:
+      UserError: no setting is possible on these devices. One that is not, among others, is logged.
+    """
+    for _ in tqdm(as_completed(jobs), total=len(jobs), unit="plan", dynamic_ncols=True):
+        pass
+    errors = {str(error): error for job in jobs if isinstance(error := job.exception(), UserError)}
+    found = {place: job.result() for place, job in enumerate(jobs) if not isinstance(job.exception(), UserError)}
+    if errors and not found:
+        raise next(iter(errors.values()))
+    for message in errors:
+        log.warning("left out: %s", message)
+    return found

@@ -1,0 +1,199 @@
+"""The table that `mode=plan` prints, and the command that trains with the settings of a row (hydra)."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from zero.config.constraints import shown
+from zero.config.saved_config import default_config
+from zero.config.schema import Config
+from zero.cycles.predict import PHASES
+from zero.hosts.speeds import GIB
+from zero.plan.compile import PLACEMENT_KEYS, Row, highest_peak, with_keys
+
+WIDTH = 120  # characters of a line
+
+
+def table(result: dict[str, Any], config: Config) -> str:
+    """One line per row: the settings that differ between rows, memory and predicted time."""
+    rows = result["rows"]
+    shown = {name: [show(row) for row in rows] for name, show in SETTINGS.items()}
+    same = [f"{name} {values[0]}" for name, values in shown.items() if len(set(values)) == 1]
+    columns = {name: values for name, values in shown.items() if len(set(values)) > 1}
+    results = {name: [show(row) for row in rows] for name, show in (RESULTS | _COSTS).items()}
+    columns |= {name: values for name, values in results.items() if set(values) != {"-"}}
+    lines = [
+        f"{result['topology']}: {result['devices']} devices of {rows[0]['available_bytes'] / GIB:.2f} GiB; "
+        f"{result['parameters']:,} parameters",
+        *_wrapped("every row: " + ", ".join(same)),
+    ]
+    cells = [columns.keys(), *zip(*columns.values(), strict=True)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    ends = ["", *map(_verdict, rows)]
+    if result["best"] is not None:
+        ends[1 + result["best"]] += " <- best"
+    for line, end in zip(cells, ends, strict=True):
+        lines.append("  ".join([*(cell.rjust(w) for cell, w in zip(line, widths, strict=True)), end]).rstrip())
+    legend = (
+        "peak: GiB per device. Per step: seconds as predicted from the compiler's cycles (>: at least, by published "
+        "peaks), tokens per second of all devices, model FLOPs utilization, GB that a device sends while it computes "
+        "nothing"
+    )
+    if config.plan.dollars_per_hour is not None:
+        price = f"{config.plan.dollars_per_hour:g} dollars per hour"
+        legend += f"; days and dollars of {config.training.total_steps:,} steps, at {price}"
+    if rows[0]["is_estimate"]:
+        legend += (
+            "; nothing was compiled: memory is estimated by a formula, and seconds are a lower bound (docs/planning.md)"
+        )
+    return "\n".join([*lines, *_wrapped(legend)])
+
+
+def breakdown_table(row: Row) -> str:
+    """The predicted time of a step in milliseconds, by part of the model and phase."""
+    parts: dict[str, dict[str, float]] = {}
+    for part, phase, seconds in row["breakdown"]:
+        parts.setdefault(part, dict.fromkeys(PHASES, 0.0))[phase] += 1000 * seconds
+    lines = [f"{'ms':<18}" + "".join(f"{phase:>12}" for phase in (*PHASES, "all", "share"))]
+    for part, phases in sorted(parts.items(), key=lambda item: -sum(item[1].values())):
+        total = sum(phases.values())
+        cells = "".join(f"{phases[phase]:>12.1f}" for phase in PHASES)
+        lines.append(f"{part:<18}{cells}{total:>12.1f}{total / (1000 * row['seconds']):>12.1%}")
+    return "\n".join(lines)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _verdict(row: Row) -> str:
+    spare = (row["available_bytes"] - highest_peak(row)) / GIB
+    return f"fits, {spare:.2f} to spare" if row["fits"] else f"does not fit by {-spare:.2f}"
+
+
+# Keys that the command always names: the model and the choices of a search.
+_CHOSEN = (
+    "model.size",
+    "data.max_context",
+    "training.batch_size",
+    "training.gradient_accumulation_steps",
+    "zero.stage",
+    "zero.remat",
+)
+
+
+def training_command(row: Row, config: Config) -> str:
+    """The command line that trains with the settings of a row: it names every key whose value is not the default."""
+    keys = ("context", "accumulation", "stage", "remat", "master_dtype", "state_dtype", *PLACEMENT_KEYS)
+    config = with_keys(config, {key: row[key] for key in keys})
+    groups = row["devices"] // (row["tensor_shards"] * row["context_shards"])
+    config.training.batch_size = row["micro_batch"] * row["accumulation"] * groups // row["hosts"]
+    config.profile.step_time = row["seconds"] and float(f"{row['seconds']:.4g}")
+    default, planned = (_by_key(values) for values in (OmegaConf.to_container(default_config()), asdict(config)))
+    changed = [key for key in planned if planned[key] != default[key] and key not in _CHOSEN]
+    overrides = [f"{key}={_override_value(planned[key])}" for key in (*_CHOSEN, *changed)]
+    return shlex.join(["python", "main_zero.py", *overrides])
+
+
+def _by_key(config: Any) -> dict[str, Any]:
+    """The values of a configuration by their keys, such as `zero.stage`, without those of other modes."""
+    sections = {name: values for name, values in config.items() if name not in ("mode", "resume", "plan")}
+    by_key = {"seed": sections.pop("seed")}
+    return by_key | {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
+
+
+def _override_value(value: Any) -> str:
+    """A value in the syntax of Hydra's overrides.
+
+    >>> _override_value([{"index": "a.index", "weight": 0.7}]), _override_value("a, b"), _override_value("1_1b")
+    ('[{index:a.index,weight:0.7}]', "'a, b'", '1_1b')
+    """
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_override_value(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_override_value, value)) + "]"
+    if not isinstance(value, str):
+        return shown(value)
+    try:
+        is_plain = OverridesParser.create().parse_override(f"key={value}").value() == value
+    except HydraException:
+        is_plain = False
+    return value if is_plain else QuotedString(value, Quote.single).with_quotes()
+
+
+def _number(key: str, form: str, unit: float = 1) -> Callable[[Row], str]:
+    return lambda row: "-" if row.get(key) is None else form.format(row[key] / unit)
+
+
+def _activations(row: Row) -> str:
+    """The rest of the peak of a step, beside state, gradients and gathered parameters."""
+    if not row["fits"]:
+        return "-"
+    named = sum(row[f"{name}_bytes"] for name in ("state", "gradient", "gathered"))
+    return f"{(row['peak_bytes'] - named) / GIB:.3f}"
+
+
+def _traffic(row: Row) -> str:
+    kinds = row["collective_bytes"]
+    return "-" if kinds is None else " ".join(f"{kind} {n / 1e9:.2f}" for kind, n in sorted(kinds.items()) if n > 1e6)
+
+
+def _seconds(row: Row) -> str:
+    if row["seconds"] is not None:
+        return f"{row['seconds']:#.4g}"
+    return "-" if row["seconds_lower_bound"] is None else f"> {row['seconds_lower_bound']:#.4g}"
+
+
+# Columns by their names: what was chosen, what decides, the price, and the rest.
+SETTINGS: dict[str, Callable[[Row], str]] = {
+    "stage": lambda row: str(row["stage"]),
+    "sequences x micro-batches": lambda row: f"{row['micro_batch']} x {row['accumulation']}",
+    "context": lambda row: str(row["context"]),
+    "tokens": lambda row: f"{row['tokens']:,}",
+    "remat": lambda row: row["remat"] + (", fused" if row["fused_update"] else ""),
+    "master": lambda row: row["master_dtype"],
+    "moments": lambda row: row["state_dtype"],
+    "tensor": lambda row: str(row["tensor_shards"]),
+    "context shards": lambda row: str(row["context_shards"]),
+    "expert": lambda row: str(row["expert_shards"]),
+    "copies x phases": lambda row: " x ".join(map(str, row["grid"])),
+    "overlap": lambda row: "yes" if row["overlap_gathers"] else "no",
+    "parameters": _number("parameters", "{:.3f}B", 1e9),
+}
+RESULTS: dict[str, Callable[[Row], str]] = {
+    "peak": _number("peak_bytes", "{:.2f}", GIB),
+    "seconds": _seconds,
+    "tokens/s": _number("tokens_per_second", "{:,.0f}"),
+    "MFU": _number("mfu", "{:.1%}"),
+    "exposed": _number("exposed_bytes", "{:.1f}", 1e9),
+}
+_COSTS: dict[str, Callable[[Row], str]] = {
+    "days": _number("days", "{:,.2f}"),
+    "dollars": _number("dollars", "{:,.0f}"),
+}
+DETAILS: dict[str, Callable[[Row], str]] = {  # GiB per device, GB per step and device
+    "bytes/parameter": _number("state_bytes_per_parameter", "{:.2f}"),
+    "state": _number("state_bytes", "{:.3f}", GIB),
+    "gradients": _number("gradient_bytes", "{:.3f}", GIB),
+    "gathered": _number("gathered_bytes", "{:.3f}", GIB),
+    "activations": _activations,
+    "evaluation": _number("evaluation_peak_bytes", "{:.3f}", GIB),
+    "sampling": _number("sampling_peak_bytes", "{:.3f}", GIB),
+    "statistics": _number("statistics_peak_bytes", "{:.3f}", GIB),
+    "traffic": _traffic,
+    "across hosts": _number("collective_bytes_across_hosts", "{:.2f}", 1e9),
+    "gathers hidden": _number("gathers_hidden", "{:.0%}"),
+    "exposed seconds": _number("exposed_seconds", "{:.3f}"),
+    "TFLOP": _number("flops", "{:.2f}", 1e12),
+    "at least": _number("seconds_lower_bound", "{:.3f} s"),
+    "compiled in": _number("compile_seconds", "{:.0f} s"),
+}

@@ -1,0 +1,127 @@
+"""The devices to compile for, present or not (libtpu, through jax)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero.errors import UserError, install_command
+from zero.hosts.startup import device_memory
+from zero.partition.pmapped import pmap
+from zero.plan import formula
+
+LOCAL = {"local": None, "cpu": "cpu", "gpu": "cuda"}  # devices of this machine, and jax's name of their platform
+
+# For each generation: how many of the numbered units of a slice's name a chip has, and the dimensions of its torus.
+GENERATIONS = {"v2": (2, 2), "v3": (2, 2), "v4": (2, 3), "v5e": (1, 2), "v5p": (2, 3), "v6e": (1, 2), "tpu7x": (2, 3)}
+ALIASES = {"v5litepod": "v5e", "v5lite": "v5e"}
+
+
+def slice_shape(name: str) -> str:
+    """libtpu's name of a slice such as `v3-32`; names such as `v3:4x4` are returned unchanged.
+
+    Raises:
+      UserError: there is no such slice.
+
+    >>> slice_shape("v3-32"), slice_shape("v4-32"), slice_shape("v5litepod-16"), slice_shape("v3:2x2")
+    ('v3:4x4', 'v4:2x2x4', 'v5e:4x4', 'v3:2x2')
+    """
+    match = re.fullmatch(r"(v\w+|tpu7x)-(\d+)", name)
+    if match is None and ":" not in name:
+        raise UserError(f"plan.topology={name}: expected a slice such as v3-32 or v3:4x4, or one of {', '.join(LOCAL)}")
+    if match is None:
+        return name
+    generation, count = ALIASES.get(match[1], match[1]), int(match[2])
+    if generation not in GENERATIONS:
+        raise UserError(f"plan.topology={name}: expected one of {', '.join(GENERATIONS)} before the hyphen")
+    cores, dims = GENERATIONS[generation]
+    chips = count // cores
+    if count % cores or chips < 1 or chips & (chips - 1):
+        raise UserError(
+            f"plan.topology={name}: expected {cores} times a power of two; name other slices by their shape, "
+            f"such as {generation}:2x4"
+        )
+    power = chips.bit_length() - 1
+    shape = [2 ** ((power + dim) // dims) for dim in range(dims)]
+    return f"{generation}:{'x'.join(map(str, sorted(shape, key=lambda size: (size == 1, size))))}"
+
+
+def prepare_environment(topology: str) -> None:
+    """Sets the environment variables that jax has to find when it starts in the processes that compile.
+
+    Raises:
+      UserError: the TPU compiler is not installed.
+    """
+    if topology in LOCAL or topology.startswith(formula.PREFIX):
+        if platform := LOCAL.get(topology, "cpu"):
+            os.environ["JAX_PLATFORMS"] = platform
+        return
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError(
+            f"plan.topology={topology}: the TPU compiler (libtpu) is not installed. On x86-64 Linux, without a TPU: "
+            + install_command("plan")
+        )
+    # Do not ask a metadata server for a TPU, and let several processes load libtpu at once.
+    os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+
+
+def find_devices(topology: str) -> list[Any]:
+    """The devices of a slice or of GPU nodes, which need not exist, or those of this machine.
+
+    Raises:
+      UserError: there are no such devices.
+    """
+    if topology in LOCAL:
+        try:
+            return list(jax.local_devices())
+        except (RuntimeError, AssertionError) as error:  # AssertionError: jax has no CUDA plugin
+            raise UserError(f"plan.topology={topology}: jax finds no such device on this machine") from error
+    if topology.startswith(formula.PREFIX):
+        return list(formula.gpus(topology))
+    from jax.experimental import topologies
+
+    shape = slice_shape(topology)
+    # v4 and v5p run both cores of a chip as one device.
+    options = {"chip_config_name": "megacore"} if shape.startswith(("v4:", "v5p:")) else {}
+    try:
+        return topologies.get_topology_desc(topology_name=shape, platform="tpu", **options).devices
+    except jax.errors.JaxRuntimeError as error:
+        status, _, reason = str(error).splitlines()[0].partition(": ")
+        if status != "INVALID_ARGUMENT":  # not a mistake of the user
+            raise
+        raise UserError(f"plan.topology={topology}: {reason}") from error
+
+
+def available_bytes(devices: list[Any]) -> int:
+    """Memory of one device for programs and their data, by its compiler or allocator; on CPU an equal share."""
+    device = devices[0]
+    if isinstance(device, formula.Gpu):
+        return device.memory
+    if device.platform != "tpu" or device.client is jax.local_devices()[0].client:
+        return device_memory()
+    program = pmap(lambda x: x + 1, "batch", devices, donate_argnums=0)
+    too_much = jax.ShapeDtypeStruct((len(devices), 120 * 2**28), jnp.float32)  # libtpu 0.0.40 fails on twice as much
+    try:
+        program.lower(too_much).compile()
+    except jax.errors.JaxRuntimeError as error:
+        return out_of_memory(error)[1]
+    raise AssertionError("120 GiB fitted on a device")
+
+
+def out_of_memory(error: Exception) -> tuple[int, int]:
+    """Bytes that a program needs and bytes that there are, from the error of the TPU compiler.
+
+    Raises:
+      Exception: the error itself, if it is about something else.
+    """
+    number = r"([\d.]+)([KMGT]?)"
+    for pattern in (rf"\({number}\) exceeds available HBM \({number}\)", rf"Used {number} of {number} hbm"):
+        if match := re.search(pattern, str(error)):
+            units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+            return int(float(match[1]) * units[match[2]]), int(float(match[3]) * units[match[4]])
+    raise error

@@ -1,0 +1,27 @@
+"""The HTML report of runs: `zero-report RUN [RUN ...] [--to report.html]`; several are drawn over each other."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from zero.errors import exit_on_error
+from zero.report.html_report import REPORT_FILE, summary, write_report
+
+
+def main() -> None:
+    """Writes the report and prints its path; a line for each run goes to standard error.
+
+    An error is one line, and status 2, or 1 where a repeat may succeed.
+    """
+    parser = argparse.ArgumentParser(prog="zero-report", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
+    parser.add_argument("--to", type=Path, help="the file to write; default: report.html in the first run")
+    options = parser.parse_args()
+    with exit_on_error():
+        page = write_report(options.runs, options.to or options.runs[0] / REPORT_FILE)
+        print("\n".join(summary(options.runs)), file=sys.stderr)
+        print(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Log-probabilities of pairs by a reference model, computed once per corpus and stored beside its index file.
+
+The reference is the model that training starts from. A file holds float32 `(rows, 2)`, for the two texts of each row in
+the order of the shards; its name has a digest of the weights, the context and the shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+from contextlib import closing
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from zero.config.schema import Config
+from zero.corpus.preparing import directory
+from zero.corpus.reading.index_files import index_paths, named_sets, read_index
+from zero.corpus.reading.loader import Loader
+from zero.corpus.reading.prefetch import prefetch
+from zero.errors import UserError
+from zero.files import storage
+from zero.files.parsing import reading
+from zero.hosts import agreement, watchdog
+from zero.job import Job
+from zero.partition.layout import PyTree
+from zero.partition.pmapped import pmap
+from zero.run.frozen_base import load_unchanged
+from zero.run.restore import TrainingPosition
+from zero.training.programs import split_rows
+
+log = logging.getLogger(__name__)
+
+
+def load_references(config: Config, job: Job, position: TrainingPosition) -> dict[str, np.ndarray] | None:
+    """The log-probabilities of each index file of the run; what is missing is computed and stored. All hosts call it.
+
+    None where the objective has no reference, or where it is the frozen base of adapters, which is on the devices in
+    any case. Place and checksum of the reference are noted in the position, which enters every checkpoint.
+
+    Raises:
+      UserError: the weights of the reference have changed since the run began, or a file cannot be read or written.
+    """
+    if not job.objective.has_reference or job.model.tuning is not None:
+        return None
+
+    @cache  # read where it is needed
+    def reference() -> PyTree:
+        return load_unchanged(config, job.model, position, "the run has other weights as its reference")
+
+    if position.base is None:
+        reference()
+    assert position.base is not None
+    return {index: _of_index(index, config, job, position, reference) for index in _indices(config)}
+
+
+def _indices(config: Config) -> list[str]:
+    data = config.data
+    sets = [index_paths(data.index_path_train, data.bucket_path)]
+    if config.training.maximum_evaluation_steps:
+        sets += named_sets(data.index_path_validation, data.bucket_path).values()
+    files = (file for one in sets for file in ([one] if isinstance(one, str) else one))
+    return list(dict.fromkeys(files))
+
+
+def _of_index(index: str, config: Config, job: Job, position: TrainingPosition, reference: Any) -> np.ndarray:
+    """The values of one index file, float32 `(rows, 2)`."""
+    shards = read_index(index)
+    rows = sum(shard.rows for shard in shards)
+    path = _place(index, [(shard.name, shard.rows) for shard in shards], config, job, position)
+    (absent,) = agreement.sum_over_hosts(int(not storage.exists(path)))
+    if absent:
+        log.info("log-probabilities of %d pairs of %s by the reference", rows, index)
+        values = _computed(index, rows, config, job, reference(), position.global_rows)
+        for is_turn in (jax.process_index() == 0, jax.process_index() != 0):  # hosts may share a disk
+            if is_turn and not storage.exists(path):
+                data = io.BytesIO()
+                np.save(data, values, allow_pickle=False)
+                directory.write(path, data.getvalue())
+            agreement.wait_for_all()
+    with reading(f"{path} is not a complete .npy array: remove it, and it is computed again"):
+        stored: np.ndarray = np.load(io.BytesIO(storage.read_bytes(path)), allow_pickle=False)
+    if stored.shape != (rows, 2) or not np.isfinite(stored).all():
+        raise UserError(
+            f"{path}: expected finite numbers of the shape {(rows, 2)}: remove it, and it is computed again"
+        )
+    return stored.astype(np.float32)
+
+
+def _place(index: str, shards: Any, config: Config, job: Job, position: TrainingPosition) -> str:
+    assert position.base is not None
+    dtype = np.dtype(job.model.compute_dtype).name
+    facts = [position.base["checksum"], config.data.max_context, dtype, shards]
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    return f"{index.removesuffix('.index')}.reference-{digest}.npy"
+
+
+def _computed(index: str, rows: int, config: Config, job: Job, weights: PyTree, global_rows: int) -> np.ndarray:
+    model, found = job.model, []
+    loader = Loader(
+        index,
+        global_rows=global_rows,
+        context=config.data.max_context,
+        vocab_size=model.config.vocab_size,
+        shuffle=False,
+        max_epochs=1,
+        host=jax.process_index(),
+        hosts=jax.process_count(),
+        only_completions=True,
+        pairs=True,
+    )
+    group, name = model.axis.row_group, model.axis.name
+    gather = pmap(lambda x: lax.all_gather(x, name)[::group].reshape(-1), name, out_axes=None)
+    with closing(prefetch(loader.batches())) as batches:
+        for batch in batches:
+            texts = batch.tokens.reshape(-1, config.data.max_context)
+            values = gather(job.programs.reference(weights, split_rows(texts, jax.local_device_count(), group)))
+            found.append(np.asarray(values).reshape(-1, 2))
+            watchdog.progress()
+    return np.concatenate(found)[:rows]

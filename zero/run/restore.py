@@ -1,0 +1,97 @@
+"""Restores a checkpoint: the state and the training position."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import Any
+
+from zero.checkpoints.damage import DamagedCheckpoint
+from zero.checkpoints.manager import Checkpoints
+from zero.errors import UserError
+from zero.exchange.checkpoint_weights import UNSEEN_IN_CHECKPOINTS, check_unseen, saved_step
+from zero.models.config import GPTConfig
+from zero.partition.checksums import checksums
+from zero.partition.collectives.axis import Axis
+from zero.partition.global_arrays import from_global
+from zero.partition.layout import Layout
+from zero.partition.pmapped import pmap
+from zero.training.optimizer import convert_state
+from zero.training.parts import TrainState
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainingPosition:
+    """The position in the data and the counters, between two steps; part of a checkpoint."""
+
+    global_rows: int  # of a batch over all hosts; fixed by the first checkpoint
+    step: int = 0
+    cursor: dict[str, int] | None = None
+    skipped_rows: int = 0
+    samples_checksum: int = 0
+    unevaluated: dict[str, Any] | None = None  # metrics of this step, if a signal came before its evaluation
+    base: dict[str, Any] | None = None  # the weights that adapters are for: their place and checksum
+
+
+def restore(
+    source: Checkpoints, step: int | None, size: GPTConfig, layout: Layout, axis: Axis, is_own: bool, **adam: float
+) -> tuple[TrainingPosition, TrainState]:
+    """Restores the checkpoint of `step`, or the newest readable one; damaged ones of this run are set aside.
+
+    Args:
+      source: the checkpoints of this run, or of the one that it forks from.
+      size: of the model, whose entry in conf/model_config.yaml may have changed.
+      adam: decay rates and epsilon that differ from AdamW's defaults; moments in 8 bits depend on them.
+      is_own: whether the checkpoints are this run's; those of another run stay unchanged.
+
+    Raises:
+      UserError: there is no such checkpoint, none that can be read, or it is of another model.
+    """
+    newest, damaged = source.choose(step), []
+    for candidate in [newest] if step is not None else source.steps()[::-1]:
+        try:
+            checkpoint = saved_step(source, candidate)
+            origin, meta = checkpoint.origin, checkpoint.meta
+            position, trained = _position(origin, meta), asdict(checkpoint.size())
+            saved = source.as_saved(candidate, layout)
+            whole = source.restore(candidate, saved, axis)
+            check_unseen(origin, trained, size, also=("parametrization", "mup_base_width", *UNSEEN_IN_CHECKPOINTS))
+            state = from_global(whole, saved, axis, donate=True)
+            sums = checksums(state, saved, axis)
+            bad = [name for name, saved in meta["checksums"].items() if sums[name] != saved]
+            if bad:
+                del state  # before the next one takes its place
+                raise DamagedCheckpoint(f"checkpoint {origin}: {', '.join(bad)} is not what was saved")
+        except DamagedCheckpoint as error:
+            if step is not None:
+                raise
+            log.error("%s; trying the one before", error)
+            damaged.append(candidate)
+            continue
+        for number in damaged if is_own else []:
+            source.set_aside(number)
+        log.info("resumed from step %d of %s", candidate, source.directory)
+        if changed := [key for key, value in asdict(size).items() if value != trained[key]]:
+            values = ", ".join(f"{key} from {trained[key]} to {getattr(size, key)}" for key in changed)
+            log.warning("the model's entry in conf/model_config.yaml has changed since then: %s", values)
+        if saved != layout:
+            changes = {
+                f"{old.path[0]} from {old.dtype.name} to {new.dtype.name}"
+                for old, new in zip(saved.leaves, layout.leaves, strict=True)
+                if old.dtype != new.dtype
+            }
+            log.info("the state is held in other dtypes from here on: %s", ", ".join(sorted(changes)))
+            state = pmap(partial(convert_state, layout=layout, **adam), axis.name, donate_argnums=0)(state)
+        return position, state
+    raise UserError(f"{source.directory}: none of its checkpoints can be read; see the lines above")
+
+
+def _position(origin: str, meta: dict[str, Any]) -> TrainingPosition:
+    known = {field.name for field in fields(TrainingPosition)}
+    try:
+        return TrainingPosition(**{key: value for key, value in meta.items() if key in known})
+    except TypeError as error:
+        raise DamagedCheckpoint(f"checkpoint {origin}: its metadata hold no position: {error}") from error

@@ -1,0 +1,146 @@
+"""Metrics of the steps since the last logged line: losses, times, throughput and utilisation."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from statistics import fmean
+from typing import Any
+
+import jax
+
+from zero.models.codebook import METRICS as OF_CODEBOOKS
+from zero.models.experts import METRICS as OF_EXPERTS
+from zero.tracking.goodput import Goodput
+from zero.training.dpo import METRICS as OF_PAIRS
+
+log = logging.getLogger(__name__)
+
+SLOW = 0.7  # share of the predicted speed below which a warning shows where the time goes
+
+
+class StepMetrics:
+    """Collects the metrics of each step, and the time of the steps and their data, for one line of metrics.
+
+    Args:
+      devices: of all hosts.
+      peak_flops: published peak of one device in operations per second, or None if unknown.
+      goodput: its phases "steps" and "data_wait" are the time of the steps.
+    """
+
+    def __init__(self, tokens_per_step: int, devices: int, peak_flops: float | None, goodput: Goodput) -> None:
+        self._tokens_per_step, self._devices, self._peak_flops = tokens_per_step, devices, peak_flops
+        self._goodput = goodput
+        self._unread: list[dict[str, jax.Array]] = []
+        self._newest: dict[str, float | int] = {}
+        self._next_line: dict[str, float] = {}
+        self._has_warned = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins a new line: steps from now on count for its mean loss and its times."""
+        self._losses: list[float] = []
+        self._of_objective: list[dict[str, float]] = []
+        self._untimed = 0
+        self._flops = 0
+        self._before = self._goodput.seconds
+        self._predicted = 0.0
+        self._waited_for_devices = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there was no step since the last line."""
+        return not (self._unread or self._losses)
+
+    @property
+    def counts_flops(self) -> bool:
+        """Whether lines have a utilisation."""
+        return self._peak_flops is not None
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Updates skipped since the last one that was applied, as of the newest step that was read."""
+        return int(self._newest["skipped_in_a_row"])
+
+    def leave_untimed(self, **once: float) -> None:
+        """The newest step was compiled and does not count for the throughput; `once` are logged in the next line."""
+        self._untimed += 1
+        self._next_line |= once
+
+    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches; the time spent waiting for them is recorded."""
+        while True:
+            with self._goodput.phase("data_wait"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def add(
+        self, metrics: dict[str, jax.Array], leave: int, flops: int | None = None, predicted: float | None = None
+    ) -> None:
+        """Adds the metrics of a dispatched step; waits for all but the newest `leave`.
+
+        Args:
+          flops: operations of the model in this step per device, for the utilisation; None if the step is not timed.
+          predicted: seconds of this step, None if unknown or not timed.
+        """
+        self._unread.append(metrics)
+        self._flops += flops or 0
+        self._predicted += predicted or 0.0
+        began = time.monotonic()
+        while len(self._unread) > leave:
+            self._newest = {name: x.item() for name, x in jax.device_get(self._unread.pop(0)).items()}
+            self._losses.append(self._newest["loss"])
+            self._of_objective.append({name: self._newest[name] for name in OF_PAIRS if name in self._newest})
+        if flops is not None:
+            self._waited_for_devices += time.monotonic() - began
+
+    def read(self) -> dict[str, float | int]:
+        """One line of metrics: means of the objective and its metrics, and the newest value of the others.
+
+        Waits for all steps.
+        """
+        while self._unread:
+            self.add(self._unread.pop(0), leave=0)
+        losses, self._losses = self._losses, []
+        of_model = [name for name in (*OF_EXPERTS, *OF_CODEBOOKS) if name in self._newest]
+        newest = ("learning_rate", "gradient_norm", "skipped_steps", "skipped_spikes", *of_model)
+        line = {"train/loss": fmean(losses), **{name: self._newest[name] for name in newest}, **self._next_line}
+        line |= {name: fmean(step[name] for step in self._of_objective) for name in self._of_objective[-1]}
+        self._next_line = {}
+        if steps := len(losses) - self._untimed:
+            seconds = {phase: spent - self._before[phase] for phase, spent in self._goodput.seconds.items()}
+            step_time = (seconds["steps"] + seconds["data_wait"]) / steps
+            tokens_per_second = self._tokens_per_step / step_time
+            line |= {
+                "step_time": step_time,
+                "tokens_per_second": tokens_per_second,
+                "tokens_per_second_per_device": tokens_per_second / self._devices,
+                "data_wait": seconds["data_wait"] / (step_time * steps),
+            }
+            if self._predicted:
+                line["device_wait"] = self._waited_for_devices / (step_time * steps)
+                line["predicted_speed"] = self._predicted / (step_time * steps)
+                self._warn_if_slow(line)
+            if self._peak_flops is not None:
+                line["mfu"] = self._flops / (step_time * steps * self._peak_flops)
+        return line
+
+    def _warn_if_slow(self, line: dict[str, float | int]) -> None:
+        """Warns once, with the shares of the time."""
+        if line["predicted_speed"] < SLOW and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "steps take %.3f s, at %.0f%% of the predicted speed: the host waits %.0f%% of the time for data and "
+                "%.0f%% for the devices; the rest is its own work",
+                line["step_time"],
+                *(100 * line[name] for name in ("predicted_speed", "data_wait", "device_wait")),
+            )
+
+
+def peak_memory() -> dict[str, int]:
+    """The peak of the first local device's memory in bytes, where its allocator reports one (not on CPU)."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return {"peak_memory": int(stats["peak_bytes_in_use"])} if "peak_bytes_in_use" in stats else {}

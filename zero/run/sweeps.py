@@ -1,0 +1,103 @@
+"""Sweeps (`--multirun`): a sweep that is repeated continues each job in the job's own directory (hydra)."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from omegaconf import DictConfig, OmegaConf
+
+from zero.config.check import check
+from zero.config.constraints import shown
+from zero.config.files import load_sizes
+from zero.config.saved_config import flat_config, preset_keys
+from zero.errors import UserError
+from zero.files import storage
+from zero.run.find_run import parsed_overrides
+from zero.run_directory import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    checkpoint_directory,
+    is_outside,
+    rebuild,
+    saved_config,
+    saved_steps,
+)
+from zero.tracking.metrics_file import read_metrics
+
+SWEEP_FILE = "sweep.csv"
+_LAST = ("step", "train/loss", "validation/loss")  # columns: the last value of each
+
+PLACE = ("bucket_path", "checkpoint_directory")  # keys of data
+
+
+def swept_keys(arguments: Iterable[str], task_overrides: Sequence[str]) -> set[str]:
+    """The keys that differ between the jobs of a sweep with these arguments, those of swept presets included."""
+    swept = {override.key_or_group for override in parsed_overrides(arguments) if override.is_sweep_override()}
+    own = [override for override in task_overrides if override.lstrip("+").split("=", 1)[0] in swept]
+    return swept | set(preset_keys(own))
+
+
+def check_places(config: DictConfig, run_directory: Path, keys: set[str]) -> None:
+    """Raises UserError where all jobs of a sweep over `keys` would keep their checkpoints in one directory."""
+    place = checkpoint_directory(run_directory, config.data.bucket_path, config.data.checkpoint_directory)
+    varies = [name for name in PLACE if f"data.{name}" in keys or OmegaConf.is_interpolation(config.data, name)]
+    if keys and is_outside(run_directory, place) and not varies:
+        raise UserError(
+            f"data.checkpoint_directory={config.data.checkpoint_directory}: expected a directory for each job of this "
+            f"sweep, not {place} for all; for instance "
+            f"'data.checkpoint_directory={config.data.checkpoint_directory}/${{hydra:job.num}}'"
+        )
+
+
+def continue_job(config: DictConfig, run_directory: Path, keys: set[str]) -> None:
+    """Sets `resume` of a job whose own directory has checkpoints, replacing the run that the sweep forks from.
+
+    A lost directory is rebuilt from the mirror beside checkpoints that are elsewhere. The job's values of `keys` must
+    be those of the run in the directory.
+
+    Raises:
+      UserError: the directory holds the run of another job or of another sweep.
+    """
+    place = checkpoint_directory(run_directory, config.data.bucket_path, config.data.checkpoint_directory)
+    if not (run_directory / CONFIG_FILE).is_file():
+        with TemporaryDirectory() as copy:  # nothing of another job may get into the directory
+            if rebuild(Path(copy), place):
+                _check_job(config, saved_config(Path(copy)), keys, str(place))
+                rebuild(run_directory, place)
+    if (run_directory / CONFIG_FILE).is_file() and saved_steps(run_directory):
+        _check_job(config, saved_config(run_directory), keys, str(run_directory))
+        config.resume, config.data.resume_step = str(run_directory), None
+
+
+def write_table(sweep: Path, keys: Iterable[str]) -> None:
+    """Writes `sweep.csv`: for each job that has begun its values of `keys`, its last step and its last losses."""
+    rows = []
+    for run in sorted(sweep.iterdir(), key=lambda run: (len(run.name), run.name)):
+        if (run / CONFIG_FILE).is_file() and (run / METRICS_FILE).is_file():
+            config, lines = flat_config(saved_config(run)), read_metrics(run / METRICS_FILE)
+            last = {name: next((line[name] for line in reversed(lines) if name in line), "") for name in _LAST}
+            rows.append({"job": run.name, **{key: config.get(key, "") for key in sorted(keys)}, **last})
+    table = io.StringIO(newline="")
+    if rows:
+        writer = csv.DictWriter(table, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    storage.write(sweep / SWEEP_FILE, table.getvalue().encode())
+
+
+def _check_job(config: DictConfig, saved: DictConfig, keys: set[str], place: str) -> None:
+    own = OmegaConf.create(asdict(check(config, load_sizes())))  # as a run saves it
+    pairs = {key: (OmegaConf.select(own, key), OmegaConf.select(saved, key)) for key in sorted(keys)}
+    changed = [
+        f"{key}={shown(now)}: expected {shown(before)}, the value of the run in {place}; "
+        "repeat the sweep with the same values, or name another hydra.sweep.dir"
+        for key, (now, before) in pairs.items()
+        if now != before
+    ]
+    if changed:
+        raise UserError("\n".join(changed))

@@ -1,0 +1,151 @@
+"""A run directory: the files in it, its lock, and its mirror next to checkpoints that are elsewhere (omegaconf).
+
+If checkpoints are outside the run directory, in a bucket or on a shared disk, the other files that a resume needs
+are copied next to them, to CHECKPOINTS-run/, and a machine that has lost the run directory rebuilds it from there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from zero.config.files import read_yaml
+from zero.errors import UserError
+from zero.files import storage
+from zero.files.parsing import reading
+
+WAIT_SECONDS = 10  # between two looks for a run to start, or for its next checkpoint
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+LAYOUT_FILE = "layout.txt"
+SAMPLES_FILE = "samples.txt"
+WANDB_ID_FILE = "wandb_run_id"
+LINEAGE_FILE = "emergency_lineage"  # names the emergency checkpoints that a resume may use
+MIRRORED = (CONFIG_FILE, LAYOUT_FILE, METRICS_FILE, SAMPLES_FILE, WANDB_ID_FILE, LINEAGE_FILE)
+GROWING = (METRICS_FILE, SAMPLES_FILE)
+
+
+class DamagedRun(UserError):
+    """A run directory whose configuration is missing or cannot be read."""
+
+
+def save_config(run_directory: Path, config: Any) -> None:
+    """Writes the configuration, a dataclass or a dictionary, where `saved_config` finds it."""
+    storage.write(run_directory / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(config)).encode())
+
+
+def saved_config(run_directory: Path) -> DictConfig:
+    """The configuration that a run was last started with.
+
+    Raises:
+      DamagedRun: the directory has none, or a damaged one.
+    """
+    path = run_directory / CONFIG_FILE
+    if not path.is_file():
+        raise DamagedRun(f"{run_directory}: not a run directory, {CONFIG_FILE} is missing")
+    message = f"{path} is damaged: expected the configuration of a run"
+    config = read_yaml(path, message, DamagedRun)
+    with reading(message, kind=DamagedRun):
+        data = config["data"]
+        if not (isinstance(data["bucket_path"], str | None) and isinstance(data["checkpoint_directory"], str)):
+            raise TypeError("data.bucket_path or data.checkpoint_directory is no path")
+        for name in ("model", "optimizer"):
+            if not isinstance(config.get(name, {}), dict):
+                raise TypeError(f"{name} is no section")
+        return OmegaConf.create(config)
+
+
+def checkpoint_directory(run_directory: Path, bucket_path: str | None, directory: str) -> Path | str:
+    """An absolute path or URL as it is, else `gs://bucket_path/directory`, else inside the run directory."""
+    place = storage.join(storage.bucket(bucket_path) if bucket_path else run_directory, directory)
+    return place if storage.is_remote(place) else Path(place)
+
+
+@contextmanager
+def locked(run_directory: Path) -> Iterator[None]:
+    """Locks a run: two processes may be started in one second, or resume the same run.
+
+    The lock ends with its process, even if it is killed.
+
+    Raises:
+      UserError: another process has the lock.
+    """
+    directory = os.open(run_directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run_directory}: another process trains here; name another hydra.run.dir") from None
+        yield
+    finally:
+        os.close(directory)
+
+
+def saved_steps(run_directory: Path) -> list[int]:
+    """The steps of a run's complete checkpoints, on disk or in a bucket, oldest first.
+
+    On disk a complete checkpoint is renamed into place; in a bucket, where nothing can be renamed, a file marks it.
+    """
+    directory = saved_checkpoint_directory(run_directory)
+    if isinstance(directory, Path):
+        return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal() and path.is_dir())
+    files = storage.list_files(directory)
+    whole = (re.fullmatch(r"(\d+)/commit_success\.txt", url.removeprefix(f"{directory}/")) for url in files)
+    return sorted(int(found[1]) for found in whole if found)
+
+
+def is_outside(run_directory: Path, place: Path | str) -> bool:
+    """Whether checkpoints are outside the run directory."""
+    return not isinstance(place, Path) or not place.absolute().is_relative_to(run_directory.absolute())
+
+
+def shared_file(run_directory: Path, place: Path | str, name: str) -> str:
+    """The path of a file of a run that every machine sees: beside its checkpoints if they are outside the directory."""
+    return _mirror_path(place, name) if is_outside(run_directory, place) else str(run_directory / name)
+
+
+def fetch_config(run_directory: Path, place: str) -> bool:
+    """Copies the configuration of the run that mirrors itself beside these checkpoints; False if none does."""
+    mirrored = _mirror_path(place, CONFIG_FILE)
+    if not storage.exists(mirrored):
+        return False
+    storage.write(run_directory / CONFIG_FILE, storage.read_bytes(mirrored))
+    return True
+
+
+def mirror(run_directory: Path, place: Path | str) -> None:
+    """Copies the files that a resume needs next to the checkpoints, if these are outside the directory."""
+    if is_outside(run_directory, place):
+        for name in MIRRORED:
+            if (run_directory / name).exists():
+                storage.write(_mirror_path(place, name), (run_directory / name).read_bytes())
+
+
+def rebuild(run_directory: Path, place: Path | str) -> bool:
+    """Restores a run directory from its mirror, if there is one; files that continue the mirrored ones stay."""
+    if not is_outside(run_directory, place) or not storage.exists(_mirror_path(place, CONFIG_FILE)):
+        return False
+    run_directory.mkdir(parents=True, exist_ok=True)
+    for name in MIRRORED:
+        if storage.exists(_mirror_path(place, name)):
+            here, kept = run_directory / name, storage.read_bytes(_mirror_path(place, name))
+            if not (name in GROWING and here.exists() and here.read_bytes().startswith(kept)):
+                storage.write(here, kept)
+    return True
+
+
+def _mirror_path(place: Path | str, name: str) -> str:
+    return f"{place}-run/{name}"  # inside the directory orbax would take it for an unfinished step
+
+
+def saved_checkpoint_directory(run_directory: Path) -> Path | str:
+    """The directory of a run's checkpoints, by its saved configuration."""
+    data = saved_config(run_directory).data
+    return checkpoint_directory(run_directory, data.bucket_path, data.checkpoint_directory)

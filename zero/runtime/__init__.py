@@ -1,1 +1,0 @@
-"""Files, networks, processes and the terminal; about one outside library per file."""

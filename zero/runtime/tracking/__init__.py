@@ -1,1 +1,0 @@
-"""The reports of a run: metrics, W&B, plots, the HTML report."""
