@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -45,13 +44,14 @@ from zero.run.active_run import ActiveRun
 from zero.run.frozen_base import fit_to_base, load_base
 from zero.run.profiling import Profiler
 from zero.run.reference import load_references
-from zero.run.restore import TrainingPosition, restore
+from zero.run.restore import TrainingPosition
+from zero.run.resume import check_unused, is_evaluated, join_run_directory, line_of, resume_state, write_lineage
 from zero.run.statistics import StatisticsRecorder
 from zero.run.step_metrics import StepMetrics
 from zero.run.validation import uncovered
 from zero.run.verification import Verifier
 from zero.tracking.goodput import Goodput
-from zero.tracking.metrics_file import EVALUATED, read_metrics
+from zero.tracking.metrics_file import read_metrics
 from zero.tracking.tracker import open_tracker
 from zero.training.parts import TrainState
 from zero.training.programs import make_inference
@@ -71,7 +71,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
       UserError: the configuration, the data or a checkpoint is wrong.
     """
     host, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
-    run_directory, is_fork = _join_run_directory(run_directory, config.resume)
+    run_directory, is_fork = join_run_directory(run_directory, config.resume)
     check_same_configuration(config, size)
     count, backend = jax.device_count(), jax.default_backend()
     log.info("%d %s devices, %d of this host; %s", count, backend, jax.local_device_count(), run_directory)
@@ -96,15 +96,15 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
         retention = Retention(data.keep_checkpoints, data.keep_every, data.keep_every_hours)
         checkpoints = stack.enter_context(Checkpoints(place, retention))
         if config.resume is None:
-            _check_unused(run_directory, checkpoints)
+            check_unused(run_directory, checkpoints)
         position, state = TrainingPosition(global_rows=config.training.batch_size * hosts), None
         if config.resume is not None:
-            position, state = _resume(config, job, run_directory, is_fork, checkpoints, emergency)
+            position, state = resume_state(config, job, run_directory, is_fork, checkpoints, emergency)
         config = with_global_batch(config, position.global_rows)
         reference = load_references(config, job, position)
         loader, validation = _loaders(config, job, tokenizer, position.global_rows, reference)
         last_step = _last_step(config, loader)
-        if position.unevaluated is not None and _is_evaluated(run_directory, position.step):
+        if position.unevaluated is not None and is_evaluated(run_directory, position.step):
             position.unevaluated = None
         if position.step >= last_step and position.unevaluated is None:
             log.info("nothing left to do: the run is at step %d of %d", position.step, last_step)
@@ -116,7 +116,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
         tracker, goodput = None, Goodput(startup.process_age())
         if host == 0:
             if config.resume is not None and not is_fork:
-                goodput = Goodput(startup.process_age(), _line_of(run_directory, position.step))
+                goodput = Goodput(startup.process_age(), line_of(run_directory, position.step))
             _write_run_files(run_directory, config, job, forked_at=position.step if is_fork else None)
             opened = open_tracker(
                 run_directory,
@@ -126,7 +126,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
                 resumed_from=None if config.resume is None else position.step,
             )
             tracker = stack.enter_context(opened)
-            _write_lineage(run_directory, emergency)
+            write_lineage(run_directory, emergency)
             run_files.mirror(run_directory, place)
         stop_requests = stack.enter_context(signals.stop_requests())
         bar = stack.enter_context(_progress_bar(position.step, last_step))
@@ -164,99 +164,6 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             context=staged_context(config),
             inference=make_inference(model),
         )
-
-
-def _join_run_directory(run_directory: Path, resume: str | None) -> tuple[Path, bool]:
-    """The run directory of host 0, and whether this run forks. Other hosts write nothing but their logs there."""
-    host = jax.process_index()
-    is_fork = resume is not None and Path(resume) != run_directory
-    message = agreement.broadcast("run", json.dumps([str(run_directory), resume is not None, is_fork]))
-    shared, is_resume, is_fork = json.loads(message)
-    if is_resume != (resume is not None):
-        raise UserError(
-            f"host 0 {'resumes' if is_resume else 'starts afresh'} and host {host} does not: all hosts must see the "
-            "same runs; name data.bucket_path, or a hydra.run.dir on a disk that they share"
-        )
-    if host:
-        _move_log(run_directory, Path(shared), host)
-    return Path(shared), is_fork
-
-
-def _check_unused(run_directory: Path, checkpoints: Checkpoints) -> None:
-    """Raises UserError if a run that starts or forks here would write over another one; all hosts call it."""
-    place: Path | str = checkpoints.directory
-    is_used = bool(checkpoints.steps())
-    if jax.process_index() == 0 and not is_used and (run_directory / run_files.CONFIG_FILE).exists():
-        is_used, place = bool(run_files.saved_steps(run_directory)), run_directory
-    place = agreement.broadcast("used", str(place) if is_used else "")
-    if place:
-        raise UserError(f"{place} has checkpoints: --resume continues, another hydra.run.dir starts a new run")
-
-
-def _move_log(run_directory: Path, shared: Path, host: int) -> None:
-    """Sends the log of this host to `NAME.HOST.log` of the shared run directory, and removes the empty one here."""
-    for handler in logging.root.handlers:
-        if isinstance(handler, logging.FileHandler):
-            old = Path(handler.baseFilename)
-            handler.close()
-            handler.baseFilename = os.path.abspath(shared / f"{old.stem}.{host}{old.suffix}")
-            shared.mkdir(parents=True, exist_ok=True)
-            if shared != run_directory:
-                old.unlink(missing_ok=True)
-    if shared != run_directory and run_directory.is_dir() and not any(run_directory.iterdir()):
-        run_directory.rmdir()
-
-
-def _resume(
-    config: Config,
-    job: Job,
-    run_directory: Path,
-    is_fork: bool,
-    checkpoints: Checkpoints,
-    emergency: EmergencyCheckpoints | None,
-) -> tuple[TrainingPosition, TrainState]:
-    """The training position and state of an emergency checkpoint if it is the newest, else of a durable one."""
-    step, layout, axis = config.data.resume_step, job.layout, job.model.axis
-    given = config.optimizer.hyperparameters()
-    adam = {key: given[key] for key in ("b1", "b2", "eps") if key in given}
-    if is_fork:
-        parent = _origin(config, run_directory, checkpoints.directory)
-        _check_unused(run_directory, checkpoints)
-        with Checkpoints(parent, keep=None) as origin:
-            return restore(origin, step, job.model.config, layout, axis, is_own=False, **adam)
-    durable = checkpoints.steps()
-    if emergency is not None and step is None and durable:
-        found = emergency.restore(_last_lineage(run_directory), after=durable[-1])
-        if found is not None:
-            position, state = found
-            return TrainingPosition(**position), state
-    return restore(checkpoints, step, job.model.config, layout, axis, is_own=True, **adam)
-
-
-def _origin(config: Config, run_directory: Path, place: Path | str) -> Path | str:
-    """The directory of the checkpoints that a fork starts from."""
-    parent = Path(str(config.resume))
-    origin = run_files.saved_checkpoint_directory(parent)
-    if origin == place:
-        raise UserError(
-            f"data.resume_step={config.data.resume_step} forks the run into {run_directory}, but {place} holds the "
-            f"checkpoints of the run itself; name another data.checkpoint_directory, and hydra.run.dir={parent}"
-        )
-    return origin
-
-
-def _last_lineage(run_directory: Path) -> str:
-    """The lineage of the emergency checkpoints of the last start, read by host 0."""
-    path = run_directory / run_files.LINEAGE_FILE
-    return agreement.broadcast("last lineage", path.read_text() if path.exists() else "")
-
-
-def _write_lineage(run_directory: Path, emergency: EmergencyCheckpoints | None) -> None:
-    path = run_directory / run_files.LINEAGE_FILE
-    if emergency is None:
-        path.unlink(missing_ok=True)  # later steps belong to another attempt
-    else:
-        storage.write(path, emergency.lineage.encode())
 
 
 def _load_tokenizer(config: Config, size: GPTConfig) -> Tokenizer:
@@ -395,20 +302,6 @@ def _last_step(config: Config, loader: AnyLoader) -> int:
         training.total_steps,
     )
     return loader.total_batches
-
-
-def _is_evaluated(run_directory: Path, step: int) -> bool:
-    """Whether an earlier start of this run has evaluated its checkpoint already, by the metrics of host 0."""
-    line = (_line_of(run_directory, step) or {}) if jax.process_index() == 0 else {}
-    found = any(name.startswith(EVALUATED) for name in line)
-    return bool(agreement.broadcast("evaluated", "yes" if found else ""))
-
-
-def _line_of(run_directory: Path, step: int) -> dict[str, Any] | None:
-    """The line of metrics of a step, if there is one."""
-    path = run_directory / run_files.METRICS_FILE
-    lines = read_metrics(path) if path.exists() else []
-    return next((line for line in lines if line["step"] == step), None)
 
 
 def _new_state(config: Config, job: Job, frozen: PyTree) -> TrainState:

@@ -1,0 +1,130 @@
+"""Resumes a run: the directory that its hosts share, the checkpoint it continues, and what was done after that."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from zero import run_directory as run_files
+from zero.checkpoints.emergency import EmergencyCheckpoints
+from zero.checkpoints.manager import Checkpoints
+from zero.config.schema import Config
+from zero.errors import UserError
+from zero.files import storage
+from zero.hosts import agreement
+from zero.job import Job
+from zero.run.restore import TrainingPosition, restore
+from zero.tracking.metrics_file import EVALUATED, read_metrics
+from zero.training.parts import TrainState
+
+
+def join_run_directory(run_directory: Path, resume: str | None) -> tuple[Path, bool]:
+    """The run directory of host 0, and whether this run forks. Other hosts write nothing but their logs there."""
+    host = jax.process_index()
+    is_fork = resume is not None and Path(resume) != run_directory
+    message = agreement.broadcast("run", json.dumps([str(run_directory), resume is not None, is_fork]))
+    shared, is_resume, is_fork = json.loads(message)
+    if is_resume != (resume is not None):
+        raise UserError(
+            f"host 0 {'resumes' if is_resume else 'starts afresh'} and host {host} does not: all hosts must see the "
+            "same runs; name data.bucket_path, or a hydra.run.dir on a disk that they share"
+        )
+    if host:
+        _move_log(run_directory, Path(shared), host)
+    return Path(shared), is_fork
+
+
+def check_unused(run_directory: Path, checkpoints: Checkpoints) -> None:
+    """Raises UserError if a run that starts or forks here would write over another one; all hosts call it."""
+    place: Path | str = checkpoints.directory
+    is_used = bool(checkpoints.steps())
+    if jax.process_index() == 0 and not is_used and (run_directory / run_files.CONFIG_FILE).exists():
+        is_used, place = bool(run_files.saved_steps(run_directory)), run_directory
+    place = agreement.broadcast("used", str(place) if is_used else "")
+    if place:
+        raise UserError(f"{place} has checkpoints: --resume continues, another hydra.run.dir starts a new run")
+
+
+def resume_state(
+    config: Config,
+    job: Job,
+    run_directory: Path,
+    is_fork: bool,
+    checkpoints: Checkpoints,
+    emergency: EmergencyCheckpoints | None,
+) -> tuple[TrainingPosition, TrainState]:
+    """The training position and state of an emergency checkpoint if it is the newest, else of a durable one."""
+    step, layout, axis = config.data.resume_step, job.layout, job.model.axis
+    given = config.optimizer.hyperparameters()
+    adam = {key: given[key] for key in ("b1", "b2", "eps") if key in given}
+    if is_fork:
+        parent = _origin(config, run_directory, checkpoints.directory)
+        check_unused(run_directory, checkpoints)
+        with Checkpoints(parent, keep=None) as origin:
+            return restore(origin, step, job.model.config, layout, axis, is_own=False, **adam)
+    durable = checkpoints.steps()
+    if emergency is not None and step is None and durable:
+        found = emergency.restore(_last_lineage(run_directory), after=durable[-1])
+        if found is not None:
+            position, state = found
+            return TrainingPosition(**position), state
+    return restore(checkpoints, step, job.model.config, layout, axis, is_own=True, **adam)
+
+
+def write_lineage(run_directory: Path, emergency: EmergencyCheckpoints | None) -> None:
+    path = run_directory / run_files.LINEAGE_FILE
+    if emergency is None:
+        path.unlink(missing_ok=True)  # later steps belong to another attempt
+    else:
+        storage.write(path, emergency.lineage.encode())
+
+
+def is_evaluated(run_directory: Path, step: int) -> bool:
+    """Whether an earlier start of this run has evaluated its checkpoint already, by the metrics of host 0."""
+    line = (line_of(run_directory, step) or {}) if jax.process_index() == 0 else {}
+    found = any(name.startswith(EVALUATED) for name in line)
+    return bool(agreement.broadcast("evaluated", "yes" if found else ""))
+
+
+def line_of(run_directory: Path, step: int) -> dict[str, Any] | None:
+    """The line of metrics of a step, if there is one."""
+    path = run_directory / run_files.METRICS_FILE
+    lines = read_metrics(path) if path.exists() else []
+    return next((line for line in lines if line["step"] == step), None)
+
+
+def _origin(config: Config, run_directory: Path, place: Path | str) -> Path | str:
+    """The directory of the checkpoints that a fork starts from."""
+    parent = Path(str(config.resume))
+    origin = run_files.saved_checkpoint_directory(parent)
+    if origin == place:
+        raise UserError(
+            f"data.resume_step={config.data.resume_step} forks the run into {run_directory}, but {place} holds the "
+            f"checkpoints of the run itself; name another data.checkpoint_directory, and hydra.run.dir={parent}"
+        )
+    return origin
+
+
+def _last_lineage(run_directory: Path) -> str:
+    """The lineage of the emergency checkpoints of the last start, read by host 0."""
+    path = run_directory / run_files.LINEAGE_FILE
+    return agreement.broadcast("last lineage", path.read_text() if path.exists() else "")
+
+
+def _move_log(run_directory: Path, shared: Path, host: int) -> None:
+    """Sends the log of this host to `NAME.HOST.log` of the shared run directory, and removes the empty one here."""
+    for handler in logging.root.handlers:
+        if isinstance(handler, logging.FileHandler):
+            old = Path(handler.baseFilename)
+            handler.close()
+            handler.baseFilename = os.path.abspath(shared / f"{old.stem}.{host}{old.suffix}")
+            shared.mkdir(parents=True, exist_ok=True)
+            if shared != run_directory:
+                old.unlink(missing_ok=True)
+    if shared != run_directory and run_directory.is_dir() and not any(run_directory.iterdir()):
+        run_directory.rmdir()
