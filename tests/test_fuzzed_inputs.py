@@ -21,7 +21,7 @@ from zero.cli import all_mistakes, resolve
 from zero.config.check import describe
 from zero.config.saved_config import default_config, flat_config
 from zero.errors import UserError
-from zero.run.setup import staged_context
+from zero.run.data import staged_context
 
 COMPOSED = compose()
 KEYS = sorted(flat_config(default_config()))

@@ -83,7 +83,7 @@ def report(record):
         os._exit(0)
     return True
 
-logging.getLogger("zero.run.active_run").addFilter(report)
+logging.getLogger("zero.run.step_programs").addFilter(report)
 """
 
 
@@ -170,7 +170,7 @@ IN_UNITS = pytest.mark.slow  # test_check.py and test_index_files.py have them w
         pytest.param(
             ["training.skip_bad_steps=false", "training.peak_learning_rate=1e30"],
             ["not finite", "skip_bad_steps=false"],
-            marks=pytest.mark.slow,  # that compiles; tests/run/test_active_run.py shows it without
+            marks=pytest.mark.slow,  # that compiles; tests/run/features/test_features.py shows it without
         ),
         (["hydra.run.dir=text/0.txt"], ["text/0.txt"]),
         (["hydra.run.dir=/dev/null/run"], ["/dev/null"]),

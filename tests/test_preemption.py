@@ -198,12 +198,11 @@ from pathlib import Path
 import hydra
 import jax
 from zero.errors import UserError
-from zero.run import setup
-from zero.run.train import train
+from zero.run import train as training
 from zero.config.check import check
 from zero.config.files import load_sizes
 
-def diverging(config, size, make=setup.make_job):
+def diverging(config, size, make=training.make_job):
     job = make(config, size)
     whole_step = job.programs.step.__wrapped__
 
@@ -217,14 +216,14 @@ def diverging(config, size, make=setup.make_job):
     step = jax.pmap(step, "zero", donate_argnums=0, out_axes=(0, None))
     return job._replace(programs=job.programs._replace(step=step))
 
-setup.make_job = diverging
+training.make_job = diverging
 root = Path("{cli.MAIN.parent}")
 with hydra.initialize_config_dir(str(root / "conf"), version_base="1.3"):
     config = hydra.compose("config", sys.argv[1:])
 sizes = load_sizes()
 Path("diverged").mkdir()
 try:
-    train(check(config, sizes), sizes["test"], Path("diverged"))
+    training.train(check(config, sizes), sizes["test"], Path("diverged"))
 except UserError as error:
     print(error, f"(status {{error.status}})")
 """

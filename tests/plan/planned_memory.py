@@ -22,7 +22,7 @@ from zero.plan.compile import (
     sampling_arguments,
     step_arguments,
 )
-from zero.run.active_run import split_batch
+from zero.run.step_programs import split_batch
 from zero.training.programs import make_inference
 
 SIZE = GPTConfig(embedding_dim=384, vocab_size=2048, num_head=8, block_size=64, dropout=0.0, N=4, vocab_chunks=2)

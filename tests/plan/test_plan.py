@@ -28,7 +28,7 @@ from zero.models.config import GPTConfig
 from zero.plan.compile import PAUSES, step_arguments
 from zero.plan.page import page
 from zero.plan.table import DETAILS, RESULTS, SETTINGS, WIDTH, breakdown_table, table, training_command
-from zero.run.active_run import split_batch
+from zero.run.step_programs import split_batch
 
 KEYS = {"stage", "micro_batch", "accumulation", "remat", "context", "gradient_dtype", "clipping", "fused_update"}
 KEYS |= {"fits", "state_bytes", "peak_bytes", "available_bytes", "collective_bytes", "flops", "seconds_lower_bound"}

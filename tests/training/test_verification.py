@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,10 +25,18 @@ from tests.training.small_gpt import (
 from zero.errors import Unavailable, UserError
 from zero.models.gpt import GPT
 from zero.partition import pmapped
-from zero.run.verification import Verifier
+from zero.run.features.verify import Verify
+from zero.training.batch import Batch
 from zero.training.verification import suspects, verify
 
 GROUPS = dataclasses.replace(CONFIG, embedding_dim=48, num_head=8, block_size=16)
+
+
+def verifier(program: Any, axis: zero.Axis, every: int | None = 5) -> Verify:
+    """The feature on a run with this program."""
+    config: Any = SimpleNamespace(training=SimpleNamespace(verify_every=every))
+    run: Any = SimpleNamespace(axis=axis, job=SimpleNamespace(programs=SimpleNamespace(verify=program)))
+    return Verify(config, run)
 
 
 def program_of(on: Setup) -> Any:
@@ -47,7 +56,7 @@ def check(on: Setup, program: Any, weights: Any) -> None:
     def on_devices(weights: Any, rows: np.ndarray, firsts: np.ndarray) -> jax.Array:
         return program(weights, rows, firsts[:count])  # a run uses all local devices
 
-    Verifier(on_devices, on.model.axis, every=5).check(5, weights, rows_of(on))
+    verifier(on_devices, on.model.axis).check(5, weights, rows_of(on))
 
 
 def results(on: Setup) -> np.ndarray:
@@ -157,10 +166,8 @@ def test_messages_say_what_could_be_told() -> None:
     def raised(first: list[list[int]], second: list[list[int]]) -> str:
         answers = iter([first, second])
         axis = zero.Axis("zero", (1, len(first[0])))
-        verifier = Verifier(lambda *_: np.asarray(next(answers)), axis, 5)
-        assert verifier.is_due(10) and not verifier.is_due(11)
         with pytest.raises(Unavailable) as caught:
-            verifier.check(5, None, np.zeros(()))
+            verifier(lambda *_: np.asarray(next(answers)), axis).check(5, None, np.zeros(()))
         assert caught.value.status == 1
         return str(caught.value)
 
@@ -169,8 +176,15 @@ def test_messages_say_what_could_be_told() -> None:
     assert either in raised([[5, 6], [0, 5]], [[0, 5], [5, 6]])
 
 
-def test_never_is_never_due() -> None:
-    assert not Verifier(None, zero.Axis("zero", (1, 8)), None).is_due(5)
+@pytest.mark.parametrize(("every", "step", "is_checked"), [(5, 10, True), (5, 11, False), (None, 10, False)])
+def test_steps_that_are_verified(every: int | None, step: int, is_checked: bool) -> None:
+    """Devices are compared after every so many steps, or never."""
+    checked: list[int] = []
+    feature = verifier(None, zero.Axis("zero", (1, 8)), every)
+    feature.check = lambda step, weights, tokens: checked.append(step)  # type: ignore[method-assign]
+    run: Any = SimpleNamespace(weights=None)
+    feature.after_step(run, step, Batch(np.zeros(()), np.zeros(())))
+    assert checked == [step] * is_checked
 
 
 def test_gpus_have_to_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +193,7 @@ def test_gpus_have_to_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UserError, match=r"^training\.verify_every=5 on GPU needs XLA_FLAGS=--xla_gpu_deterministic_ops=true"
     ):
-        Verifier(None, axis, 5)
-    Verifier(None, axis, None)
+        verifier(None, axis)
+    verifier(None, axis, None)
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
-    Verifier(None, axis, 5)
+    verifier(None, axis)

@@ -191,6 +191,26 @@ class Checkpoints:
             )
         self._pending = _PendingSave(step, sum(x.nbytes for x in arrays.values()), started)
 
+    def set_validation_loss(self, step: int, loss: float) -> None:
+        """Notes the validation loss of a checkpoint that was saved before it was known; retention uses it from now on.
+
+        The file of the metadata is replaced as a whole.
+
+        Raises:
+          DamagedCheckpoint: the metadata cannot be read.
+          UserError: storage fails.
+        """
+        meta = self.meta(step) | {"validation_loss": loss}
+        meta[META_CHECKSUM] = meta_checksum(meta)
+        self._known()[step] = _retained(meta)
+
+        def replace() -> None:
+            if jax.process_index() == 0:
+                with write_errors(self.directory):
+                    storage.write(self._meta_file(step), json.dumps(meta).encode())
+
+        self._on_all_hosts(step, replace)
+
     def meta(self, step: int) -> dict[str, Any]:
         """The caller's metadata, and `shapes`, the logical shape of each leaf by its current path.
 
@@ -308,13 +328,16 @@ class Checkpoints:
         return self._saved
 
     def _read_meta(self, step: int) -> dict[str, Any]:
-        file = storage.join(self.directory, f"{step}/meta/metadata")
+        file = self._meta_file(step)
         with read_errors(self._name(step), [file]):
             text = storage.read_bytes(file)
         with reading(f"{self._name(step)}: file {file} cannot be read", kind=DamagedCheckpoint):
             meta = json.loads(text)
             _check_meta(meta)
             return migrate(meta)
+
+    def _meta_file(self, step: int) -> str:
+        return storage.join(self.directory, f"{step}/meta/metadata")
 
     def _read_arrays(self, step: int, targets: PyTree, restore_args: PyTree) -> PyTree:
         import orbax.checkpoint as ocp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 from zero.checkpoints.damage import DamagedCheckpoint
 from zero.checkpoints.manager import Checkpoints
@@ -23,6 +23,18 @@ from zero.training.parts import TrainState
 log = logging.getLogger(__name__)
 
 
+class Pending(TypedDict):
+    """Actions after a step that were due and are not known to be done.
+
+    Attributes:
+      features: their names, in the order in which they act.
+      line: the metrics of the step so far.
+    """
+
+    features: list[str]
+    line: dict[str, Any]
+
+
 @dataclass
 class TrainingPosition:
     """The position in the data and the counters, between two steps; part of a checkpoint."""
@@ -32,7 +44,7 @@ class TrainingPosition:
     cursor: dict[str, int] | None = None
     skipped_rows: int = 0
     samples_checksum: int = 0
-    unevaluated: dict[str, Any] | None = None  # metrics of this step, if a signal came before its evaluation
+    pending: Pending | None = None  # actions after this step that were due and are not known to be done
     base: dict[str, Any] | None = None  # the weights that adapters are for: their place and checksum
 
 

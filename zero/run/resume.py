@@ -6,7 +6,6 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -16,10 +15,11 @@ from zero.checkpoints.manager import Checkpoints
 from zero.config.schema import Config
 from zero.errors import UserError
 from zero.files import storage
-from zero.hosts import agreement
+from zero.hosts import agreement, startup
 from zero.job import Job
 from zero.run.restore import TrainingPosition, restore
-from zero.tracking.metrics_file import EVALUATED, read_metrics
+from zero.tracking.goodput import Goodput
+from zero.tracking.metrics_file import line_of
 from zero.training.parts import TrainState
 
 
@@ -84,18 +84,12 @@ def write_lineage(run_directory: Path, emergency: EmergencyCheckpoints | None) -
         storage.write(path, emergency.lineage.encode())
 
 
-def is_evaluated(run_directory: Path, step: int) -> bool:
-    """Whether an earlier start of this run has evaluated its checkpoint already, by the metrics of host 0."""
-    line = (line_of(run_directory, step) or {}) if jax.process_index() == 0 else {}
-    found = any(name.startswith(EVALUATED) for name in line)
-    return bool(agreement.broadcast("evaluated", "yes" if found else ""))
-
-
-def line_of(run_directory: Path, step: int) -> dict[str, Any] | None:
-    """The line of metrics of a step, if there is one."""
-    path = run_directory / run_files.METRICS_FILE
-    lines = read_metrics(path) if path.exists() else []
-    return next((line for line in lines if line["step"] == step), None)
+def resumed_clock(run_directory: Path, step: int, is_new: bool) -> Goodput:
+    """The clock of a run; one that continues counts on from the metrics of its step, on host 0, which logs them."""
+    age = startup.process_age()
+    if is_new or not agreement.is_host_0():
+        return Goodput(age)
+    return Goodput(age, line_of(run_directory, step))
 
 
 def _origin(config: Config, run_directory: Path, place: Path | str) -> Path | str:

@@ -60,8 +60,8 @@ class StepMetrics:
 
     @property
     def skipped_in_a_row(self) -> int:
-        """Updates skipped since the last one that was applied, as of the newest step that was read."""
-        return int(self._newest["skipped_in_a_row"])
+        """Updates skipped since the last one that was applied, as of the newest step that was read, if there is one."""
+        return int(self._newest.get("skipped_in_a_row", 0))
 
     def leave_untimed(self, **once: float) -> None:
         """The newest step was compiled and does not count for the throughput; `once` are logged in the next line."""
@@ -96,6 +96,10 @@ class StepMetrics:
             self._of_objective.append({name: self._newest[name] for name in OF_PAIRS if name in self._newest})
         if flops is not None:
             self._waited_for_devices += time.monotonic() - began
+
+    def wait(self) -> None:
+        """Waits for all steps that were dispatched."""
+        jax.block_until_ready(self._unread)
 
     def read(self) -> dict[str, float | int]:
         """One line of metrics: means of the objective and its metrics, and the newest value of the others.

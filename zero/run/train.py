@@ -1,38 +1,37 @@
-"""`mode=train`: the training loop; after each step: log, evaluate, save, stop."""
+"""`mode=train`: opens what a run needs, and trains; after each step features act that are due."""
 
 from __future__ import annotations
 
 import logging
-import time
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import jax
 
+from zero.config.same_configuration import check_same_configuration
 from zero.config.schema import Config
-from zero.errors import UserError
+from zero.hosts import signals, startup
+from zero.hosts.speeds import peak_flops
 from zero.hosts.watchdog import ending_together
-from zero.inference.generate import generate
+from zero.job import make_job
 from zero.models.config import GPTConfig
-from zero.run.active_run import ActiveRun
-from zero.run.setup import open_run
-from zero.run.validation import validation_metrics
-from zero.run_directory import SAMPLES_FILE, mirror
-from zero.tracking.goodput import counts_as
+from zero.run.data import fitting_tokenizer, last_step, open_data, prepare_corpus, with_global_batch
+from zero.run.directory import open_directory
+from zero.run.feature import Feature, Line, Moment, Stopped
+from zero.run.features import FEATURES
+from zero.run.fresh import new_state
+from zero.run.frozen_base import load_base
+from zero.run.pending import pending_actions, still_pending
+from zero.run.requests import STOP, Requests
+from zero.run.restore import TrainingPosition
+from zero.run.resume import join_run_directory, resume_state, resumed_clock
+from zero.run.run import Run
+from zero.run.step_metrics import StepMetrics
+from zero.run.step_programs import StepPrograms
 
 log = logging.getLogger(__name__)
-
-GIB = 2**30
-REPORT_SECONDS = 10  # between two reports, each of which takes up to a second
-SUMMARY = {  # values of a line of metrics that are shown: unit and format
-    "train/loss": (1, "loss {:.3f}"),
-    "validation/loss": (1, "validation {:.3f}"),
-    "tokens_per_second": (1, "{:,.0f} tokens/s"),
-    "mfu": (1, "MFU {:.1%}"),
-    "predicted_speed": (1, "{:.0%} of the predicted speed"),
-    "peak_memory": (GIB, "peak {:.2f} GiB"),
-}
 
 
 @ending_together()
@@ -46,114 +45,126 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
       UserError: the configuration, the data or a checkpoint is wrong.
       KeyboardInterrupt: a signal arrived before there was anything to save.
     """
-    with open_run(config, size, run_directory) as run:
-        if run is None:
+    _, hosts = startup.start(**asdict(config.distributed), overlap_gathers=config.zero.overlap_gathers)
+    run_directory, is_fork = join_run_directory(run_directory, config.resume)
+    check_same_configuration(config, size)
+    count, backend = jax.device_count(), jax.default_backend()
+    log.info("%d %s devices, %d of this host; %s", count, backend, jax.local_device_count(), run_directory)
+    job = make_job(config, size)  # what devices or batches refuse is known before a corpus is prepared
+    position = TrainingPosition(global_rows=config.training.batch_size * hosts)
+    if config.resume is None:
+        with_global_batch(config, position.global_rows)
+    tokenizer = fitting_tokenizer(config, size)
+    config = prepare_corpus(config, tokenizer)
+    with ExitStack() as stack:
+        directory = stack.enter_context(open_directory(config, size, job, run_directory, is_fork))
+        state = None
+        if config.resume is not None:
+            position, state = resume_state(
+                config, job, run_directory, is_fork, directory.checkpoints, directory.emergency
+            )
+        config = with_global_batch(config, position.global_rows)
+        data = open_data(config, job, tokenizer, position)
+        last = last_step(config, data.training)
+        position.pending = still_pending(position, Path(str(config.resume)) if is_fork else run_directory, last)
+        if position.step >= last and position.pending is None:
+            log.info("nothing left to do: the run is at step %d of %d", position.step, last)
             return 0
-        with run.goodput.phase("steps"):
-            is_finished = _loop(run)
+        frozen = load_base(config, job.model, position)
+        if state is None:
+            state = new_state(config, job, frozen)
+        clock = resumed_clock(run_directory, position.step, is_new=config.resume is None or is_fork)
+        directory.write_start(config, job, position.step)
+        in_flight = 0 if backend == "cpu" else 1  # on CPU the host's cores are the devices
+        tokens_per_step = position.global_rows * job.objective.rows * config.data.max_context
+        metrics = StepMetrics(
+            tokens_per_step, count, config.profile.peak_flops or peak_flops(jax.local_devices()[0]), clock
+        )
+        requests = Requests(lag=in_flight)
+        frequency = config.training.evaluation_frequency
+        run = Run(job, data, directory, requests, clock, metrics, state, frozen, position, last, frequency)
+        features = stack.enter_context(open_features(config, run))
+        directory.write_lineage()
+        directory.mirror()
+        requests.signals = stack.enter_context(signals.stop_requests())  # until here a signal interrupts
+        with clock.phase("steps"):
+            is_finished = loop(run, StepPrograms(config.profile, in_flight), features)
+        directory.checkpoints.wait()
         if not is_finished:
-            return run.stop()
-        run.checkpoints.wait()
-        if run.tracker is not None:
-            mirror(run.directory, run.checkpoints.directory)
-        log.info("finished at step %d; run directory: %s", run.position.step, run.directory)
+            reason = f"signal {requests.signals[0]}" if requests.signals else "another host"
+            log.info("stopped by %s; step %d is saved, --resume continues", reason, position.step)
+            return signals.PREEMPTED
+        directory.mirror()
+        log.info("finished at step %d; run directory: %s", position.step, run_directory)
         return 0
 
 
-def _loop(run: ActiveRun) -> bool:
-    """Trains to the last step; False if the run was stopped earlier."""
-    pending = run.position.unevaluated  # a signal came before the evaluation of the checkpoint
-    if pending is not None:
-        if not _evaluate_and_log(run, pending):
+@contextmanager
+def open_features(config: Config, run: Run) -> Iterator[list[Feature]]:
+    """The features of a run in the order of their table; closed in reverse order."""
+    with ExitStack() as stack:
+        features: list[Feature] = []
+        for kind in FEATURES:
+            feature = kind(config, run)
+            stack.callback(feature.close)
+            features.append(feature)
+        yield features
+
+
+def loop(run: Run, steps: StepPrograms, features: Sequence[Feature]) -> bool:
+    """Trains to the last step; False if the run was stopped earlier, with its state saved."""
+    pending = run.position.pending
+    if pending is not None:  # due in an earlier process, which ended before it was done
+        now = Moment(run.position.step, False, run.is_last, frozenset(pending["features"]))
+        if not act(run, features, now, dict(pending["line"])):
             return False
-        _report(run, pending)
     with closing(run.batches()) as batches:
         for step, batch in batches:
-            if not run.dispatch(step, batch):
-                return False
-            due = run.due(step)
-            if not due.log:
+            for feature in features:
+                feature.before_step(run, step)
+            per_device = steps.run(run, step, batch)
+            if per_device is None:
+                break
+            with run.clock.phase("evaluation"):
+                for feature in features:
+                    feature.after_step(run, step, per_device)
+            now = Moment(step, run.is_evaluation, run.is_last, run.requests.agree(step))
+            if not any(is_due(feature, now) for feature in features):
                 continue
-            line, is_stop = run.read_metrics(), due.stop
-            if due.evaluate and not due.stop:
-                is_stop = not _evaluate_and_log(run, line)
-            else:
-                run.position.unevaluated = line if due.evaluate and run.has_evaluation else None
-                run.log(line)
-            run.bar.set_postfix_str(_summary(line))
-            if is_stop:
+            if not act(run, features, now, run.read_line()):
                 return False
-            if due.save:
-                run.save(line.get("validation/loss"))
-            if due.protect:
-                run.protect()
-            if due.evaluate:
-                _report(run, line)
             run.metrics.restart()
-    return run.position.step == run.last_step
+    if run.is_last:
+        return True
+    return act(run, features, Moment(run.position.step, False, False, frozenset([STOP])), run.read_line())
 
 
-def _evaluate_and_log(run: ActiveRun, line: dict[str, Any]) -> bool:
-    """Logs the metrics with the validation loss; False if the run was stopped during the evaluation."""
-    is_evaluated = _evaluate(run, line)
-    run.position.unevaluated = None if is_evaluated else line
-    run.log(line)
-    return is_evaluated
+def act(run: Run, features: Sequence[Feature], now: Moment, line: Line) -> bool:
+    """Has the features act that are due, in the order of the table; False if the run has to stop.
 
-
-@counts_as("evaluation")
-def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
-    """Adds the losses on validation sets to the metrics, and the results of tasks if they are due; False if stopped."""
-    if run.validation:
-        losses = validation_metrics(run)
-        if losses is None:
-            return False
-        line |= losses
-    training, frequency = run.config.training, run.config.training.harness_frequency
-    if frequency is not None:
-        is_last = line["step"] == run.last_step
-        if is_last or line["step"] % (frequency * training.evaluation_frequency) == 0:
-            line |= run.harness_results()
-    return True
-
-
-@counts_as("evaluation")
-def _report(run: ActiveRun, line: dict[str, Any]) -> None:
-    """Writes a sample after an evaluation; all hosts sample, host 0 writes.
-
-    The plot and the HTML report are written with it, at most every `REPORT_SECONDS` and at the last step. Training
-    continues if they cannot be written.
+    At a stop the actions that may wait become pending. So does, in the state that is saved meanwhile, every one that
+    comes later, until it is done.
     """
-    text = ""
-    if count := run.config.training.sample_tokens:
-        prompt = np.asarray([run.tokenizer.end_of_text], np.int32)
-        tokens = next(generate(run.inference, run.weights, [prompt], count, seed=run.position.step, chunk=count))
-        text = run.tokenizer.decode(tokens[0, 1:])
-    if run.tracker is None:
-        return
-    log.info("step %d: %s", line["step"], _summary(line))
-    is_last = line["step"] == run.last_step
-    try:
-        with (run.directory / SAMPLES_FILE).open("a") as file:
-            file.write(f"--- step {line['step']}\n{text}\n")
-        if is_last or time.monotonic() - run.reported_at > REPORT_SECONDS:
-            _draw(run.directory)
-            run.reported_at = time.monotonic()
-    except (OSError, ValueError, RuntimeError, UserError) as error:  # matplotlib raises RuntimeErrors of fonts
-        log.warning("step %d: the report of the run could not be written: %s", line["step"], error)
-    if is_last:
-        log.info("the model writes:\n%s", text)
+    waiting: list[str] = []
+    for number, feature in enumerate(features):
+        is_for_line = feature.takes_every_line and bool(line)
+        if not (is_for_line or is_due(feature, now)):
+            continue
+        if now.is_stop and feature.may_wait:
+            waiting.append(feature.name)
+            continue
+        later = [other.name for other in features[number + 1 :] if other.may_wait and is_due(other, now)]
+        run.position.pending = pending_actions(line, waiting + later)
+        try:
+            with run.clock.phase(feature.phase):
+                feature.do(run, now, line)
+        except Stopped:
+            waiting.append(feature.name)
+            now = now._replace(asked=now.asked | {STOP})
+    run.position.pending = pending_actions(line, waiting)
+    return not now.is_stop
 
 
-def _draw(run_directory: Path) -> None:
-    # A second of imports, which the first step does not wait for.
-    from zero.report.html_report import REPORT_FILE, write_report
-    from zero.report.plot import draw_run
-
-    draw_run(run_directory)
-    write_report([run_directory], run_directory / REPORT_FILE)
-
-
-def _summary(line: dict[str, float | int]) -> str:
-    known = {name: shown for name, shown in SUMMARY.items() if line.get(name) is not None}
-    return ", ".join(form.format(line[name] / unit) for name, (unit, form) in known.items())
+def is_due(feature: Feature, now: Moment) -> bool:
+    """Whether a feature acts now: by its own rule, or because it was asked to."""
+    return feature.name in now.asked or feature.due(now)

@@ -54,6 +54,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
+def line_of(run_directory: Path, step: int) -> dict[str, Any] | None:
+    """The line of a step in the metrics of a run, if there is one; raises as `read_metrics`."""
+    path = run_directory / METRICS_FILE
+    lines = read_metrics(path) if path.exists() else []
+    return next((line for line in lines if line["step"] == step), None)
+
+
 def read_resumes(path: Path) -> list[int]:
     """The steps at which a run was resumed, in the order of time."""
     return [line["step"] for line in _read_lines(path) if line.get("event") == "resume"]

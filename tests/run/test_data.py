@@ -6,7 +6,7 @@ from tests.config.composing import compose
 from zero.config.check import check
 from zero.config.files import load_sizes
 from zero.errors import UserError
-from zero.run.setup import staged_context, with_global_batch
+from zero.run.data import staged_context, with_global_batch
 
 
 @pytest.mark.parametrize(

@@ -3,44 +3,50 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from zero.errors import Unavailable, UserError
-from zero.partition.collectives.axis import Axis
 from zero.partition.global_arrays import pmap_devices
 from zero.partition.layout import PyTree
+from zero.run.feature import Feature
+from zero.training.batch import Batch
 from zero.training.verification import group_size, suspects
+
+if TYPE_CHECKING:
+    from zero.config.schema import Config
+    from zero.run.run import Run
 
 _DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 
-class Verifier:
-    """Compares what devices compute after every so many steps.
-
-    Args:
-      program: `Programs.verify`.
-      axis: the pmap axis.
-      every: steps; None: never.
+class Verify(Feature):
+    """Compares what neighbouring devices compute after every `training.verify_every` steps.
 
     Raises:
       UserError: devices that are GPUs may compute the same sum in another order each time.
     """
 
-    def __init__(self, program: Any, axis: Axis, every: int | None) -> None:
-        if (
-            every is not None
-            and jax.default_backend() == "gpu"
-            and _DETERMINISTIC not in os.environ.get("XLA_FLAGS", "")
-        ):
-            raise UserError(f"training.verify_every={every} on GPU needs XLA_FLAGS={_DETERMINISTIC}, or null")
-        self._program, self._axis, self._every = program, axis, every
+    name = "verify"
 
-    def is_due(self, step: int) -> bool:
-        """Whether devices are compared after this step."""
-        return self._every is not None and step % self._every == 0
+    def __init__(self, config: Config, run: Run) -> None:
+        self._every = config.training.verify_every
+        self._program = run.job.programs.verify
+        self._axis = run.axis
+        is_gpu = jax.default_backend() == "gpu"
+        if self._every is not None and is_gpu and _DETERMINISTIC not in os.environ.get("XLA_FLAGS", ""):
+            raise UserError(f"training.verify_every={self._every} on GPU needs XLA_FLAGS={_DETERMINISTIC}, or null")
+
+    def after_step(self, run: Run, step: int, batch: Batch) -> None:
+        """Compares devices by the weights after this step and its sequences.
+
+        Raises:
+          Unavailable: a device is faulty.
+        """
+        if self._every is not None and step % self._every == 0:
+            self.check(step, run.weights, batch.tokens)
 
     def check(self, step: int, weights: PyTree, tokens: jax.Array | np.ndarray) -> None:
         """Compares the results of neighbours. If they differ, a second neighbour repeats them, to find the device.

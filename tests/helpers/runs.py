@@ -1,0 +1,108 @@
+"""Runs without devices, for tests of single features: stand-ins take the place of what a test does not look at.
+
+- `make_run`: a `Run` at step 3 with the metrics of one step; `make_config`: the keys that features read.
+- `StopAt`: a feature that asks to stop at a step, as a signal does.
+"""
+
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+
+from zero.partition.collectives.axis import Axis
+from zero.run.feature import Feature
+from zero.run.requests import Requests
+from zero.run.restore import TrainingPosition
+from zero.run.run import Run
+from zero.run.step_metrics import StepMetrics
+from zero.tracking.goodput import Goodput
+from zero.training.objective import LIKELIHOOD
+from zero.training.schedules import SequenceLengths
+
+CONTEXT = 16
+
+
+class NoCheckpoints:
+    """Has none, and refuses to save."""
+
+    def check(self) -> None: ...
+
+    def steps(self) -> list[int]:
+        return []
+
+
+def values(**other: float) -> dict[str, Any]:
+    """The metrics of a step, as its program gives them."""
+    usual = {"loss": 2.0, "gradient_norm": 1.0, "learning_rate": 0.1}
+    counts = {"skipped_steps": 0, "skipped_in_a_row": 0, "skipped_spikes": 0}
+    return {name: jnp.asarray(value) for name, value in (usual | counts | other).items()}
+
+
+def in_steps() -> Goodput:
+    """A clock as it is during the training loop."""
+    clock = Goodput()
+    clock._phase = "steps"
+    return clock
+
+
+def make_config(**sections: dict[str, Any]) -> Any:
+    """A stand-in for a configuration with these keys instead of the usual ones."""
+    usual: dict[str, dict[str, Any]] = {
+        "training": {
+            "max_skipped_in_a_row": 20,
+            "skip_bad_steps": False,
+            "skip_spikes": None,
+            "sample_tokens": 0,
+            "harness_frequency": 2,
+            "maximum_evaluation_steps": 3,
+            "evaluation_frequency": 20,
+            "log_frequency": 10,
+            "batch_size": 8,
+            "loss_on": "all",
+        },
+        "data": {"max_skipped_rows": 0, "save_every": None, "checkpoint_minutes": None},
+        "evaluate": {"harness": ["a.yaml"]},
+        "zero": {"emergency_steps": None},
+    }
+    return SimpleNamespace(**{name: SimpleNamespace(**keys | sections.get(name, {})) for name, keys in usual.items()})
+
+
+def make_run(directory: Path, **metrics: float) -> Any:
+    """A run at step 3 with the metrics of one step that are not read yet."""
+    model = SimpleNamespace(axis=Axis("zero", (1, 8)), weights=lambda params, averages, frozen: params)
+    clock = in_steps()
+    step_metrics = StepMetrics(128, 8, peak_flops=1e6, goodput=clock)
+    loader = SimpleNamespace(rows_seen=lambda batches: {}, epochs_seen=lambda batches: {})
+    stand_ins: dict[str, Any] = {
+        "job": SimpleNamespace(model=model, objective=LIKELIHOOD),
+        "data": SimpleNamespace(tokenizer=None, training=loader, validation={}, context=SequenceLengths(CONTEXT)),
+        "directory": SimpleNamespace(path=directory, checkpoints=NoCheckpoints(), emergency=None, mirror=lambda: None),
+        "state": SimpleNamespace(params=0.0, averages={}),
+    }
+    run = Run(
+        **stand_ins,
+        requests=Requests(lag=0),
+        clock=clock,
+        metrics=step_metrics,
+        frozen=None,
+        position=TrainingPosition(8, step=3, cursor={"batches": 3}),
+        last_step=10,
+        evaluation_frequency=20,
+    )
+    step_metrics.add(values(**metrics), leave=1, flops=500)
+    return run
+
+
+class StopAt(Feature):
+    """Asks to stop after a step, as a signal does."""
+
+    name = "stop_at"
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def after_step(self, run: Run, step: int, batch: Any) -> None:
+        if step == self._step:
+            run.requests.signals.append(signal.SIGTERM)

@@ -1,0 +1,280 @@
+"""Each feature by itself, on a run without devices."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.config.composing import compose
+from tests.helpers.runs import make_config, make_run
+from zero import make_layout
+from zero.config.check import check
+from zero.config.files import load_sizes
+from zero.config.schema import Config
+from zero.corpus.reading.loader import HostBatch
+from zero.errors import UserError
+from zero.run.feature import Moment, Stopped
+from zero.run.features import harness, report
+from zero.run.features.examination import checked_sums
+from zero.run.features.harness import Harness
+from zero.run.features.limits import Limits
+from zero.run.features.protect import Protect
+from zero.run.features.report import Report
+from zero.run.features.sample import Sample, heading
+from zero.run.features.save import Save
+from zero.run.features.statistics import Statistics
+from zero.run.features.track import Track
+from zero.run.features.validate import Validate
+from zero.tracking.metrics_file import read_metrics
+
+
+def at(step: int, *asked: str, is_evaluation: bool = False, is_last: bool = False) -> Moment:
+    return Moment(step, is_evaluation, is_last, frozenset(asked))
+
+
+def checked(*overrides: str) -> Config:
+    return check(compose(*overrides), load_sizes())
+
+
+# Statistics, limits
+
+
+def test_statistics_of_their_steps_alone() -> None:
+    """Statistics make a line of their steps, and None is no step at all."""
+    config = make_config(training={"statistics": 4})
+    feature = Statistics(config, SimpleNamespace())  # type: ignore[arg-type]
+    assert [feature.due(at(step)) for step in (3, 4, 8)] == [False, True, True]
+    never = Statistics(make_config(training={"statistics": None}), SimpleNamespace())  # type: ignore[arg-type]
+    assert not never.due(at(4))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "keys", "message"),
+    [
+        ({"gradient_norm": np.nan}, {}, "step 3: the gradient is not finite and training.skip_bad_steps=false"),
+        ({"skipped_in_a_row": 21}, {"skip_bad_steps": True}, "step 3: 21 steps in a row had no finite gradient; lower"),
+        ({"skipped_in_a_row": 21}, {"skip_spikes": 3.0}, "or were spikes by training.skip_spikes=3.0; lower"),
+    ],
+)
+def test_limits_end_a_run(metrics: dict[str, float], keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path, **metrics)
+    with pytest.raises(UserError, match=message):
+        Limits(make_config(training=keys), run).do(run, at(3), run.read_line())
+
+
+def test_limit_of_skipped_rows(tmp_path: Path) -> None:
+    """Skipped rows are in the line, and end the run beyond their limit."""
+    run = make_run(tmp_path)
+    limits = Limits(make_config(data={"max_skipped_rows": 2}), run)
+    line = run.read_line()
+    run.position.skipped_rows = 2
+    limits.do(run, at(3), line)
+    assert line["skipped_rows"] == 2
+    run.position.skipped_rows = 3
+    with pytest.raises(UserError, match=r"step 3: 3 rows of the data had to be skipped, and data.max_skipped_rows=2"):
+        limits.do(run, at(3), line)
+
+
+# Validate, harness
+
+
+def with_validation(run: Any) -> Any:
+    batch = HostBatch(np.zeros((8, 4), np.int32), {}, 0)
+    loader = SimpleNamespace(batches=lambda: iter([batch] * 5), rows=40)
+    run.data.validation = {"": loader}
+    run.job.programs = SimpleNamespace(evaluate=lambda *_: (jnp.float32(6.0), jnp.int32(4), {}))
+    return run
+
+
+def test_transfers_of_a_validation(tmp_path: Path, transfers: list[Any]) -> None:
+    """A validation adds the loss to the line by one transfer per batch."""
+    run = with_validation(make_run(tmp_path))
+    line = {"step": 3}
+    Validate(make_config(), run).do(run, at(3, is_evaluation=True), line)
+    assert line == {"step": 3, "validation/loss": 1.5}
+    assert len(transfers) == 3
+
+
+def test_stop_within_a_validation(tmp_path: Path) -> None:
+    """A stop request ends a validation, which adds nothing to the line."""
+    run = with_validation(make_run(tmp_path))
+    run.requests.signals.append(15)
+    line = {"step": 3}
+    with pytest.raises(Stopped):
+        Validate(make_config(), run).do(run, at(3, is_evaluation=True), line)
+    assert line == {"step": 3}
+
+
+def test_checkpoint_learns_its_validation_loss(tmp_path: Path) -> None:
+    """The checkpoint of a step that is evaluated after it was saved learns the loss."""
+    run = with_validation(make_run(tmp_path))
+    losses: dict[int, float] = {}
+    run.directory.checkpoints = SimpleNamespace(steps=lambda: [3], set_validation_loss=losses.__setitem__)
+    Validate(make_config(), run).do(run, at(3, "validate"), {"step": 3})
+    assert losses == {3: 1.5}
+
+
+@pytest.mark.parametrize(("step", "is_last", "is_due"), [(40, False, True), (60, False, False), (70, True, True)])
+def test_harness_at_its_evaluations(step: int, is_last: bool, is_due: bool, tmp_path: Path) -> None:
+    """Tasks run at every second evaluation, and at the last step too."""
+    feature = Harness(make_config(), make_run(tmp_path))
+    assert feature.due(at(step, is_evaluation=True, is_last=is_last)) is is_due
+    assert not feature.due(at(step))
+
+
+def test_harness_results_in_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks are logged by name, without their standard errors."""
+    results = {"choice": {"acc,none": 0.5, "acc_stderr,none": 0.1, "alias": "choice"}}
+    monkeypatch.setattr(harness, "Scorer", lambda *arguments: None)
+    monkeypatch.setattr(harness, "run_tasks", lambda scorer, tasks: results)
+    run = make_run(tmp_path)
+    line: dict[str, Any] = {}
+    Harness(make_config(), run).do(run, at(3, is_evaluation=True), line)
+    assert line == {"harness/choice/acc": 0.5}
+
+
+# Save, protect
+
+
+def test_no_checkpoint_of_nan(tmp_path: Path) -> None:
+    """Neither a durable nor an emergency checkpoint is made of a state that is not finite."""
+    run = make_run(tmp_path)
+    run.directory.emergency = SimpleNamespace(save=lambda *_: pytest.fail("saved"))
+    run.directory.checkpoints.save = lambda *_, **__: pytest.fail("saved")
+    run.job.layout = make_layout({"w": jax.ShapeDtypeStruct((8,), np.float32)}, 8)
+    run.state = {"w": jax.pmap(lambda x: x, "zero")(np.asarray([[np.nan], *7 * [[1]]], np.float32))}
+    with pytest.raises(UserError, match=r"step 3: w not finite; this state is not saved"):
+        Protect(make_config(zero={"emergency_steps": 3}), run).do(run, at(3), {})
+    with pytest.raises(UserError, match=r"step 3: w not finite; this state is not saved"):
+        checked_sums(run)
+    run.state = {"w": jax.pmap(lambda x: x, "zero")(np.ones((8, 1), np.float32))}
+    with pytest.raises(UserError, match=r"step 3: validation/loss=nan not finite"):
+        checked_sums(run, float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "now", "is_due"),
+    [
+        ({}, at(3), False),
+        ({}, at(20, is_evaluation=True), True),
+        ({"save_every": 3}, at(3), True),
+        ({"save_every": 3}, at(20, is_evaluation=True), False),
+        ({"save_every": 3}, at(10, is_evaluation=True, is_last=True), True),
+        ({"save_every": 1000}, at(5, "stop"), True),
+    ],
+)
+def test_steps_that_are_saved(keys: dict[str, Any], now: Moment, is_due: bool, tmp_path: Path) -> None:
+    assert Save(make_config(data=keys), make_run(tmp_path)).due(now) is is_due
+
+
+def test_saved_step_is_not_saved_again_at_a_stop(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.directory.checkpoints.steps = lambda: [3]
+    assert not Save(make_config(), run).due(at(3, "stop"))
+
+
+def test_first_emergency_checkpoint_needs_a_durable_one(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    save = Save(make_config(zero={"emergency_steps": 3}, data={"save_every": 1000}), run)
+    assert save.due(at(3)) and not save.due(at(4))
+    run.directory.checkpoints.steps = lambda: [3]
+    assert not save.due(at(6))
+
+
+def test_checkpoint_by_the_clock_is_asked_for_until_it_is_made(tmp_path: Path) -> None:
+    """A checkpoint that is due by the clock is not lost where hosts agree on it during an evaluation."""
+    run = make_run(tmp_path)
+    save = Save(make_config(data={"checkpoint_minutes": 1}), run)
+    assert run.requests.agree(3) == frozenset()
+    save._begun_at = time.monotonic() - 61
+    heard: list[tuple[bool, ...]] = [(False, False)]
+
+    def any_host(step: int, *flags: bool) -> tuple[bool, ...]:
+        heard.append(flags)
+        return heard[-2]  # hosts know a call later
+
+    run.requests._any_host = any_host
+    assert run.requests.agree(4) == frozenset()
+    assert not run.requests.is_stop(4)  # of an evaluation
+    assert heard == [(False, False), (False, True), (False, False)]
+    assert run.requests.agree(5) == frozenset(["save"])
+    run.requests.answer("save")
+    assert run.requests.agree(6) == frozenset()
+
+
+# Track, sample, report
+
+
+def test_lines_at_their_steps(tmp_path: Path) -> None:
+    """A line every ten steps and at each evaluation, with the clock of the run."""
+    run = make_run(tmp_path)
+    track = Track(checked("data.wandb_project=null", "training.log_frequency=10"), run)
+    assert [track.due(at(step)) for step in (3, 10)] == [False, True] and track.due(at(3, is_evaluation=True))
+    track.do(run, at(3), {"step": 3, "train/loss": 2.0})
+    track.close()
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert line["train/loss"] == 2.0 and line["wall_time"] > 0
+
+
+def test_pending_actions_that_files_show_to_be_done(tmp_path: Path) -> None:
+    """A sample is done when its heading is in the file; a validation when its loss is in the metrics."""
+    now = at(6, is_last=True)
+    assert not Sample.is_done(tmp_path, now) and not Validate.is_done(tmp_path, now)
+    (tmp_path / "samples.txt").write_text(f"{heading(60)}\ntext\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 6, "train/loss": 2.0}\n')
+    assert not Sample.is_done(tmp_path, now) and not Validate.is_done(tmp_path, now)
+    with (tmp_path / "samples.txt").open("a") as file:
+        file.write(f"{heading(6)}\ntext\n")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "train/loss": 2.0, "validation/loss": 3.0}\n')
+    assert Sample.is_done(tmp_path, now) and Validate.is_done(tmp_path, now)
+    assert not Harness.is_done(tmp_path, now)
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["validation/loss"] == 3.0
+
+
+def test_page_older_than_the_metrics_is_drawn_again(tmp_path: Path) -> None:
+    """After the last step a page is drawn that knows all metrics; before it, the next page replaces it."""
+    assert Report.is_done(tmp_path, at(6))
+    last = at(6, is_last=True)
+    assert not Report.is_done(tmp_path, last)
+    (tmp_path / "report.html").write_text("page")
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    assert not Report.is_done(tmp_path, last)
+    (tmp_path / "report.html").write_text("page")
+    assert Report.is_done(tmp_path, last)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("no font")])
+def test_failed_report_ends_no_training(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A report that cannot be written does not end training."""
+
+    def fail(directory: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(report, "draw", fail)
+    run = make_run(tmp_path)
+    Report(make_config(), run).do(run, at(10, is_evaluation=True, is_last=True), {"step": 10})
+    assert f"step 10: the report of the run could not be written: {error}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("is_last", "seconds_ago", "is_drawn"), [(False, 0, False), (False, 11, True), (True, 0, True)]
+)
+def test_reports_are_seldom(
+    is_last: bool, seconds_ago: float, is_drawn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report is drawn every ten seconds at most, and at the last step."""
+    drawn: list[Path] = []
+    monkeypatch.setattr(report, "draw", drawn.append)
+    run = make_run(tmp_path)
+    feature = Report(make_config(), run)
+    feature._drawn_at = before = time.monotonic() - seconds_ago
+    feature.do(run, at(3, is_evaluation=True, is_last=is_last), {"step": 3})
+    assert (drawn, feature._drawn_at > before) == ([tmp_path] if is_drawn else [], is_drawn)

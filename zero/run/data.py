@@ -1,0 +1,205 @@
+"""The data of a run: tokenizer, corpus, loaders, and the lengths of sequences."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from zero.config.schema import Config
+from zero.corpus.preparing.manifest import check_end_of_text
+from zero.corpus.preparing.prepare_if_missing import prepare_if_missing
+from zero.corpus.reading.cache import ShardCache
+from zero.corpus.reading.index_files import index_paths, named_sets
+from zero.corpus.reading.loader import Loader
+from zero.corpus.reading.synthetic import SYNTHETIC, AnyLoader, SyntheticLoader
+from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
+from zero.errors import UserError
+from zero.hosts import agreement
+from zero.job import Job
+from zero.models.config import GPTConfig
+from zero.run.reference import load_references
+from zero.run.restore import TrainingPosition
+from zero.training.schedules import SequenceLengths
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run trains on and is evaluated on.
+
+    Attributes:
+      validation: a loader for each set by its name; a set without a name is "".
+      context: the tokens per sequence at each step.
+    """
+
+    tokenizer: Tokenizer
+    training: AnyLoader
+    validation: dict[str, Loader]
+    context: SequenceLengths
+
+
+def open_data(config: Config, job: Job, tokenizer: Tokenizer, position: TrainingPosition) -> Data:
+    """The loaders of a run whose corpus is prepared; all hosts call it.
+
+    Raises:
+      UserError: the data does not fit the configuration.
+    """
+    reference = load_references(config, job, position)
+    training, validation = _loaders(config, job, tokenizer, position.global_rows, reference)
+    return Data(tokenizer, training, validation, staged_context(config))
+
+
+def fitting_tokenizer(config: Config, size: GPTConfig) -> Tokenizer:
+    """The tokenizer of the configuration; raises UserError where the model has fewer tokens than it."""
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    if tokenizer.vocab_size > size.vocab_size:
+        raise UserError(
+            f"model.size={config.model.size}: its vocab_size {size.vocab_size} is smaller than the "
+            f"{tokenizer.vocab_size} tokens of data.tokenizer={config.data.tokenizer}"
+        )
+    return tokenizer
+
+
+def prepare_corpus(config: Config, tokenizer: Tokenizer) -> Config:
+    """Prepares the corpus if its index files are missing: the default job needs nothing but this machine.
+
+    Returns:
+      The configuration with the index files of the corpus that fits.
+    """
+    data, is_first = config.data, jax.process_index() == 0
+    if data.corpus in SYNTHETIC:
+        return config
+    train = index_paths(data.index_path_train, data.bucket_path)
+    sets = named_sets(data.index_path_validation, data.bucket_path)
+    paths = [path for index in (train, *sets.values()) for path in ([index] if isinstance(index, str) else index)]
+    for is_turn in (is_first, not is_first):  # hosts that share a disk find the corpus of the first one
+        if is_turn and data.corpus:
+            used = prepare_if_missing(data.corpus, paths, tokenizer, data.max_context)
+            if used:
+                log.info("data.corpus=%s has shorter rows: %s in place of it", data.corpus, ", ".join(used.values()))
+                single = {"index_path_train": train, "index_path_validation": sets.get("")}
+                new: dict[str, Any] = {key: used[path] for key, path in single.items() if isinstance(path, str)}
+                config = replace(config, data=replace(data, **new))
+        agreement.wait_for_all()
+    return config
+
+
+def with_global_batch(config: Config, global_rows: int) -> Config:
+    """The configuration with this host's share of the global batch, which the first checkpoint of a run fixes.
+
+    Raises:
+      UserError: the global batch does not divide into the micro-batches of all devices.
+    """
+    training, hosts = config.training, jax.process_count()
+    group = config.zero.tensor_shards * config.zero.context_shards
+    groups, unit = jax.local_device_count() // group, "devices" if group == 1 else f"groups of {group} devices"
+    parts = hosts * groups * training.gradient_accumulation_steps
+    if global_rows % parts:
+        raise UserError(
+            f"training.batch_size: a global batch of {global_rows} sequences does not divide into {hosts} hosts x "
+            f"{groups} {unit} x training.gradient_accumulation_steps={training.gradient_accumulation_steps} = "
+            f"{parts} parts"
+        )
+    share = global_rows // hosts
+    if share == training.batch_size:
+        return config
+    log.warning(
+        "training.batch_size=%d instead of %d on %d hosts: the global batch keeps the %d sequences of the first "
+        "checkpoint of the run",
+        share,
+        training.batch_size,
+        hosts,
+        global_rows,
+    )
+    return replace(config, training=replace(training, batch_size=share))
+
+
+def staged_context(config: Config) -> SequenceLengths:
+    training, full = config.training, config.data.max_context
+    if training.context_stages == "linear":
+        return SequenceLengths.linear(full, training.warmup_train_context, training.staged_warmup_steps)
+    return SequenceLengths(full, training.stages())
+
+
+def _loaders(
+    config: Config, job: Job, tokenizer: Tokenizer, global_rows: int, reference: dict[str, np.ndarray] | None
+) -> tuple[AnyLoader, dict[str, Loader]]:
+    """The loaders of the training set and of each validation set; with `load_references`, if there are any.
+
+    Raises:
+      UserError: the data does not fit the configuration.
+    """
+    data, vocab_size = config.data, job.model.config.vocab_size
+    host, hosts = jax.process_index(), jax.process_count()
+    if data.corpus is not None and data.corpus in SYNTHETIC:
+        shape = (global_rows, data.max_context, vocab_size, config.seed)
+        return SyntheticLoader(data.corpus, *shape, host, hosts), {}
+    cache = ShardCache(Path(data.cache_directory), data.cache_bytes) if data.cache_directory else None
+    pairs = job.objective.rows == 2
+    shared: dict[str, Any] = {
+        "global_rows": global_rows,
+        "context": data.max_context,
+        "vocab_size": vocab_size,
+        "host": host,
+        "hosts": hosts,
+        "cache": cache,
+        "only_completions": pairs or config.training.loss_on == "completion",
+        "pairs": pairs,
+        "reference": reference,
+    }
+    training = Loader(
+        index_paths(data.index_path_train, data.bucket_path),
+        seed=config.seed,
+        max_epochs=config.training.max_epochs,
+        train_samples=data.train_samples,
+        shuffle_shards=data.shuffle_shards,
+        skip_bad=data.max_skipped_rows > 0,
+        crop=data.crop,
+        **shared,
+    )
+    is_validated = config.has_validation_set and config.training.maximum_evaluation_steps
+    sets = named_sets(data.index_path_validation, data.bucket_path) if is_validated else {}
+    crop = "first" if data.crop == "first" else "all"  # not at random: evaluations are compared
+    validation = {name: Loader(index, shuffle=False, max_epochs=1, crop=crop, **shared) for name, index in sets.items()}
+    if names := _uncovered(validation, config.training.maximum_evaluation_steps, global_rows):
+        log.warning(
+            "training.maximum_evaluation_steps=%d, counted over all sets one after the other, ends before %s: "
+            "validation/loss is without them, and so is the choice of the best checkpoint",
+            config.training.maximum_evaluation_steps,
+            ", ".join(names),
+        )
+    if data.isolate_documents:
+        corpora = [corpus for loader in (training, *validation.values()) for corpus in loader.corpora]
+        check_end_of_text([shard.path for corpus in corpora for shard, _ in corpus.shards], tokenizer)
+    return training, validation
+
+
+def _uncovered(loaders: Mapping[str, Loader], batches: int, global_rows: int) -> list[str]:
+    """The sets of which this number of batches of all sets, one after the other, holds nothing."""
+    names, left = [], batches * global_rows
+    for name, loader in loaders.items():
+        if left <= 0:
+            names.append(name)
+        left -= loader.rows
+    return names
+
+
+def last_step(config: Config, loader: AnyLoader) -> int:
+    """The last step of the schedule, or of the data if that ends earlier."""
+    training = config.training
+    if loader.total_batches is None or loader.total_batches >= training.total_steps:
+        return training.total_steps
+    log.warning(
+        "training.max_epochs=%s ends the data at step %d, before training.total_steps=%d",
+        training.max_epochs,
+        loader.total_batches,
+        training.total_steps,
+    )
+    return loader.total_batches

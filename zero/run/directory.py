@@ -1,0 +1,105 @@
+"""The directory of a run in progress: its files, its checkpoints and their mirror, opened and locked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax
+import optax
+
+from zero import run_directory as run_files
+from zero.checkpoints.emergency import EmergencyCheckpoints
+from zero.checkpoints.manager import Checkpoints
+from zero.checkpoints.retention import Retention
+from zero.config.schema import Config
+from zero.files import storage
+from zero.hosts import agreement
+from zero.job import Job
+from zero.models.config import GPTConfig
+from zero.partition.memory import memory
+from zero.run.resume import check_unused, write_lineage
+from zero.tracking.metrics_file import read_metrics
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The directory of a run in progress; host 0 writes its files.
+
+    Attributes:
+      is_fork: whether the run continues another one's checkpoint here.
+      emergency: the emergency checkpoints; None where there are none.
+    """
+
+    path: Path
+    is_fork: bool
+    checkpoints: Checkpoints
+    emergency: EmergencyCheckpoints | None
+
+    def mirror(self) -> None:
+        """Copies the files that a resume needs next to the checkpoints, where these are outside the directory."""
+        if jax.process_index() == 0:
+            run_files.mirror(self.path, self.checkpoints.directory)
+
+    def write_start(self, config: Config, job: Job, step: int) -> None:
+        """Writes what describes this start, on host 0: the configuration, the layout with its memory table.
+
+        A fork begins with the metrics of its origin up to `step`.
+        """
+        if jax.process_index() != 0:
+            return
+        if self.is_fork:
+            lines = read_metrics(Path(str(config.resume)) / run_files.METRICS_FILE)
+            inherited = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
+            storage.write(self.path / run_files.METRICS_FILE, "".join(inherited).encode())
+        run_files.save_config(self.path, config)
+        summary = _layout_summary(job, has_average=config.training.ema is not None)
+        (self.path / run_files.LAYOUT_FILE).write_text(summary)
+
+    def write_lineage(self) -> None:
+        """Names the emergency checkpoints that the next start may use, on host 0."""
+        if jax.process_index() == 0:
+            write_lineage(self.path, self.emergency)
+
+
+@contextmanager
+def open_directory(config: Config, size: GPTConfig, job: Job, path: Path, is_fork: bool) -> Iterator[RunDirectory]:
+    """Locks the directory of a run and opens its checkpoints; all hosts call it.
+
+    Raises:
+      UserError: another process trains here, hosts do not share the checkpoints, or a fresh start would write over
+        another run.
+    """
+    with ExitStack() as stack:
+        if jax.process_index() == 0:
+            stack.enter_context(run_files.locked(path))
+        data = config.data
+        place = run_files.checkpoint_directory(path, data.bucket_path, data.checkpoint_directory)
+        agreement.check_shared("data.checkpoint_directory", place)
+        emergency = None  # opened before the durable checkpoints, so that it is deleted after their last save
+        if config.zero.emergency_steps is not None:
+            directory = Path(config.zero.emergency_directory)
+            emergency = EmergencyCheckpoints(directory, place, asdict(size), job.layout, job.model.axis)
+            stack.enter_context(emergency)
+        retention = Retention(data.keep_checkpoints, data.keep_every, data.keep_every_hours)
+        checkpoints = stack.enter_context(Checkpoints(place, retention))
+        if config.resume is None:
+            check_unused(path, checkpoints)
+        yield RunDirectory(path, is_fork, checkpoints, emergency)
+
+
+def _layout_summary(job: Job, has_average: bool) -> str:
+    """The layout of the parameters, and the bytes per device at each stage."""
+    model, tx = job.model, job.tx
+    if has_average:  # counted as optimizer state
+        tx = optax.GradientTransformation(lambda params: (job.tx.init(params), params), job.tx.update)
+    shapes = model.sharded_layout.shapes()
+    table = memory(shapes, tx, model.axis.shards, compute_dtypes=[model.compute_dtype], **model.layout_options)
+    frozen = "" if model.tuning is None else f"frozen: {model.frozen_layout}\n\n"
+    return (
+        f"{model.layout}\n\n{frozen}bytes per device without activations, of parameters that are trained; this run is "
+        f"at stage {model.stage}\n{table}\n"
+    )

@@ -1,0 +1,87 @@
+"""The interface of a feature: one thing that a run does besides training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+
+from zero.training.batch import Batch
+
+if TYPE_CHECKING:
+    from zero.config.schema import Config
+    from zero.run.run import Run
+
+Line: TypeAlias = dict[str, Any]  # metrics by name, of the steps since the line before
+
+
+class Stopped(Exception):
+    """A stop request came during an action that may wait: it is done when the run is resumed."""
+
+
+class Moment(NamedTuple):
+    """The end of a step; the same on all hosts.
+
+    Attributes:
+      step: the newest step.
+      is_evaluation: whether the run is evaluated after this step.
+      is_last: whether no step follows.
+      asked: "stop" (a signal), the names of features that asked to act now ("save", by the clock), and at the start
+        of a resume those of features whose action an earlier process did not complete.
+    """
+
+    step: int
+    is_evaluation: bool
+    is_last: bool
+    asked: frozenset[str] = frozenset()
+
+    @property
+    def is_stop(self) -> bool:
+        return "stop" in self.asked
+
+
+class Feature:
+    """One thing that a run does besides training; `zero.run.features.FEATURES` is their table.
+
+    All hosts call each method at the same steps, feature by feature in the order of the table.
+
+    Attributes:
+      name: of the feature in `Moment.asked` and in the metadata of checkpoints.
+      phase: in which the time of `do` counts (`zero.tracking.goodput.PHASES`).
+      takes_every_line: `do` is called for each line of metrics, also where the feature is not due.
+      may_wait: an action that is due when the run is stopped, or killed before it is complete, is done at the next
+        start of the run. It comes after everything that the action depends on is durable.
+    """
+
+    name: ClassVar[str]
+    phase: ClassVar[str] = "steps"
+    takes_every_line: ClassVar[bool] = False
+    may_wait: ClassVar[bool] = False
+
+    def __init__(self, config: Config, run: Run) -> None:
+        """Opens what the feature needs; raises UserError where it cannot work."""
+
+    @classmethod
+    def is_done(cls, run_directory: Path, now: Moment) -> bool:
+        """Whether the files of a run show that an action that may wait is complete; host 0 reads them."""
+        return False
+
+    def before_step(self, run: Run, step: int) -> None:
+        """Called before a step is dispatched."""
+
+    def after_step(self, run: Run, step: int, batch: Batch) -> None:
+        """Called when a step is dispatched, with the sequences of this host's devices."""
+
+    def due(self, now: Moment) -> bool:
+        """Whether to act after this step; then the run makes a line of metrics."""
+        return False
+
+    def do(self, run: Run, now: Moment, line: Line) -> None:
+        """Acts after a step. What is added to the line before it is recorded becomes part of it.
+
+        Raises:
+          Stopped: a stop request came in the middle; only where the feature may wait.
+          UserError: the run cannot continue.
+        """
+
+    def close(self) -> None:
+        """Called at the end of the run, after an error too, in reverse order of the table."""

@@ -1,0 +1,39 @@
+"""The features of a run, in the order in which they act after a step. What is on disk before what:
+
+| order | feature | effect | a kill right after it, and what the next start does |
+|---|---|---|---|
+| 1 | Profile, Statistics, Verify | measure the step | nothing is on disk: the step is trained again |
+| 2 | Limits | ends a run beyond its limits | nothing beyond a limit was written |
+| 3 | Validate, Harness | add their results to the line | they are computed again after the step is trained again |
+| 4 | Track | the line in metrics.jsonl, W&B, TensorBoard | a resume from an older step drops the line |
+| 5 | Bar | the terminal | |
+| 6 | Save | mirrors the run's files, then commits the checkpoint in the background | later actions are pending in it |
+| 7 | Protect | an emergency checkpoint | the resume continues here; later actions are pending in it |
+| 8 | Sample | the text in samples.txt | a sample whose heading is in the file is not written again |
+| 9 | Report | run.png, report.html | after the last step, a page older than the metrics is drawn again |
+
+A checkpoint says which later actions were due (`TrainingPosition.pending`), a stop adds those that it prevented, and
+the next start does what the files of the run do not show to be done (`zero/run/pending.py`).
+"""
+
+from __future__ import annotations
+
+from zero.run.feature import Feature
+from zero.run.features.bar import Bar
+from zero.run.features.harness import Harness
+from zero.run.features.limits import Limits
+from zero.run.features.profile import Profile
+from zero.run.features.protect import Protect
+from zero.run.features.report import Report
+from zero.run.features.sample import Sample
+from zero.run.features.save import Save
+from zero.run.features.statistics import Statistics
+from zero.run.features.track import Track
+from zero.run.features.validate import Validate
+from zero.run.features.verify import Verify
+
+FEATURES: tuple[type[Feature], ...] = (
+    *(Profile, Statistics, Verify, Limits, Validate, Harness),  # measure
+    *(Track, Bar),  # show the line
+    *(Save, Protect, Sample, Report),  # act on it
+)

@@ -1,0 +1,54 @@
+"""Ends a run that has passed a limit of the configuration."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from zero.errors import UserError
+from zero.run.feature import Feature, Line, Moment
+
+if TYPE_CHECKING:
+    from zero.config.schema import Config
+    from zero.run.run import Run
+
+
+class Limits(Feature):
+    """Adds the count of skipped rows to each line of metrics, and ends the run where too much was skipped.
+
+    Its place in the table is before everything that is written, so that a state beyond a limit is never saved.
+    """
+
+    name = "limits"
+    takes_every_line = True
+
+    def __init__(self, config: Config, run: Run) -> None:
+        self._max_skipped_rows = config.data.max_skipped_rows
+        self._max_skipped_in_a_row = config.training.max_skipped_in_a_row
+        self._skips_bad_steps = config.training.skip_bad_steps
+        self._spikes = config.training.skip_spikes
+
+    def do(self, run: Run, now: Moment, line: Line) -> None:
+        """Checks a line of metrics.
+
+        Raises:
+          UserError: too many rows or steps were skipped, or the gradient is not finite where no step may be skipped.
+        """
+        if self._max_skipped_rows:
+            line["skipped_rows"] = run.position.skipped_rows
+            if run.position.skipped_rows > self._max_skipped_rows:
+                raise UserError(
+                    f"step {now.step}: {run.position.skipped_rows} rows of the data had to be skipped, and "
+                    f"data.max_skipped_rows={self._max_skipped_rows}; the log names their shards and samples"
+                )
+        if run.metrics.skipped_in_a_row > self._max_skipped_in_a_row:
+            spikes = f" or were spikes by training.skip_spikes={self._spikes}" if self._spikes else ""
+            raise UserError(
+                f"step {now.step}: {run.metrics.skipped_in_a_row} steps in a row had no finite gradient{spikes}; lower "
+                "training.peak_learning_rate and --resume from a step before that (data.resume_step)"
+            )
+        if not self._skips_bad_steps and not math.isfinite(line["gradient_norm"]):
+            raise UserError(
+                f"step {now.step}: the gradient is not finite and training.skip_bad_steps=false; lower "
+                "training.peak_learning_rate and --resume"
+            )

@@ -1,0 +1,58 @@
+"""A trace of some steps, for Perfetto and XProf (jax.profiler)."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import jax
+
+from zero.run.feature import Feature
+from zero.training.batch import Batch
+
+if TYPE_CHECKING:
+    from zero.config.schema import Config
+    from zero.run.run import Run
+
+log = logging.getLogger(__name__)
+
+PROFILE_DIRECTORY = "profile"
+
+
+class Profile(Feature):
+    """Traces the steps `profile.steps`, the first and the last, of this process into RUN/profile.
+
+    Several hosts write into RUN/profile/host-NUMBER each.
+    """
+
+    name = "profile"
+
+    def __init__(self, config: Config, run: Run) -> None:
+        self._steps = config.profile.steps  # None: no trace, or no other one
+        self._directory = run.directory.path / PROFILE_DIRECTORY
+        if jax.process_count() > 1:  # jax writes files of one name, also where hosts share a disk
+            self._directory /= f"host-{jax.process_index()}"
+        self._is_tracing = False
+
+    def before_step(self, run: Run, step: int) -> None:
+        """Starts the trace if it begins with this step."""
+        if self._steps is None or self._is_tracing or not self._steps[0] <= step <= self._steps[1]:
+            return
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # calls of Python functions would hide the events of the devices
+        jax.profiler.start_trace(str(self._directory), create_perfetto_trace=True, profiler_options=options)
+        self._is_tracing = True
+
+    def after_step(self, run: Run, step: int, batch: Batch) -> None:
+        """Writes the trace if it ends with this step, which the host then waits for."""
+        if self._is_tracing and self._steps is not None and step >= self._steps[1]:
+            run.metrics.wait()
+            self.close()
+
+    def close(self) -> None:
+        """Writes the trace, if one is being recorded."""
+        if self._is_tracing:
+            self._is_tracing = False
+            self._steps = None
+            jax.profiler.stop_trace()
+            log.info("trace of the steps for ui.perfetto.dev and XProf: %s", self._directory)

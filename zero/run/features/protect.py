@@ -1,0 +1,40 @@
+"""Emergency checkpoints every `zero.emergency_steps` steps."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from zero.run.feature import Feature, Line, Moment
+from zero.run.features.examination import checked_sums
+
+if TYPE_CHECKING:
+    from zero.config.schema import Config
+    from zero.run.run import Run
+
+
+class Protect(Feature):
+    """Begins an emergency checkpoint; it exists when a thread has written it, on this host and on its neighbour."""
+
+    name = "protect"
+    phase = "checkpoint"
+
+    def __init__(self, config: Config, run: Run) -> None:
+        self._every = config.zero.emergency_steps
+        self._emergency = run.directory.emergency
+
+    def due(self, now: Moment) -> bool:
+        if self._every is None or now.is_stop:
+            return False
+        return now.step % self._every == 0
+
+    def do(self, run: Run, now: Moment, line: Line) -> None:
+        """Returns when the state may change again.
+
+        Raises:
+          UserError: the state is not finite; the checkpoints before are kept.
+          Unavailable: the state differs between copies; the checkpoints before are kept.
+        """
+        assert self._emergency is not None
+        checked_sums(run)
+        self._emergency.save(now.step, run.state, asdict(run.position))

@@ -1,0 +1,66 @@
+"""The picture and the page of a run, drawn after evaluations."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zero.errors import UserError
+from zero.hosts import agreement
+from zero.run.feature import Feature, Line, Moment
+from zero.run_directory import METRICS_FILE
+
+if TYPE_CHECKING:
+    from zero.config.schema import Config
+    from zero.run.run import Run
+
+log = logging.getLogger(__name__)
+
+REPORT_SECONDS = 10  # between two reports, each of which takes up to a second
+
+
+class Report(Feature):
+    """Draws run.png and report.html on host 0, at most every `REPORT_SECONDS`, and after the last step.
+
+    Training continues if they cannot be drawn.
+    """
+
+    name = "report"
+    phase = "evaluation"
+    may_wait = True
+
+    def __init__(self, config: Config, run: Run) -> None:
+        self._drawn_at = time.monotonic()
+
+    @classmethod
+    def is_done(cls, run_directory: Path, now: Moment) -> bool:
+        """Whether the page is newer than the metrics; before the last step a later page replaces it in any case."""
+        from zero.report.html_report import REPORT_FILE
+
+        page, metrics = run_directory / REPORT_FILE, run_directory / METRICS_FILE
+        if not now.is_last:
+            return True
+        return page.exists() and metrics.exists() and page.stat().st_mtime_ns >= metrics.stat().st_mtime_ns
+
+    def due(self, now: Moment) -> bool:
+        return now.is_evaluation
+
+    def do(self, run: Run, now: Moment, line: Line) -> None:
+        if not agreement.is_host_0() or not (now.is_last or time.monotonic() > self._drawn_at + REPORT_SECONDS):
+            return
+        try:
+            draw(run.directory.path)
+        except (OSError, ValueError, RuntimeError, UserError) as error:  # matplotlib raises RuntimeErrors of fonts
+            log.warning("step %d: the report of the run could not be written: %s", now.step, error)
+        self._drawn_at = time.monotonic()
+
+
+def draw(run_directory: Path) -> None:
+    """Writes run.png, and report.html last; a second of imports, for which the first step does not wait."""
+    from zero.report.html_report import REPORT_FILE, write_report
+    from zero.report.plot import draw_run
+
+    draw_run(run_directory)
+    write_report([run_directory], run_directory / REPORT_FILE)

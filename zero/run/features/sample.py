@@ -1,0 +1,68 @@
+"""A text that the model writes after each evaluation."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from zero.hosts import agreement
+from zero.inference.generate import generate
+from zero.run.feature import Feature, Line, Moment
+from zero.run_directory import SAMPLES_FILE
+from zero.training.programs import make_inference
+
+if TYPE_CHECKING:
+    from zero.config.schema import Config
+    from zero.run.run import Run
+
+log = logging.getLogger(__name__)
+
+
+class Sample(Feature):
+    """Appends `training.sample_tokens` tokens to RUN/samples.txt; all hosts sample, host 0 writes.
+
+    Training continues if the file cannot be written.
+    """
+
+    name = "sample"
+    phase = "evaluation"
+    may_wait = True
+
+    def __init__(self, config: Config, run: Run) -> None:
+        self._count = config.training.sample_tokens
+        self._inference = make_inference(run.job.model)
+
+    @classmethod
+    def is_done(cls, run_directory: Path, now: Moment) -> bool:
+        path = run_directory / SAMPLES_FILE
+        return path.exists() and heading(now.step) in path.read_text(errors="replace").splitlines()
+
+    def due(self, now: Moment) -> bool:
+        return self._count > 0 and now.is_evaluation
+
+    def do(self, run: Run, now: Moment, line: Line) -> None:
+        tokenizer = run.data.tokenizer
+        prompt = np.asarray([tokenizer.end_of_text], np.int32)
+        chunks = generate(self._inference, run.weights, [prompt], self._count, seed=now.step, chunk=self._count)
+        text = tokenizer.decode(next(chunks)[0, 1:])
+        if not agreement.is_host_0():
+            return
+        try:
+            with (run.directory.path / SAMPLES_FILE).open("a") as file:
+                file.write(f"{heading(now.step)}\n{text}\n")
+        except OSError as error:
+            log.warning("step %d: its sample could not be written: %s", now.step, error)
+        if now.is_last:
+            log.info("the model writes:\n%s", text)
+
+
+def heading(step: int) -> str:
+    """The line above the sample of a step.
+
+    >>> heading(6)
+    '--- step 6'
+    """
+    return f"--- step {step}"

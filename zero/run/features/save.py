@@ -1,0 +1,81 @@
+"""Durable checkpoints: at evaluations or every so many steps, by the clock, and when the run is stopped."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from zero.hosts import agreement
+from zero.partition.global_arrays import from_global, to_global
+from zero.run.feature import Feature, Line, Moment
+from zero.run.features.examination import checked_sums
+
+if TYPE_CHECKING:
+    from zero.config.schema import Config
+    from zero.run.run import Run
+
+
+class Save(Feature):
+    """Begins to save the state; it is durable when `Checkpoints.wait` has returned.
+
+    The metrics up to the step are mirrored before, so that a resume from the checkpoint finds them.
+    """
+
+    name = "save"
+    phase = "checkpoint"
+
+    def __init__(self, config: Config, run: Run) -> None:
+        self._config = config
+        self._every = config.data.save_every
+        self._minutes = config.data.checkpoint_minutes
+        self._emergency_every = config.zero.emergency_steps
+        self._checkpoints = run.directory.checkpoints
+        self._begun_at = time.monotonic()
+        run.requests.add(self.name, self._is_time)
+
+    def _is_time(self) -> bool:
+        """Whether a checkpoint is due by the clock of host 0, asked for once: hosts may agree on it a call later."""
+        if self._minutes is None or not agreement.is_host_0():
+            return False
+        if time.monotonic() <= self._begun_at + 60 * self._minutes:
+            return False
+        self._begun_at = time.monotonic()
+        return True
+
+    def due(self, now: Moment) -> bool:
+        if now.is_stop and now.step not in self._checkpoints.steps():
+            return True
+        is_protected = self._emergency_every is not None and now.step % self._emergency_every == 0
+        if is_protected and not self._checkpoints.steps():
+            return True  # a resume from an emergency checkpoint needs a durable one
+        if self._every is None:
+            return now.is_evaluation
+        return now.is_last or now.step % self._every == 0
+
+    def do(self, run: Run, now: Moment, line: Line) -> None:
+        """Returns when the state may change again.
+
+        Raises:
+          UserError: the state or its validation loss is not finite, or the save before has failed.
+          Unavailable: the state differs between copies.
+        """
+        validation_loss = line.get("validation/loss")
+        sums = checked_sums(run, validation_loss)
+        run.directory.mirror()
+        # One time for all hosts, so that they keep the same checkpoints.
+        saved_at = float(agreement.broadcast(f"saved at {now.step}", repr(time.time())))
+        meta = {
+            **asdict(run.position),
+            "saved_at": saved_at,
+            "last_step": run.last_step,
+            "checksums": sums,
+            "config": asdict(self._config),
+            "size": asdict(run.job.model.config),
+        }
+        layout = run.job.layout
+        whole = to_global(run.state, layout, run.axis, donate=True)
+        self._checkpoints.save(now.step, whole, layout, meta, validation_loss=validation_loss)
+        run.state = from_global(whole, layout, run.axis, donate=True)
+        self._begun_at = time.monotonic()
+        run.requests.answer(self.name)

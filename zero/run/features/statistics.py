@@ -1,0 +1,63 @@
+"""`training.statistics`: statistics per tensor in the lines of metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from zero.partition.layout import PyTree
+from zero.run.feature import Feature, Line, Moment
+from zero.training.batch import Batch
+
+if TYPE_CHECKING:
+    from zero.config.schema import Config
+    from zero.run.run import Run
+
+
+class Statistics(Feature):
+    """Computes statistics per tensor of every so many steps, by programs compiled at the first; free in the others."""
+
+    name = "statistics"
+
+    def __init__(self, config: Config, run: Run) -> None:
+        self._every = config.training.statistics
+        self._weights_before: PyTree = None
+        self._values: dict[str, float] = {}
+
+    def _is_measured(self, step: int) -> bool:
+        return self._every is not None and step % self._every == 0
+
+    def before_step(self, run: Run, step: int) -> None:
+        """Keeps a copy of the trained weights before a step, which overwrites them."""
+        if self._is_measured(step):
+            weights = run.job.model.weights(run.state.params, run.state.averages)
+            self._weights_before = run.job.programs.hold(weights)
+
+    def after_step(self, run: Run, step: int, batch: Batch) -> None:
+        """Computes the statistics of this step from its result and its sequences, and waits."""
+        if self._is_measured(step):
+            arguments = (self._weights_before, run.state, batch, run.frozen)
+            self._values = named(jax.device_get(run.job.programs.statistics(*arguments)))
+            self._weights_before = None
+
+    def due(self, now: Moment) -> bool:
+        return self._is_measured(now.step)
+
+    def do(self, run: Run, now: Moment, line: Line) -> None:
+        line |= self._values
+
+
+def named(statistics: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Statistics as metrics: one per leaf, and of activations one per layer.
+
+    >>> named({"activation": {"query": np.ones(2)}, "change": {"blocks/query/kernel": np.float32(3)}})
+    {'activation/query/0': 1.0, 'activation/query/1': 1.0, 'change/blocks/query/kernel': 3.0}
+    """
+    return {
+        "/".join([kind, name, *map(str, index)]): float(np.asarray(values)[index])
+        for kind, by_name in statistics.items()
+        for name, values in by_name.items()
+        for index in np.ndindex(np.shape(values))
+    }

@@ -1,0 +1,47 @@
+"""Sends lines of metrics to metrics.jsonl, W&B and TensorBoard."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from zero.hosts import agreement
+from zero.run.feature import Feature, Line, Moment
+from zero.tracking.metrics_file import Log
+from zero.tracking.tracker import open_tracker
+
+if TYPE_CHECKING:
+    from zero.config.schema import Config
+    from zero.run.run import Run
+
+
+class Track(Feature):
+    """Records each line on host 0, with the clock of the run; a line every `training.log_frequency` steps at least."""
+
+    name = "track"
+    takes_every_line = True
+
+    def __init__(self, config: Config, run: Run) -> None:
+        self._every = config.training.log_frequency
+        self._stack = ExitStack()
+        self._log: Log | None = None
+        if agreement.is_host_0():
+            tracker = open_tracker(
+                run.directory.path,
+                project=config.data.wandb_project,
+                tensorboard=config.data.tensorboard,
+                config=asdict(config),
+                resumed_from=None if config.resume is None else run.position.step,
+            )
+            self._log = self._stack.enter_context(tracker)
+
+    def due(self, now: Moment) -> bool:
+        return now.is_evaluation or now.step % self._every == 0
+
+    def do(self, run: Run, now: Moment, line: Line) -> None:
+        if self._log is not None:
+            self._log(line | run.clock.line())
+
+    def close(self) -> None:
+        self._stack.close()

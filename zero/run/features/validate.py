@@ -1,0 +1,181 @@
+"""Losses on the validation sets during training: of each named set, and of all tokens together."""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import jax
+import numpy as np
+
+from zero.corpus.reading.loader import HostBatch, Loader
+from zero.corpus.reading.prefetch import prefetch
+from zero.errors import UserError
+from zero.hosts import agreement
+from zero.partition.layout import PyTree
+from zero.run.feature import Feature, Line, Moment, Stopped
+from zero.tracking.metrics_file import line_of
+from zero.training.ema import EMA
+from zero.training.programs import split_rows
+
+if TYPE_CHECKING:
+    from zero.config.schema import Config
+    from zero.run.run import Run
+
+Sums: TypeAlias = dict[str, float]  # of losses by the names of weights, of an objective's metrics, "tokens" and "bytes"
+
+
+class Validate(Feature):
+    """Adds the losses on the validation sets to the line of an evaluation.
+
+    They are `validation/loss` in nats per token, and `validation/ema_loss` of averaged weights. Sets with names have
+    theirs as `validation/NAME/loss`, and bits per byte beside it, of their first `training.maximum_evaluation_steps`
+    batches. Names change no total: it is the mean over the tokens of the first so many batches of all sets, one after
+    the other, as of a list of their files.
+
+    If the step is saved already, as after a stop in the middle of its evaluation, its checkpoint learns the loss, by
+    which checkpoints are kept.
+    """
+
+    name = "validate"
+    phase = "evaluation"
+    may_wait = True
+
+    def __init__(self, config: Config, run: Run) -> None:
+        self._sets = run.data.validation
+        self._most_batches = config.training.maximum_evaluation_steps
+        self._loss_on = config.training.loss_on
+        self._is_named = "" not in self._sets
+        self._token_bytes: np.ndarray | None = None  # (vocabulary,), where bits per byte are counted
+
+    @classmethod
+    def is_done(cls, run_directory: Path, now: Moment) -> bool:
+        return any(name.startswith("validation/") for name in line_of(run_directory, now.step) or {})
+
+    def due(self, now: Moment) -> bool:
+        return bool(self._sets) and now.is_evaluation
+
+    def do(self, run: Run, now: Moment, line: Line) -> None:
+        line |= self._metrics(run)
+        checkpoints = run.directory.checkpoints
+        if now.step in checkpoints.steps():
+            checkpoints.set_validation_loss(now.step, line["validation/loss"])
+
+    def _metrics(self, run: Run) -> dict[str, float]:
+        """The losses of all sets; raises UserError where a set holds no token to score."""
+        averages = run.state.averages
+        weights = {"loss": run.weights}
+        if EMA in averages:
+            weights["ema_loss"] = run.job.model.weights(averages[EMA], averages, run.frozen)
+        if self._is_named and not run.job.objective.metrics and self._token_bytes is None:
+            self._token_bytes = token_bytes(run)
+        metrics: dict[str, float] = {}
+        total = self._zeros(run, weights)
+        rows_left = self._most_batches * run.position.global_rows  # of the sample over all sets
+        for name, loader in self._sets.items():
+            sums_of_set, sums_of_sample = self._sums(run, loader, weights, rows_left)
+            self._check_tokens(sums_of_set, f" of {name} in data.index_path_validation" if self._is_named else "")
+            total = plus(total, sums_of_sample)
+            rows_left -= loader.rows
+            if self._is_named:
+                metrics |= means(f"validation/{name}/", sums_of_set)
+        self._check_tokens(total, "")
+        return means("validation/", total) | metrics
+
+    def _sums(self, run: Run, loader: Loader, weights: dict[str, PyTree], rows_of_sample: int) -> tuple[Sums, Sums]:
+        """The sums of a set, and those of its first rows, which belong to the sample over all sets.
+
+        Raises:
+          Stopped: a stop request came.
+        """
+        of_set = self._zeros(run, weights)
+        of_sample = self._zeros(run, weights)
+        global_rows = run.position.global_rows
+        with closing(prefetch(loader.batches())) as batches:
+            for number, batch in enumerate(islice(batches, self._most_batches)):
+                first_row = number * global_rows
+                rows_in_sample = rows_of_sample - first_row
+                sums = self._sums_of_batch(run, batch, weights)
+                of_set = plus(of_set, sums)
+                if rows_in_sample >= min(global_rows, loader.rows - first_row):
+                    of_sample = plus(of_sample, sums)
+                elif rows_in_sample > 0:
+                    of_sample = plus(of_sample, self._sums_of_batch(run, first_rows(batch, rows_in_sample), weights))
+                if run.requests.is_stop(run.position.step):
+                    raise Stopped
+        return self._over_hosts(of_set), self._over_hosts(of_sample)
+
+    def _sums_of_batch(self, run: Run, batch: HostBatch, weights: dict[str, PyTree]) -> Sums:
+        """The sum of losses by each of `weights`, the scored tokens, and their bytes on this host.
+
+        For an objective on pairs, of the losses and metrics of pairs, which count in place of tokens.
+        """
+        sums = self._zeros(run, weights)
+        tokens = batch.tokens
+        texts = tokens.reshape(run.job.objective.rows * len(tokens), -1)
+        rows = split_rows(texts, jax.local_device_count(), run.axis.row_group)
+        by_reference = run.reference(rows, batch.reference)
+        for name, params in weights.items():
+            loss, terms, of_objective = jax.device_get(run.job.programs.evaluate(params, rows, by_reference))
+            sums[name] = loss.item()
+            if name == "loss":
+                sums["tokens"] = terms.item()
+                sums |= {key: x.item() for key, x in of_objective.items()}
+        if self._token_bytes is not None:
+            targets = tokens[:, 1:]
+            sums["bytes"] = int(self._token_bytes[targets[targets >= 0]].sum())
+        return sums
+
+    def _over_hosts(self, sums: Sums) -> Sums:
+        """With the bytes of all hosts; losses and tokens are those of all hosts already."""
+        if self._token_bytes is None:
+            return sums
+        high, low = agreement.sum_over_hosts(*divmod(int(sums["bytes"]), 2**16))  # each modulo 2^32
+        return sums | {"bytes": float(high * 2**16 + low)}
+
+    def _zeros(self, run: Run, weights: dict[str, PyTree]) -> Sums:
+        return dict.fromkeys((*weights, *run.job.objective.metrics, "tokens", "bytes"), 0.0)
+
+    def _check_tokens(self, sums: Sums, of_set: str) -> None:
+        if not sums["tokens"]:
+            raise UserError(
+                f"training.loss_on={self._loss_on}: the rows{of_set} of the evaluation hold no token to score"
+            )
+
+
+def token_bytes(run: Run) -> np.ndarray:
+    """The bytes of text of each token of the model; ids above those of the tokenizer have none."""
+    lengths = run.data.tokenizer.byte_lengths()
+    return np.pad(lengths, (0, run.job.model.config.vocab_size - len(lengths)))
+
+
+def first_rows(batch: HostBatch, count: int) -> HostBatch:
+    """The batch with padding in place of all but the first `count` rows of all hosts' batches."""
+    first = jax.process_index() * len(batch.tokens)
+    is_kept = np.arange(first, first + len(batch.tokens)) < count
+    return batch._replace(tokens=np.where(is_kept[:, None], batch.tokens, -1))
+
+
+def plus(left: Sums, right: Sums) -> Sums:
+    """The sums key by key.
+
+    >>> plus({"loss": 1.0, "tokens": 2.0}, {"loss": 3.0, "tokens": 4.0})
+    {'loss': 4.0, 'tokens': 6.0}
+    """
+    return {key: value + right[key] for key, value in left.items()}
+
+
+def means(prefix: str, sums: Sums) -> dict[str, float]:
+    """The losses per token, and bits per byte where bytes are counted.
+
+    >>> means("validation/", {"loss": 6.0, "tokens": 4.0, "bytes": 0.0})
+    {'validation/loss': 1.5}
+    """
+    losses = {key: value for key, value in sums.items() if key not in ("tokens", "bytes")}
+    metrics = {f"{prefix}{key}": value / sums["tokens"] for key, value in losses.items()}
+    if sums["bytes"]:
+        metrics[f"{prefix}bits_per_byte"] = losses["loss"] / math.log(2) / sums["bytes"]
+    return metrics

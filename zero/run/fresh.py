@@ -1,0 +1,30 @@
+"""The state of a run that starts afresh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from zero.config.schema import Config
+from zero.exchange.peft_folder import read_peft
+from zero.exchange.warm_start import warm_start
+from zero.job import Job
+from zero.partition.layout import PyTree
+from zero.run.frozen_base import fit_to_base
+from zero.training.parts import TrainState
+
+
+def new_state(config: Config, job: Job, frozen: PyTree) -> TrainState:
+    """The state of a fresh start, made on the devices, in shards; its weights are random or those of a warm start."""
+    programs = job.programs
+    if config.tuning.adapter is not None:
+        return programs.start(read_peft(Path(config.tuning.adapter), job.model))
+    if config.model.warm_start and job.model.tuning is None:
+        return programs.start(warm_start(str(config.model.model_path), job.model, ema=config.model.ema))
+    if job.model.tuning is None:
+        return programs.fresh(np.full(jax.local_device_count(), config.seed, np.uint32))
+    key = np.asarray(jax.random.key_data(jax.random.key(config.seed)))
+    new = programs.init(np.stack([key] * jax.local_device_count()))
+    return programs.start(fit_to_base(new, frozen, job.model))

@@ -1,0 +1,140 @@
+"""A run in progress on one host, as all of its features see it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from zero.corpus.reading.loader import HostBatch
+from zero.corpus.reading.prefetch import prefetch
+from zero.hosts import agreement, watchdog
+from zero.job import Job
+from zero.partition.collectives.axis import Axis
+from zero.partition.layout import PyTree
+from zero.run.data import Data
+from zero.run.directory import RunDirectory
+from zero.run.feature import Line
+from zero.run.requests import Requests
+from zero.run.restore import TrainingPosition
+from zero.run.step_metrics import StepMetrics, peak_memory
+from zero.tracking.goodput import Goodput
+from zero.training.parts import TrainState
+from zero.training.programs import split_rows
+
+
+@dataclass
+class Run:
+    """What all features see of a run; nothing in it belongs to one of them.
+
+    Attributes:
+      frozen: parameters that are not trained.
+      last_step: of the schedule, or of the data if that ends earlier.
+      evaluation_frequency: steps between two evaluations; the last step is evaluated as well.
+    """
+
+    job: Job
+    data: Data
+    directory: RunDirectory
+    requests: Requests
+    clock: Goodput
+    metrics: StepMetrics
+    state: TrainState
+    frozen: PyTree
+    position: TrainingPosition
+    last_step: int
+    evaluation_frequency: int
+    _uncounted: tuple[int, int] = (0, 0)  # rows skipped and checksum of this host since the last line of metrics
+
+    @property
+    def axis(self) -> Axis:
+        """The pmap axis."""
+        return self.job.model.axis
+
+    @property
+    def weights(self) -> PyTree:
+        """The part of the state that inference needs."""
+        return self.job.model.weights(self.state.params, self.state.averages, self.frozen)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no step follows; a run that is resumed with fewer steps may be beyond its last one."""
+        return self.position.step >= self.last_step
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether an evaluation follows the newest step."""
+        return self.is_last or self.position.step % self.evaluation_frequency == 0
+
+    def batches(self) -> Generator[tuple[int, HostBatch]]:
+        """Each step with this host's rows, to the last step or until a stop request comes during a wait for data."""
+        watchdog.progress()
+        stop = self.requests.signals if jax.process_count() == 1 else ()  # several hosts have to agree first
+        with closing(prefetch(self.data.training.batches(self.position.cursor), stop=stop)) as batches:
+            steps = range(self.position.step + 1, self.last_step + 1)
+            yield from zip(steps, self.metrics.timed(batches), strict=False)
+
+    def reference(self, tokens: np.ndarray | jax.Array, stored: np.ndarray | None) -> np.ndarray | jax.Array | None:
+        """The log-probability of each row by the reference, `(devices, rows)`; None where the objective has none.
+
+        Args:
+          tokens: of this host's devices.
+          stored: those that the loader gave; None where the reference is the frozen base of adapters.
+        """
+        if stored is not None:
+            return split_rows(stored.reshape(-1), len(tokens), self.axis.row_group)
+        log_probabilities: jax.Array | None = None
+        if self.job.objective.has_reference:
+            log_probabilities = self.job.programs.reference(self.frozen, tokens)
+        return log_probabilities
+
+    def count(self, step: int, batch: HostBatch) -> None:
+        """Moves the position behind a step that was dispatched."""
+        position = self.position
+        position.step = step
+        position.cursor = batch.cursor
+        position.pending = None
+        first_row = step * position.global_rows + jax.process_index() * len(batch.tokens)
+        skipped, checksum = self._uncounted
+        for number, row in enumerate(batch.tokens, start=first_row):
+            checksum += zlib.crc32(row, zlib.crc32(number.to_bytes(8)))
+        self._uncounted = skipped + batch.skipped, checksum
+
+    def read_line(self) -> Line:
+        """The line of metrics of the steps since the last one, empty if there was none. All hosts call it.
+
+        Raises:
+          UserError: a background save has failed.
+        """
+        self.directory.checkpoints.check()
+        self._sum_counters()
+        if self.metrics.is_empty:
+            return {}
+        position, context = self.position, self.data.context
+        assert position.cursor is not None
+        row_tokens = self.job.objective.rows * context.full
+        batches = position.cursor["batches"]
+        line: dict[str, Any] = {
+            "step": position.step,
+            **self.metrics.read(),
+            "sequence_length": context.at(position.step - 1),
+            "tokens_seen": position.step * position.global_rows * row_tokens,
+            "samples_checksum": position.samples_checksum,
+            **peak_memory(),
+        }
+        for corpus, rows_seen in self.data.training.rows_seen(batches).items():
+            line[f"tokens_seen/{corpus}"] = rows_seen * row_tokens
+        for corpus, epochs in self.data.training.epochs_seen(batches).items():
+            line[f"epochs/{corpus}"] = epochs
+        return line
+
+    def _sum_counters(self) -> None:
+        skipped, checksum = agreement.sum_over_hosts(*self._uncounted)
+        self._uncounted = 0, 0
+        self.position.skipped_rows += skipped
+        self.position.samples_checksum = (self.position.samples_checksum + checksum) % 2**32

@@ -1,0 +1,125 @@
+"""Runs the training step on the devices, with one compiled program per length of the sequences."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from zero.config.schema import Profile
+from zero.corpus.reading.loader import HostBatch
+from zero.cycles.predict import predict
+from zero.hosts.interruptible_compilation import CACHE_HIT, compile_unless_stopped, recorded_events
+from zero.hosts.startup import process_age
+from zero.partition.global_arrays import pmap_devices
+from zero.run.run import Run
+from zero.training.batch import Batch
+from zero.training.flops import model_flops
+from zero.training.programs import split_rows
+
+log = logging.getLogger(__name__)
+
+
+class CompiledStep(NamedTuple):
+    """The step for sequences of one length.
+
+    Attributes:
+      flops: of the model per device.
+      predicted: seconds per step; None if they are unknown.
+    """
+
+    program: Callable[..., Any]
+    flops: int
+    predicted: float | None
+
+
+class StepPrograms:
+    """The compiled steps of a run, by the length of a sequence.
+
+    Args:
+      profile: its section of the configuration, with the planned time of a step.
+      in_flight: steps that may be dispatched before the host waits for the metrics of the oldest.
+    """
+
+    def __init__(self, profile: Profile, in_flight: int) -> None:
+        self._planned_seconds = profile.step_time
+        self._in_flight = in_flight
+        self._by_length: dict[int, CompiledStep] = {}
+
+    def run(self, run: Run, step: int, batch: HostBatch) -> Batch | None:
+        """Starts one update on the devices, and reads the metrics of the one before.
+
+        Returns:
+          The sequences of this host's devices; None if a stop request came during compilation, and nothing was started.
+        """
+        sequences = run.data.context.cut(batch.tokens, step - 1)  # rows, or pieces of them
+        length = sequences.shape[1]
+        per_device = split_batch(sequences, jax.process_index(), run.axis.row_group)
+        per_device = per_device._replace(reference=run.reference(per_device.tokens, batch.reference))
+        compiled = self._by_length.get(length)
+        if compiled is not None:
+            run.state, metrics = compiled.program(run.state, per_device, run.frozen)
+            run.metrics.add(metrics, self._in_flight, compiled.flops, compiled.predicted)
+        else:
+            with run.clock.phase("compilation"):
+                compiled = self._first_step(run, length, per_device)
+            if compiled is None:
+                return None
+            self._by_length[length] = compiled
+        run.count(step, batch)
+        return per_device
+
+    def _first_step(self, run: Run, length: int, per_device: Batch) -> CompiledStep | None:
+        """Compiles and runs the first step of this length; waits for it, and times it separately."""
+        began = time.monotonic()
+        arguments = (run.state, per_device, run.frozen)
+        program: Callable[..., Any] | None = run.job.programs.step
+        with recorded_events() as events:
+            if jax.process_count() == 1:
+                program = compile_unless_stopped(run.requests.signals, program, *arguments)
+            if program is None:
+                return None
+            run.state, metrics = program(*arguments)
+            run.metrics.add(metrics, leave=0)
+        seconds = time.monotonic() - began
+        age = process_age()
+        if self._by_length:
+            run.metrics.leave_untimed()
+        else:
+            run.metrics.leave_untimed(seconds_to_first_step=age)
+        log.info(
+            "first step with sequences of %d tokens: %.1f s after the start; it took %.1f s and was %s",
+            length,
+            age,
+            seconds,
+            "read from the cache" if CACHE_HIT in events else "compiled",
+        )
+        return CompiledStep(program, self._flops(run, per_device), self.predicted_seconds(run, program, length))
+
+    def _flops(self, run: Run, per_device: Batch) -> int:
+        """Operations of the model per step and device; 0 where no metric needs them, since a trace takes 0.1 s."""
+        if not run.metrics.counts_flops:
+            return 0
+        _, rows, length = per_device.tokens.shape
+        is_frozen = run.job.model.tuning is not None
+        return model_flops(run.job.model.config, rows, length, frozen=is_frozen) // run.axis.row_group
+
+    def predicted_seconds(self, run: Run, program: Any, length: int) -> float | None:
+        """Seconds per step by the plan or by the compiler's cycles; None if neither knows this length."""
+        if length == run.data.context.full and self._planned_seconds is not None:
+            return self._planned_seconds
+        if jax.process_count() > 1 or jax.default_backend() != "tpu":
+            return None
+        prediction = predict(program.as_text(), pmap_devices())
+        return None if prediction is None else prediction.seconds
+
+
+def split_batch(sequences: np.ndarray, host: int, group: int) -> Batch:
+    """This host's sequences `(B, T)` as `(devices, B / groups, T)`, the same for all devices of a group."""
+    tokens = split_rows(sequences, jax.local_device_count(), group)
+    first_rows = host * len(sequences) + tokens.shape[1] * (np.arange(len(tokens)) // group)
+    return Batch(tokens, first_rows.astype(np.int32))
