@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple
 
+from zero.config.schema import Config
+from zero.run.run import Line, Run
 from zero.training.batch import Batch
-
-if TYPE_CHECKING:
-    from zero.config.schema import Config
-    from zero.run.run import Run
-
-Line: TypeAlias = dict[str, Any]  # metrics by name, of the steps since the line before
 
 
 class Stopped(Exception):

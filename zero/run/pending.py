@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 from zero.hosts import agreement
-from zero.run.feature import Line, Moment
+from zero.run.feature import Moment
 from zero.run.features import FEATURES
 from zero.run.restore import Pending, TrainingPosition
+from zero.run.run import Line
 
 
 def pending_actions(line: Line, features: list[str]) -> Pending | None:

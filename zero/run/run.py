@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -19,13 +19,14 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.layout import PyTree
 from zero.run.data import Data
 from zero.run.directory import RunDirectory
-from zero.run.feature import Line
 from zero.run.requests import Requests
 from zero.run.restore import TrainingPosition
 from zero.run.step_metrics import StepMetrics, peak_memory
 from zero.tracking.goodput import Goodput
 from zero.training.parts import TrainState
 from zero.training.programs import split_rows
+
+Line: TypeAlias = dict[str, Any]  # metrics by name, of the steps since the line before
 
 
 @dataclass

@@ -19,7 +19,7 @@ from zero.job import make_job
 from zero.models.config import GPTConfig
 from zero.run.data import fitting_tokenizer, last_step, open_data, prepare_corpus, with_global_batch
 from zero.run.directory import open_directory
-from zero.run.feature import Feature, Line, Moment, Stopped
+from zero.run.feature import Feature, Moment, Stopped
 from zero.run.features import FEATURES
 from zero.run.fresh import new_state
 from zero.run.frozen_base import load_base
@@ -27,7 +27,7 @@ from zero.run.pending import pending_actions, still_pending
 from zero.run.requests import STOP, Requests
 from zero.run.restore import TrainingPosition
 from zero.run.resume import join_run_directory, resume_state, resumed_clock
-from zero.run.run import Run
+from zero.run.run import Line, Run
 from zero.run.step_metrics import StepMetrics
 from zero.run.step_programs import StepPrograms
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from zero.config.schema import Config
 from zero.hosts import agreement
 from zero.hosts.signals import IgnoreBrokenPipe
-from zero.run.feature import Feature, Line, Moment
+from zero.run.feature import Feature, Moment
+from zero.run.run import Line, Run
 from zero.training.batch import Batch
-
-if TYPE_CHECKING:
-    from zero.config.schema import Config
-    from zero.run.run import Run
 
 log = logging.getLogger(__name__)
 

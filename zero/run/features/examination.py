@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from zero.errors import Unavailable, UserError
 from zero.partition.checksums import examine
-
-if TYPE_CHECKING:
-    from zero.run.run import Run
+from zero.run.run import Run
 
 
 def checked_sums(run: Run, validation_loss: float | None = None) -> dict[str, int]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from zero.config.schema import Config
 from zero.inference.harness_tasks import numbers_of, run_tasks
 from zero.inference.scoring import Scorer
 from zero.inference.trained_model import TrainedModel
-from zero.run.feature import Feature, Line, Moment
+from zero.run.feature import Feature, Moment
+from zero.run.run import Line, Run
 from zero.tracking.metrics_file import line_of
-
-if TYPE_CHECKING:
-    from zero.config.schema import Config
-    from zero.run.run import Run
 
 
 class Harness(Feature):

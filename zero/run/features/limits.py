@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from zero.config.schema import Config
 from zero.errors import UserError
-from zero.run.feature import Feature, Line, Moment
-
-if TYPE_CHECKING:
-    from zero.config.schema import Config
-    from zero.run.run import Run
+from zero.run.feature import Feature, Moment
+from zero.run.run import Line, Run
 
 
 class Limits(Feature):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import jax
 
+from zero.config.schema import Config
 from zero.run.feature import Feature
+from zero.run.run import Run
 from zero.training.batch import Batch
-
-if TYPE_CHECKING:
-    from zero.config.schema import Config
-    from zero.run.run import Run
 
 log = logging.getLogger(__name__)
 

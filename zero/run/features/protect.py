@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
-from zero.run.feature import Feature, Line, Moment
+from zero.config.schema import Config
+from zero.run.feature import Feature, Moment
 from zero.run.features.examination import checked_sums
-
-if TYPE_CHECKING:
-    from zero.config.schema import Config
-    from zero.run.run import Run
+from zero.run.run import Line, Run
 
 
 class Protect(Feature):

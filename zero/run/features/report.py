@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from zero.config.schema import Config
 from zero.errors import UserError
 from zero.hosts import agreement
-from zero.run.feature import Feature, Line, Moment
+from zero.run.feature import Feature, Moment
+from zero.run.run import Line, Run
 from zero.run_directory import METRICS_FILE
-
-if TYPE_CHECKING:
-    from zero.config.schema import Config
-    from zero.run.run import Run
 
 log = logging.getLogger(__name__)
 

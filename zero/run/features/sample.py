@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from zero.config.schema import Config
 from zero.hosts import agreement
 from zero.inference.generate import generate
-from zero.run.feature import Feature, Line, Moment
+from zero.run.feature import Feature, Moment
+from zero.run.run import Line, Run
 from zero.run_directory import SAMPLES_FILE
 from zero.training.programs import make_inference
-
-if TYPE_CHECKING:
-    from zero.config.schema import Config
-    from zero.run.run import Run
 
 log = logging.getLogger(__name__)
 

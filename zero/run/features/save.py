@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
+from zero.config.schema import Config
 from zero.hosts import agreement
 from zero.partition.global_arrays import from_global, to_global
-from zero.run.feature import Feature, Line, Moment
+from zero.run.feature import Feature, Moment
 from zero.run.features.examination import checked_sums
-
-if TYPE_CHECKING:
-    from zero.config.schema import Config
-    from zero.run.run import Run
+from zero.run.run import Line, Run
 
 
 class Save(Feature):

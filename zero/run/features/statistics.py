@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
+from zero.config.schema import Config
 from zero.partition.layout import PyTree
-from zero.run.feature import Feature, Line, Moment
+from zero.run.feature import Feature, Moment
+from zero.run.run import Line, Run
 from zero.training.batch import Batch
-
-if TYPE_CHECKING:
-    from zero.config.schema import Config
-    from zero.run.run import Run
 
 
 class Statistics(Feature):

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
+from zero.config.schema import Config
 from zero.hosts import agreement
-from zero.run.feature import Feature, Line, Moment
+from zero.run.feature import Feature, Moment
+from zero.run.run import Line, Run
 from zero.tracking.metrics_file import Log
 from zero.tracking.tracker import open_tracker
-
-if TYPE_CHECKING:
-    from zero.config.schema import Config
-    from zero.run.run import Run
 
 
 class Track(Feature):

@@ -6,24 +6,22 @@ import math
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
 
+from zero.config.schema import Config
 from zero.corpus.reading.loader import HostBatch, Loader
 from zero.corpus.reading.prefetch import prefetch
 from zero.errors import UserError
 from zero.hosts import agreement
 from zero.partition.layout import PyTree
-from zero.run.feature import Feature, Line, Moment, Stopped
+from zero.run.feature import Feature, Moment, Stopped
+from zero.run.run import Line, Run
 from zero.tracking.metrics_file import line_of
 from zero.training.ema import EMA
 from zero.training.programs import split_rows
-
-if TYPE_CHECKING:
-    from zero.config.schema import Config
-    from zero.run.run import Run
 
 Sums: TypeAlias = dict[str, float]  # of losses by the names of weights, of an objective's metrics, "tokens" and "bytes"
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
+from zero.config.schema import Config
 from zero.errors import Unavailable, UserError
 from zero.partition.global_arrays import pmap_devices
 from zero.partition.layout import PyTree
 from zero.run.feature import Feature
+from zero.run.run import Run
 from zero.training.batch import Batch
 from zero.training.verification import group_size, suspects
-
-if TYPE_CHECKING:
-    from zero.config.schema import Config
-    from zero.run.run import Run
 
 _DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
