@@ -18,9 +18,12 @@ from zero.errors import UserError
 from zero.files import storage
 from zero.hosts import agreement
 from zero.job import Job
+from zero.run.active_run import ActiveRun
 from zero.run.restore import TrainingPosition, restore
 from zero.tracking.metrics_file import EVALUATED, read_metrics
 from zero.training.parts import TrainState
+
+LOSS = "validation/loss"
 
 
 def join_run_directory(run_directory: Path, resume: str | None) -> tuple[Path, bool]:
@@ -69,19 +72,37 @@ def resume_state(
             return restore(origin, step, job.model.config, layout, axis, is_own=False, **adam)
     durable = checkpoints.steps()
     if emergency is not None and step is None and durable:
-        found = emergency.restore(_last_lineage(run_directory), after=durable[-1])
+        found = emergency.restore(_last_lineages(run_directory), after=durable[-1])
         if found is not None:
             position, state = found
             return TrainingPosition(**position), state
     return restore(checkpoints, step, job.model.config, layout, axis, is_own=True, **adam)
 
 
+def is_durable(emergency: EmergencyCheckpoints | None) -> bool:
+    """Whether a durable checkpoint holds the state that this start continues; else only the memory of hosts does."""
+    return emergency is None or emergency.restored is None
+
+
+def save_restored(run: ActiveRun) -> None:
+    """Saves a state that was restored from the memory of hosts: until then the newest durable one is older.
+
+    The validation loss is that of the line of metrics, which was written before the emergency checkpoint.
+    """
+    if not is_durable(run.emergency):
+        line = line_of(run.directory, run.position.step) if jax.process_index() == 0 else None
+        loss = agreement.broadcast("validation loss of the restored step", json.dumps((line or {}).get(LOSS)))
+        run.save(json.loads(loss))
+
+
 def write_lineage(run_directory: Path, emergency: EmergencyCheckpoints | None) -> None:
-    path = run_directory / run_files.LINEAGE_FILE
-    if emergency is None:
-        path.unlink(missing_ok=True)  # later steps belong to another attempt
-    else:
-        storage.write(path, emergency.lineage.encode())
+    """Writes which emergency checkpoints the next start may use; `mirror` follows, and only then the first step.
+
+    Without emergency checkpoints the file is empty and not absent: later steps belong to another attempt, and an absent
+    file would leave the lineages of the attempt before in the mirror.
+    """
+    lineages = [] if emergency is None else emergency.lineages
+    storage.write(run_directory / run_files.LINEAGE_FILE, "".join(f"{name}\n" for name in lineages).encode())
 
 
 def is_evaluated(run_directory: Path, step: int) -> bool:
@@ -110,10 +131,10 @@ def _origin(config: Config, run_directory: Path, place: Path | str) -> Path | st
     return origin
 
 
-def _last_lineage(run_directory: Path) -> str:
-    """The lineage of the emergency checkpoints of the last start, read by host 0."""
+def _last_lineages(run_directory: Path) -> list[str]:
+    """The lineages of emergency checkpoints that the last start has left, read by host 0."""
     path = run_directory / run_files.LINEAGE_FILE
-    return agreement.broadcast("last lineage", path.read_text() if path.exists() else "")
+    return agreement.broadcast("last lineages", path.read_text() if path.exists() else "").split()
 
 
 def _move_log(run_directory: Path, shared: Path, host: int) -> None:

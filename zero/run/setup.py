@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,15 @@ from zero.run.frozen_base import fit_to_base, load_base
 from zero.run.profiling import Profiler
 from zero.run.reference import load_references
 from zero.run.restore import TrainingPosition
-from zero.run.resume import check_unused, is_evaluated, join_run_directory, line_of, resume_state, write_lineage
+from zero.run.resume import (
+    check_unused,
+    is_durable,
+    is_evaluated,
+    join_run_directory,
+    line_of,
+    resume_state,
+    write_lineage,
+)
 from zero.run.statistics import StatisticsRecorder
 from zero.run.step_metrics import StepMetrics
 from zero.run.validation import uncovered
@@ -87,10 +96,11 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             stack.enter_context(run_files.locked(run_directory))
         place = run_files.checkpoint_directory(run_directory, config.data.bucket_path, config.data.checkpoint_directory)
         agreement.check_shared("data.checkpoint_directory", place)
-        emergency = None  # opened before the durable checkpoints, so that it is deleted after their last save
+        emergency = None  # opened before the durable checkpoints, so that it is closed after their last save
         if config.zero.emergency_steps is not None:
             directory = Path(config.zero.emergency_directory)
-            emergency = EmergencyCheckpoints(directory, place, asdict(size), job.layout, model.axis)
+            durable_steps = partial(run_files.committed_steps, place)
+            emergency = EmergencyCheckpoints(directory, place, durable_steps, asdict(size), job.layout, model.axis)
             stack.enter_context(emergency)
         data = config.data
         retention = Retention(data.keep_checkpoints, data.keep_every, data.keep_every_hours)
@@ -106,7 +116,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
         last_step = _last_step(config, loader)
         if position.unevaluated is not None and is_evaluated(run_directory, position.step):
             position.unevaluated = None
-        if position.step >= last_step and position.unevaluated is None:
+        if position.step >= last_step and position.unevaluated is None and is_durable(emergency):
             log.info("nothing left to do: the run is at step %d of %d", position.step, last_step)
             yield None
             return
@@ -128,6 +138,8 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
             tracker = stack.enter_context(opened)
             write_lineage(run_directory, emergency)
             run_files.mirror(run_directory, place)
+        if emergency is not None:
+            emergency.remove_earlier()
         stop_requests = stack.enter_context(signals.stop_requests())
         bar = stack.enter_context(_progress_bar(position.step, last_step))
         stack.enter_context(logging_redirect_tqdm())

@@ -16,6 +16,7 @@ from zero.hosts.watchdog import ending_together
 from zero.inference.generate import generate
 from zero.models.config import GPTConfig
 from zero.run.active_run import ActiveRun
+from zero.run.resume import save_restored
 from zero.run.setup import open_run
 from zero.run.validation import validation_metrics
 from zero.run_directory import SAMPLES_FILE, mirror
@@ -49,6 +50,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
     with open_run(config, size, run_directory) as run:
         if run is None:
             return 0
+        save_restored(run)
         with run.goodput.phase("steps"):
             is_finished = _loop(run)
         if not is_finished:
@@ -90,7 +92,7 @@ def _loop(run: ActiveRun) -> bool:
             if due.evaluate:
                 _report(run, line)
             run.metrics.restart()
-    return run.position.step == run.last_step
+    return run.position.step >= run.last_step  # total_steps may have been lowered below the step that was resumed
 
 
 def _evaluate_and_log(run: ActiveRun, line: dict[str, Any]) -> bool:
@@ -111,7 +113,7 @@ def _evaluate(run: ActiveRun, line: dict[str, Any]) -> bool:
         line |= losses
     training, frequency = run.config.training, run.config.training.harness_frequency
     if frequency is not None:
-        is_last = line["step"] == run.last_step
+        is_last = line["step"] >= run.last_step
         if is_last or line["step"] % (frequency * training.evaluation_frequency) == 0:
             line |= run.harness_results()
     return True
@@ -132,7 +134,7 @@ def _report(run: ActiveRun, line: dict[str, Any]) -> None:
     if run.tracker is None:
         return
     log.info("step %d: %s", line["step"], _summary(line))
-    is_last = line["step"] == run.last_step
+    is_last = line["step"] >= run.last_step
     try:
         with (run.directory / SAMPLES_FILE).open("a") as file:
             file.write(f"--- step {line['step']}\n{text}\n")

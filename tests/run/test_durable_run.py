@@ -1,0 +1,43 @@
+"""A run is finished when a durable checkpoint of its last step is committed; until then memory is only a copy."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import cli, kills
+from zero.run_directory import saved_steps
+from zero.tracking.metrics_file import read_resumes
+
+# Emergency checkpoints at 3, 6, 9 and 12, durable ones at 3, 6 and 12.
+JOB = (*cli.TINY, "zero.emergency_steps=3", "zero.emergency_directory=memory", "distributed.cpu_devices=2")
+SLOW_COMMIT = kills.Rule("os.rename", "/checkpoints/12$", "block")
+IN_MEMORY = kills.Rule("os.rename", r"-12-0\.shards$", "kill after")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks: cli.Forks) -> Path:
+    return forks.train("undisturbed", *JOB)
+
+
+def files_in_memory(forks: cli.Forks) -> list[str]:
+    return [path.name.partition("-")[2] for path in sorted(forks.workplace.glob("memory/*/*"))]
+
+
+def test_finished_only_in_memory(forks: cli.Forks, undisturbed: Path) -> None:
+    """Killed after the last emergency checkpoint and before the last durable one, a run is not finished."""
+    command, run = ("--resume=auto", *JOB, "hydra.run.dir=killed"), forks.workplace / "killed"
+    with cli.customized(kills.at(SLOW_COMMIT, IN_MEMORY)):
+        assert forks.run(*command).returncode == -signal.SIGKILL
+    assert saved_steps(run) == [3, 6] and files_in_memory(forks)[0] == "12-0.shards"
+
+    with cli.customized(kills.at(kills.Rule("os.rename", "/checkpoints/12$", "kill before"))):
+        assert forks.run(*command).returncode == -signal.SIGKILL  # once more, and nothing is lost
+    assert saved_steps(run) == [3, 6] and files_in_memory(forks) == ["12-0.shards"]
+
+    done = forks.check(*command)
+    assert "resumed from the emergency checkpoint of step 12" in done.stderr and "finished at step 12" in done.stderr
+    assert saved_steps(run) == [3, 6, 12] and files_in_memory(forks) == []
+    assert read_resumes(run / "metrics.jsonl") == [12, 12]
+    assert cli.metrics(run) == cli.metrics(undisturbed)
+    assert "nothing left to do: the run is at step 12 of 12" in forks.check(*command).stderr
