@@ -41,3 +41,25 @@ def test_finished_only_in_memory(forks: cli.Forks, undisturbed: Path) -> None:
     assert read_resumes(run / "metrics.jsonl") == [12, 12]
     assert cli.metrics(run) == cli.metrics(undisturbed)
     assert "nothing left to do: the run is at step 12 of 12" in forks.check(*command).stderr
+
+
+def test_lineage_of_an_attempt_before(forks: cli.Forks) -> None:
+    """A, with emergency checkpoints, is killed; B resumes without; C, with them again, does not continue A's."""
+    place = forks.workplace / "shared"
+    command = (*JOB, "hydra.run.dir=three", f"data.checkpoint_directory={place}")
+    memory, none = "zero.emergency_steps=2", "zero.emergency_steps=null"
+    with cli.customized(kills.at(kills.Rule("os.rename", r"-10-0\.shards$", "kill after"))):
+        assert forks.run(*command, memory).returncode == -signal.SIGKILL
+    with cli.customized(kills.at(kills.Rule("os.mkdir", r"/shared/12\.", "kill before"))):
+        done = forks.run("--resume", *command, none, "training.peak_learning_rate=1e-3")
+    assert done.returncode == -signal.SIGKILL and "resumed from step 6 of" in done.stderr
+    done = forks.check("--resume", *command, memory)
+    assert "resumed from step 6 of" in done.stderr and "emergency" not in done.stderr
+    assert saved_steps(forks.workplace / "three")[-1] == 12 and files_in_memory(forks) == []
+
+
+def test_fewer_steps_than_were_trained(forks: cli.Forks) -> None:
+    """A run that is told to end before its step does what is pending there, and is finished."""
+    run = forks.workplace / "fewer"
+    line = kills.Rule("open", r"/corpus/.*validation.*\.tar$", "kill before")
+    assert line and run
