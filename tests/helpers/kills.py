@@ -1,4 +1,4 @@
-"""Kills a program at an exact moment: before or after it opens, makes, renames or sends something.
+"""Kills, stops or blocks a program at an exact moment: before or after it opens, makes or renames a file.
 
 `at` gives the code of a program that ends so, for `cli.customized`; it runs in programs that are started and in forks.
 """
@@ -29,6 +29,8 @@ def watch(event, arguments):
                 kill()
             if is_moment and rule["action"] == "kill after":
                 done[threading.get_ident()] = rule
+            if is_moment and rule["action"] == "stop":
+                os.kill(os.getpid(), signal.SIGTERM)
             while is_moment and rule["action"] == "block":
                 time.sleep(60)
 
@@ -41,7 +43,7 @@ class Rule(NamedTuple):
 
     event: Literal["open", "os.mkdir", "os.rename"]
     path: str
-    action: Literal["kill before", "kill after", "block"]
+    action: Literal["kill before", "kill after", "block", "stop"]
     nth: int = 1  # of the operations that match
 
 
