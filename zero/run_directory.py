@@ -27,8 +27,9 @@ METRICS_FILE = "metrics.jsonl"
 LAYOUT_FILE = "layout.txt"
 SAMPLES_FILE = "samples.txt"
 WANDB_ID_FILE = "wandb_run_id"
+COMMAND_FILE = "command.json"  # the keys that the command lines of its starts have set
 LINEAGE_FILE = "emergency_lineage"  # the lineages of emergency checkpoints that a resume may use, a line each
-MIRRORED = (CONFIG_FILE, LAYOUT_FILE, METRICS_FILE, SAMPLES_FILE, WANDB_ID_FILE, LINEAGE_FILE)
+MIRRORED = (CONFIG_FILE, LAYOUT_FILE, METRICS_FILE, SAMPLES_FILE, WANDB_ID_FILE, COMMAND_FILE, LINEAGE_FILE)
 GROWING = (METRICS_FILE, SAMPLES_FILE)
 
 

@@ -68,3 +68,19 @@ def test_fewer_steps_than_were_trained(forks: cli.Forks) -> None:
     done = forks.check("--resume", "hydra.run.dir=fewer", "training.total_steps=5")
     assert "finished at step 6" in done.stderr and cli.metrics(run)[-1]["validation/loss"]
     assert (run / "report.html").exists()
+
+
+def test_job_beside_a_finished_one(forks: cli.Forks) -> None:
+    """A job that was killed before its first checkpoint starts again, and leaves the finished run of another alone."""
+    job = ("--resume=auto", *cli.TINY, "distributed.cpu_devices=2", "training.peak_learning_rate=1e-3")
+    finished = forks.train("runs/another", *job[:-1], "training.peak_learning_rate=2e-3")
+    before = cli.contents(finished)
+    with cli.customized(kills.at(kills.Rule("os.mkdir", r"/checkpoints/6\.", "kill before"))):
+        first = forks.run(*job)
+    assert (
+        first.returncode == -signal.SIGKILL and f"{finished.relative_to(forks.workplace)}, is finished" in first.stderr
+    )
+    second = forks.check(*job)
+    assert "of the same command, has no checkpoint" in second.stderr and "finished at step 12" in second.stderr
+    assert "nothing left to do" in forks.check(*job).stderr
+    assert cli.contents(finished) == before

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from hydra.core.hydra_config import HydraConfig
 
 from zero import run_directory as run_files
 from zero.checkpoints.emergency import EmergencyCheckpoints
@@ -18,6 +19,7 @@ from zero.errors import UserError
 from zero.files import storage
 from zero.hosts import agreement
 from zero.job import Job
+from zero.run import find_run
 from zero.run.active_run import ActiveRun
 from zero.run.restore import TrainingPosition, restore
 from zero.tracking.metrics_file import EVALUATED, read_metrics
@@ -93,6 +95,12 @@ def save_restored(run: ActiveRun) -> None:
         line = line_of(run.directory, run.position.step) if jax.process_index() == 0 else None
         loss = agreement.broadcast("validation loss of the restored step", json.dumps((line or {}).get(LOSS)))
         run.save(json.loads(loss))
+
+
+def write_command(run_directory: Path, resume: str | None) -> None:
+    """Writes which keys the command lines of this run have set: `--resume=auto` tells jobs apart by them."""
+    arguments = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    find_run.write_command(run_directory, None if resume is None else Path(resume), arguments)
 
 
 def write_lineage(run_directory: Path, emergency: EmergencyCheckpoints | None) -> None:

@@ -53,6 +53,7 @@ from zero.run.resume import (
     join_run_directory,
     line_of,
     resume_state,
+    write_command,
     write_lineage,
 )
 from zero.run.statistics import StatisticsRecorder
@@ -127,6 +128,7 @@ def open_run(config: Config, size: GPTConfig, run_directory: Path) -> Iterator[A
         if host == 0:
             if config.resume is not None and not is_fork:
                 goodput = Goodput(startup.process_age(), line_of(run_directory, position.step))
+            write_command(run_directory, config.resume)
             _write_run_files(run_directory, config, job, forked_at=position.step if is_fork else None)
             opened = open_tracker(
                 run_directory,
