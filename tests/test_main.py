@@ -270,7 +270,8 @@ def test_resume_of_a_finished_run(forks: cli.Forks, finished: Path) -> None:
     """The resume of a finished run changes nothing."""
     before = cli.contents(finished)
     named = ["--resume", hydra_quoted(finished)]
-    for arguments in (named, ["--resume=auto"], ["--resume=auto", "+preset=v3-8"]):  # the newest is the only one here
+    again = ["--resume=auto", *named[1:]]
+    for arguments in (named, ["--resume=auto"], [*again, "+preset=v3-8"]):  # the newest is the only one here
         done = forks.run(*arguments)
         assert done.returncode == 0 and "nothing left to do" in done.stderr, done.stderr
         assert cli.contents(finished) == before

@@ -27,8 +27,9 @@ METRICS_FILE = "metrics.jsonl"
 LAYOUT_FILE = "layout.txt"
 SAMPLES_FILE = "samples.txt"
 WANDB_ID_FILE = "wandb_run_id"
-LINEAGE_FILE = "emergency_lineage"  # names the emergency checkpoints that a resume may use
-MIRRORED = (CONFIG_FILE, LAYOUT_FILE, METRICS_FILE, SAMPLES_FILE, WANDB_ID_FILE, LINEAGE_FILE)
+COMMAND_FILE = "command.json"  # the keys that the command lines of its starts have set
+LINEAGE_FILE = "emergency_lineage"  # the lineages of emergency checkpoints that a resume may use, a line each
+MIRRORED = (CONFIG_FILE, LAYOUT_FILE, METRICS_FILE, SAMPLES_FILE, WANDB_ID_FILE, COMMAND_FILE, LINEAGE_FILE)
 GROWING = (METRICS_FILE, SAMPLES_FILE)
 
 
@@ -89,11 +90,15 @@ def locked(run_directory: Path) -> Iterator[None]:
 
 
 def saved_steps(run_directory: Path) -> list[int]:
-    """The steps of a run's complete checkpoints, on disk or in a bucket, oldest first.
+    """The steps of a run's complete checkpoints, oldest first."""
+    return committed_steps(saved_checkpoint_directory(run_directory))
+
+
+def committed_steps(directory: Path | str) -> list[int]:
+    """The steps of the complete checkpoints in a directory, on disk or in a bucket, oldest first.
 
     On disk a complete checkpoint is renamed into place; in a bucket, where nothing can be renamed, a file marks it.
     """
-    directory = saved_checkpoint_directory(run_directory)
     if isinstance(directory, Path):
         return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal() and path.is_dir())
     files = storage.list_files(directory)
@@ -121,11 +126,16 @@ def fetch_config(run_directory: Path, place: str) -> bool:
 
 
 def mirror(run_directory: Path, place: Path | str) -> None:
-    """Copies the files that a resume needs next to the checkpoints, if these are outside the directory."""
+    """Copies the files that a resume needs next to the checkpoints, if these are outside the directory.
+
+    A file that the directory does not have is removed there: an earlier attempt has left it.
+    """
     if is_outside(run_directory, place):
         for name in MIRRORED:
             if (run_directory / name).exists():
                 storage.write(_mirror_path(place, name), (run_directory / name).read_bytes())
+            else:
+                storage.remove(_mirror_path(place, name))
 
 
 def rebuild(run_directory: Path, place: Path | str) -> bool:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,8 +55,11 @@ def assert_equal(one: Any, other: Any) -> None:
         assert x.tobytes() == y.tobytes(), name
 
 
-def opened(directory: Path, place: str = "gs://bucket/run", model: Any = None) -> EmergencyCheckpoints:
-    return EmergencyCheckpoints(directory, place, model or {"N": 2, "pattern": ("local", "global")}, LAYOUT, AXIS)
+def opened(
+    directory: Path, place: str = "gs://bucket/run", model: Any = None, durable: Sequence[int] = ()
+) -> EmergencyCheckpoints:
+    model = model or {"N": 2, "pattern": ("local", "global")}
+    return EmergencyCheckpoints(directory, place, lambda: durable, model, LAYOUT, AXIS)
 
 
 def saved(directory: Path) -> str:
@@ -71,14 +75,17 @@ def test_newest_is_restored(tmp_path: Path) -> None:
     """The newest emergency checkpoint is restored bit for bit, and older ones are deleted."""
     lineage = saved(tmp_path)
     (place,) = tmp_path.iterdir()
-    assert sorted(path.name for path in place.iterdir()) == ["10-0.shards", "15-0.shards"]
+    assert sorted(path.name for path in place.iterdir()) == [
+        f"{lineage}-10-0.shards",
+        f"{lineage}-15-0.shards",
+    ]
     emergency = opened(tmp_path)
-    found = emergency.restore(lineage, after=10)
+    found = emergency.restore([lineage], after=10)
     assert found is not None and found[0] == POSITION | {"step": 15}
     assert_equal(found[1], state(15))
-    assert emergency.lineage == lineage
+    assert emergency.lineages == [emergency.lineage, lineage]
     jax.pmap(lambda x: x["w"] + 1, "zero", donate_argnums=0)(found[1])  # the buffers are jax's own
-    again = opened(tmp_path).restore(lineage, after=10)
+    again = opened(tmp_path).restore([lineage], after=10)
     assert again is not None
     assert_equal(again[1], state(15))
 
@@ -89,7 +96,7 @@ def test_copy_survives_donation(tmp_path: Path) -> None:
     emergency.save(1, first, POSITION)
     jax.pmap(lambda x: jax.tree.map(jnp.zeros_like, x), "zero", donate_argnums=0)(first)
     emergency._pool.shutdown()
-    found = opened(tmp_path).restore(emergency.lineage, after=0)
+    found = opened(tmp_path).restore([emergency.lineage], after=0)
     assert found is not None
     assert_equal(found[1], state(1))
 
@@ -97,21 +104,21 @@ def test_copy_survives_donation(tmp_path: Path) -> None:
 def test_nothing_else_is_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lineage = saved(tmp_path)
     other = opened(tmp_path)
-    new = other.lineage
-    assert other.restore("of another attempt", after=10) is None
-    assert other.lineage == new != lineage
-    assert opened(tmp_path).restore(lineage, after=15) is None  # the durable one is as new
-    assert opened(tmp_path, place="gs://bucket/other").restore(lineage, after=0) is None
-    assert opened(tmp_path, model={"N": 3}).restore(lineage, after=0) is None
-    (path,) = tmp_path.rglob("15-0.shards")
+    for lineages in ([], ["of another attempt"]):
+        assert other.restore(lineages, after=10) is None
+    assert other.lineages == [other.lineage] != [lineage]
+    assert opened(tmp_path).restore([lineage], after=15) is None  # the durable one is as new
+    assert opened(tmp_path, place="gs://bucket/other").restore([lineage], after=0) is None
+    assert opened(tmp_path, model={"N": 3}).restore([lineage], after=0) is None
+    (path,) = tmp_path.rglob("*-15-0.shards")
     whole = path.read_bytes()
     for damaged in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1]), whole + b"\0"):
         path.write_bytes(damaged)
-        assert opened(tmp_path).restore(lineage, after=10) is None
+        assert opened(tmp_path).restore([lineage], after=10) is None
         assert "15-0.shards: the checksum does not match" in caplog.text
         caplog.clear()
     path.write_bytes(b"{")
-    found = opened(tmp_path).restore(lineage, after=0)
+    found = opened(tmp_path).restore([lineage], after=0)
     assert found is not None and found[0]["step"] == 10 and "15-0.shards is damaged" in caplog.text
 
 
@@ -128,7 +135,7 @@ def test_broken_state_is_not_restored(
     emergency = opened(tmp_path)
     emergency.save(5, state(5) | {name: jax.pmap(lambda x: x, "zero")(broken)}, POSITION)
     emergency._pool.shutdown()
-    assert opened(tmp_path).restore(emergency.lineage, after=0) is None
+    assert opened(tmp_path).restore([emergency.lineage], after=0) is None
     assert fault in caplog.text and "the durable one is used" in caplog.text
 
 
@@ -138,17 +145,18 @@ def test_full_disk_does_not_end_training(
     """A full disk does not end training and leaves nothing half-written."""
     emergency = opened(tmp_path)
     (place,) = tmp_path.iterdir()
-    (place / "5-0.shards.tmp").mkdir()  # it cannot be written
+    aside = place / f"{emergency.lineage}-5-0.shards.tmp"
+    aside.mkdir()  # it cannot be written
     with pytest.raises(OSError):
         emergency._write(5, [], POSITION)
-    (place / "5-0.shards.tmp").rmdir()
+    aside.rmdir()
     full = Path("/dev/full")
     if full.exists():
-        (place / "10-0.shards.tmp").symlink_to(full)
+        (place / f"{emergency.lineage}-10-0.shards.tmp").symlink_to(full)
         emergency.save(10, state(10), POSITION)
         emergency._pool.shutdown()
         assert "emergency checkpoint 10 of host 0 could not be written: [Errno 28] No space left" in caplog.text
-        assert not list(place.glob("10-*"))
+        assert not list(place.glob("*-10-*"))
 
 
 def test_small_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,19 +171,72 @@ def test_small_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             opened(tmp_path)
 
 
-def test_deleted_only_after_success(tmp_path: Path) -> None:
-    """Emergency checkpoints are deleted when a run ends well and kept when it fails."""
-    with opened(tmp_path) as emergency:
-        emergency.save(1, state(1), POSITION)
-    (place,) = tmp_path.iterdir()
-    assert not list(place.iterdir())
-    (place / "of-somebody-else").touch()
-    with pytest.raises(KeyError), opened(tmp_path) as emergency:
+def steps_in(place: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in place.glob("*.shards"))
+
+
+def test_deleted_once_durable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run that ends well keeps those that are newer than the newest durable one; one that fails keeps all."""
+    (tmp_path / "run").mkdir()
+    for durable, left in (([], [1, 2]), ([1], [2]), ([1, 2], []), ([1, 3], [])):
+        with opened(tmp_path / "run", durable=durable) as emergency:
+            (place,) = (tmp_path / "run").iterdir()
+            (place / "of-somebody-else").touch()
+            for step in (1, 2):
+                emergency.save(step, state(step), POSITION)
+        assert steps_in(place) == left
+        emergency.remove_earlier()
+        assert (place / "of-somebody-else").exists()
+        for path in place.glob("*.shards"):
+            path.unlink()
+    with pytest.raises(KeyError), opened(tmp_path / "run", durable=[2]) as emergency:
         emergency.save(2, state(2), POSITION)
         raise KeyError
-    assert {path.name for path in place.iterdir()} == {"2-0.shards", "of-somebody-else"}
-    header = json.loads((place / "2-0.shards").read_bytes().partition(b"\n")[0])
+    assert steps_in(place) == [2]
+    (path,) = place.glob("*.shards")
+    header = json.loads(path.read_bytes().partition(b"\n")[0])
     assert header["leaves"][2][:3] == ["half", np.dtype(ml_dtypes.bfloat16).name, [17]]
+
+    def unavailable() -> list[int]:
+        raise UserError("the bucket does not answer")
+
+    with opened(tmp_path / "run") as emergency:
+        emergency._durable_steps = unavailable
+    assert steps_in(place) == [2] and "stay in" in caplog.text and "the bucket does not answer" in caplog.text
+
+
+def test_earlier_lineages_are_removed(tmp_path: Path) -> None:
+    """Files of earlier attempts go at the start, whatever their steps, but for the checkpoint that is continued."""
+    lineage = saved(tmp_path)
+    (place,) = tmp_path.iterdir()
+    (place / f"{'0' * 16}-108-1.shards").touch()  # of an attempt that was ahead, on two hosts
+    (place / f"{lineage}-20-0.shards.tmp").touch()  # killed while it wrote
+    emergency = opened(tmp_path)
+    assert emergency.restore([lineage], after=10) is not None
+    emergency.remove_earlier()
+    assert [path.name for path in place.iterdir()] == [f"{lineage}-15-0.shards"]
+    for step, left in ((20, [15, 20]), (25, [20, 25])):  # the one before stays until all hosts have the new one
+        emergency.save(step, state(step), POSITION | {"step": step})
+        emergency._pending.result()
+        assert steps_in(place) == left
+    again = opened(tmp_path)
+    found = again.restore(emergency.lineages, after=15)
+    assert found is not None and found[0]["step"] == 25
+    fresh = opened(tmp_path)
+    fresh.remove_earlier()
+    assert not list(place.iterdir())
+
+
+def test_newer_lineage_goes_first(tmp_path: Path) -> None:
+    """What a resume has written since counts more than a later step of the attempt before, of a host that came back."""
+    before = saved(tmp_path)
+    resumed = opened(tmp_path)
+    resumed.save(12, state(12), POSITION | {"step": 12})
+    resumed._pool.shutdown()
+    emergency = opened(tmp_path)
+    found = emergency.restore([resumed.lineage, before], after=10)
+    assert found is not None and found[0]["step"] == 12
+    assert_equal(found[1], state(12))
 
 
 def together(folder: Path, lineage: str) -> list[str]:
@@ -190,10 +251,10 @@ def test_shards_from_a_neighbour(tmp_path: Path) -> None:
     """A replaced host gets its shards from its neighbour."""
     lineage, *others = together(tmp_path, "new")
     assert others == [lineage, lineage]
-    assert sorted(path.name for path in (tmp_path / "1").rglob("*.shards")) == [
+    assert sorted(path.name.removeprefix(f"{lineage}-") for path in (tmp_path / "1").rglob("*.shards")) == [
         *("3-0.shards", "3-1.shards", "6-0.shards", "6-1.shards")
     ]
-    shutil.copytree(tmp_path, tmp_path / "later", ignore=shutil.ignore_patterns("6-2.shards"))
+    shutil.copytree(tmp_path, tmp_path / "later", ignore=shutil.ignore_patterns("*-6-2.shards"))
     for folder, step in ((tmp_path, "6"), (tmp_path / "later", "3")):  # there nobody has all of step 6
         shutil.rmtree(folder / "1")
         assert together(folder, lineage) == [step, step, step]

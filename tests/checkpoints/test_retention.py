@@ -1,6 +1,7 @@
 """Which checkpoints a run keeps, by its newest, its best, every so many steps, and every so many hours."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,6 +38,16 @@ def test_one_every_two_hours() -> None:
     assert kept(retention, 0, 2, 4, 6) == [0, 2, 4, 6]  # decided again, with the same result
     without_a_time = Retention(1, hours=2, saved=lambda: {0: Saved(None, None)})
     assert kept(without_a_time, 0, 1) == [1]
+
+
+@pytest.mark.parametrize("wrong", [240, -1e6])
+def test_a_clock_that_was_wrong(wrong: float) -> None:
+    """A clock that is wrong for one save, by days, costs no checkpoint before or after it."""
+    retention, saved, existing = Retention(1, hours=2), dict[int, Saved](), list[int]()
+    for step, hour in enumerate([0, 1, 2, 3, wrong, 5, 6, 7, 8, 9]):  # orbax asks after every save
+        saved[step] = Saved(None, 1e9 + hour * HOUR)
+        existing = kept(replace(retention, saved=lambda: saved), *existing, step)
+    assert existing == [0, 2, 4, 5, 7, 9]
 
 
 def test_run_keeps_what_it_is_told(forks: cli.Forks) -> None:

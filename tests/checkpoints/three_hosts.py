@@ -31,7 +31,7 @@ def on_devices(step: int) -> dict[str, jax.Array]:
     return jax.pmap(lambda x: x, "zero")(shards)
 
 
-with_steps = EmergencyCheckpoints(folder / str(number), "gs://bucket/run", {}, layout, Axis("zero", (1, 6)))
+with_steps = EmergencyCheckpoints(folder / str(number), "gs://bucket/run", list, {}, layout, Axis("zero", (1, 6)))
 if lineage == "new":
     for step in (3, 6):
         with_steps.save(step, on_devices(step), {"step": step})
@@ -39,7 +39,7 @@ if lineage == "new":
     agreement.wait_for_all()
     print(with_steps.lineage)
 else:
-    found = with_steps.restore(lineage, after=0)
+    found = with_steps.restore([lineage], after=0)
     assert found is not None
     position, restored = found
     expected = on_devices(position["step"])

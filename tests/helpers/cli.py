@@ -265,7 +265,7 @@ def check_refusal(done: subprocess.CompletedProcess[str], *named: str, lines: in
 def _fork_server() -> subprocess.Popen[str]:
     server = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("forks.py")), str(MAIN)],
-        env=environment() | {"PYTHONPATH": f"{_session() / 'absent'}:{MAIN.parent}"},
+        env=environment() | {"PYTHONPATH": f"{_session() / 'absent'}:{MAIN.parent}", "ZERO_TESTS_CODE": ""},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

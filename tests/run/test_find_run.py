@@ -1,17 +1,26 @@
 """Where runs lie: which one a resume finds, and what its command line becomes."""
 
+import json
 import shutil
 import sys
 from pathlib import Path
 
 import hydra
 import pytest
+from omegaconf import OmegaConf
 
 import zero.config.schema  # noqa: F401  declares the keys
 from tests.helpers import bucket, hosts
 from zero.cli import errors_in_lines
 from zero.errors import UserError
-from zero.run.find_run import DEFAULT_ROOT, newest_run, resume_overrides
+from zero.run.find_run import (
+    DEFAULT_ROOT,
+    SWEEPS,
+    newest_run,
+    resume_overrides,
+    saved_command,
+    write_command,
+)
 from zero.run_directory import (
     CONFIG_FILE,
     LAYOUT_FILE,
@@ -23,7 +32,7 @@ from zero.run_directory import (
     saved_steps,
 )
 
-CONF = Path(__file__).parents[3] / "conf"
+CONF = Path(__file__).parents[2] / "conf"
 ODD_NAMES = [
     "my run",
     "it's",
@@ -46,13 +55,25 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def make_run(place: Path, steps: list[int], checkpoints: str = "checkpoints", bucket_path: str = "null") -> Path:
+def make_run(
+    place: Path, steps: list[int], checkpoints: str = "checkpoints", bucket_path: str = "null", last: int | None = None
+) -> Path:
+    """A run with checkpoints of these steps; `last` is the last one that it was to train."""
     place.mkdir(parents=True)
     (place / CONFIG_FILE).write_text(f"data:\n  bucket_path: {bucket_path}\n  checkpoint_directory: {checkpoints}\n")
     (place / LAYOUT_FILE).write_text("1 element\n")
     for step in steps:
-        (place / checkpoints / str(step)).mkdir(parents=True)
+        (place / checkpoints / str(step) / "meta").mkdir(parents=True)
+        if last is not None:
+            (place / checkpoints / str(step) / "meta" / "metadata").write_text(json.dumps({"last_step": last}))
     return place
+
+
+def make_sweep(place: Path, *arguments: str) -> None:
+    """What Hydra writes before the first job of a sweep."""
+    place.mkdir(parents=True, exist_ok=True)
+    config = {"hydra": {"overrides": {"task": list(arguments)}, "job": {"num": "???"}, "now": "${now:%Y}"}}
+    OmegaConf.save(OmegaConf.create(config), place / "multirun.yaml")
 
 
 def hydra_reads(overrides: list[str]) -> tuple[str, str]:
@@ -82,7 +103,7 @@ def test_other_config_files() -> None:
     """Other files called config.yaml are not runs."""
     run = make_run(DEFAULT_ROOT / "a", [5])
     for other in ("wandb/offline-run/files", ".hydra", "checkpoints/5/meta"):
-        (run / other).mkdir(parents=True)
+        (run / other).mkdir(parents=True, exist_ok=True)
         (run / other / CONFIG_FILE).write_text("data:\n  value: 3\n")
     assert newest_run(DEFAULT_ROOT) == run
 
@@ -138,6 +159,8 @@ def test_sweep_directories(option: str, in_tmp_path: Path) -> None:
     make_run(DEFAULT_ROOT / "multirun" / "it's" / "1", [5])
     make_run(DEFAULT_ROOT / "no sweep", [5])
     make_run(Path("mine") / "a" / "0", [5])
+    for name in ("older", "it's"):
+        make_sweep(SWEEPS / name, "seed=1,2")
     for flag in ("--resume", "--resume=auto"):
         newest, given = resume_overrides([option, "seed=1,2", flag]), ("hydra.sweep.dir=mine",)
         assert newest == [option, "seed=1,2", f"hydra.sweep.dir='{in_tmp_path}/runs/multirun/it\\'s'"]
@@ -148,6 +171,81 @@ def test_sweep_directories(option: str, in_tmp_path: Path) -> None:
     assert resume_overrides([option, "--resume=auto", "hydra.sweep.dir=none"]) == [option, "hydra.sweep.dir=none"]
     forks = resume_overrides([option, "--resume", "hydra.run.dir=mine/a/0", "seed=1,2"])
     assert forks == [option, "seed=1,2", f"resume='{in_tmp_path}/mine/a/0'"]
+
+
+def test_sweep_of_the_same_command(in_tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A sweep is continued by its own command, also if a newer one of another command has checkpoints."""
+    make_run(SWEEPS / "mine" / "0", [5])
+    make_run(SWEEPS / "newer" / "0", [5])
+    make_run(SWEEPS / "fork" / "0", [5])
+    text = "data.checkpoint_directory=place/${hydra:job.num}"
+    make_sweep(SWEEPS / "mine", "seed=1,2", "optimizer.b1=9e-1", text)
+    make_sweep(SWEEPS / "newer", "seed=3,4")
+    make_sweep(SWEEPS / "fork", "seed=1,2", "optimizer.b1=0.9", text, "resume='/run'")
+    make_sweep(SWEEPS / "killed before its first job", "seed=5,6")
+    (SWEEPS / "damaged").mkdir()
+    (SWEEPS / "damaged" / "multirun.yaml").write_text("hydra: {")
+    mine = ["optimizer.b1=0.90", "seed=1,2", text]
+    for flag in ("--resume", "--resume=auto"):
+        assert resume_overrides(["-m", *mine, flag])[-1] == f"hydra.sweep.dir='{in_tmp_path}/runs/multirun/mine'"
+        assert f"skipped: {SWEEPS}/damaged/multirun.yaml is damaged" in caplog.text
+    killed = resume_overrides(["-m", "seed=5,6", "--resume=auto"])
+    assert killed[-1] == f"hydra.sweep.dir='{in_tmp_path}/runs/multirun/killed before its first job'"
+    assert "starts a new sweep" not in caplog.text
+    assert resume_overrides(["-m", "seed=1,2,3", "--resume=auto"]) == ["-m", "seed=1,2,3"]
+    assert "--resume=auto starts a new sweep: none in runs/multirun has this command" in caplog.text
+    for command in ("seed=5,6", "seed=1,2,3"):
+        with pytest.raises(UserError, match="--resume: runs/multirun: a sweep of this command has no checkpoint"):
+            resume_overrides(["-m", command, "--resume"])
+
+
+def test_finished_run_of_another_job(in_tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`--resume=auto` finishes a job of the same keys, and starts another one; `--resume` continues what it is told."""
+    finished = make_run(DEFAULT_ROOT / "finished", [5, 10], last=10)
+    write_command(finished, None, ["seed=1", "optimizer.b1=0.9", "resume=x", "distributed.process_id=1"])
+    resumed = f"resume='{in_tmp_path}/runs/finished'"
+    for same in ([], ["seed=1"], ["optimizer.b1=9e-1", "seed=1", "distributed.process_id=0"]):
+        assert resumed in resume_overrides([*same, "--resume=auto"])
+    assert caplog.text == ""
+    for other in (["seed=2"], ["seed=1", "+preset=v3-8"]):
+        caplog.clear()
+        assert resume_overrides([*other, "--resume=auto"]) == other
+        key = other[-1].lstrip("+").partition("=")[0]
+        assert f"starts a new run: the newest with a checkpoint, {finished}, is finished" in caplog.text
+        assert f"other values of {key}; hydra.run.dir={finished} continues it" in caplog.text
+        for told in (["--resume"], ["--resume=auto", f"hydra.run.dir={finished}"]):
+            assert resumed in resume_overrides([*other, *told])
+    (finished / "checkpoints" / "10").rename(finished / "checkpoints" / "10.damaged")
+    caplog.clear()
+    assert resumed in resume_overrides(["seed=2", "--resume=auto"])  # it is not finished
+    assert f"--resume=auto continues {finished}, which was started with other values of seed" in caplog.text
+
+
+def test_killed_before_its_first_checkpoint(in_tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A job whose newest run has no checkpoint starts again; another job says which run it continues, and why."""
+    older = make_run(DEFAULT_ROOT / "older", [5], last=10)
+    write_command(older, None, ["seed=1"])
+    killed = make_run(DEFAULT_ROOT / "killed", [])
+    write_command(killed, None, ["seed=2"])
+    assert resume_overrides(["seed=2", "--resume=auto"]) == ["seed=2"]
+    assert f"starts a new run: {killed}, of the same command, has no checkpoint" in caplog.text
+    caplog.clear()
+    assert f"resume='{in_tmp_path / older}'" in resume_overrides(["seed=1", "--resume=auto"])
+    assert f"--resume=auto continues {older}: newer runs have no checkpoint: {killed}" in caplog.text
+    assert "other values" not in caplog.text
+
+
+def test_command_of_a_run(in_tmp_path: Path) -> None:
+    """The keys of all starts count, the later of two values; a damaged file is named."""
+    run = make_run(DEFAULT_ROOT / "a", [5])
+    assert saved_command(run) == {}
+    write_command(run, None, ["seed=1", "zero.stage=1", "hydra.run.dir=x"])
+    write_command(run, run, ["zero.stage=2", "data.resume_step=3"])
+    assert saved_command(run) == {"seed": "1", "zero.stage": "2"}
+    (run / "command.json").write_text("[")
+    with pytest.raises(UserError, match=r"a/command\.json is damaged: expected keys and values; delete it"):
+        resume_overrides(["--resume=auto"])
+    assert resume_overrides(["--resume"])
 
 
 @pytest.mark.parametrize("flag", ["--resume=yes", "--resume=", "--resume-auto", "--resumes"])
@@ -260,6 +358,9 @@ def test_lost_run_directory(in_tmp_path: Path) -> None:
     (in_tmp_path / "shared-run" / "samples.txt").write_text("text")
     assert rebuild(Path("mine"), place)
     assert (Path("mine") / "samples.txt").read_text() == "text"
+    (Path("mine") / "samples.txt").unlink()  # a new run has none, and shows none of the attempt before
+    mirror(Path("mine"), place)
+    assert not (in_tmp_path / "shared-run" / "samples.txt").exists()
 
 
 def test_no_mirror_inside_the_run(in_tmp_path: Path) -> None:

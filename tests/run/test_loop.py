@@ -98,12 +98,20 @@ def test_line_for_features_that_take_each(tmp_path: Path) -> None:
 def test_pending_by_the_files_of_a_run(tmp_path: Path) -> None:
     """What an earlier process completed after its checkpoint is not done again."""
     position = make_run(tmp_path).position
-    assert still_pending(position, tmp_path, 3) is None
+    assert still_pending(position, tmp_path, 3, is_durable=True) is None
     position.pending = {"features": ["sample", "report"], "line": {"step": 3}}
-    assert still_pending(position, tmp_path, 3) == position.pending
+    assert still_pending(position, tmp_path, 3, is_durable=True) == position.pending
     (tmp_path / "samples.txt").write_text("--- step 3\nshard\n")
-    assert still_pending(position, tmp_path, 3) == {"features": ["report"], "line": {"step": 3}}
-    assert still_pending(position, tmp_path, 4) is None  # the next page replaces that of this step
+    assert still_pending(position, tmp_path, 3, is_durable=True) == {"features": ["report"], "line": {"step": 3}}
+    assert still_pending(position, tmp_path, 4, is_durable=True) is None  # the next page replaces that of this step
+
+
+def test_state_that_only_memory_holds_is_saved_first(tmp_path: Path) -> None:
+    """A resume from an emergency checkpoint saves it with the loss of its line, before anything else."""
+    position = make_run(tmp_path).position
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "validation/loss": 2.5}\n')
+    pending = still_pending(position, tmp_path, 3, is_durable=False)
+    assert pending == {"features": ["save"], "line": {"step": 3, "validation/loss": 2.5}}
 
 
 def test_order_of_effects() -> None:

@@ -2,7 +2,8 @@
 
 A run that lost a host resumes from them without the bucket. They are files, by default in /dev/shm, because all
 processes of a run end with the one that was lost. A file is a line of JSON, then the shards of this host's devices,
-leaf by leaf. Reasons against orbax's: docs/decisions/surviving.md.
+leaf by leaf. Its name holds the lineage of the start that wrote it: an earlier attempt may have reached the same steps
+with other keys or on other hosts. Reasons against orbax's: docs/decisions/surviving.md.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -33,29 +34,52 @@ from zero.partition.layout import Layout, PyTree
 
 log = logging.getLogger(__name__)
 
-NAME = re.compile(r"(\d+)-(\d+)\.shards")  # step, host; nothing else in the directory is touched
+NAME = re.compile(r"([0-9a-f]{16})-(\d+)-(\d+)\.shards(\.tmp)?")  # nothing else in the directory is touched
 
 
 class DamagedShards(Exception):
     """A damaged file of shards."""
 
 
-class EmergencyCheckpoints:
-    """The emergency checkpoints of one run; a context manager, which deletes them unless it is left by an error.
+class Emergency(NamedTuple):
+    """One emergency checkpoint, of all hosts together."""
 
-    All hosts call every method together. Each host holds at most its own newest three and those of the host before.
+    lineage: str  # of the start that wrote it
+    step: int
+
+    def file(self, host: int) -> str:
+        """The name of the file with the shards of a host."""
+        return f"{self.lineage}-{self.step}-{host}.shards"
+
+
+class EmergencyCheckpoints:
+    """The emergency checkpoints of one run; a context manager, which deletes those that are no longer needed.
+
+    A checkpoint is needed until a durable one of its step or a later one is committed. All hosts call every method
+    together. Each host holds at most its own newest three and those of the host before.
 
     Args:
       directory: of this host, for all runs.
       place: the durable checkpoints of the run, which identify its files.
+      durable_steps: returns the steps of the durable checkpoints that are committed, oldest first.
       model: its configuration, which must be the same.
+
+    Attributes:
+      lineage: names the files of this start.
+      restored: the checkpoint that this start continues, if it continues an emergency checkpoint.
 
     Raises:
       UserError: the directory cannot be made, or has no room for all files.
     """
 
     def __init__(
-        self, directory: Path, place: Path | str, model: Mapping[str, Any], layout: Layout, axis: Axis
+        self,
+        directory: Path,
+        place: Path | str,
+        durable_steps: Callable[[], Sequence[int]],
+        model: Mapping[str, Any],
+        layout: Layout,
+        axis: Axis,
     ) -> None:
         self._directory = directory / hashlib.sha256(str(place).encode()).hexdigest()[:16]
         try:
@@ -63,13 +87,32 @@ class EmergencyCheckpoints:
         except OSError as error:
             raise UserError(f"zero.emergency_directory={directory}: {error}") from error
         _check_room(directory, self._directory, layout)
+        self._durable_steps = durable_steps
         self._layout, self._axis = layout, axis
         self._model = json.loads(json.dumps(dict(model)))  # as a file gives it back: lists in place of tuples
         self._host, self._hosts = jax.process_index(), jax.process_count()
         self._peers = Peers(self._directory)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="emergency checkpoint")
         self._pending: Future[None] | None = None
-        self.lineage = agreement.broadcast("lineage", secrets.token_hex(8))  # another attempt may have the same steps
+        self.lineage = agreement.broadcast("lineage", secrets.token_hex(8))
+        self.restored: Emergency | None = None
+
+    @property
+    def lineages(self) -> list[str]:
+        """The lineages that the next start may continue, newest first."""
+        if self.restored is None:
+            return [self.lineage]
+        return [self.lineage, self.restored.lineage]
+
+    def remove_earlier(self) -> None:
+        """Removes the files of earlier starts but for the checkpoint that this one continues.
+
+        They would count among the newest, and no start would use them. No host writes before all have removed theirs,
+        because `save` waits for all.
+        """
+        for path, checkpoint in self._files():
+            if checkpoint != self.restored or path.suffix == ".tmp":
+                path.unlink(missing_ok=True)
 
     def save(self, step: int, state: PyTree, position: dict[str, Any]) -> None:
         """Copies this host's shards, and returns; a thread writes them and sends them to the next host.
@@ -91,12 +134,13 @@ class EmergencyCheckpoints:
             yield np.concatenate([np.asarray(parts[device]) for device in jax.local_devices()])
 
     def _write(self, step: int, copies: list[np.ndarray], position: dict[str, Any]) -> None:
-        name = f"{step}-{self._host}.shards"
+        checkpoint = Emergency(self.lineage, step)
+        name = checkpoint.file(self._host)
         buffers = [x.reshape(-1).view(np.uint8).data for x in copies]
         checksum = 0
         for buffer in buffers:
             checksum = zlib.crc32(buffer, checksum)
-        header = {**self._description(), "step": step, "position": position, "checksum": checksum}
+        header = {**self._description(checkpoint), "position": position, "checksum": checksum}
         aside = self._directory / f"{name}.tmp"
         try:
             with aside.open("wb") as file:
@@ -110,13 +154,15 @@ class EmergencyCheckpoints:
             log.warning("emergency checkpoint %d of host %d could not be written: %s", step, self._host, error)
         finally:
             aside.unlink(missing_ok=True)
-        for older in sorted(self._steps() - {step})[:-1]:  # the one before stays until all hosts have this one
-            self._delete(older)
+        held = {checkpoint for _, checkpoint in self._files()}
+        older = sorted(held - {checkpoint}, key=lambda checkpoint: checkpoint.step)
+        for unneeded in older[:-1]:  # the one before stays until all hosts have this one
+            self._delete(unneeded)
 
-    def _description(self) -> dict[str, Any]:
+    def _description(self, checkpoint: Emergency) -> dict[str, Any]:
         """The properties that must be equal for shards to fit."""
         return {
-            "lineage": self.lineage,
+            **checkpoint._asdict(),
             "hosts": self._hosts,
             "host": self._host,
             "devices": jax.local_device_count(),
@@ -127,35 +173,42 @@ class EmergencyCheckpoints:
             ],
         }
 
-    def restore(self, lineage: str, after: int) -> tuple[dict[str, Any], PyTree] | None:
-        """The position and state of the newest checkpoint that all hosts together hold; its lineage continues.
+    def restore(self, lineages: Sequence[str], after: int) -> tuple[dict[str, Any], PyTree] | None:
+        """The position and state of the newest checkpoint that all hosts together hold.
 
-        Returns None if no checkpoint of the previous start's `lineage` is newer than the durable one at step `after`.
         Only the shards of a replaced host are sent, by its neighbour.
-        """
-        self.lineage, new = lineage, self.lineage
-        found = self._restore(after)
-        if found is None:
-            self.lineage = new
-        return found
 
-    def _restore(self, after: int) -> tuple[dict[str, Any], PyTree] | None:
-        held = [json.loads(text) for text in agreement.gather("emergency checkpoints", json.dumps(self._held()))]
-        holders: dict[int, dict[int, int]] = {}  # by step and by host of the shards: who has them
-        for holder, found in enumerate(held):
-            for step, host in found:
-                before = holders.setdefault(step, {}).get(host)
-                holders[step][host] = holder if before is None or holder == host else before
-        whole = [step for step, hosts in holders.items() if step > after and len(hosts) == self._hosts]
+        Args:
+          lineages: what `lineages` was at the previous start; of two lineages the first is the newer one.
+          after: the step of the newest durable checkpoint.
+
+        Returns:
+          None if no checkpoint of these lineages is newer than the durable one.
+        """
+        files = [tuple(checkpoint) + (host,) for checkpoint, host in self._held(lineages)]
+        holders: dict[Emergency, dict[int, int]] = {}  # by checkpoint and by host of the shards: who has them
+        for holder, text in enumerate(agreement.gather("emergency checkpoints", json.dumps(files))):
+            for lineage, step, host in json.loads(text):
+                holder_of_host = holders.setdefault(Emergency(lineage, step), {})
+                if holder == host or host not in holder_of_host:
+                    holder_of_host[host] = holder
+        whole = [one for one, hosts in holders.items() if one.step > after and len(hosts) == self._hosts]
         if not whole:
             return None
-        step = max(whole)
-        name, holder = f"{step}-{self._host}.shards", holders[step][self._host]
+        newest = min(whole, key=lambda checkpoint: (lineages.index(checkpoint.lineage), -checkpoint.step))
+        found = self._fetch(newest, holders[newest][self._host])
+        if found is not None:
+            self.restored = newest
+        return found
+
+    def _fetch(self, checkpoint: Emergency, holder: int) -> tuple[dict[str, Any], PyTree] | None:
+        """Position and state of a checkpoint, this host's shards from `holder`; None where a host cannot read them."""
+        step, name = checkpoint.step, checkpoint.file(self._host)
         found = None
         try:
             if holder != self._host:
                 self._peers.get(holder, name)
-            found = self._read(self._directory / name)
+            found = self._read(checkpoint)
         except (DamagedShards, *FAILURES) as error:
             log.warning("emergency checkpoint %d, shards of host %d: %s", step, self._host, error)
         if agreement.sum_over_hosts(found is None)[0]:
@@ -174,11 +227,10 @@ class EmergencyCheckpoints:
         log.info("resumed from the emergency checkpoint of step %d, from %s", step, source)
         return found
 
-    def _held(self) -> list[list[int]]:
-        """Step and host of each file here that fits this run."""
-        found = []
-        for path in self._directory.iterdir():
-            if (name := NAME.fullmatch(path.name)) is None:
+    def _held(self, lineages: Sequence[str]) -> Iterator[tuple[Emergency, int]]:
+        """Checkpoint and host of each whole file here that is of one of these lineages and fits this run."""
+        for path, checkpoint in self._files():
+            if checkpoint.lineage not in lineages or path.suffix == ".tmp":
                 continue
             try:
                 with path.open("rb") as file:
@@ -186,15 +238,16 @@ class EmergencyCheckpoints:
             except ValueError:
                 log.warning("%s is damaged", path)
                 continue
-            if header == header | self._description() | {"host": int(name[2])}:
-                found.append([int(name[1]), int(name[2])])
-        return found
+            host = int(path.stem.rpartition("-")[2])
+            if header == header | self._description(checkpoint) | {"host": host}:
+                yield checkpoint, host
 
-    def _read(self, path: Path) -> tuple[dict[str, Any], PyTree]:
+    def _read(self, checkpoint: Emergency) -> tuple[dict[str, Any], PyTree]:
+        path = self._directory / checkpoint.file(self._host)
         with path.open("rb") as file:
             header = json.loads(file.readline())
             data = np.frombuffer(file.read(), np.uint8)
-        own = self._description()
+        own = self._description(checkpoint)
         if changed := [key for key in own if header[key] != own[key]]:
             raise DamagedShards(f"{path}: {', '.join(changed)} differs from this host's")
         if zlib.crc32(data.data) != header["checksum"]:
@@ -207,11 +260,14 @@ class EmergencyCheckpoints:
             data = data[size:]
         return header["position"], self._layout.treedef.unflatten(arrays)
 
-    def _steps(self) -> set[int]:
-        return {int(found[1]) for path in self._directory.iterdir() if (found := NAME.fullmatch(path.name))}
+    def _files(self) -> Iterator[tuple[Path, Emergency]]:
+        """Each file of shards here, half-written ones included, and the checkpoint it belongs to."""
+        for path in list(self._directory.iterdir()):
+            if name := NAME.fullmatch(path.name):
+                yield path, Emergency(name[1], int(name[2]))
 
-    def _delete(self, step: int) -> None:
-        for path in self._directory.glob(f"{step}-*.shards"):
+    def _delete(self, checkpoint: Emergency) -> None:
+        for path in self._directory.glob(f"{checkpoint.lineage}-{checkpoint.step}-*.shards"):
             path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
@@ -219,9 +275,16 @@ class EmergencyCheckpoints:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._pool.shutdown()
-        if error is None:  # the last durable checkpoint is as new
-            for step in self._steps():
-                self._delete(step)
+        if error is not None:  # storage may not answer, and the next start removes what it does not need
+            return
+        try:
+            durable = max(self._durable_steps(), default=-1)
+        except UserError as failure:
+            log.warning("emergency checkpoints stay in %s: %s", self._directory, failure)
+            return
+        for _, checkpoint in list(self._files()):
+            if checkpoint.step <= durable:
+                self._delete(checkpoint)
 
 
 def _check_room(directory: Path, own: Path, layout: Layout) -> None:

@@ -22,7 +22,7 @@ class Retention:
       newest: how many of the newest are kept, besides the one with the lowest validation loss.
       every: checkpoints whose step is a multiple of this are kept as well; None: no such rule.
       hours: the first checkpoint is kept as well, and each that was saved this many hours after the last one kept by
-        this rule; None: no such rule.
+        this rule, or before it by a clock that was wrong; None: no such rule.
       saved: returns the facts about each existing checkpoint, by step.
     """
 
@@ -44,9 +44,13 @@ class Retention:
         return [step in kept for step in steps]
 
     def _apart(self, steps: Sequence[int], times: dict[int, float]) -> set[int]:
-        """The first step, and each that was saved `hours` after the one kept before it."""
+        """The first step, and each that was saved `hours` after the one kept before it.
+
+        So is a step that was saved earlier than the one before it: a clock was wrong, and how far apart the two are is
+        unknown.
+        """
         kept: list[int] = []
         for step in (step for step in steps if step in times):
-            if not kept or times[step] - times[kept[-1]] >= 3600 * (self.hours or 0):
+            if not kept or not 0 <= times[step] - times[kept[-1]] < 3600 * (self.hours or 0):
                 kept.append(step)
         return set(kept)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -21,7 +22,7 @@ from zero.hosts import agreement
 from zero.job import Job
 from zero.models.config import GPTConfig
 from zero.partition.memory import memory
-from zero.run.resume import check_unused, write_lineage
+from zero.run.resume import check_unused, write_command, write_lineage
 from zero.tracking.metrics_file import read_metrics
 
 
@@ -55,14 +56,18 @@ class RunDirectory:
             lines = read_metrics(Path(str(config.resume)) / run_files.METRICS_FILE)
             inherited = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
             storage.write(self.path / run_files.METRICS_FILE, "".join(inherited).encode())
+        write_command(self.path, config.resume)
         run_files.save_config(self.path, config)
         summary = _layout_summary(job, has_average=config.training.ema is not None)
         (self.path / run_files.LAYOUT_FILE).write_text(summary)
 
-    def write_lineage(self) -> None:
-        """Names the emergency checkpoints that the next start may use, on host 0."""
+    def begin_lineage(self) -> None:
+        """Names the emergency checkpoints that the next start may use, here and in the mirror; then removes others."""
         if jax.process_index() == 0:
             write_lineage(self.path, self.emergency)
+        self.mirror()
+        if self.emergency is not None:
+            self.emergency.remove_earlier()
 
 
 @contextmanager
@@ -79,10 +84,11 @@ def open_directory(config: Config, size: GPTConfig, job: Job, path: Path, is_for
         data = config.data
         place = run_files.checkpoint_directory(path, data.bucket_path, data.checkpoint_directory)
         agreement.check_shared("data.checkpoint_directory", place)
-        emergency = None  # opened before the durable checkpoints, so that it is deleted after their last save
+        emergency = None  # opened before the durable checkpoints, so that it is closed after their last save
         if config.zero.emergency_steps is not None:
             directory = Path(config.zero.emergency_directory)
-            emergency = EmergencyCheckpoints(directory, place, asdict(size), job.layout, job.model.axis)
+            durable_steps = partial(run_files.committed_steps, place)
+            emergency = EmergencyCheckpoints(directory, place, durable_steps, asdict(size), job.layout, job.model.axis)
             stack.enter_context(emergency)
         retention = Retention(data.keep_checkpoints, data.keep_every, data.keep_every_hours)
         checkpoints = stack.enter_context(Checkpoints(place, retention))

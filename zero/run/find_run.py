@@ -1,21 +1,26 @@
-"""Finds the run to resume or to use: the newest, or the one that the arguments name (hydra)."""
+"""Finds the run to resume or to use: this job's, the newest, or the one that the arguments name (hydra, omegaconf)."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
+from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from zero.config.saved_config import default_config
 from zero.errors import UserError
 from zero.files import storage
+from zero.files.parsing import MALFORMED, reading
 from zero.run_directory import (
+    COMMAND_FILE,
     CONFIG_FILE,
     LAYOUT_FILE,
     WAIT_SECONDS,
@@ -31,25 +36,34 @@ log = logging.getLogger(__name__)
 
 DEFAULT_ROOT = Path("runs")
 SWEEPS = DEFAULT_ROOT / "multirun"
+SWEEP_COMMAND_FILE = "multirun.yaml"  # Hydra's
+OF_A_MACHINE = ("hydra.", "distributed.", "data.cache_directory", "zero.emergency_directory")  # keys begin so
 
 
 def newest_run(root: Path, place: Path | str | None = None) -> Path | None:
     """The run under `root` that was started or resumed last and has a checkpoint (in `place`, where that is given).
 
-    Runs are examined newest first, up to the first valid one. A run that is damaged, or whose bucket is gone, is
-    skipped with a warning.
-
     Raises:
       UserError: a bucket denies access or does not answer: its run may be the newest.
+    """
+    return next((run for run, steps in _runs(root, place) if steps), None)
+
+
+def _runs(root: Path, place: Path | str | None = None) -> Iterator[tuple[Path, list[int]]]:
+    """Each run under `root`, the last started first, with the steps of its checkpoints; raises as `newest_run`.
+
+    A run that is damaged, or whose bucket is gone, is skipped with a warning.
     """
     runs = [layout.parent for layout in root.rglob(LAYOUT_FILE)]  # W&B keeps files called config.yaml as well
     for run in sorted(runs, key=_last_started, reverse=True):
         try:
-            if place in (None, saved_checkpoint_directory(run)) and saved_steps(run):
-                return run
+            if place not in (None, saved_checkpoint_directory(run)):
+                continue
+            steps = saved_steps(run)
         except (DamagedRun, storage.NoSuchBucket) as error:
             log.warning("skipped: %s", error)
-    return None
+            continue
+        yield run, steps
 
 
 def _last_started(run: Path) -> int:
@@ -93,12 +107,14 @@ def _copied(place: str) -> Path | None:
 def resume_overrides(arguments: Sequence[str]) -> list[str]:
     """Command-line arguments with `--resume` and `--resume=auto` turned into overrides that Hydra understands.
 
-    They resume the run in `hydra.run.dir` if that is given, else the newest run. With `data.bucket_path` it is the run
-    whose checkpoints lie in that bucket, and its directory is rebuilt from there if this machine does not have it. A
-    `data.resume_step` that is not the newest starts a new run directory.
+    They resume the run in `hydra.run.dir` if that is given, else the newest run; `--resume=auto` only if that is this
+    job's to continue. With `data.bucket_path` it is the run whose checkpoints lie in that bucket, and its directory is
+    rebuilt from there if this machine does not have it. A `data.resume_step` that is not the newest starts a new run
+    directory.
 
     Jobs of a sweep (`--multirun`) find their own checkpoints (sweeps.py) in `hydra.sweep.dir` or else in the newest
-    sweep; they fork from a run that is named by `hydra.run.dir`, or from the newest with `data.resume_step`.
+    sweep of the same command; they fork from a run that is named by `hydra.run.dir`, or from the newest with
+    `data.resume_step`.
 
     Raises:
       UserError: `--resume` without a checkpoint; `--resume=auto` from a fixed step; or an argument that only looks like
@@ -111,16 +127,20 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
     if flags[-1] not in ("--resume", "--resume=auto"):
         raise UserError(f"{flags[-1]}: expected --resume or --resume=auto")
     given = {override.key_or_group: override.value() for override in parsed_overrides(rest)}
-    if flags[-1] == "--resume=auto" and "data.resume_step" in given:
+    is_auto = flags[-1] == "--resume=auto"
+    if is_auto and "data.resume_step" in given:
         raise UserError(
             "data.resume_step: expected --resume, once; a launcher that repeats --resume=auto would go back "
             "to that step at every start"
         )
     is_sweep = any(argument == "-m" or ("--multirun".startswith(argument) and len(argument) > 2) for argument in rest)
     resumes_sweep = is_sweep and not given.keys() & {"hydra.run.dir", "data.resume_step"}
-    run, place = _newest_sweep(given) if resumes_sweep else _run_to_resume(given)
+    if resumes_sweep:
+        run, place = _sweep_to_resume(given, command(rest), is_auto)
+    else:
+        run, place = _run_to_resume(given, command(rest) if is_auto else None)
     if run is None:
-        if flags[-1] == "--resume=auto":
+        if is_auto:
             return rest
         raise UserError(f"--resume: {place} has no checkpoint; start without it, or name a run in hydra.run.dir")
     run_path = QuotedString(os.path.abspath(run), Quote.single).with_quotes()
@@ -135,21 +155,127 @@ def resume_overrides(arguments: Sequence[str]) -> list[str]:
     return [*rest, f"resume={run_path}", *([] if is_fork or is_sweep else [f"hydra.run.dir={run_path}"])]
 
 
-def _newest_sweep(given: dict[str, Any]) -> tuple[Path | None, Path]:
-    """The directory of the sweep that was started last and has a checkpoint, and the place that was searched."""
+def command(arguments: Iterable[str]) -> dict[str, str]:
+    """The keys that the arguments set, with the values as Hydra writes them, but for keys of a machine: what a job is.
+
+    >>> command(["+preset=v3-8", "optimizer.b1=9e-1", "data.corpus=null", "seed=1,2", "distributed.process_id=1", "-m"])
+    {'preset': 'v3-8', 'optimizer.b1': '0.9', 'data.corpus': 'null', 'seed': '1,2'}
+    """
+    return {
+        override.key_or_group: _text(override)
+        for override in parsed_overrides(arguments)
+        if not f"{override.key_or_group}.".startswith(OF_A_MACHINE)
+    }
+
+
+def _text(override: Override) -> str:
+    """The value of an override, a number in one of the ways it can be written; that of a sweep as it was given."""
+    if override.is_sweep_override():
+        return override.get_value_string()
+    return override.get_value_element_as_str()
+
+
+def saved_command(run: Path) -> dict[str, str]:
+    """What `command` gave for the starts of a run, the later of two values; empty for a run of an earlier version.
+
+    Raises:
+      UserError: the file is damaged.
+    """
+    path = run / COMMAND_FILE
+    if not path.exists():
+        return {}
+    with reading(f"{path} is damaged: expected keys and values; delete it, or name a run in hydra.run.dir"):
+        return {str(key): str(value) for key, value in json.loads(path.read_bytes()).items()}
+
+
+def write_command(run: Path, earlier: Path | None, arguments: Iterable[str]) -> None:
+    """Adds the keys of a start to those of the run that it continues or forks from."""
+    known = {} if earlier is None else saved_command(earlier)
+    given = {key: value for key, value in command(arguments).items() if key not in ("resume", "data.resume_step")}
+    storage.write(run / COMMAND_FILE, json.dumps(known | given, indent=1).encode())
+
+
+def is_finished(run: Path, step: int) -> bool:
+    """Whether a checkpoint of a run is that of its last step. A damaged one is not: a resume will set it aside."""
+    file = storage.join(saved_checkpoint_directory(run), f"{step}/meta/metadata")
+    try:
+        return bool(json.loads(storage.read_bytes(file))["last_step"] <= step)
+    except (FileNotFoundError, *MALFORMED):
+        return False
+
+
+def _sweep_to_resume(given: dict[str, Any], job: dict[str, str], is_auto: bool) -> tuple[Path | None, Path | str]:
+    """The directory of the sweep that this command has started last, or the named one; the place that was searched.
+
+    With `is_auto` it may be one that ended before its first checkpoint.
+    """
     named = given.get("hydra.sweep.dir")
-    root = SWEEPS if named is None else Path(str(named))
-    run = newest_run(root)
-    if run is None or named is not None:
-        return (None if run is None else root), root
-    return root.joinpath(*run.relative_to(root).parts[:1]), root
+    if named is not None:
+        root = Path(str(named))
+        return (None if newest_run(root) is None else root), root
+    sweeps = sorted(SWEEPS.glob(f"*/{SWEEP_COMMAND_FILE}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in sweeps:
+        try:
+            is_same = _sweep_command(path) == job
+        except DamagedRun as error:
+            log.warning("skipped: %s", error)
+            continue
+        if is_same and (is_auto or newest_run(path.parent) is not None):
+            return path.parent, SWEEPS
+    if sweeps and is_auto:
+        log.warning("--resume=auto starts a new sweep: none in %s has this command; hydra.sweep.dir names one", SWEEPS)
+    return None, f"{SWEEPS}: a sweep of this command"
 
 
-def _run_to_resume(given: dict[str, Any]) -> tuple[Path | None, Path | str]:
-    """The run, and the place that was searched for it or its checkpoints."""
+def _sweep_command(path: Path) -> dict[str, str]:
+    """What `command` gave for the last start of a sweep, from the file that Hydra writes before the first job."""
+    with reading(f"{path} is damaged: expected the configuration of a sweep", YAMLError, kind=DamagedRun):
+        config: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        return command(config["hydra"]["overrides"]["task"])
+
+
+def _run_of_job(job: dict[str, str]) -> Path | None:
+    """The run that `--resume=auto` continues in `DEFAULT_ROOT`; None if it has to start one, and a warning says why.
+
+    It is the newest with a checkpoint, but for two cases. A newer one that was started with the same keys is this job's
+    own, and has nothing to continue. And a finished one is another job's if it was started with other keys.
+    """
+    without_checkpoint = []
+    for run, steps in _runs(DEFAULT_ROOT):
+        known = saved_command(run)
+        if not steps and known == job:
+            log.warning("--resume=auto starts a new run: %s, of the same command, has no checkpoint", run)
+            return None
+        if not steps:
+            without_checkpoint.append(str(run))
+            continue
+        changed = ", ".join(key for key, value in job.items() if known.get(key) != value)
+        if changed and is_finished(run, steps[-1]):
+            log.warning(
+                "--resume=auto starts a new run: the newest with a checkpoint, %s, is finished and was started with "
+                "other values of %s; hydra.run.dir=%s continues it",
+                *(run, changed, run),
+            )
+            return None
+        if without_checkpoint:
+            newer = ", ".join(without_checkpoint)
+            log.warning("--resume=auto continues %s: newer runs have no checkpoint: %s", run, newer)
+        if changed:
+            log.warning("--resume=auto continues %s, which was started with other values of %s", run, changed)
+        return run
+    return None
+
+
+def _run_to_resume(given: dict[str, Any], job: dict[str, str] | None) -> tuple[Path | None, Path | str]:
+    """The run, and the place that was searched for it or its checkpoints; with `job` it must be that job's."""
     place = _shared_place(given)
     named = given.get("hydra.run.dir")
-    run = newest_run(DEFAULT_ROOT, place) if named is None else Path(str(named))
+    if named is not None:
+        run: Path | None = Path(str(named))
+    elif job is not None and place is None:
+        run = _run_of_job(job)
+    else:
+        run = newest_run(DEFAULT_ROOT, place)
     is_known = run is not None and (run / CONFIG_FILE).is_file()
     if run is None and place is not None:
         run = DEFAULT_ROOT / str(place).removeprefix("gs://").strip("/")

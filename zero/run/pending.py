@@ -8,8 +8,10 @@ from pathlib import Path
 from zero.hosts import agreement
 from zero.run.feature import Moment
 from zero.run.features import FEATURES
+from zero.run.features.save import Save
 from zero.run.restore import Pending, TrainingPosition
 from zero.run.run import Line
+from zero.tracking.metrics_file import line_of
 
 
 def pending_actions(line: Line, features: list[str]) -> Pending | None:
@@ -17,17 +19,21 @@ def pending_actions(line: Line, features: list[str]) -> Pending | None:
     return Pending(features=features, line=dict(line)) if features else None
 
 
-def still_pending(position: TrainingPosition, run_directory: Path, last_step: int) -> Pending | None:
-    """What remains of the pending actions of a position, by the files of the run, which host 0 reads.
+def still_pending(position: TrainingPosition, run_directory: Path, last_step: int, is_durable: bool) -> Pending | None:
+    """What remains to be done of the step that a run resumes; all hosts call it, and host 0 reads the files of the run.
 
-    A checkpoint is saved before the actions that follow it, so its metadata cannot tell whether they were done. All
-    hosts call it.
+    A checkpoint is saved before the actions that follow it, so its metadata cannot tell whether they were done. A state
+    that no durable checkpoint holds has to be saved first.
     """
-    if position.pending is None:
+    pending = position.pending or Pending(features=[], line={})
+    if is_durable and not pending["features"]:
         return None
     now = Moment(position.step, False, position.step >= last_step)
-    names = position.pending["features"]
+    names, line = pending["features"], pending["line"]
     if agreement.is_host_0():
         names = [kind.name for kind in FEATURES if kind.name in names and not kind.is_done(run_directory, now)]
-    names = json.loads(agreement.broadcast("pending", json.dumps(names)))
-    return pending_actions(position.pending["line"], names)
+        if not is_durable:
+            names = [Save.name, *names]
+        line = line | (line_of(run_directory, position.step) or {})
+    names, line = json.loads(agreement.broadcast("pending", json.dumps([names, line])))
+    return pending_actions(line, names)

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import jax
+from hydra.core.hydra_config import HydraConfig
 
 from zero import run_directory as run_files
 from zero.checkpoints.emergency import EmergencyCheckpoints
@@ -17,6 +18,7 @@ from zero.errors import UserError
 from zero.files import storage
 from zero.hosts import agreement, startup
 from zero.job import Job
+from zero.run import find_run
 from zero.run.restore import TrainingPosition, restore
 from zero.tracking.goodput import Goodput
 from zero.tracking.metrics_file import line_of
@@ -69,19 +71,32 @@ def resume_state(
             return restore(origin, step, job.model.config, layout, axis, is_own=False, **adam)
     durable = checkpoints.steps()
     if emergency is not None and step is None and durable:
-        found = emergency.restore(_last_lineage(run_directory), after=durable[-1])
+        found = emergency.restore(_last_lineages(run_directory), after=durable[-1])
         if found is not None:
             position, state = found
             return TrainingPosition(**position), state
     return restore(checkpoints, step, job.model.config, layout, axis, is_own=True, **adam)
 
 
+def is_durable(emergency: EmergencyCheckpoints | None) -> bool:
+    """Whether a durable checkpoint holds the state that this start continues; else only the memory of hosts does."""
+    return emergency is None or emergency.restored is None
+
+
+def write_command(run_directory: Path, resume: str | None) -> None:
+    """Writes which keys the command lines of this run have set: `--resume=auto` tells jobs apart by them."""
+    arguments = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    find_run.write_command(run_directory, None if resume is None else Path(resume), arguments)
+
+
 def write_lineage(run_directory: Path, emergency: EmergencyCheckpoints | None) -> None:
-    path = run_directory / run_files.LINEAGE_FILE
-    if emergency is None:
-        path.unlink(missing_ok=True)  # later steps belong to another attempt
-    else:
-        storage.write(path, emergency.lineage.encode())
+    """Writes which emergency checkpoints the next start may use; `mirror` follows, and only then the first step.
+
+    Without emergency checkpoints the file is empty and not absent: later steps belong to another attempt, and an absent
+    file would leave the lineages of the attempt before in the mirror.
+    """
+    lineages = [] if emergency is None else emergency.lineages
+    storage.write(run_directory / run_files.LINEAGE_FILE, "".join(f"{name}\n" for name in lineages).encode())
 
 
 def resumed_clock(run_directory: Path, step: int, is_new: bool) -> Goodput:
@@ -104,10 +119,10 @@ def _origin(config: Config, run_directory: Path, place: Path | str) -> Path | st
     return origin
 
 
-def _last_lineage(run_directory: Path) -> str:
-    """The lineage of the emergency checkpoints of the last start, read by host 0."""
+def _last_lineages(run_directory: Path) -> list[str]:
+    """The lineages of emergency checkpoints that the last start has left, read by host 0."""
     path = run_directory / run_files.LINEAGE_FILE
-    return agreement.broadcast("last lineage", path.read_text() if path.exists() else "")
+    return agreement.broadcast("last lineages", path.read_text() if path.exists() else "").split()
 
 
 def _move_log(run_directory: Path, shared: Path, host: int) -> None:

@@ -26,7 +26,7 @@ from zero.run.frozen_base import load_base
 from zero.run.pending import pending_actions, still_pending
 from zero.run.requests import STOP, Requests
 from zero.run.restore import TrainingPosition
-from zero.run.resume import join_run_directory, resume_state, resumed_clock
+from zero.run.resume import is_durable, join_run_directory, resume_state, resumed_clock
 from zero.run.run import Line, Run
 from zero.run.step_metrics import StepMetrics
 from zero.run.step_programs import StepPrograms
@@ -66,7 +66,8 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         config = with_global_batch(config, position.global_rows)
         data = open_data(config, job, tokenizer, position)
         last = last_step(config, data.training)
-        position.pending = still_pending(position, Path(str(config.resume)) if is_fork else run_directory, last)
+        origin = Path(str(config.resume)) if is_fork else run_directory
+        position.pending = still_pending(position, origin, last, is_durable(directory.emergency))
         if position.step >= last and position.pending is None:
             log.info("nothing left to do: the run is at step %d of %d", position.step, last)
             return 0
@@ -84,8 +85,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         frequency = config.training.evaluation_frequency
         run = Run(job, data, directory, requests, clock, metrics, state, frozen, position, last, frequency)
         features = stack.enter_context(open_features(config, run))
-        directory.write_lineage()
-        directory.mirror()
+        directory.begin_lineage()
         requests.signals = stack.enter_context(signals.stop_requests())  # until here a signal interrupts
         with clock.phase("steps"):
             is_finished = loop(run, StepPrograms(config.profile, in_flight), features)

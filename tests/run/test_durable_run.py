@@ -1,0 +1,86 @@
+"""A run is finished when a durable checkpoint of its last step is committed; until then memory is only a copy."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import cli, kills
+from zero.run_directory import saved_steps
+from zero.tracking.metrics_file import read_resumes
+
+# Emergency checkpoints at 3, 6, 9 and 12, durable ones at 3, 6 and 12.
+JOB = (*cli.TINY, "zero.emergency_steps=3", "zero.emergency_directory=memory", "distributed.cpu_devices=2")
+SLOW_COMMIT = kills.Rule("os.rename", "/checkpoints/12$", "block")
+IN_MEMORY = kills.Rule("os.rename", r"-12-0\.shards$", "kill after")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks: cli.Forks) -> Path:
+    return forks.train("undisturbed", *JOB)
+
+
+def files_in_memory(forks: cli.Forks) -> list[str]:
+    return [path.name.partition("-")[2] for path in sorted(forks.workplace.glob("memory/*/*"))]
+
+
+def test_finished_only_in_memory(forks: cli.Forks, undisturbed: Path) -> None:
+    """Killed after the last emergency checkpoint and before the last durable one, a run is not finished."""
+    command, run = ("--resume=auto", *JOB, "hydra.run.dir=killed"), forks.workplace / "killed"
+    with cli.customized(kills.at(SLOW_COMMIT, IN_MEMORY)):
+        assert forks.run(*command).returncode == -signal.SIGKILL
+    assert saved_steps(run) == [3, 6] and files_in_memory(forks)[0] == "12-0.shards"
+
+    with cli.customized(kills.at(kills.Rule("os.rename", "/checkpoints/12$", "kill before"))):
+        assert forks.run(*command).returncode == -signal.SIGKILL  # once more, and nothing is lost
+    assert saved_steps(run) == [3, 6] and files_in_memory(forks) == ["12-0.shards"]
+
+    done = forks.check(*command)
+    assert "resumed from the emergency checkpoint of step 12" in done.stderr and "finished at step 12" in done.stderr
+    assert saved_steps(run) == [3, 6, 12] and files_in_memory(forks) == []
+    assert read_resumes(run / "metrics.jsonl") == [12, 12]
+    assert cli.metrics(run) == cli.metrics(undisturbed)
+    assert "nothing left to do: the run is at step 12 of 12" in forks.check(*command).stderr
+
+
+def test_lineage_of_an_attempt_before(forks: cli.Forks) -> None:
+    """A, with emergency checkpoints, is killed; B resumes without; C, with them again, does not continue A's."""
+    place = forks.workplace / "shared"
+    command = (*JOB, "hydra.run.dir=three", f"data.checkpoint_directory={place}")
+    memory, none = "zero.emergency_steps=2", "zero.emergency_steps=null"
+    with cli.customized(kills.at(kills.Rule("os.rename", r"-10-0\.shards$", "kill after"))):
+        assert forks.run(*command, memory).returncode == -signal.SIGKILL
+    with cli.customized(kills.at(kills.Rule("os.mkdir", r"/shared/12\.", "kill before"))):
+        done = forks.run("--resume", *command, none, "training.peak_learning_rate=1e-3")
+    assert done.returncode == -signal.SIGKILL and "resumed from step" in done.stderr
+    done = forks.check("--resume", *command, memory)
+    assert "resumed from step" in done.stderr and "emergency" not in done.stderr
+    assert saved_steps(forks.workplace / "three")[-1] == 12 and files_in_memory(forks) == []
+
+
+def test_fewer_steps_than_were_trained(forks: cli.Forks) -> None:
+    """A run that is told to end before its step does what is pending there, and is finished."""
+    run = forks.workplace / "fewer"
+    with cli.customized(kills.at(kills.Rule("open", r"/validation-\d+\.tar$", "stop"))):
+        stopped = forks.run(*JOB, "hydra.run.dir=fewer")
+    assert stopped.returncode == 75 and "step 6 is saved" in stopped.stderr
+    assert "validation/loss" not in cli.metrics(run)[-1]
+    done = forks.check("--resume", "hydra.run.dir=fewer", "training.total_steps=5")
+    assert "finished at step 6" in done.stderr and cli.metrics(run)[-1]["validation/loss"]
+    assert (run / "report.html").exists()
+
+
+def test_job_beside_a_finished_one(forks: cli.Forks) -> None:
+    """A job that was killed before its first checkpoint starts again, and leaves the finished run of another alone."""
+    job = ("--resume=auto", *cli.TINY, "distributed.cpu_devices=2", "training.peak_learning_rate=1e-3")
+    finished = forks.train("runs/another", *job[:-1], "training.peak_learning_rate=2e-3")
+    before = cli.contents(finished)
+    with cli.customized(kills.at(kills.Rule("os.mkdir", r"/checkpoints/6\.", "kill before"))):
+        first = forks.run(*job)
+    assert (
+        first.returncode == -signal.SIGKILL and f"{finished.relative_to(forks.workplace)}, is finished" in first.stderr
+    )
+    second = forks.check(*job)
+    assert "of the same command, has no checkpoint" in second.stderr and "finished at step 12" in second.stderr
+    assert "nothing left to do" in forks.check(*job).stderr
+    assert cli.contents(finished) == before
