@@ -9,7 +9,7 @@ from zero.run.features import FEATURES
 from zero.run.pending import still_pending
 from zero.run.requests import STOP
 from zero.run.run import Line
-from zero.run.train import act
+from zero.run.train import act, catch_up
 
 
 class Recorded(Feature):
@@ -78,10 +78,13 @@ def test_stop_in_the_middle_of_an_action(tmp_path: Path) -> None:
 
 
 def test_asked_features_act_alone(tmp_path: Path) -> None:
-    """At the start of a resume pending actions are done, and no others."""
+    """At the start of a resume pending actions are done, and no others, although these are due at such a step."""
     run = make_run(tmp_path)
-    table = [Recorded("validate", is_due=False), Recorded("sample", is_due=False), Recorded("report", is_due=False)]
-    assert act(run, table, Moment(3, False, False, frozenset(["sample"])), {"step": 3})
+    table = [Recorded("protect"), Recorded("sample", is_due=False), Recorded("report", is_due=False)]
+    run.position.pending = {"features": ["sample"], "line": {"step": 3}}
+    assert catch_up(run, table)
+    assert [len(feature.pending) for feature in table] == [0, 1, 0]
+    assert run.position.pending is None and catch_up(run, table)
     assert [len(feature.pending) for feature in table] == [0, 1, 0]
 
 

@@ -113,11 +113,8 @@ def open_features(config: Config, run: Run) -> Iterator[list[Feature]]:
 
 def loop(run: Run, steps: StepPrograms, features: Sequence[Feature]) -> bool:
     """Trains to the last step; False if the run was stopped earlier, with its state saved."""
-    pending = run.position.pending
-    if pending is not None:  # due in an earlier process, which ended before it was done
-        now = Moment(run.position.step, False, run.is_last, frozenset(pending["features"]))
-        if not act(run, features, now, dict(pending["line"])):
-            return False
+    if not catch_up(run, features):
+        return False
     with closing(run.batches()) as batches:
         for step, batch in batches:
             for feature in features:
@@ -137,6 +134,16 @@ def loop(run: Run, steps: StepPrograms, features: Sequence[Feature]) -> bool:
     if run.is_last:
         return True
     return act(run, features, Moment(run.position.step, False, False, frozenset([STOP])), run.read_line())
+
+
+def catch_up(run: Run, features: Sequence[Feature]) -> bool:
+    """Does what was due in an earlier process, which ended before it was done; False if the run has to stop."""
+    pending = run.position.pending
+    if pending is None:
+        return True
+    asked = frozenset(pending["features"])
+    acting = [feature for feature in features if feature.takes_every_line or feature.name in asked]
+    return act(run, acting, Moment(run.position.step, False, run.is_last, asked), dict(pending["line"]))
 
 
 def act(run: Run, features: Sequence[Feature], now: Moment, line: Line) -> bool:
