@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import cli
+from zero.checkpoints.manager import Checkpoints
 from zero.run.features import FEATURES
 from zero.run_directory import saved_steps
 from zero.tracking.metrics_file import read_resumes
@@ -29,6 +30,22 @@ class Kill(Feature):
 
 place = [kind.name for kind in training.FEATURES].index("{after}") + 1
 training.FEATURES = (*training.FEATURES[:place], Kill, *training.FEATURES[place:])
+"""
+STOP = """
+import signal
+import zero.run.train as training
+from zero.run.feature import Feature
+
+class Stop(Feature):
+    name = "stop_at"
+
+    def due(self, now):
+        return now.step == 6
+
+    def do(self, run, now, line):
+        run.requests.signals.append(signal.SIGTERM)
+
+training.FEATURES = (Stop, *training.FEATURES)
 """
 
 
@@ -79,3 +96,24 @@ def test_finished_run_has_nothing_left_to_do(forks: cli.Forks, undisturbed: Path
     done = forks.check("--resume", "hydra.run.dir=undisturbed")
     assert "nothing left to do: the run is at step 12 of 12" in done.stderr
     assert cli.contents(undisturbed) == before
+
+
+def validation_losses(run: Path) -> dict[int, float | None]:
+    """The validation loss in the metadata of each checkpoint."""
+    with Checkpoints(run / "checkpoints", None) as checkpoints:
+        return {step: checkpoints.meta(step)["validation_loss"] for step in checkpoints.steps()}
+
+
+def test_stop_within_an_evaluation(forks: cli.Forks, undisturbed: Path) -> None:
+    """The resume evaluates the step, and its checkpoint learns the loss, by which it is kept as the best."""
+    run = forks.workplace / "stopped"
+    rising = ("training.peak_learning_rate=2", "training.warmup_steps=11")  # so that the loss of step 6 is the lowest
+    with cli.customized(STOP):
+        stopped = forks.run(*JOB, "hydra.run.dir=stopped", "data.keep_checkpoints=1", *rising)
+    assert stopped.returncode == 75 and "step 6 is saved" in stopped.stderr, stopped.stderr
+    assert validation_losses(run)[6] is None and not (run / "samples.txt").exists()
+    forks.check("--resume", "hydra.run.dir=stopped")
+    losses = {line["step"]: line["validation/loss"] for line in cli.metrics(run) if "validation/loss" in line}
+    assert sorted(losses) == [6, 12] and losses[6] < losses[12]
+    assert validation_losses(run) == losses
+    assert (run / "samples.txt").read_text().count("--- step") == 2
