@@ -21,7 +21,7 @@ NAVIGATION = {
         "docs/performance",
     ],
     "Models": ["docs/families", "docs/mup", "docs/from-other-code"],
-    "The project": ["docs/api", "CONTRIBUTING", "CHANGELOG"],
+    "The project": ["docs/architecture", "docs/api", "CONTRIBUTING", "CHANGELOG"],
     "Decisions": [f"docs/decisions/{path.stem}" for path in sorted(Path(__file__).parent.glob("decisions/*.md"))],
 }
 

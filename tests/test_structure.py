@@ -6,45 +6,16 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
 import zero
+from docs import draw_rooms
+from tests.helpers.rooms import REPOSITORY, ROOMS, SOURCES, imports, room
 
 pytestmark = pytest.mark.quick
 
-REPOSITORY = Path(__file__).parent.parent
-# The rooms of the house, from the lowest to the highest. A file imports from its own room or from a lower one.
-ROOMS = [
-    "zero.errors",
-    "zero.child_process",
-    "zero.files",
-    "zero.corpus",
-    "zero.virtual_devices",
-    "zero.model_parallel",
-    "zero.partition",
-    "zero.models",
-    "zero",  # its __init__.py, the public names
-    "zero.training",
-    "zero.hosts",
-    "zero.config",
-    "zero.job",
-    "zero.run_directory",
-    "zero.checkpoints",
-    "zero.tracking",
-    "zero.cycles",
-    "zero.exchange",
-    "zero.inference",
-    "zero.report",
-    "zero.run",
-    "zero.plan",
-    "zero.cli",
-    "zero.doctor",
-    "commands",  # main_zero.py, data/prepare.py
-]
 LIBRARY = {"zero.partition", "zero.models", "zero.training", "zero.virtual_devices", "zero.model_parallel", "zero"}
 ARRAYS = {"jax", "flax", "optax", "numpy"}
 # What a file of LIBRARY may take from the standard library: nothing that touches files, networks or processes.
@@ -54,36 +25,6 @@ SETS_ENVIRONMENT = {"zero.virtual_devices"}  # which XLA reads once, when jax st
 WITHOUT_JAX = {"zero.errors", "zero.child_process", "zero.files", "zero.corpus"}
 UNRELATED = [("zero.partition", "zero.models"), ("zero.run", "zero.plan")]  # neither imports the other
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
-
-SOURCES = {
-    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in [*REPOSITORY.glob("zero/**/*.py"), *REPOSITORY.glob("data/*.py"), *REPOSITORY.glob("*.py")]
-}
-
-
-def room(module: str) -> str:
-    """The room that a module of this repository is in.
-
-    >>> room("zero.corpus.reading.loader"), room("zero"), room("main_zero")
-    ('zero.corpus', 'zero', 'commands')
-    """
-    if module.partition(".")[0] != "zero":
-        return "commands"
-    return ".".join(module.split(".")[:2])
-
-
-def imports(module: str, source: str) -> Iterator[str]:
-    """Every module that the source imports, inside functions too: `zero.corpus.text.tokenizers`, `jax.numpy`, `os`."""
-    package = module if SOURCES.get(module, Path()).name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join([*parents, *([node.module] if node.module else [])])
-            for alias in node.names:
-                whole = f"{base}.{alias.name}"
-                yield whole if whole in SOURCES else base
 
 
 def import_violations(module: str, source: str) -> list[str]:
@@ -264,3 +205,12 @@ def test_public_functions_have_examples(name: str) -> None:
     function = getattr(zero, name)
     found = doctest.DocTestFinder(recurse=False).find(function, module=sys.modules[function.__module__])
     assert any(test.examples for test in found)
+
+
+def test_picture_of_the_rooms_is_that_of_the_imports() -> None:
+    """docs/rooms.svg shows today's rooms and who imports whom: `python -m docs.draw_rooms` draws it again."""
+
+    def shown(picture: str) -> list[str]:
+        return re.findall("<(?:title|text)[^>]*>([^<]*)", picture)
+
+    assert shown(draw_rooms.PICTURE.read_text()) == shown(draw_rooms.picture())

@@ -1,0 +1,69 @@
+"""The rooms of the house and who imports whom, read from the sources.
+
+- `ROOMS`: from the lowest to the highest. `SOURCES`: the path of each module. `room`: of a module.
+- `imports`: the modules that a source imports.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+# The rooms of the house, from the lowest to the highest. A file imports from its own room or from a lower one.
+ROOMS = [
+    "zero.errors",
+    "zero.child_process",
+    "zero.files",
+    "zero.corpus",
+    "zero.virtual_devices",
+    "zero.model_parallel",
+    "zero.partition",
+    "zero.models",
+    "zero",  # its __init__.py, the public names
+    "zero.training",
+    "zero.hosts",
+    "zero.config",
+    "zero.job",
+    "zero.run_directory",
+    "zero.checkpoints",
+    "zero.tracking",
+    "zero.cycles",
+    "zero.exchange",
+    "zero.inference",
+    "zero.report",
+    "zero.run",
+    "zero.plan",
+    "zero.cli",
+    "zero.doctor",
+    "commands",  # main_zero.py, data/prepare.py
+]
+
+SOURCES = {
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in [*REPOSITORY.glob("zero/**/*.py"), *REPOSITORY.glob("data/*.py"), *REPOSITORY.glob("*.py")]
+}
+
+
+def room(module: str) -> str:
+    """The room that a module of this repository is in.
+
+    >>> room("zero.corpus.reading.loader"), room("zero"), room("main_zero")
+    ('zero.corpus', 'zero', 'commands')
+    """
+    if module.partition(".")[0] != "zero":
+        return "commands"
+    return ".".join(module.split(".")[:2])
+
+
+def imports(module: str, source: str) -> Iterator[str]:
+    """Every module that the source imports, inside functions too: `zero.corpus.text.tokenizers`, `jax.numpy`, `os`."""
+    package = module if SOURCES.get(module, Path()).name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            for alias in node.names:
+                whole = f"{base}.{alias.name}"
+                yield whole if whole in SOURCES else base
