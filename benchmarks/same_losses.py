@@ -1,7 +1,7 @@
 """Trains the same settings with two commits, and compares every logged loss and gradient norm bit for bit.
 
-    python benchmarks/same_losses.py 0d770a5                    # the current commit against that one
-    python benchmarks/same_losses.py 0d770a5 --only vq fused    # some of the settings
+    python benchmarks/same_losses.py COMMIT                     # the current commit against that one
+    python benchmarks/same_losses.py COMMIT --only vq fused    # some of the settings
 
 Each setting is a short run of `python main_zero.py` on 8 virtual CPU devices. For some of them the new commit also
 resumes a checkpoint of the old one. Finished runs are kept in --place and not repeated. With the environment variable

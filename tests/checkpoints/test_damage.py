@@ -26,7 +26,7 @@ from tests.helpers.checkpoints import (
     small,
 )
 from zero.checkpoints.damage import DamagedCheckpoint, write_errors
-from zero.checkpoints.manager import Checkpoints
+from zero.checkpoints.manager import FORMAT, META_CHECKSUM, Checkpoints, meta_checksum
 from zero.errors import UserError
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -97,22 +97,27 @@ def test_changed_metadata_are_damage(tmp_path: Path) -> None:
         changes = {"cursor": {"batches": 77, "seed": 1}, "validation_loss": 1.0, "shapes": {}, "new": 1}
         for key, value in changes.items():
             assert "checksum" in damaged(json.dumps(written | {key: value}))
-        older = {key: value for key, value in written.items() if key != "meta_checksum"}  # an earlier version
-        for text in ("5", "[]", "null", '"text"', "{}", "[" * 100_000):
+        without_checksum = {key: value for key, value in written.items() if key != META_CHECKSUM}
+        for text in ("5", "[]", "null", '"text"', "{}", "[" * 100_000, json.dumps(without_checksum)):
             damaged(text)
-        wrong: list[tuple[str, object]] = [
-            ("shapes", 5),
-            ("shapes", {"w": "12"}),
-            ("dtypes", []),
-            ("dtypes", {"w": 32}),
-            ("validation_loss", "1"),
-        ]
-        for key, value in wrong:
-            damaged(json.dumps(older | {key: value}))
-        file.write_text(json.dumps(older))
-        assert checkpoints.meta(5)["cursor"] == read["cursor"]
         file.write_text(json.dumps(written, indent=2, sort_keys=True))  # the same, written by another program
         assert checkpoints.meta(5)["cursor"] == read["cursor"]
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    """A checkpoint of another format is no damage, which would be set aside: it is refused with its versions."""
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        save_small(checkpoints, 5)
+        checkpoints.wait()
+        file = tmp_path / "5" / "meta" / "metadata"
+        written = json.loads(file.read_text())
+        later = written | {"format": FORMAT + 1}
+        file.write_text(json.dumps(later | {META_CHECKSUM: meta_checksum(later)}))
+        with pytest.raises(
+            UserError, match=f"step 5 is of format {FORMAT + 1}, .* reads format {FORMAT}; .*'jax'"
+        ) as caught:
+            checkpoints.meta(5)
+        assert not isinstance(caught.value, DamagedCheckpoint)
 
 
 @pytest.mark.parametrize("name", ["lr=[1,2]", "back\\slash", "st*r", "wh?t", "no utf-8 \udce9"])

@@ -134,7 +134,8 @@ def save(
     with Checkpoints(place, keep=9) as checkpoints:
         for seed in seeds:
             state = {"params": padded(values or params(size, seed)), "averages": averages}
-            checkpoints.save(seed, state, layout, {"config": meta, "size": dataclasses.asdict(size)})
+            config = {"tuning": {"method": "all"}} | meta
+            checkpoints.save(seed, state, layout, {"config": config, "size": dataclasses.asdict(size)})
 
 
 def whole(shards: Any, model: ShardedGPT) -> Any:

@@ -69,7 +69,6 @@ def test_lost_time(wait: Callable[[float], None]) -> None:
     with again.phase("steps"):
         wait(100)
     assert again.seconds == pytest.approx(dict.fromkeys(PHASES, 0.0) | {"steps": 150, "startup": 5, "restarts": 45})
-    assert Goodput(age=5, resumed_line={"step": 3}).seconds["restarts"] == 0  # a run of an earlier version
 
 
 def test_summary_of_newest_line(wait: Callable[[float], None], tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ import jax
 import numpy as np
 
 from zero.checkpoints.damage import DamagedCheckpoint, move_aside, read_errors, without_brackets, write_errors
-from zero.checkpoints.migration import FORMAT, migrate, stored_path
 from zero.checkpoints.quiet_orbax import draining_event_loops, quiet_loggers
 from zero.checkpoints.retention import Retention, Saved
 from zero.errors import Unavailable, UserError
@@ -40,6 +39,7 @@ if TYPE_CHECKING:  # orbax is imported where it is used: a fresh start of one pr
     import orbax.checkpoint as ocp
 
 PACKAGES = ("zero-pmap", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+FORMAT = 3  # of checkpoints; the numbers below it were never released
 META_CHECKSUM = "meta_checksum"
 _Result = TypeVar("_Result")
 log = logging.getLogger(__name__)
@@ -212,11 +212,11 @@ class Checkpoints:
         self._on_all_hosts(step, replace)
 
     def meta(self, step: int) -> dict[str, Any]:
-        """The caller's metadata, and `shapes`, the logical shape of each leaf by its current path.
+        """The caller's metadata, and `shapes`, the logical shape of each leaf by its path.
 
         Raises:
           DamagedCheckpoint: it is missing or cannot be decoded.
-          UserError: storage fails for the moment.
+          UserError: it is of another format, or storage fails for the moment.
         """
         self.wait()
         return self._on_all_hosts(step, lambda: self._read_meta(step))
@@ -255,7 +255,7 @@ class Checkpoints:
                 raise UserError(f"{name}: holds {held.name}, this run expects {leaf.dtype.name}")
         import orbax.checkpoint as ocp
 
-        paths = [stored_path(meta, prefix + leaf.name) for leaf in layout.leaves]
+        paths = [prefix + leaf.name for leaf in layout.leaves]
         shapes = layout.treedef.flatten_up_to(global_shapes(layout, axis))
         targets = dict(zip(paths, shapes, strict=True))
         restore_args = {
@@ -269,10 +269,9 @@ class Checkpoints:
         """One leaf, whole on this host and without its padding; raises as `restore`."""
         import orbax.checkpoint as ocp
 
-        meta = self.meta(step)
-        shape, path = meta["shapes"][name], stored_path(meta, name)
-        restore_args = {path: ocp.RestoreArgs(restore_type=np.ndarray)}
-        padded = self._on_all_hosts(step, lambda: self._read_arrays(step, {path: 0}, restore_args))[path]
+        shape = self.meta(step)["shapes"][name]
+        restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
+        padded = self._on_all_hosts(step, lambda: self._read_arrays(step, {name: 0}, restore_args))[name]
         return padded[tuple(slice(length) for length in shape)]
 
     def set_aside(self, step: int) -> None:
@@ -334,7 +333,12 @@ class Checkpoints:
         with reading(f"{self._name(step)}: file {file} cannot be read", kind=DamagedCheckpoint):
             meta = json.loads(text)
             _check_meta(meta)
-            return migrate(meta)
+        if meta["format"] != FORMAT:
+            raise UserError(
+                f"{self._name(step)} is of format {meta['format']}, and this version of zero reads format {FORMAT}; "
+                f"versions that wrote it: {meta['versions']}"
+            )
+        return meta
 
     def _meta_file(self, step: int) -> str:
         return storage.join(self.directory, f"{step}/meta/metadata")
@@ -402,7 +406,7 @@ def meta_checksum(meta: dict[str, Any]) -> int:
 
 
 def _retained(meta: dict[str, Any]) -> Saved:
-    """What retention depends on, from the metadata of a checkpoint; before 0.1 they held no time."""
+    """What retention depends on, from the metadata of a checkpoint."""
     loss, saved_at = meta.get("validation_loss"), meta.get("saved_at")
     return Saved(loss if loss is not None and math.isfinite(loss) else None, saved_at)
 
@@ -411,19 +415,8 @@ def _check_meta(meta: Any) -> None:
     """Raises ValueError if `meta` is not as `save` has written it."""
     if not isinstance(meta, dict):
         raise ValueError("not a JSON object")
-    if META_CHECKSUM in meta:
-        if meta[META_CHECKSUM] != meta_checksum(meta):
-            raise ValueError(f"its content is not what was saved, by its {META_CHECKSUM}")
-        return
-    shapes, dtypes, loss = meta.get("shapes"), meta.get("dtypes"), meta.get("validation_loss")  # of format 1
-    if not isinstance(shapes, dict) or not all(
-        isinstance(shape, list) and all(isinstance(length, int) for length in shape) for shape in shapes.values()
-    ):
-        raise ValueError(f"no shapes of leaves, but {shapes!r:.60}")
-    if not isinstance(dtypes, dict) or not all(isinstance(name, str) for name in dtypes.values()):
-        raise ValueError(f"no dtypes of leaves, but {dtypes!r:.60}")
-    if not isinstance(loss, int | float | None):
-        raise ValueError(f"validation_loss is {loss!r:.60}")
+    if meta.get(META_CHECKSUM) != meta_checksum(meta):
+        raise ValueError(f"its content is not what was saved, by its {META_CHECKSUM}")
 
 
 def _check_path(directory: Path | str) -> None:

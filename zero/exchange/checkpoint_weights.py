@@ -87,8 +87,7 @@ class SavedStep(NamedTuple):
 
     def tuning(self) -> Tuning | None:
         """What the run trained; None for all parameters."""
-        keys = self.meta["config"].get("tuning")  # absent in runs of earlier versions
-        return None if keys is None else make_tuning(keys)
+        return make_tuning(self.meta["config"]["tuning"])
 
     def base(self) -> dict[str, Any]:
         """The base of its adapters: its `place`, whether its `ema` was taken, and its `checksum`.

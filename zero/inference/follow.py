@@ -101,7 +101,7 @@ def _is_last(run: Path, step: int) -> bool:
     """Whether the run trains no further than this checkpoint."""
     with Checkpoints(saved_checkpoint_directory(run), keep=None) as checkpoints:
         meta = checkpoints.meta(step)
-    return step >= meta.get("last_step", meta["config"]["training"]["total_steps"])  # before 0.1 there was none
+    return bool(step >= meta["last_step"])
 
 
 def _tracker(config: Config, run: Path, run_directory: Path) -> AbstractContextManager[Log]:

@@ -44,7 +44,7 @@ class Goodput:
     def __init__(self, age: float = 0.0, resumed_line: Mapping[str, Any] | None = None) -> None:
         self._seconds, self._phase = dict.fromkeys(PHASES, 0.0), "startup"
         self._since = time.monotonic() - age
-        if resumed_line is not None and "wall_time" in resumed_line:
+        if resumed_line is not None:
             for phase in PHASES:
                 self._seconds[phase] = resumed_line[f"goodput/{phase}"] * resumed_line["wall_time"]
             lost = time.time() - age - resumed_line["time"]

@@ -149,7 +149,7 @@ def prepare(
         "validation_fraction": validation_fraction,
         "rows_per_member": rows_per_member,
         "rows_per_shard": rows_per_shard,
-        # Null, as in manifests of earlier versions, where nothing is recorded.
+        # Null where the option is not used.
         "pack": pack,
         "completions": completions or None,
         "preferences": preferences or None,

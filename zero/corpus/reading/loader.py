@@ -29,7 +29,6 @@ from zero.corpus.reading.shards import BadData, Rows, row_tokens
 from zero.errors import UserError
 
 _REMOTE_THREADS = 16  # at most; they wait for the network, not for Python
-_EARLIER = {"crop": 0}  # what cursors of versions without these parts belong to
 _log = logging.getLogger(__name__)
 
 
@@ -240,7 +239,7 @@ def batches_done(cursor: dict[str, int] | None, identity: dict[str, int]) -> int
     if cursor is None:
         return 0
     for key, value in identity.items():
-        before = cursor.get(key, _EARLIER.get(key))
+        before = cursor.get(key)
         if before != value:
             if key == "shards":
                 raise UserError("the saved data cursor belongs to other shards than the index file lists now")
