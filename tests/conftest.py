@@ -111,6 +111,17 @@ def s3_server() -> Iterator[str]:
         yield address
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """An empty disk of 128 KiB, to be filled (tests/helpers/disks.py)."""
+    from tests.helpers import disks
+
+    place = tmp_path / "disk"
+    place.mkdir()
+    with disks.small_disk(place):
+        yield place
+
+
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a small corpus, to start runs in; a module that needs more in it overrides this fixture."""

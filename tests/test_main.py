@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import shutil
-import struct
 import subprocess
 import sys
 import tarfile
@@ -14,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensorboardX.proto.event_pb2 import Event
 
 from tests.helpers import cli
+from tests.helpers.events import scalars
 from zero.checkpoints.manager import META_CHECKSUM, meta_checksum
 from zero.cli import errors_in_lines
 from zero.errors import Unavailable, UserError
@@ -301,8 +300,7 @@ def test_run_directory_tells_what_was_done(finished: Path, workplace: Path) -> N
     text = (finished / "samples.txt").read_text()
     assert "--- step 6\n" in text and "--- step 12\n" in text
     assert 0 < lines[-1]["mfu"] < 1 and lines[-1]["tokens_per_second_per_device"] > 0
-    (events,) = (finished / "tensorboard").glob("events*")
-    assert scalars(events, "train/loss") == pytest.approx({line["step"]: line["train/loss"] for line in lines})
+    assert scalars(finished, "train/loss") == pytest.approx({line["step"]: line["train/loss"] for line in lines})
     (trace,) = (finished / "profile").rglob("perfetto_trace.json.gz")
     names = {event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert any("all_gather" in name for name in names) and any("reduce_scatter" in name for name in names)
@@ -310,19 +308,6 @@ def test_run_directory_tells_what_was_done(finished: Path, workplace: Path) -> N
     (offline,) = (finished / "wandb").glob("offline-run-*")
     assert offline.name.endswith((finished / "wandb_run_id").read_text())
     assert {path.name for path in workplace.iterdir()} >= {"runs", "corpus"}
-
-
-def scalars(events: Path, tag: str) -> dict[int, float]:
-    """What TensorBoard would draw: the records of an event file are framed like those of a TFRecord file."""
-    data, position, found = events.read_bytes(), 0, {}
-    while position < len(data):
-        (length,) = struct.unpack_from("<Q", data, position)
-        event = Event.FromString(data[position + 12 : position + 12 + length])
-        for value in event.summary.value:
-            if value.tag == tag:
-                found[event.step] = value.simple_value
-        position += 12 + length + 4
-    return found
 
 
 def test_help_needs_no_device(forks: cli.Forks) -> None:

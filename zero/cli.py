@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import logging
 import os
@@ -25,14 +24,12 @@ from zero.config.check import check, describe
 from zero.config.files import conf_directory, load_sizes
 from zero.config.saved_config import merge_resumed
 from zero.config.schema import Config
-from zero.errors import WRONG_PATH, UserError, file_error
+from zero.errors import FULL_DISK, WRONG_PATH, UserError, file_error
 from zero.hosts.signals import SIGNALS, IgnoreBrokenPipe, exit_immediately, unanswered
 from zero.models.config import GPTConfig
 from zero.run.find_run import resume_overrides, trained_run
 from zero.run.sweeps import check_places, continue_job, swept_keys, write_table
-from zero.run_directory import saved_config
-
-FULL_DISK = {errno.EDQUOT, errno.ENOSPC}
+from zero.run_directory import describe_full_disk, saved_config
 
 
 def main() -> None:
@@ -172,7 +169,8 @@ def errors_in_lines() -> Iterator[None]:
             end(str(error), error.status)
         for cause in (error, error.__cause__):  # logging has an error of its own where it cannot open its file
             if isinstance(cause, OSError) and cause.errno in WRONG_PATH | FULL_DISK:  # of the run directory
-                end(str(cause), file_error(str(cause), cause).status)
+                message = describe_full_disk(cause) if cause.errno in FULL_DISK else str(cause)
+                end(message, file_error(message, cause).status)
         raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 # Numbers of an OSError whose path itself is wrong; failures of disks and networks may be temporary.
 WRONG_PATH = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EPERM}
 WRONG_PATH |= {errno.ELOOP, errno.EROFS}
+FULL_DISK = {errno.EDQUOT, errno.ENOSPC}
 LONGEST_LINE = 300  # characters of the message of a library, which may quote a whole file
 
 
@@ -43,6 +45,16 @@ def first_line(error: BaseException) -> str:
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     half = LONGEST_LINE // 2  # the reason may stand at the end
     return line if len(line) <= LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
+
+
+def full_disk(error: BaseException) -> str | None:
+    """What a full disk is called, where it is the cause of this error; a library may have made its own error of it.
+
+    >>> full_disk(ValueError("RESOURCE_EXHAUSTED: Failed to write 9 bytes to file 4: No space left on device [...]"))
+    'No space left on device'
+    """
+    names = [os.strerror(number) for number in sorted(FULL_DISK)]
+    return next((name for name in names if name in str(error)), None)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -33,8 +33,33 @@ MIRRORED = (CONFIG_FILE, LAYOUT_FILE, METRICS_FILE, SAMPLES_FILE, WANDB_ID_FILE,
 GROWING = (METRICS_FILE, SAMPLES_FILE)
 
 
+_PURPOSES = {
+    CONFIG_FILE: "the configuration, which a resume needs",
+    METRICS_FILE: "the metrics",
+    LAYOUT_FILE: "the layout of the state and its memory",
+    SAMPLES_FILE: "the samples",
+    WANDB_ID_FILE: "the id of the run in W&B",
+    LINEAGE_FILE: "the name of the emergency checkpoints",
+}
+
+
 class DamagedRun(UserError):
     """A run directory whose configuration is missing or cannot be read."""
+
+
+def describe_full_disk(error: OSError) -> str:
+    """A line that names the file that could not be written, what it is for, and what is safe.
+
+    >>> describe_full_disk(OSError(28, "No space left on device", "runs/new/config.yaml"))
+    'runs/new/config.yaml (the configuration, which a resume needs): No space left on device. Checkpoints that were \
+saved before are intact: make room and repeat the command with --resume=auto'
+    """
+    path = str(error.filename or "the run directory")
+    purpose = _PURPOSES.get(Path(path).name, "a file of the run")
+    return (
+        f"{path} ({purpose}): {error.strerror}. Checkpoints that were saved before are intact: "
+        "make room and repeat the command with --resume=auto"
+    )
 
 
 def save_config(run_directory: Path, config: Any) -> None:

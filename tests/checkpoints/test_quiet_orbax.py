@@ -1,17 +1,21 @@
 """What is silenced around orbax is silenced there and nowhere else."""
 
 import asyncio
+import gc
 import logging
+import os
+import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.checkpoints import save_small
+from tests.helpers.checkpoints import META, make_state, placed, save_small
+from tests.helpers.disks import fill
 from zero.checkpoints.manager import Checkpoints
-from zero.checkpoints.quiet_orbax import draining_event_loops, quiet_loggers
+from zero.checkpoints.quiet_orbax import drain_loops_of_orbax, quiet_loggers, run_to_the_end
+from zero.errors import UserError
 
 
 def test_loggers_are_restored(caplog: pytest.LogCaptureFixture) -> None:
@@ -57,17 +61,48 @@ assert before == [(logging.getLogger(name).level, logging.getLogger(name).filter
     assert done.returncode == 0, done.stderr
 
 
-def test_event_loops_of_other_threads() -> None:
-    """Event loops of other threads stay as they are."""
+def test_errors_of_a_full_disk_are_one_line(
+    small_disk: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save that finds no room ends in one line; tensorstore and asyncio print no tracebacks of its other arrays."""
+    layout, axis = placed(8, 3)
+    state = make_state(layout, axis)
+    for free in (16, 48, 80, 112):  # KiB
+        place = small_disk / f"checkpoints-{free}"
+        filler = fill(small_disk)
+        os.truncate(filler, max(0, filler.stat().st_size - 1024 * free))
+        with Checkpoints(place, keep=1) as checkpoints, pytest.raises(UserError) as caught:
+            checkpoints.save(1, state, layout, META)
+            checkpoints.wait()
+        assert str(caught.value) == (
+            f"{place}: the checkpoint could not be written: No space left on device. Those that were saved before are "
+            "intact: --resume continues from the newest of them"
+        )
+        shutil.rmtree(place)
+        filler.unlink()
+    gc.collect()  # asyncio reports an error that nobody has awaited when its task is collected
+    printed = capfd.readouterr().err + caplog.text
+    assert "Traceback" not in printed and "Event loop is closed" not in printed
+
+
+def test_event_loops_of_others_stay() -> None:
+    """The event loops of other programs are asyncio's own."""
     plain = asyncio.new_event_loop
-    made: list[asyncio.AbstractEventLoop] = []
-    with draining_event_loops():
-        made.append(asyncio.new_event_loop())
-        other = threading.Thread(target=lambda: made.append(asyncio.new_event_loop()))
-        other.start()
-        other.join()
-    made.append(asyncio.new_event_loop())
-    for loop in made:
-        loop.close()
+    drain_loops_of_orbax()
     assert asyncio.new_event_loop is plain
-    assert [type(loop) is type(made[-1]) for loop in made] == [False, True, True]
+
+
+def test_first_error_is_raised_when_all_tasks_have_ended() -> None:
+    ended = []
+
+    async def fail(number: int) -> None:
+        await asyncio.sleep(0.01 * number)
+        ended.append(number)
+        raise OSError(f"error {number}")
+
+    async def fail_together() -> None:
+        await asyncio.gather(*(fail(number) for number in range(3)))
+
+    with pytest.raises(OSError, match="error 0"):
+        run_to_the_end(fail_together())
+    assert ended == [0, 1, 2]

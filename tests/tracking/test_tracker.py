@@ -2,21 +2,25 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import wandb
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.disks import fill
+from tests.helpers.events import scalars
 from zero.errors import UserError
 from zero.tracking.metrics_file import read_metrics, read_resumes
 from zero.tracking.tracker import open_tracker
-from zero.tracking.weights_and_biases import _has_login
+from zero.tracking.weights_and_biases import _has_login, _run_id
 
 
 def track(directory: Path, steps: range, *, resumed_from: int | None = None, project: str | None = None) -> None:
@@ -105,11 +109,55 @@ def test_death_before_the_first_checkpoint(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == [1, 2]
 
 
-@pytest.mark.parametrize("middle", [b'{"step": 2, "trai', b"[1]", b'{"train/loss": 1.0}'])
-def test_damaged_line_is_named(tmp_path: Path, middle: bytes) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + middle + b'\n{"step": 3}\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: expected"):
-        read_metrics(tmp_path / "metrics.jsonl")
+TORN = [b'{"step": 2, "trai', b'{"step": 2, "tr{"step": 3}', bytes(9)]
+DAMAGED = [*TORN, b"[1]", b'{"train/loss": 1.0}', b'{"step": NaN}']
+
+
+@pytest.mark.parametrize("middle", DAMAGED)
+def test_damaged_line_is_set_aside(tmp_path: Path, middle: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """A damaged line is reported once, passed over, and at the next start moved to a file of its own."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + middle + b'\n{"step": 4}\n')
+    for _ in range(2):
+        assert steps_of(tmp_path) == [1, 4] and read_resumes(path) == []
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{path}, line 2: damaged and passed over: expected")
+    track(tmp_path, range(5, 7), resumed_from=4)
+    assert steps_of(tmp_path) == [1, 4, 5, 6]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == middle + b"\n"
+    assert [json.loads(line)["step"] for line in path.read_bytes().splitlines()] == [1, 4, 4, 5, 6]
+    assert caplog.messages[1:] == [f"{path}: 1 damaged lines are set aside in metrics.jsonl.damaged"]
+
+
+def test_full_disk_costs_no_line(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Training continues while the disk is full, and afterwards all lines are in metrics.jsonl and the event file."""
+    with open_tracker(small_disk, project=None, config={}, resumed_from=None, tensorboard=True) as tracker:
+        tracker({"step": 1, "train/loss": 1.0})
+        filler = fill(small_disk)
+        for step in range(2, 400):
+            tracker({"step": step, "train/loss": 1.0})
+        assert max(steps_of(small_disk)) < 399
+        filler.unlink()
+        tracker({"step": 400, "train/loss": 1.0})
+    assert steps_of(small_disk) == list(range(1, 401)) == list(map(int, scalars(small_disk, "train/loss")))
+    assert sorted(message.partition(": ")[2][:30] for message in caplog.messages) == [
+        "a line of TensorBoard's metric",
+        "a line of metrics could not be",
+    ]
+    assert all("(No space left on device)" in message for message in caplog.messages)
+
+
+def test_damaged_line_on_a_full_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where nothing can be set aside a torn last line stays, and the next line is not glued to it."""
+    path = small_disk / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "tra')
+    filler = fill(small_disk)
+    with open_tracker(small_disk, project=None, config={}, resumed_from=1) as tracker:
+        filler.unlink()
+        tracker({"step": 2})
+    assert steps_of(small_disk) == [1, 2] and read_resumes(path) == [1]
+    assert path.read_bytes().count(b"\n") == 4
+    assert "damaged lines could not be set aside: [Errno 28] No space left on device: " in caplog.text
 
 
 @pytest.fixture
@@ -179,6 +227,39 @@ def test_wandb_starts_with_the_first_line(tmp_path: Path, no_login: None, monkey
     wandb.teardown()
     with open_tracker(tmp_path, project="zero-tests", config={}, resumed_from=1):
         assert is_running()
+
+
+def test_wandb_that_is_killed_ends_no_run(tmp_path: Path, no_login: None, caplog: pytest.LogCaptureFixture) -> None:
+    """A run whose process of W&B is killed, as a machine without memory does, continues with one warning."""
+    with open_tracker(tmp_path, project="zero-tests", config={}, resumed_from=None) as tracker:
+        tracker({"step": 1})
+        for process in psutil.Process().children():
+            if process.name().startswith("wandb"):
+                process.kill()
+                process.wait()
+        for step in range(2, 5):
+            tracker({"step": step})
+            time.sleep(0.1)
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
+    assert caplog.text.count("W&B has failed") == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\0\xff", b"two words"])
+def test_damaged_id_of_wandb(content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An id that W&B would refuse is replaced, with a warning."""
+    path = tmp_path / "wandb_run_id"
+    path.write_bytes(content)
+    new_id = _run_id(path)
+    assert path.read_text() == new_id and re.fullmatch("[0-9a-f]{8}", new_id)
+    assert f"{path} is damaged" in caplog.text
+    assert _run_id(path) == new_id and len(caplog.messages) == 1
+
+
+def test_id_of_wandb_on_a_full_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A full disk does not stop a run at W&B's id."""
+    fill(small_disk)
+    assert re.fullmatch("[0-9a-f]{8}", _run_id(small_disk / "wandb_run_id"))
+    assert "No space left on device: " in caplog.text and "another run" in caplog.text
 
 
 def test_wandb_cannot_start(

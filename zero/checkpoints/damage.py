@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from zero.errors import Unavailable, UserError, causes
+from zero.errors import Unavailable, UserError, causes, full_disk
 from zero.files import storage
 
 # Codes of tensorstore's errors that do not concern the stored bytes.
@@ -71,7 +71,11 @@ def write_errors(directory: Path | str) -> Iterator[None]:
     except Exception as error:
         if LOST_HOST.search(str(error)) or not (isinstance(error, ValueError) or storage.is_outage(error)):
             raise
-        raise Unavailable(f"{directory}: the checkpoint could not be written: {without_brackets(error)}") from error
+        reason = full_disk(error) or without_brackets(error)
+        raise Unavailable(
+            f"{directory}: the checkpoint could not be written: {reason}. Those that were saved before are intact: "
+            "--resume continues from the newest of them"
+        ) from error
 
 
 def move_aside(directory: Path | str, step: int) -> str:

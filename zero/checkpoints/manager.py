@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from zero.checkpoints.damage import DamagedCheckpoint, move_aside, read_errors, without_brackets, write_errors
-from zero.checkpoints.quiet_orbax import draining_event_loops, quiet_loggers
+from zero.checkpoints.quiet_orbax import drain_loops_of_orbax, quiet_loggers
 from zero.checkpoints.retention import Retention, Saved
 from zero.errors import Unavailable, UserError
 from zero.files import storage
@@ -99,6 +99,7 @@ class Checkpoints:
 
         from zero.checkpoints.orbax_commit import barrier_unless_failing, temporary_path_class
 
+        drain_loops_of_orbax()
         is_remote = storage.is_remote(storage.join(self.directory, "0"))
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._keep and dataclasses.replace(self._keep, saved=self._known),
@@ -348,7 +349,7 @@ class Checkpoints:
 
         files = storage.list_files(storage.join(self.directory, f"{step}/state"))
         json_files = [file for file in files if file.endswith("/_METADATA") or "/array_metadatas/" in file]
-        with read_errors(self._name(step), json_files), draining_event_loops():
+        with read_errors(self._name(step), json_files):
             # Not through the manager, whose hosts wait for each other, and so for one that cannot read.
             return self._arrays.restore(
                 self._manager.directory / str(step) / "state",
@@ -387,16 +388,27 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        with self._until_closed:
+            try:
+                self.wait()
+            except UserError as late:
+                self._close(late)
+                if error is None:
+                    raise
+                log.error("%s", late)  # raised, it would hide the error that ended the block
+            else:
+                self._close(error)
+
+    def _close(self, known: BaseException | None) -> None:
+        """Closes orbax's manager, which may raise the error of a background save again, or another one of that save."""
+        if not self._is_open:
+            return
         try:
-            self.wait()
-        except UserError as late:
-            if error is None:
-                raise
-            log.error("%s", late)  # raised, it would hide the error that ended the block
-        finally:
-            if self._is_open:
+            with self._write_errors():
                 self._manager.close()
-            self._until_closed.close()
+        except UserError:
+            if known is None:
+                raise
 
 
 def meta_checksum(meta: dict[str, Any]) -> int:

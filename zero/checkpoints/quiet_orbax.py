@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any, TypeVar
 
 # Loggers, and the lowest level of their records that pass.
 LEVELS = {"absl": logging.CRITICAL, "gcsfs": logging.CRITICAL, "fsspec": logging.WARNING}
+_Result = TypeVar("_Result")
 
 
 @contextmanager
@@ -24,28 +25,29 @@ def quiet_loggers() -> Iterator[None]:
         yield
 
 
-class _DrainingEventLoop(asyncio.SelectorEventLoop):
-    """Closes only when all its tasks have ended."""
+def run_to_the_end(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+    """Runs a coroutine in an event loop of its own, which closes only when all its tasks have ended.
 
-    def close(self) -> None:
-        if not self.is_closed() and (pending := asyncio.all_tasks(self)):
-            self.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
-        super().close()
-
-
-@contextmanager
-def draining_event_loops() -> Iterator[None]:
-    """New event loops of this thread wait for their tasks when they are closed.
-
-    Orbax closes its loop at the first error of a read, and each of the other reads would then print a traceback.
+    The first error is raised; those of the other tasks, which have the same cause, are dropped.
     """
-    reader, new_event_loop = threading.get_ident(), asyncio.new_event_loop
-
-    def of_thread() -> asyncio.AbstractEventLoop:
-        return _DrainingEventLoop() if threading.get_ident() == reader else new_event_loop()
-
-    setattr(asyncio, "new_event_loop", of_thread)  # noqa: B010, to mypy a module's function is a constant
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda loop, context: None)  # else a traceback for each error that nobody awaits
+    asyncio.set_event_loop(loop)
     try:
-        yield
+        return loop.run_until_complete(coroutine)
     finally:
-        setattr(asyncio, "new_event_loop", new_event_loop)  # noqa: B010
+        if pending := asyncio.all_tasks(loop):
+            loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def drain_loops_of_orbax() -> None:
+    """From now on orbax runs its reads and writes by `run_to_the_end`.
+
+    Its own function closes the loop at the first error, and then tensorstore prints a traceback, "Event loop is
+    closed", for each array that is still on its way; it does so past all loggers. Other event loops stay as they are.
+    """
+    from orbax.checkpoint._src import asyncio_utils
+
+    setattr(asyncio_utils, "_run_sync_via_new_loop", run_to_the_end)  # noqa: B010, to mypy a function is a constant

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -21,6 +23,7 @@ from zero.run.find_run import parsed_overrides
 from zero.run_directory import (
     CONFIG_FILE,
     METRICS_FILE,
+    DamagedRun,
     checkpoint_directory,
     is_outside,
     rebuild,
@@ -33,6 +36,7 @@ SWEEP_FILE = "sweep.csv"
 _LAST = ("step", "train/loss", "validation/loss")  # columns: the last value of each
 
 PLACE = ("bucket_path", "checkpoint_directory")  # keys of data
+log = logging.getLogger(__name__)
 
 
 def swept_keys(arguments: Iterable[str], task_overrides: Sequence[str]) -> set[str]:
@@ -75,19 +79,36 @@ def continue_job(config: DictConfig, run_directory: Path, keys: set[str]) -> Non
 
 
 def write_table(sweep: Path, keys: Iterable[str]) -> None:
-    """Writes `sweep.csv`: for each job that has begun its values of `keys`, its last step and its last losses."""
+    """Writes `sweep.csv`: for each job that has begun its values of `keys`, its last step and its last losses.
+
+    A table that cannot be written, or a job that cannot be read, is a warning: the next job of the sweep is trained.
+    """
     rows = []
     for run in sorted(sweep.iterdir(), key=lambda run: (len(run.name), run.name)):
         if (run / CONFIG_FILE).is_file() and (run / METRICS_FILE).is_file():
-            config, lines = flat_config(saved_config(run)), read_metrics(run / METRICS_FILE)
-            last = {name: next((line[name] for line in reversed(lines) if name in line), "") for name in _LAST}
-            rows.append({"job": run.name, **{key: config.get(key, "") for key in sorted(keys)}, **last})
+            try:
+                rows.append(_row(run, sorted(keys)))
+            except DamagedRun as error:
+                log.warning("%s has no row for this job: %s", sweep / SWEEP_FILE, error)
     table = io.StringIO(newline="")
     if rows:
         writer = csv.DictWriter(table, rows[0].keys())
         writer.writeheader()
         writer.writerows(rows)
-    storage.write(sweep / SWEEP_FILE, table.getvalue().encode())
+    try:
+        storage.write(sweep / SWEEP_FILE, table.getvalue().encode())
+    except OSError as error:
+        log.warning("%s; the table of the sweep lacks the newest job until the next one has ended", error)
+
+
+def _row(run: Path, keys: Sequence[str]) -> dict[str, Any]:
+    """The line of a job in the table."""
+    config = flat_config(saved_config(run))
+    values = {key: config.get(key, "") for key in keys}
+    last_values = dict.fromkeys(_LAST, "")
+    for line in read_metrics(run / METRICS_FILE):
+        last_values |= {name: line[name] for name in _LAST if name in line}
+    return {"job": run.name, **values, **last_values}
 
 
 def _check_job(config: DictConfig, saved: DictConfig, keys: set[str], place: str) -> None:

@@ -1,11 +1,15 @@
 """Metrics as TensorBoard's event files (tensorboardX, of the extra tensorboard)."""
 
 import math
+import socket
+import struct
+import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from zero.errors import UserError, install_command
+from zero.files.appending import HoldingLog
 from zero.tracking.metrics_file import Log
 
 TENSORBOARD_DIRECTORY = "tensorboard"
@@ -15,20 +19,41 @@ TENSORBOARD_DIRECTORY = "tensorboard"
 def tensorboard_events(run_directory: Path, resumed_from: int | None) -> Iterator[Log]:
     """Writes to `run_directory/tensorboard`; `tensorboard --logdir runs` compares runs.
 
-    TensorBoard drops metrics logged earlier after step `resumed_from`. Raises UserError without tensorboardX.
+    TensorBoard drops metrics logged earlier after step `resumed_from`. Raises UserError without tensorboardX, of which
+    only the records are used: its writer's thread ends on a full disk, and the run would wait for it for ever.
     """
     try:
-        from tensorboardX import SummaryWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.summary import scalar
     except ModuleNotFoundError as error:
         remedy = install_command("tensorboard")
         raise UserError(f"data.tensorboard=true: tensorboardX is missing; {remedy}") from error
-    directory = str(run_directory / TENSORBOARD_DIRECTORY)
-    with closing(SummaryWriter(directory, purge_step=(resumed_from or 0) + 1)) as writer:
+    directory = run_directory / TENSORBOARD_DIRECTORY
+    directory.mkdir(exist_ok=True)
+    name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
+    first = (resumed_from or 0) + 1
+    with HoldingLog(directory / name, "a line of TensorBoard's metrics") as records:
+        for event in (
+            Event(wall_time=time.time(), file_version="brain.Event:2"),
+            Event(wall_time=time.time(), step=first, session_log=SessionLog(status=SessionLog.START)),
+        ):
+            records.append(_record(event.SerializeToString()))
 
         def log(metrics: dict[str, float | int]) -> None:
-            for name, value in metrics.items():
-                if name != "step" and math.isfinite(value):  # TensorBoard draws no other point
-                    writer.add_scalar(name, value, metrics["step"])
-            writer.flush()
+            summary = Summary()
+            for key, value in metrics.items():
+                if key != "step" and math.isfinite(value):  # TensorBoard draws no other point
+                    summary.MergeFrom(scalar(key, value))
+            event = Event(wall_time=time.time(), step=int(metrics["step"]), summary=summary)
+            records.append(_record(event.SerializeToString()))
 
         yield log
+
+
+def _record(data: bytes) -> bytes:
+    """An entry of a TFRecord file: the length and the data, each with its masked CRC-32C."""
+    from tensorboardX.record_writer import masked_crc32c
+
+    length = struct.pack("<Q", len(data))
+    return b"".join((length, struct.pack("<I", masked_crc32c(length)), data, struct.pack("<I", masked_crc32c(data))))

@@ -3,23 +3,26 @@
 import logging
 import netrc
 import os
+import re
 import secrets
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from zero.errors import UserError
+from zero.errors import UserError, first_line
 from zero.files import storage
 from zero.run_directory import WANDB_ID_FILE
 from zero.tracking.metrics_file import Log
 
 NETWORK_SECONDS = 15  # the most that a run waits for W&B's servers, at its start and again at its end
 LOCAL_SECONDS = 120  # the most that it waits for W&B's own process to write its files, on a busy machine
+
+_ID = re.compile(rb"[\w.-]{1,64}")  # of a run; W&B refuses some other characters
 
 log = logging.getLogger(__name__)
 
@@ -30,16 +33,14 @@ def weights_and_biases(run_directory: Path, project: str, config: dict[str, Any]
 
     A resumed run continues under the id that its file `wandb_run_id` holds. Where there is a login, W&B starts at once;
     else, when no server can refuse the run, with the first line of metrics: it takes a CPU second, which the first step
-    does not wait for. Raises UserError if W&B cannot start; once the run trains, that is a warning.
+    does not wait for. Raises UserError if W&B cannot start; once the run trains, any failure of it is a warning.
     """
-    id_file = run_directory / WANDB_ID_FILE
-    if not id_file.exists():
-        storage.write(id_file, secrets.token_hex(4).encode())
+    run_id = _run_id(run_directory / WANDB_ID_FILE)
 
     with ExitStack() as stack:
 
         def start() -> Log:
-            return stack.enter_context(_started(run_directory, project, config, id_file.read_text()))
+            return stack.enter_context(_started(run_directory, project, config, run_id))
 
         @cache
         def start_late() -> Log:
@@ -53,6 +54,21 @@ def weights_and_biases(run_directory: Path, project: str, config: dict[str, Any]
             yield start()
         else:
             yield lambda metrics: start_late()(metrics)
+
+
+def _run_id(path: Path) -> str:
+    """The id of this run in W&B, which the file holds; a new one where it holds none."""
+    if path.exists():
+        content = path.read_bytes().strip()
+        if _ID.fullmatch(content):
+            return content.decode()
+        log.warning("%s is damaged: expected the id of a run, got %r; W&B shows a new run from here on", path, content)
+    new_id = secrets.token_hex(4)
+    try:
+        storage.write(path, new_id.encode())
+    except OSError as error:
+        log.warning("%s; W&B will show what follows the next start as another run than %s", error, new_id)
+    return new_id
 
 
 @contextmanager
@@ -82,17 +98,44 @@ def _started(run_directory: Path, project: str, config: dict[str, Any], run_id: 
                 silent=is_local,
             ),
         )
-    except (wandb.errors.Error, netrc.NetrcParseError) as error:
+    except (wandb.errors.Error, netrc.NetrcParseError, OSError) as error:
         raise UserError(f"W&B could not start ({error}); data.wandb_project=null leaves it out") from error
     # W&B's own step only increases and would drop what a resumed run logs again; `step` is an axis like any other.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
+    connection = _Connection(run_directory)
     try:
-        yield run.log
+        yield lambda metrics: connection.call(run.log, metrics)
     except BaseException:
-        run.finish(exit_code=1)
+        connection.call(run.finish, exit_code=1)
         raise
-    run.finish(exit_code=0)
+    connection.call(run.finish, exit_code=0)
+
+
+class _Connection:
+    """Calls to W&B's own process, of which a machine without memory ends the largest processes first."""
+
+    def __init__(self, run_directory: Path) -> None:
+        self._run_directory = run_directory
+        self._is_lost = False
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        """Calls a function of W&B; once that has failed, neither it nor later calls do anything but warn once."""
+        import wandb
+
+        if self._is_lost:
+            return
+        try:
+            function(*arguments, **options)
+        except (wandb.errors.Error, OSError) as error:
+            self._is_lost = True
+            log.warning(
+                "W&B has failed (%s): the run continues without it; `wandb sync` sends what is in %s",
+                first_line(error),
+                self._run_directory / "wandb",
+            )
+            with suppress(OSError):  # as its process is gone; else it would be told again at the exit, with a traceback
+                wandb.teardown()
 
 
 def _has_login(base_url: str) -> bool:

@@ -105,7 +105,11 @@ def read_bytes(url: str | Path) -> bytes:
 
 
 def write(url: str | Path, data: bytes) -> None:
-    """Creates or replaces a file atomically: readers see all of the new contents or none of them."""
+    """Creates or replaces a file atomically: readers see all of the new contents or none of them.
+
+    Raises:
+      OSError: nothing was written; it names the file, which the error of a full disk does not by itself.
+    """
     if is_remote(url):
         _store(url).write(url, data)
         return
@@ -118,8 +122,10 @@ def write(url: str | Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 
