@@ -1,12 +1,17 @@
 """Bad data: named, or skipped alike on all hosts."""
 
+import os
+import re
+import resource
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.helpers.shards import loader, write_corpus
+from tests.helpers.shards import loader, npy, write_corpus, write_tar
+from zero.corpus.reading.shards import BadData
 from zero.errors import UserError
 
 
@@ -52,6 +57,110 @@ def test_nothing_is_skipped_unasked(tmp_path: Path):
     index.write_text(index.read_text().replace("shard-1.tar # 9 rows\n", ""))
     with pytest.raises(UserError, match=r"shard-3\.tar is truncated or damaged|sample 000039: member input_id\.npy"):
         list(loader(index, max_epochs=1).batches())
+
+
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def make_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def fill_with_zeros(path: Path, first: int = 0) -> None:
+    """As a disk that has failed leaves a file: zeros from this byte on."""
+    data = path.read_bytes()
+    path.write_bytes(data[:first] + bytes(len(data) - first))
+
+
+@pytest.mark.parametrize(
+    ("damage", "lost", "problem"),
+    [
+        (make_folder, 9, "is not a file"),
+        (make_pipe, 9, "is not a file"),
+        (fill_with_zeros, 9, "holds 0 rows, but the index file records 9"),
+        (lambda path: fill_with_zeros(path, 1024), 6, "holds 3 rows, but the index file records 9"),
+        (lambda path: path.write_bytes(b""), 9, "is truncated or damaged: unexpected end of file"),
+    ],
+    ids=["folder", "pipe", "zeros", "zeros at the end", "empty"],
+)
+def test_shards_of_all_kinds_of_damage_are_skipped(
+    tmp_path: Path, caplog, damage: Callable[[Path], None], lost: int, problem: str
+):
+    """What is no shard, or a part of one, is skipped and counted like one that is missing."""
+    index, shard = write_corpus(tmp_path, [9] * 3), tmp_path / "shard-1.tar"
+    damage(shard)
+    assert sum(batch.skipped for batch in loader(index, skip_bad=True, max_epochs=1, global_rows=3).batches()) == lost
+    assert f"skipped: shard {shard} {problem}" in caplog.text
+    with pytest.raises(BadData, match=f"{re.escape(str(shard))} {problem}"):
+        list(loader(index, max_epochs=1).batches())
+
+
+def test_name_that_no_file_can_have_is_skipped(tmp_path: Path, caplog):
+    index = write_corpus(tmp_path, [9] * 3)
+    name = "a" * 300
+    index.write_text(index.read_text().replace("shard-1.tar", name))
+    assert sum(batch.skipped for batch in loader(index, skip_bad=True, max_epochs=1, global_rows=3).batches()) == 9
+    assert f"{name} is missing: File name too long" in caplog.text
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+@pytest.mark.parametrize("lengths_first", [False, True])
+def test_members_that_are_no_neighbours_are_refused(tmp_path: Path, skip_bad: bool, lengths_first: bool):
+    """Rows whose lengths stand elsewhere in the shard would be read without them: padding would be learned."""
+    rows = {f"{i}.input_id.npy": npy(np.arange(8).reshape(2, 4)) for i in range(3)}
+    lengths = {f"{i}.length.npy": npy(np.array([1, 2])) for i in range(3)}
+    write_tar(tmp_path / "s.tar", lengths | rows if lengths_first else rows | lengths)
+    (tmp_path / "it.index").write_text("s.tar # 6 rows\n")
+    data = loader(tmp_path / "it.index", max_epochs=1, global_rows=2, skip_bad=skip_bad)
+    is_noticed_before = lengths_first and not skip_bad
+    message = " has no member input_id" if is_noticed_before else ": its members are not neighbours"
+    with pytest.raises(UserError, match=rf"s\.tar, sample 0{message}") as caught:
+        next(data.batches())
+    assert isinstance(caught.value, BadData) == is_noticed_before
+
+
+def test_joined_shards_may_repeat_a_key(tmp_path: Path):
+    """Two whole samples of one key are two samples."""
+    (tmp_path / "s.tar").write_bytes(
+        write_tar(tmp_path / "one.tar", {"0.input_id.npy": npy(np.arange(4)), "1.input_id.npy": npy(np.arange(4))})
+        .read_bytes()
+        .rstrip(b"\0")
+        .ljust(2 * 1024, b"\0")
+        + write_tar(tmp_path / "two.tar", {"0.input_id.npy": npy(np.arange(4))}).read_bytes()
+    )
+    (tmp_path / "it.index").write_text("s.tar # 3 rows\n")
+    (batch,) = loader(tmp_path / "it.index", max_epochs=1, global_rows=3).batches()
+    assert batch.tokens[:, 0].tolist() == [0, 0, 0]
+
+
+def test_size_beyond_memory_is_damage(tmp_path: Path):
+    """A header that states 8 GiB is damage where that much cannot be allocated: a MemoryError has no message."""
+    index = write_corpus(tmp_path, [9] * 2)
+    data = bytearray((tmp_path / "shard-1.tar").read_bytes())
+    data[124:136] = b"77777777777\0"
+    data[148:156] = b"%06o\0 " % (sum(data[:148]) + 8 * 32 + sum(data[156:512]))
+    (tmp_path / "shard-1.tar").write_bytes(data)
+    used = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**32, used[1]))
+    try:
+        with pytest.raises(BadData, match=r"shard-1\.tar is truncated or damaged: MemoryError; copy it again"):
+            list(loader(index, max_epochs=1, shuffle=False).batches())
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, used)
+
+
+def test_first_sample_without_rows_discards_nothing(tmp_path: Path, caplog):
+    """The warning of tokens that a crop leaves out is about the first sample that has some."""
+    rows = np.arange(4 * 3).reshape(2, 6)
+    write_tar(tmp_path / "s.tar", {"0.input_id.npy": npy(rows[:0]), "1.input_id.npy": npy(rows)})
+    (tmp_path / "it.index").write_text("s.tar # 2 rows\n")
+    list(loader(tmp_path / "it.index", max_epochs=1, global_rows=2).batches())
+    (warning,) = caplog.messages
+    assert "leaves out 33.3% of the tokens" in warning
 
 
 def test_missing_shard_is_named(tmp_path: Path):

@@ -42,6 +42,17 @@ def test_names_with_spaces_and_sharps(tmp_path: Path):
     ]
 
 
+def test_byte_order_marks_are_left_out(tmp_path: Path):
+    """A mark is no part of a name: at the beginning, and where two files were joined."""
+    mark = b"\xef\xbb\xbf"
+    for name in "ab":
+        write_tar(tmp_path / f"{name}.tar", {"a.input_id.npy": npy(np.arange(4))})
+    (tmp_path / "it.index").write_bytes(mark + b"a.tar # 1 rows\r\n" + mark + b"# more\r\n" + mark + b" b.tar\r\n")
+    assert [(shard.name, shard.rows) for shard in read_index(tmp_path / "it.index")] == [
+        (f"{tmp_path.name}/{name}.tar", 1) for name in "ab"
+    ]
+
+
 # ---- what can be wrong -----------------------------------------------------------------------------------------------
 
 
@@ -70,6 +81,17 @@ def test_bad_index_files(tmp_path: Path, corpus):
     (tmp_path / "it.index").write_text("a/b.tar # 4 rows\n")
     with pytest.raises(UserError, match=r"it\.index: shard .*a/b\.tar is missing"):
         loader(tmp_path / "it.index")
+    (tmp_path / "it.index").write_text("a\u200bb.tar # 4 rows\n")  # a blank without width
+    with pytest.raises(UserError, match=r"shard '.*a\\u200bb\.tar' is missing"):
+        loader(tmp_path / "it.index")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "it.index").write_text("folder # 4 rows\n")
+    with pytest.raises(UserError, match=r"shard .*folder is not a file"):
+        loader(tmp_path / "it.index")
+    (tmp_path / "it.index").write_text("good.tar # 4 rows\nb\0d.tar # 4 rows\n")
+    for skip_bad in (True, False):
+        with pytest.raises(UserError, match=r"it\.index, line 2: expected the path of a shard, got 'b\\x00d.tar'"):
+            loader(tmp_path / "it.index", skip_bad=skip_bad)
     with pytest.raises(UserError, match="7 rows does not divide over 2 hosts"):
         loader(corpus([4]), global_rows=7, hosts=2)
     with pytest.raises(UserError, match="2 epochs of 4 rows do not fill one batch of 9"):

@@ -21,7 +21,7 @@ from zero.corpus.reading.cache import ShardCache
 from zero.corpus.reading.crop import Crop
 from zero.corpus.reading.index_files import Shard
 from zero.corpus.reading.order import Order, RowRange, ShuffleBuffer, permutation
-from zero.corpus.reading.shards import BadData, Decoded, Rows, decode, open_shard, read_samples
+from zero.corpus.reading.shards import BadData, Decoded, Rows, decode, open_shard, read_samples, with_neighbours
 from zero.errors import UserError
 from zero.files import storage
 
@@ -45,7 +45,7 @@ class CorpusReader:
     crop: Crop
     pairs: bool = False  # rows are pairs of sequences
     reference: np.ndarray | None = None  # float32 (rows, 2), for each row of the shards in order
-    _unchecked: threading.Lock = field(default_factory=threading.Lock)  # taken by the first sample that is decoded
+    _unchecked: threading.Lock = field(default_factory=threading.Lock)  # taken by the first sample with tokens
 
     @property
     def rows(self) -> int:
@@ -114,7 +114,7 @@ class CorpusReader:
             generator = np.random.PCG64((seed, epoch, part.shard, 0, _OFFSETS))
             return generator.advance(seen // self.crop.sequences).random_raw(count)
 
-        samples = read_samples(shard.path, stream)
+        samples = with_neighbours(shard.path, read_samples(shard.path, stream))
         while True:
             try:
                 sample = next(samples, None)
@@ -137,14 +137,17 @@ class CorpusReader:
                 return  # the rest belongs to another stream
         if seen > total or (seen < total and not problems):
             rows = seen // self.crop.sequences
-            raise UserError(f"shard {shard.path} holds {rows} rows, but the index file records {shard.rows}")
+            message = f"shard {shard.path} holds {rows} rows, but the index file records {shard.rows}"
+            if seen < total:  # zeros, which a failed disk leaves of the rest, read like the end of a tar
+                raise BadData(message)
+            raise UserError(message)
 
     def _warn_of_discarded(self, shard: Shard, decoded: Decoded) -> None:
-        """Warns once, at the first sample, where sequences leave out much of their rows."""
+        """Warns once, at the first sample with tokens, where sequences leave out much of their rows."""
         # At random all tokens are read, in the long run.
-        if self.crop.name == "random" or not self._unchecked.acquire(blocking=False):
+        if self.crop.name == "random" or not decoded.total or not self._unchecked.acquire(blocking=False):
             return
-        left_out = 1 - int(decoded.lengths.sum()) / max(1, decoded.total)
+        left_out = 1 - int(decoded.lengths.sum()) / decoded.total
         if left_out > DISCARDED:
             _log.warning(
                 "data.crop=%s with data.max_context=%d leaves out %.1f%% of the tokens of %s (longer rows); %s",

@@ -19,6 +19,7 @@ from zero.files.parsing import reading
 
 MOST_ROWS = 2**31 - 1  # of a shard in a bucket, whose size is not known yet
 FEW_ROWS = 2**24  # that need no more than 128 MiB for their order: what is missing of a truncated shard can be skipped
+BYTE_ORDER_MARK = "\ufeff"
 _log = logging.getLogger(__name__)
 
 
@@ -40,6 +41,7 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
     """The shards of an .index file: one path or URL per line, relative to the file; `#` begins a comment.
 
     A comment of `<n> rows` after a path, as zero-prepare writes it, saves counting the rows of that shard.
+    The byte-order mark that some editors write is left out, also in the middle, where two files were joined.
     Raises UserError for a missing or empty index and for shards whose rows cannot be counted, and BadData for shards
     that are missing, unless `skip_bad`.
     """
@@ -54,7 +56,9 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
         lines = content.decode().split("\n")
     listed: list[tuple[str, int | None]] = []
     for number, line in enumerate(lines, 1):
-        name, *comment = re.split(r"(?:^|\s+)#", line.strip(), maxsplit=1)
+        name, *comment = re.split(r"(?:^|\s+)#", line.strip().removeprefix(BYTE_ORDER_MARK).lstrip(), maxsplit=1)
+        if "\0" in name:
+            raise UserError(f"index file {index}, line {number}: expected the path of a shard, got {name[:60]!r}")
         if name:
             counted = re.match(r"\s*([0-9]+) rows\b", "".join(comment))
             path = storage.join(storage.parent(index), name)
@@ -68,7 +72,9 @@ def read_index(index: str | Path, skip_bad: bool = False) -> list[Shard]:
     except UserError as error:
         raise type(error)(f"index file {index}: shard {error}") from error
     if missing and not skip_bad:
-        raise BadData(f"index file {index}: shard {missing[0]} is missing")
+        shown = missing[0] if missing[0].isprintable() else repr(missing[0])  # else a blank of no width is not seen
+        problem = "is not a file" if os.path.exists(missing[0]) else "is missing"
+        raise BadData(f"index file {index}: shard {shown} {problem}")
     return [Shard(path, shards.count_rows(path) if rows is None else rows) for path, rows in listed]
 
 

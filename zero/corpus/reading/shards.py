@@ -7,6 +7,7 @@ Shapes: n rows of a sample, R tokens of a row, T tokens of a sequence (the conte
 
 from __future__ import annotations
 
+import errno
 import functools
 import io
 import math
@@ -21,10 +22,11 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from zero.corpus.reading.crop import Crop, Draw, cut, lengths_after
-from zero.errors import UserError, file_error
+from zero.errors import UserError, file_error, first_line
 from zero.files import storage
 from zero.files.parsing import MALFORMED, reading
 
+_NO_SUCH_PATH = {errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR}
 NPY_HEADER = 1024  # bytes to read for it; numpy writes 128
 _MEMBER = re.compile(r"((?:.*/|)[^.]+)\.([^/]*)")  # the key and the suffix of a file
 
@@ -51,26 +53,39 @@ class BadData(UserError):
 def open_shard(
     path: str | Path, opener: Callable[[Any], BinaryIO] = storage.open_reader, missing: str = "is missing"
 ) -> Iterator[BinaryIO]:
-    """A shard to read from; raises BadData, with `missing`, if it does not exist, and UserError where a disk fails."""
+    """A shard to read from.
+
+    Raises:
+      BadData: it does not exist, which `missing` says in words, or is no file, such as a directory.
+      UserError: a disk fails, or access is denied.
+    """
+    if not storage.is_remote(path) and os.path.exists(path) and not os.path.isfile(path):
+        raise BadData(f"shard {path} is not a file")  # to open a pipe would wait for ever
     try:
         with opener(path) as stream:
             yield stream
     except FileNotFoundError:
         raise BadData(f"shard {path} {missing}") from None
     except OSError as error:
+        if error.errno in _NO_SUCH_PATH:
+            raise BadData(f"shard {path} {missing}: {error.strerror}") from error
         raise file_error(f"shard {path} cannot be read: {error}", error) from error
 
 
 def count_rows(path: str | Path) -> int:
     """Rows of a shard, from only the headers of its members; raises BadData for a truncated or damaged shard."""
     rows, missing = 0, "is missing, and the index file does not record its number of rows"
+    is_empty = True
     with reading(f"shard {path} is truncated or damaged", kind=BadData), open_shard(path, missing=missing) as stream:
         for name, data, size in _tar_files(stream, most=NPY_HEADER):
+            is_empty = False
             if name.lower().endswith(".input_id.npy"):
                 shape = npy_header(data).shape
                 if len(shape) > 1 and shape[0] > size:  # a row is a byte at least
                     raise ValueError(f"{name} has the shape {shape} and {size} bytes")
                 rows += shape[0] if len(shape) > 1 else 1
+        if is_empty:  # of zeros, which mark the end of an archive, and which a lost disk leaves of a file
+            raise ValueError("it holds no files")
     return rows
 
 
@@ -111,7 +126,28 @@ def read_samples(path: str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
         if sample:
             yield sample
     except MALFORMED as error:
-        raise BadData(f"shard {path} is truncated or damaged: {error.args[0]}; copy it again") from error
+        raise BadData(f"shard {path} is truncated or damaged: {first_line(error)}; copy it again") from error
+
+
+def with_neighbours(path: str, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The same samples, whose members have to be neighbours in the shard: one would be read without the others.
+
+    Several samples may have the same key, as in shards that were joined, if they share a member.
+
+    Raises:
+      UserError: the members of a sample are apart. No skipping helps, because the first of them has been read.
+    """
+    members: dict[str, set[str]] = {}
+    for sample in samples:
+        key, suffixes = sample["__key__"], sample.keys() - {"__key__"}
+        earlier = members.setdefault(key, suffixes)
+        if earlier is not suffixes and not earlier & suffixes:
+            first, second = (", ".join(sorted(names)) for names in (earlier, suffixes))
+            raise UserError(
+                f"shard {path}, sample {key}: its members are not neighbours, {first} and {second} stand apart; write "
+                "all members of a sample one after the other, as webdataset does"
+            )
+        yield sample
 
 
 def _rows(sample: dict[str, Any], name: str, pairs: bool) -> np.ndarray:
@@ -232,12 +268,22 @@ def _tar_files(stream: BinaryIO, most: int | None = None) -> Iterator[tuple[str,
             found = re.search(rb"^\d+ path=(.*)$", data, re.MULTILINE)
             long_name = found[1] if found else b""
         elif kind in b"0\0":
-            prefix = header[345:500] if header[257:263] == b"ustar\0" else b""
-            short_name = b"/".join(part for field in (prefix, header[:100]) if (part := field.partition(b"\0")[0]))
-            name = (long_name or short_name).decode("utf-8", "backslashreplace")
+            name = (long_name or _short_name(header)).decode("utf-8", "backslashreplace")
             long_name = b""
             if not re.match(r"__[^/]*__(/|$)", name):  # webdataset's mark of metadata
                 yield name, data, size
+
+
+def _short_name(header: bytes) -> bytes:
+    """The name of a file within its header: of POSIX with the directories before it, if it is long.
+
+    >>> _short_name(b"a.npy".ljust(257, b"\\0") + b"ustar\\0".ljust(88, b"\\0") + b"some/folder\\0")
+    b'some/folder/a.npy'
+    """
+    name = header[:100].partition(b"\0")[0]
+    is_posix = header[257:263] == b"ustar\0"
+    folder = header[345:500].partition(b"\0")[0] if is_posix else b""
+    return folder + b"/" + name if folder else name
 
 
 def _octal(field: bytes) -> int:
