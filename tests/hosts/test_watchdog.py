@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import pytest
 
+from zero.errors import Unavailable
 from zero.hosts import watchdog
 
 
@@ -15,6 +16,8 @@ class Store:
 
     def __init__(self) -> None:
         self.is_failing, self.is_stopped = threading.Event(), threading.Event()
+        self.is_silent = threading.Event()  # the other host
+        self.watching: Any = None
         self.of_host_0 = ""  # its last report
         self.reports: list[str] = []  # of this host
         self.failures = 0
@@ -33,7 +36,8 @@ class Store:
 
     def key_value_dir_get(self, directory: str) -> list[tuple[str, str]]:
         self.beats += 1
-        return [("zero/heartbeat/0", self.of_host_0 or str(self.beats)), ("zero/heartbeat/1", "")]
+        heartbeat = "1" if self.is_silent.is_set() else str(self.beats)
+        return [("zero/heartbeat/0", self.of_host_0 or heartbeat), ("zero/heartbeat/1", "")]
 
 
 @pytest.fixture
@@ -48,6 +52,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     store = Store()
     watching = watchdog._Watchdog(store, stall_minutes=None)
+    store.watching = watching
     watching.start()
     yield store, ended
     watching._stopped.set()
@@ -102,6 +107,44 @@ def test_reason_of_a_leaving_host(watched: Any, caplog: pytest.LogCaptureFixture
     assert ended == [2]
     assert "host 0 of 2 (name) ended: error: shard 1.tar is damaged; this one ends as well" in caplog.text
     assert store.reports[-1] == store.of_host_0  # for host 0, which waits until all have read it
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:5"),
+        jax.errors.JaxRuntimeError("FAILED_PRECONDITION: Buffer Definition Event: Gloo all-reduce failed: closed"),
+        jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect to all addresses"),
+    ],
+)
+@pytest.mark.parametrize("is_named", [True, False])
+def test_lost_connection_is_one_line(
+    watched: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, is_named: bool
+) -> None:
+    """The error of a lost connection is never raised as it is, with a traceback.
+
+    Where the watchdog names the host, slowly, it ends the process; else the line says what was lost.
+    """
+    store, ended = watched
+
+    def end_slowly(status: int) -> None:
+        time.sleep(1)
+        ended.append(status)
+
+    monkeypatch.setattr(watchdog, "exit_immediately", end_slowly)
+    monkeypatch.setattr(watchdog.atexit, "register", lambda function, *arguments: None)
+    monkeypatch.setattr(watchdog, "_watchdog", store.watching)
+    if is_named:
+        store.is_silent.set()
+    else:
+        monkeypatch.setattr(watchdog, "SILENCE_SECONDS", 0.1)
+    with pytest.raises(Unavailable, match="the connection to another host was lost: ") as caught:
+        with watchdog.ending_together():
+            if is_named:
+                wait_until(store.watching._leaving.locked)
+            raise error
+    assert "\n" not in str(caught.value)
+    assert ended == [1] * is_named  # in a real process nothing is raised after that
 
 
 def test_stalled_training_shows_stacks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

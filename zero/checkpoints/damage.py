@@ -12,12 +12,12 @@ import jax
 
 from zero.errors import Unavailable, UserError, causes, full_disk
 from zero.files import storage
+from zero.hosts.watchdog import LOST_HOST
 
 # Codes of tensorstore's errors that do not concern the stored bytes.
 OUTAGE_CODES = {"ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"}
 OUTAGE_CODES |= {"UNAUTHENTICATED", "UNAVAILABLE", "UNKNOWN"}
 TENSORSTORE_ERROR = re.compile(r"(?:(?P<code>[A-Z_]+): )?Error (?:opening|reading|decoding) ")
-LOST_HOST = re.compile(r"Gloo \w+ failed")  # of a collective: not the storage
 LEAF_IN_ERROR = re.compile(r'(?:Error reading|Metadata at) "([^"]+)/[^"/]+"')
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from zero.partition.pmapped import pmap
 from zero.partition.whole_state import coordination_client
 
 JOIN_SECONDS = 300  # within which all hosts have to start
+_calls: Counter[str] = Counter()  # by name: the store refuses a key that it has
 
 
 def sum_over_hosts(*numbers: int) -> list[int]:
@@ -30,22 +32,29 @@ def is_host_0() -> bool:
 
 
 def broadcast(name: str, text: str) -> str:
-    """The text of host 0, on all hosts; each calls it once per name."""
+    """The text of host 0, on all hosts, which call it in the same order; `name` is shown where a host is missing."""
     if jax.process_count() == 1:
         return text
+    client, key = coordination_client(), _next_key(f"broadcast/{name}")
     if jax.process_index() == 0:
-        coordination_client().key_value_set(f"zero/broadcast/{name}", text)
-    return str(coordination_client().blocking_key_value_get(f"zero/broadcast/{name}", 1000 * JOIN_SECONDS))
+        client.key_value_set(key, text)
+    return str(client.blocking_key_value_get(key, 1000 * JOIN_SECONDS))
 
 
 def gather(name: str, text: str) -> list[str]:
-    """The texts of all hosts, ordered by host, on all hosts; each calls it once per name."""
+    """The texts of all hosts, ordered by host, on all hosts, which call it in the same order."""
     if jax.process_count() == 1:
         return [text]
-    client = coordination_client()
-    client.key_value_set(f"zero/gather/{name}/{jax.process_index()}", text)
-    keys = (f"zero/gather/{name}/{host}" for host in range(jax.process_count()))
+    client, key = coordination_client(), _next_key(f"gather/{name}")
+    client.key_value_set(f"{key}/{jax.process_index()}", text)
+    keys = (f"{key}/{host}" for host in range(jax.process_count()))
     return [str(client.blocking_key_value_get(key, 1000 * JOIN_SECONDS)) for key in keys]
+
+
+def _next_key(name: str) -> str:
+    """A key of the store that no call of this process has had, and that all hosts have for the same call."""
+    _calls[name] += 1
+    return f"zero/{name}/{_calls[name]}"
 
 
 def wait_for_all() -> None:

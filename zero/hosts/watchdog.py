@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
+import re
 import signal
 import socket
 import sys
@@ -21,7 +22,7 @@ from typing import Any
 
 import jax
 
-from zero.errors import Unavailable, UserError, first_line
+from zero.errors import Unavailable, UserError, causes, first_line
 from zero.hosts.agreement import wait_for_all
 from zero.hosts.signals import exit_immediately, unanswered
 from zero.partition.whole_state import coordination_client, coordinator_address
@@ -33,6 +34,8 @@ SILENCE_SECONDS = 20  # without a heartbeat, after which a host counts as lost a
 LEAVE_SECONDS = 10  # that host 0, which holds the store, waits for the others to have read a reason
 _FINISHED, _LEAVING = "finished", "leaving"  # a last report: finished, or leaving STATUS HOST REASON
 _STALLED = "has made no progress for"
+LOST_HOST = re.compile(r"Gloo [\w-]+ failed")  # of a collective, which jax raises as one of several classes
+_LOST_STORE = re.compile(r"^(UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED): ")  # of jax's key-value store
 _watchdog: _Watchdog | None = None
 _has_progress = threading.Event()  # since the watchdog last looked
 
@@ -81,8 +84,8 @@ class _Watchdog:
         for thread in self._threads:
             thread.start()
 
-    def join(self, seconds: float) -> None:
-        """Waits for the end of this process, or so long."""
+    def join(self, seconds: float | None = None) -> None:
+        """Waits until the watching thread has ended this process, or so long."""
         self._threads[-1].join(seconds)
 
     def _exchange(self) -> None:
@@ -154,11 +157,14 @@ class _Watchdog:
         exit_immediately(status)
 
     def leave(self, reason: str, status: int) -> None:
-        """The last report of a host that has failed; on host 0 it returns when the others have left."""
+        """The last report of a host that has failed; on host 0 it returns when the others have left.
+
+        It never returns where the watching thread has named another host: that thread ends this process.
+        """
         if self._leaving.acquire(blocking=False):
             self._leave(self._host, reason, status)
         else:
-            self.join(LEAVE_SECONDS + HEARTBEAT_SECONDS)
+            self.join()
 
     def finish(self) -> None:
         """The last report of a host that has done its work."""
@@ -214,11 +220,19 @@ def _stacks() -> str:
     )
 
 
+def _is_lost_connection(error: BaseException) -> bool:
+    is_of_store = isinstance(error, jax.errors.JaxRuntimeError) and _LOST_STORE.match(str(error)) is not None
+    return is_of_store or LOST_HOST.search(str(error)) is not None
+
+
 @contextmanager
 def ending_together() -> Iterator[None]:
     """A failing host reports the reason and ends without waiting for the others, which then end as well.
 
     jax would wait at its exit for hosts that wait for this one in a collective.
+
+    Raises:
+      Unavailable: the connection to another host was lost, and the watchdog has not named that host.
     """
     global _watchdog
     try:
@@ -236,6 +250,9 @@ def ending_together() -> Iterator[None]:
                 status, reason = 128 + int(unanswered[0][0]), f"was stopped by signal {int(unanswered[0][0])}"
             _watchdog.leave(reason, status)
             atexit.register(exit_immediately, status)  # runs before jax's exit handler, and after the error was printed
+            if isinstance(error, Exception) and not isinstance(error, UserError):
+                for cause in filter(_is_lost_connection, causes(error)):
+                    raise Unavailable(f"the connection to another host was lost: {first_line(cause)}") from error
         raise
     if _watchdog is not None:
         watchdog, _watchdog = _watchdog, None

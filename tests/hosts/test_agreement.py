@@ -1,0 +1,34 @@
+"""Messages between hosts, over a store that refuses a key that it has (real hosts: tests/test_hosts.py)."""
+
+import jax
+import pytest
+
+from zero.hosts import agreement
+
+
+class Store:
+    """jax's key-value store, as host 0 of two sees it; the other host answers at once."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str) -> None:
+        if key in self.values:
+            raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: key {key} already exists.")
+        self.values[key] = value
+
+    def blocking_key_value_get(self, key: str, timeout: int) -> str:
+        return self.values.get(key, f"host 1 at {key}")
+
+
+def test_names_may_be_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two calls have the same key, whatever their names are; each gives what was sent in it."""
+    store = Store()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(agreement, "coordination_client", lambda: store)
+    for number in range(3):
+        for name in ("hub org/model", "hub", "hub/1"):
+            assert agreement.broadcast(name, f"{name} {number}") == f"{name} {number}"
+            own, _ = agreement.gather(name, f"{name} {number}")
+            assert own == f"{name} {number}"
+    assert len(store.values) == 18
