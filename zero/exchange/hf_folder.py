@@ -22,8 +22,9 @@ from zero.training.sharded_gpt import ShardedGPT
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"  # of several files: the file of each tensor
-# Ends of names of tensors that are constants: masks, frequencies of rotary positions.
-_FLOATS = ("F64", "F32", "F16", "BF16")  # integers are codes of a quantised model; a scale would be lost
+# The dtypes of weights. Integers are codes of a quantised model, whose scales would be lost.
+_FLOATS = ("F64", "F32", "F16", "BF16")
+# The ends of the names of tensors that are constants: masks, and the frequencies of rotary positions.
 _CONSTANTS = (".attn.bias", ".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
@@ -32,7 +33,7 @@ class StepMetrics:
     def __init__(self, tokens_per_step: int, devices: int, peak_flops: float | None, goodput: Goodput) -> None:
         self._tokens_per_step, self._devices, self._peak_flops = tokens_per_step, devices, peak_flops
         self._goodput = goodput
-        self._unread: list[dict[str, jax.Array]] = []
+        self._unread: deque[dict[str, jax.Array]] = deque()  # metrics of dispatched steps, oldest first
         self._newest: dict[str, float | int] = {}
         self._next_line: dict[str, float] = {}
         self._has_warned = False
@@ -44,7 +45,7 @@ class StepMetrics:
         self._of_objective: list[dict[str, float]] = []
         self._untimed = 0
         self._flops = 0
-        self._before = self._goodput.seconds
+        self._before = self._goodput.seconds_so_far()
         self._predicted = 0.0
         self._waited_for_devices = 0.0
 
@@ -90,10 +91,7 @@ class StepMetrics:
         self._flops += flops or 0
         self._predicted += predicted or 0.0
         began = time.monotonic()
-        while len(self._unread) > leave:
-            self._newest = {name: x.item() for name, x in jax.device_get(self._unread.pop(0)).items()}
-            self._losses.append(self._newest["loss"])
-            self._of_objective.append({name: self._newest[name] for name in OF_PAIRS if name in self._newest})
+        self._read_down_to(leave)
         if flops is not None:
             self._waited_for_devices += time.monotonic() - began
 
@@ -101,13 +99,19 @@ class StepMetrics:
         """Waits for all steps that were dispatched."""
         jax.block_until_ready(self._unread)
 
+    def _read_down_to(self, leave: int) -> None:
+        """Reads the oldest steps, in their order, until so many are unread; waits for their devices."""
+        while len(self._unread) > leave:
+            self._newest = {name: x.item() for name, x in jax.device_get(self._unread.popleft()).items()}
+            self._losses.append(self._newest["loss"])
+            self._of_objective.append({name: self._newest[name] for name in OF_PAIRS if name in self._newest})
+
     def read(self) -> dict[str, float | int]:
         """One line of metrics: means of the objective and its metrics, and the newest value of the others.
 
         Waits for all steps.
         """
-        while self._unread:
-            self.add(self._unread.pop(0), leave=0)
+        self._read_down_to(0)
         losses, self._losses = self._losses, []
         of_model = [name for name in (*OF_EXPERTS, *OF_CODEBOOKS) if name in self._newest]
         newest = ("learning_rate", "gradient_norm", "skipped_steps", "skipped_spikes", *of_model)
@@ -115,7 +119,8 @@ class StepMetrics:
         line |= {name: fmean(step[name] for step in self._of_objective) for name in self._of_objective[-1]}
         self._next_line = {}
         if steps := len(losses) - self._untimed:
-            seconds = {phase: spent - self._before[phase] for phase, spent in self._goodput.seconds.items()}
+            spent = self._goodput.seconds_so_far()
+            seconds = {phase: spent[phase] - self._before[phase] for phase in spent}
             step_time = (seconds["steps"] + seconds["data_wait"]) / steps
             tokens_per_second = self._tokens_per_step / step_time
             line |= {

@@ -37,12 +37,13 @@ class Goodput:
     >>> clock = Goodput(age=5.0)
     >>> with clock.phase("steps"), clock.phase("evaluation"):  # the inner one counts
     ...     pass
-    >>> round(clock.seconds["startup"])
+    >>> round(clock.seconds_so_far()["startup"])
     5
     """
 
     def __init__(self, age: float = 0.0, resumed_line: Mapping[str, Any] | None = None) -> None:
-        self._seconds, self._phase = dict.fromkeys(PHASES, 0.0), "startup"
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._phase = "startup"
         self._since = time.monotonic() - age
         if resumed_line is not None:
             for phase in PHASES:
@@ -50,26 +51,32 @@ class Goodput:
             lost = time.time() - age - resumed_line["time"]
             self._seconds["restarts"] += max(0.0, lost)  # clocks of two machines may differ
 
-    @property
-    def seconds(self) -> dict[str, float]:
+    def seconds_so_far(self) -> dict[str, float]:
         """Seconds of each phase, since the first start."""
+        self._advance()
+        return dict(self._seconds)
+
+    def _advance(self) -> None:
+        """Counts the time since the last call for the current phase."""
         now = time.monotonic()
         self._seconds[self._phase] += now - self._since
         self._since = now
-        return dict(self._seconds)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Counts for this phase within, and for the previous one afterwards."""
-        self._seconds, before, self._phase = self.seconds, self._phase, name
+        self._advance()
+        outer = self._phase
+        self._phase = name
         try:
             yield
         finally:
-            self._seconds, self._phase = self.seconds, before
+            self._advance()
+            self._phase = outer
 
     def line(self) -> dict[str, float]:
         """`KEYS` of a line of metrics."""
-        seconds = self.seconds
+        seconds = self.seconds_so_far()
         total = sum(seconds.values())
         shares = {f"goodput/{phase}": spent / total for phase, spent in seconds.items()}
         return {"time": time.time(), "wall_time": total, **shares}
