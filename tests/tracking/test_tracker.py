@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -17,7 +18,11 @@ from hypothesis import strategies as st
 
 from tests.helpers.disks import fill
 from tests.helpers.events import scalars
+from zero.config.saved_config import default_config
 from zero.errors import UserError
+from zero.report.html_report import write_report
+from zero.report.plot import draw_run
+from zero.run_directory import save_config
 from zero.tracking.metrics_file import read_metrics, read_resumes
 from zero.tracking.tracker import open_tracker
 from zero.tracking.weights_and_biases import _has_login, _run_id
@@ -145,6 +150,20 @@ def test_full_disk_costs_no_line(small_disk: Path, caplog: pytest.LogCaptureFixt
         "a line of metrics could not be",
     ]
     assert all("(No space left on device)" in message for message in caplog.messages)
+
+
+def test_reports_leave_no_parts_on_a_full_disk(small_disk: Path) -> None:
+    """A picture or a page for which there is no room takes none from the checkpoints."""
+    track(small_disk, range(1, 9))
+    save_config(small_disk, default_config())
+    filler = fill(small_disk)
+    os.truncate(filler, filler.stat().st_size - 2**14)
+    before = sorted(small_disk.iterdir())
+    with pytest.raises(OSError, match=r"No space left on device: '.*run\.png'"):
+        draw_run(small_disk)
+    with pytest.raises(OSError, match=r"No space left on device: '.*report\.html'"):
+        write_report([small_disk], small_disk / "report.html")
+    assert sorted(small_disk.iterdir()) == before
 
 
 def test_damaged_line_on_a_full_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:

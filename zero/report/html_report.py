@@ -16,6 +16,7 @@ from plotly.subplots import make_subplots
 
 from zero.config.saved_config import default_config, flat_config
 from zero.errors import UserError
+from zero.files import storage
 from zero.report.tensor_panels import tensor_panels
 from zero.run_directory import LAYOUT_FILE, METRICS_FILE, SAMPLES_FILE, saved_config
 from zero.tracking.evaluations_file import read_evaluations
@@ -102,13 +103,12 @@ def write_report(directories: Sequence[Path], page: Path) -> Path:
         ),
     ]
     title = html.escape(", ".join(names))
-    aside = page.with_name(f".{page.name}")
-    aside.write_text(
+    text = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<link rel="icon" href="data:,"><style>{STYLE}</style></head><body>{"".join(body)}</body></html>\n',
-        encoding="utf-8",
+        f'<link rel="icon" href="data:,"><style>{STYLE}</style></head><body>{"".join(body)}</body></html>\n'
     )
-    return aside.replace(page)
+    storage.write(page, text.encode())
+    return page
 
 
 def summary(directories: Sequence[Path]) -> list[str]:

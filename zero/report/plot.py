@@ -1,5 +1,6 @@
 """run.png: losses, learning rate, sequence length and throughput over steps (matplotlib)."""
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from zero.files import storage
 from zero.run_directory import METRICS_FILE
 from zero.tracking.metrics_file import read_metrics, read_resumes
 
@@ -25,9 +27,10 @@ def draw_run(run_directory: Path) -> Path:
     """
     metrics = run_directory / METRICS_FILE
     title = "/".join(run_directory.absolute().parts[-2:])
-    aside = run_directory / f".{PICTURE_FILE}"
-    _plot(read_metrics(metrics), read_resumes(metrics), title).savefig(aside, format="png")
-    return aside.replace(run_directory / PICTURE_FILE)
+    picture, path = io.BytesIO(), run_directory / PICTURE_FILE
+    _plot(read_metrics(metrics), read_resumes(metrics), title).savefig(picture, format="png")
+    storage.write(path, picture.getvalue())
+    return path
 
 
 def _plot(metrics: list[dict[str, Any]], resumes: list[int], title: str) -> Figure:

@@ -172,5 +172,7 @@ def test_files_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert storage.read_bytes("hf://someone/corpus@v1/shards/0.tar") == DATA[:300]
         assert storage.list_files("hf://someone/corpus@v1/shards") == ["hf://someone/corpus@v1/shards/0.tar"]
         assert not storage.exists("hf://someone/corpus/shards/1.tar")
+        with pytest.raises(UserError, match=r"^hf://corpus: the name is refused: Repository id must be"):
+            storage.list_files("hf://corpus")
         with pytest.raises(UserError, match="the hub is read, not written"):
             storage.write("hf://someone/corpus/shards/1.tar", DATA)

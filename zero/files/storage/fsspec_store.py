@@ -138,6 +138,8 @@ class FsspecStore(ABC):
                 return request()
             except FileNotFoundError:
                 raise FileNotFoundError(f"{url}: no such object") from None
+            except ValueError as error:  # of the name, before anything is sent
+                raise UserError(f"{url}: the name is refused: {first_line(error)}") from error
             except outages() as error:
                 if (status := _status(error)) == 404:
                     raise FileNotFoundError(f"{url}: no such object") from None
