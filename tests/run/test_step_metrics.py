@@ -88,6 +88,25 @@ def test_metrics_of_experts() -> None:
     assert [line[name] for name in METRICS] == [0, 1, 2, 3]
 
 
+def test_unread_steps_are_read_in_order() -> None:
+    """Steps that are still in flight when a line is read keep their order: the newest values are the last step's."""
+    metrics = StepMetrics(128, 8, peak_flops=None, goodput=in_steps())
+    for step in range(1, 4):
+        metrics.add(values(learning_rate=float(step), loss=float(step)), leave=8)
+    line = metrics.read()
+    assert line["learning_rate"] == 3.0 and line["train/loss"] == 2.0
+
+
+def test_wait_is_for_all_dispatched_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Any] = []
+    monkeypatch.setattr(jax, "block_until_ready", lambda tree: waited.extend(jax.tree.leaves(tree)))
+    metrics = StepMetrics(128, 8, peak_flops=None, goodput=in_steps())
+    for _ in range(2):
+        metrics.add({"loss": jnp.float32(1)}, leave=8)
+    metrics.wait()
+    assert len(waited) == 2 and all(isinstance(leaf, jax.Array) for leaf in waited)
+
+
 def test_no_mfu_without_peak() -> None:
     """MFU is not shown where the peak is unknown; the wait for devices is."""
     metrics = StepMetrics(128, 8, peak_flops=None, goodput=in_steps())

@@ -97,7 +97,7 @@ class StepMetrics:
 
     def wait(self) -> None:
         """Waits for all steps that were dispatched."""
-        jax.block_until_ready(self._unread)
+        jax.block_until_ready(list(self._unread))  # a deque is no pytree: it would not wait
 
     def _read_down_to(self, leave: int) -> None:
         """Reads the oldest steps, in their order, until so many are unread; waits for their devices."""
