@@ -129,7 +129,7 @@ def test_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     """The exit status tells whether a repeat may succeed."""
     monkeypatch.setattr("zero.cli.exit_immediately", sys.exit)
     for error, status in (
-        (OSError(errno.ENOSPC, "full"), 1),
+        (OSError(errno.ENOSPC, "No space left on device", "runs/new/config.yaml"), 1),
         (PermissionError(errno.EACCES, "no"), 2),
         (Unavailable("the bucket does not answer"), 1),
         (UserError("one\ntwo"), 2),
@@ -137,7 +137,12 @@ def test_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         with pytest.raises(SystemExit) as ended, errors_in_lines():
             raise error
         assert ended.value.code == status
-    assert capsys.readouterr().err.endswith("error: the bucket does not answer\nerror: one\nerror: two\n")
+    printed = capsys.readouterr().err
+    assert printed.startswith(
+        "error: runs/new/config.yaml (the configuration, which a resume needs): No space left on device. Checkpoints "
+        "that were saved before are intact: make room and repeat the command with --resume=auto\n"
+    )
+    assert printed.endswith("error: the bucket does not answer\nerror: one\nerror: two\n")
 
 
 IN_UNITS = pytest.mark.slow  # test_check.py and test_index_files.py have them without a process
