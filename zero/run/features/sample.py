@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from zero.config.schema import Config
+from zero.files.appending import append
 from zero.hosts import agreement
 from zero.inference.generate import generate
 from zero.run.feature import Feature, Moment
@@ -48,8 +49,7 @@ class Sample(Feature):
         if not agreement.is_host_0():
             return
         try:
-            with (run.directory.path / SAMPLES_FILE).open("a") as file:
-                file.write(f"{heading(now.step)}\n{text}\n")
+            append(run.directory.path / SAMPLES_FILE, f"{heading(now.step)}\n{text}\n".encode())
         except OSError as error:
             log.warning("step %d: its sample could not be written: %s", now.step, error)
         if now.is_last:
