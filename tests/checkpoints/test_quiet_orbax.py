@@ -56,7 +56,7 @@ import zero.checkpoints.manager, zero.checkpoints.orbax_buckets
 assert asyncio.new_event_loop is loop and fsspec.get_filesystem_class("gs") is gs
 assert before == [(logging.getLogger(name).level, logging.getLogger(name).filters[:]) for name in names]
 """
-    repository = Path(__file__).parents[3]
+    repository = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", program], cwd=repository, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

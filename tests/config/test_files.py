@@ -16,7 +16,7 @@ CONF = conf_directory()
 
 def test_packaged_conf() -> None:
     """The directory zero/conf of the package is the directory conf of the repository."""
-    assert CONF.samefile(Path(__file__).parents[3] / "conf")
+    assert CONF.samefile(Path(__file__).parents[2] / "conf")
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_plan_lowers_the_step_of_training() -> None:
 def test_planned_bytes_equal_real_step(arguments: tuple[str, ...]) -> None:
     """Planned bytes are those of a real step."""
     script = Path(__file__).parent / "planned_memory.py"
-    environment = cli.environment() | {"XLA_FLAGS": "", "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = cli.environment() | {"XLA_FLAGS": "", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=280
     )

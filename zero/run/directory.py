@@ -59,7 +59,7 @@ class RunDirectory:
         write_command(self.path, config.resume)
         run_files.save_config(self.path, config)
         summary = _layout_summary(job, has_average=config.training.ema is not None)
-        (self.path / run_files.LAYOUT_FILE).write_text(summary)
+        storage.write(self.path / run_files.LAYOUT_FILE, summary.encode())
 
     def begin_lineage(self) -> None:
         """Names the emergency checkpoints that the next start may use, here and in the mirror; then removes others."""
