@@ -1,22 +1,27 @@
 #!/usr/bin/env bash
 # A TPU slice from a laptop that has gcloud: ./slice.sh COMMAND NAME ZONE [...]
 #
-#   create NAME ZONE TYPE [--spot]       requests a slice (v3-32, v4-32, v5litepod-16, ...) and waits until it is active
+#   create NAME ZONE TYPE [--spot]       requests a slice (v3-32, v4-32, v5litepod-16, ...) and waits until it is active;
+#                                        waits only, if it was requested before
 #   setup  NAME ZONE                     copies the last commit to all workers and runs prepareTPUVM.sh on each
 #   check  NAME ZONE [key=value ...]     examines every worker (zero-train --doctor), with the arguments of the launch
 #   launch NAME ZONE [key=value ...]     trains in tmux on all workers, from the newest checkpoint if any (trainLoop.sh);
 #                                        hands over WANDB_API_KEY, if it is set here, in a file that only the user reads
 #   watch  NAME ZONE                     shows the log of worker 0; Ctrl-C ends only the watching
 #   view   NAME ZONE [PORT]              serves the run directories of worker 0, reports included, on localhost:PORT (8000)
-#   stop   NAME ZONE                     sends Ctrl-C to all workers: they save a checkpoint together and end
+#   stop   NAME ZONE                     asks all workers to save a checkpoint together and to end
 #   kill   NAME ZONE                     ends training on all workers at once, without a checkpoint
 #   delete NAME ZONE                     deletes the slice and ends its cost
 #   keep   NAME ZONE TYPE [--spot] [key=value ...]
 #                                        all of these until training has finished: a slice that is refused, fails or is
 #                                        preempted is requested again
 #   bucket NAME LOCATION                 makes a bucket for checkpoints and data, such as in us-central1
+#
+# create and keep pass options to `gcloud compute tpus queued-resources create`; keep takes them as --option=value.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
+
+. launch/exit-statuses.sh
 
 fail() {
     printf 'slice.sh: %s\n' "$1" >&2
@@ -27,17 +32,155 @@ fail() {
 command=$1 name=$2 zone=$3
 shift 3
 poll=${SLICE_POLL_SECONDS:-30}
-directory=zero # on each worker, in the home directory
+patience=10 # states in a row that gcloud cannot tell, until create gives up
+
+# -- on a worker, in the home directory: on_workers sends the text of these functions ----------------------------------
+
+is_training() { tmux has-session -t =zero 2>/dev/null; } # without = the name would match the start of another's
+
+enter() {
+    cd zero 2>/dev/null && return
+    echo "$(hostname) is not set up: ./slice.sh setup does so"
+    return 1
+}
+
+processes() { # 'PROGRAM SCRIPT': prints the ids of those in zero/; a search for text would find the shell that searches
+    local process words
+    for process in /proc/[0-9]*; do
+        [[ $process/cwd -ef zero ]] || continue
+        mapfile -d '' -t words <"$process/cmdline"
+        # shellcheck disable=SC2053  # a pattern
+        [[ ${#words[@]} -lt 2 || "${words[0]##*/} ${words[1]##*/}" != $1 ]] || echo "${process#/proc/}"
+    done 2>/dev/null # of those that end meanwhile
+}
+
+unpack() { # the archive of a commit, and sets up
+    set -o pipefail
+    mkdir -p zero && cd zero || return
+    tar -tzf ../zero.tar.gz | grep -v '/$' | sort >.files.new || return
+    # What the commit before had and this one does not; what training and people have written stays.
+    if [[ -e .files ]]; then comm -23 .files .files.new | xargs -r -d '\n' rm -f -- || return; fi
+    mv .files.new .files && tar -xzf ../zero.tar.gz && rm ../zero.tar.gz && ./prepareTPUVM.sh
+}
+
+examine() { # [key=value ...]: each line begins with the name of the worker; a worker that trains has no free devices
+    if is_training; then
+        echo "$(hostname) is training: stop it first"
+        return 1
+    fi
+    set -o pipefail
+    enter && .venv/bin/python main_zero.py --doctor "$@" | sed "s/^/$(hostname): /"
+}
+
+private_file() { enter && install -m 600 /dev/null .environment; }
+
+start_training() { # [key=value ...]: not where training runs: a launch that reached only some workers can be repeated
+    if is_training; then
+        echo "$(hostname) is training already"
+        return
+    fi
+    enter || return
+    echo running >train.status # the status of an earlier launch says nothing about this one
+    # shellcheck disable=SC2016  # for the shell in tmux
+    tmux new-session -d -s zero bash -c './trainLoop.sh "$@" 2>&1 | tee -ia train.log' trainLoop.sh "$@" && return
+    rm train.status
+    return 1
+}
+
+stop_training() { # by the loop: what is typed into tmux is lost while somebody scrolls there
+    local loops
+    loops=$(processes 'bash trainLoop.sh')
+    if [[ -z $loops ]]; then
+        echo "$(hostname) is not training"
+        return
+    fi
+    # shellcheck disable=SC2086  # several words
+    kill -s TERM $loops
+}
+
+kill_training() { # the loop first, which would start another trainer
+    local program found
+    for program in 'bash trainLoop.sh' 'python* main_zero.py'; do
+        found=$(processes "$program")
+        [[ -n $found ]] || continue
+        # shellcheck disable=SC2086  # several words
+        kill -s KILL $found
+        echo 137 >zero/train.status # which the loop would have written
+    done
+    tmux kill-session -t =zero 2>/dev/null || true # it ends by itself, unless something else runs there
+}
+
+training_status() { # none before a launch, lost if the machine was restarted
+    local status
+    status=$(cat zero/train.status 2>/dev/null || echo none)
+    status=${status:-running}
+    [[ $status != running ]] || is_training || status=lost
+    echo "$status"
+}
+
+show_log() { tail -n 50 -F zero/train.log; }
+
+serve_runs() { cd zero/runs && python3 -m http.server "$1" --bind 127.0.0.1; }
+
+# -- here --------------------------------------------------------------------------------------------------------------
 
 # Bash ignores errexit in a function that is called in a condition, as keep calls most of these. So each of them returns
 # the status of a failed command itself.
 
 tpus() { gcloud compute tpus "$@" "--zone=$zone"; }
 
-# Without </dev/null ssh would read the standard input of a loop around slice.sh.
-on_workers() { tpus tpu-vm ssh "$name" "--worker=$1" "--command=$2" </dev/null; }
+# gcloud connects to all workers at the same time: it refuses to copy files to them if the ssh-agent lacks its key, and
+# without an agent each connection would ask for the passphrase.
+add_key() {
+    local key=$HOME/.ssh/google_compute_engine
+    [[ -r $key ]] || tpus tpu-vm ssh "$name" --worker=0 --command=true || return # the first connection makes the key
+    if [[ -z ${SSH_AUTH_SOCK:-} ]]; then
+        # shellcheck disable=SC2016  # as it is typed
+        ssh-keygen -y -P '' -f "$key" >/dev/null 2>&1 ||
+            fail "$key has a passphrase, and no ssh-agent runs that could ask for it once: "'eval "$(ssh-agent)"'
+    elif ! ssh-add -L 2>/dev/null | grep -qF "$(cut -d ' ' -f 2 "$key.pub")"; then
+        ssh-add "$key"
+    fi
+}
 
-state() { tpus queued-resources describe "$name" '--format=value(state.state)' 2>/dev/null || true; }
+on_workers() { # all|0 [--ssh-flag=...] FUNCTION [ARGUMENT ...]: runs a function of those above
+    local worker=$1 flags=()
+    shift
+    while [[ $1 == --* ]]; do
+        flags+=("$1")
+        shift
+    done
+    [[ $worker != all ]] || add_key || return
+    # Without </dev/null ssh would read the standard input of a loop around slice.sh.
+    tpus tpu-vm ssh "$name" "--worker=$worker" ${flags[@]+"${flags[@]}"} \
+        "--command=$(declare -f is_training enter processes "$1"); $(printf '%q ' "$@")" </dev/null
+}
+
+to_workers() { # FILE PLACE
+    add_key && tpus tpu-vm scp "$1" "$name:$2" --worker=all
+}
+
+state() { # prints it and the type of the slice, nothing if there is no such request; fails where gcloud cannot tell
+    local errors status=0
+    errors=$(mktemp) || return
+    # Without </dev/null gcloud might ask for a password, by a question that nobody would see.
+    tpus queued-resources describe "$name" '--format=value(state.state,tpu.nodeSpec[0].node.acceleratorType)' \
+        2>"$errors" </dev/null || status=$?
+    if ((status)); then
+        if grep -q NOT_FOUND "$errors"; then status=0; else cat "$errors" >&2; fi
+    fi
+    rm "$errors"
+    return "$status"
+}
+
+read_state() { # TYPE: sets now; unknown where gcloud cannot tell
+    local answer type
+    answer=$(state) || answer=unknown
+    now='' type=''
+    read -r now type <<<"$answer" || true
+    [[ -z $type || $type == "$1" ]] || fail "$name exists already, as $type instead of $1: choose another name, or
+  ./slice.sh delete $name $zone"
+}
 
 runtime_version() { # of the machine image: cloud.google.com/tpu/docs/runtimes
     case $1 in
@@ -49,21 +192,38 @@ runtime_version() { # of the machine image: cloud.google.com/tpu/docs/runtimes
     esac
 }
 
-request() {
+request() { # TYPE [OPTION ...]
     local type=$1 version
     shift
     version=$(runtime_version "$type") || return
     tpus queued-resources create "$name" "--node-id=$name" "--accelerator-type=$type" "--runtime-version=$version" "$@"
 }
 
+pause() { # REASON
+    echo "$name: $1; checking again in $poll s"
+    sleep "$poll"
+}
+
 create() {
-    local now
-    request "$@"
-    while now=$(state) && [[ $now != ACTIVE ]]; do
-        [[ $now != FAILED && $now != SUSPENDED ]] ||
-            fail "$name is $now; ./slice.sh delete $name $zone, then create it again"
-        echo "$name is ${now:-not listed yet}; checking again in $poll s"
-        sleep "$poll"
+    local now untold=0
+    runtime_version "$1" >/dev/null
+    read_state "$1"
+    [[ $now != unknown ]] || fail "gcloud could not tell whether $name exists (its error is above)"
+    if [[ -z $now ]]; then request "$@"; else echo "$name exists already, so it is not requested again."; fi
+    while true; do
+        read_state "$1"
+        case $now in
+            ACTIVE) break ;;
+            FAILED | SUSPENDED) fail "$name is $now; ./slice.sh delete $name $zone, then create it again" ;;
+            "" | unknown)
+                ((++untold < patience)) || fail "$name: gcloud told no state $patience times in a row"
+                pause "gcloud tells no state"
+                ;;
+            *)
+                untold=0
+                pause "the request is $now"
+                ;;
+        esac
     done
     echo "$name is active."
 }
@@ -72,21 +232,10 @@ setup() {
     local archive status=0
     archive=$(mktemp -d) || return
     git archive --format=tar.gz -o "$archive/zero.tar.gz" HEAD &&
-        tpus tpu-vm scp "$archive/zero.tar.gz" "$name:" --worker=all &&
-        on_workers all "mkdir -p $directory && tar -xzf zero.tar.gz -C $directory && $directory/prepareTPUVM.sh" ||
-        status=$?
+        to_workers "$archive/zero.tar.gz" "" &&
+        on_workers all unpack || status=$?
     rm -r "$archive"
     return "$status"
-}
-
-quoted() { # for the shell that ssh starts
-    (($# == 0)) || printf ' %q' "$@"
-}
-
-check() { # each line begins with the name of the worker; a worker that trains has no free devices
-    on_workers all "cd $directory && \
-        if tmux has-session -t zero 2>/dev/null; then echo \"\$(hostname) is training: stop it first\"; exit 1; fi; \
-        set -o pipefail; .venv/bin/python main_zero.py --doctor$(quoted "$@") | sed \"s/^/\$(hostname): /\""
 }
 
 hand_over_key() { # never as an argument: other users of a machine see those
@@ -94,80 +243,78 @@ hand_over_key() { # never as an argument: other users of a machine see those
     [[ -n ${WANDB_API_KEY:-} ]] || return 0
     folder=$(mktemp -d) || return
     (umask 077 && printf 'export WANDB_API_KEY=%q\n' "$WANDB_API_KEY" >"$folder/environment") &&
-        on_workers all "install -m 600 /dev/null $directory/.environment" &&
-        tpus tpu-vm scp "$folder/environment" "$name:$directory/.environment" --worker=all || status=$?
+        on_workers all private_file &&
+        to_workers "$folder/environment" zero/.environment || status=$?
     rm -r "$folder"
     return "$status"
 }
 
-launch() { # on the workers that do not train already: a launch that reached only some of them can be repeated
-    local arguments
-    hand_over_key || return
-    arguments=$(quoted "$@")
-    # %q twice: once for the shell that ssh starts, once for the one that tmux starts
-    on_workers all "cd $directory && \
-        if tmux has-session -t zero 2>/dev/null; then echo \"\$(hostname) is training already\"; \
-        else tmux new-session -d -s zero $(printf '%q' "./trainLoop.sh$arguments 2>&1 | tee -ia train.log"); fi"
+launch() {
+    hand_over_key && on_workers all start_training "$@"
 }
+
+# With a terminal, -tt, the remote command ends when the connection does; else it would keep the port for ever.
+watch_log() { on_workers 0 --ssh-flag=-tt show_log; }
 
 view() {
     local port=${1:-8000}
     echo "http://localhost:$port; Ctrl-C ends only the viewing"
-    tpus tpu-vm ssh "$name" --worker=0 "--ssh-flag=-L$port:localhost:$port" \
-        "--command=cd $directory/runs && python3 -m http.server $port --bind 127.0.0.1" </dev/null
+    on_workers 0 --ssh-flag=-tt --ssh-flag=-oExitOnForwardFailure=yes "--ssh-flag=-L$port:localhost:$port" serve_runs "$port"
 }
 
 bucket() { gcloud storage buckets create "gs://$name" "--location=$zone" --uniform-bucket-level-access; }
 
-kill_training() { on_workers all "pkill -KILL -f trainLoop.sh; pkill -KILL -f main_zero.py; tmux kill-session -t zero"; }
-
-stop() { on_workers all "tmux send-keys -t zero C-c"; }
-
 delete() { tpus queued-resources delete "$name" --force --quiet; }
 
-training_status() { # train.status of worker 0: none before a launch, lost if the machine was restarted
-    on_workers 0 "status=\$(cat $directory/train.status 2>/dev/null || echo none); \
-        status=\${status:-running}; \
-        [ \$status != running ] || tmux has-session -t zero 2>/dev/null || status=lost; echo \$status"
-}
-
-pause() {
-    echo "$name: $1; checking again in $poll s"
-    sleep "$poll"
-}
-
 keep() {
-    local type=$1 options=() now status
+    local type=$1 options=() arguments=() now status outcome meaning is_ours=false
     shift
-    while (($#)) && [[ $1 == --* ]]; do
-        options+=("$1")
+    while (($#)); do
+        case $1 in
+            --*) options+=("$1") ;;
+            *=* | ~*) arguments+=("$1") ;;
+            *) fail "keep: $1 is neither an option (one word each, as in --valid-until-duration=6h) nor key=value" ;;
+        esac
         shift
     done
     runtime_version "$type" >/dev/null # a misspelt type ends here
     while true; do
-        now=$(state)
+        read_state "$type"
         case $now in
             ACTIVE)
-                status=$(training_status) || status=unreachable
-                case $status in
-                    0) echo "$name has finished; ./slice.sh delete $name $zone ends its cost." && return ;;
-                    none) { setup && launch "$@"; } || pause "setup or launch failed" ;;
-                    running) sleep "$poll" ;;
-                    "") pause "worker 0 did not report its status" ;;
-                    unreachable) pause "worker 0 is unreachable" ;;
-                    75 | 129 | 130 | 143 | lost) # stopped by a signal, as before a preemption; if the slice stays, continue
-                        sleep "$poll"
-                        [[ $(state) != ACTIVE ]] || launch "$@" || pause "launch failed"
-                        ;;
-                    2) fail "training refused its settings (status 2); ./slice.sh watch $name $zone shows which" ;;
-                    134) fail "a library aborted (SIGABRT, status 134), XLA most likely; ./slice.sh watch $name $zone shows why" ;;
-                    *) fail "training ended with status $status; ./slice.sh watch $name $zone shows why" ;;
-                esac
+                status=$(on_workers 0 training_status) || status=unreachable
+                status=${status##*$'\n'} # a shell may greet
+                explain_status "$status"
+                if [[ $status == unreachable ]]; then
+                    pause "worker 0 is unreachable"
+                elif [[ -z $status ]]; then
+                    pause "worker 0 did not report its status"
+                elif [[ $status == running ]]; then
+                    is_ours=true
+                    sleep "$poll"
+                elif [[ $status == none ]] || ! $is_ours; then # how an earlier run ended does not matter
+                    if setup && launch ${arguments[@]+"${arguments[@]}"}; then is_ours=true; else pause "setup or launch failed"; fi
+                elif [[ $outcome == finished ]]; then
+                    echo "$name has finished; ./slice.sh delete $name $zone ends its cost."
+                    return
+                elif [[ $outcome == stopped || $status == lost ]]; then # as before a preemption; if the slice stays, continue
+                    sleep "$poll"
+                    read_state "$type"
+                    [[ $now != ACTIVE ]] || launch ${arguments[@]+"${arguments[@]}"} || pause "launch failed"
+                else
+                    fail "status $status: $meaning; ./slice.sh watch $name $zone shows more"
+                fi
                 ;;
             SUSPENDED | FAILED)
                 if delete; then pause "a request that was $now is deleted"; else pause "could not be deleted"; fi
                 ;;
-            "") request "$type" ${options[@]+"${options[@]}"} || pause "the request was refused" ;;
+            "")
+                status=0
+                request "$type" ${options[@]+"${options[@]}"} || status=$?
+                ((status != 2)) || fail "gcloud does not accept these options (its error is above)"
+                ((status == 0)) || pause "the request was refused"
+                ;;
+            unknown) pause "gcloud cannot tell its state (its error is above)" ;;
             *) pause "the request is $now" ;;
         esac
     done
@@ -178,9 +325,10 @@ case $command in
         (($#)) || fail "$command needs a TYPE, such as v3-32"
         "$command" "$@"
         ;;
-    check | launch | view) "$command" "$@" ;;
-    kill) kill_training ;;
-    watch) on_workers 0 "tail -n 50 -f $directory/train.log" ;;
-    setup | stop | delete | bucket) "$command" ;;
+    check) on_workers all examine "$@" ;;
+    launch | view) "$command" "$@" ;;
+    kill | stop) on_workers all "${command}_training" ;;
+    watch) watch_log ;;
+    setup | delete | bucket) "$command" ;;
     *) fail "unknown command $command; the comment at the top of this file lists them" ;;
 esac
