@@ -4,7 +4,8 @@
 # Makes .venv next to this file with the trainer, the jax for this machine, and the tested versions of constraints.txt.
 #   --plan  adds the TPU compiler, for mode=plan on a machine without a TPU (x86-64 Linux only)
 #   --test  adds what the tests need, the TPU compiler included
-# Later calls update extras that were added once. A call without changes takes less than a second.
+# Later calls update extras that were added once. A call without changes takes less than a second. Packages are installed
+# by uv, which pip fetches for the time of the call if there is none, and by pip where uv cannot be had or fails.
 set -euo pipefail
 
 fail() {
@@ -67,6 +68,16 @@ if [[ $(cat .venv/zero-stamp 2>/dev/null) == "$stamp" ]] && .venv/bin/python -c 
     exit 0
 fi
 
+scratch=$(mktemp -d) ticker=
+trap '[[ -z $ticker ]] || kill "$ticker"; rm -rf "$scratch"' EXIT
+
+find_uv() { # PYTHON with a pip: prints the path
+    local fetched=$scratch/uv/bin/uv
+    command -v uv && return
+    [[ -x $fetched ]] || "$1" -m pip install -qq --disable-pip-version-check -c constraints.txt --target "$scratch/uv" uv >&2 &&
+        echo "$fetched"
+}
+
 # -- 2 and 3: .venv with a Python of 3.11 or newer ---------------------------------------------------------------------
 
 is_new_enough() { # runs it: a shim of pyenv may be on the PATH without its Python
@@ -101,15 +112,11 @@ python_from_apt() { # ignores release candidates, such as the 3.11 of Ubuntu 22.
     return 1
 }
 
-python_from_uv() { # Python stays in ~/.local/share/uv, uv itself is removed
-    local tools
-    tools=$(mktemp -d)
-    python3 -m pip install -qq --target "$tools" uv >&2 &&
-        "$tools/bin/uv" python install --quiet 3.12 >&2 &&
-        "$tools/bin/uv" python find --managed-python 3.12
-    local status=$?
-    rm -rf "$tools"
-    return $status
+python_from_uv() { # Python stays in ~/.local/share/uv
+    local uv
+    uv=$(find_uv python3) &&
+        "$uv" python install --quiet 3.12 >&2 &&
+        "$uv" python find --managed-python 3.12
 }
 
 make_venv() {
@@ -142,9 +149,95 @@ fi
 # -- 4: the packages --------------------------------------------------------------------------------------------------
 
 project=".[$(IFS=,; echo "${extras[*]}")]"
-echo "[4/4] Installing $project with the versions of constraints.txt; this takes a minute or two."
-# -I: a package that is found through PYTHONPATH now may be missing later, so it is installed anyway.
-.venv/bin/python -I -m pip install -qq --disable-pip-version-check -c constraints.txt -e "$project" ||
+
+by_pip() { # -I: a package that is found through PYTHONPATH now may be missing later, so it is installed anyway
+    .venv/bin/python -I -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt -e "$project"
+}
+
+by_uv() { # with pip's settings, which uv does not read; they may say where another build of a package is, such as torch for CPU
+    .venv/bin/python -I - "$uv" "$project" <<'PROGRAM'
+import ast
+import os
+import subprocess
+import sys
+
+OPTIONS = {
+    "constraint": "--constraint",
+    "extra-index-url": "--extra-index-url",
+    "find-links": "--find-links",
+    "index-url": "--index-url",
+    "trusted-host": "--allow-insecure-host",
+}
+# Settings of how pip works, and not of what it installs.
+OTHERS = {
+    *("cache-dir", "config-file", "default-timeout", "disable-pip-version-check", "log", "no-cache-dir", "no-color"),
+    *("no-input", "progress-bar", "quiet", "require-virtualenv", "retries", "root-user-action", "timeout", "verbose"),
+}
+
+listed = subprocess.run([sys.executable, "-I", "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
+settings = {}
+for section in ("global", "install", ":env:"):  # each overrides those before
+    for line in listed.stdout.splitlines():
+        key, _, value = line.partition("=")
+        if key.rpartition(".")[0] == section:
+            settings[key.rpartition(".")[2]] = ast.literal_eval(value)
+
+uv, project = sys.argv[1:]
+environment = dict(os.environ)
+# pip takes the best version of all indexes; uv would take the first index that has any.
+command = [uv, "pip", "install", "--python", ".venv/bin/python", "--index-strategy", "unsafe-best-match"]
+for name, value in settings.items():
+    if name == "cert":
+        environment["SSL_CERT_FILE"] = value
+    elif name == "no-index":
+        if value.lower() in ("1", "true", "yes", "on"):
+            command.append("--no-index")
+    elif name in OPTIONS:
+        for word in value.split():
+            command += [OPTIONS[name], word]
+    elif name not in OTHERS:
+        sys.exit(f"uv has no equivalent of pip's setting {name}")
+command += ["-c", "constraints.txt", "-e", project]
+sys.exit(subprocess.run(command, env=environment, stdin=subprocess.DEVNULL).returncode)
+PROGRAM
+}
+
+show_progress() { # the seconds and the last line of the log: each second on a terminal, every 20 s elsewhere
+    local seconds=0 line
+    while sleep 1 >/dev/null; do
+        ((++seconds))
+        line="[4/4] $seconds s: $(tail -n 1 "$scratch/log")"
+        if [[ -t 1 ]]; then
+            printf '\r\033[?7l\033[K%s\033[?7h' "$line" # without wrapping at the edge
+        elif ((seconds % 20 == 0)); then
+            echo "$line"
+        fi
+    done
+}
+
+install() { # by_uv or by_pip; shows the end of its output if it fails
+    local status=0
+    : >"$scratch/log"
+    show_progress &
+    ticker=$!
+    "$1" >"$scratch/log" 2>&1 || status=$?
+    kill "$ticker"
+    wait "$ticker" 2>/dev/null || true
+    ticker=
+    [[ ! -t 1 ]] || printf '\r\033[K'
+    ((status == 0)) || tail -n 25 "$scratch/log" >&2
+    return "$status"
+}
+
+echo "[4/4] Installing $project with the versions of constraints.txt."
+if ! uv=$(find_uv .venv/bin/python); then
+    echo "[4/4] uv cannot be had; pip takes several minutes."
+    uv=
+elif ! install by_uv; then
+    echo "[4/4] uv failed (its error is above); pip takes several minutes."
+    uv=
+fi
+[[ -n $uv ]] || install by_pip ||
     fail "pip could not install $project (its error is above)" "check the network and the disk space, then try again"
 echo "$stamp" >.venv/zero-stamp
 echo "Ready: .venv/bin/python main_zero.py"

@@ -1,11 +1,16 @@
-"""prepareTPUVM.sh with real venv and pip, on a project without dependencies, so that no network is needed."""
+"""prepareTPUVM.sh with real venv and pip, on a project without dependencies, so that no network is needed.
+
+A stand-in for uv installs by pip.
+"""
 
 import os
+import pty
 import re
 import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -30,7 +35,11 @@ def build_editable(wheel_directory, config_settings=None, metadata_directory=Non
         wheel.writestr(info + "RECORD", "")
     return name
 '''
-TOOLS = ["bash", "cat", "cksum", "dirname", "env", "grep", "mktemp", "rm", "uname"]
+TOOLS = ["bash", "cat", "cksum", "dirname", "env", "grep", "mktemp", "rm", "sleep", "tail", "uname"]
+UV = """
+printf '%s\\n' "$@" "SSL_CERT_FILE=${SSL_CERT_FILE:-}" >"$HOME/uv arguments"
+exec env -u PIP_CONFIG_FILE .venv/bin/python -m pip --isolated install --no-index --disable-pip-version-check "${@: -4}"
+"""
 
 
 @pytest.fixture
@@ -47,13 +56,14 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
-    """A directory for PATH with the tools that the script needs: no apt-get, no nvidia-smi and no Python."""
+    """A directory for PATH with the tools that the script needs, uv among them: no apt-get, nvidia-smi and Python."""
     directory = tmp_path / "bin"
     directory.mkdir()
     for tool in TOOLS:
         found = shutil.which(tool)
         assert found
         (directory / tool).symlink_to(found)
+    add_program(directory, "uv", UV)
     return directory
 
 
@@ -62,22 +72,39 @@ def add_program(programs: Path, name: str, script: str) -> None:
     (programs / name).chmod(0o755)
 
 
-def prepare(checkout: Path, programs: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Calls the script by its absolute path from another directory with nothing but HOME and PATH."""
+def prepare(checkout: Path, programs: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Calls the script by its absolute path from another directory, with little more than HOME and PATH."""
     return subprocess.run(
         [str(checkout / "prepareTPUVM.sh"), *options],
         cwd="/",
-        env={"HOME": str(programs.parent), "PATH": str(programs)},
+        env={"HOME": str(programs.parent), "PATH": str(programs), "PIP_NO_INDEX": "1", **variables},
         capture_output=True,
         text=True,
     )
 
 
+@pytest.fixture(scope="module")
+def made_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("made") / ".venv"
+    subprocess.run([os.path.realpath(sys.executable), "-m", "venv", directory], check=True)
+    return directory
+
+
+@pytest.fixture
+def with_environment(checkout: Path, made_environment: Path) -> Path:
+    """The checkout with a .venv, as after an interrupted set-up."""
+    shutil.copytree(made_environment, checkout / ".venv", symlinks=True)
+    return checkout
+
+
+def add_python(programs: Path) -> None:
+    add_program(programs, "python3", f'exec {os.path.realpath(sys.executable)} "$@"')
+
+
 def test_setup_runs_once(checkout: Path, programs: Path) -> None:
     """The script sets up once, and again only after a change."""
-    python = os.path.realpath(sys.executable)
     add_program(programs, "python3.11", "echo 'pyenv: python3.11: command not found' >&2; exit 127")
-    add_program(programs, "python3", f'exec {python} "$@"')
+    add_python(programs)
 
     first = prepare(checkout, programs)
     assert first.returncode == 0, first.stderr
@@ -105,6 +132,89 @@ def test_setup_runs_once(checkout: Path, programs: Path) -> None:
     assert failed.returncode == 1 and "pip could not install" in failed.stderr and "remedy:" in failed.stderr
     (moved / "constraints.txt").write_text("jax==0.10.3\n")
     assert "Ready" in prepare(moved, programs, "--test").stdout  # a failed call leaves no stamp
+
+
+def test_uv_has_the_settings_of_pip(with_environment: Path, programs: Path, tmp_path: Path) -> None:
+    """Where pip is told where packages are, uv is told as well; what is set in two places is told once."""
+    settings = "cert=/certificates\nconstraint=/a.txt\n /b.txt\nindex-url=file:///lost\nfind-links=/lost\n"
+    (tmp_path / "pip.conf").write_text(f"[global]\n{settings}[install]\nindex-url=file:///index\n")
+    variables = {"PIP_CONFIG_FILE": str(tmp_path / "pip.conf"), "PIP_FIND_LINKS": "/wheels /more", "PIP_TIMEOUT": "9"}
+    done = prepare(with_environment, programs, "--test", **variables)
+    assert done.returncode == 0, done.stderr
+    *words, certificates = (programs.parent / "uv arguments").read_text().splitlines()
+    assert certificates == "SSL_CERT_FILE=/certificates" and words.count("--index-url") == 1
+    assert words[-4:] == ["-c", "constraints.txt", "-e", ".[train,test]"]
+    told = " ".join(words[:-4])
+    assert told.startswith("pip install --python .venv/bin/python --index-strategy unsafe-best-match ")
+    for option in (
+        *("--constraint /a.txt --constraint /b.txt", "--find-links /wheels --find-links /more"),
+        *("--index-url file:///index", "--no-index"),
+    ):
+        assert f" {option} " in f"{told} "
+    assert "/lost" not in told and "9" not in words
+
+
+def test_pip_has_a_setting_that_uv_lacks(with_environment: Path, programs: Path) -> None:
+    """pip installs, which is told: what uv would install may be another package."""
+    done = prepare(with_environment, programs, PIP_PREFER_BINARY="1")
+    assert done.returncode == 0, done.stderr
+    assert "uv has no equivalent of pip's setting prefer-binary" in done.stderr and "pip takes several" in done.stdout
+    assert not (programs.parent / "uv arguments").exists()
+
+
+@pytest.mark.parametrize("uv", [None, "echo no such package >&2; exit 1"], ids=["no uv", "uv fails"])
+def test_pip_installs_without_uv(with_environment: Path, programs: Path, uv: str | None) -> None:
+    (programs / "uv").unlink()
+    if uv is not None:
+        add_program(programs, "uv", uv)
+    done = prepare(with_environment, programs)
+    assert done.returncode == 0, done.stderr
+    assert ("uv cannot be had" if uv is None else "uv failed") in done.stdout and "Ready" in done.stdout
+    assert ("no such package" in done.stderr) == (uv is not None)
+    imported = subprocess.run([with_environment / ".venv/bin/python", "-m", "pip", "show", "-q", "zero-pmap"])
+    assert imported.returncode == 0
+
+
+def test_uv_is_fetched_for_the_call(with_environment: Path, programs: Path, tmp_path: Path) -> None:
+    """Of the version in constraints.txt; nothing of it stays."""
+    (programs / "uv").unlink()
+    for version in ("8", "9"):
+        with zipfile.ZipFile(tmp_path / f"uv-{version}-py3-none-any.whl", "w") as wheel:
+            info = f"uv-{version}.dist-info/"
+            wheel.writestr(info + "METADATA", f"Metadata-Version: 2.1\nName: uv\nVersion: {version}\n")
+            wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(info + "RECORD", "")
+            script = f'#!/usr/bin/env bash\necho {version} >>"$HOME/version"\n{UV}'
+            program = zipfile.ZipInfo(f"uv-{version}.data/scripts/uv")
+            program.external_attr = 0o100755 << 16
+            wheel.writestr(program, script)
+    (with_environment / "constraints.txt").write_text("uv==8\n")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    done = prepare(with_environment, programs, PIP_FIND_LINKS=str(tmp_path), TMPDIR=str(temporary))
+    assert done.returncode == 0, done.stderr
+    assert "pip takes" not in done.stdout, done.stdout + done.stderr
+    assert (programs.parent / "version").read_text() == "8\n"
+    assert not list(temporary.iterdir()) and not list((with_environment / ".venv").glob("**/uv*"))
+
+
+def test_progress_on_a_terminal(with_environment: Path, programs: Path) -> None:
+    """The seconds and the last line of the installer, in one line that is removed at the end."""
+    add_program(programs, "uv", "echo Resolved 203 packages; sleep 3\n" + UV)
+    reader, writer = pty.openpty()
+    environment = {"HOME": str(programs.parent), "PATH": str(programs), "PIP_NO_INDEX": "1"}
+    script = subprocess.Popen([with_environment / "prepareTPUVM.sh"], env=environment, stdout=writer, stderr=writer)
+    os.close(writer)
+    shown = b""
+    try:
+        while block := os.read(reader, 4096):
+            shown += block
+    except OSError:  # Linux ends a terminal that nobody writes to any more with EIO
+        pass
+    os.close(reader)
+    assert script.wait(30) == 0, shown
+    assert re.search(r"\r\x1b\[\?7l\x1b\[K\[4/4\] \d+ s: Resolved 203 packages\x1b\[\?7h\r", shown.decode())
+    assert "\r\x1b[KReady" in shown.decode() and "Terminated" not in shown.decode()
 
 
 def test_names_a_missing_python(checkout: Path, programs: Path) -> None:
