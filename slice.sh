@@ -31,6 +31,7 @@ fail() {
 (($# >= 3)) || fail "expected COMMAND NAME ZONE; the comment at the top of this file lists the commands"
 command=$1 name=$2 zone=$3
 shift 3
+key=$HOME/.ssh/google_compute_engine # gcloud's
 poll=${SLICE_POLL_SECONDS:-30}
 patience=10 # states in a row that gcloud cannot tell, until create gives up
 
@@ -132,7 +133,6 @@ tpus() { gcloud compute tpus "$@" "--zone=$zone"; }
 # gcloud connects to all workers at the same time: it refuses to copy files to them if the ssh-agent lacks its key, and
 # without an agent each connection would ask for the passphrase.
 add_key() {
-    local key=$HOME/.ssh/google_compute_engine
     [[ -r $key ]] || tpus tpu-vm ssh "$name" --worker=0 --command=true || return # the first connection makes the key
     if [[ -z ${SSH_AUTH_SOCK:-} ]]; then
         # shellcheck disable=SC2016  # as it is typed
@@ -164,7 +164,7 @@ state() { # prints it and the type of the slice, nothing if there is no such req
     local errors status=0
     errors=$(mktemp) || return
     # Without </dev/null gcloud might ask for a password, by a question that nobody would see.
-    tpus queued-resources describe "$name" '--format=value(state.state,tpu.nodeSpec[0].node.acceleratorType)' \
+    tpus queued-resources describe "$name" '--format=value(state.state,tpu.nodeSpec[0].node.acceleratorType.basename())' \
         2>"$errors" </dev/null || status=$?
     if ((status)); then
         if grep -q NOT_FOUND "$errors"; then status=0; else cat "$errors" >&2; fi
@@ -278,6 +278,7 @@ keep() {
         shift
     done
     runtime_version "$type" >/dev/null # a misspelt type ends here
+    if [[ -r $key ]]; then add_key; fi # asks for a passphrase now, while somebody is there
     while true; do
         read_state "$type"
         case $now in
