@@ -165,7 +165,7 @@ class Slice:
         variables = {name: value for name, value in os.environ.items() if name not in ("SSH_AUTH_SOCK", "TMUX")}
         variables |= {"PATH": f"{self.bin}:{os.environ['PATH']}", "HOME": str(self.place)} | (environment or {})
         command = ["bash", str(self.checkout / "slice.sh"), *arguments]
-        return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200)
 
     def recorded(self) -> list[list[str]]:
         """The arguments of each call, and pauses."""
@@ -665,7 +665,7 @@ def test_loop_starts_again(tmp_path: Path, statuses: str, ended: int) -> None:
     (tmp_path / "sleep").write_text(f'#!/usr/bin/env bash\necho "pause $1" >>{tmp_path}/calls\n')
     (tmp_path / "sleep").chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TRAIN_ATTEMPTS": "3"}
-    done = subprocess.run(["bash", script, "a=b c"], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", script, "a=b c"], env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == ended, done.stderr
     assert done.stderr.count("a library aborted (SIGABRT), XLA most likely") == statuses.split().count("134")
     assert ("gave up after 3 failed starts" in done.stderr) == (ended == 134)
