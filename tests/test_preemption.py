@@ -94,12 +94,23 @@ with errors_in_lines():
     assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "error: interrupted\n")
 
 
+SIGNAL_IN_COMPILATION = """
+import os, signal, threading
+from zero.run import step_programs
+
+def compile_with_signal(*arguments, compile=step_programs.compile_unless_stopped):
+    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    return compile(*arguments)
+
+step_programs.compile_unless_stopped = compile_with_signal
+"""
+
+
 def test_a_compilation_is_not_waited_for(forks: cli.Forks, undisturbed: Path) -> None:
     """Nor are steps lost: the resumed run, which saves by the clock, after every step, is the undisturbed one."""
     run = forks.workplace / "compiling"
-    opened = run / "metrics.jsonl"  # just before signals are answered; the program takes seconds after that
-    process = forks.start(*cli.TINY, "hydra.run.dir=compiling", "zero.remat=dots")  # a program of its own
-    done = signalled(process, signal.SIGTERM, lambda: opened.exists() and time.time() > opened.stat().st_mtime + 0.3)
+    with cli.customized(SIGNAL_IN_COMPILATION):
+        done = forks.run(*cli.TINY, "hydra.run.dir=compiling", "zero.remat=dots")  # a program that takes seconds
     assert done.returncode == 75, done.stderr
     assert "first step with" not in done.stderr and "step 0 is saved" in done.stderr
     assert saved_steps(run) == [0] and metrics(run) == []

@@ -91,11 +91,12 @@ def test_asked_features_act_alone(tmp_path: Path) -> None:
 def test_line_for_features_that_take_each(tmp_path: Path) -> None:
     """Features that take every line act with it, and without a line they do not."""
     run = make_run(tmp_path)
-    feature = Recorded("bar", is_due=False)
-    feature.takes_every_line = True  # type: ignore[misc]
-    act(run, [feature], Moment(3, False, False), {"step": 3})
-    act(run, [feature], Moment(3, False, False, frozenset([STOP])), {})
-    assert len(feature.pending) == 1
+    features = [Recorded("bar", is_due=False), Recorded("track")]
+    for feature in features:
+        feature.takes_every_line = True  # type: ignore[misc]
+    act(run, features, Moment(3, False, False), {"step": 3})
+    act(run, features, Moment(3, False, False, frozenset([STOP])), {})
+    assert [len(feature.pending) for feature in features] == [1, 1]
 
 
 def test_pending_by_the_files_of_a_run(tmp_path: Path) -> None:

@@ -154,8 +154,8 @@ def act(run: Run, features: Sequence[Feature], now: Moment, line: Line) -> bool:
     """
     waiting: list[str] = []
     for number, feature in enumerate(features):
-        is_for_line = feature.takes_every_line and bool(line)
-        if not (is_for_line or is_due(feature, now)):
+        is_acting = bool(line) if feature.takes_every_line else is_due(feature, now)
+        if not is_acting:
             continue
         if now.is_stop and feature.may_wait:
             waiting.append(feature.name)

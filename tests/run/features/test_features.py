@@ -175,7 +175,8 @@ def test_steps_that_are_saved(keys: dict[str, Any], now: Moment, is_due: bool, t
 def test_saved_step_is_not_saved_again_at_a_stop(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.directory.checkpoints.steps = lambda: [3]
-    assert not Save(make_config(), run).due(at(3, "stop"))
+    for keys in ({}, {"save_every": 3}):
+        assert not Save(make_config(data=keys), run).due(at(3, "stop"))
 
 
 def test_first_emergency_checkpoint_needs_a_durable_one(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ class Save(Feature):
         return True
 
     def due(self, now: Moment) -> bool:
-        if now.is_stop and now.step not in self._checkpoints.steps():
-            return True
+        if now.is_stop:
+            return now.step not in self._checkpoints.steps()
         is_protected = self._emergency_every is not None and now.step % self._emergency_every == 0
         if is_protected and not self._checkpoints.steps():
             return True  # a resume from an emergency checkpoint needs a durable one

@@ -45,6 +45,7 @@ class Statistics(Feature):
 
     def do(self, run: Run, now: Moment, line: Line) -> None:
         line |= self._values
+        self._values = {}
 
 
 def named(statistics: dict[str, dict[str, Any]]) -> dict[str, float]:
