@@ -3,22 +3,25 @@
 - `serving()`: the server (the fixture `server` of tests/conftest.py); `use`: points the library of buckets to it.
 - `upload(directory, url)`: copies a directory into `BUCKET`.
 - `Proxy`, `disturbed`: fail requests (`REFUSALS`) and damage the bodies of reads (`BODY_FAULTS`).
+- `Strike`: kills a client, say, at one request.
 """
 
 import gc
 import http.client
 import os
 import random
+import re
 import socket
 import struct
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import unquote
 
 import pytest
 from gcp_storage_emulator.handlers import objects
@@ -72,12 +75,35 @@ def upload(directory: Path, url: str) -> None:
         storage.write(storage.join(url, os.path.relpath(path, directory)), Path(path).read_bytes())
 
 
+class Strike:
+    """Does something, such as killing the client, before or after the nth request to change an object is forwarded.
+
+    Args:
+      pattern: of the name of the object.
+      when: a request that is struck before is not forwarded.
+    """
+
+    def __init__(self, pattern: str, when: Literal["before", "after"], strike: Callable[[], None], nth: int) -> None:
+        self._pattern, self._left, self._lock = pattern, nth, threading.Lock()
+        self.when, self.strike = when, strike
+
+    def is_met(self, method: str, path: str, body: bytes) -> bool:
+        """Whether this is the request; a name is in the path, or in the first part of the body."""
+        text = unquote(path) + body[:500].decode("latin-1")
+        if method == "GET" or re.search(self._pattern, text) is None:
+            return False
+        with self._lock:
+            self._left -= 1
+            return self._left == 0
+
+
 class Proxy:
     """Forwards requests to `target`, except that up to `budget` of them, a fraction `rate`, get a fault instead."""
 
     def __init__(self, target: str, budget: int, rate: float = 1.0, faults: tuple[str, ...] = REFUSALS + BODY_FAULTS):
         self.target = target.removeprefix("http://")
         self.budget, self.rate, self.faults = budget, rate, faults
+        self.strike: Strike | None = None
         self.injected: Counter[str] = Counter()
         self.ranges: list[str | None] = []  # of the reads, faults included
         self.lock, self.random, self.closed = threading.Lock(), random.Random(0), threading.Event()
@@ -112,6 +138,12 @@ def disturbed(proxy: Proxy) -> Iterator[str]:
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
+            strike = proxy.strike
+            is_struck = strike is not None and strike.is_met(self.command, self.path, body)
+            if strike is not None and is_struck and strike.when == "before":
+                strike.strike()
+                self.close_connection = True
+                return
             onward = http.client.HTTPConnection(proxy.target, timeout=20)
             # With its Host, which the server puts into the links it gives.
             onward.request(
@@ -123,6 +155,8 @@ def disturbed(proxy: Proxy) -> Iterator[str]:
             answer = onward.getresponse()
             data = answer.read()
             onward.close()
+            if strike is not None and is_struck:
+                strike.strike()
             if fault == "short":
                 data = data[: -(-len(data) // 2)]
             elif fault == "wrong bytes":

@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple
 CODE = """
 import json, os, re, signal, sys, threading, time
 
-rules = json.loads({rules!r})
+hosts = re.findall(r"distributed\\.process_id=(\\d+)", open("/proc/self/cmdline").read()) or ["0"]
+rules = [rule for rule in json.loads({rules!r}) if str(rule["host"]) == hosts[-1]]
 done = {{}}  # thread: the rule whose operation it has begun
 lock = threading.Lock()
 
@@ -21,7 +22,8 @@ def watch(event, arguments):
     if done.pop(threading.get_ident(), None) is not None:
         kill()
     for rule in rules:
-        if event == rule["event"] and re.search(rule["path"], os.path.abspath(os.fsdecode(arguments[rule["place"]]))):
+        path = arguments[rule["place"]] if event == rule["event"] else None
+        if isinstance(path, (str, os.PathLike)) and re.search(rule["path"], os.path.abspath(path)):
             with lock:
                 rule["nth"] -= 1
                 is_moment = rule["nth"] == 0
@@ -45,6 +47,7 @@ class Rule(NamedTuple):
     path: str
     action: Literal["kill before", "kill after", "block", "stop"]
     nth: int = 1  # of the operations that match
+    host: int = 0  # of several: only its process
 
 
 def at(*rules: Rule) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import cli, kills
+from zero.run.find_run import command, is_finished, saved_command
 from zero.run_directory import saved_steps
 from zero.tracking.metrics_file import read_resumes
 
@@ -17,32 +18,28 @@ IN_MEMORY = kills.Rule("os.rename", r"-12-0\.shards$", "kill after")
 
 @pytest.fixture(scope="module")
 def undisturbed(forks: cli.Forks) -> Path:
-    return forks.train("undisturbed", *JOB)
+    return forks.train("runs/undisturbed", *JOB)
 
 
 def files_in_memory(forks: cli.Forks) -> list[str]:
     return [path.name.partition("-")[2] for path in sorted(forks.workplace.glob("memory/*/*"))]
 
 
-def test_finished_only_in_memory(forks: cli.Forks, undisturbed: Path) -> None:
+def test_finished_only_in_memory(forks: cli.Forks) -> None:
     """Killed after the last emergency checkpoint and before the last durable one, a run is not finished."""
-    command, run = ("--resume=auto", *JOB, "hydra.run.dir=killed"), forks.workplace / "killed"
+    again, run = ("--resume=auto", *JOB, "hydra.run.dir=killed"), forks.workplace / "killed"
     with cli.customized(kills.at(SLOW_COMMIT, IN_MEMORY)):
-        assert forks.run(*command).returncode == -signal.SIGKILL
+        assert forks.run(*again).returncode == -signal.SIGKILL
     assert saved_steps(run) == [3, 6] and files_in_memory(forks)[0] == "12-0.shards"
-
-    with cli.customized(kills.at(kills.Rule("os.rename", "/checkpoints/12$", "kill before"))):
-        assert forks.run(*command).returncode == -signal.SIGKILL  # once more, and nothing is lost
-    assert saved_steps(run) == [3, 6] and files_in_memory(forks) == ["12-0.shards"]
-
-    done = forks.check(*command)
+    done = forks.check(*again)
     assert "resumed from the emergency checkpoint of step 12" in done.stderr and "finished at step 12" in done.stderr
     assert saved_steps(run) == [3, 6, 12] and files_in_memory(forks) == []
-    assert read_resumes(run / "metrics.jsonl") == [12, 12]
-    assert cli.metrics(run) == cli.metrics(undisturbed)
-    assert "nothing left to do: the run is at step 12 of 12" in forks.check(*command).stderr
+    assert is_finished(run, 12) and saved_command(run) == command(JOB)
+    assert read_resumes(run / "metrics.jsonl") == [12]
+    assert [line["step"] for line in cli.metrics(run)] == list(range(1, 13))
 
 
+@pytest.mark.slow
 def test_lineage_of_an_attempt_before(forks: cli.Forks) -> None:
     """A, with emergency checkpoints, is killed; B resumes without; C, with them again, does not continue A's."""
     place = forks.workplace / "shared"
@@ -70,17 +67,15 @@ def test_fewer_steps_than_were_trained(forks: cli.Forks) -> None:
     assert (run / "report.html").exists()
 
 
-def test_job_beside_a_finished_one(forks: cli.Forks) -> None:
+@pytest.mark.slow
+def test_job_beside_a_finished_one(forks: cli.Forks, undisturbed: Path) -> None:
     """A job that was killed before its first checkpoint starts again, and leaves the finished run of another alone."""
-    job = ("--resume=auto", *cli.TINY, "distributed.cpu_devices=2", "training.peak_learning_rate=1e-3")
-    finished = forks.train("runs/another", *job[:-1], "training.peak_learning_rate=2e-3")
-    before = cli.contents(finished)
-    with cli.customized(kills.at(kills.Rule("os.mkdir", r"/checkpoints/6\.", "kill before"))):
+    job = ("--resume=auto", *JOB, "training.peak_learning_rate=1e-3")
+    before = cli.contents(undisturbed)
+    with cli.customized(kills.at(kills.Rule("os.mkdir", r"/checkpoints/3\.", "kill before"))):
         first = forks.run(*job)
-    assert (
-        first.returncode == -signal.SIGKILL and f"{finished.relative_to(forks.workplace)}, is finished" in first.stderr
-    )
+    assert first.returncode == -signal.SIGKILL and "runs/undisturbed, is finished" in first.stderr
     second = forks.check(*job)
     assert "of the same command, has no checkpoint" in second.stderr and "finished at step 12" in second.stderr
     assert "nothing left to do" in forks.check(*job).stderr
-    assert cli.contents(finished) == before
+    assert cli.contents(undisturbed) == before

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import hydra
 import pytest
@@ -21,6 +22,7 @@ from zero.run.find_run import (
     saved_command,
     write_command,
 )
+from zero.run.resume import last_lineages, write_lineage
 from zero.run_directory import (
     CONFIG_FILE,
     LAYOUT_FILE,
@@ -361,6 +363,19 @@ def test_lost_run_directory(in_tmp_path: Path) -> None:
     (Path("mine") / "samples.txt").unlink()  # a new run has none, and shows none of the attempt before
     mirror(Path("mine"), place)
     assert not (in_tmp_path / "shared-run" / "samples.txt").exists()
+
+
+def test_start_without_emergency_checkpoints(in_tmp_path: Path) -> None:
+    """It ends the lineages of the start before in the mirror too, also on a machine with an older copy."""
+    place, emergency = in_tmp_path / "shared", SimpleNamespace(lineages=["b", "a"])
+    make_run(Path("first"), [5], checkpoints=str(place))
+    make_run(Path("second"), [], checkpoints=str(place))
+    write_lineage(Path("first"), emergency)
+    mirror(Path("first"), place)
+    assert rebuild(Path("second"), place) and last_lineages(Path("second")) == ["b", "a"]
+    write_lineage(Path("second"), None)
+    mirror(Path("second"), place)
+    assert rebuild(Path("first"), place) and last_lineages(Path("first")) == []
 
 
 def test_no_mirror_inside_the_run(in_tmp_path: Path) -> None:

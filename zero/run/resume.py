@@ -71,7 +71,7 @@ def resume_state(
             return restore(origin, step, job.model.config, layout, axis, is_own=False, **adam)
     durable = checkpoints.steps()
     if emergency is not None and step is None and durable:
-        found = emergency.restore(_last_lineages(run_directory), after=durable[-1])
+        found = emergency.restore(last_lineages(run_directory), after=durable[-1])
         if found is not None:
             position, state = found
             return TrainingPosition(**position), state
@@ -119,7 +119,7 @@ def _origin(config: Config, run_directory: Path, place: Path | str) -> Path | st
     return origin
 
 
-def _last_lineages(run_directory: Path) -> list[str]:
+def last_lineages(run_directory: Path) -> list[str]:
     """The lineages of emergency checkpoints that the last start has left, read by host 0."""
     path = run_directory / run_files.LINEAGE_FILE
     return agreement.broadcast("last lineages", path.read_text() if path.exists() else "").split()
