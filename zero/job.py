@@ -154,6 +154,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         seed=config.seed,
         micro_batches=training.gradient_accumulation_steps,
         max_gradient_norm=training.max_gradient_norm,
+        max_gradient_value=training.max_gradient_value,
         skip_bad_steps=training.skip_bad_steps,
         skip_spikes=training.skip_spikes,
         fused_update=config.zero.fused_update,
@@ -192,4 +193,5 @@ def learning_rate(config: Config) -> LearningRate:
         training.total_steps,
         schedule.name,
         schedule.decay_steps or min(max(1, training.total_steps // 10), after_warmup),
+        schedule.decay_end,
     )

@@ -22,13 +22,16 @@ class LearningRate:
     the schedule has one.
 
     Attributes:
-      peak, end: the largest rate, and the rate at `total_steps`, unused by inverse_sqrt, sqrt_decay and constant.
+      peak, end: the largest rate (of ramped_cosine that without the ramp), and the rate at `decay_end`, or
+        `total_steps`, unused by inverse_sqrt, sqrt_decay and constant.
       warmup_steps, total_steps: updates.
       schedule: cosine or linear from `peak` to `end`; inverse_sqrt, `peak` times the root of `warmup_steps / step`
         (arXiv 1706.03762, section 5.3); constant; or wsd, warmup-stable-decay: constant, then linear to `end` (arXiv
         2404.06395, section 4); or sqrt_decay, `peak` times the root of `warmup_steps / max(step, warmup_steps)`,
         without a ramp, as in Lingvo.
+        ramped_cosine, a cosine from step 0 to `end`, times a ramp over the warmup, as in GPT-Neo.
       decay_steps: updates of the decay of wsd.
+      decay_end: the step at which a cosine or linear schedule has reached `end`, where it stays; None: `total_steps`.
 
     >>> float(LearningRate(1.0, 0.1, warmup_steps=4, total_steps=10)(0))
     0.25
@@ -40,13 +43,25 @@ class LearningRate:
     total_steps: int
     schedule: str = "cosine"
     decay_steps: int = 0
+    decay_end: int | None = None
+
+    @property
+    def last(self) -> int:
+        """The step at which the schedule has reached `end`."""
+        return self.total_steps if self.decay_end is None else self.decay_end
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         return SCHEDULES[self.schedule](self)(step + 1)
 
 
 def _cosine(rate: LearningRate) -> optax.Schedule:
-    return optax.warmup_cosine_decay_schedule(0.0, rate.peak, rate.warmup_steps, rate.total_steps, rate.end)
+    return optax.warmup_cosine_decay_schedule(0.0, rate.peak, rate.warmup_steps, rate.last, rate.end)
+
+
+def _ramped_cosine(rate: LearningRate) -> optax.Schedule:
+    """Source: `optimizers.py` of GPT-Neo."""
+    cosine = optax.cosine_decay_schedule(rate.peak, rate.last, rate.end / rate.peak if rate.peak else 0.0)
+    return lambda step: cosine(step) * jnp.minimum(step / max(rate.warmup_steps, 1), 1)
 
 
 def _after_warmup(after: Callable[[LearningRate], optax.Schedule]) -> Callable[[LearningRate], optax.Schedule]:
@@ -60,7 +75,7 @@ def _after_warmup(after: Callable[[LearningRate], optax.Schedule]) -> Callable[[
 
 
 def _linear(rate: LearningRate) -> optax.Schedule:
-    return optax.linear_schedule(rate.peak, rate.end, rate.total_steps - rate.warmup_steps)
+    return optax.linear_schedule(rate.peak, rate.end, rate.last - rate.warmup_steps)
 
 
 def _inverse_sqrt(rate: LearningRate) -> optax.Schedule:
@@ -78,9 +93,11 @@ def _sqrt_decay(rate: LearningRate) -> optax.Schedule:
     return lambda step: rate.peak * jnp.sqrt(warmup / jnp.maximum(step, warmup))
 
 
+WITH_DECAY_END = ("cosine", "ramped_cosine", "linear")  # take `decay_end`
 SCHEDULES: Mapping[str, Callable[[LearningRate], optax.Schedule]] = MappingProxyType(
     {
         "cosine": _cosine,
+        "ramped_cosine": _ramped_cosine,
         "linear": _after_warmup(_linear),
         "inverse_sqrt": _after_warmup(_inverse_sqrt),
         "constant": _after_warmup(lambda rate: optax.constant_schedule(rate.peak)),
