@@ -1,12 +1,15 @@
 """Every recipe is the run that it names: docs/sources/recipes.yaml has the values of its source."""
 
+import jax
 import numpy as np
 import pytest
 
 from benchmarks import recipe_sources as sources
 from benchmarks.recipe_sources import PAGE, RECIPES, disagreements, load_runs, values_of
+from zero.models.parametrization import kernel_init
 from zero.runtime.config.files import load_sizes
 from zero.runtime.main import compose
+from zero.runtime.weights.warm_start import repeated_layers
 
 RUNS = load_runs()
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem != "common")
@@ -62,10 +65,6 @@ def test_scores_without_a_divisor_begin_with_deviation_1() -> None:
 @pytest.mark.parametrize("recipe", [name for name in NAMES if name.startswith("gpt-neo")])
 def test_first_scores_of_gpt_neo(recipe: str) -> None:
     """Scores of the first layer have deviation 1 at the recipe's width and head, and not that of GPT-2's weights."""
-    import jax
-
-    from zero.models.parametrization import kernel_init
-
     _, size = compose([f"+recipe={recipe}"])
     width = size.embedding_dim
     rng = np.random.default_rng(0)
@@ -75,3 +74,10 @@ def test_first_scores_of_gpt_neo(recipe: str) -> None:
     query, key = (kernel_init(size, name)(one, shape) for name, one in zip(("query", "key"), keys, strict=True))
     scores = (h_TD @ np.asarray(query)) @ (h_TD @ np.asarray(key)).T
     assert np.std(scores) == pytest.approx(1.0, rel=0.1)
+
+
+def test_growth_of_the_760m() -> None:
+    """Layers are repeated as `create_mapping` of extend_params.py does (ZeRO-transformer at 7dcf6f4)."""
+    twice = {0, 3, 6, 9, 12, 15}
+    expected = [layer for layer in range(18) for _ in range(1 + (layer in twice))]
+    assert list(repeated_layers(18, 24, "the 580M")) == expected
