@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from zero.cli import compose
+from zero.config.schema import Config
+from zero.job import learning_rate
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
-from zero.runtime.config.schema import Config
-from zero.runtime.job import learning_rate
-from zero.runtime.main import compose
 from zero.training.optimizer import hyperparameters
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -16,12 +16,12 @@ import numpy as np
 import optax
 import pytest
 
+from zero.cli import compose
+from zero.config.files import load_sizes
+from zero.job import learning_rate
 from zero.models.config import GPTConfig
 from zero.models.gpt import GPT
 from zero.models.parametrization import kernel_init, multipliers_of
-from zero.runtime.config.files import load_sizes
-from zero.runtime.job import learning_rate
-from zero.runtime.main import compose
 from zero.training.optimizer import clip_values, make_optimizer
 
 T = 12

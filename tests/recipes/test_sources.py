@@ -6,10 +6,10 @@ import pytest
 
 from benchmarks import recipe_sources as sources
 from benchmarks.recipe_sources import PAGE, RECIPES, disagreements, load_runs, values_of
+from zero.cli import compose
+from zero.config.files import load_sizes
+from zero.exchange.warm_start import repeated_layers
 from zero.models.parametrization import kernel_init
-from zero.runtime.config.files import load_sizes
-from zero.runtime.main import compose
-from zero.runtime.weights.warm_start import repeated_layers
 
 RUNS = load_runs()
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem != "common")
