@@ -77,6 +77,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         gather_dtype=None if zero.gather_dtype == "auto" else zero.gather_dtype,
         kernel=chosen_kernel(config.model.attention, platform, device_kind, positions=config.data.max_context),
         tuning=tuning,
+        last_target=bool(config.data.last_target),
     )
     data = config.data
     missing = missing_in_kernel(model.kernel, size, model.cut, data.max_context, has_segments=data.isolate_documents)

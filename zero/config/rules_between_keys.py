@@ -104,6 +104,8 @@ def data_rules(config: Config, size: GPTConfig) -> Mistakes:
         ):
             if value != expected:
                 yield key, f"{shown(expected)}, {has_rows}"
+    if data.last_target and config.training.objective == "dpo":
+        yield "data.last_target", "false or null, as rows are pairs of texts with training.objective=dpo"
     if data.isolate_documents and size.layer == "gated_units":
         yield "data.isolate_documents", f"false, as {of_model} has gated units"
     switch = size.rotary_switch

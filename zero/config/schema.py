@@ -121,6 +121,7 @@ class Data:
         lambda value: value is None or (isinstance(value, int) and 2 <= value <= INT32), "at least 2, or null"
     )
     crop: str = one_of(*CROPS)
+    last_target: Any = boolean(optional=True)
     isolate_documents: Any = boolean()
     train_samples: int | None = at_least(1, INT64)
     checkpoint_directory: str = not_empty()

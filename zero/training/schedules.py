@@ -116,6 +116,7 @@ class SequenceLengths:
     Attributes:
       full: tokens of a sequence after the last stage, `max_context`.
       stages: `(steps, tokens of a sequence)`, one stage after the other.
+      has_last_target: rows have one token more than a sequence, the target of its last position, and so has each piece.
 
     Raises:
       ValueError: rows of `full` tokens cannot be cut into sequences of a stage.
@@ -123,6 +124,7 @@ class SequenceLengths:
 
     full: int
     stages: tuple[tuple[int, int], ...] = ()
+    has_last_target: bool = False
 
     def __post_init__(self) -> None:
         for _, context in self.stages:
@@ -130,7 +132,7 @@ class SequenceLengths:
                 raise ValueError(f"rows of {self.full} tokens cannot be cut into sequences of {context}")
 
     @classmethod
-    def linear(cls, full: int, shortest: int, steps: int) -> SequenceLengths:
+    def linear(cls, full: int, shortest: int, steps: int, *, has_last_target: bool = False) -> SequenceLengths:
         """Grows to `full` within `steps`: always the longest divisor of `full` on or below a line from `shortest`.
 
         >>> SequenceLengths.linear(1024, 128, 70).stages
@@ -138,7 +140,7 @@ class SequenceLengths:
         """
         lengths = [length for length in range(shortest, full + 1) if full % length == 0]
         starts = [math.ceil(steps * (length - shortest) / max(full - shortest, 1)) for length in lengths]
-        return cls(full, tuple(zip(np.diff(starts).tolist(), lengths[:-1], strict=True)))
+        return cls(full, tuple(zip(np.diff(starts).tolist(), lengths[:-1], strict=True)), has_last_target)
 
     def at(self, step: int) -> int:
         """Tokens of a sequence at this step."""
@@ -149,5 +151,13 @@ class SequenceLengths:
         return self.full
 
     def cut(self, tokens: np.ndarray, step: int) -> np.ndarray:
-        """Cuts rows `(B, full)` into `(B * full / context, context)`; the pieces of a row stay neighbours."""
-        return tokens.reshape(-1, self.at(step))
+        """Cuts rows `(B, full)` into `(B * full / context, context)`; the pieces of a row stay neighbours.
+
+        >>> SequenceLengths(4, ((1, 2),), has_last_target=True).cut(np.arange(5)[None], 0).tolist()
+        [[0, 1, 2], [2, 3, 4]]
+        """
+        context = self.at(step)
+        if not self.has_last_target:
+            return tokens.reshape(-1, context)
+        columns = np.arange(0, self.full, context)[:, None] + np.arange(context + 1)[None]
+        return tokens[:, columns].reshape(-1, context + 1)

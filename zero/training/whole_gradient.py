@@ -58,7 +58,7 @@ def loss_and_gradients(
     """
     objective, micro_batches = options.objective, options.micro_batches
     tokens, keys, terms = batch.tokens, model.dropout_keys(key, batch), objective.count_all(model, batch.tokens)
-    positions = model.axis.size // model.axis.row_group * tokens.size
+    positions = model.axis.size // model.axis.row_group * len(tokens) * model.positions_in(tokens)
     prepared = {name: one.prepare(state.averages[name], positions) for name, one in model.collections.items()}
     variables = model.gather_params(model.weights(state.params, prepared, frozen))
 
