@@ -77,6 +77,7 @@ def make_model(config: Config, size: GPTConfig, devices: Sequence[Any] | None = 
         gather_dtype=None if zero.gather_dtype == "auto" else zero.gather_dtype,
         kernel=chosen_kernel(config.model.attention, platform, device_kind, positions=config.data.max_context),
         tuning=tuning,
+        last_target=bool(config.data.last_target),
     )
     data = config.data
     missing = missing_in_kernel(model.kernel, size, model.cut, data.max_context, has_segments=data.isolate_documents)
@@ -154,6 +155,7 @@ def make_job(config: Config, size: GPTConfig, devices: Sequence[Any] | None = No
         seed=config.seed,
         micro_batches=training.gradient_accumulation_steps,
         max_gradient_norm=training.max_gradient_norm,
+        max_gradient_value=training.max_gradient_value,
         skip_bad_steps=training.skip_bad_steps,
         skip_spikes=training.skip_spikes,
         fused_update=config.zero.fused_update,
@@ -192,4 +194,5 @@ def learning_rate(config: Config) -> LearningRate:
         training.total_steps,
         schedule.name,
         schedule.decay_steps or min(max(1, training.total_steps // 10), after_warmup),
+        schedule.decay_end,
     )

@@ -213,6 +213,19 @@ def test_balance_loss_of_transformers() -> None:
     np.testing.assert_allclose(4 * deeper.penalty_B[0], float(expected), rtol=1e-5)
 
 
+def test_balance_loss_of_first_choices() -> None:
+    """GShard's auxiliary loss: mean over experts of first choices per token times mean probability, times E squared."""
+    config = dataclasses.replace(SMALL, N=1, balance_loss=1.0, router_z_loss=0.0, balance_choices="first")
+    p, h = weights(config), hidden(1)
+    logits = h[0].astype(np.float64) @ p["router"]["kernel"]
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    first = np.eye(E)[probabilities.argmax(-1)].mean(0)
+    expected = (first * probabilities.mean(0)).mean() * E**2
+    np.testing.assert_allclose(applied(config, p, h)[1].penalty_B[0], expected, rtol=1e-5)
+    both = applied(dataclasses.replace(config, balance_choices="all"), p, h)[1]
+    assert abs(both.penalty_B[0] - expected) > 0.1
+
+
 def test_metrics_are_means_over_layers() -> None:
     routing = no_routing(SMALL, 1)
     assert routing is not None

@@ -48,15 +48,16 @@ def empty(rows: int, block: int, codes: int) -> Memory:
     return Memory(k, jnp.zeros(k.shape[:2], jnp.int32), jnp.zeros((rows, 2 * block, V)), means, means[..., 0])
 
 
-def plain_loop(heads: Heads, r_WK: Any, block: int, codes: int) -> np.ndarray:
+def plain_loop(heads: Heads, r_WK: Any, block: int, codes: int, limit: int | None) -> np.ndarray:
     """One query after the other, with the keys of all positions before it."""
+    limit = 2 * block if limit is None else limit
     q, q_distance, k, _, v, r = (np.asarray(x, np.float64) for x in (*heads, r_WK))
     out = np.zeros(v.shape)
     for row in range(len(q)):
         for t in range(q.shape[1]):
             first = max(0, t // block - 1) * block  # of the window
             scores = k[row, : t + 1] @ q[row, t]
-            scores[first:] += [q_distance[row, t] @ r[t - s] for s in range(first, t + 1)]
+            scores[first:] += [q_distance[row, t] @ r[t - s] * (t - s <= limit) for s in range(first, t + 1)]
             seen = slice(0 if codes else first, t + 1)
             weights = np.exp(scores[seen] - scores[seen].max())
             out[row, t] = weights @ v[row, seen] / weights.sum()
@@ -70,15 +71,17 @@ def plain_loop(heads: Heads, r_WK: Any, block: int, codes: int) -> np.ndarray:
     codes=st.integers(0, 7),
     cut=st.integers(0, 40),
     seed=st.integers(0, 99),
+    is_limited=st.booleans(),
 )
-def test_equals_plain_loop(positions: int, block: int, codes: int, cut: int, seed: int) -> None:
+def test_equals_plain_loop(positions: int, block: int, codes: int, cut: int, seed: int, is_limited: bool) -> None:
     """Blocks and single positions equal a plain loop."""
     # On the host, where a part of an array is no program of its own.
     heads, book = jax.device_get(random_heads(seed, 2, positions, codes or 1))
     book = book[:codes]
     r = np.asarray(jax.random.normal(jax.random.key(seed + 1), (2 * block, K)))
-    expected = plain_loop(heads, r, block, codes)
-    compiled: Any = jax.jit(attend)
+    limit = block if is_limited else None
+    expected = plain_loop(heads, r, block, codes, limit)
+    compiled: Any = jax.jit(partial(attend, limit=limit))
     got, _ = compiled(heads, r, book, empty(2, block, codes))
     np.testing.assert_allclose(got, expected, atol=1e-5)
 

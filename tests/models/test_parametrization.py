@@ -74,9 +74,21 @@ def test_zero_initialised_layers(parametrization: str) -> None:
                 "mlp_out": 500**-0.5,
             },
         ),
+        (
+            {"init": "gpt_neo", "attention_scale": "none"},
+            {
+                "vocabulary/table": 0.02,
+                "positions/table": 0.01,
+                "query": (192 * 32) ** -0.5,
+                "value": 192**-0.5,
+                "attention_out": 96**-0.5,
+                "mlp_in": 0.02,
+                "mlp_out": 0.02 / 4**0.5,
+            },
+        ),
         ({"head_init": "fan_in", "zero_init": ["key", "mlp_in"]}, {"head/table": 192**-0.5, "key": 0.0, "mlp_in": 0.0}),
     ],
-    ids=["fan-in", "lingvo", "gpt2"],
+    ids=["fan-in", "lingvo", "gpt-neo", "gpt2"],
 )
 def test_initializers(changes: dict[str, Any], expected: dict[str, float]) -> None:
     """Deviations are those of the sources; Lingvo's MLP is uniform."""

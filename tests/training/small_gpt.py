@@ -146,6 +146,7 @@ def _setup(
     end_of_text: int | None = None,
     gather_dtype: Any = None,
     wire_dtype: Any = None,
+    last_target: bool = False,
     **options: Any,
 ) -> Setup:
     axis = axis or zero.Axis("zero", (1, devices))
@@ -161,6 +162,7 @@ def _setup(
         master_dtype=master_dtype,
         end_of_text=end_of_text,
         gather_dtype=gather_dtype,
+        last_target=last_target,
     )
     tx, rate, used = tx or adamw(0.1), CountedRate(), tuple(jax.devices()[:devices])
     chosen = StepOptions(rate, SEED, micro_batches, max_norm, **options)

@@ -15,8 +15,9 @@ from tests.training import small_gpt
 from zero.models.gpt import STACK, VOCABULARY
 from zero.partition.layout import make_layout
 from zero.partition.sharded_optimizer import on_shards
-from zero.training.optimizer import NAMES, PER_LAYER, decayed, hyperparameters, make_optimizer
+from zero.training.optimizer import DECAYED, NAMES, PER_LAYER, decayed, hyperparameters, make_optimizer
 from zero.training.schedules import SCHEDULES, LearningRate
+from zero.training.sharded_gpt import ShardedGPT
 
 RATE, DECAY = 0.01, 0.1
 SMALL: dict[str, dict[str, Any]] = {"adafactor": {"factored_from": 8}}  # of matrices this small
@@ -208,23 +209,24 @@ TRANSFORMS = {name: make_optimizer(name, DECAY, **SMALL.get(name, {})) for name 
 @pytest.mark.parametrize("name", NAMES)
 def test_hyperparameters_reach_their_optimizer(name: str) -> None:
     rng = np.random.default_rng(3)
-    shapes = {STACK: {"kernel": np.zeros((1, 8, 9))}, VOCABULARY: np.zeros((4, 5))}
+    shapes = {STACK: {"kernel": np.zeros((1, 8, 9))}, VOCABULARY: np.zeros((4, 5)), "positions": np.zeros((3, 5))}
     params = random_like(rng, shapes)
     gradients = [random_like(rng, params) for _ in range(2)]
     default = moved(TRANSFORMS[name], params, gradients)
-    others = {"factored_from": 1000, "newton_schulz_steps": 2, "nesterov": True, "min_scale": 5.0}
-    others["scale_by_parameter"] = False
+    others: dict[str, Any] = {"factored_from": 1000, "newton_schulz_steps": 2, "nesterov": True, "min_scale": 5.0}
+    others |= {"scale_by_parameter": False, "bias_correction": False, "decay_on": "gpt_neo"}
     for key, value in hyperparameters(name).items():
         if key in ("decay", "scaled_eps"):  # of models in mup (test_mup.py)
             continue
-        other = others.get(key, 0.5 if value is None else value * 0.9 + 0.01)
-        tx = make_optimizer(name, DECAY, **{**SMALL.get(name, {}), key: other})
+        if key not in others:
+            others[key] = 0.5 if value is None else value * 0.9 + 0.01
+        tx = make_optimizer(name, DECAY, **{**SMALL.get(name, {}), key: others[key]})
         changed = moved(tx, params, gradients)
         pairs = zip(jax.tree.leaves(default), jax.tree.leaves(changed), strict=True)
         assert any((np.asarray(a) != np.asarray(b)).any() for a, b in pairs), key
 
 
-@pytest.mark.parametrize("schedule", sorted({*SCHEDULES} - {"sqrt_decay"}))
+@pytest.mark.parametrize("schedule", sorted({*SCHEDULES} - {"sqrt_decay", "ramped_cosine"}))
 def test_schedules(schedule: str) -> None:
     """Schedules warm up to the peak and end at the rate that is asked for."""
     rate = LearningRate(2.0, 0.2, 10, 110, schedule, decay_steps=20)
@@ -263,3 +265,29 @@ def test_adafactor_is_that_of_optax(b1: float | None, scale_by_parameter: bool) 
     least = PER_LAYER["adafactor"](0.0, min_scale=0.5)
     updates, _ = least.update(grads, least.init(params), params)
     assert float(jnp.sqrt(jnp.square(updates["blocks"]["mlp_in"]["kernel"]).mean())) == pytest.approx(0.5, rel=0.05)
+
+
+def test_adam_without_bias_correction() -> None:
+    """Moments start at zero and are not divided: as Mesh TensorFlow's `AdamWeightDecayOptimizer`, in numpy."""
+    b1, b2, eps, decay = 0.9, 0.95, 1e-8, 0.1
+    tx = make_optimizer("adamw", decay, b1=b1, b2=b2, eps=eps, bias_correction=False)
+    params: Any = {STACK: {"query": {"kernel": jnp.full((1, 3, 2), 0.5)}}}
+    state, rng = tx.init(params), np.random.default_rng(0)
+    mean = square = np.zeros((1, 3, 2))
+    for _ in range(10):
+        g = rng.normal(size=(1, 3, 2))
+        mean, square = b1 * mean + (1 - b1) * g, b2 * square + (1 - b2) * g**2
+        updates, state = tx.update({STACK: {"query": {"kernel": jnp.asarray(g, jnp.float32)}}}, state, params)
+        expected = mean / (np.sqrt(square) + eps) + decay * 0.5
+        np.testing.assert_allclose(updates[STACK]["query"]["kernel"], expected, rtol=1e-5)
+
+
+def test_decayed_leaves_of_gpt_neo() -> None:
+    """GPT-Neo leaves out names with "norm" or "bias"; its positions, `wpe`, and its last norm, `ln_f`, decay."""
+    config = dataclasses.replace(small_gpt.CONFIG, alibi_attn=False, embedding_norm=False)
+    layout = ShardedGPT(config, zero.Axis("zero", (1, 1)), 0).layout
+    chosen = layout.treedef.flatten_up_to(DECAYED["gpt_neo"](layout.shapes()))
+    kept = {leaf.name for leaf, is_decayed in zip(layout.leaves, chosen, strict=True) if not is_decayed}
+    names = {leaf.name for leaf in layout.leaves}
+    assert {"positions/table", "norm/scale", "norm/bias", "vocabulary/table"} <= names - kept
+    assert kept == {name for name in names if name.startswith("blocks/") and not name.endswith("/kernel")}

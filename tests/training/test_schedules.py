@@ -38,6 +38,25 @@ def test_sqrt_decay_has_no_ramp() -> None:
     np.testing.assert_allclose(got, [0.01, 0.01, 0.005, 0.001], rtol=1e-6)
 
 
+def test_ramped_cosine_ends_before_the_run() -> None:
+    """GPT-Neo's rate: the ramp of the warmup times a cosine from step 0 to `lr_decay_end`, then 10 % of the peak."""
+    rate = LearningRate(2e-4, 2e-5, 3_000, 400_000, schedule="ramped_cosine", decay_end=300_000)
+    for step in (1, 1_500, 2_999, 3_000, 3_001, 150_000, 299_999, 300_000, 350_000, 400_000):
+        cosine = (1 + math.cos(math.pi * min(step / 300_000, 1))) / 2
+        expected = 2e-4 * (0.9 * cosine + 0.1) * min(step / 3_000, 1)
+        assert float(rate(step - 1)) == pytest.approx(expected, rel=1e-5), step
+    assert float(LearningRate(0.0, 0.0, 2, 5, schedule="ramped_cosine")(3)) == 0.0
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_decay_ends_before_the_run(schedule: str) -> None:
+    """The rate is that of a run of `decay_end` steps, and then stays."""
+    short, rate = LearningRate(2.0, 0.2, 10, 60, schedule), LearningRate(2.0, 0.2, 10, 110, schedule, decay_end=60)
+    steps = range(60)
+    np.testing.assert_array_equal([rate(step) for step in steps], [short(step) for step in steps])
+    assert float(rate(60)) == float(rate(109)) == pytest.approx(0.2)
+
+
 def test_rate_without_a_peak_is_nought() -> None:
     assert float(LearningRate(0.0, 0.0, 2, 5)(3)) == 0.0
 

@@ -307,3 +307,19 @@ def test_not_finite_gradient_is_skipped(stage: int, devices: int, poison: float)
     other, _ = advance(on, other._replace(clock=other.clock + 2), range(3, 4))
     for got, expected in zip(bits((state.params, state.opt_state)), bits((other.params, other.opt_state)), strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_elements_are_clipped(fused: bool) -> None:
+    """With plain gradient descent no element moves by more than the rate times `max_gradient_value`, and some do."""
+    most = 1e-3
+    options: dict[str, Any] = {"max_norm": None, "skip_bad_steps": False, "fused_update": fused}
+    on = setup(8, 3, max_gradient_value=most, tx=optax.identity(), **options)
+    before = on.whole(on.start(), on.layout)
+    state, (metrics,) = advance(on, on.start(), range(1))
+    moved = {name: x - before[name] for name, x in on.whole(state, on.layout).items() if name.startswith("params/")}
+    furthest = metrics["learning_rate"] * most
+    for name, x in moved.items():
+        assert np.abs(x).max() <= furthest * 1.02, name
+    kernel = np.abs(moved["params/blocks/mlp_in/kernel"])
+    assert (kernel > furthest * 0.98).any() and (kernel < furthest / 2).any()

@@ -13,6 +13,7 @@ from zero.models.config import GPTConfig
 from zero.models.stack import STORED, span_size
 from zero.training.block_codes import FORMS
 from zero.training.optimizer import ELEMENTWISE, MULTIPLIABLE, QUANTISABLE, hyperparameters
+from zero.training.schedules import WITH_DECAY_END
 
 Mistakes = Iterator[tuple[str, str]]  # key, and what was expected
 _WITHOUT_INT8 = {"wire_dtype": "auto, float32 or bfloat16", "gather_dtype": "auto"}
@@ -103,6 +104,8 @@ def data_rules(config: Config, size: GPTConfig) -> Mistakes:
         ):
             if value != expected:
                 yield key, f"{shown(expected)}, {has_rows}"
+    if data.last_target and config.training.objective == "dpo":
+        yield "data.last_target", "false or null, as rows are pairs of texts with training.objective=dpo"
     if data.isolate_documents and size.layer == "gated_units":
         yield "data.isolate_documents", f"false, as {of_model} has gated units"
     switch = size.rotary_switch
@@ -176,6 +179,10 @@ def schedule_rules(config: Config, size: GPTConfig) -> Mistakes:
         yield "schedule.decay_steps", f"null, as schedule.name={schedule.name}"
     elif schedule.decay_steps is not None and schedule.decay_steps > left:
         yield "schedule.decay_steps", f"at most {left}, the steps after the warmup"
+    if schedule.decay_end is not None and schedule.name not in WITH_DECAY_END:
+        yield "schedule.decay_end", f"null, as schedule.name={schedule.name}"
+    elif schedule.decay_end is not None and schedule.decay_end <= config.training.warmup_steps:
+        yield "schedule.decay_end", f"more than training.warmup_steps={config.training.warmup_steps}"
 
 
 def zero_rules(config: Config, size: GPTConfig) -> Mistakes:

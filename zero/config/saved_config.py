@@ -29,6 +29,7 @@ FIXED_KEYS = (
     "training.ema",
     "training.objective",
     "data.max_context",
+    "data.last_target",
     "data.tokenizer",
     "data.train_samples",
     "data.index_path_train",

@@ -44,7 +44,7 @@ from zero.models.attention.blockwise import CHOICES as ATTENTION
 from zero.models.stack import REMAT
 from zero.training.block_codes import FORMS
 from zero.training.objectives import OBJECTIVES
-from zero.training.optimizer import NAMES
+from zero.training.optimizer import DECAYED, NAMES
 from zero.training.schedules import SCHEDULES
 
 DTYPES = ("float32", "bfloat16")
@@ -81,6 +81,7 @@ class Training:
         lambda value: value in (None, "linear") or is_stages(value), f"linear, {_STAGES}, or null"
     )
     max_gradient_norm: float | None = checked(lambda value: value >= SMALLEST, "more than 0 in float32")
+    max_gradient_value: float | None = checked(lambda value: value >= SMALLEST, "more than 0 in float32")
     skip_bad_steps: Any = boolean()
     skip_spikes: float | None = positive()
     max_skipped_in_a_row: int = at_least(1)
@@ -120,6 +121,7 @@ class Data:
         lambda value: value is None or (isinstance(value, int) and 2 <= value <= INT32), "at least 2, or null"
     )
     crop: str = one_of(*CROPS)
+    last_target: Any = boolean(optional=True)
     isolate_documents: Any = boolean()
     train_samples: int | None = at_least(1, INT64)
     checkpoint_directory: str = not_empty()
@@ -154,6 +156,8 @@ class Optimizer:
     min_scale: float | None = positive()
     scale_by_parameter: Any = boolean(optional=True)
     decay: str | None = one_of("rate", "coupled", "independent")
+    decay_on: str | None = one_of(*DECAYED)
+    bias_correction: Any = boolean(optional=True)
     scaled_eps: Any = boolean(optional=True)
     newton_schulz_steps: int | None = at_least(1)
     update_rms: float | None = positive()
@@ -181,6 +185,7 @@ class Tuning:
 class Schedule:
     name: str = one_of(*SCHEDULES)
     decay_steps: int | None = at_least(1)
+    decay_end: int | None = at_least(1)
 
 
 @dataclass

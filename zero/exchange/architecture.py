@@ -22,7 +22,8 @@ _SIZES = {"embedding_dim", "vocab_size", "num_head", "block_size", "N", "kv_head
 _SIZES |= {"norm_epsilon", "dropout", "vocab_chunks", "z_loss", "parametrization", "mup_base_width"}
 _SIZES |= {"init", "head_init", "zero_init"}
 _SIZES |= {"embedding_dropout", "attention_dropout", "residual_dropout"}
-_SIZES |= {"expert_capacity", "expert_priority", "balance_loss", "router_z_loss"}  # of training alone
+# Of training alone:
+_SIZES |= {"expert_capacity", "expert_priority", "balance_loss", "balance_choices", "router_z_loss"}
 _DEFAULTS = {one.name: one.default for one in fields(GPTConfig)} | {"attention_scale": "sqrt"}
 
 

@@ -113,16 +113,16 @@ def repeated_layers(layers: int, deeper: int, origin: str) -> list[int]:
     """The layer of a model that each layer of a deeper one repeats.
 
     Source: Gopher (Rae et al., arXiv 2112.11446), appendix G.3.3: at twice the depth each layer is repeated twice, at
-    4/3 of the depth every third one is.
+    4/3 of the depth the first of every three is, as in ZeRO-transformer's `extend_params.py` (at 7dcf6f4).
 
     Raises:
       UserError: the depth is neither a multiple nor 4/3 of `layers`; `origin` begins the message.
 
     >>> repeated_layers(3, 6, ""), repeated_layers(3, 4, "")
-    ([0, 0, 1, 1, 2, 2], [0, 1, 2, 2])
+    ([0, 0, 1, 1, 2, 2], [0, 0, 1, 2])
     """
     if deeper % layers and 3 * deeper != 4 * layers:
         raise UserError(
             f"{origin}: N={layers} layers do not grow to N={deeper}, only to a multiple or to 4/3 of {layers}"
         )
-    return [-(-(i + 1) * layers // deeper) - 1 for i in range(deeper)]
+    return [i * layers // deeper for i in range(deeper)]

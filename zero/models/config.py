@@ -17,21 +17,23 @@ _CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "extra_logit": (False, True, "learned"),
     "activation": ("gelu", "gelu_exact", "relu", "squared_relu", "selu", "silu", "clamped_swiglu"),
     "parametrization": ("standard", "mup", "mup_absolute"),
-    "init": ("gpt2", "fan_in", "lingvo"),
+    "init": ("gpt2", "gpt_neo", "fan_in", "lingvo"),
     "head_init": ("mup", "fan_in", "zero", None),
     "expert_priority": ("choice", "position"),
+    "balance_choices": ("all", "first"),
     "layer": ("transformer", "gated_units"),
+    "distance_limit": ("window", "block"),
 }
 _WIDTHS = ("embedding_dim", "kv_heads", "head_dim", "mlp_dim", "mup_base_width", "experts", "vq_block", "key_width")
 _COUNTS = ("vocab_size", "num_head", "block_size", "N", "experts_per_token", "experts_every", "unrotated_every")
 _AT_LEAST_ONE = (*_WIDTHS, *_COUNTS)
 _EXPERTS_ALONE = (
     *("experts_per_token", "experts_every", "expert_capacity", "expert_priority", "normalise_router"),
-    *("balance_loss", "router_z_loss"),
+    *("balance_loss", "balance_choices", "router_z_loss"),
 )
 _GATED_UNITS_ALONE = (
     *("codes", "vq_block", "key_width", "cache_gradient", "commitment", "codebook_decay", "distance_base"),
-    *("distance_dropout", "layer_dropout"),
+    *("distance_dropout", "distance_width", "distance_limit", "layer_dropout"),
 )
 # Matrices that may start at zero, and those that `zero_init: true` stands for (arXiv 2203.03466, section D.2).
 MATRICES = ("query", "key", "value", "gate", "attention_out", "mlp_in", "mlp_gate", "mlp_out")
@@ -112,6 +114,7 @@ class GPTConfig:
     # E times the sum over experts of choices per token times mean probability (Switch, arXiv 2101.03961, eq. 4). It is
     # `experts_per_token` where all experts are chosen equally.
     balance_loss: float = 0.0
+    balance_choices: str = "all"  # first: GShard, arXiv 2006.16668, algorithm 1
     router_z_loss: float = 0.0  # ST-MoE, arXiv 2202.08906, eq. 5
     tied: bool = True
     scale_embedding: bool = False
@@ -139,6 +142,8 @@ class GPTConfig:
     codebook_decay: float = 0.99
     distance_base: float = 10_000.0
     distance_dropout: float = 0.0
+    distance_width: int | None = None  # None: K
+    distance_limit: str = "window"  # block: distances of more than C have no bias
     layer_dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -204,6 +209,8 @@ class GPTConfig:
             raise ValueError("layer: gated_units needs num_head: 1, alibi_attn: false and positions: none")
         if self.codes < 0 or self.key_width % 2:
             raise ValueError(f"codes must be at least 0 and key_width even, got {self.codes} and {self.key_width}")
+        if self.distance_width is not None and (self.distance_width < 2 or self.distance_width % 2):
+            raise ValueError(f"distance_width must be even and at least 2, or null, got {self.distance_width}")
         for field in dataclasses.fields(self):
             has_key = field.name in _GATED_UNITS if is_gated else field.name not in _GATED_UNITS_ALONE
             default = {"attention_scale": "sqrt", "init": "gpt2"}.get(field.name, field.default)

@@ -167,8 +167,10 @@ class Experts(nn.Module):
         config = self.config
         _, positions, experts = logits_BTE.shape
         lse_BT = jax.nn.logsumexp(logits_BTE, axis=-1)
-        choices_BE = jax.nn.one_hot(chosen_BTK, experts).sum((1, 2))
-        balance_B = experts * jnp.sum(choices_BE / positions * probabilities_BTE.mean(1), axis=-1)
+        choices_BTKE = jax.nn.one_hot(chosen_BTK, experts)
+        choices_BE = choices_BTKE.sum((1, 2))
+        balanced_BE = choices_BTKE[:, :, 0].sum(1) if config.balance_choices == "first" else choices_BE
+        balance_B = experts * jnp.sum(balanced_BE / positions * probabilities_BTE.mean(1), axis=-1)
         balance_B = balance_B / config.scanned_layers  # the sum over layers becomes their mean
         penalty_B = config.balance_loss * balance_B + config.router_z_loss * jnp.mean(lse_BT**2, axis=-1)
         entropy = jnp.sum(lse_BT) - jnp.sum(probabilities_BTE * logits_BTE)

@@ -143,6 +143,7 @@ def attend(
     position: jax.Array | int = 0,
     known: jax.Array | None = None,
     *,
+    limit: int | None = None,
     cache_gradient: bool = True,
 ) -> tuple[jax.Array, Memory]:
     """Attention of each position to itself and all before it, `(B, T, V)`, and the memory after position `known`.
@@ -157,11 +158,12 @@ def attend(
       position: number of the first position.
       known: the number of valid positions, those in the memory included; results beyond it are meaningless. None, or
         more than `position + T`: all are valid.
+      limit: distances of more than this have no bias; None: all in the window have one.
       cache_gradient: whether gradients flow to values older than the block before.
     """
     positions, block = heads.k_BTK.shape[1], r_WK.shape[-2] // 2
     if positions == 1:
-        return _attend_one(heads, r_WK, codes_SK, memory, position)
+        return _attend_one(heads, r_WK, codes_SK, memory, position, limit)
     end = position + positions if known is None else jnp.minimum(known, position + positions)
     first = position // block
     blocks = jax.tree.map(partial(_to_blocks, block=block), heads)
@@ -178,7 +180,7 @@ def attend(
             cache = lax.stop_gradient(cache)
         k_BWK, _, v_BWV = (jnp.concatenate(pair, axis=1) for pair in zip(before, own[2:], strict=True))
         is_seen_CW = is_causal_CW & ((number > 0) | (np.arange(2 * block)[None] >= block))
-        bias_BCW = _by_key(_by_distance(own, r_WK))
+        bias_BCW = _by_key(_by_distance(own, r_WK, limit))
         out_BCV = _joint(own.q_BTK, k_BWK, v_BWV, bias_BCW, is_seen_CW, codes_SK, *cache)
         is_added = (number > 0) & ((number + 1) * block <= end)
         return _added(*cache, before[1], before[2], is_added), out_BCV
@@ -195,7 +197,7 @@ def attend(
 
 
 def _attend_one(
-    heads: Heads, r_WK: jax.Array, codes_SK: jax.Array, memory: Memory, position: jax.Array | int
+    heads: Heads, r_WK: jax.Array, codes_SK: jax.Array, memory: Memory, position: jax.Array | int, limit: int | None
 ) -> tuple[jax.Array, Memory]:
     block = r_WK.shape[-2] // 2
     slot = block + position % block
@@ -203,7 +205,7 @@ def _attend_one(
         lax.dynamic_update_slice_in_dim(x, new, slot, axis=1) for x, new in zip(memory[:3], heads[2:], strict=True)
     ]
     memory = Memory(window[0], window[1], window[2], *memory[3:])
-    bias_B1W = jnp.flip(_by_distance(heads, r_WK), -1)  # for the last slot
+    bias_B1W = jnp.flip(_by_distance(heads, r_WK, limit), -1)  # for the last slot
     bias_B1W = lax.dynamic_slice_in_dim(
         jnp.pad(bias_B1W, ((0, 0), (0, 0), (0, block))), 2 * block - 1 - slot, 2 * block, 2
     )
@@ -264,9 +266,12 @@ def _to_blocks(x_BT: jax.Array, block: int) -> jax.Array:
     return padded.reshape(x_BT.shape[0], -1, block, *x_BT.shape[2:]).swapaxes(0, 1)
 
 
-def _by_distance(heads: Heads, r_WK: jax.Array) -> jax.Array:
+def _by_distance(heads: Heads, r_WK: jax.Array, limit: int | None) -> jax.Array:
     product = "BTK,WK->BTW" if r_WK.ndim == 2 else "BTK,BWK->BTW"
-    return jnp.einsum(product, heads.q_distance_BTK, r_WK, preferred_element_type=jnp.float32)
+    bias_BTW = jnp.einsum(product, heads.q_distance_BTK, r_WK, preferred_element_type=jnp.float32)
+    if limit is None:
+        return bias_BTW
+    return jnp.where((np.arange(bias_BTW.shape[-1]) <= limit)[None, None], bias_BTW, 0)
 
 
 def _by_key(bias_BCW: jax.Array) -> jax.Array:
@@ -333,7 +338,8 @@ class GatedUnit(nn.Module):
         q_distance_BTK = (q_BTK + for_distances_K[None, None]).astype(self.dtype)
         q_BTK = (q_BTK + for_keys_K[None, None]).astype(self.dtype)
         block = config.vq_block if memory is not None else min(config.vq_block, max(positions, 2))
-        features_WK = jnp.asarray(_distance_features(2 * block, width, config.distance_base), self.dtype)
+        features = _distance_features(2 * block, config.distance_width or width, config.distance_base)
+        features_WK = jnp.asarray(features, self.dtype)
         if keys_B is not None and config.distance_dropout:  # then each row has its own
             features_WK = jnp.broadcast_to(features_WK[None], (rows, *features_WK.shape))
             features_WK = dropout(features_WK, config.distance_dropout, keys_B)
@@ -341,7 +347,9 @@ class GatedUnit(nn.Module):
         if memory is None:
             memory = empty_memory(config, (rows,), block, self.dtype, self.cut)
         heads = Heads(q_BTK, q_distance_BTK, k_BTK.astype(self.dtype), codes_BT, v_BTV)
-        out_BTV, memory = attend(heads, r_WK, codes_SK, memory, position, known, cache_gradient=config.cache_gradient)
+        limit = block if config.distance_limit == "block" else None
+        options: Any = {"limit": limit, "cache_gradient": config.cache_gradient}
+        out_BTV, memory = attend(heads, r_WK, codes_SK, memory, position, known, **options)
         out_BTD = self._dense(dim, "attention_out")(out_BTV * gate_BTV)
         return self.cut.sum_positions(out_BTD), memory
 

@@ -27,6 +27,8 @@ from zero.models.config import HEAD, STACK, GPTConfig
 
 _RESIDUAL_OUTPUTS = ("attention_out", "mlp_out")
 _GPT2_STDDEV = 0.02
+# By `init`, the deviations of the tables of vocabulary and positions. With `scale_output` the vocabulary of gpt2 has 1.
+_TABLES = {"gpt2": (_GPT2_STDDEV, _GPT2_STDDEV), "gpt_neo": (0.02, 0.01), "fan_in": (1.0, 1.0), "lingvo": (1.0, 1.0)}
 
 
 def _gpt2(config: GPTConfig, name: str) -> nn.initializers.Initializer:
@@ -38,20 +40,35 @@ def _fan_in(config: GPTConfig, name: str) -> nn.initializers.Initializer:
     return nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 
 
-def _lingvo(config: GPTConfig, name: str) -> nn.initializers.Initializer:
-    """Queries carry the scale of attention; matrices of the MLP are uniform."""
+def _with_scaled_queries(config: GPTConfig, name: str) -> nn.initializers.Initializer:
+    """As by fan-in, but queries carry the scale of attention, so that scores are not divided."""
     if name == "query":
         return nn.initializers.normal(1 / math.sqrt(config.embedding_dim * config.head_width))
-    return nn.initializers.variance_scaling(1.0, "fan_in", "uniform" if name.startswith("mlp_") else "normal")
+    return _fan_in(config, name)
 
 
-_KERNELS = {"gpt2": _gpt2, "fan_in": _fan_in, "lingvo": _lingvo}
+def _gpt_neo(config: GPTConfig, name: str) -> nn.initializers.Initializer:
+    """Attention has the weights of Mesh TensorFlow, the MLP those of GPT-2 with one sum per layer."""
+    if not name.startswith("mlp_"):
+        return _with_scaled_queries(config, name)
+    return nn.initializers.normal(_GPT2_STDDEV / (math.sqrt(config.N) if name == "mlp_out" else 1))
+
+
+def _lingvo(config: GPTConfig, name: str) -> nn.initializers.Initializer:
+    """Matrices of the MLP are uniform."""
+    if not name.startswith("mlp_"):
+        return _with_scaled_queries(config, name)
+    return nn.initializers.variance_scaling(1.0, "fan_in", "uniform")
+
+
+_KERNELS = {"gpt2": _gpt2, "gpt_neo": _gpt_neo, "fan_in": _fan_in, "lingvo": _lingvo}
 
 
 def kernel_init(config: GPTConfig, name: str) -> nn.initializers.Initializer:
     """The initializer of the matrix `(fan-in, fan-out)` of this name in a layer.
 
-    Sources: GPT-2; fan-in: LeCun et al., Efficient BackProp (1998); lingvo: `gshard_builder.py` of Lingvo.
+    Sources: GPT-2; gpt_neo: `models/layers.py` of GPT-Neo and `transformer/attention.py` of Mesh TensorFlow; fan-in:
+    LeCun et al., Efficient BackProp (1998); lingvo: `gshard_builder.py` of Lingvo.
     """
     if name in config.zero_init:
         return nn.initializers.zeros
@@ -68,9 +85,17 @@ def table_stddev(config: GPTConfig, name: str) -> float:
     width = config.embedding_dim
     if name == HEAD and config.head_init is not None:
         return {"mup": 1 / width, "fan_in": 1 / math.sqrt(width), "zero": 0.0}[config.head_init]
+    of_tokens, of_positions = _TABLES[str(config.init)]
+    if name == "positions":
+        return of_positions
     if config.init == "gpt2":
-        return 1.0 if config.scale_output and name != "positions" else _GPT2_STDDEV
-    return 1 / math.sqrt(width) if name == HEAD else 1.0
+        return 1.0 if config.scale_output else of_tokens
+    return 1 / math.sqrt(width) if name == HEAD else of_tokens
+
+
+def relative_bias_stddev(config: GPTConfig, buckets: int) -> float:
+    """The initial standard deviation of the biases of T5's buckets of distance; lingvo: its `gshard_builder.py`."""
+    return 1 / math.sqrt(buckets * config.num_head) if config.init == "lingvo" else _GPT2_STDDEV
 
 
 def multipliers_of(config: GPTConfig) -> Callable[[Any], Any] | None:

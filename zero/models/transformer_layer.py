@@ -48,7 +48,7 @@ from zero.models.elements import (
 from zero.models.experts import Experts, ResidualStream, Routing
 from zero.models.gated_unit import GatedLayer, RecurrentState, init_recurrent
 from zero.models.layer import Layer
-from zero.models.parametrization import kernel_init
+from zero.models.parametrization import kernel_init, relative_bias_stddev
 from zero.models.stack import MLP_GATE, MLP_IN, PROJECTIONS
 
 
@@ -233,7 +233,8 @@ class TransformerLayer(Layer):
         q_BTHK, k_BSGK, v_BSGK = (checkpoint_name(x, PROJECTIONS) for x in (q_BTHK, k_BSGK, v_BSGK))
         bias_CH = None
         if config.position_kind == "t5":
-            bias_CH = self.param("relative_bias", nn.initializers.normal(0.02), (T5_BUCKETS, config.num_head))
+            stddev = relative_bias_stddev(config, T5_BUCKETS)
+            bias_CH = self.param("relative_bias", nn.initializers.normal(stddev), (T5_BUCKETS, config.num_head))
             bias_CH = self.cut.part(bias_CH, 1)
         sinks_H = None
         if config.extra_logit == "learned":

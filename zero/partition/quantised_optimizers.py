@@ -45,7 +45,13 @@ def is_large(params: PyTree) -> PyTree:
 
 
 def scale_by_adam(
-    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, *, state_dtype: DTypeLike = jnp.int8, mask: Mask = is_large
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    *,
+    state_dtype: DTypeLike = jnp.int8,
+    mask: Mask = is_large,
+    bias_correction: bool = True,
 ) -> optax.GradientTransformation:
     """Optax's `scale_by_adam` with moments held in int8, bfloat16 or float32, exact on shards.
 
@@ -55,6 +61,7 @@ def scale_by_adam(
       b1, b2, eps: as in optax.
       state_dtype: dtype of the moments of floating-point leaves that `mask` selects; all others are float32.
       mask: a tree of booleans, or a function from the parameters to one.
+      bias_correction: whether moments are divided by the sums of their weights, 1 - b^n after n updates.
 
     Raises:
       ValueError: `state_dtype` is none of the three, or int8 with b1 * b1 >= b2, where mu / sqrt(nu) has no bound.
@@ -76,7 +83,7 @@ def scale_by_adam(
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, optax.ScaleByAdamState]:
         count = optax.safe_increment(state.count)
-        correction1, correction2 = 1 - b1**count, 1 - b2**count
+        correction1, correction2 = (1 - b1**count, 1 - b2**count) if bias_correction else (1.0, 1.0)
 
         def one(name: str, g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             m, v = code.decode(mu, nu) if code and mu.dtype == np.int8 else (_wide(mu), _wide(nu))

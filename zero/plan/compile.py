@@ -76,7 +76,7 @@ def outline(request: Request) -> Row:
     """The columns of a row before compilation: tokens per step, and a lower bound on the seconds."""
     devices = find_devices(request.config.plan.topology)
     job = make_job(request.config, request.size, devices, request.rows)
-    arguments = step_arguments(job, request.rows, request.config.data.max_context)
+    arguments = step_arguments(job, request.rows, row_tokens(request.config))
     bound = _operations(request, job, arguments, [], devices)["seconds_lower_bound"]
     return {"tokens": _tokens(request, job), "seconds": None, "seconds_lower_bound": bound}
 
@@ -91,7 +91,7 @@ def compile_step(request: Request) -> Row:
     job = make_job(config, request.size, devices, request.rows)
     model, sharded = job.model, job.model.base.sharded_layout
     held, available = job.held, available_bytes(devices)
-    arguments = step_arguments(job, request.rows, config.data.max_context)
+    arguments = step_arguments(job, request.rows, row_tokens(config))
     started = time.monotonic()
     sent: list[Collective] | None = None  # of a step that fits
     predicted: Prediction | None = None
@@ -179,8 +179,13 @@ def highest_peak(row: Row) -> int:
     return max(row[key] or 0 for key in ("peak_bytes", *(f"{name}_peak_bytes" for name in PAUSES)))
 
 
+def row_tokens(config: Config) -> int:
+    """Tokens of a row: one more than positions where it holds the target of the last one."""
+    return config.data.max_context + bool(config.data.last_target)
+
+
 def step_arguments(job: Job, rows: int, context: int) -> Any:
-    """Shapes of the step's arguments on all devices, for `rows` sequences per device."""
+    """Shapes of the step's arguments on all devices, for `rows` sequences of `context` tokens per device."""
     state = job.layout.shard_shapes()
     batch = jax.eval_shape(lambda: Batch(jnp.zeros((rows, context), jnp.int32), jnp.int32(0)))
     if job.objective.has_reference:
@@ -190,7 +195,7 @@ def step_arguments(job: Job, rows: int, context: int) -> Any:
 
 def evaluation_arguments(job: Job, request: Request) -> Any:
     """Shapes of the arguments of an evaluation during training on all devices, in one call."""
-    tokens = jax.ShapeDtypeStruct((request.rows, request.config.data.max_context), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((request.rows, row_tokens(request.config)), jnp.int32)
     reference = [jax.ShapeDtypeStruct((request.rows,), jnp.float32)] * job.objective.has_reference
     return _on_devices((job.model.weight_shapes(), tokens, *reference), job)
 

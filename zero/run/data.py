@@ -15,8 +15,9 @@ from zero.config.schema import Config
 from zero.corpus.preparing.manifest import check_end_of_text
 from zero.corpus.preparing.prepare_if_missing import prepare_if_missing
 from zero.corpus.reading.cache import ShardCache
-from zero.corpus.reading.index_files import index_paths, named_sets
+from zero.corpus.reading.index_files import index_paths, named_sets, row_tokens
 from zero.corpus.reading.loader import Loader
+from zero.corpus.reading.shards import BadData
 from zero.corpus.reading.synthetic import SYNTHETIC, AnyLoader, SyntheticLoader
 from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
 from zero.errors import UserError
@@ -91,6 +92,42 @@ def prepare_corpus(config: Config, tokenizer: Tokenizer) -> Config:
     return config
 
 
+def with_last_target(config: Config, size: GPTConfig) -> Config:
+    """The configuration in which `data.last_target` says whether rows hold the target of their last position."""
+    data = config.data
+    if data.last_target is not None:
+        return config
+    has_rows = data.corpus not in SYNTHETIC and config.training.objective != "dpo"
+    lengths = _row_tokens(config) if config.resume is None and has_rows else set()
+    has_last_target = agreement.broadcast("data.last_target", str(lengths == {data.max_context + 1})) == "True"
+    if size.has_learned_positions and lengths == {size.block_size} == {data.max_context}:
+        log.warning(
+            "rows of %d tokens train %d positions: the last of the %d learned positions of model.size=%s stays as it "
+            "starts; rows of %d tokens train it (zero-prepare --row-tokens)",
+            data.max_context,
+            data.max_context - 1,
+            size.block_size,
+            config.model.size,
+            data.max_context + 1,
+        )
+    return replace(config, data=replace(data, last_target=has_last_target))
+
+
+def _row_tokens(config: Config) -> set[int]:
+    """The tokens per row of all index files, by the first row of each; those that cannot be read are left out."""
+    train = index_paths(config.data.index_path_train, config.data.bucket_path)
+    sets = named_sets(config.data.index_path_validation, config.data.bucket_path) if config.has_validation_set else {}
+    paths = [path for index in (train, *sets.values()) for path in ([index] if isinstance(index, str) else index)]
+    lengths = set()
+    for path in paths:
+        try:
+            lengths.add(row_tokens(path))
+        except BadData:
+            if config.data.max_skipped_rows == 0:
+                raise
+    return lengths
+
+
 def with_global_batch(config: Config, global_rows: int) -> Config:
     """The configuration with this host's share of the global batch, which the first checkpoint of a run fixes.
 
@@ -122,10 +159,11 @@ def with_global_batch(config: Config, global_rows: int) -> Config:
 
 
 def staged_context(config: Config) -> SequenceLengths:
-    training, full = config.training, config.data.max_context
+    training, full, has_last_target = config.training, config.data.max_context, bool(config.data.last_target)
     if training.context_stages == "linear":
-        return SequenceLengths.linear(full, training.warmup_train_context, training.staged_warmup_steps)
-    return SequenceLengths(full, training.stages())
+        shortest, steps = training.warmup_train_context, training.staged_warmup_steps
+        return SequenceLengths.linear(full, shortest, steps, has_last_target=has_last_target)
+    return SequenceLengths(full, training.stages(), has_last_target)
 
 
 def _loaders(
@@ -139,13 +177,13 @@ def _loaders(
     data, vocab_size = config.data, job.model.config.vocab_size
     host, hosts = jax.process_index(), jax.process_count()
     if data.corpus is not None and data.corpus in SYNTHETIC:
-        shape = (global_rows, data.max_context, vocab_size, config.seed)
+        shape = (global_rows, data.max_context + bool(data.last_target), vocab_size, config.seed)
         return SyntheticLoader(data.corpus, *shape, host, hosts), {}
     cache = ShardCache(Path(data.cache_directory), data.cache_bytes) if data.cache_directory else None
     pairs = job.objective.rows == 2
     shared: dict[str, Any] = {
         "global_rows": global_rows,
-        "context": data.max_context,
+        "context": data.max_context + bool(data.last_target),
         "vocab_size": vocab_size,
         "host": host,
         "hosts": hosts,

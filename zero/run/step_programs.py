@@ -57,7 +57,7 @@ class StepPrograms:
           The sequences of this host's devices; None if a stop request came during compilation, and nothing was started.
         """
         sequences = run.data.context.cut(batch.tokens, step - 1)  # rows, or pieces of them
-        length = sequences.shape[1]
+        length = run.data.context.at(step - 1)
         per_device = split_batch(sequences, jax.process_index(), run.axis.row_group)
         per_device = per_device._replace(reference=run.reference(per_device.tokens, batch.reference))
         compiled = self._by_length.get(length)
@@ -104,7 +104,7 @@ class StepPrograms:
         """Operations of the model per step and device; 0 where no metric needs them, since a trace takes 0.1 s."""
         if not run.metrics.counts_flops:
             return 0
-        _, rows, length = per_device.tokens.shape
+        rows, length = per_device.tokens.shape[1], run.job.model.positions_in(per_device.tokens[0])
         is_frozen = run.job.model.tuning is not None
         return model_flops(run.job.model.config, rows, length, frozen=is_frozen) // run.axis.row_group
 

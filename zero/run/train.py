@@ -17,7 +17,14 @@ from zero.hosts.speeds import peak_flops
 from zero.hosts.watchdog import ending_together
 from zero.job import make_job
 from zero.models.config import GPTConfig
-from zero.run.data import fitting_tokenizer, last_step, open_data, prepare_corpus, with_global_batch
+from zero.run.data import (
+    fitting_tokenizer,
+    last_step,
+    open_data,
+    prepare_corpus,
+    with_global_batch,
+    with_last_target,
+)
 from zero.run.directory import open_directory
 from zero.run.feature import Feature, Moment, Stopped
 from zero.run.features import FEATURES
@@ -55,7 +62,9 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
     if config.resume is None:
         with_global_batch(config, position.global_rows)
     tokenizer = fitting_tokenizer(config, size)
-    config = prepare_corpus(config, tokenizer)
+    config = with_last_target(prepare_corpus(config, tokenizer), size)
+    if config.data.last_target:
+        job = make_job(config, size)
     with ExitStack() as stack:
         directory = stack.enter_context(open_directory(config, size, job, run_directory, is_fork))
         state = None

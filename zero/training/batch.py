@@ -16,8 +16,9 @@ class Batch(NamedTuple):
     """The rows of one device.
 
     Attributes:
-      tokens: int32 `(rows, context)`: rows of the data, or pieces of them in the staged warmup. A token t that is read
-        but not predicted is `~t`, that is -1 - t; padding is -1, read as token 0.
+      tokens: int32 `(rows, context)`: rows of the data, or pieces of them in the staged warmup; with
+        `ShardedGPT.last_target` one token more. A token t that is read but not predicted is `~t`, that is -1 - t;
+        padding is -1, read as token 0.
       first_row: int32, the index of the first of them in the global batch.
       reference: float32 `(rows,)`, the log-probability of each row's scored tokens by a reference model, where the
         objective has one.

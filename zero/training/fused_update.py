@@ -26,7 +26,7 @@ from zero.partition.collectives.axis import Axis
 from zero.partition.layout import Layout, LeafLayout, PyTree, Split
 from zero.partition.sharded_optimizer import Squares, clip, norm_of, on_shards, squares
 from zero.training.batch import Batch
-from zero.training.optimizer import scaled, stack_and_rest
+from zero.training.optimizer import clip_values, scaled, stack_and_rest
 from zero.training.parts import Attempt, StepOptions, TrainState, Tried, unless
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -82,6 +82,7 @@ def fused_update(model: ShardedGPT, tx: optax.GradientTransformation, options: S
             axis=model.axis,
             span=size,
             max_norm=options.max_gradient_norm,
+            max_value=options.max_gradient_value,
             skips_bad=options.skip_bad_steps,
         )
         metrics = model.metrics(routing, batch) | objective.means(model, sums, terms)
@@ -102,6 +103,7 @@ def backward_and_update(
     axis: Axis,
     span: int,
     max_norm: float | None,
+    max_value: float | None,
     skips_bad: bool,
 ) -> tuple[jax.Array, PyTree, PyTree, jax.Array, jax.Array, PyTree]:
     """One step of `score(rest, layer(... layer(embed(rest)) ...))`, whose layers are stacked in `params[STACK]`.
@@ -118,6 +120,7 @@ def backward_and_update(
       span: layers for each input that is kept for the backward pass; divides the number of layers.
       max_norm: each of n parts is clipped to the norm `max_norm / sqrt(n)`, so the whole to `max_norm`; None: no
         clipping.
+      max_value: elements are then clipped to this absolute value; None: no clipping.
       skips_bad: leave a part unchanged if its gradient is not finite, and all parts if the loss is not.
 
     Returns:
@@ -136,7 +139,7 @@ def backward_and_update(
     loss, score_backward, more = jax.vjp(score, rest, x, has_aux=True)
     grads, dx = score_backward(jnp.ones_like(loss))
     limit = None if max_norm is None else max_norm / math.sqrt(len(numbers) + 1)
-    guarded = partial(_guarded, max_norm=limit, skips_bad=skips_bad, axis=axis)
+    guarded = partial(_guarded, max_norm=limit, max_value=max_value, skips_bad=skips_bad, axis=axis)
 
     def layer_backward(carry: tuple[PyTree, PyTree], xs: tuple[PyTree, jax.Array]) -> tuple[Any, Any]:
         (dx, held), (x, number) = carry, xs
@@ -168,15 +171,18 @@ def backward_and_update(
 
 
 def _guarded(
-    grads: PyTree, sums: Squares, *, max_norm: float | None, skips_bad: bool, axis: Axis
+    grads: PyTree, sums: Squares, *, max_norm: float | None, max_value: float | None, skips_bad: bool, axis: Axis
 ) -> tuple[PyTree, jax.Array]:
     """A part's clipped gradient, and whether to skip the part, from its sum of squares."""
-    if max_norm is None and not skips_bad:
-        return grads, jnp.bool_(False)
-    norm = norm_of(sums, axis)
-    if max_norm is not None:
-        grads = clip(grads, norm, max_norm)
-    return grads, jnp.bool_(skips_bad) & ~jnp.isfinite(norm)
+    is_bad = jnp.bool_(False)
+    if max_norm is not None or skips_bad:
+        norm = norm_of(sums, axis)
+        is_bad = jnp.bool_(skips_bad) & ~jnp.isfinite(norm)
+        if max_norm is not None:
+            grads = clip(grads, norm, max_norm)
+    if max_value is not None:
+        grads = clip_values(grads, max_value)
+    return grads, is_bad
 
 
 @dataclasses.dataclass(frozen=True)

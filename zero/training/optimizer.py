@@ -35,6 +35,18 @@ def decayed(params: PyTree) -> PyTree:
     )
 
 
+def _decayed_in_gpt_neo(params: PyTree) -> PyTree:
+    """All leaves but biases and the norms of layers: positions and the last norm too (`optimizers.py` of GPT-Neo)."""
+    outside = (VOCABULARY, HEAD, "positions", "norm")
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in MATRICES or path[0].key in outside, params)
+
+
+# Which leaves weight decay applies to, by the values of `optimizer.decay_on`.
+DECAYED: Mapping[str, Callable[[PyTree], PyTree]] = MappingProxyType(
+    {"matrices": decayed, "gpt_neo": _decayed_in_gpt_neo}
+)
+
+
 def adamw(
     weight_decay: float,
     b1: float = B1,
@@ -42,6 +54,8 @@ def adamw(
     eps: float = EPS,
     decay: str = "rate",
     scaled_eps: bool = False,
+    bias_correction: bool = True,
+    decay_on: str = "matrices",
     *,
     state_dtype: DTypeLike = jnp.float32,
     multipliers: Multipliers | None = None,
@@ -52,10 +66,10 @@ def adamw(
 
     Source: Loshchilov and Hutter, arXiv 1711.05101.
     """
-    adam = scale_by_adam(b1, b2, eps, state_dtype=state_dtype, mask=decayed)
+    adam = scale_by_adam(b1, b2, eps, state_dtype=state_dtype, mask=decayed, bias_correction=bias_correction)
     if scaled_eps and multipliers is not None:
         adam = optax.chain(_by_leaf(jnp.divide, multipliers), adam)
-    return _decoupled(adam, weight_decay, decay, multipliers)
+    return _decoupled(adam, weight_decay, decay, multipliers, DECAYED[decay_on])
 
 
 def _lion(
@@ -72,14 +86,18 @@ def _lion(
 
 
 def _decoupled(
-    tx: optax.GradientTransformation, weight_decay: float, decay: str, multipliers: Multipliers | None
+    tx: optax.GradientTransformation,
+    weight_decay: float,
+    decay: str,
+    multipliers: Multipliers | None,
+    mask: Callable[[PyTree], PyTree] = decayed,
 ) -> optax.GradientTransformation:
     """`tx`, with updates multiplied leaf by leaf, and weight decay, which is multiplied only if it is coupled.
 
     Multiplied, decay vanishes as the width grows, and learning rates no longer transfer (Kosson et al., arXiv
     2510.19093).
     """
-    decays = optax.add_decayed_weights(weight_decay, decayed)
+    decays = optax.add_decayed_weights(weight_decay, mask)
     if multipliers is None:
         return optax.chain(tx, decays)
     multiply = _by_leaf(jnp.multiply, multipliers)
@@ -292,6 +310,11 @@ def stack_and_rest(tree: PyTree) -> tuple[PyTree, PyTree]:
     if tree is None:
         return None, None
     return {STACK: tree[STACK]}, {name: subtree for name, subtree in tree.items() if name != STACK}
+
+
+def clip_values(grads: PyTree, most: float) -> PyTree:
+    """Gradients, or shards of them, whose elements have at most this absolute value (`optax.clip`)."""
+    return jax.tree.map(lambda g: jnp.clip(g, -most, most), grads)
 
 
 def scaled(tx: optax.GradientTransformation, rate: jax.Array, step: jax.Array) -> optax.GradientTransformationExtraArgs:

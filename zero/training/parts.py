@@ -67,6 +67,7 @@ class StepOptions:
       seed: seed of dropout and of all other random draws of a step.
       micro_batches: parts of a device's rows whose gradients are added up before the update.
       max_gradient_norm: gradients are clipped to this global norm; None: no clipping.
+      max_gradient_value: each element of the gradient is then clipped to this absolute value; None: no clipping.
       skip_bad_steps: skip updates whose gradient is not finite, on all devices alike.
       skip_spikes: skip updates whose loss or gradient norm exceeds its running mean by this many running standard
         deviations; None: never.
@@ -79,6 +80,7 @@ class StepOptions:
     seed: int = 0
     micro_batches: int = 1
     max_gradient_norm: float | None = None
+    max_gradient_value: float | None = None
     skip_bad_steps: bool = True
     skip_spikes: float | None = None
     fused_update: bool = False

@@ -22,13 +22,16 @@ class LearningRate:
     the schedule has one.
 
     Attributes:
-      peak, end: the largest rate, and the rate at `total_steps`, unused by inverse_sqrt, sqrt_decay and constant.
+      peak, end: the largest rate (of ramped_cosine that without the ramp), and the rate at `decay_end`, or
+        `total_steps`, unused by inverse_sqrt, sqrt_decay and constant.
       warmup_steps, total_steps: updates.
       schedule: cosine or linear from `peak` to `end`; inverse_sqrt, `peak` times the root of `warmup_steps / step`
         (arXiv 1706.03762, section 5.3); constant; or wsd, warmup-stable-decay: constant, then linear to `end` (arXiv
         2404.06395, section 4); or sqrt_decay, `peak` times the root of `warmup_steps / max(step, warmup_steps)`,
         without a ramp, as in Lingvo.
+        ramped_cosine, a cosine from step 0 to `end`, times a ramp over the warmup, as in GPT-Neo.
       decay_steps: updates of the decay of wsd.
+      decay_end: the step at which a cosine or linear schedule has reached `end`, where it stays; None: `total_steps`.
 
     >>> float(LearningRate(1.0, 0.1, warmup_steps=4, total_steps=10)(0))
     0.25
@@ -40,13 +43,25 @@ class LearningRate:
     total_steps: int
     schedule: str = "cosine"
     decay_steps: int = 0
+    decay_end: int | None = None
+
+    @property
+    def last(self) -> int:
+        """The step at which the schedule has reached `end`."""
+        return self.total_steps if self.decay_end is None else self.decay_end
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         return SCHEDULES[self.schedule](self)(step + 1)
 
 
 def _cosine(rate: LearningRate) -> optax.Schedule:
-    return optax.warmup_cosine_decay_schedule(0.0, rate.peak, rate.warmup_steps, rate.total_steps, rate.end)
+    return optax.warmup_cosine_decay_schedule(0.0, rate.peak, rate.warmup_steps, rate.last, rate.end)
+
+
+def _ramped_cosine(rate: LearningRate) -> optax.Schedule:
+    """Source: `optimizers.py` of GPT-Neo."""
+    cosine = optax.cosine_decay_schedule(rate.peak, rate.last, rate.end / rate.peak if rate.peak else 0.0)
+    return lambda step: cosine(step) * jnp.minimum(step / max(rate.warmup_steps, 1), 1)
 
 
 def _after_warmup(after: Callable[[LearningRate], optax.Schedule]) -> Callable[[LearningRate], optax.Schedule]:
@@ -60,7 +75,7 @@ def _after_warmup(after: Callable[[LearningRate], optax.Schedule]) -> Callable[[
 
 
 def _linear(rate: LearningRate) -> optax.Schedule:
-    return optax.linear_schedule(rate.peak, rate.end, rate.total_steps - rate.warmup_steps)
+    return optax.linear_schedule(rate.peak, rate.end, rate.last - rate.warmup_steps)
 
 
 def _inverse_sqrt(rate: LearningRate) -> optax.Schedule:
@@ -78,9 +93,11 @@ def _sqrt_decay(rate: LearningRate) -> optax.Schedule:
     return lambda step: rate.peak * jnp.sqrt(warmup / jnp.maximum(step, warmup))
 
 
+WITH_DECAY_END = ("cosine", "ramped_cosine", "linear")  # take `decay_end`
 SCHEDULES: Mapping[str, Callable[[LearningRate], optax.Schedule]] = MappingProxyType(
     {
         "cosine": _cosine,
+        "ramped_cosine": _ramped_cosine,
         "linear": _after_warmup(_linear),
         "inverse_sqrt": _after_warmup(_inverse_sqrt),
         "constant": _after_warmup(lambda rate: optax.constant_schedule(rate.peak)),
@@ -99,6 +116,7 @@ class SequenceLengths:
     Attributes:
       full: tokens of a sequence after the last stage, `max_context`.
       stages: `(steps, tokens of a sequence)`, one stage after the other.
+      has_last_target: rows have one token more than a sequence, the target of its last position, and so has each piece.
 
     Raises:
       ValueError: rows of `full` tokens cannot be cut into sequences of a stage.
@@ -106,6 +124,7 @@ class SequenceLengths:
 
     full: int
     stages: tuple[tuple[int, int], ...] = ()
+    has_last_target: bool = False
 
     def __post_init__(self) -> None:
         for _, context in self.stages:
@@ -113,7 +132,7 @@ class SequenceLengths:
                 raise ValueError(f"rows of {self.full} tokens cannot be cut into sequences of {context}")
 
     @classmethod
-    def linear(cls, full: int, shortest: int, steps: int) -> SequenceLengths:
+    def linear(cls, full: int, shortest: int, steps: int, *, has_last_target: bool = False) -> SequenceLengths:
         """Grows to `full` within `steps`: always the longest divisor of `full` on or below a line from `shortest`.
 
         >>> SequenceLengths.linear(1024, 128, 70).stages
@@ -121,7 +140,7 @@ class SequenceLengths:
         """
         lengths = [length for length in range(shortest, full + 1) if full % length == 0]
         starts = [math.ceil(steps * (length - shortest) / max(full - shortest, 1)) for length in lengths]
-        return cls(full, tuple(zip(np.diff(starts).tolist(), lengths[:-1], strict=True)))
+        return cls(full, tuple(zip(np.diff(starts).tolist(), lengths[:-1], strict=True)), has_last_target)
 
     def at(self, step: int) -> int:
         """Tokens of a sequence at this step."""
@@ -132,5 +151,13 @@ class SequenceLengths:
         return self.full
 
     def cut(self, tokens: np.ndarray, step: int) -> np.ndarray:
-        """Cuts rows `(B, full)` into `(B * full / context, context)`; the pieces of a row stay neighbours."""
-        return tokens.reshape(-1, self.at(step))
+        """Cuts rows `(B, full)` into `(B * full / context, context)`; the pieces of a row stay neighbours.
+
+        >>> SequenceLengths(4, ((1, 2),), has_last_target=True).cut(np.arange(5)[None], 0).tolist()
+        [[0, 1, 2], [2, 3, 4]]
+        """
+        context = self.at(step)
+        if not self.has_last_target:
+            return tokens.reshape(-1, context)
+        columns = np.arange(0, self.full, context)[:, None] + np.arange(context + 1)[None]
+        return tokens[:, columns].reshape(-1, context + 1)

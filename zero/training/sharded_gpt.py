@@ -57,6 +57,7 @@ class ShardedGPT:
       drops: whether the capacity of experts applies, as in training.
       tuning: adapters, which are trained, beside the frozen parameters of `base`; None where all parameters are
         trained. `layout` and `init` are those of the trained parameters.
+      last_target: whether rows have one token more than positions, the target of the last one.
     """
 
     config: GPTConfig
@@ -76,6 +77,7 @@ class ShardedGPT:
     kernel: str | None = None
     drops: bool = True
     tuning: Tuning | None = None
+    last_target: bool = False
 
     @property
     def cut(self) -> ModelParallel:
@@ -281,9 +283,20 @@ class ShardedGPT:
 
         Targets and starts are computed from whole rows, before they are cut.
         """
-        tokens_in, own = token_ids(tokens), self.cut.input_positions
+        own = self.cut.input_positions
+        tokens_in = token_ids(tokens)
+        if self.last_target:
+            tokens_in = tokens_in[:, :-1]
         starts = document_starts(tokens_in, self.end_of_text)
-        return own(tokens_in), own(next_tokens(tokens)), None if starts is None else own(starts)
+        return own(tokens_in), own(self.targets(tokens)), None if starts is None else own(starts)
+
+    def positions_in(self, tokens: Rows) -> int:
+        """The positions of each row."""
+        return int(tokens.shape[1]) - self.last_target
+
+    def targets(self, tokens: Rows) -> jax.Array:
+        """The target of each position of whole rows; negative where nothing is scored."""
+        return jnp.asarray(tokens)[:, 1:] if self.last_target else next_tokens(tokens)
 
     def sum_scored(self, losses: jax.Array, tokens: Rows) -> jax.Array:
         """The sum of losses of scored positions; NaN, as are its gradients, if a token is past the vocabulary."""
@@ -298,7 +311,7 @@ class ShardedGPT:
     def _scored(self, losses: jax.Array, tokens: Rows) -> tuple[jax.Array, jax.Array]:
         """This device's losses of scored positions, zeros elsewhere; and 1, or NaN for a token past the vocabulary."""
         is_known = jnp.all(token_ids(tokens) < self.config.vocab_size)
-        is_scored = self.cut.input_positions(next_tokens(tokens)) >= 0
+        is_scored = self.cut.input_positions(self.targets(tokens)) >= 0
         return self.cut.counted_once(jnp.where(is_scored, losses, 0)), jnp.where(is_known, 1.0, jnp.nan)
 
     def sum_over_group(self, x: jax.Array) -> jax.Array:
@@ -313,7 +326,7 @@ class ShardedGPT:
 
     def count_scored(self, tokens: Rows) -> jax.Array:
         """The number of positions with a target, int32."""
-        return jnp.sum(self.cut.counted_once(self.cut.input_positions(next_tokens(tokens)) >= 0))
+        return jnp.sum(self.cut.counted_once(self.cut.input_positions(self.targets(tokens)) >= 0))
 
     def dropout_keys(self, key: jax.Array, batch: Batch) -> jax.Array | None:
         """One key per row from the step's key, or None for a model without dropout."""
@@ -329,4 +342,5 @@ class ShardedGPT:
             return {}
         penalty_B, *sums = observed
         summed = Routing(penalty_B, *lax.psum(sums, self.axis.name))
-        return routing_metrics(summed, batch.tokens.size * self.axis.size)
+        positions = len(batch.tokens) * self.positions_in(batch.tokens)
+        return routing_metrics(summed, positions * self.axis.size)

@@ -14,7 +14,7 @@ from zero.models.experts import no_routing
 from zero.partition.layout import PyTree
 from zero.partition.sharded_optimizer import clip, on_shards
 from zero.training.batch import Batch
-from zero.training.optimizer import scaled
+from zero.training.optimizer import clip_values, scaled
 from zero.training.parts import Attempt, StepOptions, TrainState, Tried, unless
 from zero.training.sharded_gpt import ShardedGPT
 
@@ -32,6 +32,8 @@ def whole_gradient(model: ShardedGPT, tx: optax.GradientTransformation, options:
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         if options.max_gradient_norm is not None:
             grads = clip(grads, norm, options.max_gradient_norm)
+        if options.max_gradient_value is not None:
+            grads = clip_values(grads, options.max_gradient_value)
         optimizer = on_shards(scaled(tx, rate, state.clock), model.layout, model.axis)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -56,7 +58,7 @@ def loss_and_gradients(
     """
     objective, micro_batches = options.objective, options.micro_batches
     tokens, keys, terms = batch.tokens, model.dropout_keys(key, batch), objective.count_all(model, batch.tokens)
-    positions = model.axis.size // model.axis.row_group * tokens.size
+    positions = model.axis.size // model.axis.row_group * len(tokens) * model.positions_in(tokens)
     prepared = {name: one.prepare(state.averages[name], positions) for name, one in model.collections.items()}
     variables = model.gather_params(model.weights(state.params, prepared, frozen))
 

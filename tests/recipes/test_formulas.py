@@ -1,0 +1,434 @@
+"""The model and the optimizer of each family of recipes, beside its source's formulas in numpy.
+
+The models have the choices of the recipes and small sizes; weights are those that they start with. Losses and the first
+scores are compared, and for each array the derivative of the loss along its gradient, with a difference quotient.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zero.cli import compose
+from zero.config.files import load_sizes
+from zero.job import learning_rate
+from zero.models.config import GPTConfig
+from zero.models.gpt import GPT
+from zero.models.parametrization import kernel_init, multipliers_of
+from zero.training.optimizer import clip_values, make_optimizer
+
+T = 12
+SMALL: dict[str, Any] = {"vocab_size": 23, "vocab_chunks": 1, "block_size": T, "dropout": 0.0, "N": 2}
+SHAPE: dict[str, dict[str, Any]] = {
+    "gpt-neo-125m": {"embedding_dim": 24, "num_head": 3, "windows": (0, 4)},
+    "zero-transformer-580m": {"embedding_dim": 24, "num_head": 3},
+    "mu-transformer-small": {"embedding_dim": 24, "num_head": 3, "head_dim": 8, "mup_base_width": 12},
+    "mu-transformer-combined-huge": {"embedding_dim": 24, "num_head": 3, "head_dim": 8, "mup_base_width": 12},
+    "lingvo-137b": {"embedding_dim": 24, "num_head": 3, "head_dim": 6, "mlp_dim": 40},
+    "dense_lm_13b": {"embedding_dim": 24, "num_head": 3, "head_dim": 6, "mlp_dim": 40},
+    "transformer-vq-enwik8": {
+        "embedding_dim": 24, "key_width": 6, "codes": 5, "vq_block": 3, "distance_width": 24,
+        "residual_dropout": 0.0, "distance_dropout": 0.0, "layer_dropout": 0.0,
+    },
+}  # fmt: skip
+
+
+@cache
+def size_of(name: str) -> GPTConfig:
+    size = load_sizes()[name] if name.startswith("dense_lm") else compose([f"+recipe={name}"])[1]
+    return dataclasses.replace(size, **SMALL, **SHAPE[name])
+
+
+class Outcome(NamedTuple):
+    """What a source computes for one row: each target's loss, the z-loss, and the scores of the first layer."""
+
+    losses_T: np.ndarray
+    z_loss: float
+    scores: np.ndarray
+
+
+def softmax(x: np.ndarray, beside: float = 0.0) -> np.ndarray:
+    weights = np.exp(x)
+    return weights / (weights.sum(-1, keepdims=True) + beside)
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return x * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def relu(x: np.ndarray) -> np.ndarray:
+    return np.maximum(x, 0)
+
+
+def layer_norm(x: np.ndarray, p: Any, epsilon: float) -> np.ndarray:
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon) * p["scale"] + p["bias"]
+
+
+def rms_norm(x: np.ndarray, scale: Any = 1.0, epsilon: float = 1e-6) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * scale
+
+
+def scored(logits_TV: np.ndarray, targets_T: np.ndarray, z: float, scores: np.ndarray) -> Outcome:
+    log_z_T = np.log(np.exp(logits_TV).sum(-1))
+    return Outcome(log_z_T - logits_TV[np.arange(T), targets_T], z * float((log_z_T**2).mean()), scores)
+
+
+def heads_of(x_TX: np.ndarray, heads: int) -> np.ndarray:
+    return x_TX.reshape(T, heads, -1).swapaxes(0, 1)
+
+
+def distances() -> np.ndarray:
+    return np.arange(T)[:, None] - np.arange(T)[None]
+
+
+def attended(scores_HTS: np.ndarray, v_HSK: np.ndarray, beside: float = 0.0) -> np.ndarray:
+    """The output of causal attention, `(T, H K)`; `beside` is the weight of a further key without a value."""
+    weights = softmax(np.where(distances()[None] >= 0, scores_HTS, -np.inf), beside)
+    return (weights @ v_HSK).swapaxes(0, 1).reshape(T, -1)
+
+
+def layer(p: Any, number: int) -> Any:
+    return jax.tree.map(lambda x: x[number], p["blocks"])
+
+
+def table(p: Any, name: str) -> np.ndarray:
+    return p[name]["table"].reshape(-1, p[name]["table"].shape[-1])
+
+
+def gpt_neo(p: Any, tokens_T: np.ndarray, targets_T: np.ndarray) -> Outcome:
+    """models/gpt2/gpt2.py and models/layers.py of GPT-Neo: unscaled scores, global and local layers in turn."""
+    x = table(p, "vocabulary")[tokens_T] + p["positions"]["table"][:T]
+    first = None
+    for number in range(2):
+        own = layer(p, number)
+        h = layer_norm(x, own["norm_attention"], 1e-5)
+        q, k, v = (heads_of(h @ own[name]["kernel"], 3) for name in ("query", "key", "value"))
+        scores = q @ k.swapaxes(1, 2)
+        first = scores if first is None else first
+        radius = 4 if number == 1 else T
+        scores = np.where(distances()[None] < radius, scores, -np.inf)
+        x = x + attended(scores, v) @ own["attention_out"]["kernel"] + own["attention_out"]["bias"]
+        h = layer_norm(x, own["norm_mlp"], 1e-5)
+        h = gelu(h @ own["mlp_in"]["kernel"] + own["mlp_in"]["bias"])
+        x = x + h @ own["mlp_out"]["kernel"] + own["mlp_out"]["bias"]
+    assert first is not None
+    return scored(layer_norm(x, p["norm"], 1e-5) @ table(p, "vocabulary").T, targets_T, 1e-4, first)
+
+
+def zero_transformer(p: Any, tokens_T: np.ndarray, targets_T: np.ndarray) -> Outcome:
+    """src/models of ZeRO-transformer: ALiBi, whose slopes for 3 heads are two of 2 heads and the first of 4."""
+    slopes = np.asarray([2**-4, 2**-8, 2**-2])
+    x = table(p, "vocabulary")[tokens_T]
+    first = None
+    for number in range(2):
+        own = layer(p, number)
+        h = layer_norm(x, own["norm_attention"], 1e-6)
+        q, k, v = (heads_of(h @ own[name]["kernel"] + own[name]["bias"], 3) for name in ("query", "key", "value"))
+        scores = q @ k.swapaxes(1, 2) / math.sqrt(8) - slopes[:, None, None] * distances()[None]
+        first = scores if first is None else first
+        x = x + attended(scores, v) @ own["attention_out"]["kernel"] + own["attention_out"]["bias"]
+        h = layer_norm(x, own["norm_mlp"], 1e-6)
+        h = gelu(h @ own["mlp_in"]["kernel"] + own["mlp_in"]["bias"])
+        x = x + h @ own["mlp_out"]["kernel"] + own["mlp_out"]["bias"]
+    assert first is not None
+    return scored(layer_norm(x, p["norm"], 1e-6) @ table(p, "vocabulary").T, targets_T, 0.0, first)
+
+
+def turned(x_HTK: np.ndarray) -> np.ndarray:
+    half = x_HTK.shape[-1] // 2
+    angles = np.arange(T)[:, None] * 10_000.0 ** (-np.arange(half) / half)[None]
+    first, second = x_HTK[..., :half], x_HTK[..., half:]
+    pairs = (first * np.cos(angles) - second * np.sin(angles), first * np.sin(angles) + second * np.cos(angles))
+    return np.concatenate(pairs, -1)
+
+
+def mu_transformer(activation: Callable[[np.ndarray], np.ndarray]) -> Callable[..., Outcome]:
+    """mu_transformer/jax_impl/model.py: norms without gains, rotary positions, scores divided by the head's width."""
+
+    def model(p: Any, tokens_T: np.ndarray, targets_T: np.ndarray) -> Outcome:
+        x = table(p, "vocabulary")[tokens_T]
+        first = None
+        for number in range(2):
+            own = layer(p, number)
+            h = rms_norm(x)
+            q, k, v = (heads_of(h @ own[name]["kernel"], 3) for name in ("query", "key", "value"))
+            scores = turned(q) @ turned(k).swapaxes(1, 2) / 8
+            first = scores if first is None else first
+            x = x + attended(scores, v) @ own["attention_out"]["kernel"]
+            x = x + activation(rms_norm(x) @ own["mlp_in"]["kernel"]) @ own["mlp_out"]["kernel"]
+        assert first is not None
+        return scored(rms_norm(x) @ table(p, "head").T, targets_T, 0.0, first)
+
+    return model
+
+
+def buckets() -> np.ndarray:
+    """16 buckets of one distance each, 16 of growing width up to 128."""
+    distance = np.maximum(distances(), 0)
+    far = 16 + (np.log(np.maximum(distance, 16) / 16) / np.log(128 / 16) * 16).astype(int)
+    return np.where(distance < 16, distance, np.minimum(far, 31))
+
+
+def lingvo(gated: bool, cap: float | None) -> Callable[..., Outcome]:
+    """lingvo/core/gshard_builder.py: one more logit of 0 in each softmax, logits divided by the root of the width."""
+
+    def model(p: Any, tokens_T: np.ndarray, targets_T: np.ndarray) -> Outcome:
+        x = table(p, "vocabulary")[tokens_T]
+        if not gated:
+            x = x + p["positions"]["table"][:T]
+        first = None
+        for number in range(2):
+            own = layer(p, number)
+            h = rms_norm(x, own["norm_attention"]["scale"])
+            q, k, v = (heads_of(h @ own[name]["kernel"], 3) for name in ("query", "key", "value"))
+            scores = q @ k.swapaxes(1, 2)
+            if cap is not None:
+                scores = cap * np.tanh(scores / cap)
+            if gated:
+                scores = scores + own["relative_bias"][buckets()].transpose(2, 0, 1)
+            first = scores if first is None else first
+            x = x + attended(scores, v, beside=1.0) @ own["attention_out"]["kernel"]
+            h = rms_norm(x, own["norm_mlp"]["scale"])
+            if gated:
+                h = gelu(h @ own["mlp_gate"]["kernel"]) * (h @ own["mlp_in"]["kernel"])
+            else:
+                h = relu(h @ own["mlp_in"]["kernel"])
+            x = x + h @ own["mlp_out"]["kernel"]
+        assert first is not None
+        logits = rms_norm(x, p["norm"]["scale"]) @ table(p, "vocabulary").T / math.sqrt(24)
+        return scored(logits, targets_T, 1e-4, first)
+
+    return model
+
+
+MODELS: dict[str, Callable[..., Outcome]] = {
+    "gpt-neo-125m": gpt_neo,
+    "zero-transformer-580m": zero_transformer,
+    "mu-transformer-small": mu_transformer(relu),
+    "mu-transformer-combined-huge": mu_transformer(lambda x: relu(x) ** 2),
+    "lingvo-137b": lingvo(gated=True, cap=None),
+    "dense_lm_13b": lingvo(gated=False, cap=50.0),
+}
+
+
+@cache
+def first_params(name: str) -> Any:
+    model = GPT(size_of(name))
+    variables: Any = jax.jit(lambda key: model.init(key, jnp.zeros((1, 2), int), None, method="hidden"))(
+        jax.random.key(3)
+    )
+    # Biases and gains that are not 0 and 1, so that each one counts.
+    rng = np.random.default_rng(4)
+
+    def moved(path: Any, x: Any) -> np.ndarray:
+        is_vector = path[-1].key in ("scale", "bias", "key_bias", "distance_bias")
+        return np.asarray(x + 0.1 * rng.normal(size=x.shape) * is_vector, np.float32)
+
+    return jax.tree_util.tree_map_with_path(moved, variables["params"])
+
+
+def row(size: GPTConfig) -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.random.default_rng(5).integers(0, size.vocab_size, T + 1)
+    return tokens[:-1], tokens[1:]
+
+
+def in_float64(tree: Any) -> Any:
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_the_formula(name: str) -> None:
+    size, params = size_of(name), first_params(name)
+    tokens, targets = row(size)
+
+    def loss(params: Any) -> jax.Array:
+        losses: Any = GPT(size).apply({"params": params}, tokens[None], targets[None])
+        return losses.mean()
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    exact = in_float64(params)
+    outcome = MODELS[name](exact, tokens, targets)
+    np.testing.assert_allclose(value, outcome.losses_T.mean(), rtol=1e-5)
+
+    def along(index: int, direction: np.ndarray, by: float) -> float:
+        leaves, tree = jax.tree.flatten(exact)
+        leaves[index] = leaves[index] + by * direction
+        moved = MODELS[name](jax.tree.unflatten(tree, leaves), tokens, targets)
+        return float(moved.losses_T.mean()) + moved.z_loss
+
+    for index, (path, g) in enumerate(jax.tree_util.tree_leaves_with_path(in_float64(grads))):
+        norm = np.linalg.norm(g)
+        if norm == 0:  # values of zero queries have no gradient
+            assert path[-2].key == "key" and "query" in size.zero_init
+            continue
+        slope = (along(index, g / norm, 1e-5) - along(index, g / norm, -1e-5)) / 2e-5
+        np.testing.assert_allclose(slope, norm, rtol=2e-5, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_first_scores(name: str) -> None:
+    """Scores start with mean 0 and, of sources that scale queries, with deviation 1; zero queries give zeros."""
+    size = dataclasses.replace(size_of(name), embedding_dim=384, num_head=3, head_dim=128)
+    h_TD = np.random.default_rng(0).normal(size=(256, 384))
+    keys = jax.random.split(jax.random.key(1))
+    q, k = (
+        h_TD @ np.asarray(kernel_init(size, kind)(key, (384, 128)), np.float64)
+        for kind, key in zip(("query", "key"), keys, strict=True)
+    )
+    divisor = {"none": 1.0, "sqrt": math.sqrt(128), "linear": 128.0}[size.attention_scale]
+    scores = q @ k.T / divisor
+    # GPT-2's weights: D x 0.02^2 / 1 of each product; muP: the root of the head's width over it.
+    expected = {"gpt_neo": 1.0, "lingvo": 1.0, "gpt2": 384 * 0.02**2, "fan_in": 128**-0.5}[str(size.init)]
+    expected = 0.0 if "query" in size.zero_init else expected
+    assert np.std(scores) == pytest.approx(expected, rel=0.1)
+    assert abs(np.mean(scores)) <= 0.1 * expected
+
+
+def test_gated_unit_is_that_of_transformer_vq() -> None:
+    """src/transformer_vq/nn/attn.py: all keys are rounded, and biases end at a distance of one block."""
+    size = size_of("transformer-vq-enwik8")
+    params = first_params("transformer-vq-enwik8")
+    tokens, targets = row(size)
+    rng = np.random.default_rng(6)
+    counts, sums = np.ones((4, 5)), rng.normal(size=(4, 5, 6))
+    book = {
+        "blocks": {
+            f"unit_{unit}": {"counts": counts[unit::2].astype(np.float32), "sums": sums[unit::2].astype(np.float32)}
+            for unit in range(2)
+        }
+    }
+    value = GPT(size).apply({"params": params, "codebook": book}, tokens[None], targets[None])[0]
+
+    p = in_float64(params)
+    x = table(p, "vocabulary")[tokens]
+    angles = np.arange(6)[:, None] * 100_000.0 ** (-np.arange(0, 24, 2) / 24)[None]
+    features = np.concatenate([np.sin(angles), np.cos(angles)], 1)  # of distances, as wide as the model
+    for number in range(2):
+        for unit in range(2):
+            own = layer(p, number)[f"unit_{unit}"]
+            h = rms_norm(x, own["norm"]["scale"])
+            q = rms_norm(h @ own["query"]["kernel"]) * 6**-0.25
+            k = rms_norm(h @ own["key"]["kernel"]) * 6**-0.25
+            codes = sums[2 * number + unit]
+            k = codes[((k[:, None] - codes[None]) ** 2).sum(-1).argmin(-1)]
+            v, gate = (h @ own[name]["kernel"] for name in ("value", "gate"))
+            v, gate = v / (1 + np.exp(-v)), gate / (1 + np.exp(-gate))
+            r = features @ own["distance"]["kernel"] * 6**-0.25
+            scores = (q + own["key_bias"] * 6**-0.25) @ k.T
+            q_distance = q + own["distance_bias"] * 6**-0.25
+            for t in range(T):
+                for s in range(max(0, t - 3), t + 1):  # up to a block, and so never older than the block before
+                    scores[t, s] += q_distance[t] @ r[t - s]
+            out = softmax(np.where(distances() >= 0, scores, -np.inf)) @ v
+            x = x + (out * gate) @ own["attention_out"]["kernel"]
+    expected = scored(x @ table(p, "head").T, targets, 0.0, np.zeros(0)).losses_T
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
+class Adam(NamedTuple):
+    """What the optimizer of a source does in one step, beside Adam's means: how it clips, corrects and decays."""
+
+    clip: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
+    b2: float
+    eps: float
+    is_corrected: bool
+    decay: Callable[[str, float], float]  # from a leaf and the learning rate to the share of the weight that goes
+    rate: Callable[[int], float]  # from the number of the update, counted from 1
+
+
+def by_norm(most: float) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+    def clipped(grads: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        norm = math.sqrt(sum(float((g**2).sum()) for g in grads.values()))
+        return {name: g * min(1, most / norm) for name, g in grads.items()}
+
+    return clipped
+
+
+def cosine(done: float, end: float) -> float:
+    return end + (1 - end) * (1 + math.cos(math.pi * min(done, 1))) / 2
+
+
+MATRICES = ("kernel", "vocabulary")
+OPTIMIZERS = {
+    "gpt-neo-125m": Adam(
+        by_norm(1.0), 0.95, 1e-8, False,
+        lambda leaf, rate: 0.0 if leaf == "bias" else 0.1 * rate,
+        lambda step: 6e-4 * cosine(step / 572_300, 0.1) * min(step / 3_000, 1),
+    ),
+    "gpt-neo-1_3b": Adam(
+        by_norm(1.0), 0.95, 1e-8, False,
+        lambda leaf, rate: 0.0,
+        lambda step: 2e-4 * cosine(step / 300_000, 0.1) * min(step / 3_000, 1),
+    ),
+    "zero-transformer-580m": Adam(
+        lambda grads: {name: np.clip(g, -1, 1) for name, g in grads.items()}, 0.95, 1e-8, True,
+        lambda leaf, rate: 0.1 * rate if leaf in MATRICES else 0.0,
+        lambda step: 2.5e-4 * (step / 2_000 if step < 2_000 else cosine((step - 2_000) / 88_000, 0.1)),
+    ),
+    "transformer-vq-enwik8": Adam(
+        by_norm(0.1), 0.98, 1e-9, True,
+        # Under `differs`: there 2e-4 at every step.
+        lambda leaf, rate: 2e-4 * rate / 4e-4 if leaf in MATRICES else 0.0,
+        lambda step: 4e-4 * (step / 10_000 if step < 10_000 else cosine((step - 10_000) / 115_000, 0.1)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("first_step", [0, 310_000])
+@pytest.mark.parametrize("recipe", OPTIMIZERS)
+def test_ten_steps_of_the_optimizer(recipe: str, first_step: int) -> None:
+    """The optimizer of a recipe moves weights as its source does, at the start and after its decay has ended."""
+    source = OPTIMIZERS[recipe]
+    config, size = compose([f"+recipe={recipe}"])
+    tx = make_optimizer(
+        config.optimizer.name,
+        config.training.weight_decay
+        / (config.training.peak_learning_rate if config.optimizer.decay == "independent" else 1),
+        multipliers=multipliers_of(size),
+        **config.optimizer.hyperparameters(),
+    )
+    rates = learning_rate(config)
+    rng = np.random.default_rng(7)
+    params = {name: rng.normal(size=(3, 4)) for name in ("kernel", "bias", "vocabulary", "positions", "last norm")}
+    moments = {name: (np.zeros((3, 4)), np.zeros((3, 4))) for name in params}
+
+    def tree(leaves: dict[str, np.ndarray]) -> Any:
+        own = {name: jnp.asarray(x, jnp.float32) for name, x in leaves.items()}
+        return {
+            "blocks": {"query": {"kernel": own["kernel"], "bias": own["bias"]}},
+            "vocabulary": {"table": own["vocabulary"]},
+            "positions": {"table": own["positions"]},
+            "norm": {"scale": own["last norm"]},
+        }
+
+    held = tree(params)
+    state = tx.init(held)
+    for number in range(1, 11):
+        grads = {name: rng.normal(size=(3, 4)) * 0.7 for name in params}
+        clipped = source.clip(grads)
+        rate = source.rate(first_step + number)
+        for name, x in params.items():
+            mean, square = moments[name]
+            mean, square = 0.9 * mean + 0.1 * clipped[name], source.b2 * square + (1 - source.b2) * clipped[name] ** 2
+            moments[name] = mean, square
+            if source.is_corrected:
+                mean, square = mean / (1 - 0.9**number), square / (1 - source.b2**number)
+            params[name] = x - rate * mean / (np.sqrt(square) + source.eps) - source.decay(name, rate) * x
+        given = tree(grads)
+        if config.training.max_gradient_norm is not None:
+            by = jnp.minimum(1, config.training.max_gradient_norm / optax.tree.norm(given))
+            given = jax.tree.map(partial(jnp.multiply, by), given)
+        if config.training.max_gradient_value is not None:
+            given = clip_values(given, config.training.max_gradient_value)
+        updates, state = tx.update(given, state, held)
+        held = optax.apply_updates(held, jax.tree.map(partial(jnp.multiply, -rates(first_step + number - 1)), updates))
+    expected = tree(params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), held, expected)

@@ -1,0 +1,71 @@
+"""A corpus of rows with max_context + 1 tokens trains each position; one of max_context says what it leaves out."""
+
+import dataclasses
+
+import pytest
+import yaml
+
+from tests.helpers import cli
+from zero.cli import compose
+from zero.corpus.preparing.prepare import prepare
+from zero.corpus.text.tokenizers import ByteTokenizer
+from zero.run.data import with_last_target
+
+LEARNED = ("model.override.alibi_attn=false", f"model.override.block_size={cli.CONTEXT}", "training.total_steps=6")
+LONGER = (
+    "data.index_path_train=longer/index/longer_train.index",
+    "data.index_path_validation=longer/index/longer_validation.index",
+)
+STAGED = ("training.staged_warmup_steps=2",)
+
+
+@pytest.fixture(scope="module")
+def _longer(forks: cli.Forks) -> None:
+    prepare(
+        forks.workplace / "text",
+        "longer",
+        directory=forks.workplace / "longer",
+        index_directory=forks.workplace / "longer" / "index",
+        tokenizer=ByteTokenizer(),
+        row_tokens=cli.CONTEXT + 1,
+        progress=False,
+    )
+
+
+@pytest.mark.slow  # the next test and tests/training/test_last_target.py are short forms
+@pytest.mark.usefixtures("_longer")
+def test_longer_rows_train_all_positions(forks: cli.Forks) -> None:
+    """Also in the short sequences of the staged warmup; the saved configuration has it, for a resume."""
+    run = forks.train("longer-rows", *cli.TINY, *LEARNED, *LONGER, *STAGED)
+    assert yaml.safe_load((run / "config.yaml").read_text())["data"]["last_target"] is True
+    lengths = [line["sequence_length"] for line in cli.metrics(run) if "sequence_length" in line]
+    assert lengths[0] == 8 and lengths[-1] == cli.CONTEXT
+    assert len(cli.losses(run)) == 6
+    assert "positions: the last of the" not in (run / "main_zero.log").read_text()
+
+
+@pytest.mark.slow
+def test_rows_of_the_context_say_so(forks: cli.Forks) -> None:
+    run = forks.train("rows-of-the-context", *cli.TINY, *LEARNED)
+    assert yaml.safe_load((run / "config.yaml").read_text())["data"]["last_target"] is False
+    said = (run / "main_zero.log").read_text()
+    assert said.count(f"rows of {cli.CONTEXT + 1} tokens train it (zero-prepare --row-tokens)") == 1
+
+
+@pytest.mark.usefixtures("_longer")
+def test_rows_decide(forks: cli.Forks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more token in all index files, and no other number, is that target; a resumed run keeps what it had."""
+    monkeypatch.chdir(forks.workplace)
+    other = f"data.index_path_validation={cli.INDICES[1]}"
+    for overrides, expected in (
+        (LONGER, True),
+        ((*LONGER, other), False),
+        ((), False),
+        ((*LONGER, f"data.max_context={cli.CONTEXT - 16}"), False),
+        ((*LONGER, "data.last_target=false"), False),
+    ):
+        config, size = compose([*cli.TINY, *LEARNED, *overrides])
+        assert with_last_target(config, size).data.last_target is expected, overrides
+    config, size = compose([*cli.TINY, *LEARNED, *LONGER])
+    resumed = dataclasses.replace(config, resume="RUN")  # of a run that was saved without the key
+    assert with_last_target(resumed, size).data.last_target is False
