@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from zero.corpus.preparing import directory
 from zero.corpus.text.chat_template import CONFIG, TEMPLATE
-from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer
-from zero.errors import UserError
+from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, is_same_tokenizer
+from zero.errors import UserError, file_error
 from zero.files import storage
-from zero.files.parsing import reading
+from zero.files.parsing import MALFORMED, reading
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -86,6 +86,32 @@ def load(place: str) -> dict[str, Any]:
     return manifest
 
 
+def find(place: str) -> dict[str, Any] | None:
+    """The manifest of a directory of shards; None if it has none, or a file of this name that is something else."""
+    path = storage.join(place, MANIFEST)
+    try:
+        data = storage.read_bytes(path)
+    except (FileNotFoundError, NotADirectoryError, storage.AccessDenied):  # a bucket that may not be listed denies
+        return None
+    except OSError as error:
+        raise file_error(f"{path} cannot be read: {error.strerror or error}", error) from error
+    try:
+        manifest: dict[str, Any] = json.loads(data)
+        _check_form(manifest)
+    except MALFORMED:
+        return None
+    return manifest
+
+
+def recorded_checksums(place: str) -> dict[str, str]:
+    """The SHA-256 of each shard in a directory, by its name, as the manifest records them; {} without a manifest."""
+    manifest = find(place)
+    if manifest is None:
+        return {}
+    shards = [shard for split in splits_of(manifest) for shard in manifest[split]["shards"]]
+    return {shard["name"]: shard["sha256"] for shard in shards if isinstance(shard.get("sha256"), str)}
+
+
 def _check_form(manifest: dict[str, Any]) -> None:
     """Raises one of `zero.files.parsing.MALFORMED` if a value is missing or of another type."""
     is_done = "unfinished" not in manifest
@@ -106,19 +132,22 @@ def _check_form(manifest: dict[str, Any]) -> None:
 
 def check_tokenizer(place: str, tokenizer: Tokenizer) -> None:
     """Raises UserError if the corpus in `place` was prepared with another tokenizer; shards without a manifest pass."""
-    if storage.exists(storage.join(place, MANIFEST)):
-        recorded = load(place)["tokenizer"]
-        if recorded.rpartition(":")[2] != tokenizer.name.rpartition(":")[2]:  # the file may have another name
-            raise UserError(f"corpus {place} was prepared with tokenizer {recorded}, not {tokenizer.name}")
+    manifest = find(place)
+    if manifest is not None and not is_same_tokenizer(manifest["tokenizer"], tokenizer.name):
+        own = manifest["tokenizer"] if manifest["tokenizer"] == "bytes" else storage.join(place, TOKENIZER)
+        raise UserError(
+            f"corpus {place} was prepared with tokenizer {manifest['tokenizer']}, not {tokenizer.name}: name its own, "
+            f"{own}"
+        )
 
 
-def check_end_of_text(shards: Iterable[str], tokenizer: Tokenizer) -> None:
-    """Raises UserError if one of these shards separates its documents by an end of text of another tokenizer."""
+def check_tokenizers(shards: Iterable[str], tokenizer: Tokenizer) -> None:
+    """Raises UserError if one of these shards was prepared with another tokenizer than `data.tokenizer`."""
     for place in sorted({storage.parent(shard) for shard in shards}):
         try:
             check_tokenizer(place, tokenizer)
         except UserError as error:
-            raise UserError(f"data.isolate_documents=true needs data.tokenizer of the corpus: {error}") from error
+            raise UserError(f"data.tokenizer: {error}") from error
 
 
 def save(place: str, manifest: dict[str, Any]) -> None:
