@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import operator
 import os
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero.corpus.preparing import directory
 from zero.corpus.text.chat_template import CONFIG, TEMPLATE
@@ -16,11 +17,15 @@ from zero.errors import UserError, file_error
 from zero.files import storage
 from zero.files.parsing import MALFORMED, reading
 
+if TYPE_CHECKING:
+    from zero.corpus.preparing.sources.source import Source
+
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 SPLITS = ("train", "validation")  # of every corpus
 ALL_SPLITS = (*SPLITS, "test")
 NO_HASH = 2**64  # higher than any hash
+_log = logging.getLogger(__name__)
 
 
 class Counts(NamedTuple):
@@ -76,6 +81,29 @@ def find_usable(place: str, arguments: dict[str, Any], source_state: str, overwr
             return None
         raise UserError(f"corpus {place} is half done, and its source has changed since: --overwrite starts again")
     return manifest if set(shards) <= directory.file_names(place) else None
+
+
+def is_of_source(place: str, manifest: dict[str, Any], source: str, contents: str, overwrite: bool) -> bool:
+    """Whether a finished corpus was made of these contents of a source, of the same names and sizes.
+
+    Raises UserError if it was not, unless `overwrite`. A manifest of an earlier version records no contents: it is
+    taken for such a corpus, with a warning, unless `overwrite`.
+    """
+    recorded = manifest.get("source_contents")
+    if recorded == contents or overwrite:
+        return recorded == contents
+    if recorded is None:
+        _log.warning(
+            "corpus %s is of a version that recorded only names and sizes of the files of %s: kept without a "
+            "comparison of contents; --overwrite prepares it again",
+            place,
+            source,
+        )
+        return True
+    raise UserError(
+        f"corpus {place} was prepared when {source} had other contents, in files of the same sizes: choose another "
+        "name, or --overwrite to replace it"
+    )
 
 
 def load(place: str) -> dict[str, Any]:
@@ -158,7 +186,7 @@ def begin(
     place: str,
     indices: dict[str, str],
     arguments: dict[str, Any],
-    source_state: str,
+    source: Source,
     threshold: int,
     tokenizer: Tokenizer,
     splits: Sequence[str],
@@ -171,8 +199,9 @@ def begin(
             beside = storage.join(storage.parent(tokenizer.path), name)
             if storage.exists(beside) and beside != storage.join(place, name):
                 directory.write(storage.join(place, name), directory.read(beside))
-    manifest: dict[str, Any] = arguments | {split: {"shards": []} for split in splits}
-    manifest["unfinished"] = {"source_state": source_state, "threshold": threshold}
+    contents = {"source_contents": source.contents}
+    manifest: dict[str, Any] = arguments | contents | {split: {"shards": []} for split in splits}
+    manifest["unfinished"] = {"source_state": source.state, "threshold": threshold}
     manifest["unfinished"] |= {split: UnitPosition() for split in splits}
     save(place, manifest)
     return manifest
