@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import bucket
 from tests.helpers.corpora import make
 from tests.helpers.shards import loader, write_corpus
 from zero.corpus.preparing.manifest import MANIFEST
-from zero.corpus.reading.contents import BLOCK_BYTES, BLOCKS, Contents, contents_of
-from zero.corpus.reading.index_files import read_index
+from zero.corpus.reading import contents as contents_module
+from zero.corpus.reading.contents import BLOCK_BYTES, BLOCKS, Contents, IndexContents, check_contents, contents_of
+from zero.corpus.reading.index_files import Shard, read_index
 from zero.corpus.reading.loader import Cursor, Loader
 from zero.errors import UserError
+from zero.files import storage
+from zero.files.storage.objects import ObjectStat
 
 
 def contents(index: str | Path) -> Contents:
@@ -119,3 +123,35 @@ def test_every_index_file_is_compared(tmp_path: Path) -> None:
             check(loader(several), cursor)
     with pytest.raises(UserError, match=r"to those of .*/a/it.index, .*/b/it.index, not of .*/a/it.index; a run cont"):
         check(loader(indices[0]), cursor)
+
+
+def test_bucket(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The checksums of a list tell of an object that was replaced, and that a copy elsewhere is the same."""
+    bucket.use(monkeypatch, server)
+    place = f"gs://{bucket.BUCKET}/contents"
+    for first, directory in ((0, "a"), (1, "b")):
+        write_corpus(tmp_path / directory, [3, 2], first=first)
+    for directory in ("here", "there"):
+        bucket.upload(tmp_path / "a", f"{place}/{directory}")
+    before = contents(f"{place}/here/it.index")
+    assert before.known_by == "crc32c" and contents(f"{place}/there/it.index") == before
+    bucket.upload(tmp_path / "b", f"{place}/here")
+    after = contents(f"{place}/here/it.index")
+    assert after.known_by == "crc32c" and after.digest != before.digest
+
+
+def test_stores_that_state_no_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions tell of an object that was replaced; those of another place are not compared, as nothing unlisted is."""
+
+    def contents_at(place: str, version: str | None) -> Contents:
+        url = f"{place}/shard.tar"
+        monkeypatch.setattr(contents_module, "recorded_checksums", lambda directory: {})
+        stats = {} if version is None else {url: ObjectStat(9, version, None)}
+        monkeypatch.setattr(storage, "list_stats", lambda directory: stats)
+        return contents_of([(Shard(url, 3), 3)])
+
+    before, replaced, copy = (contents_at(*one) for one in (("az://c/a", "1"), ("az://c/a", "2"), ("az://c/b", "3")))
+    assert before == contents_at("az://c/a", "1") and before.known_by == replaced.known_by == "versions in az://c/a"
+    assert before.digest != replaced.digest and before.known_by != copy.known_by
+    nothing = [IndexContents("i", *contents_at("az://c/a", None))] * 2
+    assert nothing[0].known_by == "nothing" and not check_contents(nothing[:1], nothing[1:], "")
