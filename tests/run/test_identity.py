@@ -53,6 +53,7 @@ def test_replaced_corpus(copied: Path) -> None:
     done = cli.Forks(copied).run(*RESUME)
     cli.check_refusal(done, f"{cli.INDICES[0]} has as many rows as before, and other contents (by manifest)")
     assert "model.warm_start=true model.model_path=RUN" in done.stderr
+    assert "nothing left to do" in cli.Forks(copied).check("--resume", "hydra.run.dir=run").stderr  # it needs no data
     assert cli.contents(copied / "run") == before
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero.corpus.preparing.manifest import check_tokenizers
-from zero.corpus.reading.contents import IndexContents
+from zero.corpus.reading.contents import Contents, IndexContents
 from zero.corpus.reading.loader import Loader
 from zero.corpus.reading.synthetic import AnyLoader
 from zero.corpus.text.tokenizers import Tokenizer, check_same_tokenizer
@@ -29,10 +29,13 @@ def check_identity(
     Raises:
       UserError: the training data or the tokenizer is another one than before, or than that of another host.
     """
-    corpora = [corpus for data in (loader, *validation.values()) for corpus in data.corpora]
-    check_tokenizers([shard.path for corpus in corpora for shard, _ in corpus.shards], tokenizer)
-    sets = {name: [list(one) for one in data.contents] for name, data in validation.items()}
-    _check_hosts([*loader.contents, *(one for data in validation.values() for one in data.contents)])
+    contents, shards = list(loader.contents), loader.shards
+    for data in validation.values():
+        contents += data.contents
+        shards += data.shards
+    check_tokenizers([shard.path for shard in shards], tokenizer)
+    _check_hosts(contents)
+    sets = {name: list(map(list, data.contents)) for name, data in validation.items()}
     loader.check(position.cursor)
     check_same_tokenizer(f"step {position.step}", position.tokenizer, tokenizer)
     if position.validation is not None and (names := _changed(position.validation, sets)):
@@ -42,7 +45,8 @@ def check_identity(
             position.step,
             ", ".join(names),
         )
-    position.tokenizer, position.validation = tokenizer.name, sets
+    position.tokenizer = tokenizer.name
+    position.validation = sets
 
 
 def _check_hosts(contents: list[IndexContents]) -> None:
@@ -60,8 +64,10 @@ def _check_hosts(contents: list[IndexContents]) -> None:
 
 def _changed(before: Mapping[str, list[Any]], now: Mapping[str, list[Any]]) -> list[str]:
     """The names of the sets that both have, with other contents."""
+    common = sorted(before.keys() & now.keys())
+    return [name or "without a name" for name in common if _facts(before[name]) != _facts(now[name])]
 
-    def facts(contents: list[Any]) -> list[Any]:
-        return [[one.rows, one.known_by, one.digest] for one in (IndexContents(*values) for values in contents)]
 
-    return [name or "without a name" for name in before.keys() & now.keys() if facts(before[name]) != facts(now[name])]
+def _facts(contents: list[Any]) -> list[Contents]:
+    """The contents of index files without their paths, from lists of JSON."""
+    return [Contents(*facts) for _, *facts in contents]

@@ -160,6 +160,7 @@ def _check_form(manifest: dict[str, Any]) -> None:
 
 def check_tokenizer(place: str, tokenizer: Tokenizer) -> None:
     """Raises UserError if the corpus in `place` was prepared with another tokenizer; shards without a manifest pass."""
+    place = place if storage.is_remote(place) else os.path.normpath(place)
     manifest = find(place)
     if manifest is not None and not is_same_tokenizer(manifest["tokenizer"], tokenizer.name):
         own = manifest["tokenizer"] if manifest["tokenizer"] == "bytes" else storage.join(place, TOKENIZER)

@@ -24,16 +24,16 @@ from zero.errors import UserError
 from zero.files import storage
 from zero.files.storage.objects import ObjectStat
 
-BLOCKS, BLOCK_BYTES = (
-    4,
-    4096,
-)  # that are read of a file without a manifest: its beginning, and others at equal distances
+BLOCKS = 4  # that are read of a file without a manifest, at equal distances from its beginning on
+BLOCK_BYTES = 4096
 REMEDY = (
     "a run continues only on the data that it began with: bring them back, or start a new run from its weights, "
     "model.warm_start=true model.model_path=RUN"
 )
 _THREADS = 16  # which wait for a disk of the network
-_MANIFEST, _BLOCKS, _UNKNOWN = "manifest", "blocks", "nothing"
+_MANIFEST = "manifest"  # kinds of facts; those of buckets are the names of checksums, or of versions
+_BLOCKS = "blocks"
+_UNKNOWN = "nothing"
 _log = logging.getLogger(__name__)
 
 
@@ -86,8 +86,9 @@ def check_contents(
       UserError: they differ; the message names the index file.
     """
     if len(before) != len(now):
-        listed = (", ".join(one.path for one in side) for side in (before, now))
-        raise UserError("{}: to those of {}, not of {}; {}".format(message, *listed, REMEDY))
+        old_paths = ", ".join(one.path for one in before)
+        new_paths = ", ".join(one.path for one in now)
+        raise UserError(f"{message}: to those of {old_paths}, not of {new_paths}; {REMEDY}")
     not_compared = []
     for old, new in zip(before, now, strict=True):
         if old.rows != new.rows:
@@ -117,9 +118,13 @@ def shard_facts(paths: Iterable[str]) -> dict[str, Facts]:
     facts: dict[str, Facts] = {}
     for directory, own in by_directory.items():
         sums = recorded_checksums(directory)
-        facts |= {path: Facts(_MANIFEST, sums[name]) for path in own if (name := os.path.basename(path)) in sums}
-        others = [path for path in own if path not in facts]
-        facts |= _facts_of_objects(directory, others) if storage.is_remote(directory) else _facts_of_files(others)
+        listed = {path for path in own if os.path.basename(path) in sums}
+        facts |= {path: Facts(_MANIFEST, sums[os.path.basename(path)]) for path in listed}
+        others = [path for path in own if path not in listed]
+        if storage.is_remote(directory):
+            facts |= _facts_of_objects(directory, others)
+        else:
+            facts |= _facts_of_files(others)
     return facts
 
 

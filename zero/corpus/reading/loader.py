@@ -164,6 +164,11 @@ class Loader:
         """What identifies the contents of each index file."""
         return [IndexContents(name, *contents_of(shards)) for name, shards in self._by_index]
 
+    @property
+    def shards(self) -> list[Shard]:
+        """The shards of all index files."""
+        return [shard for corpus in self.corpora for shard, _ in corpus.shards]
+
     @cached_property
     def identity(self) -> Cursor:
         """What the rows and their order depend on, as every cursor has it."""

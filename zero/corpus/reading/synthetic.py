@@ -11,6 +11,7 @@ import numpy as np
 
 from zero.corpus.reading.contents import IndexContents
 from zero.corpus.reading.corpus_reader import CorpusReader
+from zero.corpus.reading.index_files import Shard
 from zero.corpus.reading.loader import Cursor, HostBatch, Loader, check_order
 
 
@@ -69,6 +70,11 @@ class SyntheticLoader:
     @property
     def contents(self) -> list[IndexContents]:
         """What identifies the contents of each index file: there is none."""
+        return []
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The shards of all index files: there are none."""
         return []
 
     @property
