@@ -198,7 +198,7 @@ def test_isolated_documents_of_another_tokenizer(forks: cli.Forks) -> None:
     done = forks.run("mode=evaluate", f"model.model_path={RUN}", *other)
     assert done.returncode == 2, done.stderr
     last = done.stderr.splitlines()[-1]
-    assert "data.isolate_documents=true needs data.tokenizer of the corpus" in last and str(place) in last
+    assert "data.tokenizer: corpus" in last and str(place) in last
 
 
 def test_follower_scores_each_checkpoint_once(forks: cli.Forks) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from tests.helpers import cli, llama
 from tests.helpers.corpora import call
 from zero.config.check import check
 from zero.config.schema import Config
+from zero.corpus.reading.index_files import read_index
 from zero.corpus.reading.loader import Loader
 from zero.errors import UserError
 from zero.job import make_job
@@ -131,6 +133,35 @@ def test_adapters_on_their_base(place: Place) -> None:
     assert lines[-1]["train/loss"] < 0.6 and lines[-1]["validation/rewards/accuracies"] > 0.9
     assert cli.metrics(place.forks.fork("lora", STEPS // 2)) == lines
     assert set(Path("data/index").iterdir()) == before
+
+
+def test_pairs_prepared_again(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other pairs under the same name, as many: their values are computed anew, and a resume on them is refused."""
+    shutil.copytree("folder", tmp_path / "folder")
+    shutil.copy("sizes.yaml", tmp_path)
+    shutil.copytree("run", tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    arguments = ("pairs.jsonl", "--preferences", "--row-tokens", str(CONTEXT), "--validation-fraction", "0.2")
+    old = [len(np.load(place.forks.workplace / path)) for path in sorted(reference_files(place.forks.workplace))]
+    # A hash of the texts decides which pairs are for validation; of these as many as before.
+    answers = {"chosen": "maybe 9", "rejected": "certainly"}
+    lines = [json.dumps({"prompt": f"{i} and {i % 12}? ", **answers}) for i in range(144)]
+    Path("pairs.jsonl").write_text("".join(line + "\n" for line in lines))
+    assert call(*arguments).returncode == 0
+    assert [sum(shard.rows for shard in read_index(index)) for index in (TRAIN, VALIDATION)] == old
+    for name in reference_files(place.forks.workplace):
+        shutil.copy(place.forks.workplace / name, name)
+    forks = cli.Forks(tmp_path)
+    run = forks.train("again", *JOB)
+    assert cli.metrics(run)[0]["train/loss"] == pytest.approx(np.log(2), abs=1e-4)
+    assert len(reference_files(tmp_path)) == 4
+    cli.check_refusal(
+        forks.run("--resume", "hydra.run.dir=run", f"training.total_steps={2 * STEPS}"), f"{TRAIN} has as many rows"
+    )
+
+
+def reference_files(workplace: Path) -> list[str]:
+    return [str(path.relative_to(workplace)) for path in workplace.glob("data/index/*.reference-*.npy")]
 
 
 def test_damaged_reference_is_named(place: Place, tmp_path: Path) -> None:

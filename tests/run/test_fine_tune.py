@@ -205,7 +205,7 @@ def test_chat_template(place: Place, tmp_path: Path) -> None:
 
 def test_other_tokenizer_and_texts_are_refused(place: Place, tmp_path: Path) -> None:
     """Another tokenizer and a corpus of texts are refused."""
-    with pytest.raises(UserError, match=r"data\.isolate_documents=true needs data\.tokenizer of the corpus.*not bytes"):
+    with pytest.raises(UserError, match=r"data\.tokenizer: corpus data/corpus/questions was prepared.*not bytes"):
         train(configured("data.tokenizer=bytes"), SIZE, tmp_path)
     (place.root / "texts.jsonl").write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(99)))
     done = call("texts.jsonl", "--tokenizer", "folder/tokenizer.json", "--row-tokens", str(CONTEXT))

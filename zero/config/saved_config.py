@@ -21,6 +21,7 @@ from zero.errors import UserError
 log = logging.getLogger(__name__)
 
 # Keys that a resume may not change: the model, the seed, the order of the data, and the optimizer.
+# Not the paths of data and tokenizer, which may move: a resume compares their contents (docs/decisions/identity.md).
 FIXED_KEYS = (
     "seed",
     "model.size",
@@ -30,9 +31,6 @@ FIXED_KEYS = (
     "training.objective",
     "data.max_context",
     "data.last_target",
-    "data.tokenizer",
-    "data.train_samples",
-    "data.index_path_train",
     "data.shuffle_shards",
     "data.crop",
     *(f"optimizer.{field.name}" for field in dataclasses.fields(Optimizer) if field.name != "state_dtype"),

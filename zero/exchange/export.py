@@ -17,7 +17,14 @@ from safetensors.numpy import save_file
 
 from zero.corpus.text.chat_template import load_chat_template
 from zero.corpus.text.hub import PREFIX
-from zero.corpus.text.tokenizers import BYTES_END_OF_TEXT, FileTokenizer, Tokenizer, bytes_as_file, load_tokenizer
+from zero.corpus.text.tokenizers import (
+    BYTES_END_OF_TEXT,
+    FileTokenizer,
+    Tokenizer,
+    bytes_as_file,
+    check_same_tokenizer,
+    load_tokenizer,
+)
 from zero.errors import Unavailable, UserError, first_line
 from zero.exchange.architecture import Architecture
 from zero.exchange.architecture_table import architecture_of
@@ -77,6 +84,7 @@ def export(
         size = saved.size()
         form = Form(ZERO, size, keys=computed_keys(size)) if with_code else _form_of_transformers(size)
         tokenizer = load_tokenizer(saved.meta["config"]["data"]["tokenizer"])
+        check_same_tokenizer(saved.origin, saved.meta.get("tokenizer"), tokenizer)
         within, tuning = saved.subtree(ema), saved.tuning()
         prefix = f"{within}/"
         leaves = [name.removeprefix(prefix) for name in saved.meta["shapes"] if name.startswith(prefix)]

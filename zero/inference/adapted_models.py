@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.config.schema import Config
-from zero.corpus.text.tokenizers import load_tokenizer
+from zero.corpus.text.tokenizers import Tokenizer, check_same_tokenizer, load_tokenizer
 from zero.errors import UserError
 from zero.exchange.checkpoint_weights import choose_steps, open_checkpoints, saved_step
 from zero.exchange.peft_folder import CONFIG_FILE, peft_adapters, read_peft
@@ -27,10 +27,10 @@ def adapted_models(config: Config, model: ShardedGPT) -> Iterator[tuple[str, Tra
     it beside the merged weights.
 
     Raises:
-      UserError: a place holds no adapters, or those for another base.
+      UserError: a place holds no adapters, or those for another base, or the tokenizer is not that of the run.
     """
-    base = _base(config, replace(model, master_dtype="float32"))
     tokenizer = load_tokenizer(config.data.tokenizer)
+    base = _base(config, replace(model, master_dtype="float32"), tokenizer)
     for place in config.evaluate.adapters or []:
         read = _of_folder if (Path(place) / CONFIG_FILE).is_file() else _of_run
         params, step = read(place, base, model)
@@ -38,10 +38,11 @@ def adapted_models(config: Config, model: ShardedGPT) -> Iterator[tuple[str, Tra
         del params  # before the next ones are merged
 
 
-def _base(config: Config, model: ShardedGPT) -> PyTree:
+def _base(config: Config, model: ShardedGPT, tokenizer: Tokenizer) -> PyTree:
     """The weights under all adapters, in float32."""
     with open_checkpoints(str(config.model.model_path)) as checkpoints:
         saved = saved_step(checkpoints, checkpoints.choose(config.data.resume_step))
+        check_same_tokenizer(saved.origin, saved.meta.get("tokenizer"), tokenizer)
         saved.check_size(model.config)
         if saved.tuning() is None:
             return saved.restore(model, saved.subtree(config.model.ema))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.config.schema import Config
-from zero.corpus.preparing.manifest import check_end_of_text
+from zero.corpus.preparing.manifest import check_tokenizers
 from zero.corpus.reading.index_files import named_sets, read_index
 from zero.errors import UserError
 from zero.hosts.agreement import is_host_0
@@ -80,10 +80,9 @@ def _scores(config: Config, scorer: Scorer) -> dict[str, Any]:
     if config.evaluate.validation:
         index = config.evaluate.index or config.data.index_path_validation
         sets = named_sets(index, config.data.bucket_path)
-        if config.data.isolate_documents:
-            paths = [path for one in sets.values() for path in ([one] if isinstance(one, str) else one)]
-            tokenizer = scorer.trained.tokenizer
-            check_end_of_text([shard.path for path in paths for shard in read_index(path)], tokenizer)
+        paths = [path for one in sets.values() for path in ([one] if isinstance(one, str) else one)]
+        shards = [shard.path for path in paths for shard in read_index(path)]
+        check_tokenizers(shards, scorer.trained.tokenizer)
         stride = None if config.evaluate.carry else config.evaluate.stride or -(-scorer.context // 2)
         result |= score_sets(scorer, sets, stride, config.training.loss_on == "completion")
     if config.evaluate.harness:

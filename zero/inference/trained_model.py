@@ -12,7 +12,7 @@ import jax
 from zero.checkpoints.manager import Checkpoints
 from zero.config.same_configuration import check_same_configuration
 from zero.config.schema import Config
-from zero.corpus.text.tokenizers import Tokenizer, load_tokenizer
+from zero.corpus.text.tokenizers import Tokenizer, check_same_tokenizer, load_tokenizer
 from zero.exchange.checkpoint_weights import saved_step
 from zero.exchange.warm_start import weights_of_step
 from zero.hosts import startup
@@ -42,8 +42,9 @@ def open_model(config: Config, size: GPTConfig, rows: int) -> TrainedModel:
     copies fit.
     """
     model = place_model(config, size, rows)
-    params, step = load_weights(Path(str(config.model.model_path)), model, config.data.resume_step, config.model.ema)
-    return TrainedModel(model, params, load_tokenizer(config.data.tokenizer), step)
+    tokenizer, run = load_tokenizer(config.data.tokenizer), Path(str(config.model.model_path))
+    params, step = load_weights(run, model, config.data.resume_step, config.model.ema, tokenizer)
+    return TrainedModel(model, params, tokenizer, step)
 
 
 def place_model(config: Config, size: GPTConfig, rows: int) -> ShardedGPT:
@@ -66,17 +67,21 @@ def place_model(config: Config, size: GPTConfig, rows: int) -> ShardedGPT:
     return model
 
 
-def load_weights(run: Path, model: ShardedGPT, step: int | None, ema: bool = False) -> tuple[PyTree, int]:
+def load_weights(
+    run: Path, model: ShardedGPT, step: int | None, ema: bool = False, tokenizer: Tokenizer | None = None
+) -> tuple[PyTree, int]:
     """A run's weights for these devices, in shards, and the step they are of; None is the newest.
 
     With `ema` they are the moving average of the parameters.
 
     Raises:
-      UserError: the run has no such checkpoint, no average, or another model.
+      UserError: the run has no such checkpoint, no average, another model, or another tokenizer.
     """
     directory = saved_checkpoint_directory(run)
     with Checkpoints(directory, keep=None) as checkpoints:
         saved = saved_step(checkpoints, checkpoints.choose(step))
+        if tokenizer is not None:
+            check_same_tokenizer(saved.origin, saved.meta.get("tokenizer"), tokenizer)
         weights = weights_of_step(saved, model, saved.subtree(ema))
         saved.check_size(model.config)
     log.info("weights from step %d of %s", saved.step, directory)

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from zero.config.schema import Config
-from zero.corpus.preparing.manifest import check_end_of_text
 from zero.corpus.preparing.prepare_if_missing import prepare_if_missing
 from zero.corpus.reading.cache import ShardCache
 from zero.corpus.reading.index_files import index_paths, named_sets, row_tokens
@@ -53,7 +52,7 @@ def open_data(config: Config, job: Job, tokenizer: Tokenizer, position: Training
       UserError: the data does not fit the configuration.
     """
     reference = load_references(config, job, position)
-    training, validation = _loaders(config, job, tokenizer, position.global_rows, reference)
+    training, validation = _loaders(config, job, position.global_rows, reference)
     return Data(tokenizer, training, validation, staged_context(config))
 
 
@@ -167,7 +166,7 @@ def staged_context(config: Config) -> SequenceLengths:
 
 
 def _loaders(
-    config: Config, job: Job, tokenizer: Tokenizer, global_rows: int, reference: dict[str, np.ndarray] | None
+    config: Config, job: Job, global_rows: int, reference: dict[str, np.ndarray] | None
 ) -> tuple[AnyLoader, dict[str, Loader]]:
     """The loaders of the training set and of each validation set; with `load_references`, if there are any.
 
@@ -213,9 +212,6 @@ def _loaders(
             config.training.maximum_evaluation_steps,
             ", ".join(names),
         )
-    if data.isolate_documents:
-        corpora = [corpus for loader in (training, *validation.values()) for corpus in loader.corpora]
-        check_end_of_text([shard.path for corpus in corpora for shard, _ in corpus.shards], tokenizer)
     return training, validation
 
 

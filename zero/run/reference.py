@@ -1,7 +1,7 @@
 """Log-probabilities of pairs by a reference model, computed once per corpus and stored beside its index file.
 
 The reference is the model that training starts from. A file holds float32 `(rows, 2)`, for the two texts of each row in
-the order of the shards; its name has a digest of the weights, the context and the shards.
+the order of the shards; its name has a digest of the weights, the model, the context and the contents of the shards.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import hashlib
 import io
 import json
 import logging
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 
@@ -20,7 +22,8 @@ from jax import lax
 
 from zero.config.schema import Config
 from zero.corpus.preparing import directory
-from zero.corpus.reading.index_files import index_paths, named_sets, read_index
+from zero.corpus.reading.contents import contents_of
+from zero.corpus.reading.index_files import Shard, index_paths, named_sets, read_index
 from zero.corpus.reading.loader import Loader
 from zero.corpus.reading.prefetch import prefetch
 from zero.errors import UserError
@@ -72,7 +75,7 @@ def _of_index(index: str, config: Config, job: Job, position: TrainingPosition, 
     """The values of one index file, float32 `(rows, 2)`."""
     shards = read_index(index)
     rows = sum(shard.rows for shard in shards)
-    path = _place(index, [(shard.name, shard.rows) for shard in shards], config, job, position)
+    path = _place(index, shards, config, job, position)
     (absent,) = agreement.sum_over_hosts(int(not storage.exists(path)))
     if absent:
         log.info("log-probabilities of %d pairs of %s by the reference", rows, index)
@@ -92,10 +95,12 @@ def _of_index(index: str, config: Config, job: Job, position: TrainingPosition, 
     return stored.astype(np.float32)
 
 
-def _place(index: str, shards: Any, config: Config, job: Job, position: TrainingPosition) -> str:
+def _place(index: str, shards: Sequence[Shard], config: Config, job: Job, position: TrainingPosition) -> str:
+    """The path of the values, with a digest of all that they depend on."""
     assert position.base is not None
-    dtype = np.dtype(job.model.compute_dtype).name
-    facts = [position.base["checksum"], config.data.max_context, dtype, shards]
+    dtype, size = np.dtype(job.model.compute_dtype).name, asdict(job.model.config)
+    contents = contents_of([(shard, shard.rows) for shard in shards])
+    facts = [position.base["checksum"], size, config.data.max_context, dtype, contents]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return f"{index.removesuffix('.index')}.reference-{digest}.npy"
 

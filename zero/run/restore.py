@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 from zero.checkpoints.damage import DamagedCheckpoint
 from zero.checkpoints.manager import Checkpoints
+from zero.corpus.reading.loader import Cursor
 from zero.errors import UserError
 from zero.exchange.checkpoint_weights import UNSEEN_IN_CHECKPOINTS, check_unseen, saved_step
 from zero.models.config import GPTConfig
@@ -41,11 +42,13 @@ class TrainingPosition:
 
     global_rows: int  # of a batch over all hosts; fixed by the first checkpoint
     step: int = 0
-    cursor: dict[str, int] | None = None
+    cursor: Cursor | None = None  # with what identifies the data
     skipped_rows: int = 0
     samples_checksum: int = 0
     pending: Pending | None = None  # actions after this step that were due and are not known to be done
     base: dict[str, Any] | None = None  # the weights that adapters are for: their place and checksum
+    tokenizer: str | None = None  # its name, with a digest; checkpoints of earlier versions have none
+    validation: dict[str, list[Any]] | None = None  # by set, the contents of its index files
 
 
 def restore(

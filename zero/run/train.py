@@ -30,6 +30,7 @@ from zero.run.feature import Feature, Moment, Stopped
 from zero.run.features import FEATURES
 from zero.run.fresh import new_state
 from zero.run.frozen_base import load_base
+from zero.run.identity import check_identity
 from zero.run.pending import pending_actions, still_pending
 from zero.run.requests import STOP, Requests
 from zero.run.restore import TrainingPosition
@@ -80,6 +81,7 @@ def train(config: Config, size: GPTConfig, run_directory: Path) -> int:
         if position.step >= last and position.pending is None:
             log.info("nothing left to do: the run is at step %d of %d", position.step, last)
             return 0
+        check_identity(position, data.tokenizer, data.training, data.validation)
         frozen = load_base(config, job.model, position)
         if state is None:
             state = new_state(config, job, frozen)

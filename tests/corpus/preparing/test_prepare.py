@@ -169,6 +169,32 @@ def test_standard_library_in_seconds(tmp_path: Path):
     assert next(loader.batches()).tokens.shape == (16, 256)
 
 
+def test_source_edited_in_place(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A source with other contents of the same size and times is noticed, and prepared again if asked."""
+    before = both(make(folder, tmp_path))
+    edited = folder / "part0" / "00.txt"
+    text, times = edited.read_text(), edited.stat()
+    edited.write_text(text.swapcase())
+    os.utime(edited, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(
+        UserError, match=r"corpus .*/c was prepared when .*text had other contents, in files of the same"
+    ):
+        make(folder, tmp_path)
+    after = both(make(folder, tmp_path, overwrite=True))
+    assert (text in before, text in after, text.swapcase() in after) == (True, False, True)
+    shard = tmp_path / "corpus" / "c" / "train-00000.tar"
+    os.utime(shard, (1, 1))
+    make(folder, tmp_path, overwrite=True)  # of the same contents: nothing is written
+    assert shard.stat().st_mtime == 1
+    edited.write_text(text)
+    manifest = tmp_path / "corpus" / "c" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["source_contents"]  # as of an earlier version
+    manifest.write_text(json.dumps(content))
+    assert both(make(folder, tmp_path)) == after and "recorded only names and sizes" in caplog.text
+    assert both(make(folder, tmp_path, overwrite=True)) == before
+
+
 def test_existing_corpus_is_kept(folder: Path, tmp_path: Path):
     """An existing corpus is kept, and other arguments are refused."""
     corpus = make(folder, tmp_path)

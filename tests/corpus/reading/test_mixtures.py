@@ -103,7 +103,7 @@ def test_a_mixture_far_into_a_run(three: list[str]):
 
 def test_bad_mixtures(three: list[str]):
     cursor = next(loader({three[0]: 0.5, three[1]: 0.5}).batches()).cursor
-    with pytest.raises(UserError, match="cursor belongs to other shards"):
+    with pytest.raises(UserError, match="cursor belongs to other weights"):
         next(loader({three[0]: 0.6, three[1]: 0.4}).batches(cursor))
     next(loader({three[0]: 5, three[1]: 5}).batches(cursor))
     with pytest.raises(UserError, match="weights of a mixture must be positive, not 0"):
@@ -153,7 +153,7 @@ def test_changing_weights_resume_exactly(three: list[str], position: int, hosts:
 def test_other_changes_are_another_order(three: list[str]):
     """A cursor belongs to the steps of the changes too; constant weights are as before."""
     cursor = next(loader({three[0]: [[0, 1], [5, 2]], three[1]: 1}).batches()).cursor
-    with pytest.raises(UserError, match="cursor belongs to other shards"):
+    with pytest.raises(UserError, match="cursor belongs to other weights"):
         next(loader({three[0]: [[0, 1], [6, 2]], three[1]: 1}).batches(cursor))
     plain = next(loader({three[0]: 1, three[1]: 1}).batches()).cursor
     next(loader({three[0]: [[0, 1]], three[1]: 1}).batches(plain))

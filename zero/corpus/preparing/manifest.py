@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+import logging
 import operator
 import os
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero.corpus.preparing import directory
 from zero.corpus.text.chat_template import CONFIG, TEMPLATE
-from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer
-from zero.errors import UserError
+from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, is_same_tokenizer
+from zero.errors import UserError, file_error
 from zero.files import storage
-from zero.files.parsing import reading
+from zero.files.parsing import MALFORMED, reading
+
+if TYPE_CHECKING:
+    from zero.corpus.preparing.sources.source import Source
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 SPLITS = ("train", "validation")  # of every corpus
 ALL_SPLITS = (*SPLITS, "test")
 NO_HASH = 2**64  # higher than any hash
+_log = logging.getLogger(__name__)
 
 
 class Counts(NamedTuple):
@@ -78,12 +83,61 @@ def find_usable(place: str, arguments: dict[str, Any], source_state: str, overwr
     return manifest if set(shards) <= directory.file_names(place) else None
 
 
+def is_of_source(place: str, manifest: dict[str, Any], source: str, contents: str, overwrite: bool) -> bool:
+    """Whether a finished corpus was made of these contents of a source, of the same names and sizes.
+
+    Raises UserError if it was not, unless `overwrite`. A manifest of an earlier version records no contents: it is
+    taken for such a corpus, with a warning, unless `overwrite`.
+    """
+    recorded = manifest.get("source_contents")
+    if recorded == contents or overwrite:
+        return recorded == contents
+    if recorded is None:
+        _log.warning(
+            "corpus %s is of a version that recorded only names and sizes of the files of %s: kept without a "
+            "comparison of contents; --overwrite prepares it again",
+            place,
+            source,
+        )
+        return True
+    raise UserError(
+        f"corpus {place} was prepared when {source} had other contents, in files of the same sizes: choose another "
+        "name, or --overwrite to replace it"
+    )
+
+
 def load(place: str) -> dict[str, Any]:
     path = storage.join(place, MANIFEST)
     with reading(f"{path} is not a manifest that this version can read, choose another name, or remove it"):
         manifest: dict[str, Any] = json.loads(directory.read(path))
         _check_form(manifest)
     return manifest
+
+
+def find(place: str) -> dict[str, Any] | None:
+    """The manifest of a directory of shards; None if it has none, or a file of this name that is something else."""
+    path = storage.join(place, MANIFEST)
+    try:
+        data = storage.read_bytes(path)
+    except (FileNotFoundError, NotADirectoryError, storage.AccessDenied):  # a bucket that may not be listed denies
+        return None
+    except OSError as error:
+        raise file_error(f"{path} cannot be read: {error.strerror or error}", error) from error
+    try:
+        manifest: dict[str, Any] = json.loads(data)
+        _check_form(manifest)
+    except MALFORMED:
+        return None
+    return manifest
+
+
+def recorded_checksums(place: str) -> dict[str, str]:
+    """The SHA-256 of each shard in a directory, by its name, as the manifest records them; {} without a manifest."""
+    manifest = find(place)
+    if manifest is None:
+        return {}
+    shards = [shard for split in splits_of(manifest) for shard in manifest[split]["shards"]]
+    return {shard["name"]: shard["sha256"] for shard in shards if isinstance(shard.get("sha256"), str)}
 
 
 def _check_form(manifest: dict[str, Any]) -> None:
@@ -106,19 +160,23 @@ def _check_form(manifest: dict[str, Any]) -> None:
 
 def check_tokenizer(place: str, tokenizer: Tokenizer) -> None:
     """Raises UserError if the corpus in `place` was prepared with another tokenizer; shards without a manifest pass."""
-    if storage.exists(storage.join(place, MANIFEST)):
-        recorded = load(place)["tokenizer"]
-        if recorded.rpartition(":")[2] != tokenizer.name.rpartition(":")[2]:  # the file may have another name
-            raise UserError(f"corpus {place} was prepared with tokenizer {recorded}, not {tokenizer.name}")
+    place = place if storage.is_remote(place) else os.path.normpath(place)
+    manifest = find(place)
+    if manifest is not None and not is_same_tokenizer(manifest["tokenizer"], tokenizer.name):
+        own = manifest["tokenizer"] if manifest["tokenizer"] == "bytes" else storage.join(place, TOKENIZER)
+        raise UserError(
+            f"corpus {place} was prepared with tokenizer {manifest['tokenizer']}, not {tokenizer.name}: name its own, "
+            f"{own}"
+        )
 
 
-def check_end_of_text(shards: Iterable[str], tokenizer: Tokenizer) -> None:
-    """Raises UserError if one of these shards separates its documents by an end of text of another tokenizer."""
+def check_tokenizers(shards: Iterable[str], tokenizer: Tokenizer) -> None:
+    """Raises UserError if one of these shards was prepared with another tokenizer than `data.tokenizer`."""
     for place in sorted({storage.parent(shard) for shard in shards}):
         try:
             check_tokenizer(place, tokenizer)
         except UserError as error:
-            raise UserError(f"data.isolate_documents=true needs data.tokenizer of the corpus: {error}") from error
+            raise UserError(f"data.tokenizer: {error}") from error
 
 
 def save(place: str, manifest: dict[str, Any]) -> None:
@@ -129,7 +187,7 @@ def begin(
     place: str,
     indices: dict[str, str],
     arguments: dict[str, Any],
-    source_state: str,
+    source: Source,
     threshold: int,
     tokenizer: Tokenizer,
     splits: Sequence[str],
@@ -142,8 +200,9 @@ def begin(
             beside = storage.join(storage.parent(tokenizer.path), name)
             if storage.exists(beside) and beside != storage.join(place, name):
                 directory.write(storage.join(place, name), directory.read(beside))
-    manifest: dict[str, Any] = arguments | {split: {"shards": []} for split in splits}
-    manifest["unfinished"] = {"source_state": source_state, "threshold": threshold}
+    contents = {"source_contents": source.contents}
+    manifest: dict[str, Any] = arguments | contents | {split: {"shards": []} for split in splits}
+    manifest["unfinished"] = {"source_state": source.state, "threshold": threshold}
     manifest["unfinished"] |= {split: UnitPosition() for split in splits}
     save(place, manifest)
     return manifest

@@ -97,7 +97,8 @@ def prepare(
     `packing.PACKINGS`, the documents of each shard are packed into rows, and shards hold about `rows_per_shard`.
 
     After an interruption the next call with these arguments continues after the finished shards; a finished corpus is
-    kept. At no time does an index list a shard that does not exist.
+    kept, if the source, which is read for that, still has the contents that it was made of. At no time does an index
+    list a shard that does not exist.
 
     `tokenizer_source` is recorded: where the tokenizer comes from, such as hf:NAME@COMMIT. Its chat template is copied.
     The options are those of `zero-prepare --help`; `tokenizer` may also be a number of tokens, to train one of that
@@ -189,6 +190,9 @@ def _prepare_locked(
 ) -> dict[str, Any]:
     """Continues or begins a corpus, writes the missing shards, and returns its manifest."""
     manifest = manifests.find_usable(place, arguments, source.state, overwrite)
+    if manifest is not None and "unfinished" not in manifest:
+        is_same = manifests.is_of_source(place, manifest, arguments["source"], source.contents, overwrite)
+        manifest = manifest if is_same else None
     if isinstance(tokenizer, int):
         tokenizer = _load_or_train_tokenizer(place, manifest is not None, source, tokenizer, bar)
     arguments |= {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
@@ -197,7 +201,7 @@ def _prepare_locked(
     threshold = int(arguments["validation_fraction"] * 2**64)
     splits = ALL_SPLITS[: source.splits]
     if manifest is None:
-        manifest = manifests.begin(place, indices, arguments, source.state, threshold, tokenizer, splits)
+        manifest = manifests.begin(place, indices, arguments, source, threshold, tokenizer, splits)
     directories.remove_temporary_files(place, "*")
     for index in indices.values():
         directories.remove_temporary_files(storage.parent(index), os.path.basename(index))
@@ -222,7 +226,7 @@ def _prepare_locked(
             raise UserError(
                 f"{arguments['source']} holds {some if train.documents + validation.documents else 'no text'}"
             )
-        manifest = manifests.begin(place, indices, arguments, source.state, threshold, tokenizer, splits)
+        manifest = manifests.begin(place, indices, arguments, source, threshold, tokenizer, splits)
     for split, index in indices.items():
         if split in manifest and not storage.exists(index):
             directories.write(index, manifests.index_text(index, place, split, manifest[split]))

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from zero.corpus.preparing import directory, manifest
 from zero.corpus.preparing.manifest import TOKENIZER, splits_of
-from zero.corpus.text.tokenizers import Tokenizer
+from zero.corpus.text.tokenizers import Tokenizer, is_same_tokenizer
 from zero.errors import UserError
 from zero.files import storage
 
@@ -72,5 +72,5 @@ def _tokenizer_differences(place: str, recorded: str, tokenizer: Tokenizer | Non
             yield f"{path} is missing"
         elif hashlib.sha256(directory.read(path)).hexdigest()[:16] != recorded.rpartition(":")[2]:
             yield f"{path} is not the tokenizer of this corpus, {recorded}"
-    if tokenizer and tokenizer.name.rpartition(":")[2] != recorded.rpartition(":")[2]:
+    if tokenizer and not is_same_tokenizer(tokenizer.name, recorded):
         yield f"{place} was prepared with tokenizer {recorded}, not {tokenizer.name}"

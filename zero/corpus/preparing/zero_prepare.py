@@ -128,7 +128,9 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of the index files, a path or gs:// URL ({INDEX_DIRECTORY})",
     )
     parser.add_argument("--workers", type=int, help="processes; default: one per core; the result is the same")
-    parser.add_argument("--overwrite", action="store_true", help="replace a corpus that was made with other options")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a corpus that was made with other options or of other text"
+    )
     parser.add_argument(
         "--peek",
         type=int,

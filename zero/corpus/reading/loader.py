@@ -14,12 +14,14 @@ import math
 import os
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from zero.corpus.reading.cache import ShardCache
+from zero.corpus.reading.contents import REMEDY, IndexContents, check_contents, contents_of
 from zero.corpus.reading.corpus_reader import SKIPPED, CorpusReader
 from zero.corpus.reading.crop import CROPS, Crop
 from zero.corpus.reading.index_files import Shard, read_index
@@ -29,7 +31,11 @@ from zero.corpus.reading.shards import BadData, Rows, row_tokens
 from zero.errors import UserError
 
 _REMOTE_THREADS = 16  # at most; they wait for the network, not for Python
+_OTHER_SHARDS = "the saved data cursor belongs to other shards"
 _log = logging.getLogger(__name__)
+
+
+Cursor = dict[str, Any]  # a position in data and what identifies them, as JSON can hold it
 
 
 class HostBatch(NamedTuple):
@@ -37,7 +43,7 @@ class HostBatch(NamedTuple):
 
     tokens: np.ndarray  # int32 (B / hosts, T); -1 where there is no token, ~t for a token t that is not predicted
     # For pairs (B / hosts, 2 T), the first text and then the second one.
-    cursor: dict[str, int]  # for `Loader.batches`; plain ints, so that JSON can hold it
+    cursor: Cursor  # for `Loader.batches`
     skipped: int  # rows of these that could not be read
     reference: np.ndarray | None = None  # float32 (B / hosts, 2), where the loader has it
 
@@ -106,7 +112,8 @@ class Loader:
         # Each index file of a mixture is a corpus; others are one, all together.
         groups: list[list[str | Path]] = [[name] for name in mixture]
         groups = groups or [[index] if isinstance(index, str | Path) else list(index)]
-        whole = [_used_shards(group, train_samples, skip_bad) for group in groups]
+        by_index = [_used_shards(group, train_samples, skip_bad) for group in groups]
+        whole = [[pair for _, shards in group for pair in shards] for group in by_index]
         crops = [_crop(crop, shards, context, skip_bad) for shards in whole]
         used = [
             [(shard, rows * one.sequences) for shard, rows in shards] for shards, one in zip(whole, crops, strict=True)
@@ -139,13 +146,37 @@ class Loader:
         self._dropped = 0
         if max_epochs is not None and shuffle and not mixture:
             self._dropped = max_epochs * self.rows % global_rows
-        self._identity = {
-            "shards": _fingerprint(used, self._mixture if mixture else None),
+        self._by_index = [one for group in by_index for one in group]
+        self._skip_bad = skip_bad
+        self._order = {
             "global_rows": global_rows,
             "seed": seed,
             "shuffle": int(shuffle),
             "shuffle_shards": shuffle_shards,
             "crop": list(CROPS).index(crop),
+        }
+        self._shards = _fingerprint(used, self._mixture if mixture else None)
+        shares = [[first, *map(str, one.weights)] for first, one in self._mixture.stages]
+        self._composition = {"weights": shares, "sequences_per_row": [one.sequences for one in crops]}
+
+    @cached_property
+    def contents(self) -> list[IndexContents]:
+        """What identifies the contents of each index file."""
+        return [IndexContents(name, *contents_of(shards)) for name, shards in self._by_index]
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The shards of all index files."""
+        return [shard for corpus in self.corpora for shard, _ in corpus.shards]
+
+    @cached_property
+    def identity(self) -> Cursor:
+        """What the rows and their order depend on, as every cursor has it."""
+        return {
+            "shards": self._shards,
+            **self._order,
+            "contents": [list(one) for one in self.contents],
+            "composition": self._composition,
         }
 
     def _batches_of(self, epochs: int, fill_up: bool) -> int:
@@ -176,12 +207,32 @@ class Loader:
         rows = self.rows_seen(batches)
         return {name: seen / corpus.rows for (name, seen), corpus in zip(rows.items(), self.corpora, strict=False)}
 
-    def batches(self, cursor: dict[str, int] | None = None) -> Generator[HostBatch, None, None]:
+    def check(self, cursor: Cursor | None) -> None:
+        """Raises UserError for a cursor of other data or another order, and names the difference."""
+        if cursor is None:
+            return
+        check_order(cursor, self._order)
+        if cursor.get("contents") is None:
+            _log.warning("the checkpoint is of a version that recorded names of shards, and no contents to compare")
+            is_compared = False
+        else:
+            before = [IndexContents(*one) for one in cursor["contents"]]
+            is_compared = check_contents(before, self.contents, _OTHER_SHARDS, is_warning=self._skip_bad)
+            if cursor["composition"] != self._composition:
+                changes = f"{cursor['composition']}, not {self._composition}"
+                raise UserError(
+                    f"the saved data cursor belongs to other weights or crops of its index files: {changes}"
+                )
+        if not is_compared and cursor["shards"] != self._shards:
+            raise UserError(f"{_OTHER_SHARDS} than the index file lists now, by their names and rows; {REMEDY}")
+
+    def batches(self, cursor: Cursor | None = None) -> Generator[HostBatch, None, None]:
         """Batches from the beginning, or from just after the one that `cursor` came with.
 
         Raises UserError for a cursor of other data or another order, and names the difference.
         """
-        done = batches_done(cursor, self._identity)
+        self.check(cursor)
+        done = 0 if cursor is None else cursor["batches"]
         part = self._stream_rows
         first = self._host * self._global_rows // self._hosts
         last = (self._host + 1) * self._global_rows // self._hosts
@@ -203,7 +254,7 @@ class Loader:
                     tokens[np.arange(self._width) >= lengths[..., None]] = -1
                 skipped = int((lengths.reshape(-1)[first:last] == SKIPPED).sum())
                 done += 1
-                cursor = {**self._identity, "batches": done}
+                cursor = {**self.identity, "batches": done}
                 own = tokens.reshape(-1, self._width)[first:last]
                 values = reference.reshape(-1, self._reference)[first:last] if self._reference else None
                 yield HostBatch(own, cursor, skipped, values)
@@ -234,31 +285,31 @@ class Loader:
                     array[own] = values
 
 
-def batches_done(cursor: dict[str, int] | None, identity: dict[str, int]) -> int:
-    """The batches before a cursor; raises UserError if it belongs to data with another `identity`."""
-    if cursor is None:
-        return 0
-    for key, value in identity.items():
+def check_order(cursor: Cursor, order: Cursor) -> None:
+    """Raises UserError, which names the key, for a cursor of another order."""
+    for key, value in order.items():
         before = cursor.get(key)
         if before != value:
-            if key == "shards":
-                raise UserError("the saved data cursor belongs to other shards than the index file lists now")
             raise UserError(f"the saved data cursor belongs to {key}={before}, not to {key}={value}")
-    return cursor["batches"]
 
 
-def _used_shards(indices: list[str | Path], train_samples: int | None, skip_bad: bool) -> list[tuple[Shard, int]]:
-    """The shards of a corpus with the rows to use of each: all, or the first `train_samples` of the index."""
+def _used_shards(
+    indices: list[str | Path], train_samples: int | None, skip_bad: bool
+) -> list[tuple[str, list[tuple[Shard, int]]]]:
+    """Each index file of a corpus with its shards and the rows to use of each: all, or the first `train_samples`."""
     left = math.inf if train_samples is None else train_samples
-    used = []
-    for shard in [shard for index in indices for shard in read_index(index, skip_bad)]:
-        rows = int(min(shard.rows, left))
-        left -= rows
-        if rows:
-            used.append((shard, rows))
-    if not used:
+    by_index = []
+    for index in indices:
+        used = []
+        for shard in read_index(index, skip_bad):
+            rows = int(min(shard.rows, left))
+            left -= rows
+            if rows:
+                used.append((shard, rows))
+        by_index.append((str(index), used))
+    if not any(used for _, used in by_index):
         raise UserError(f"index file {', '.join(map(str, indices))}: the shards hold no rows")
-    return used
+    return by_index
 
 
 def _crop(name: str, used: list[tuple[Shard, int]], context: int, skip_bad: bool) -> Crop:

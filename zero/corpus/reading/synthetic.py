@@ -9,8 +9,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from zero.corpus.reading.contents import IndexContents
 from zero.corpus.reading.corpus_reader import CorpusReader
-from zero.corpus.reading.loader import HostBatch, Loader, batches_done
+from zero.corpus.reading.index_files import Shard
+from zero.corpus.reading.loader import Cursor, HostBatch, Loader, check_order
 
 
 def _random_row(seed: int, row: int, context: int, vocab_size: int) -> np.ndarray:
@@ -65,20 +67,40 @@ class SyntheticLoader:
         """Passes over each corpus of a mixture: there is none."""
         return {}
 
-    def batches(self, cursor: dict[str, int] | None = None) -> Generator[HostBatch, None, None]:
+    @property
+    def contents(self) -> list[IndexContents]:
+        """What identifies the contents of each index file: there is none."""
+        return []
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The shards of all index files: there are none."""
+        return []
+
+    @property
+    def identity(self) -> Cursor:
+        """What the rows depend on, as every cursor has it."""
+        kind = list(SYNTHETIC).index(self.kind)
+        return {"synthetic": kind, "seed": self.seed, "global_rows": self.global_rows}
+
+    def check(self, cursor: Cursor | None) -> None:
+        """Raises UserError for a cursor of other data, and names the difference."""
+        if cursor is not None:
+            check_order(cursor, self.identity)
+
+    def batches(self, cursor: Cursor | None = None) -> Generator[HostBatch, None, None]:
         """Batches from the beginning, or from just after the one that `cursor` came with.
 
         Raises UserError for a cursor of other data.
         """
-        kind = list(SYNTHETIC).index(self.kind)
-        identity = {"synthetic": kind, "seed": self.seed, "global_rows": self.global_rows}
-        done = batches_done(cursor, identity)
+        self.check(cursor)
+        done = 0 if cursor is None else cursor["batches"]
         share, row_of = self.global_rows // self.hosts, SYNTHETIC[self.kind]
         while True:
             first = done * self.global_rows + self.host * share
             rows = [row_of(self.seed, row, self.context, self.vocab_size) for row in range(first, first + share)]
             done += 1
-            yield HostBatch(np.stack(rows).astype(np.int32), {**identity, "batches": done}, 0)
+            yield HostBatch(np.stack(rows).astype(np.int32), {**self.identity, "batches": done}, 0)
 
 
 AnyLoader = Loader | SyntheticLoader

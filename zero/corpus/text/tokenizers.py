@@ -62,6 +62,24 @@ class Tokenizer(Protocol):
         ...
 
 
+def is_same_tokenizer(one: str, other: str) -> bool:
+    """Whether two names of tokenizers are of the same one: they end in a digest of the file, which may have moved.
+
+    >>> is_same_tokenizer("a.json sha256:04", "copy.json sha256:04"), is_same_tokenizer("bytes", "a.json sha256:04")
+    (True, False)
+    """
+    return one.rpartition(":")[2] == other.rpartition(":")[2]
+
+
+def check_same_tokenizer(origin: str, recorded: str | None, tokenizer: Tokenizer) -> None:
+    """Raises UserError if a checkpoint records another tokenizer; one of an earlier version records none."""
+    if recorded is not None and not is_same_tokenizer(recorded, tokenizer.name):
+        raise UserError(
+            f"data.tokenizer: {origin} was trained with tokenizer {recorded}, and this is {tokenizer.name}; expected a "
+            "copy of that file, at any path"
+        )
+
+
 class ByteTokenizer:
     """One token per byte of UTF-8. The NUL byte is the end of text; NULs inside a text are dropped.
 

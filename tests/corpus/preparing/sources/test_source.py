@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.helpers import records
+from tests.helpers import records, sources
 from tests.helpers.records import record
 from zero.corpus.preparing.sources import documents
 from zero.corpus.preparing.sources.source import Source
@@ -90,14 +92,29 @@ def test_records(tmp_path: Path):
 
 
 def test_fingerprints_and_states(tmp_path: Path):
-    """A copy has the same fingerprint, and an edit another state."""
+    """A copy has the same fingerprint and contents, and an edit another state and other contents."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.txt").write_text(name)
     one, two = (Source(str(tmp_path / name), "text", 0.2) for name in ("a", "b"))
-    assert one.fingerprint == two.fingerprint and one.state != two.state
+    assert one.fingerprint == two.fingerprint and one.state != two.state and one.contents != two.contents
+    shutil.copytree(tmp_path / "a", tmp_path / "c")
+    os.utime(tmp_path / "c" / "x.txt", (1, 1))
+    assert Source(str(tmp_path / "c"), "text", 0.2).contents == one.contents
+    (tmp_path / "c" / "x.txt").rename(tmp_path / "c" / "y.txt")
+    assert Source(str(tmp_path / "c"), "text", 0.2).contents != one.contents
     (tmp_path / "a" / "x.txt").write_text("longer")
     assert Source(str(tmp_path / "a"), "text", 0.2).fingerprint != two.fingerprint
+
+
+def test_index_of_an_array_is_content(tmp_path: Path):
+    """The index of Megatron beside an array, which tells where documents begin, is a part of the source."""
+    sources.write_ids["Megatron"](tmp_path / "a", ["one", "two"])
+    before = Source(str(tmp_path), "text", 0.2).contents
+    assert Source(str(tmp_path), "text", 0.2).contents == before
+    index = tmp_path / "a.idx"
+    index.write_bytes(index.read_bytes()[:-1] + b"\1")
+    assert Source(str(tmp_path), "text", 0.2).contents != before
 
 
 def test_what_is_wrong_is_named(tmp_path: Path):

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import functools
 import glob
+import hashlib
 import io
+import json
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import BinaryIO, NamedTuple
 
 from zero.errors import UserError, file_error
 from zero.files import storage
+from zero.files.storage.objects import ObjectStat
 
 # Suffixes of text in a folder. A file with any other suffix can still be given as the source itself.
 _SUFFIXES = """
@@ -30,11 +34,15 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 _NOT_TEXT = {"__pycache__", "node_modules"}
 
 
+_BLOCK = 1 << 20  # bytes that are hashed at once
+
+
 class SourceFile(NamedTuple):
     path: str  # or the URL of an object
     relative: str  # to the source
     size: int
     changed: int | str  # its modification time in ns, or the version of an object
+    stated: str | None = None  # what a bucket states of an object's bytes: a checksum, or else its version
 
 
 def find_files(source: str, has_format: Callable[[str], bool]) -> list[SourceFile]:
@@ -103,14 +111,38 @@ def _find_remote(root: str) -> tuple[list[SourceFile], bool]:
         parts = [part if part == "**" else re.sub(r"\*+", "*", part) for part in root.split("/")]
         pattern = re.compile(glob_translate("/".join(parts)))
         paths = [path for path in found if pattern.fullmatch(path)]
-        return [SourceFile(path, path[len(base) :].lstrip("/"), *found[path][:2]) for path in paths], False
+        return [_object_file(path, path[len(base) :].lstrip("/"), found[path]) for path in paths], False
     try:
         stat = storage.stat(root)
-        return [SourceFile(root, ".", stat.size, stat.version)], False
+        return [_object_file(root, ".", stat)], False
     except FileNotFoundError:
         base = root.rstrip("/")
         found = storage.list_stats(base)
-        return [SourceFile(path, path[len(base) + 1 :], *found[path][:2]) for path in found], bool(found)
+        return [_object_file(path, path[len(base) + 1 :], found[path]) for path in found], bool(found)
+
+
+def _object_file(url: str, relative: str, stat: ObjectStat) -> SourceFile:
+    checksum = stat.checksum
+    stated = f"version {stat.version}" if checksum is None else f"{checksum.algorithm} {checksum.value}"
+    return SourceFile(url, relative, stat.size, stat.version, stated)
+
+
+def digest_of_contents(files: Sequence[SourceFile]) -> str:
+    """A digest of names and contents. Files of this machine are read, objects of a bucket are not."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing leaves Python's lock to others
+        contents = list(pool.map(_contents, files))
+    lines = [[file.relative, one] for file, one in zip(files, contents, strict=True)]
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
+
+
+def _contents(file: SourceFile) -> str:
+    if file.stated is not None:
+        return file.stated
+    digest = hashlib.sha256()
+    with open_file(file.path) as opened:
+        while block := opened.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _base(pattern: str) -> str:

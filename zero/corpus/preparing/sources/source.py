@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from operator import methodcaller
 
 from zero.corpus.preparing.sources import documents
+from zero.corpus.preparing.sources.arrays import megatron_index
 from zero.corpus.preparing.sources.changes import FORMS, changed, normalised, without
 from zero.corpus.preparing.sources.documents import VALIDATION, Reader, TextReader, Unit
-from zero.corpus.preparing.sources.files import SourceFile, find_files
+from zero.corpus.preparing.sources.files import SourceFile, digest_of_contents, find_files
 from zero.corpus.preparing.sources.formats import Options, format_of
 from zero.corpus.preparing.sources.hub import HubDataset
 from zero.corpus.preparing.sources.splits import OFFICIAL, official_splits, part_sizes
@@ -81,11 +82,26 @@ class Source:
         official = opened.splits if opened else self._of_files
         self.splits = len(self._sizes) if self._sizes else 1 + max([VALIDATION, *official])
         self.size = None if self._hub else sum(file.size for file in self._files)  # bytes; None is unknown
-        # A hash of names and sizes, which a copy shares; the state of an unfinished corpus also depends on the times.
+        # A hash of names and sizes, known at once; the state of an unfinished corpus also depends on the times.
         sizes = [(file.relative, file.size) for file in self._files]
         self.fingerprint = self._hub.fingerprint if self._hub else _digest(sizes)
         times = [(file.relative, file.changed) for file in self._files]
         self.state = _digest([(self.fingerprint, documents.UNIT_BYTES), *times])
+
+    @cached_property
+    def contents(self) -> str:
+        """A digest of the contents, for which files of this machine are read once; a copy shares it."""
+        return self._hub.fingerprint if self._hub else digest_of_contents(self._files + self._companions())
+
+    def _companions(self) -> list[SourceFile]:
+        """The index of each Megatron array: it decides where documents begin."""
+        found = []
+        for file in self._files if self.has_ids else []:
+            if index := megatron_index(file.path):
+                found += [
+                    one._replace(relative=f"{file.relative} index") for one in find_files(index, lambda path: True)
+                ]
+        return found
 
     def units(self) -> Iterator[Unit]:
         """All units, the same ones at every call."""

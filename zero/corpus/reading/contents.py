@@ -1,0 +1,165 @@
+"""What identifies the contents of a corpus, without reading its shards: a start costs no more for a larger corpus.
+
+For each shard the first of these that there is:
+
+- the SHA-256 in the manifest of its directory, which zero-prepare writes,
+- in a bucket, what a list states: size and checksum, else size and version,
+- on a disk, the size and a digest of a few blocks.
+
+Reasons, and what is not noticed: docs/decisions/identity.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from zero.corpus.preparing.manifest import recorded_checksums
+from zero.corpus.reading.index_files import Shard
+from zero.errors import UserError
+from zero.files import storage
+from zero.files.storage.objects import ObjectStat
+
+BLOCKS = 4  # that are read of a file without a manifest, at equal distances from its beginning on
+BLOCK_BYTES = 4096
+REMEDY = (
+    "a run continues only on the data that it began with: bring them back, or start a new run from its weights, "
+    "model.warm_start=true model.model_path=RUN"
+)
+_THREADS = 16  # which wait for a disk of the network
+_MANIFEST = "manifest"  # kinds of facts; those of buckets are the names of checksums, or of versions
+_BLOCKS = "blocks"
+_UNKNOWN = "nothing"
+_log = logging.getLogger(__name__)
+
+
+class Facts(NamedTuple):
+    """What identifies the contents of a shard."""
+
+    known_by: str
+    value: str  # the name of the shard, if nothing else is known
+
+
+class Contents(NamedTuple):
+    """What identifies the shards of an index file, in their order."""
+
+    rows: int  # that are used
+    known_by: str  # the kinds of facts
+    digest: str
+
+
+class IndexContents(NamedTuple):
+    """The contents of an index file, with its path or URL for messages."""
+
+    path: str
+    rows: int
+    known_by: str
+    digest: str
+
+
+def contents_of(shards: Sequence[tuple[Shard, int]]) -> Contents:
+    """The contents of shards, each with the number of its rows that are used. It does not depend on their paths."""
+    facts = shard_facts([shard.path for shard, _ in shards])
+    lines = [f"{facts[shard.path]} {shard.rows}" for shard, _ in shards]
+    known_by = "+".join(sorted({facts[shard.path].known_by for shard, _ in shards}))
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return Contents(sum(rows for _, rows in shards), known_by, digest)
+
+
+def check_contents(
+    before: Sequence[IndexContents], now: Sequence[IndexContents], message: str, is_warning: bool = False
+) -> bool:
+    """Compares the contents of index files, in their order, with those of an earlier start; paths may differ.
+
+    Args:
+      message: begins that of the error.
+      is_warning: of contents that are known by their own bytes a difference may be damage that is tolerated.
+
+    Returns:
+      Whether all could be compared: only what is known by the same facts can.
+
+    Raises:
+      UserError: they differ; the message names the index file.
+    """
+    if len(before) != len(now):
+        old_paths = ", ".join(one.path for one in before)
+        new_paths = ", ".join(one.path for one in now)
+        raise UserError(f"{message}: to those of {old_paths}, not of {new_paths}; {REMEDY}")
+    not_compared = []
+    for old, new in zip(before, now, strict=True):
+        if old.rows != new.rows:
+            more = "" if new.rows < old.rows else f"; data.train_samples={old.rows} reads the first ones"
+            raise UserError(f"{message}: {new.path} had {old.rows} rows and has {new.rows} now{more}; {REMEDY}")
+        if old.known_by != new.known_by or _UNKNOWN in new.known_by:
+            not_compared.append(f"{new.path} (known by {old.known_by}, now by {new.known_by})")
+        elif old.digest != new.digest:
+            problem = f"{new.path} has as many rows as before, and other contents (by {new.known_by})"
+            if not is_warning or new.known_by == _MANIFEST:
+                raise UserError(f"{message}: {problem}; {REMEDY}")
+            _log.warning("%s; data.max_skipped_rows allows for damage", problem)
+    if not_compared:
+        _log.warning(
+            "compared by the names and rows of shards, not by their contents, which need the same manifest.json beside "
+            "them: %s",
+            ", ".join(not_compared),
+        )
+    return not not_compared
+
+
+def shard_facts(paths: Iterable[str]) -> dict[str, Facts]:
+    """The facts of each shard; a request or two for each directory, and a few reads for each file without manifest."""
+    by_directory: dict[str, list[str]] = {}
+    for path in paths:
+        by_directory.setdefault(storage.parent(path), []).append(path)
+    facts: dict[str, Facts] = {}
+    for directory, own in by_directory.items():
+        sums = recorded_checksums(directory)
+        listed = {path for path in own if os.path.basename(path) in sums}
+        facts |= {path: Facts(_MANIFEST, sums[os.path.basename(path)]) for path in listed}
+        others = [path for path in own if path not in listed]
+        if storage.is_remote(directory):
+            facts |= _facts_of_objects(directory, others)
+        else:
+            facts |= _facts_of_files(others)
+    return facts
+
+
+def _facts_of_files(paths: list[str]) -> dict[str, Facts]:
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip(paths, pool.map(_facts_of_file, paths), strict=True))
+
+
+def _facts_of_file(path: str) -> Facts:
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            digest = hashlib.sha256(str(size).encode())
+            for number in range(BLOCKS):
+                file.seek(number * size // BLOCKS)
+                digest.update(file.read(BLOCK_BYTES))
+    except OSError:  # `data.max_skipped_rows` may allow it to be missing; whoever reads it names the error
+        return Facts(_UNKNOWN, os.path.basename(path))
+    return Facts(_BLOCKS, digest.hexdigest())
+
+
+def _facts_of_objects(directory: str, paths: list[str]) -> dict[str, Facts]:
+    if not paths:
+        return {}
+    try:
+        stats = storage.list_stats(directory)
+    except storage.AccessDenied as error:
+        _log.warning("the contents of the shards are not compared with those that a run was started with: %s", error)
+        stats = {}
+    return {path: _facts_of_object(path, stats.get(path)) for path in paths}
+
+
+def _facts_of_object(url: str, stat: ObjectStat | None) -> Facts:
+    if stat is None:
+        return Facts(_UNKNOWN, os.path.basename(url))
+    if stat.checksum is not None:
+        return Facts(stat.checksum.algorithm, f"{stat.size} {stat.checksum.value}")
+    return Facts(f"versions in {storage.parent(url)}", f"{stat.size} {stat.version}")  # a copy elsewhere has others

@@ -1,0 +1,73 @@
+"""Compares the data and the tokenizer of a start with those of its checkpoint, and notes them for the next one."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from zero.corpus.preparing.manifest import check_tokenizers
+from zero.corpus.reading.contents import Contents, IndexContents
+from zero.corpus.reading.loader import Loader
+from zero.corpus.reading.synthetic import AnyLoader
+from zero.corpus.text.tokenizers import Tokenizer, check_same_tokenizer
+from zero.errors import UserError
+from zero.hosts import agreement
+from zero.run.restore import TrainingPosition
+
+log = logging.getLogger(__name__)
+
+
+def check_identity(
+    position: TrainingPosition, tokenizer: Tokenizer, loader: AnyLoader, validation: Mapping[str, Loader]
+) -> None:
+    """Compares contents with those of all other hosts, of the checkpoint and of the corpora. All hosts call it.
+
+    The tokenizer and the validation sets are noted in the position; its cursor names the training data.
+
+    Raises:
+      UserError: the training data or the tokenizer is another one than before, or than that of another host.
+    """
+    contents, shards = list(loader.contents), loader.shards
+    for data in validation.values():
+        contents += data.contents
+        shards += data.shards
+    check_tokenizers([shard.path for shard in shards], tokenizer)
+    _check_hosts(contents)
+    sets = {name: list(map(list, data.contents)) for name, data in validation.items()}
+    loader.check(position.cursor)
+    check_same_tokenizer(f"step {position.step}", position.tokenizer, tokenizer)
+    if position.validation is not None and (names := _changed(position.validation, sets)):
+        log.warning(
+            "other contents than at step %d: the validation set %s. validation/loss before and after are losses of "
+            "different texts, and so are those by which the best checkpoint is kept",
+            position.step,
+            ", ".join(names),
+        )
+    position.tokenizer = tokenizer.name
+    position.validation = sets
+
+
+def _check_hosts(contents: list[IndexContents]) -> None:
+    """Raises UserError, on all hosts, where an index file lists other contents on another host than on host 0."""
+    mine = [[one.path, one.known_by, one.digest] for one in contents]
+    first, *others = map(json.loads, agreement.gather("contents of the data", json.dumps(mine)))
+    for host, theirs in enumerate(others, 1):
+        for one, other in zip(first, theirs, strict=True):
+            if one != other:
+                raise UserError(
+                    f"{one[0]}: host 0 has other contents (by {one[1]}) than host {host} (by {other[1]}); all hosts "
+                    "need the same shards, and the same manifest.json beside them"
+                )
+
+
+def _changed(before: Mapping[str, list[Any]], now: Mapping[str, list[Any]]) -> list[str]:
+    """The names of the sets that both have, with other contents."""
+    common = sorted(before.keys() & now.keys())
+    return [name or "without a name" for name in common if _facts(before[name]) != _facts(now[name])]
+
+
+def _facts(contents: list[Any]) -> list[Contents]:
+    """The contents of index files without their paths, from lists of JSON."""
+    return [Contents(*facts) for _, *facts in contents]
