@@ -71,7 +71,7 @@ def test_mistake_in_a_real_process(arguments: list[str], named: list[str], tmp_p
     cli.check_refusal(cli.run(tmp_path, *arguments), *named)
 
 
-LATER = ("fsspec", "google.cloud", "matplotlib", "orbax", "plotly", "tensorstore", "tokenizers", "torch", "wandb")
+LATER = ("fsspec", "google.cloud", "matplotlib", "orbax", "tensorstore", "tokenizers", "torch", "wandb")
 AT_THE_FIRST_STEP = f"""
 import gc, logging, os, sys
 

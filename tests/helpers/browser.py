@@ -20,7 +20,7 @@ WIDTHS = (360, 768, 1300, 2000)
 LAYOUT = """
 (() => {
   const wrong = [];
-  const name = (e) => `${e.tagName.toLowerCase()}${e.id ? "#" + e.id : ""} "${(e.textContent || "").trim().slice(0, 30)}"`;
+  const name = (e) => `${e.tagName.toLowerCase()} ${e.id} "${(e.textContent || "").trim().slice(0, 30)}"`;
   const root = document.documentElement;
   if (root.scrollWidth > root.clientWidth) wrong.push(`the page is ${root.scrollWidth} wide, of ${root.clientWidth}`);
   const shown = [...document.body.querySelectorAll("*")].filter((e) =>
@@ -34,9 +34,10 @@ LAYOUT = """
   for (const e of shown) {
     const box = e.getBoundingClientRect();
     if ((box.right > root.clientWidth + 1 || box.left < -1) && !scrolls(e)) wrong.push(`${name(e)} leaves the page`);
-    if (getComputedStyle(e).overflowX === "hidden" && e.scrollWidth > e.clientWidth + 1) wrong.push(`${name(e)} is cut`);
+    const hides = getComputedStyle(e).overflowX === "hidden";
+    if (hides && e.scrollWidth > e.clientWidth + 1) wrong.push(`${name(e)} is cut`);
   }
-  const titles = shown.filter((e) => e.matches("h1, h2, h3, dt, dd, th, legend, label, li, caption, summary, [data-text]"));
+  const titles = shown.filter((e) => e.matches("h1, h2, h3, dt, dd, th, legend, label, li, caption, summary"));
   const boxes = titles.map((e) => {
     const range = document.createRange();
     range.selectNodeContents(e);
@@ -58,8 +59,8 @@ LAYOUT = """
     canvas.fillRect(0, 0, 1, 1);
     return [...canvas.getImageData(0, 0, 1, 1).data];
   };
-  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255).map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const linear = (v) => v <= 10 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
   const behind = (e) => {
     for (let p = e; p; p = p.parentElement) {
       const colour = parse(getComputedStyle(p).backgroundColor);
@@ -93,7 +94,7 @@ class Browser:
         self._to_hear, to_say = os.pipe()
         options = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
         command = [PROGRAM, *options, "--disable-component-update", f"--user-data-dir={profile}", "about:blank"]
-        shell = f"exec 3<&{to_read} 4>&{to_say}; exec \"$@\""
+        shell = f'exec 3<&{to_read} 4>&{to_say}; exec "$@"'
         self._process = subprocess.Popen(
             ["bash", "-c", shell, "bash", *command, "--remote-debugging-pipe"],
             pass_fds=(to_read, to_say),
