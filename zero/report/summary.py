@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero.config.command_line import override_value
+from zero.errors import trainer
 from zero.report.run_record import RunRecord
 from zero.run_directory import METRICS_FILE, SAMPLES_FILE
 from zero.tracking.goodput import PHASES
@@ -150,7 +151,7 @@ def files(run: RunRecord) -> list[Fact]:
 def commands(run: RunRecord) -> list[Command]:
     """What next?"""
     place = path_text(run.directory)
-    program = ("python", "main_zero.py") if Path("main_zero.py").is_file() else ("zero-train",)
+    program = trainer()
     resume = (*program, "--resume", shlex.quote(f"hydra.run.dir={override_value(place)}"))
     path = shlex.quote(f"model.model_path={override_value(place)}")
     export: tuple[str, ...] = ("zero-weights", "export", shlex.quote(place), shlex.quote(f"{run.directory.name}-model"))
