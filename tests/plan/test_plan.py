@@ -231,7 +231,8 @@ def test_days_and_dollars() -> None:
     assert "dollars" not in table(planned_rows(), config) and "days" not in table(planned_rows(), config)
     config.plan.dollars_per_hour = 8.8
     priced = table(planned_rows(days=1234.5, dollars=98765.4), config)
-    assert "1,234.50" in priced and "98,765" in priced
+    assert "1,234.50" in priced and "98,765" in priced and "> 1,234.50" not in priced
+    assert "> 1,234.50" in table(planned_rows(days=1234.5, seconds=None), config)  # from a lower bound
     assert "dollars of these days, at 8.8 per hour" in priced.replace("\n  ", " ")
     rows = planned_rows()
     rows["rows"][0]["days"] = 3.0

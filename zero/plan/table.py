@@ -126,6 +126,12 @@ def _number(key: str, form: str, unit: float = 1) -> Callable[[Row], str]:
     return lambda row: "-" if row.get(key) is None else form.format(row[key] / unit)
 
 
+def _cost(key: str, form: str) -> Callable[[Row], str]:
+    """A number that is a lower bound where the seconds of a step are one."""
+    show = _number(key, form)
+    return lambda row: f"> {show(row)}" if row.get(key) is not None and row["seconds"] is None else show(row)
+
+
 def _activations(row: Row) -> str:
     """The rest of the peak of a step, beside state, gradients and gathered parameters."""
     if not row["fits"]:
@@ -169,8 +175,8 @@ RESULTS: dict[str, Callable[[Row], str]] = {
     "exposed": _number("exposed_bytes", "{:.1f}", 1e9),
 }
 COSTS: dict[str, Callable[[Row], str]] = {
-    "days": _number("days", "{:,.2f}"),
-    "dollars": _number("dollars", "{:,.0f}"),
+    "days": _cost("days", "{:,.2f}"),
+    "dollars": _cost("dollars", "{:,.0f}"),
 }
 DETAILS: dict[str, Callable[[Row], str]] = {  # GiB per device, GB per step and device
     "bytes/parameter": _number("state_bytes_per_parameter", "{:.2f}"),
