@@ -146,6 +146,10 @@ def mistakes(standard: dict[str, float], mup: dict[str, float]) -> list[str]:
 def draw(sizes: dict[str, Sizes], path: Path) -> None:
     import matplotlib.pyplot as plt
 
+    from zero.report.picture_style import STYLE
+
+    plt.rcParams.update(STYLE)
+
     figure, panels = plt.subplots(2, 2, figsize=(9, 6), sharex=True, sharey="row", layout="constrained")
     for column, (parametrization, of) in enumerate(sizes.items()):
         for row, kind in enumerate((of.activations, of.changes)):
@@ -164,7 +168,7 @@ def draw(sizes: dict[str, Sizes], path: Path) -> None:
     panels[1][0].set_ylabel("mean |change / learning rate|")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=7)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)
 
 
 def main() -> None:

@@ -226,6 +226,10 @@ def draw(directory: Path, path: Path) -> None:
     """For each size and learning rate the losses, means over the seeds, and beside them their ratio to float32."""
     import matplotlib.pyplot as plt
 
+    from zero.report.picture_style import STYLE
+
+    plt.rcParams.update(STYLE)
+
     found = list(results(directory))
     keys = sorted({(r["size"], r["steps"], r["factor"]) for r in found}, key=str)
     figure, rows = plt.subplots(len(keys), 2, figsize=(11, 3.6 * len(keys)), squeeze=False, layout="constrained")
@@ -245,7 +249,7 @@ def draw(directory: Path, path: Path) -> None:
         ratios.set(title="relative to float32 with the same seed", xlabel="step", ylabel="%", ylim=(-4, 8))
         ratios.axhline(0, color="black", linewidth=0.5)
         losses.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)
 
 
 def speed(rounds: int = 15) -> str:

@@ -142,6 +142,10 @@ def table(found: dict[tuple[str, int], dict[int, float]]) -> Iterator[str]:
 def draw(found: dict[tuple[str, int], dict[int, float]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
+    from zero.report.picture_style import STYLE
+
+    plt.rcParams.update(STYLE)
+
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     lowest = min(min(by_rate.values()) for by_rate in found.values())
     for panel, parametrization in zip(panels, PARAMETRIZATIONS, strict=True):
@@ -158,7 +162,7 @@ def draw(found: dict[tuple[str, int], dict[int, float]], path: Path) -> None:
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("validation loss, nats per byte")
     panels[0].legend()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)
 
 
 def main() -> None:

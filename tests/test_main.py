@@ -71,7 +71,21 @@ def test_mistake_in_a_real_process(arguments: list[str], named: list[str], tmp_p
     cli.check_refusal(cli.run(tmp_path, *arguments), *named)
 
 
-LATER = ("fsspec", "google.cloud", "matplotlib", "orbax", "plotly", "tensorstore", "tokenizers", "torch", "wandb")
+def test_a_refused_start_leaves_no_directory(forks: cli.Forks) -> None:
+    """Neither an empty log nor a directory; one that was there, with something in it, stays."""
+    place = forks.workplace / "refused"
+    cli.check_refusal(forks.run(*cli.TINY, "training.total_steps=0", "hydra.run.dir=refused"), "training.total_steps")
+    assert not place.exists()
+    place.mkdir()
+    (place / "notes.txt").write_text("kept")
+    cli.check_refusal(forks.run(*cli.TINY, "training.total_steps=0", "hydra.run.dir=refused"), "training.total_steps")
+    assert (place / "notes.txt").read_text() == "kept"
+    missing = "data.index_path_train=none.index"  # refused after a line of the log, which says how far it came
+    cli.check_refusal(forks.run(*cli.TINY, missing, "hydra.run.dir=logged"), "none.index")
+    assert "8 cpu devices" in (forks.workplace / "logged" / "main_zero.log").read_text()
+
+
+LATER = ("fsspec", "google.cloud", "matplotlib", "orbax", "tensorstore", "tokenizers", "torch", "wandb")
 AT_THE_FIRST_STEP = f"""
 import gc, logging, os, sys
 

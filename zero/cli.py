@@ -29,7 +29,7 @@ from zero.hosts.signals import SIGNALS, IgnoreBrokenPipe, exit_immediately, unan
 from zero.models.config import GPTConfig
 from zero.run.find_run import resume_overrides, trained_run
 from zero.run.sweeps import check_places, continue_job, swept_keys, write_table
-from zero.run_directory import describe_full_disk, saved_config
+from zero.run_directory import describe_full_disk, discard_unused, saved_config
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
 def run(config: DictConfig) -> None:
     hydra_config = HydraConfig.get()
     overrides, run_directory = list(hydra_config.overrides.task), Path(hydra_config.runtime.output_dir)
-    with errors_in_lines():
+    with errors_in_lines(), discarding_unused(run_directory):
         is_job = hydra_config.mode == RunMode.MULTIRUN and config.mode == "train"
         if is_job:
             keys = swept_keys(sys.argv[1:], overrides)
@@ -68,6 +68,15 @@ def run(config: DictConfig) -> None:
             write_table(run_directory.parent, keys)
     if status:
         exit_immediately(status)  # a status of 0 returns, so that --multirun continues
+
+
+@contextmanager
+def discarding_unused(run_directory: Path) -> Iterator[None]:
+    """A start that ends before it has written or logged anything leaves no run directory, which Hydra has made."""
+    try:
+        yield
+    finally:
+        discard_unused(run_directory)
 
 
 def resolve(config: DictConfig, overrides: list[str]) -> tuple[Config, GPTConfig]:

@@ -79,3 +79,8 @@ def install_command(extra: str) -> str:
     clone = Path(__file__).parents[1]
     source = f"-e '{clone}[" if (clone / "pyproject.toml").is_file() else "'zero-pmap["
     return f"pip install {source}{extra}]'"
+
+
+def trainer() -> tuple[str, ...]:
+    """The words that start the trainer from the current directory: of a clone, or of the installed package."""
+    return ("python", "main_zero.py") if Path("main_zero.py").is_file() else ("zero-train",)

@@ -33,7 +33,7 @@ with tempfile.TemporaryDirectory() as place:  # and the first page imports what 
     save_config(Path(place), default_config())
     with open_tracker(Path(place), project=None, config={}, resumed_from=1) as tracker:
         tracker({"step": 1, "train/loss": 1.0})
-    html_report._curves([Path(place)], ["run"], ["black"]).to_html()
+    html_report.write_report([Path(place)], Path(place) / html_report.REPORT_FILE)
 gc.freeze()  # what has been imported is no garbage
 gc.set_threshold(100_000, 20, 20)
 

@@ -17,16 +17,17 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.config.composing import compose
-from tests.helpers import cli
+from tests.helpers import browser, cli
 from zero.config.check import check
 from zero.config.files import load_sizes
 from zero.config.saved_config import default_config
 from zero.config.schema import Config
+from zero.cycles.predict import Prediction
 from zero.hosts.speeds import SPEEDS
 from zero.job import make_job
 from zero.models.config import GPTConfig
-from zero.plan.compile import PAUSES, step_arguments
-from zero.plan.page import page
+from zero.plan.compile import PAUSES, highest_peak, step_arguments, time_and_cost
+from zero.plan.page import memory_segments, page, time_segments
 from zero.plan.table import DETAILS, RESULTS, SETTINGS, WIDTH, breakdown_table, table, training_command
 from zero.run.step_programs import split_batch
 
@@ -191,7 +192,8 @@ def planned_rows(**changes: Any) -> dict[str, Any]:
     found |= {"state_bytes_per_parameter": 12.0, "tensor_shards": 2, "context_shards": 1, "expert_shards": 1}
     found |= {"collective_bytes_across_hosts": None, "gathers_hidden": None, "grid": [1, 2, 4]}
     found |= {"master_dtype": "float32", "state_dtype": "float32", "overlap_gathers": True, "compile_seconds": 3.0}
-    found |= {"is_estimate": False, "statistics_peak_bytes": None}
+    found |= {"is_estimate": False, "statistics_peak_bytes": None, "devices": 8, "hosts": 1, "replicas": 1}
+    found |= {"phases": "auto"}
     found |= {"seconds": 0.512, "seconds_lower_bound": 0.25, "tokens_per_second": 2000.0, "mfu": 0.456}
     found |= {"exposed_bytes": 5.8e9, "exposed_seconds": 0.1}
     found |= {"breakdown": [["MLP", "forward", 0.128], ["MLP", "backward", 0.256], ["<softmax>", "forward", 0.128]]}
@@ -208,20 +210,49 @@ def test_plan_table() -> None:
     assert "context 64" in same and "stage" not in same
     assert header.split() == ["stage", "peak", "seconds", "tokens/s", "MFU", "exposed"]
     assert rows[0].split()[:6] == ["3", "4.00", "0.5120", "2,000", "45.6%", "5.8"]
-    assert rows[0].endswith("fits, 3.00 to spare <- best")  # sampling needs the most
+    assert rows[0].endswith("fits, 3.00 GiB to spare <- best")  # sampling needs the most
     text = table(planned_rows(micro_batch=4, seconds=None, tokens_per_second=None), config)
     _, _, _, header, _, second, *_ = text.splitlines()
     assert "sequences x micro-batches" in header and "> 0.2500" in second  # no prediction: the lower bound
 
 
-def test_days_and_dollars() -> None:
-    """Days and dollars are shown where there is a price."""
+def test_the_legend_is_as_wide_as_the_terminal() -> None:
     config: Config = OmegaConf.to_object(OmegaConf.merge(Config, default_config()))  # type: ignore[assignment]
-    assert "dollars" not in table(planned_rows(), config)
+    for width in (60, 80, 200):
+        first, *_, last = table(planned_rows(), config, width).splitlines()
+        legend = table(planned_rows(), config, width).partition("to spare\n")[2].splitlines()
+        assert max(map(len, legend)) <= width and max(map(len, legend)) > width - 20, first
+        assert last.endswith("nothing")
+
+
+def test_days_and_dollars() -> None:
+    """Days are shown for the tokens of the run, dollars where there is a price."""
+    config: Config = OmegaConf.to_object(OmegaConf.merge(Config, default_config()))  # type: ignore[assignment]
+    assert "dollars" not in table(planned_rows(), config) and "days" not in table(planned_rows(), config)
     config.plan.dollars_per_hour = 8.8
     priced = table(planned_rows(days=1234.5, dollars=98765.4), config)
-    assert "1,234.50" in priced and "98,765" in priced
-    assert f"{config.training.total_steps} steps, at 8.8 dollars per" in priced.replace("\n  ", " ")
+    assert "1,234.50" in priced and "98,765" in priced and "> 1,234.50" not in priced
+    assert "> 1,234.50" in table(planned_rows(days=1234.5, seconds=None), config)  # from a lower bound
+    assert "dollars of these days, at 8.8 per hour" in priced.replace("\n  ", " ")
+    rows = planned_rows()
+    rows["rows"][0]["days"] = 3.0
+    assert "days of 20,000,000,000 tokens (20 per parameter)" in table(rows, config).replace("\n  ", " ")
+    config.plan.tokens = 10**12
+    assert "days of 1,000,000,000,000 tokens (plan.tokens)" in table(rows, config).replace("\n  ", " ")
+
+
+@pytest.mark.parametrize(("seconds", "bound"), [(0.5, 0.25), (None, 0.5)])
+def test_the_cost_is_that_of_all_tokens(seconds: float | None, bound: float) -> None:
+    """Days and dollars are those of 20 tokens per parameter, or of `plan.tokens`, whatever total_steps is."""
+    config: Config = OmegaConf.to_object(OmegaConf.merge(Config, default_config()))  # type: ignore[assignment]
+    row: dict[str, Any] = {"tokens": 1_000_000, "parameters": 10**9, "seconds_lower_bound": bound, "model_flops": 1}
+    predicted = None if seconds is None else Prediction(seconds, {}, 0.0, 0.0)
+    cost = time_and_cost(config, row, predicted, None)
+    assert cost["run_tokens"] == 20 * 10**9 and "dollars" not in cost
+    assert cost["days"] == pytest.approx(20_000 * 0.5 / 86400)
+    config.plan.tokens, config.plan.dollars_per_hour = 86_400_000_000, 10.0
+    cost = time_and_cost(config, row, predicted, None)
+    assert cost["days"] == pytest.approx(0.5) and cost["dollars"] == pytest.approx(120)
 
 
 def test_breakdown_sums_to_the_predicted_time() -> None:
@@ -233,13 +264,56 @@ def test_breakdown_sums_to_the_predicted_time() -> None:
 
 
 def test_plan_page() -> None:
-    """The page has every column and a picture."""
-    text = page(planned_rows(), "a <summary>")
-    assert all(f"<th>{name}</th>" in text for name in (*SETTINGS, *RESULTS, *DETAILS))
-    assert "a &lt;summary&gt;" in text and "<svg" in text and "<softmax>" not in text
+    """The page shows what was chosen, its command, a bar of time and of memory per setting, and every column."""
+    config: Config = OmegaConf.to_object(OmegaConf.merge(Config, default_config()))  # type: ignore[assignment]
+    result = planned_rows(fits=False, peak_bytes=9 * 2**30)
+    text = page(result, config)
+    assert all(f'<th class="number">{name}</th>' in text for name in (*SETTINGS, *RESULTS, *DETAILS))
+    assert "Fastest that fits: stage 3" in text and text.count('class="setting chosen"') == 1
+    assert training_command(result["rows"][0], config) in text.replace("&#39;", "'")
+    assert "&lt;softmax&gt;" in text and "<softmax>" not in text
+    assert "forward and backward <b>0.412 s</b>" in text and "exposed communication <b>0.1 s</b>" in text
+    assert text.count('<b class="limit" style="left:88.889%">') == 2  # 8 of the 9 GiB of the longest bar
+    assert "more in the sampling <b>1.00 GiB</b>" in text and "does not fit by 1.00 GiB" in text
     unknown = dict.fromkeys(("seconds", "breakdown", "tokens_per_second", "mfu", "exposed_bytes", "exposed_seconds"))
-    result = planned_rows(**unknown)
-    assert "<svg" not in page(result | {"rows": result["rows"][1:]}, "")
+    result = planned_rows(**unknown, fits=False)
+    text = page(result | {"rows": result["rows"][1:], "best": None}, config)
+    assert "Nothing fits" in text and "at least <b>0.25 s</b>" in text and "main_zero.py" not in text
+
+
+@pytest.mark.parametrize("longest", [0.512, 2.0])
+def test_segments_of_a_page_sum_to_their_row(longest: float) -> None:
+    row = planned_rows()["rows"][0]
+    row["breakdown"] = [["MLP", "forward", 0.4], ["optimizer", "update", 0.112]]
+    times = time_segments(row, longest)
+    assert [name for name, _, _ in times] == ["forward and backward", "exposed communication", "optimizer update"]
+    assert [share * longest for _, share, _ in times] == pytest.approx([0.3, 0.1, 0.112])
+    sizes = memory_segments(row, 2**33)
+    assert sum(share * 2**33 for _, share, _ in sizes) == highest_peak(row)
+
+
+@pytest.mark.skipif(browser.PROGRAM is None, reason="no browser on this machine: apt-get install chromium")
+@pytest.mark.timeout(300)
+def test_plan_page_in_a_browser(tmp_path: Path) -> None:
+    """Nothing leaves the page, overlaps or is hard to read, at any width, in light and dark; all bars are in it."""
+    config: Config = OmegaConf.to_object(OmegaConf.merge(Config, default_config()))  # type: ignore[assignment]
+    config.plan.dollars_per_hour = 8.8
+    result = planned_rows(fits=False, peak_bytes=9 * 2**30, days=1234.5, dollars=98765.4, remat="nested")
+    path = tmp_path / "plan.html"
+    path.write_text(page(result, config))
+    assert path.stat().st_size < 100_000
+    with browser.Browser(tmp_path / "profile") as opened:
+        for width in browser.WIDTHS:
+            for dark in (False, True):
+                opened.open(path, width, dark=dark)
+                assert opened.evaluate("document.querySelector('details').open = true; 0") == 0
+                assert opened.evaluate(browser.LAYOUT) == [], (width, dark)
+        share = "[...document.querySelectorAll('.chosen .bar')].map(bar => [...bar.querySelectorAll('i')].map(i => "
+        share += "i.getBoundingClientRect().width / bar.clientWidth))"
+        time, memory = opened.evaluate(share)
+        assert time == pytest.approx([0.412 / 0.512, 0.1 / 0.512, 0], abs=2e-3)
+        assert memory == pytest.approx([1 / 9] * 5, abs=2e-3)
+        assert (opened.complaints, opened.asked) == ([], [])
 
 
 MIXTURE = "[{index: 'my text.index', weight: 0.7}, {index: gs://b/c.index, weight: 0.3}]"

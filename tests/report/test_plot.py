@@ -55,7 +55,7 @@ def test_panels_show_what_was_logged(run: Path) -> None:
     np.testing.assert_array_equal(resumed.get_xdata(), [20, 20])
     np.testing.assert_array_equal(rate.lines[0].get_ydata(), 1e-3 / steps)
     np.testing.assert_array_equal(length.lines[0].get_ydata(), np.where(steps < 8, 32, 64))
-    assert length.lines[0].get_drawstyle() == "steps-post"
+    assert length.lines[0].get_drawstyle() == "steps-pre"  # the step of the first line of 64 tokens is drawn at 64
     np.testing.assert_array_equal(speed.lines[0].get_ydata(), 1000.0 + steps)
     labels = ["train 0.150", "validation 0.175", "averaged weights 0.170", "skipped steps: 2", "resumed"]
     assert losses.get_legend_handles_labels()[1] == labels

@@ -272,6 +272,7 @@ class Plan:
     micro_batch: int = at_least(1)
     search: str = one_of("none", "fastest", "largest")
     grid: Grid = field(default_factory=Grid)
+    tokens: int | None = at_least(1)
     dollars_per_hour: float | None = positive()
     breakdown: Any = boolean()
     processes: int | None = at_least(1)

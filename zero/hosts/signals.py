@@ -6,13 +6,14 @@ at the next step where all hosts can. A second signal ends the process at once.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -62,7 +63,10 @@ def stop_requests() -> Iterator[list[int]]:
 
 
 class IgnoreBrokenPipe:
-    """A stream that drops its output once its reader is gone: at Ctrl-C, `| tee log` ends before this process."""
+    """A stream that drops its output once its reader is gone.
+
+    At Ctrl-C, `| tee log` ends before this process; a terminal that is closed makes each write an input/output error.
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -71,12 +75,21 @@ class IgnoreBrokenPipe:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> None:
-        with suppress(BrokenPipeError):
+        with _dropped_without_reader():
             self._stream.write(text)
 
     def flush(self) -> None:
-        with suppress(BrokenPipeError):
+        with _dropped_without_reader():
             self._stream.flush()
+
+
+@contextmanager
+def _dropped_without_reader() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
 
 
 def exit_immediately(status: int) -> None:

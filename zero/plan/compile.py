@@ -161,7 +161,7 @@ def compile_step(request: Request) -> Row:
     }
     if is_estimate:
         row["gathers_hidden"] = None
-    return row | _time_and_cost(config, row, predicted, SPEEDS.get(devices[0].device_kind))
+    return row | time_and_cost(config, row, predicted, SPEEDS.get(devices[0].device_kind))
 
 
 def _tokens(request: Request, job: Job) -> int:
@@ -284,7 +284,7 @@ def _operations(request: Request, job: Job, arguments: Any, sent: list[Collectiv
     return {"flops": flops, "model_flops": of_group // job.model.axis.row_group, "seconds_lower_bound": bound}
 
 
-def _time_and_cost(config: Config, row: Row, predicted: Prediction | None, speed: Speed | None) -> Row:
+def time_and_cost(config: Config, row: Row, predicted: Prediction | None, speed: Speed | None) -> Row:
     """Speed, days and price from the predicted time of a step or, without one, from the lower bound on it."""
     seconds = predicted and predicted.seconds
     found: Row = {
@@ -295,7 +295,20 @@ def _time_and_cost(config: Config, row: Row, predicted: Prediction | None, speed
         "exposed_seconds": predicted and predicted.exposed_seconds,
         "breakdown": predicted and [[*part, seconds] for part, seconds in predicted.by_part.items()],
     }
-    hours = (seconds or row["seconds_lower_bound"] or math.nan) * config.training.total_steps / 3600
-    if config.plan.dollars_per_hour is not None and not math.isnan(hours):
-        found |= {"days": hours / 24, "dollars": hours * config.plan.dollars_per_hour}
+    step_seconds = seconds if seconds is not None else row["seconds_lower_bound"]
+    if step_seconds is not None:
+        found["run_tokens"] = run_tokens(config, row["parameters"])
+        hours = step_seconds * found["run_tokens"] / row["tokens"] / 3600
+        found["days"] = hours / 24
+        if config.plan.dollars_per_hour is not None:
+            found["dollars"] = hours * config.plan.dollars_per_hour
     return found
+
+
+def run_tokens(config: Config, parameters: int) -> int:
+    """Tokens of the run whose days and dollars are shown.
+
+    Without `plan.tokens` they are 20 per parameter (Hoffmann et al., Training Compute-Optimal Large Language Models,
+    arXiv 2203.15556, table 3).
+    """
+    return config.plan.tokens if config.plan.tokens is not None else 20 * parameters

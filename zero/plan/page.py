@@ -1,60 +1,162 @@
-"""plan.html: all columns of a plan, and a picture of where the predicted time goes (matplotlib)."""
+"""plan.html: the setting that a plan chose, what each setting costs in time and memory, and all columns (jinja2)."""
 
 from __future__ import annotations
 
-import html
-import io
-from collections import Counter
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from matplotlib.figure import Figure
-
-from zero.plan.compile import Row
-from zero.plan.table import DETAILS, RESULTS, SETTINGS
+from zero.config.schema import Config
+from zero.cycles.predict import UPDATE
+from zero.hosts.speeds import GIB
+from zero.plan import search
+from zero.plan.compile import PAUSES, Row, highest_peak
+from zero.plan.table import COSTS, DETAILS, PHASES, RESULTS, SETTINGS, tokens_text, training_command, verdict
+from zero.report.render import part, render
 
 PAGE_FILE = "plan.html"
-_COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#222255", "#ee8866", "#77aadd")
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem; color: #222 }
-table { border-collapse: collapse } td, th { border-bottom: 1px solid #ddd; padding: .2rem .6rem; text-align: right }
-td, pre { font-family: ui-monospace, monospace; font-size: 12px }
-"""
+TEMPLATE = Path(__file__).parent / "plan.html.jinja"
+MEMORY = (  # names of the parts of a peak, with the keys of their bytes
+    ("state", "state_bytes"),
+    ("gradients", "gradient_bytes"),
+    ("gathered weights", "gathered_bytes"),
+)
 
 
-def page(result: dict[str, Any], summary: str) -> str:
-    """The page for a plan.json and the table that is printed."""
-    columns = SETTINGS | RESULTS | DETAILS
-    lines = ["".join(f"<th>{html.escape(name)}</th>" for name in columns)]
-    lines += ["".join(f"<td>{html.escape(show(row))}</td>" for show in columns.values()) for row in result["rows"]]
-    table = "\n".join(f"<tr>{line}</tr>" for line in lines)
-    predicted = [row for row in result["rows"] if row["breakdown"]]
-    picture = _picture(predicted) if predicted else ""
-    return (
-        f'<!doctype html><meta charset="utf-8"><title>plan of {html.escape(result["topology"])}</title>'
-        f"<style>{_STYLE}</style>\n<pre>{html.escape(summary)}</pre>\n{picture}\n<table>\n{table}\n</table>\n"
+class Segment(NamedTuple):
+    """A part of a bar.
+
+    Attributes:
+      share: of the width of the longest bar.
+      text: its value with the unit.
+    """
+
+    name: str
+    share: float
+    text: str
+
+
+class Setting(NamedTuple):
+    """A row of a plan as a reader decides by it."""
+
+    name: str
+    is_chosen: bool
+    fits: bool
+    verdict: str
+    facts: tuple[tuple[str, str], ...]
+    time: tuple[Segment, ...]
+    memory: tuple[Segment, ...]
+    limit: float  # the share of the width of the memory bar at which the memory ends
+
+
+def page(result: dict[str, Any], config: Config) -> str:
+    """The page for a plan.json."""
+    rows = result["rows"]
+    chosen = chosen_row(result)
+    columns = SETTINGS | RESULTS | COSTS | DETAILS
+    values = {
+        "title": f"Plan of {config.model.size} on {result['topology']}",
+        "facts": (
+            f"{result['devices']:,} devices of {rows[0]['available_bytes'] / GIB:.2f} GiB",
+            f"{result['parameters']:,} parameters",
+            f"a run of {tokens_text(config, result['parameters'])}",
+        ),
+        "is_estimate": rows[0]["is_estimate"],
+        "same": same_settings(rows),
+        "settings": settings(rows, chosen),
+        "chosen": None if chosen is None else setting_name(chosen, rows),
+        "is_search": config.plan.search != "none",
+        "command": None if chosen is None or config.plan.search == "largest" else training_command(chosen, config),
+        "model": chosen["model"] if chosen is not None and config.plan.search == "largest" else None,
+        "price": config.plan.dollars_per_hour,
+        "breakdown": breakdown(chosen) if chosen is not None and chosen["breakdown"] else [],
+        "phases": PHASES,
+        "columns": list(columns),
+        "cells": [[show(row) for show in columns.values()] for row in rows],
+        "best": None if chosen is None else rows.index(chosen),
+        "styles": part("style.css"),
+    }
+    return render(TEMPLATE, values)
+
+
+def chosen_row(result: dict[str, Any]) -> Row | None:
+    """The row that a search has chosen; without a search the fastest that fits, if possible with memory to spare."""
+    if result["best"] is not None:
+        return result["rows"][result["best"]]
+    with_headroom = search.best(result["rows"], search.HEADROOM)
+    return with_headroom if with_headroom is not None else search.best(result["rows"], 0.0)
+
+
+def same_settings(rows: list[Row]) -> list[tuple[str, str]]:
+    """The settings that all rows share."""
+    shown = {name: {show(row) for row in rows} for name, show in SETTINGS.items()}
+    return [(name, values.pop()) for name, values in shown.items() if len(values) == 1]
+
+
+def setting_name(row: Row, rows: list[Row]) -> str:
+    """The settings of a row that differ between rows, or its stage where none does."""
+    differing = [f"{name} {show(row)}" for name, show in SETTINGS.items() if len({show(other) for other in rows}) > 1]
+    return ", ".join(differing) if differing else f"stage {row['stage']}"
+
+
+def settings(rows: list[Row], chosen: Row | None) -> list[Setting]:
+    """Each row with its bars, all drawn to the same scale."""
+    longest = max((seconds_of(row) or 0.0 for row in rows), default=0.0)
+    most = max(max(highest_peak(row), row["available_bytes"]) for row in rows)
+    return [
+        Setting(
+            setting_name(row, rows),
+            row is chosen,
+            row["fits"],
+            verdict(row),
+            tuple((name, show(row)) for name, show in (RESULTS | COSTS).items() if show(row) != "-"),
+            time_segments(row, longest),
+            memory_segments(row, most),
+            row["available_bytes"] / most,
+        )
+        for row in rows
+    ]
+
+
+def seconds_of(row: Row) -> float | None:
+    """Of a step as predicted, or at least; None if neither is known."""
+    return row["seconds"] if row["seconds"] is not None else row["seconds_lower_bound"]
+
+
+def time_segments(row: Row, longest: float) -> tuple[Segment, ...]:
+    """The seconds of a step; without a prediction only the lower bound on them."""
+    if row["seconds"] is None:
+        bound = row["seconds_lower_bound"]
+        return () if bound is None else (Segment("at least", bound / longest, f"{bound:.4g} s"),)
+    update = sum(seconds for _, phase, seconds in row["breakdown"] if phase == UPDATE)
+    exposed = min(row["exposed_seconds"], row["seconds"] - update)
+    parts = (
+        ("forward and backward", row["seconds"] - update - exposed),
+        ("exposed communication", exposed),
+        ("optimizer update", update),
     )
+    return tuple(Segment(name, seconds / longest, f"{seconds:.4g} s") for name, seconds in parts)
 
 
-def _picture(rows: list[Row]) -> str:
-    """A bar per row, of the seconds of each part of the model, as SVG."""
-    totals = [Counter[str]() for _ in rows]
-    for total, row in zip(totals, rows, strict=True):
-        for part, _, seconds in row["breakdown"]:
-            total[part] += seconds
-    figure = Figure(figsize=(11, 1.6 + 0.5 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    names = [name for name, _ in sum(totals, Counter[str]()).most_common()]
-    left = [0.0] * len(rows)
-    for number, name in enumerate(names):
-        seconds = [total[name] for total in totals]
-        axes.barh(range(len(rows)), seconds, left=left, label=name, color=_COLORS[number % len(_COLORS)])
-        left = [a + b for a, b in zip(left, seconds, strict=True)]
-    labels = [f"stage {row['stage']}, {row['micro_batch']} x {row['accumulation']}, {row['remat']}" for row in rows]
-    axes.set(yticks=range(len(rows)), yticklabels=labels, xlabel="predicted seconds per step")
-    axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=7, frameon=False, fontsize=8)
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg", metadata={"Date": None})
-    text = drawn.getvalue()
-    return text[text.index("<svg") :]
+def memory_segments(row: Row, most: float) -> tuple[Segment, ...]:
+    """The bytes at the peak of a step, and what a program between two steps needs beyond it."""
+    parts = [(name, row[key]) for name, key in MEMORY]
+    named = sum(size for _, size in parts)
+    if row["peak_bytes"] > named:
+        parts.append(("activations and buffers", row["peak_bytes"] - named))
+    highest = highest_peak(row)
+    if highest > max(row["peak_bytes"], named):
+        pause = max(PAUSES, key=lambda name: row[f"{name}_peak_bytes"] or 0)
+        parts.append((f"more in the {pause}", highest - max(row["peak_bytes"], named)))
+    return tuple(Segment(name, size / most, f"{size / GIB:.2f} GiB") for name, size in parts if size)
+
+
+def breakdown(row: Row) -> list[tuple[str, list[float], float, float]]:
+    """Of each part of the model: its name, its milliseconds by phase and in all, and its share; longest first."""
+    parts: dict[str, dict[str, float]] = {}
+    for name, phase, seconds in row["breakdown"]:
+        parts.setdefault(name, dict.fromkeys(PHASES, 0.0))[phase] += 1000 * seconds
+    lines = [
+        (name, list(phases.values()), sum(phases.values()), sum(phases.values()) / (1000 * row["seconds"]))
+        for name, phases in parts.items()
+    ]
+    return sorted(lines, key=lambda line: -line[2])

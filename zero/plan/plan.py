@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from zero.models.config import GPTConfig
 from zero.plan import search
 from zero.plan.compile import Request
 from zero.plan.page import PAGE_FILE, page
-from zero.plan.table import breakdown_table, table, training_command
+from zero.plan.table import WIDTH, breakdown_table, table, training_command
 from zero.plan.topology import prepare_environment
 from zero.virtual_devices import use_cpu_devices
 
@@ -54,15 +55,15 @@ def plan(config: Config, size: GPTConfig, run_directory: Path) -> int:
         "topology": settings.topology,
         "devices": rows[0]["devices"],
         "parameters": (best or rows[0])["parameters"],
-        "best": best and rows.index(best),
+        "best": None if best is None else rows.index(best),
         "rows": rows,
     }
-    summary = table(result, config)
+    summary = table(result, config, shutil.get_terminal_size((WIDTH, 24)).columns)
     predicted = [row for row in rows if row["breakdown"]]
     if settings.breakdown and predicted:
         summary += "\n\n" + breakdown_table(best if best in predicted else predicted[-1])
     (run_directory / PLAN_FILE).write_text(json.dumps(result, indent=1) + "\n")
-    (run_directory / PAGE_FILE).write_text(page(result, summary))
+    (run_directory / PAGE_FILE).write_text(page(result, config), encoding="utf-8")
     print(summary)
     if best is not None and settings.search == "largest":
         print(f"\nThe largest model that fits, as an entry of conf/model_config.yaml: {best['model']}")

@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import textwrap
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from zero.config.constraints import shown
+from zero.config.command_line import override_value
 from zero.config.saved_config import default_config
 from zero.config.schema import Config
 from zero.cycles.predict import PHASES
 from zero.hosts.speeds import GIB
-from zero.plan.compile import PLACEMENT_KEYS, Row, highest_peak, with_keys
+from zero.plan.compile import PLACEMENT_KEYS, Row, highest_peak, run_tokens, with_keys
 
-WIDTH = 120  # characters of a line
+WIDTH = 120  # characters of a line where there is no terminal
 
 
-def table(result: dict[str, Any], config: Config) -> str:
-    """One line per row: the settings that differ between rows, memory and predicted time."""
+def table(result: dict[str, Any], config: Config, width: int = WIDTH) -> str:
+    """One line per row: the settings that differ between rows, memory and predicted time.
+
+    Args:
+      width: characters of a line of the text above and below the rows.
+    """
     rows = result["rows"]
     shown = {name: [show(row) for row in rows] for name, show in SETTINGS.items()}
     same = [f"{name} {values[0]}" for name, values in shown.items() if len(set(values)) == 1]
     columns = {name: values for name, values in shown.items() if len(set(values)) > 1}
-    results = {name: [show(row) for row in rows] for name, show in (RESULTS | _COSTS).items()}
+    results = {name: [show(row) for row in rows] for name, show in (RESULTS | COSTS).items()}
     columns |= {name: values for name, values in results.items() if set(values) != {"-"}}
     lines = [
         f"{result['topology']}: {result['devices']} devices of {rows[0]['available_bytes'] / GIB:.2f} GiB; "
         f"{result['parameters']:,} parameters",
-        *_wrapped("every row: " + ", ".join(same)),
+        *_wrapped("every row: " + ", ".join(same), width),
     ]
     cells = [columns.keys(), *zip(*columns.values(), strict=True)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    ends = ["", *map(_verdict, rows)]
+    ends = ["", *map(verdict, rows)]
     if result["best"] is not None:
         ends[1 + result["best"]] += " <- best"
     for line, end in zip(cells, ends, strict=True):
@@ -48,14 +50,15 @@ def table(result: dict[str, Any], config: Config) -> str:
         "peaks), tokens per second of all devices, model FLOPs utilization, GB that a device sends while it computes "
         "nothing"
     )
+    if rows[0].get("days") is not None:
+        legend += f"; days of {tokens_text(config, result['parameters'])}"
     if config.plan.dollars_per_hour is not None:
-        price = f"{config.plan.dollars_per_hour:g} dollars per hour"
-        legend += f"; days and dollars of {config.training.total_steps:,} steps, at {price}"
+        legend += f"; dollars of these days, at {config.plan.dollars_per_hour:g} per hour"
     if rows[0]["is_estimate"]:
         legend += (
             "; nothing was compiled: memory is estimated by a formula, and seconds are a lower bound (docs/planning.md)"
         )
-    return "\n".join([*lines, *_wrapped(legend)])
+    return "\n".join([*lines, *_wrapped(legend, width)])
 
 
 def breakdown_table(row: Row) -> str:
@@ -71,13 +74,19 @@ def breakdown_table(row: Row) -> str:
     return "\n".join(lines)
 
 
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+def tokens_text(config: Config, parameters: int) -> str:
+    """The tokens of the run whose days are shown, and where they come from."""
+    source = "20 per parameter" if config.plan.tokens is None else "plan.tokens"
+    return f"{run_tokens(config, parameters):,} tokens ({source})"
 
 
-def _verdict(row: Row) -> str:
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def verdict(row: Row) -> str:
     spare = (row["available_bytes"] - highest_peak(row)) / GIB
-    return f"fits, {spare:.2f} to spare" if row["fits"] else f"does not fit by {-spare:.2f}"
+    return f"fits, {spare:.2f} GiB to spare" if row["fits"] else f"does not fit by {-spare:.2f} GiB"
 
 
 # Keys that the command always names: the model and the choices of a search.
@@ -97,10 +106,12 @@ def training_command(row: Row, config: Config) -> str:
     config = with_keys(config, {key: row[key] for key in keys})
     groups = row["devices"] // (row["tensor_shards"] * row["context_shards"])
     config.training.batch_size = row["micro_batch"] * row["accumulation"] * groups // row["hosts"]
+    if config.plan.tokens is not None:
+        config.training.total_steps = math.ceil(config.plan.tokens / row["tokens"])
     config.profile.step_time = row["seconds"] and float(f"{row['seconds']:.4g}")
     default, planned = (_by_key(values) for values in (OmegaConf.to_container(default_config()), asdict(config)))
     changed = [key for key in planned if planned[key] != default[key] and key not in _CHOSEN]
-    overrides = [f"{key}={_override_value(planned[key])}" for key in (*_CHOSEN, *changed)]
+    overrides = [f"{key}={override_value(planned[key])}" for key in (*_CHOSEN, *changed)]
     return shlex.join(["python", "main_zero.py", *overrides])
 
 
@@ -111,27 +122,14 @@ def _by_key(config: Any) -> dict[str, Any]:
     return by_key | {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
 
 
-def _override_value(value: Any) -> str:
-    """A value in the syntax of Hydra's overrides.
-
-    >>> _override_value([{"index": "a.index", "weight": 0.7}]), _override_value("a, b"), _override_value("1_1b")
-    ('[{index:a.index,weight:0.7}]', "'a, b'", '1_1b')
-    """
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_override_value(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_override_value, value)) + "]"
-    if not isinstance(value, str):
-        return shown(value)
-    try:
-        is_plain = OverridesParser.create().parse_override(f"key={value}").value() == value
-    except HydraException:
-        is_plain = False
-    return value if is_plain else QuotedString(value, Quote.single).with_quotes()
-
-
 def _number(key: str, form: str, unit: float = 1) -> Callable[[Row], str]:
     return lambda row: "-" if row.get(key) is None else form.format(row[key] / unit)
+
+
+def _cost(key: str, form: str) -> Callable[[Row], str]:
+    """A number that is a lower bound where the seconds of a step are one."""
+    show = _number(key, form)
+    return lambda row: f"> {show(row)}" if row.get(key) is not None and row["seconds"] is None else show(row)
 
 
 def _activations(row: Row) -> str:
@@ -176,9 +174,9 @@ RESULTS: dict[str, Callable[[Row], str]] = {
     "MFU": _number("mfu", "{:.1%}"),
     "exposed": _number("exposed_bytes", "{:.1f}", 1e9),
 }
-_COSTS: dict[str, Callable[[Row], str]] = {
-    "days": _number("days", "{:,.2f}"),
-    "dollars": _number("dollars", "{:,.0f}"),
+COSTS: dict[str, Callable[[Row], str]] = {
+    "days": _cost("days", "{:,.2f}"),
+    "dollars": _cost("dollars", "{:,.0f}"),
 }
 DETAILS: dict[str, Callable[[Row], str]] = {  # GiB per device, GB per step and device
     "bytes/parameter": _number("state_bytes_per_parameter", "{:.2f}"),

@@ -1,114 +1,140 @@
-"""report.html: the curves, configuration and samples of one or several runs in a file without a server (plotly)."""
+"""report.html: one or several runs in a page without a server, drawn by uPlot in the browser (jinja2)."""
 
 from __future__ import annotations
 
-import html
-import math
-import re
 from collections.abc import Sequence
-from itertools import cycle
 from pathlib import Path
-from typing import Any
-
-import plotly.graph_objects as go
-from plotly.colors import qualitative
-from plotly.subplots import make_subplots
+from typing import Any, NamedTuple
 
 from zero.config.saved_config import default_config, flat_config
-from zero.errors import UserError
 from zero.files import storage
-from zero.report.tensor_panels import tensor_panels
-from zero.run_directory import LAYOUT_FILE, METRICS_FILE, SAMPLES_FILE, saved_config
-from zero.tracking.evaluations_file import read_evaluations
+from zero.report import summary as first_screen
+from zero.report.curves import axes_of, panels_of, panels_of_leaves, payload
+from zero.report.render import PARTS, data_island, part, render
+from zero.report.run_record import RunRecord, read_run
+from zero.report.summary import loss_text
+from zero.run_directory import METRICS_FILE
 from zero.tracking.goodput import describe
-from zero.tracking.metrics_file import EVALUATED, read_metrics, read_resumes
+from zero.tracking.metrics_file import read_metrics
+from zero.tracking.progress import clock
 
 REPORT_FILE = "report.html"
-PANELS = {  # their metrics: the first one solid, the second one dashed, the third one dotted
-    "loss (nats per token), validation dashed, of averaged weights dotted": (
-        "train/loss",
-        "validation/loss",
-        "validation/ema_loss",
-    ),
-    "learning rate": ("learning_rate",),
-    "sequence length (tokens)": ("sequence_length",),
-    "throughput (tokens/s)": ("tokens_per_second",),
-    "gradient norm": ("gradient_norm",),
-    "model FLOPs utilization (share of the published peak)": ("mfu",),
-    "peak memory (bytes per device)": ("peak_memory",),
-    "wait for data (share of a step), for devices dashed": ("data_wait", "device_wait"),
-    "speed (share of the predicted one)": ("predicted_speed",),
-    "skipped steps, spikes dashed": ("skipped_steps", "skipped_spikes"),
-    "step time (s)": ("step_time",),
-    "goodput (share of the wall clock in steps), restarts and repeated work dashed, evaluation dotted": (
-        "goodput/steps",
-        "goodput/restarts",
-        "goodput/evaluation",
-    ),
-    "share of tokens of the most chosen expert, of the least chosen dashed, share dropped dotted": (
-        "expert_share_max",
-        "expert_share_min",
-        "dropped_share",
-    ),
-    "entropy of the router (nats)": ("router_entropy",),
-    "perplexity of the codes of keys": ("codebook/perplexity",),
-    "relative error of rounded keys, share of unused codes dashed": ("codebook/error", "codebook/unused"),
-}
-SETS = "loss of each validation set, and of evaluate.follow (nats per token)"
-TASKS = "tasks of lm-evaluation-harness"
-DASHES = ("solid", "dash", "dot", "dashdot")
-MOST_POINTS = 2_000  # of a curve
-COUNTS = ("sequence_length", "skipped_steps", "skipped_spikes")  # drawn as steps
-LOGARITHMIC = ("gradient norm",)  # panels
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse } td, th { border-bottom: 1px solid #ddd; padding: .2rem .8rem; text-align: left }
-td, pre { font-family: ui-monospace, monospace; font-size: 13px }
-pre { background: #f6f6f6; padding: 1rem; overflow-x: auto }
-pre.text { white-space: pre-wrap } summary { cursor: pointer; margin: .6rem 0 } .dot { font-size: 1.4em }
-"""
+RELOAD_SECONDS = 30  # of the page of a run that is not finished
+MOST_ROWS = 100  # of the table of numbers
+COLUMNS = ("state", "best validation", "at step", "training loss", "tokens", "tokens/s", "wall clock", "goodput")
+NUMBERS = (
+    "step",
+    "tokens_seen",
+    "train/loss",
+    "validation/loss",
+    "learning_rate",
+    "gradient_norm",
+    "tokens_per_second",
+)
+
+
+class RunRow(NamedTuple):
+    """A row of the table of several runs."""
+
+    name: str
+    is_best: bool
+    cells: tuple[str, ...]
 
 
 def write_report(directories: Sequence[Path], page: Path) -> Path:
-    """Writes a page that shows the runs, one over the other; it is replaced whole, for browsers to reload.
+    """Writes a page that shows a run, or several beside each other; it is replaced whole, and reloads itself.
 
     Raises:
-      UserError: a directory is not a run directory.
+      UserError: a directory is not a run directory, or no step of it is logged.
     """
-    configs = []
-    for directory in directories:
-        configs.append(flat_config(saved_config(directory)))
-        if not (directory / METRICS_FILE).is_file():
-            raise UserError(f"{directory}: {METRICS_FILE} is missing; expected a run that has made a step")
-    names = ["/".join(directory.absolute().parts[-2:]) for directory in directories]
-    colors = [qualitative.D3[i % len(qualitative.D3)] for i in range(len(names))]
-    legend = " &nbsp; ".join(
-        f'<span class="dot" style="color:{color}">&#9679;</span> {html.escape(name)}'
-        for name, color in zip(names, colors, strict=True)
-    )
-    curves = _curves(directories, names, colors).to_html(
-        full_html=False, include_plotlyjs=True, config={"displayModeBar": False, "responsive": True}
-    )
-    body = [
-        f"<h1>{'Run' if len(names) == 1 else 'Runs'}</h1><p>{legend}</p>",
-        *(f"<p>{html.escape(line)}</p>" for line in summary(directories)),
-        curves,
-        *_sweep(configs, directories),
-        *_tensors(directories, names),
-        "<h2>Configuration</h2>",
-        _differences(configs, names),
-        *(
-            _details(name, directory, config)
-            for name, directory, config in zip(names, directories, configs, strict=True)
-        ),
-    ]
-    title = html.escape(", ".join(names))
-    text = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<link rel="icon" href="data:,"><style>{STYLE}</style></head><body>{"".join(body)}</body></html>\n'
-    )
-    storage.write(page, text.encode())
+    runs = [read_run(directory) for directory in directories]
+    storage.write(page, render(PARTS / "report.html.jinja", _values(runs)).encode())
     return page
+
+
+def _values(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """What the template shows."""
+    panels, leaves = panels_of(runs), panels_of_leaves(runs)
+    curves = payload(runs, [*panels, *leaves])
+    run = runs[0]
+    return {
+        "title": run.name if len(runs) == 1 else f"{len(runs)} runs",
+        "runs": runs,
+        "is_finished": all(each.is_finished for each in runs),
+        "newest": run.last.get("time"),
+        "reload_seconds": RELOAD_SECONDS,
+        "outcome": first_screen.outcome(run),
+        "cost": first_screen.cost(run),
+        "model": first_screen.model(run),
+        "files": first_screen.files(run),
+        "commands": first_screen.commands(run),
+        "columns": COLUMNS,
+        "table": _table(runs),
+        "axes": axes_of(runs),
+        "panels": panels,
+        "leaves": leaves,
+        "heat": curves["heat"],
+        "sweep": curves["sweep"],
+        "has_resumes": any(each.resumes for each in runs),
+        "differences": _differences(runs),
+        "number_columns": NUMBERS,
+        "numbers": [_numbers(each) for each in runs],
+        "curves": data_island(curves),
+        "styles": part("uPlot.min.css") + part("style.css"),
+        "scripts": part("uPlot.iife.min.js") + part("charts.js"),
+    }
+
+
+def _table(runs: Sequence[RunRecord]) -> list[RunRow]:
+    """A row for each run, that of the lowest validation loss first."""
+
+    def loss(run: RunRecord) -> float:
+        best = run.best("validation/loss")
+        return float("inf") if best is None else best[1]
+
+    rows = []
+    for run in sorted(runs, key=loss):
+        best, training, last = run.best("validation/loss"), run.values("train/loss"), run.last
+        speeds = run.values("tokens_per_second")
+        cells = (
+            first_screen.state(run).value,
+            "–" if best is None else loss_text(best[1]),
+            "–" if best is None else f"{best[0]:,}",
+            loss_text(training[-1][1]) if training else "–",
+            f"{last['tokens_seen']:,}" if "tokens_seen" in last else "–",
+            f"{speeds[-1][1]:,.0f}" if speeds else "–",
+            clock(last["wall_time"]) if "wall_time" in last else "–",
+            f"{last['goodput/steps']:.1%}" if "goodput/steps" in last else "–",
+        )
+        rows.append(RunRow(run.name, best is not None, cells))
+    return rows
+
+
+def _differences(runs: Sequence[RunRecord]) -> list[list[str]]:
+    """The keys in which the runs differ from the default configuration or from each other, with all values."""
+    default = flat_config(default_config())
+    configs = [default, *(run.config for run in runs)]
+    keys = dict.fromkeys([key for run in runs for key in run.config] + list(default))
+    rows = []
+    for key in keys:
+        values = [config.get(key, "–") for config in configs]
+        if len(set(values) - {"–"}) > 1:
+            rows.append([key, *values])
+    return rows
+
+
+def _numbers(run: RunRecord) -> list[list[str]]:
+    """The lines of evaluations and the last one, at most `MOST_ROWS` of them: the newest."""
+    lines = [line for line in run.lines if "validation/loss" in line or line is run.last][-MOST_ROWS:]
+    return [[_number(line.get(name, "–")) for name in NUMBERS] for line in lines]
+
+
+def _number(value: float | str | None) -> str:
+    if value is None:
+        return "not finite"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return value if isinstance(value, str) else f"{value:.6g}"
 
 
 def summary(directories: Sequence[Path]) -> list[str]:
@@ -118,162 +144,3 @@ def summary(directories: Sequence[Path]) -> list[str]:
         f"{directory}: step {line.get('step', 0)}; {describe(line)}"
         for directory, line in zip(directories, newest, strict=True)
     ]
-
-
-def _curves(directories: Sequence[Path], names: Sequence[str], colors: Sequence[str]) -> go.Figure:
-    """One panel per quantity that any of the runs has logged."""
-    logged = [
-        read_metrics(directory / METRICS_FILE) + read_evaluations(directory)  # each metric is in one of the two
-        for directory in directories
-    ]
-    known = {metric for lines in logged for line in lines for metric in line}
-    of_sets = [name for name in sorted(known) if re.fullmatch("validation/[^/]+/loss|evaluation/([^/]+/)?loss", name)]
-    tasks = [name for name in sorted(known) if name.startswith(("harness/", "evaluation/harness/"))]
-    panels = {
-        title: metrics
-        for title, metrics in {**PANELS, SETS: of_sets, TASKS: tasks}.items()
-        if not known.isdisjoint(metrics)
-    }
-    if not panels:
-        raise UserError(f"{directories[0] / METRICS_FILE}: holds no curve; expected a run that has made a step")
-    rows = -(-len(panels) // 2)
-    figure = make_subplots(rows, 2, subplot_titles=list(panels), vertical_spacing=0.07)
-    resume_lines: list[dict[str, Any]] = []
-    for directory, lines, name, color in zip(directories, logged, names, colors, strict=True):
-        resumes = read_resumes(directory / METRICS_FILE)
-        for number, (title, metrics) in enumerate(panels.items()):
-            place: Any = {"row": number // 2 + 1, "col": number % 2 + 1}
-            for metric, dash in zip(metrics, cycle(DASHES)):
-                points = _thinned([(line["step"], line[metric]) for line in lines if metric in line])
-                figure.add_trace(
-                    go.Scatter(
-                        x=[step for step, _ in points],
-                        y=[value for _, value in points],
-                        name=f"{name}: {metric}",
-                        # Their points are far apart.
-                        mode="lines+markers" if metric.startswith(EVALUATED) else "lines",
-                        line={"color": color, "dash": dash, "width": 1.6},
-                        line_shape="hv" if metric in COUNTS else "linear",
-                        showlegend=False,
-                    ),
-                    **place,
-                )
-            for index, step in enumerate(resumes):
-                label = "resumed" if number == index == 0 else ""
-                resume_lines.append(_vertical_line(step, number, color, label))
-            figure.update_yaxes(
-                type="log" if title in LOGARITHMIC else "linear",
-                rangemode="normal" if number == 0 else "tozero",
-                **place,
-            )
-            figure.update_xaxes(title_text="step" if number // 2 == rows - 1 else None, **place)
-    # All at once: add_vline looks through all lines before, which takes minutes for a run that was often resumed.
-    figure.update_layout(shapes=resume_lines)
-    figure.update_layout(height=290 * rows, template="plotly_white", margin={"t": 40, "l": 50, "r": 20, "b": 40})
-    return figure
-
-
-def _tensors(directories: Sequence[Path], names: Sequence[str]) -> list[str]:
-    """The statistics per tensor of each run that has logged them."""
-    parts: list[str] = []
-    for directory, name in zip(directories, names, strict=True):
-        if figures := tensor_panels(read_metrics(directory / METRICS_FILE)):
-            parts += [f"<h2>Statistics of tensors: {html.escape(name)}</h2>", *figures]
-    return parts
-
-
-def _sweep(configs: Sequence[dict[str, str]], directories: Sequence[Path]) -> list[str]:
-    """The last loss against the logarithm of a swept number, a line for each value of a second swept key.
-
-    Empty unless the runs differ in one or two keys, of which one is a positive number in all of them.
-    """
-    values = {key: [config.get(key, "") for config in configs] for key in {key for config in configs for key in config}}
-    swept = {key: found for key, found in sorted(values.items()) if len(set(found)) > 1}
-    numbers = {key: [_number(value) for value in found] for key, found in swept.items()}
-    along = sorted((key for key in swept if min(numbers[key]) > 0), key=lambda key: -len(set(swept[key])))
-    if not along or len(swept) > 2:
-        return []
-    (of, lines) = along[0], next((found for key, found in swept.items() if key != along[0]), [""] * len(configs))
-    losses = [_last_loss(read_metrics(directory / METRICS_FILE)) for directory in directories]
-    figure = go.Figure()
-    for value in dict.fromkeys(lines):
-        found = [(x, y) for x, y, line in zip(numbers[of], losses, lines, strict=True) if line == value]
-        xs, ys = zip(*sorted(found, key=lambda point: point[0]), strict=True)
-        figure.add_trace(go.Scatter(x=xs, y=ys, name=value, mode="lines+markers"))
-    second = "".join(f", a line per {key}" for key in swept if key != of)
-    figure.update_xaxes(type="log", dtick=math.log10(2), title_text=of)
-    figure.update_layout(title=f"last loss against {of}{second}", template="plotly_white", height=420)
-    return [figure.to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False})]
-
-
-def _number(value: str) -> float:
-    """The number that a value is; -1 for anything else."""
-    try:
-        return float(value)
-    except ValueError:
-        return -1.0
-
-
-def _last_loss(lines: Sequence[dict[str, Any]]) -> float | None:
-    """The last loss of validation, or of training in a run without."""
-    found = [[line[name] for line in lines if name in line] for name in ("validation/loss", "train/loss")]
-    return next((losses[-1] for losses in found if losses), None)
-
-
-def _thinned(points: list[tuple[int, float | None]]) -> list[tuple[int, float | None]]:
-    """At most `MOST_POINTS` of them, for browsers: the lowest and the highest of each stretch, and the last of all."""
-    if len(points) <= MOST_POINTS:
-        return points
-    length = -(-len(points) // (MOST_POINTS // 2 - 1))
-    kept: list[tuple[int, float | None]] = []
-    for start in range(0, len(points), length):
-        stretch = points[start : start + length]
-        finite = [(value, step) for step, value in stretch if value is not None]
-        extremes = {min(finite), max(finite)} if finite else set()
-        kept += sorted((step, value) for value, step in extremes) or stretch[:1]
-    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
-
-
-def _vertical_line(step: int, panel: int, color: str, label: str) -> dict[str, Any]:
-    axis = panel + 1 if panel else ""  # plotly calls the first one x and the second one x2
-    return {
-        "type": "line",
-        "xref": f"x{axis}",
-        "yref": f"y{axis} domain",
-        "x0": step,
-        "x1": step,
-        "y0": 0,
-        "y1": 1,
-        "line": {"color": color, "dash": "dot", "width": 1},
-        "label": {"text": label, "textposition": "end", "xanchor": "right"},
-    }
-
-
-def _differences(configs: Sequence[dict[str, str]], names: Sequence[str]) -> str:
-    """The keys in which the runs differ from the default configuration or from each other."""
-    default = flat_config(default_config())
-    every = (default, *configs)
-    keys = [key for key in configs[0] | default if len({config[key] for config in every if key in config}) > 1]
-    if not keys:
-        return "<p>All keys have their default values.</p>"
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("key", "default", *names))
-    rows = ((key, *(config.get(key, "-") for config in every)) for key in keys)
-    lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
-
-
-def _details(name: str, directory: Path, config: dict[str, str]) -> str:
-    whole = "\n".join(f"{key}: {value}" for key, value in config.items())
-    parts = [("whole configuration", whole, "")]
-    layout = directory / LAYOUT_FILE
-    if layout.is_file():
-        parts.append(("layout and memory per device", layout.read_text(encoding="utf-8"), ""))
-    samples = directory / SAMPLES_FILE
-    if samples.is_file():
-        texts = samples.read_text(encoding="utf-8")
-        parts.append((f"{len(re.findall('^--- step', texts, re.MULTILINE))} samples over time", texts, "text"))
-    blocks = (
-        f'<details><summary>{title}</summary><pre class="{kind}">{html.escape(text)}</pre></details>'
-        for title, text, kind in parts
-    )
-    return f"<h2>{html.escape(name)}</h2>{''.join(blocks)}"

@@ -5,17 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from zero.files import storage
+from zero.report.picture_style import COLORS, GREY, STYLE
 from zero.run_directory import METRICS_FILE
 from zero.tracking.metrics_file import read_metrics, read_resumes
 
 PICTURE_FILE = "run.png"
-TRAINING, VALIDATION, SKIPPED, GREY = "#4c78a8", "#e45756", "#f58518", "#888888"
+TRAINING, VALIDATION, SKIPPED = COLORS[0], COLORS[1], COLORS[3]
 
 
 def draw_run(run_directory: Path) -> Path:
@@ -28,7 +30,8 @@ def draw_run(run_directory: Path) -> Path:
     metrics = run_directory / METRICS_FILE
     title = "/".join(run_directory.absolute().parts[-2:])
     picture, path = io.BytesIO(), run_directory / PICTURE_FILE
-    _plot(read_metrics(metrics), read_resumes(metrics), title).savefig(picture, format="png")
+    with rc_context(STYLE):
+        _plot(read_metrics(metrics), read_resumes(metrics), title).savefig(picture, format="png")
     storage.write(path, picture.getvalue())
     return path
 
@@ -43,15 +46,13 @@ def _plot(metrics: list[dict[str, Any]], resumes: list[int], title: str) -> Figu
     _plot_losses(losses, metrics)
     rate.plot(*_series(metrics, "learning_rate"), color=TRAINING)
     steps, lengths = _series(metrics, "sequence_length")
-    length.plot(steps, lengths, color=TRAINING, drawstyle="steps-post")
+    length.plot(steps, lengths, color=TRAINING, drawstyle="steps-pre")  # a value holds since the line before
     length.set_yticks([0, *np.unique(lengths)])
-    speed.plot(*_series(metrics, "tokens_per_second"), color=TRAINING, linewidth=1)
+    speed.plot(*_series(metrics, "tokens_per_second"), color=TRAINING)
     speed.yaxis.set_major_formatter(EngFormatter())
     names = ("loss (nats per token)", "learning rate", "sequence length (tokens)", "throughput (tokens/s)")
     for axes, name in zip(panels.flat, names, strict=True):
-        axes.set_title(name, loc="left", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
+        axes.set_title(name)
         for index, step in enumerate(resumes):
             axes.axvline(step, color=GREY, linewidth=0.8, linestyle=":", label="" if index else "resumed")
         if axes is not losses:
@@ -59,7 +60,7 @@ def _plot(metrics: list[dict[str, Any]], resumes: list[int], title: str) -> Figu
     for axes in panels[1]:
         axes.set_xlabel("step")
     if losses.get_legend_handles_labels()[0]:
-        losses.legend(frameon=False)
+        losses.legend(loc="upper right")  # "best" looks at every point
     return figure
 
 

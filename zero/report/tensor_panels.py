@@ -4,79 +4,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from typing import Any
 
-import plotly.graph_objects as go
-from plotly.colors import qualitative
-from plotly.subplots import make_subplots
-
+from zero.report.panel import Panel
 from zero.training.statistics import ACTIVATION, CHANGE, GRADIENT, WEIGHT
 
-TITLES = {
-    CHANGE: "mean |change| of a leaf / learning rate",
-    GRADIENT: "norm of the gradient of a leaf",
-    WEIGHT: "norm of the weights of a leaf",
+TITLES = {  # of the curves of leaves, with their units
+    CHANGE: ("Change of each leaf", "mean |change| / learning rate"),
+    GRADIENT: ("Gradient of each leaf", "norm"),
+    WEIGHT: ("Weights of each leaf", "norm"),
 }
-MOST_STEPS = 400  # columns of a heat map, and points of a curve
-_COLUMNS = 3
+MOST_STEPS = 400  # columns of a heat map
 Line = Mapping[str, Any]
 
 
-def tensor_panels(lines: Sequence[Line]) -> list[str]:
-    """Two figures of a run's lines of metrics, without plotly itself; none without statistics.
-
-    Heat maps are of log10 of the mean |x| of each activation.
-    """
+def heat_maps(lines: Sequence[Line]) -> dict[str, Any] | None:
+    """A map for each activation of log10 of its mean size, by layer and step, and the range of all; None without."""
     lines = [line for line in lines if any(name.startswith(f"{ACTIVATION}/") for name in line)]
     if not lines:
-        return []
-    lines = [*lines[:: -(-len(lines) // MOST_STEPS)]]
-    figures = (_heat_maps(lines), _curves(lines))
-    options = {"displayModeBar": False, "responsive": True}
-    return [figure.to_html(full_html=False, include_plotlyjs=False, config=options) for figure in figures]
-
-
-def _heat_maps(lines: Sequence[Line]) -> go.Figure:
+        return None
+    lines = lines[:: -(-len(lines) // MOST_STEPS)]
     layers: dict[str, int] = {}
     for name in lines[-1]:
         kind, _, rest = name.partition("/")
         if kind == ACTIVATION:
             activation, _, layer = rest.rpartition("/")
             layers[activation] = max(layers.get(activation, 0), int(layer) + 1)
-    rows = -(-len(layers) // _COLUMNS)
-    titles = [f"mean |{name}|" for name in layers]
-    figure = make_subplots(rows, _COLUMNS, subplot_titles=titles, vertical_spacing=0.3 / rows)
-    steps = [line["step"] for line in lines]
-    for number, (name, count) in enumerate(layers.items()):
-        sizes = [[_log10(line.get(f"{ACTIVATION}/{name}/{layer}")) for line in lines] for layer in range(count)]
-        shown = "step %{x}, layer %{y}: 10^%{z:.2f}"
-        heat_map = go.Heatmap(x=steps, y=list(range(count)), z=sizes, coloraxis="coloraxis", hovertemplate=shown)
-        figure.add_trace(heat_map, number // _COLUMNS + 1, number % _COLUMNS + 1)
-    figure.update_layout(coloraxis={"colorscale": "Viridis", "colorbar": {"title": "log10"}})
-    title = "activations: layers by steps"
-    return figure.update_layout(height=80 + 210 * rows, template="plotly_white", title=title)
+    maps = [
+        {"name": name, "steps": [line["step"] for line in lines], "values": _sizes(lines, name, count)}
+        for name, count in layers.items()
+    ]
+    sizes = [size for heat_map in maps for row in heat_map["values"] for size in row if size is not None]
+    return {"maps": maps, "range": [min(sizes, default=0.0), max(sizes, default=1.0)]}
 
 
-def _curves(lines: Sequence[Line]) -> go.Figure:
-    leaves = [name.removeprefix(f"{CHANGE}/") for name in lines[-1] if name.startswith(f"{CHANGE}/")]
-    figure = make_subplots(1, len(TITLES), subplot_titles=list(TITLES.values()))
-    steps = [line["step"] for line in lines]
-    for column, kind in enumerate(TITLES, start=1):
-        for leaf, color in zip(leaves, cycle(qualitative.Dark24)):
-            curve = go.Scatter(
-                x=steps,
-                y=[line.get(f"{kind}/{leaf}") for line in lines],
-                name=leaf,
-                legendgroup=leaf,
-                showlegend=column == 1,
-                line={"color": color, "width": 1.4},
-            )
-            figure.add_trace(curve, 1, column)
-        figure.update_yaxes(type="log", row=1, col=column)
-        figure.update_xaxes(title_text="step", row=1, col=column)
-    height = max(420, 20 * len(leaves) + 420)
-    return figure.update_layout(height=height, template="plotly_white", legend={"orientation": "h", "y": -0.2})
+def _sizes(lines: Sequence[Line], activation: str, layers: int) -> list[list[float | None]]:
+    return [[_log10(line.get(f"{ACTIVATION}/{activation}/{layer}")) for line in lines] for layer in range(layers)]
+
+
+def leaf_panels(lines: Sequence[Line], run: int) -> list[Panel]:
+    """The panels of curves of leaves of a run; none without statistics."""
+    logged = {name for line in lines for name in line}
+    panels = []
+    for kind, (title, unit) in TITLES.items():
+        curves = tuple((name, name.removeprefix(f"{kind}/")) for name in sorted(logged) if name.startswith(f"{kind}/"))
+        if curves:
+            panels.append(Panel(title, unit, curves, is_logarithmic=True, run=run))
+    return panels
 
 
 def _log10(size: float | None) -> float | None:

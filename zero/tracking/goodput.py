@@ -45,6 +45,7 @@ class Goodput:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._phase = "startup"
         self._since = time.monotonic() - age
+        self._began = self._phase, self._since  # one value, which another thread reads
         if resumed_line is not None:
             for phase in PHASES:
                 self._seconds[phase] = resumed_line[f"goodput/{phase}"] * resumed_line["wall_time"]
@@ -62,17 +63,26 @@ class Goodput:
         self._seconds[self._phase] += now - self._since
         self._since = now
 
+    @property
+    def current(self) -> tuple[str, float]:
+        """The phase that counts now, and the seconds since it was entered; also for other threads."""
+        phase, began = self._began
+        return phase, time.monotonic() - began
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Counts for this phase within, and for the previous one afterwards."""
-        self._advance()
-        outer = self._phase
-        self._phase = name
+        outer = self._began
+        self._enter(name, time.monotonic())
         try:
             yield
         finally:
-            self._advance()
-            self._phase = outer
+            self._enter(*outer)
+
+    def _enter(self, phase: str, began: float) -> None:
+        self._advance()
+        self._phase = phase
+        self._began = phase, began
 
     def line(self) -> dict[str, float]:
         """`KEYS` of a line of metrics."""

@@ -1,8 +1,14 @@
 """The command zero-prepare, and data/prepare.py, which calls it."""
 
+import shlex
 from pathlib import Path
 
+import pytest
+
+from tests.config.composing import compose
 from tests.helpers.corpora import call, run
+from zero.config.check import check
+from zero.config.files import load_sizes
 from zero.corpus.reading.index_files import read_index
 
 
@@ -30,6 +36,26 @@ def test_the_command(folder: Path, tmp_path: Path):
         bad = call(*arguments)
         assert bad.returncode == status and bad.stdout == ""
         assert bad.stderr.startswith("error: ") and bad.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [["--row-tokens", "48"], ["--row-tokens", "64", "--train-tokenizer", "300"]])
+def test_it_ends_with_the_command_that_trains(folder: Path, tmp_path: Path, monkeypatch, options: list[str]):
+    """The command composes to a configuration that reads this corpus whole, with a model for its rows and tokens."""
+    monkeypatch.chdir(tmp_path)
+    done = call(folder, "--name", "mine", "--directory", "it's here", "--index-directory", "index files", *options)
+    assert done.returncode == 0, done.stderr
+    *_, introduction, command = done.stdout.splitlines()
+    program, *overrides = shlex.split(command)
+    assert (introduction, program) == ("Train on it:", "zero-train")
+    config = check(compose(*overrides), load_sizes())
+    assert config.data.index_path_train == "index files/mine_train.index" and config.data.corpus is None
+    assert all(Path(str(path)).is_file() for path in (config.data.index_path_train, config.data.index_path_validation))
+    size = load_sizes().chosen(config.model)
+    assert (config.data.max_context, size.block_size) == (int(options[1]), int(options[1]))
+    has_tokenizer = len(options) > 2
+    assert size.vocab_size == (300 if has_tokenizer else 256)
+    expected = "it's here/mine/tokenizer.json" if has_tokenizer else "bytes"
+    assert config.data.tokenizer == expected
 
 
 def test_writes_below_the_current_directory(folder: Path, tmp_path: Path, monkeypatch):

@@ -20,15 +20,17 @@ The same call again continues after an interruption, and does nothing if the cor
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from zero.corpus.preparing.manifest import TOKENIZER
 from zero.corpus.preparing.packing import PACKINGS
 from zero.corpus.preparing.peek import peek
-from zero.corpus.preparing.prepare import prepare
+from zero.corpus.preparing.prepare import Corpus, prepare
 from zero.corpus.preparing.prepare_if_missing import DIRECTORY, INDEX_DIRECTORY
 from zero.corpus.preparing.sources.changes import FORMS
 from zero.corpus.preparing.sources.completions import LEARNED
@@ -36,7 +38,10 @@ from zero.corpus.preparing.verify import verify
 from zero.corpus.text.chat_template import CONFIG, TEMPLATE
 from zero.corpus.text.hub import PREFIX, download
 from zero.corpus.text.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
-from zero.errors import UserError, exit_on_error
+from zero.errors import UserError, exit_on_error, trainer
+from zero.files import storage
+
+SHORT_ROWS = 64  # tokens of the short sequences that the default job begins with, into which its rows are cut
 
 
 class _Parser(argparse.ArgumentParser):
@@ -190,6 +195,38 @@ def _prepare(
         print(f"{corpus.long} pairs were left out because a text has more tokens than --row-tokens {row_tokens}")
     if corpus.duplicates:
         print(f"{corpus.duplicates} documents were left out because they equal an earlier one")
+    overrides = training_overrides(corpus, row_tokens, options)
+    print("Train on it:")
+    print(shlex.join([*trainer(), *overrides]))
+
+
+def training_overrides(corpus: Corpus, row_tokens: int, options: Mapping[str, object]) -> list[str]:
+    """What the default job needs to train on a corpus: its files, and a model for its rows and tokens."""
+    overrides = ["data.corpus=null", f"data.index_path_train={_quoted(corpus.train_index)}"]
+    overrides.append(f"data.index_path_validation={_quoted(corpus.validation_index)}")
+    path = storage.join(corpus.directory, TOKENIZER)
+    if storage.exists(path):
+        vocab_size = load_tokenizer(path).vocab_size
+        overrides += [f"data.tokenizer={_quoted(path)}", f"model.override.vocab_size={vocab_size}"]
+    overrides.append(f"model.override.block_size={row_tokens}")
+    if row_tokens % SHORT_ROWS:
+        overrides.append("training.staged_warmup_steps=0")
+    if options.get("completions"):
+        overrides.append("training.loss_on=completion")
+    if options.get("preferences"):  # the reference is a model that the user has
+        overrides += ["training.objective=dpo", "model.warm_start=true", "model.model_path=MODEL"]
+    return overrides
+
+
+def _quoted(path: str) -> str:
+    """A path as a value of an override: in quotes where it has other characters than most paths.
+
+    >>> _quoted("data/index/mine_train.index"), _quoted("my text.index")
+    ('data/index/mine_train.index', "'my text.index'")
+    """
+    is_plain = re.fullmatch(r"[\w./:@-]+", path, re.ASCII) is not None
+    escaped = path.replace("'", "\\'")
+    return path if is_plain else f"'{escaped}'"
 
 
 def _hub_tokenizer(place: str) -> tuple[FileTokenizer, str]:

@@ -1,0 +1,24 @@
+"""Streams whose reader is gone."""
+
+import os
+import pty
+
+import pytest
+
+from zero.hosts.signals import IgnoreBrokenPipe
+
+
+def test_output_is_dropped_without_a_reader() -> None:
+    """A pipe without a reader and a closed terminal end nothing; other errors do."""
+    pipe, terminal = os.pipe(), pty.openpty()
+    for reader, writer in (pipe, terminal):
+        os.close(reader)
+        with open(writer, "w", buffering=1, closefd=False) as plain:
+            stream = IgnoreBrokenPipe(plain)
+            stream.write("a line\n")
+            stream.flush()
+            with pytest.raises(OSError):
+                plain.flush()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # what is buffered can be written when it is closed
+    with pytest.raises(OSError, match="No space left"), open("/dev/full", "w", buffering=1) as full:
+        IgnoreBrokenPipe(full).write("a line\n")

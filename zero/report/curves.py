@@ -1,0 +1,198 @@
+"""The curves of report.html: which panels there are, and the points that a page holds."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import chain
+from typing import Any
+
+from zero.report.panel import Panel
+from zero.report.run_record import RunRecord
+from zero.report.tensor_panels import heat_maps, leaf_panels
+from zero.tracking.metrics_file import EVALUATED
+
+MOST_POINTS = 40_000  # of all curves of a page, which is then smaller than 1.5 MB
+MOST_POINTS_OF_A_CURVE, FEWEST_POINTS_OF_A_CURVE = 2_000, 100
+
+
+PANELS = (
+    Panel(
+        "Loss",
+        "nats per token",
+        (
+            ("train/loss", "training"),
+            ("validation/loss", "validation"),
+            ("validation/ema_loss", "validation, averaged weights"),
+        ),
+        from_zero=False,
+    ),
+    Panel("Learning rate", "per step", (("learning_rate", "learning rate"),)),
+    Panel("Gradient norm", "before clipping", (("gradient_norm", "gradient norm"),), is_logarithmic=True),
+    Panel("Throughput", "tokens per second", (("tokens_per_second", "throughput"),)),
+    Panel("Model FLOPs utilization", "share of the published peak", (("mfu", "MFU"),)),
+    Panel("Speed", "share of the predicted one", (("predicted_speed", "speed"),)),
+    Panel("Step time", "seconds", (("step_time", "step time"),)),
+    Panel("Waiting", "share of a step", (("data_wait", "for data"), ("device_wait", "for devices"))),
+    Panel("Sequence length", "tokens", (("sequence_length", "length"),), is_stepped=True),
+    Panel("Peak memory", "bytes per device", (("peak_memory", "peak"),)),
+    Panel(
+        "Skipped steps",
+        "so far",
+        (("skipped_steps", "skipped"), ("skipped_spikes", "of them spikes")),
+        is_stepped=True,
+    ),
+    Panel(
+        "Goodput",
+        "share of the wall clock",
+        (
+            ("goodput/steps", "steps"),
+            ("goodput/restarts", "restarts, with repeated work"),
+            ("goodput/evaluation", "evaluation and reports"),
+        ),
+    ),
+    Panel(
+        "Experts",
+        "share of the tokens",
+        (
+            ("expert_share_max", "most chosen expert"),
+            ("expert_share_min", "least chosen expert"),
+            ("dropped_share", "dropped"),
+        ),
+    ),
+    Panel("Entropy of the router", "nats", (("router_entropy", "entropy"),)),
+    Panel("Codes of keys", "perplexity", (("codebook/perplexity", "perplexity"),)),
+    Panel(
+        "Rounded keys",
+        "share",
+        (("codebook/error", "relative error"), ("codebook/unused", "unused codes")),
+    ),
+)
+SETS = re.compile(r"validation/[^/]+/loss|evaluation/([^/]+/)?loss")
+TASKS = re.compile(r"harness/.+|evaluation/harness/.+")
+
+
+def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
+    """The panels with a curve of any of the runs."""
+    logged = {metric for run in runs for line in (*run.lines, *run.evaluations) for metric in line}
+    sets = tuple((metric, metric) for metric in sorted(logged) if SETS.fullmatch(metric))
+    tasks = tuple((metric, metric) for metric in sorted(logged) if TASKS.fullmatch(metric))
+    panels = (
+        *PANELS[:1],
+        Panel("Loss of validation sets", "nats per token", sets, from_zero=False),
+        Panel("Tasks", "lm-evaluation-harness", tasks),
+        *PANELS[1:],
+    )
+    return [panel for panel in panels if not logged.isdisjoint(metric for metric, _ in panel.curves)]
+
+
+def panels_of_leaves(runs: Sequence[RunRecord]) -> list[Panel]:
+    """The panels of `training.statistics`, of each run on its own."""
+    return list(chain.from_iterable(leaf_panels(run.lines, number) for number, run in enumerate(runs)))
+
+
+def payload(runs: Sequence[RunRecord], panels: Sequence[Panel]) -> dict[str, Any]:
+    """What the script of the page draws."""
+    metrics = {metric for panel in panels for metric, _ in panel.curves}
+    count = sum(len(metrics & {metric for line in run.lines for metric in line}) for run in runs)
+    most = min(max(MOST_POINTS // max(count, 1), FEWEST_POINTS_OF_A_CURVE), MOST_POINTS_OF_A_CURVE)
+    return {
+        "runs": [_run(run, metrics, most) for run in runs],
+        "panels": [
+            {**asdict(panel), "points": [name for name, _ in panel.curves if name.startswith(EVALUATED)]}
+            for panel in panels
+        ],
+        "heat": heat_maps(runs[0].lines) if len(runs) == 1 else None,
+        "sweep": sweep(runs),
+    }
+
+
+def _run(run: RunRecord, metrics: set[str], most: int) -> dict[str, Any]:
+    curves = {}
+    for metric in sorted(metrics):
+        points = [(line["step"], line[metric]) for line in (*run.lines, *run.evaluations) if metric in line]
+        if points:
+            steps, values = zip(*thinned(points, most), strict=True)
+            curves[metric] = [steps, values]
+    hours = [(line["step"], line["wall_time"] / 3600) for line in run.lines if "wall_time" in line]
+    steps, clock = zip(*thinned(hours, most), strict=True) if hours else ((), ())
+    tokens = run.last["tokens_seen"] / run.last["step"] if "tokens_seen" in run.last else None
+    return {
+        "name": run.name,
+        "tokens_per_step": tokens,
+        "parameters": run.parameters,
+        "hours": [steps, clock],
+        "resumes": run.resumes,
+        "curves": curves,
+    }
+
+
+def thinned(points: Sequence[tuple[int, float | None]], most: int) -> list[tuple[int, float | None]]:
+    """At most so many of them, for browsers: the lowest and the highest of each stretch, and the last of all.
+
+    >>> thinned([(step, step % 4) for step in range(20)], 6)
+    [(0, 0), (3, 3), (10, 2), (11, 3), (19, 3)]
+    """
+    if len(points) <= most:
+        return list(points)
+    length = -(-len(points) // (most // 2 - 1))
+    kept: list[tuple[int, float | None]] = []
+    for start in range(0, len(points), length):
+        stretch = points[start : start + length]
+        finite = [(value, step) for step, value in stretch if value is not None]
+        extremes = {min(finite), max(finite)} if finite else set()
+        kept += sorted((step, value) for value, step in extremes) or stretch[:1]
+    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+
+
+def axes_of(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
+    """What all runs can be drawn against: the name and the text of each."""
+    axes = [("step", "steps")]
+    if all("tokens_seen" in run.last for run in runs):
+        axes.append(("tokens", "tokens"))
+        if all(run.parameters is not None for run in runs):
+            axes.append(("flops", "FLOPs"))
+    if all("wall_time" in line for run in runs for line in (run.lines[0], run.last)):
+        axes.append(("hours", "hours"))
+    return axes
+
+
+def sweep(runs: Sequence[RunRecord]) -> dict[str, Any] | None:
+    """The last loss against a swept number, with a line for each value of a second swept key.
+
+    None unless the runs differ in one or two keys, of which one is a positive number in all of them.
+    """
+    keys = sorted({key for run in runs for key in run.config})
+    values = {key: [run.config.get(key, "") for run in runs] for key in keys}
+    swept = {key: of_runs for key, of_runs in values.items() if len(set(of_runs)) > 1}
+    numbers = {key: [_number(value) for value in of_runs] for key, of_runs in swept.items()}
+    positive = [key for key in swept if min(numbers[key]) > 0]
+    if not positive or len(swept) > 2:
+        return None
+    along = max(positive, key=lambda key: len(set(swept[key])))
+    seconds = [key for key in swept if key != along]
+    second = seconds[0] if seconds else None
+    lines: dict[str, list[tuple[float, float | None]]] = {}
+    for number, run in enumerate(runs):
+        name = "last loss" if second is None else f"{second}={swept[second][number]}"
+        lines.setdefault(name, []).append((numbers[along][number], last_loss(run)))
+    return {"key": along, "lines": [{"name": name, "points": sorted(points)} for name, points in lines.items()]}
+
+
+def _number(value: str) -> float:
+    """The number that a value is; not a number for anything else."""
+    try:
+        return float(value)
+    except ValueError:
+        return math.nan
+
+
+def last_loss(run: RunRecord) -> float | None:
+    """The last loss of validation, or of training in a run without."""
+    for metric in ("validation/loss", "train/loss"):
+        values = [line[metric] for line in run.lines if metric in line]
+        if values:
+            return values[-1]
+    return None

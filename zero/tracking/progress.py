@@ -1,0 +1,194 @@
+"""The progress of a run in a terminal: one live line at its foot, log lines above it (rich).
+
+Where there is no terminal, a line of the log from time to time takes its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from zero.hosts.signals import IgnoreBrokenPipe
+from zero.tracking.goodput import Goodput
+
+log = logging.getLogger(__name__)
+
+GIB = 2**30
+FIGURES = {  # metrics that people follow: unit and format; those that come first stay on the screen the longest
+    "train/loss": (1, "loss {:.3f}"),
+    "tokens_per_second": (1, "{:,.0f} tokens/s"),
+    "mfu": (1, "MFU {:.1%}"),
+    "validation/loss": (1, "validation {:.3f}"),
+    "predicted_speed": (1, "{:.0%} of the predicted speed"),
+    "peak_memory": (GIB, "peak {:.2f} GiB"),
+}
+ACTIVITIES = {"evaluation": "evaluating", "checkpoint": "saving"}  # phases of the clock that are shown
+NARROWEST_BAR, WIDEST_BAR = 8, 40  # columns
+REFRESHES = 2  # per second
+PLAIN_SECONDS = 60  # between two lines of the log
+
+
+def figures(line: Mapping[str, Any]) -> list[str]:
+    """The `FIGURES` of a line of metrics as text.
+
+    >>> figures({"step": 3, "mfu": 0.414, "train/loss": 2.5})
+    ['loss 2.500', 'MFU 41.4%']
+    """
+    return [form.format(line[name] / unit) for name, (unit, form) in FIGURES.items() if line.get(name) is not None]
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds.
+
+    >>> clock(59.6), clock(3725), clock(200_000)
+    ('1:00', '1:02:05', '2 d 7:33')
+    """
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24} d {hours % 24}:{minute:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+class Progress:
+    """The progress of a run to its last step. While it is open, log lines go above the live line.
+
+    Args:
+      step: the last step that is done.
+      clock: of the run; an evaluation or a save that takes a second is shown.
+      is_shown: False on hosts that show nothing.
+    """
+
+    def __init__(self, step: int, last_step: int, clock: Goodput, is_shown: bool = True) -> None:
+        self.step, self.last_step = step, last_step
+        self._clock = clock
+        self._is_shown = is_shown
+        self._newest: dict[str, Any] = {}
+        self._first_step = step
+        self._began = self._logged_at = time.monotonic()
+        self._compiled = 0.0  # seconds since then in which a program was compiled
+        self._untimed = 0  # steps that were compiled
+        self._program: str | None = None  # that is being compiled
+        self._compiling_since = 0.0
+        self._live: Live | None = None
+        self._stack = ExitStack()
+
+    def open(self) -> None:
+        """Begins to show, where there is a terminal."""
+        self._began = self._logged_at = time.monotonic()
+        stream: Any = IgnoreBrokenPipe(sys.stderr)
+        console = Console(file=stream, soft_wrap=True, highlight=False)
+        if self._is_shown and console.is_terminal and not console.is_dumb_terminal:
+            # Standard output is for results: where it is a file, it stays one.
+            is_terminal = sys.stdout.isatty()
+            live = Live(self, console=console, refresh_per_second=REFRESHES, redirect_stdout=is_terminal)
+            self._live = self._stack.enter_context(live)
+            console.show_cursor(True)  # a process that is killed could not show it again
+            self._stack.enter_context(_logged_above())
+
+    def close(self) -> None:
+        self._program = None
+        self._stack.close()
+        self._live = None
+
+    def compiling(self, program: str) -> None:
+        """A program is compiled until the next step is done: it is shown, and its time is no time of steps."""
+        self._program, self._compiling_since = program, time.monotonic()
+        self._log_plainly(f"compiling {program}", is_due=True)
+
+    def done(self, step: int) -> None:
+        """A step is done."""
+        if self._program is not None:
+            self._program = None
+            self._compiled += time.monotonic() - self._compiling_since
+            self._untimed += 1
+        self.step = step
+
+    def show(self, line: Mapping[str, Any]) -> None:
+        """The newest line of metrics."""
+        self._newest |= line
+        text = ", ".join([*figures(line), self.rest()])
+        is_due = time.monotonic() - self._logged_at > PLAIN_SECONDS
+        self._log_plainly(f"step {self.step}/{self.last_step}: {text}", is_due)
+
+    def _log_plainly(self, text: str, is_due: bool) -> None:
+        if self._is_shown and self._live is None and is_due:
+            log.info("%s", text)
+            self._logged_at = time.monotonic()
+
+    def rest(self) -> str:
+        """The time that the steps to the last one will take at the pace so far, or all have taken.
+
+        The pace counts evaluations and checkpoints, and leaves compilations out.
+        """
+        now = time.monotonic()
+        if self.step >= self.last_step:
+            return f"took {clock(now - self._began)}"
+        steps = self.step - self._first_step - self._untimed
+        seconds = now - self._began - self._compiled
+        if steps == 0:
+            return "ETA -"
+        return f"ETA {clock(seconds / steps * (self.last_step - self.step))}"
+
+    def _activity(self) -> str | None:
+        """What is done instead of steps, and for how long; None for steps."""
+        if self._program is not None:
+            return f"compiling {self._program}, {clock(time.monotonic() - self._compiling_since)}"
+        phase, seconds = self._clock.current
+        if phase in ACTIVITIES and seconds >= 1:
+            return f"{ACTIVITIES[phase]}, {clock(seconds)}"
+        return None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        count = f"{self.step:,}/{self.last_step:,}"
+        room = options.max_width - len(count) - 1  # for the bar and what stands after it
+        activity = self._activity()
+        text = fitting(figures(self._newest), self.rest(), room - NARROWEST_BAR - 1) if activity is None else activity
+        columns = room - len(text) - 1
+        cells: list[Any] = [count]
+        if columns >= NARROWEST_BAR:
+            cells.append(ProgressBar(self.last_step, self.step, width=min(columns, WIDEST_BAR)))
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row(*cells, Text(text, no_wrap=True, overflow="ellipsis"))
+        yield grid
+
+
+def fitting(texts: list[str], last: str, columns: int) -> str:
+    """As many of the texts as fit into so many columns, and the last one in any case.
+
+    >>> fitting(["loss 2.500", "2,000 tokens/s", "MFU 41.4%"], "ETA 1:05", 40)
+    'loss 2.500, 2,000 tokens/s, ETA 1:05'
+    >>> fitting(["loss 2.500", "2,000 tokens/s", "MFU 41.4%"], "ETA 1:05", 30)
+    'loss 2.500, ETA 1:05'
+    """
+    for count in range(len(texts), -1, -1):
+        line = ", ".join([*texts[:count], last])
+        if len(line) <= columns:
+            return line
+    return last
+
+
+@contextmanager
+def _logged_above() -> Iterator[None]:
+    """Log lines that would go to the terminal go to `sys.stderr` as it is now, which prints above the live line."""
+    handlers = [
+        handler
+        for handler in logging.root.handlers
+        if isinstance(handler, logging.StreamHandler) and handler.stream.isatty()
+    ]
+    streams = [handler.setStream(sys.stderr) for handler in handlers]
+    try:
+        yield
+    finally:
+        for handler, stream in zip(handlers, streams, strict=True):
+            handler.setStream(stream or sys.stderr)
