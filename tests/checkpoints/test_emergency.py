@@ -217,6 +217,7 @@ def test_earlier_lineages_are_removed(tmp_path: Path) -> None:
     assert [path.name for path in place.iterdir()] == [f"{lineage}-15-0.shards"]
     for step, left in ((20, [15, 20]), (25, [20, 25])):  # the one before stays until all hosts have the new one
         emergency.save(step, state(step), POSITION | {"step": step})
+        assert emergency._pending is not None
         emergency._pending.result()
         assert steps_in(place) == left
     again = opened(tmp_path)

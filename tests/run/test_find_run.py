@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import hydra
 import pytest
@@ -367,7 +368,8 @@ def test_lost_run_directory(in_tmp_path: Path) -> None:
 
 def test_start_without_emergency_checkpoints(in_tmp_path: Path) -> None:
     """It ends the lineages of the start before in the mirror too, also on a machine with an older copy."""
-    place, emergency = in_tmp_path / "shared", SimpleNamespace(lineages=["b", "a"])
+    place = in_tmp_path / "shared"
+    emergency: Any = SimpleNamespace(lineages=["b", "a"])
     make_run(Path("first"), [5], checkpoints=str(place))
     make_run(Path("second"), [], checkpoints=str(place))
     write_lineage(Path("first"), emergency)

@@ -242,6 +242,7 @@ def toy(span: int) -> tuple[Any, Any]:
             axis=axis,
             span=span,
             max_norm=None,
+            max_value=None,
             skips_bad=True,
         )
 
