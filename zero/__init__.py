@@ -10,7 +10,7 @@
 
     @partial(jax.pmap, axis_name="batch", donate_argnums=(0, 1))
     def train_step(params, opt_state, batch):
-        grads = jax.grad(loss_fn)(params, batch)         # local gradients: no pmean
+        grads = zero.local(jax.grad(loss_fn)(params, batch))     # in place of lax.pmean(grads, "batch")
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
@@ -35,6 +35,7 @@ from zero.partition.collectives.ordering import in_order
 from zero.partition.collectives.tensor_group import TensorGroup
 from zero.partition.global_arrays import from_global, global_shapes, to_global
 from zero.partition.layout import Layout, LeafLayout, Split, derive_layout, make_layout
+from zero.partition.local_gradients import local
 from zero.partition.memory import memory
 from zero.partition.quantised_optimizers import quantised_adamw, quantised_lion, round_stochastically
 from zero.partition.rewrite.entry_points import across_shards
@@ -86,6 +87,7 @@ __all__ = [
     "in_order",
     "lamb",
     "lars",
+    "local",
     "make_layout",
     "memory",
     "muon",

@@ -68,7 +68,7 @@ def train(tx: Any, params: Any, devices: int) -> Any:
     state = pmap(tx.init)(start)
 
     def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(zero.local(grads), state, params)
         return optax.apply_updates(params, updates), state
 
     step = pmap(step)

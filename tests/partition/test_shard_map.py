@@ -57,7 +57,7 @@ def programs(tx: zero.ShardedOptimizer, mesh: Mesh, params: Any, spec: P) -> tup
     shard_map: Any = partial(jax.shard_map, mesh=mesh, check_vma=False)
 
     def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(jax.tree.map(lambda g: g[0], grads), state, params)
+        updates, state = tx.update(zero.local(jax.tree.map(lambda g: g[0], grads)), state, params)
         return optax.apply_updates(params, updates), state
 
     init = jax.jit(shard_map(tx.init, in_specs=(on_mesh,), out_specs=state))

@@ -30,19 +30,21 @@ def test_mistakes_are_named() -> None:
     tx = zero.shard_optimizer(optax.sgd(0.1), "batch")
     with pytest.raises(ValueError, match=r"leaf b: the parameter has shape \(24,\), its gradient \(2, 24\)"):
         per_example = replicate(jax.tree.map(lambda p: np.stack([p, p]), make_params()))
-        jax.pmap(lambda g, p: tx.update(g, tx.init(p), p), "batch")(per_example, replicate(make_params()))
+        jax.pmap(lambda g, p: tx.update(zero.local(g), tx.init(p), p), "batch")(per_example, replicate(make_params()))
     with pytest.raises(ValueError, match=r"leaf b: .* \(24,\), its gradient \(3,\); slices need reduction='scattered'"):
         slices = jax.tree.map(lambda p: p[:, :3] if p.ndim == 2 else p, replicate(make_params()))
-        lower(lambda g, p: tx.update(g, tx.init(p), p), slices, replicate(make_params()))
+        lower(lambda g, p: tx.update(zero.local(g), tx.init(p), p), slices, replicate(make_params()))
     adam = zero.shard_optimizer(optax.adam(0.1), "batch")
     whole = optax.adam(0.1).init(make_params())
     with pytest.raises(TypeError, match=r"a ShardedState, got a tuple: .*zero.shard_state\(opt_state, tx, params\)"):
-        jax.pmap(lambda g, p: adam.update(g, whole, p), "batch")(local_grads(0), replicate(make_params()))
+        jax.pmap(lambda g, p: adam.update(zero.local(g), whole, p), "batch")(local_grads(0), replicate(make_params()))
     with pytest.raises(
         ValueError, match=r"leaf 0/mu/b: expected a shard of \(3,\), got \(24,\); that is the whole array"
     ):
         labelled = zero.ShardedState(whole, jnp.arange(8, dtype=jnp.int32))
-        jax.pmap(lambda g, p: adam.update(g, labelled, p), "batch")(local_grads(0), replicate(make_params()))
+        jax.pmap(lambda g, p: adam.update(zero.local(g), labelled, p), "batch")(
+            local_grads(0), replicate(make_params())
+        )
     with pytest.raises(RuntimeError, match=r"inside pmap over 'batch'.*zero.shard_state\(opt_state, tx, params\)"):
         adam.init(make_params())
 
@@ -72,14 +74,14 @@ def test_refusal_names_the_remedy(tx: Any, message: str) -> None:
     params = {"w": jnp.zeros((13, 24)), "b": jnp.zeros((24,))}
     sharded = zero.shard_optimizer(tx, "batch")
     with pytest.raises(zero.NotElementwiseError, match=message):
-        lower(lambda p: sharded.update(p, sharded.init(p), p), replicate(params))
+        lower(lambda p: sharded.update(zero.local(p), sharded.init(p), p), replicate(params))
 
 
 def test_line_searches_are_refused() -> None:
     tx = zero.shard_optimizer(zero.across_shards(optax.lbfgs()), "batch")
 
     def update(p: Any) -> Any:
-        return tx.update(p, tx.init(p), p, value=1.0, grad=p, value_fn=lambda p: jnp.sum(p["w"]))
+        return tx.update(zero.local(p), tx.init(p), p, value=1.0, grad=p, value_fn=lambda p: jnp.sum(p["w"]))
 
     with pytest.raises(zero.NotElementwiseError, match="value_fn is a function of whole parameters"):
         lower(update, {"w": jnp.zeros((8, 13, 24))})
@@ -93,7 +95,7 @@ def test_update_shape_is_checked() -> None:
     for make in (lambda x: x[:1], lambda x: jnp.sum(x, 1, keepdims=True), lambda x: 0.0, lambda x: x[None]):
         tx = zero.shard_optimizer(optax.stateless(lambda g, _, make=make: jax.tree.map(make, g)), "batch")
         with pytest.raises(ValueError, match=r"leaf w: .* its update of \(13, 6\) into one of \("):
-            lower(lambda g, tx=tx: tx.update(g, tx.init(g), g), {"w": np.ones((8, 13, 6), np.float32)})
+            lower(lambda g, tx=tx: tx.update(zero.local(g), tx.init(g), g), {"w": np.ones((8, 13, 6), np.float32)})
 
 
 def test_state_shape_is_checked() -> None:
@@ -101,12 +103,12 @@ def test_state_shape_is_checked() -> None:
     p = {"w": np.ones((8, 13, 6), np.float32)}
     grows = zero.shard_optimizer(optax.GradientTransformation(lambda p: [], lambda u, s, p=None: (u, [*s, u])), "batch")
     with pytest.raises(ValueError, match="another state than its init: it has, unexpectedly, 0/w"):
-        lower(lambda g: grows.update(g, grows.init(g), g), p)
+        lower(lambda g: grows.update(zero.local(g), grows.init(g), g), p)
     widens = zero.shard_optimizer(
         optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (u, jax.tree.map(lambda x: x[:5], u))), "batch"
     )
     with pytest.raises(ValueError, match=r"leaf w: .* its state of \(13, 6\) into one of \(5, 6\)"):
-        lower(lambda g: widens.update(g, widens.init(g), g), p)
+        lower(lambda g: widens.update(zero.local(g), widens.init(g), g), p)
 
 
 def test_float0_gradients_are_explained() -> None:
@@ -114,38 +116,108 @@ def test_float0_gradients_are_explained() -> None:
 
     def run(params: Any) -> Any:
         grads = jax.grad(lambda p: jnp.sum(p["w"]) * p["n"][0], allow_int=True)(params)
-        return tx.update(grads, tx.init(params), params)
+        return tx.update(zero.local(grads), tx.init(params), params)
 
     with pytest.raises(ValueError, match="leaf n: its gradient is float0, that of an integer"):
         lower(run, {"w": np.ones((8, 3), np.float32), "n": np.ones((8, 16), int)})
 
 
-AROUND = {
+def normalised(tx: Any) -> Any:
+    """A wrapper that optax does not know: divides by the largest gradient."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return tx.update(jax.tree.map(lambda g: g / jnp.max(jnp.abs(g)), updates), state, params)
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+AROUND: dict[str, Any] = {
     "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
     "named_chain": lambda tx: optax.named_chain(("clip", optax.clip(1.0)), ("sharded", tx)),
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite),
     "contrib.sam": lambda tx: optax.contrib.sam(tx, optax.sgd(0.1)),
     "contrib.mechanize": lambda tx: optax.contrib.mechanize(tx),
+    "flatten": optax.flatten,
+    "a user's own": lambda tx: normalised(tx),
+    "a user's own, jitted": lambda tx: normalised(optax.GradientTransformation(tx.init, jax.jit(tx.update))),
 }
+
+
+READ = r"zero.local has marked, .* inside: zero.shard_optimizer\(optax.chain\(.*lax.pmean.* reduction=None"
 
 
 @pytest.mark.parametrize("name", AROUND)
 def test_transforms_of_local_gradients_are_refused(name: str) -> None:
+    """What reads gradients before they are reduced gets none, whoever wrote it."""
     grads = {"w": np.ones((8, 13, 6), np.float32)}
     around = AROUND[name]
     tx = around(zero.shard_optimizer(optax.sgd(0.1), "batch"))
-    with pytest.raises(ValueError, match=rf"optax.{name} .* each device's own gradients before they are reduced"):
+    with pytest.raises((ValueError, AttributeError), match=READ):
+        lower(lambda g: tx.update(zero.local(g), tx.init(g), g), grads)
+    with pytest.raises((TypeError, ValueError), match=r"zero.local(\(grads\)| has marked)"):
         lower(lambda g: tx.update(g, tx.init(g), g), grads)
     reduced = around(zero.shard_optimizer(optax.sgd(0.1), "batch", reduction=None))
     first = optax.chain(zero.shard_optimizer(optax.sgd(0.1), "batch"), optax.scale(0.5))
     lower(lambda g: reduced.update(g, reduced.init(g), g), grads)
-    lower(lambda g: first.update(g, first.init(g), g), grads)
+    lower(lambda g: first.update(zero.local(g), first.init(g), g), grads)
+
+
+def test_update_traced_before() -> None:
+    """An update that was traced alone reads nothing inside a chain that clips."""
+    sharded = zero.shard_optimizer(optax.sgd(0.1), "batch")
+    jitted = jax.jit(lambda g, s, p: sharded.update(zero.local(g), s, p))
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.GradientTransformation(sharded.init, jitted))
+    grads = {"w": np.ones((8, 13, 6), np.float32)}
+    lower(lambda g: jitted(g, sharded.init(g), g), grads)
+    with pytest.raises((ValueError, AttributeError), match=READ):
+        lower(lambda g: tx.update(zero.local(g), tx.init(g), g), grads)
+
+
+def test_gradients_without_a_mark() -> None:
+    """Gradients that are not marked, a kept pmean among them, are refused with the word that is missing."""
+    grads = {"w": np.ones((8, 13, 6), np.float32), "b": np.ones((8, 6), np.float32)}
+    tx = zero.shard_optimizer(optax.sgd(0.1), "batch")
+    for reduce in (lambda g: g, lambda g: jax.lax.pmean(g, "batch"), lambda g: {**zero.local(g), "b": g["b"]}):
+        with pytest.raises(
+            TypeError, match=r"leaf b: .* zero.local\(grads\) where .* lax.pmean\(grads, 'batch'\)\. .* reduction=None"
+        ):
+            lower(lambda g, reduce=reduce: tx.update(reduce(g), tx.init(g), g), grads)
+    reduced = zero.shard_optimizer(optax.sgd(0.1), "batch", reduction=None)
+    with pytest.raises(TypeError, match="leaf b: .* reduction=None expects reduced ones"):
+        lower(lambda g: reduced.update(zero.local(g), reduced.init(g), g), grads)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda g: g * 2,
+        lambda g: 2 - g,
+        lambda g: jnp.ones(()) * g,
+        lambda g: -g,
+        lambda g: g[0],
+        lambda g: float(g),
+        lambda g: bool(g),
+        lambda g: np.asarray(g),
+        jnp.sum,
+        jax.lax.stop_gradient,
+        jax.jit(lambda g: g),
+        lambda g: jax.lax.cond(True, lambda g: g, lambda g: g, g),
+        lambda g: jax.lax.scan(lambda g, _: (g, None), g, length=2),
+        lambda g: optax.apply_updates(jnp.ones(3), g),
+        jax.device_get,
+    ],
+)
+def test_marked_gradients_are_no_arrays(read: Any) -> None:
+    with pytest.raises(ValueError, match=READ):
+        read(zero.local(jnp.ones(3)))
+    with pytest.raises(AttributeError, match=r"has no 'astype': .* inside: zero.shard_optimizer"):
+        zero.local(jnp.ones(3)).astype(jnp.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["chain", "named_chain", "apply_if_finite"])
 def test_transforms_of_gradient_slices(name: str) -> None:
-    """Transforms of slices of gradients are refused.
+    """Slices that are marked are read by no transform around the optimizer.
 
     Each device would clip its slices by their own norm, or wait alone in a gather that it alone decided on.
     """
@@ -153,10 +225,12 @@ def test_transforms_of_gradient_slices(name: str) -> None:
     tx = AROUND[name](scattered)
     first = optax.chain(scattered, optax.scale(0.5))
 
-    def run(tx: Any, params: Any) -> Any:
-        return tx.update(zero.scatter_mean(params, zero.make_layout(params, 8), "batch"), tx.init(params), params)
+    def run(tx: Any, mark: Any, params: Any) -> Any:
+        slices = zero.scatter_mean(params, zero.make_layout(params, 8), "batch")
+        return tx.update(mark(slices), tx.init(params), params)
 
     params = {"w": np.ones((8, 13, 6), np.float32)}
-    with pytest.raises(ValueError, match=rf"optax.{name} .* slices .* inside: .*, reduction='scattered'"):
-        lower(partial(run, tx), params)
-    lower(partial(run, first), params)
+    with pytest.raises((ValueError, AttributeError), match=READ):
+        lower(partial(run, tx, zero.local), params)
+    for mark in (zero.local, lambda slices: slices):
+        lower(partial(run, first, mark), params)

@@ -21,7 +21,7 @@ def narrow(params: Any, dtype: Any) -> Any:
 
 def updated(tx: Any, params: Any, **extra: Any) -> Any:
     """The state of all devices after one update."""
-    step = jax.pmap(lambda p, g: tx.update(g, tx.init(p), p, **extra)[1], "batch")
+    step = jax.pmap(lambda p, g: tx.update(zero.local(g), tx.init(p), p, **extra)[1], "batch")
     return step(replicate(params), local_grads(0))
 
 
@@ -62,7 +62,7 @@ def test_promoted_state(wide: bool) -> None:
         tx = zero.shard_optimizer(plain, "batch")
         grads = jax.tree.map(np.ones_like, params)
         unsharded = jax.jit(plain.update)(grads, plain.init(params), params)[1]
-        step = jax.pmap(lambda p, s, g: tx.update(g, s, p), "batch")
+        step = jax.pmap(lambda p, s, g: tx.update(zero.local(g), s, p), "batch")
         _, state = step(replicate(params), jax.pmap(tx.init, "batch")(replicate(params)), replicate(grads))
         saved = zero.whole_state(state, tx, params)
         for found, right in zip(jax.tree.leaves(saved), jax.tree.leaves(unsharded), strict=True):
@@ -113,7 +113,7 @@ def test_differing_state_is_named() -> None:
 
     @partial(jax.pmap, axis_name="batch")
     def step(params: Any, state: Any, loss: jax.Array) -> Any:
-        return tx.update(params, state, params, value=loss)[1]
+        return tx.update(zero.local(params), state, params, value=loss)[1]
 
     state = jax.pmap(tx.init, "batch")(replicate(params))
     for losses in (np.ones(8), np.linspace(0.5, 1.5, 8)):

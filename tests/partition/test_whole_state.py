@@ -41,7 +41,7 @@ def structure(tree: Any) -> Any:
 def stepper(tx: Any) -> Any:
     @partial(jax.pmap, axis_name="batch")
     def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(zero.local(grads), state, params)
         return optax.apply_updates(params, updates), state
 
     return step
@@ -349,7 +349,7 @@ def test_scan_with_donated_state() -> None:
     def scanned(params: Any, state: Any, grads: Any) -> Any:
         def one(carry: Any, grads: Any) -> Any:
             params, state = carry
-            updates, state = tx.update(grads, state, params)
+            updates, state = tx.update(zero.local(grads), state, params)
             return (optax.apply_updates(params, updates), state), None
 
         return lax.scan(one, (params, state), grads)[0]
@@ -373,7 +373,7 @@ def test_parameters_with_in_axes_none() -> None:
 
     @partial(jax.pmap, axis_name="batch", in_axes=(None, 0, 0), out_axes=(None, 0))
     def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(zero.local(grads), state, params)
         return optax.apply_updates(params, updates), state
 
     state = zero.shard_state(optax.adam(0.1).init(params), tx, params)
@@ -423,7 +423,7 @@ def test_documented_reductions(name: str) -> None:
 
     def step(w: jax.Array, x: jax.Array) -> Any:
         grads = jax.grad(lambda w: of_loss(jnp.vdot(w, x)))(w)
-        return tx.update(grads, tx.init(w), w)[0], reduce(grads)
+        return tx.update(zero.local(grads), tx.init(w), w)[0], reduce(grads)
 
     updates, expected = jax.pmap(step, "batch")(w, x)
     np.testing.assert_allclose(updates, -expected, rtol=1e-6, atol=1e-6)

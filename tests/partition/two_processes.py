@@ -88,7 +88,7 @@ def check_optimizer(axis: zero.Axis, plain: Any, right: Any) -> None:
 
     @partial(jax.pmap, axis_name="batch")
     def step(params: Any, grads: Any) -> Any:
-        updates, _ = sharded.update(grads, sharded.init(params), params)
+        updates, _ = sharded.update(zero.local(grads), sharded.init(params), params)
         return updates
 
     updates = step(params, mine)
@@ -172,7 +172,7 @@ def check_whole_state(axis: zero.Axis, plain: Any, right: Any) -> None:
     """Optimizer state is whole and the same on both processes, and comes back as it was."""
     tx = zero.shard_optimizer(right, axis)
     params = jax.pmap(lambda _: whole, "batch")(ones)
-    _, state = jax.pmap(lambda p: tx.update(p, tx.init(p), p), "batch")(params)
+    _, state = jax.pmap(lambda p: tx.update(zero.local(p), tx.init(p), p), "batch")(params)
     found = zero.whole_state(state, tx, whole)
     _, expected = jax.jit(lambda p: plain.update(p, plain.init(p), p))(whole)
     (got, tree), (right_leaves, right_tree) = jax.tree.flatten(found), jax.tree.flatten(expected)
@@ -191,7 +191,7 @@ def check_local_decision() -> None:
     params = {"w": np.ones((16, 8), np.float32)}
     tx = zero.shard_optimizer(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=0)), "batch")
     replicated = jax.pmap(lambda _: params, "batch")(ones)
-    step = jax.pmap(lambda p, s, loss: tx.update(p, s, p, value=loss)[1], "batch")
+    step = jax.pmap(lambda p, s, loss: tx.update(zero.local(p), s, p, value=loss)[1], "batch")
     state = jax.pmap(tx.init, "batch")(replicated)
     for loss in (1, 0.5 + process):
         state = step(replicated, state, np.full(4, loss, np.float32))
@@ -211,7 +211,7 @@ def check_mesh() -> None:
     state_specs: Any = zero.specs(tx, params, mesh)
 
     def run(params: Any) -> Any:
-        return tx.update(params, tx.init(params), params)[1]
+        return tx.update(zero.local(params), tx.init(params), params)[1]
 
     mapped: Any = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=state_specs, check_vma=False)
     state = jax.jit(mapped)(params)
@@ -240,7 +240,7 @@ def check_device_order() -> None:
     pmap = partial(jax.pmap, axis_name="batch", devices=devices)
     shards = pmap(lambda _: zero.shard(whole, layout, "batch"))(ones)
     params = pmap(lambda _: whole)(ones)
-    state = pmap(lambda p: tx.update(p, tx.init(p), p)[1])(params)
+    state = pmap(lambda p: tx.update(zero.local(p), tx.init(p), p)[1])(params)
     for leave in (zero.to_host, zero.to_global, zero.checksums):
         check_refused("row 0 lies on", partial(leave, shards, layout, "batch"))
     check_refused("row 0 lies on", partial(zero.whole_state, state, tx, whole))
@@ -273,7 +273,7 @@ def check_dtypes() -> None:
     noise = zero.across_shards(optax.add_noise(0.01, 0.55, key=jax.random.key(3)))
     tx = zero.shard_optimizer(optax.chain(noise, optax.adam(0.1)), "batch")
     params = jax.pmap(lambda _: whole, "batch")(ones)
-    state = jax.pmap(lambda p: tx.update(p, tx.init(p), p)[1], "batch")(params)
+    state = jax.pmap(lambda p: tx.update(zero.local(p), tx.init(p), p)[1], "batch")(params)
     saved = zero.whole_state(state, tx, narrow)
     assert saved[1][0].mu["w"].dtype == np.float32
     back = zero.shard_state(saved, tx, whole)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, Literal, NamedTuple, ParamSpec
 
 import jax
@@ -17,6 +16,7 @@ from jax.typing import DTypeLike
 from zero.partition.collectives.arrays import fill_padding
 from zero.partition.collectives.axis import Axis, AxisLike, as_axis, check_untracked
 from zero.partition.layout import Layout, LeafLayout, PyTree, derive_layout, make_layout, match_layout
+from zero.partition.local_gradients import arrays_of, unmarked
 from zero.partition.rewrite.entry_points import across_shards, run_on_shards, with_extra_args
 from zero.partition.rewrite.interpreter import NotElementwiseError
 from zero.partition.stages import checked_axis, gather, scatter_mean, scatter_sum, shard
@@ -169,16 +169,17 @@ def shard_optimizer(
 ) -> ShardedOptimizer:
     """Holds the state of an optax transform as one slice per device: the drop-in for data-parallel pmap code (stage 1).
 
-    `init` takes whole parameters, the same on all devices. `update` takes each device's own gradients, not reduced, and
-    returns whole updates: a reduce-scatter, the update of a slice, and a gather. Extra arguments of `update` are passed
-    to `tx`; arrays in them are whole and the same on all devices. `whole_state` and `shard_state` convert state on the
+    `init` takes whole parameters, the same on all devices. `update` takes each device's own gradients, not reduced and
+    marked by `zero.local`, and returns whole updates: a reduce-scatter, the update of a slice, and a gather. Extra
+    arguments of `update` are passed to `tx`; arrays in them are whole and the same on all devices. `whole_state` and `shard_state` convert state on the
     host. Taking one device's slice out of the state raises, and another device's slice gives NaN updates.
 
     Args:
       tx: any transform; one that is not element-wise needs `across_shards`, or has a version in `zero`.
       axis_name: the pmap axis, or an `Axis` of groups.
-      reduction: of gradients over devices. None if they are whole and already reduced; "scattered" if `scatter_mean` or
-        `scatter_sum` has reduced them to slices, which may be clipped; `tx` gets them in the dtype of the parameters.
+      reduction: of gradients over devices. None if they are whole and already reduced, and so not marked; "scattered"
+        if `scatter_mean` or `scatter_sum` has reduced them to slices, which may be clipped and need no mark; `tx` gets
+        them in the dtype of the parameters.
       wire_dtype: dtype of gradients on the wire; None for their own.
       reduce_dtype: dtype of their sums; None for their own, but at least float32. `tx` gets them in their own.
       trust: run `tx` on shards unchanged, if it is known to be right there.
@@ -191,10 +192,8 @@ def shard_optimizer(
       NotElementwiseError: as in `on_shards`.
 
     `update` raises:
-      ValueError: a leaf has another shape than its parameter, or an optax transform around this one uses gradients
-        that are not whole and reduced (`chain`, `masked`, `partition`, `apply_if_finite`, a `MultiSteps` that skips):
-        it belongs inside.
-      TypeError: the state was not made by `init` or `shard_state`.
+      ValueError: a leaf has another shape than its parameter.
+      TypeError: gradients are not marked, or reduced ones are; or the state was not made by `init` or `shard_state`.
 
     >>> n = jax.local_device_count()
     >>> tx = shard_optimizer(optax.adam(0.1), "batch")
@@ -211,15 +210,19 @@ def shard_optimizer(
 
     def init(params: PyTree) -> PyTree:
         axis = _bound(axis_name)
-        _check_callers(_caller(), None)
-        shards = shard(params, layout := make_layout(params, axis.shards), axis)
+        layout = make_layout(params, axis.shards)
+        _check_not_nested(inner.init, layout)
+        shards = shard(params, layout, axis)
         state = inner.init(shards) if trust else _init(inner, layout, axis, shards)
         return ShardedState(state, axis.shard_index().astype(jnp.int32)[None])
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         axis = _bound(axis_name)
-        _check_callers(_caller(), reduction)
         require_sharded(state)
+        if reduction == "scattered":
+            updates = unmarked(updates)
+        else:
+            updates = arrays_of(updates, axis.name, expects_marks=reduction is not None)
         given, layout = _layouts(updates, params, axis, is_scattered=reduction == "scattered")
         if reduction is None:
             grads = shard(updates, given, axis)
@@ -262,12 +265,6 @@ def _layouts(updates: PyTree, params: PyTree, axis: Axis, *, is_scattered: bool)
     return match_layout(updates, layout), layout
 
 
-def _caller() -> FrameType | None:
-    """The frame that called the caller of this function."""
-    frame = inspect.currentframe()
-    return frame.f_back.f_back if frame and frame.f_back else None
-
-
 def _is_float(x: jax.Array | LeafLayout) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
@@ -292,58 +289,14 @@ def _check_gradients(given: Layout, layout: Layout) -> None:
             )
 
 
-# Wrappers of optax that pass gradients on unchanged and read only whole updates; `chain` if this is its first.
-_TRANSPARENT = (
-    "chain",
-    "named_chain",
-    "flatten",
-    "inject_hyperparams",
-    "lookahead",
-    "schedule_free",
-    "split_real_and_imaginary",
-    "with_extra_args_support",
-    "MultiSteps.update",
-)
-_GIVEN = {
-    "scattered": "is given each device's slices of the gradients, and so decides or measures something else on each",
-    "sum": "uses each device's own gradients before they are reduced",
-    "mean": "uses each device's own gradients before they are reduced",
-}
-
-
-def _check_callers(frame: FrameType | None, reduction: Literal["mean", "sum", "scattered"] | None) -> None:
-    """Refuses to run inside another sharded optimizer, or an optax transform that reads unreduced gradients.
-
-    Names the outermost of these, which its author wrote: `partition` is `masked` inside.
-    """
-    outermost = None
-    while frame:
-        name, variables = frame.f_code.co_qualname, frame.f_locals
-        maker, module = name.partition(".<locals>.")[0], frame.f_globals.get("__name__", "")
-        if maker == "shard_optimizer" and module == __name__:
-            raise ValueError(
-                "zero.shard_optimizer inside zero.shard_optimizer: only one of them may cut state into slices. Keep "
-                "the outermost, and put the optax transforms into it as they are"
-            )
-        is_later = maker in ("chain", "named_chain") and variables.get("new_state")
-        may_skip = maker == "MultiSteps.update" and "self" in variables and _may_skip(variables["self"])
-        if reduction and module.startswith("optax.") and (is_later or may_skip or maker not in _TRANSPARENT):
-            package = "optax.contrib" if module.startswith("optax.contrib") else "optax"
-            outermost = f"{package}.{maker.removesuffix('.update')}"
-        frame = frame.f_back
-    if reduction and outermost:
-        options = ", reduction='scattered'" * (reduction == "scattered")
+def _check_not_nested(init: Callable[[PyTree], PyTree], layout: Layout) -> None:
+    """Raises if the state holds that of another sharded optimizer."""
+    state = jax.eval_shape(init, layout.shapes())
+    if any(isinstance(x, ShardedState) for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ShardedState))):
         raise ValueError(
-            f"{outermost} around zero.shard_optimizer {_GIVEN[reduction]}. Put it inside: "
-            f"zero.shard_optimizer({outermost}(...), axis_name{options}); or reduce whole gradients first, by "
-            "lax.pmean(grads, axis_name), and pass reduction=None to zero.shard_optimizer"
+            "zero.shard_optimizer inside zero.shard_optimizer: only one of them may cut state into slices. Keep the "
+            "outermost, and put the optax transforms into it as they are"
         )
-
-
-def _may_skip(accumulation: optax.MultiSteps) -> bool:
-    """Whether each device decides from its own gradients if it updates."""
-    decide = accumulation._should_skip_update_fn
-    return getattr(decide, "__qualname__", "") != "MultiSteps.__init__.<locals>.should_skip_update_fn"
 
 
 def _bound(axis: AxisLike) -> Axis:
