@@ -41,7 +41,7 @@ def test_narrow_gradients_keep_their_dtype() -> None:
 
     expected, expected_state = jax.pmap(partial(run, False), "batch")(replicate(params), grads)
     found, state = jax.pmap(zero.in_order(partial(run, True)), "batch")(replicate(params), grads)
-    whole = zero.whole_state(state, tx, params)
+    whole = zero.to_host(state)
     for x, y in zip(jax.tree.leaves(whole), jax.tree.leaves(expected_state), strict=True):
         assert x.dtype == y.dtype
     for name in params:
@@ -146,18 +146,15 @@ def test_state_of_another_optimizer() -> None:
     params, tx = make_params(), zero.shard_optimizer(optax.adam(0.1), "batch")
     other = optax.sgd(0.1, momentum=0.9)
     with pytest.raises(ValueError, match=r"fit this optimizer.*: it lacks 0/count, .*; it has, .*, 0/trace/b"):
-        zero.shard_state(other.init(params), tx, params)
-    sharded = zero.shard_optimizer(other, "batch")
-    state = jax.pmap(sharded.init, "batch")(replicate(params))
-    with pytest.raises(ValueError, match=r"fit this optimizer.*: it lacks 0/count, .*; it has, .*, 0/trace/b"):
-        zero.whole_state(state, tx, params)
+        zero.to_devices(other.init(params), like=tx.init(params))
+    state = jax.pmap(zero.shard_optimizer(other, "batch").init, "batch")(replicate(params))
     with pytest.raises(ValueError, match=r"fit this optimizer.*: it lacks 0/count, .*; it has, .*, 0/trace/b"):
         lower(lambda s, p: tx.update(zero.local(p), s, p), state, replicate(params))
     more = {**params, "more": np.ones(3, np.float32)}
     with pytest.raises(ValueError, match=r"these parameters: it lacks 0/mu/more, 0/nu/more\. Pass those"):
-        zero.shard_state(optax.adam(0.1).init(params), tx, more)
+        zero.to_devices(optax.adam(0.1).init(params), like=tx.init(more))
     with pytest.raises(ValueError, match=r"same leaves in other containers, .*from_state_dict"):
-        zero.shard_state(_as_dicts(optax.adam(0.1).init(params)), tx, params)
+        zero.to_devices(_as_dicts(optax.adam(0.1).init(params)), like=tx.init(params))
 
 
 def _as_dicts(state: Any) -> Any:
@@ -172,12 +169,12 @@ def test_scalar_in_stacked_state() -> None:
     step = jax.pmap(lambda s, p: tx.update(zero.local(p), s, p), "batch")
     for value in (0.5, jnp.float32(0.5), np.float32(0.5), np.full(4, 0.5)):
         state.slices.hyperparams["learning_rate"] = value
-        for use in (lambda: step(state, replicate(params)), lambda: zero.whole_state(state, tx, params)):
+        for use in (lambda: step(state, replicate(params)), lambda: zero.to_host(state)):
             with pytest.raises(ValueError, match=r"leaf hyperparams/learning_rate: .*scalar.* jnp.full\(8, value\)"):
                 use()
     state.slices.hyperparams["learning_rate"] = jnp.full(8, 0.5)
     with pytest.raises(ValueError, match=r"leaf hyperparams/learning_rate: .* on 1 device: spread it by jax.pmap"):
-        zero.whole_state(state, tx, params)
+        zero.to_host(state)
     updates, _ = step(state, replicate(params))
     np.testing.assert_allclose(np.abs(updates["w"]).max(), 0.5, rtol=1e-4)
 
@@ -197,7 +194,7 @@ def test_whole_state_inside_pmap() -> None:
         for _ in range(2):
             updates, state = tx.update(zero.local(params), state, params)
             params = optax.apply_updates(params, updates)
-        return optax.contrib.schedule_free_eval_params(zero.whole_state(state, tx, params), params)
+        return optax.contrib.schedule_free_eval_params(zero.gather(state), params)
 
     expected, state = params, plain.init(params)
     for _ in range(2):
@@ -205,7 +202,7 @@ def test_whole_state_inside_pmap() -> None:
         expected = optax.apply_updates(expected, updates)
     right = optax.contrib.schedule_free_eval_params(state, expected)
     np.testing.assert_allclose(evaluated(replicate(params))["w"][3], right["w"], rtol=1e-6)
-    with pytest.raises(AttributeError, match=r"no 'b1': .* in .slices, cut; .*zero.whole_state\("):
+    with pytest.raises(AttributeError, match=r"no 'b1': .* in .slices, cut; .*zero.gather\(opt_state\)"):
         lower(lambda p: optax.contrib.schedule_free_eval_params(tx.init(p), p), replicate(params))
 
 

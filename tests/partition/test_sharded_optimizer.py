@@ -32,10 +32,10 @@ pytestmark = pytest.mark.quick
 def test_groups_equal_unsharded(name: str, axis: zero.Axis) -> None:
     plain, sharded = {
         "adamw": (optax.adamw(0.1), optax.adamw(0.1)),
-        "lamb": (optax.lamb(0.1), zero.lamb(0.1)),
+        "lamb": (optax.lamb(0.1), zero.across_shards(optax.lamb(0.1))),
         "clipped adam": (
             optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
-            optax.chain(zero.clip_by_global_norm(0.5), optax.adam(0.1)),
+            optax.chain(zero.across_shards(optax.clip_by_global_norm(0.5)), optax.adam(0.1)),
         ),
     }[name]
     params, state = train(zero.shard_optimizer(sharded, axis), make_params())
@@ -135,7 +135,9 @@ def test_state_moves_between_device_counts() -> None:
 def test_on_shards_takes_and_gives_shards() -> None:
     params = {"blocks": {"w": make_params()["w"]}, "b": make_params()["b"]}
     layout = zero.make_layout(params, 8, stacked=["blocks"])
-    tx = zero.on_shards(optax.chain(zero.clip_by_global_norm(0.1), optax.adam(0.1)), layout, "batch")
+    tx = zero.on_shards(
+        optax.chain(zero.across_shards(optax.clip_by_global_norm(0.1)), optax.adam(0.1)), layout, "batch"
+    )
     plain = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
     grads = jax.tree.map(lambda p: p * 2 + 1, params)
 
@@ -219,8 +221,8 @@ EXPECTED = {
 def test_collectives_of_the_compiled_update(name: str) -> None:
     layout = zero.make_layout({"w": np.zeros((129, 136)), "a": np.zeros((13, 6)), "b": np.zeros(9), "s": 0.0}, 8)
     layout = layout.only(["w", "b"]) if name == "muon" else layout
-    make = getattr(zero, name)
-    tx = zero.on_shards(make(0.1), layout, "batch")
+    make = optax.contrib.muon if name == "muon" else getattr(optax, name)
+    tx = zero.on_shards(zero.across_shards(make(0.1)), layout, "batch")
     shards = jax.tree.map(lambda x: np.ones((8, *x.shape), np.float32), layout.shard_shapes())
     found = collectives(lambda g, p: tx.update(g, tx.init(p), p), shards, shards)
     assert {kind for _, kind in found} == set(EXPECTED[name])

@@ -15,10 +15,15 @@ from tests.partition.exact_training import local_grads, lower, make_params, repl
 
 def test_outside_pmap_names_the_remedy() -> None:
     tx = zero.shard_optimizer(optax.adam(0.1), "batch")
-    with pytest.raises(RuntimeError, match=r"inside pmap over 'batch'.*jax.pmap\(tx.init, axis_name='batch'\)"):
-        tx.init(make_params())
-    with pytest.raises(RuntimeError, match="inside pmap"):
+    with pytest.raises(RuntimeError, match=r"inside pmap over 'batch'.*jax.pmap\(train_step, axis_name='batch'\)"):
         tx.update(make_params(), None, make_params())
+    whole = tx.init(make_params())
+    with pytest.raises(
+        TypeError, match=r"is whole: .* zero.to_devices\(state\), in place of jax_utils.replicate\(state\)"
+    ):
+        lower(
+            lambda g, s, p: tx.update(zero.local(g), s, p), local_grads(0), replicate(whole), replicate(make_params())
+        )
 
 
 def test_mistakes_are_named() -> None:
@@ -36,7 +41,7 @@ def test_mistakes_are_named() -> None:
         lower(lambda g, p: tx.update(zero.local(g), tx.init(p), p), slices, replicate(make_params()))
     adam = zero.shard_optimizer(optax.adam(0.1), "batch")
     whole = optax.adam(0.1).init(make_params())
-    with pytest.raises(TypeError, match=r"a ShardedState, got a tuple: .*zero.shard_state\(opt_state, tx, params\)"):
+    with pytest.raises(TypeError, match=r"a ShardedState, got a tuple: .*zero.to_devices\(opt_state, like=...\)"):
         jax.pmap(lambda g, p: adam.update(zero.local(g), whole, p), "batch")(local_grads(0), replicate(make_params()))
     with pytest.raises(
         ValueError, match=r"leaf 0/mu/b: expected a shard of \(3,\), got \(24,\); that is the whole array"
@@ -45,27 +50,46 @@ def test_mistakes_are_named() -> None:
         jax.pmap(lambda g, p: adam.update(zero.local(g), labelled, p), "batch")(
             local_grads(0), replicate(make_params())
         )
-    with pytest.raises(RuntimeError, match=r"inside pmap over 'batch'.*zero.shard_state\(opt_state, tx, params\)"):
-        adam.init(make_params())
+
+
+def centred() -> optax.GradientTransformation:
+    """A transform of the author's, of functions with names of their own."""
+
+    def centred_update(updates: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda g: g - jnp.mean(g), updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), centred_update)
 
 
 @pytest.mark.parametrize(
     ("tx", "message"),
     [
-        (optax.clip_by_global_norm(100.0), "clip_by_global_norm .* use zero.clip_by_global_norm"),
+        (
+            optax.clip_by_global_norm(100.0),
+            r"clip_by_global_norm .* use zero.across_shards\(optax.clip_by_global_norm\(",
+        ),
         (optax.chain(optax.adam(0.1), optax.clip_by_global_norm(1.0)), "clip_by_global_norm .* reduce_sum"),
-        (optax.lamb(0.1), "scale_by_trust_ratio .* use zero.lamb or zero.lars"),
-        (optax.adafactor(0.1, min_dim_size_to_factor=8), "scale_by_factored_rms .* use zero.adafactor"),
-        (optax.contrib.muon(0.1), "use zero.muon"),
+        (optax.lamb(0.1), r"scale_by_trust_ratio .* use zero.across_shards\(optax.lamb\(.* optax.lars"),
+        (
+            optax.adafactor(0.1, min_dim_size_to_factor=8),
+            r"scale_by_factored_rms .* use zero.across_shards\(optax.adafactor\(",
+        ),
+        (optax.contrib.muon(0.1), r"use zero.across_shards\(optax.contrib.muon\("),
         (optax.centralize(), "centralize is not element-wise: reduce_sum .* use zero.across_shards"),
         (optax.apply_if_finite(optax.adam(0.1), 3), "apply_if_finite .* reduce_and"),
         (optax.noisy_sgd(0.1, key=jax.random.key(0)), "add_noise .* random numbers"),
         (optax.sm3(0.1), "scale_by_sm3"),
+        (optax.flatten(optax.adam(0.1)), r"flatten .* leave optax\.flatten out"),
+        (optax.zero_nans(), r"zero_nans .* use zero\.across_shards"),
+        (
+            optax.chain(optax.scale(2.0), centred()),
+            r"centred \(test_sharded_optimizer_refusals.py:\d+\) is not element",
+        ),
         (optax.masked(optax.lamb(0.1), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)), "scale_by_trust_ratio"),
         (optax.MultiSteps(optax.lamb(0.1), 2), "scale_by_trust_ratio"),
         (
             optax.stateless(lambda g, _: jax.tree.map(lambda x: jax.lax.fori_loop(0, 2, lambda _, y: y - y[:1], x), g)),
-            "stateless is not element-wise: slice",
+            r"<lambda> \(test_sharded_optimizer_refusals.py:\d+\) is not element-wise: slice",
         ),
     ],
 )
@@ -153,7 +177,7 @@ def test_transforms_of_local_gradients_are_refused(name: str) -> None:
     grads = {"w": np.ones((8, 13, 6), np.float32)}
     around = AROUND[name]
     tx = around(zero.shard_optimizer(optax.sgd(0.1), "batch"))
-    with pytest.raises((ValueError, AttributeError), match=READ):
+    with pytest.raises(ValueError, match=READ):
         lower(lambda g: tx.update(zero.local(g), tx.init(g), g), grads)
     with pytest.raises((TypeError, ValueError), match=r"zero.local(\(grads\)| has marked)"):
         lower(lambda g: tx.update(g, tx.init(g), g), grads)
@@ -170,7 +194,7 @@ def test_update_traced_before() -> None:
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.GradientTransformation(sharded.init, jitted))
     grads = {"w": np.ones((8, 13, 6), np.float32)}
     lower(lambda g: jitted(g, sharded.init(g), g), grads)
-    with pytest.raises((ValueError, AttributeError), match=READ):
+    with pytest.raises(ValueError, match=READ):
         lower(lambda g: tx.update(zero.local(g), tx.init(g), g), grads)
 
 
@@ -184,7 +208,7 @@ def test_gradients_without_a_mark() -> None:
         ):
             lower(lambda g, reduce=reduce: tx.update(reduce(g), tx.init(g), g), grads)
     reduced = zero.shard_optimizer(optax.sgd(0.1), "batch", reduction=None)
-    with pytest.raises(TypeError, match="leaf b: .* reduction=None expects reduced ones"):
+    with pytest.raises(TypeError, match=r"leaf b: .* reduction=None expects reduced ones"):
         lower(lambda g: reduced.update(zero.local(g), reduced.init(g), g), grads)
 
 
@@ -211,8 +235,9 @@ def test_gradients_without_a_mark() -> None:
 def test_marked_gradients_are_no_arrays(read: Any) -> None:
     with pytest.raises(ValueError, match=READ):
         read(zero.local(jnp.ones(3)))
-    with pytest.raises(AttributeError, match=r"has no 'astype': .* inside: zero.shard_optimizer"):
+    with pytest.raises(ValueError, match=r"has no 'astype': .* inside: zero.shard_optimizer"):
         zero.local(jnp.ones(3)).astype(jnp.bfloat16)
+    assert not hasattr(zero.local(jnp.ones(3)), "real")
 
 
 @pytest.mark.parametrize("name", ["chain", "named_chain", "apply_if_finite"])
@@ -230,7 +255,7 @@ def test_transforms_of_gradient_slices(name: str) -> None:
         return tx.update(mark(slices), tx.init(params), params)
 
     params = {"w": np.ones((8, 13, 6), np.float32)}
-    with pytest.raises((ValueError, AttributeError), match=READ):
+    with pytest.raises(ValueError, match=READ):
         lower(partial(run, tx, zero.local), params)
     for mark in (zero.local, lambda slices: slices):
         lower(partial(run, first, mark), params)

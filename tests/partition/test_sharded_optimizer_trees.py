@@ -134,7 +134,9 @@ def test_weak_types_are_kept() -> None:
 
 
 def test_strict_promotion() -> None:
-    tx = zero.shard_optimizer(optax.chain(zero.clip_by_global_norm(1.0), optax.sgd(0.1, 0.9)), "batch")
+    tx = zero.shard_optimizer(
+        optax.chain(zero.across_shards(optax.clip_by_global_norm(1.0)), optax.sgd(0.1, 0.9)), "batch"
+    )
     grads = {"w": np.ones((8, 13, 6), np.float32), "h": np.ones((8, 13), np.float32)}
     with jax.numpy_dtype_promotion("strict"):
         lower(lambda g: tx.update(zero.local(g), tx.init(g), g), grads)

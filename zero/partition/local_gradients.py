@@ -21,6 +21,10 @@ _READ = (
 )
 
 
+class NoArrayError(ValueError, AttributeError):
+    """An attribute of an array was asked of a marked gradient; as an AttributeError it also answers `hasattr`."""
+
+
 class LocalGradient:
     """One device's own gradient of a leaf, which only a sharded optimizer reads.
 
@@ -58,7 +62,7 @@ class LocalGradient:
         raise ValueError(_READ)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a gradient that zero.local has marked has no {name!r}: {_READ}")
+        raise NoArrayError(f"a gradient that zero.local has marked has no {name!r}: {_READ}")
 
     def __repr__(self) -> str:
         return f"LocalGradient({self.dtype}{list(self.shape)})"
