@@ -143,11 +143,11 @@ class Layout:
     def differences(self, tree: PyTree, *, may_lack: bool = False) -> str:
         """Which leaves this tree lacks, and which it has that the layout has not; empty if the names are the same."""
         flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-        found = [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path, _ in flat]
+        paths = [path_of(keys) for keys, _ in flat]
         expected = [leaf.path for leaf in self.leaves]
-        name_of = dict(zip(found, names_of(found), strict=True)) | dict(zip(expected, names_of(expected), strict=True))
-        lacking = [name_of[path] for path in expected if path not in found]
-        unknown = [name_of[path] for path in found if path not in expected]
+        name_of = dict(zip(paths, names_of(paths), strict=True)) | dict(zip(expected, names_of(expected), strict=True))
+        lacking = [name_of[path] for path in expected if path not in paths]
+        unknown = [name_of[path] for path in paths if path not in expected]
         if may_lack and not unknown:
             return ""
         parts = (("lacks", lacking), ("has, unexpectedly,", unknown))
@@ -284,7 +284,7 @@ def make_layout(
             raise ValueError(f"shards {shards} do not divide into {kind} groups of {size}")
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = tuple(stacked)
-    paths = [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path, _ in flat]
+    paths = [path_of(keys) for keys, _ in flat]
     for name in names:
         if not any(path[:1] == (name,) for path in paths):
             found = ", ".join(dict.fromkeys(path[0] for path in paths if path)) or "no leaf"
@@ -342,11 +342,16 @@ def follow_layout(tree: PyTree, layout: Layout) -> Layout:
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = []
     for keys, x in flat:
-        path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+        path = path_of(keys)
         model = source_of(path, x.shape, by_path)
         splits, stacked = (model.splits, model.stacked) if model else ((), False)
         leaves.append(LeafLayout(path, x.shape, x.dtype, splits, stacked))
     return Layout(treedef, tuple(leaves), layout.shards)
+
+
+def path_of(keys: Sequence[Any]) -> tuple[str, ...]:
+    """The path of a leaf, from the keys that `jax.tree_util` gives."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
 
 
 def names_of(paths: Sequence[tuple[str, ...]]) -> list[str]:
@@ -383,7 +388,7 @@ def match_layout(tree: PyTree, *layouts: Layout) -> Layout:
         return layouts[0]
     by_path = {leaf.path: leaf for layout in reversed(layouts) for leaf in layout.leaves}
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    paths = [tuple(jax.tree_util.keystr((key,), simple=True) for key in keys) for keys, _ in flat]
+    paths = [path_of(keys) for keys, _ in flat]
     unknown = ["/".join(path) for path in paths if path not in by_path]
     if unknown:
         known = _some(["/".join(path) for path in by_path])

@@ -71,13 +71,24 @@ def _cut(name: str, x: Any, axis: AxisLike) -> Cut:
     if isinstance(x, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
         return ((),) * np.ndim(x), ()
     entries = [*sharding.spec, *[None] * (np.ndim(x) - len(sharding.spec))]
-    axes = tuple(() if one is None else (one,) if isinstance(one, str) else tuple(one) for one in entries)
+    axes = tuple(map(_axes_of_entry, entries))
     if any(axis in names for names in axes):
         raise ValueError(
             f"leaf {name}: {sharding.spec} cuts it along {axis!r}, the axis_name of the optimizer, along which "
             "parameters are replicated: outside pmap, pass one whole copy of them"
         )
     return axes, tuple(sharding.mesh.shape.items())
+
+
+def _axes_of_entry(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The axes of an entry of a PartitionSpec.
+
+    >>> _axes_of_entry("model"), _axes_of_entry(("model", "data")), _axes_of_entry(None)
+    (('model',), ('model', 'data'), ())
+    """
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _shape_of_part(
@@ -291,7 +302,8 @@ def register_with_flax() -> None:
 
 @functools.cache
 def _register(serialization: Any) -> None:
-    to_dict, from_dict = serialization.to_state_dict, serialization.from_state_dict
+    to_dict = serialization.to_state_dict
+    from_dict = serialization.from_state_dict
 
     def sharded_to_dict(state: ShardedState) -> dict[str, Any]:
         return {"slices": to_dict(state.slices), "shard": to_dict(state.shard)}

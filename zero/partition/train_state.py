@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero.partition.collectives.axis import Axis, AxisLike, as_axis
 from zero.partition.global_arrays import axis_and_devices, local_shards, pmap_devices
-from zero.partition.layout import Layout, LeafLayout, PyTree, Split
+from zero.partition.layout import Layout, LeafLayout, PyTree, Split, path_of
 from zero.partition.on_mesh import leaf_on_mesh, read, state_on_mesh, write
 from zero.partition.sharded_state import (
     REMEDY,
@@ -88,12 +88,13 @@ def to_host(
             raise RuntimeError(
                 f"leaf {name}: zero.to_host runs outside pmap; inside, zero.gather(opt_state) gives the whole state"
             )
-    likes = _aligned(treedef, like, len(leaves))
+    models = _aligned(treedef, like, len(leaves))
     # Copies first, because they do not wait for other processes.
     wholes = [x if isinstance(x, ShardedState) else _copy_of(name, x) for name, x in leaves]
-    for i, (x, one) in enumerate(zip(wholes, likes, strict=True)):
-        if isinstance(x, ShardedState):
-            wholes[i] = _whole_of(x, (one if is_marked(one) else x).known_origin, devices, timeout)
+    for i, (state, model) in enumerate(zip(wholes, models, strict=True)):
+        if isinstance(state, ShardedState):
+            origin = model.known_origin if is_marked(model) else state.known_origin
+            wholes[i] = _whole_of(state, origin, devices, timeout)
     return treedef.unflatten(wholes)
 
 
@@ -201,9 +202,9 @@ def _aligned(treedef: Any, like: PyTree, count: int) -> list[Any]:
     """The leaves of `like`, or None for each; states are leaves."""
     if like is None:
         return [None] * count
-    leaves, other = jax.tree.flatten(like, is_leaf=is_marked)
-    if other != treedef:
-        raise ValueError(f"like= has another structure than the tree: {other}, expected {treedef}")
+    leaves, structure = jax.tree.flatten(like, is_leaf=is_marked)
+    if structure != treedef:
+        raise ValueError(f"like= has another structure than the tree: {structure}, expected {treedef}")
     return leaves
 
 
@@ -259,10 +260,11 @@ def _sharded(state: PyTree, origin: Origin, devices: Devices) -> ShardedState:
         check_structure(state, layout)
         wholes = layout.treedef.flatten_up_to(state)
         arrays = [
-            write(checked_whole(x, one.leaf, one.shape), one, devices) for one, x in zip(leaves, wholes, strict=True)
+            write(checked_whole(x, leaf.leaf, leaf.shape), leaf, devices)
+            for leaf, x in zip(leaves, wholes, strict=True)
         ]
-        leaf = leaf_on_mesh(_numbers_leaf(layout.shards), origin.axis)
-        numbers = write(np.arange(layout.shards, dtype=np.int32), leaf, devices)
+        number = leaf_on_mesh(_numbers_leaf(layout.shards), origin.axis)
+        numbers = write(np.arange(layout.shards, dtype=np.int32), number, devices)
         return ShardedState(layout.treedef.unflatten(arrays), numbers, origin)
     on, ordered, layout = _cut(origin, pmap_devices() if devices is None else tuple(devices))
     layout = _wrapped(layout, state)
@@ -290,11 +292,10 @@ def _whole_of(state: ShardedState, origin: Origin, devices: Sequence[jax.Device]
     layout = _wrapped(layout, state.slices)
     check_structure(state.slices, layout)
     numbers = local_shards(LeafLayout(("shard",), (1,), np.dtype(np.int32), ()), index, ordered)
-    held = {part.device: int(part.data.item()) for part in numbers}
-    expected = on.shard_of_device()
-    for position, device in enumerate(ordered):
-        if device in held and held[device] != expected[position]:
-            raise ValueError(f"{device} holds slice {held[device]}, not its own, {expected[position]}. {REMEDY}")
+    slice_of = {part.device: int(part.data.item()) for part in numbers}
+    for device, expected in zip(ordered, on.shard_of_device(), strict=True):
+        if slice_of.get(device, expected) != expected:
+            raise ValueError(f"{device} holds slice {slice_of[device]}, not its own, {expected}. {REMEDY}")
     return slices_to_host(state.slices, layout, on, ordered, timeout=timeout)
 
 
@@ -305,9 +306,9 @@ def _whole_of_mesh(state: ShardedState, origin: Origin, timeout: float) -> PyTre
     check_structure(state.slices, layout)
     leaf = leaf_on_mesh(_numbers_leaf(numbers), origin.axis)
     meet(timeout)
-    held, *wholes = read([index, *layout.treedef.flatten_up_to(state.slices)], [leaf, *leaves])
-    if held.tolist() != list(range(numbers)):
-        raise ValueError(f"devices hold the slices {held.tolist()}, not their own. {REMEDY}")
+    order, *wholes = read([index, *layout.treedef.flatten_up_to(state.slices)], [leaf, *leaves])
+    if order.tolist() != list(range(numbers)):
+        raise ValueError(f"devices hold the slices {order.tolist()}, not their own. {REMEDY}")
     return layout.treedef.unflatten(wholes)
 
 
@@ -320,9 +321,8 @@ def _cut(origin: Origin, devices: Sequence[jax.Device]) -> tuple[Axis, tuple[jax
 
 def _wrapped(layout: Layout, state: PyTree) -> Layout:
     """The layout for a state whose leaves flax.nnx has put into variables, as `nnx.Optimizer` does."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    names = [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path in paths]
-    if list(map(_unwrapped, names)) != [_unwrapped(leaf.path) for leaf in layout.leaves]:
+    paths = [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(state)]
+    if list(map(_unwrapped, paths)) != [_unwrapped(leaf.path) for leaf in layout.leaves]:
         return layout
     return dataclasses.replace(layout, treedef=jax.tree.structure(state))
 
