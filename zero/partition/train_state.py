@@ -322,20 +322,25 @@ def _cut(origin: Origin, devices: Sequence[jax.Device]) -> tuple[Axis, tuple[jax
 def _wrapped(layout: Layout, state: PyTree) -> Layout:
     """The layout for a state whose leaves flax.nnx has put into variables, as `nnx.Optimizer` does."""
     paths = [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(state)]
-    if list(map(_unwrapped, paths)) != [_unwrapped(leaf.path) for leaf in layout.leaves]:
+    names = list(map(_unwrapped, paths))
+    if _first_variable(state) is None or names != [_unwrapped(leaf.path) for leaf in layout.leaves]:
         return layout
     return dataclasses.replace(layout, treedef=jax.tree.structure(state))
 
 
 def _in_variable(numbers: jax.Array, state: PyTree) -> Any:
     """The numbers of the slices, in a variable of flax.nnx if the leaves of the state are: it updates nothing else."""
+    variable = _first_variable(state)
+    return numbers if variable is None else jax.tree.unflatten(jax.tree.structure(variable), [numbers])
+
+
+def _first_variable(state: PyTree) -> Any:
+    """The variable of flax.nnx that holds the first leaf, or None."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
-        return numbers
-    variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    if not variables or not isinstance(variables[0], nnx.Variable):
-        return numbers
-    return jax.tree.unflatten(jax.tree.structure(variables[0]), [numbers])
+        return None
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return leaves[0] if leaves and isinstance(leaves[0], nnx.Variable) else None
 
 
 def _unwrapped(path: tuple[str, ...]) -> tuple[str, ...]:
